@@ -1,0 +1,64 @@
+"""How every client of a Tinsmith service connects."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tinsmith.rpc.server import MAX_MESSAGE_BYTES
+
+_SERVICE_CONFIG = json.dumps(
+    {
+        "methodConfig": [
+            {
+                "name": [{}],
+                "retryPolicy": {
+                    "maxAttempts": 3,
+                    "initialBackoff": "0.1s",
+                    "maxBackoff": "1s",
+                    "backoffMultiplier": 3,
+                    "retryableStatusCodes": ["UNAVAILABLE"],
+                },
+            }
+        ]
+    }
+)
+
+
+def connect(address: str) -> grpc.aio.Channel:
+    """A channel with keepalive, large messages, and retries on UNAVAILABLE only."""
+    return grpc.aio.insecure_channel(
+        address,
+        options=[
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.keepalive_time_ms", 20_000),
+            ("grpc.keepalive_timeout_ms", 10_000),
+            ("grpc.http2.max_pings_without_data", 0),
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.min_reconnect_backoff_ms", 100),
+            ("grpc.max_reconnect_backoff_ms", 1_000),
+            ("grpc.service_config", _SERVICE_CONFIG),
+        ],
+    )
+
+
+async def is_serving(channel: grpc.aio.Channel, *, timeout_s: float = 2.0) -> bool:
+    """True when the service behind the channel answers its health check with SERVING."""
+    stub = health_pb2_grpc.HealthStub(channel)
+    try:
+        reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+    except grpc.aio.AioRpcError:
+        return False
+    return reply.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def wait_serving(channel: grpc.aio.Channel, *, timeout_s: float) -> None:
+    """Returns once the service is healthy; raises TimeoutError after `timeout_s` seconds."""
+    async with asyncio.timeout(timeout_s):
+        while not await is_serving(channel):
+            await asyncio.sleep(0.05)

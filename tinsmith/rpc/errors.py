@@ -1,0 +1,159 @@
+"""Errors that cross a process boundary, and the only place that maps them.
+
+ServiceError                 INTERNAL             server
+├── InvalidRequest           INVALID_ARGUMENT     user     the caller's mistake; names the field and the value
+│   └── UnknownLossFn
+├── Unsupported              UNIMPLEMENTED        user     a field that this server cannot honour
+├── NotFound                 NOT_FOUND            user
+│   ├── ModelNotFound
+│   ├── CheckpointNotFound
+│   └── ResultNotFound                                     unknown or expired operation
+├── AlreadyExists            ALREADY_EXISTS       user
+│   ├── CheckpointExists
+│   └── SequenceConflict                                   same seq_id, other body
+├── FailedPrecondition       FAILED_PRECONDITION  user
+│   ├── VersionNotLoaded                                   ask the trainer to publish it, then try again
+│   ├── VersionGone                                        the location holds other weights by now
+│   └── ModelLost                                          the trainer restarted and does not hold the model
+├── OutOfCapacity            RESOURCE_EXHAUSTED   server   a queue, a cache or a disk is full
+├── NotReady                 UNAVAILABLE          server   loading or draining
+├── DataCorrupted            DATA_LOSS            server   a checksum does not match
+└── EngineDead               INTERNAL             server   the process must be restarted
+
+Category is what the Tinker SDK shows: "user" for the caller's mistake, "server" for ours, "unknown" for neither.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import grpc
+import grpc.aio
+from google.protobuf import any_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+Category = Literal["user", "server", "unknown"]
+
+DOMAIN = "tinsmith"
+
+
+class ServiceError(Exception):
+    code = grpc.StatusCode.INTERNAL
+    reason = "INTERNAL"
+    category: Category = "server"
+
+    def __init__(self, message: str, **metadata: object) -> None:
+        super().__init__(message)
+        self.message = message
+        self.metadata = {key: str(value) for key, value in metadata.items()}
+
+
+class InvalidRequest(ServiceError):
+    code, reason, category = grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST", "user"
+
+
+class UnknownLossFn(InvalidRequest):
+    reason = "UNKNOWN_LOSS_FN"
+
+
+class Unsupported(ServiceError):
+    code, reason, category = grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED", "user"
+
+
+class NotFound(ServiceError):
+    code, reason, category = grpc.StatusCode.NOT_FOUND, "NOT_FOUND", "user"
+
+
+class ModelNotFound(NotFound):
+    reason = "MODEL_NOT_FOUND"
+
+
+class CheckpointNotFound(NotFound):
+    reason = "CHECKPOINT_NOT_FOUND"
+
+
+class ResultNotFound(NotFound):
+    reason = "RESULT_NOT_FOUND"
+
+
+class AlreadyExists(ServiceError):
+    code, reason, category = grpc.StatusCode.ALREADY_EXISTS, "ALREADY_EXISTS", "user"
+
+
+class CheckpointExists(AlreadyExists):
+    reason = "CHECKPOINT_EXISTS"
+
+
+class SequenceConflict(AlreadyExists):
+    reason = "SEQUENCE_CONFLICT"
+
+
+class FailedPrecondition(ServiceError):
+    code, reason, category = grpc.StatusCode.FAILED_PRECONDITION, "FAILED_PRECONDITION", "user"
+
+
+class VersionNotLoaded(FailedPrecondition):
+    reason = "VERSION_NOT_LOADED"
+
+
+class VersionGone(FailedPrecondition):
+    reason = "VERSION_GONE"
+
+
+class ModelLost(FailedPrecondition):
+    reason, category = "MODEL_LOST", "server"
+
+
+class OutOfCapacity(ServiceError):
+    code, reason = grpc.StatusCode.RESOURCE_EXHAUSTED, "OUT_OF_CAPACITY"
+
+
+class NotReady(ServiceError):
+    code, reason = grpc.StatusCode.UNAVAILABLE, "NOT_READY"
+
+
+class DataCorrupted(ServiceError):
+    code, reason = grpc.StatusCode.DATA_LOSS, "DATA_CORRUPTED"
+
+
+class EngineDead(ServiceError):
+    reason = "ENGINE_DEAD"
+
+
+def _subclasses(cls: type[ServiceError]) -> list[type[ServiceError]]:
+    return [cls, *(leaf for child in cls.__subclasses__() for leaf in _subclasses(child))]
+
+
+_BY_REASON = {cls.reason: cls for cls in _subclasses(ServiceError)}
+_CODE_NUMBERS = {code: code.value[0] for code in grpc.StatusCode}
+
+
+def to_proto(error: ServiceError) -> status_pb2.Status:
+    """google.rpc.Status with one ErrorInfo: the form in which errors travel and lie in the journal."""
+    detail = any_pb2.Any()
+    detail.Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata))
+    return status_pb2.Status(code=_CODE_NUMBERS[error.code], message=error.message, details=[detail])
+
+
+def from_proto(status: status_pb2.Status) -> ServiceError:
+    """The inverse of to_proto; a status that is not ours becomes a plain ServiceError with its gRPC code named."""
+    for detail in status.details:
+        info = error_details_pb2.ErrorInfo()
+        if detail.Unpack(info) and info.domain == DOMAIN and info.reason in _BY_REASON:
+            return _BY_REASON[info.reason](status.message, **info.metadata)
+    return ServiceError(f"{code_pb2.Code.Name(status.code)}: {status.message}")
+
+
+def to_status(error: ServiceError) -> grpc.Status:
+    return rpc_status.to_status(to_proto(error))
+
+
+def from_rpc_error(error: grpc.aio.AioRpcError) -> ServiceError:
+    """What a failed call means. UNAVAILABLE from the transport becomes NotReady."""
+    status = rpc_status.from_call(error)  # type: ignore[arg-type]  # the stubs know only the sync call
+    if status is not None:
+        return from_proto(status)
+    if error.code() == grpc.StatusCode.UNAVAILABLE:
+        return NotReady(error.details() or "the service cannot be reached")
+    return ServiceError(f"{error.code().name}: {error.details()}")

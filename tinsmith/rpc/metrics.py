@@ -1,0 +1,29 @@
+"""Prometheus: one registry for each process, served on its own port (the gateway serves /metrics itself)."""
+
+from __future__ import annotations
+
+import logging
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.gc_collector import GCCollector
+from prometheus_client.platform_collector import PlatformCollector
+from prometheus_client.process_collector import ProcessCollector
+
+logger = logging.getLogger(__name__)
+
+LATENCY_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+
+
+def new_registry() -> CollectorRegistry:
+    """A registry with the process's own metrics; a service adds its own, so that tests can build several in a process."""
+    registry = CollectorRegistry()
+    for collector in (ProcessCollector, PlatformCollector, GCCollector):
+        collector(registry=registry)
+    return registry
+
+
+def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> None:
+    """Serves /metrics from a thread; port 0 means off."""
+    if port:
+        start_http_server(port, host, registry)
+        logger.info("metrics on http://%s:%d/metrics", host, port)

@@ -1,0 +1,64 @@
+"""tinker:// paths and the names in them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from tinsmith.rpc.errors import InvalidRequest
+
+SCHEME = "tinker://"
+KINDS = {"weights": "training", "sampler_weights": "sampler"}
+"""Kind segment of a path -> checkpoint_type in the public API."""
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_RUN_ID = re.compile(r"[A-Za-z0-9._-]+(:[A-Za-z0-9._-]+)*")
+
+
+def check_name(name: str, *, field: str) -> str:
+    """Refuses a checkpoint name that could leave its folder or would need quoting in a URL."""
+    if not _NAME.fullmatch(name) or set(name) <= {"."}:
+        raise InvalidRequest(
+            f"{field}: {name!r} is not a checkpoint name; use 1 to 128 of A-Z a-z 0-9 . _ - (and not only dots)",
+            field=field,
+        )
+    return name
+
+
+def check_run_id(run_id: str, *, field: str) -> str:
+    """Refuses a training run id that could not be a folder name."""
+    if not _RUN_ID.fullmatch(run_id) or len(run_id) > 200 or any(set(part) <= {"."} for part in run_id.split(":")):
+        raise InvalidRequest(f"{field}: {run_id!r} is not a training run id", field=field)
+    return run_id
+
+
+@dataclass(frozen=True, slots=True)
+class TinkerPath:
+    """tinker://{run_id}/{kind}/{name}"""
+
+    run_id: str
+    kind: str
+    name: str
+
+    @classmethod
+    def parse(cls, path: str, *, field: str) -> TinkerPath:
+        """Raises InvalidRequest, naming `field`, unless there are exactly three safe segments and a known kind."""
+        segments = path.removeprefix(SCHEME).split("/")
+        if not path.startswith(SCHEME) or len(segments) != 3:
+            raise InvalidRequest(f"{field}: {path!r} is not of the form tinker://RUN_ID/KIND/NAME", field=field)
+        run_id, kind, name = segments
+        if kind not in KINDS:
+            raise InvalidRequest(f"{field}: kind {kind!r} of {path!r} is not one of {', '.join(KINDS)}", field=field)
+        return cls(check_run_id(run_id, field=field), kind, check_name(name, field=field))
+
+    @property
+    def location(self) -> str:
+        """Folder below the checkpoint root."""
+        return f"{self.run_id}/{self.kind}/{self.name}"
+
+    @property
+    def checkpoint_id(self) -> str:
+        return f"{self.kind}/{self.name}"
+
+    def __str__(self) -> str:
+        return f"{SCHEME}{self.location}"

@@ -1,0 +1,129 @@
+"""How every gRPC service of Tinsmith is served: health, reflection, size limit, one error handler, a graceful stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.descriptor import FileDescriptor
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from tinsmith.rpc.errors import ServiceError, to_status
+
+logger = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 256 * 1024 * 1024
+"""Largest gRPC message. The gateway's own body limit is lower."""
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Turns ServiceError into google.rpc.Status with ErrorInfo; anything else is logged and becomes INTERNAL."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Any],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = handler_call_details.method
+
+        if handler.unary_unary is not None:
+
+            async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+                try:
+                    return await handler.unary_unary(request, context)
+                except ServiceError as error:
+                    await context.abort_with_status(to_status(error))
+                except (asyncio.CancelledError, grpc.aio.AbortError):
+                    raise
+                except Exception:
+                    logger.exception("%s failed", method)
+                    await context.abort_with_status(to_status(ServiceError("internal error; the log has the cause")))
+
+            return grpc.unary_unary_rpc_method_handler(
+                call, handler.request_deserializer, handler.response_serializer
+            )
+
+        if handler.unary_stream is not None:
+
+            async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+                try:
+                    async for response in handler.unary_stream(request, context):
+                        yield response
+                except ServiceError as error:
+                    await context.abort_with_status(to_status(error))
+                except (asyncio.CancelledError, grpc.aio.AbortError, GeneratorExit):
+                    raise
+                except Exception:
+                    logger.exception("%s failed", method)
+                    await context.abort_with_status(to_status(ServiceError("internal error; the log has the cause")))
+
+            return grpc.unary_stream_rpc_method_handler(
+                stream, handler.request_deserializer, handler.response_serializer
+            )
+        return handler
+
+
+class Server:
+    """A grpc.aio server whose health is NOT_SERVING until set_serving(True)."""
+
+    def __init__(self, address: str, file_descriptors: Sequence[FileDescriptor]) -> None:
+        self.grpc = grpc.aio.server(
+            interceptors=[ErrorInterceptor()],
+            options=[
+                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.so_reuseport", 0),  # a port in use is an error, not a silent second listener
+            ],
+        )
+        self._services = [name for file in file_descriptors for name in _service_names(file)]
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
+        reflection.enable_server_reflection(
+            [*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME], self.grpc
+        )
+        try:
+            self.port = self.grpc.add_insecure_port(address)
+        except RuntimeError as error:
+            raise SystemExit(f"cannot listen on {address}: is the port in use? ({error})") from None
+
+    async def set_serving(self, serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ["", *self._services]:
+            await self._health.set(name, status)
+
+    async def start(self) -> None:
+        await self.set_serving(False)
+        await self.grpc.start()
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuses new calls at once; running ones have `grace_s` seconds to end."""
+        await self._health.enter_graceful_shutdown()
+        await self.grpc.stop(grace_s)
+
+
+def _service_names(file: FileDescriptor) -> list[str]:
+    return [service.full_name for service in file.services_by_name.values()]
+
+
+@asynccontextmanager
+async def stop_event() -> AsyncIterator[asyncio.Event]:
+    """An event that SIGINT or SIGTERM sets."""
+    event = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, event.set)
+    try:
+        yield event
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)

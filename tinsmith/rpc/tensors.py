@@ -1,0 +1,130 @@
+"""protobuf tensors <-> numpy: the only place that knows byte order and sparse layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+
+from tinsmith.rpc.errors import InvalidRequest
+from tinsmith.v1 import types_pb2 as pb
+
+Array = npt.NDArray[np.generic]
+
+_NUMPY = {
+    pb.DTYPE_FLOAT32: np.dtype("<f4"),
+    pb.DTYPE_INT64: np.dtype("<i8"),
+    pb.DTYPE_INT32: np.dtype("<i4"),
+}
+_PROTO = {dtype: number for number, dtype in _NUMPY.items()}
+_INT64 = np.dtype("<i8")
+
+MAX_ELEMENTS = 64 * 1024 * 1024
+"""Largest tensor that a request may describe, in elements: a sparse one is small on the wire and large in memory."""
+
+
+def to_numpy(tensor: pb.Tensor, *, field: str) -> Array:
+    """The array that a wire tensor describes, dense; a view of its bytes where that is possible.
+
+    `field` is named in every InvalidRequest. bfloat16 is widened to float32.
+    """
+    layout = tensor.WhichOneof("layout")
+    if layout == "sparse_csr":
+        return _from_csr(tensor, field=field)
+    values = _values(tensor.dense, tensor.dtype, field=field)
+    shape = tuple(tensor.shape) or (values.size,)
+    if any(n < 0 for n in shape) or prod(shape) != values.size:
+        raise InvalidRequest(f"{field}: shape {list(shape)} does not hold the {values.size} values that were sent", field=field)
+    return values.reshape(shape)
+
+
+def _values(data: bytes, dtype: int, *, field: str) -> Array:
+    if dtype == pb.DTYPE_BFLOAT16:
+        halves = _frombuffer(data, np.dtype("<u2"), field=field)
+        return (halves.astype(np.uint32) << 16).view(np.float32)
+    if dtype not in _NUMPY:
+        raise InvalidRequest(f"{field}: dtype {dtype} is not one of {sorted(pb.Dtype.keys())}", field=field)
+    return _frombuffer(data, _NUMPY[dtype], field=field)
+
+
+def _frombuffer(data: bytes, dtype: np.dtype[np.generic], *, field: str) -> Array:
+    if len(data) % dtype.itemsize:
+        raise InvalidRequest(f"{field}: {len(data)} bytes are not whole {dtype.name} values", field=field)
+    return np.frombuffer(data, dtype)
+
+
+def _from_csr(tensor: pb.Tensor, *, field: str) -> Array:
+    shape = tuple(tensor.shape)
+    if len(shape) != 2 or min(shape) < 0:
+        raise InvalidRequest(f"{field}: a sparse tensor needs two dimensions, not shape {list(shape)}", field=field)
+    if prod(shape) > MAX_ELEMENTS:
+        raise InvalidRequest(f"{field}: shape {list(shape)} is above this server's {MAX_ELEMENTS} elements", field=field)
+    rows, cols = shape
+    csr = tensor.sparse_csr
+    values = _values(csr.values, tensor.dtype, field=field)
+    crow = _frombuffer(csr.crow_indices, _INT64, field=f"{field}.crow_indices")
+    col = _frombuffer(csr.col_indices, _INT64, field=f"{field}.col_indices")
+    if crow.size != rows + 1 or col.size != values.size:
+        raise InvalidRequest(
+            f"{field}: {values.size} values need {values.size} col_indices and {rows + 1} crow_indices, "
+            f"not {col.size} and {crow.size}",
+            field=field,
+        )
+    counts = np.diff(crow)
+    if crow[0] != 0 or crow[-1] != values.size or (counts < 0).any():
+        raise InvalidRequest(f"{field}.crow_indices: must rise from 0 to {values.size}", field=field)
+    if col.size and (col.min() < 0 or col.max() >= cols):
+        raise InvalidRequest(f"{field}.col_indices: must lie in [0, {cols}), not {col.min()} to {col.max()}", field=field)
+    dense = np.zeros(shape, values.dtype)
+    dense[np.repeat(np.arange(rows), counts), col] = values
+    return dense
+
+
+def from_numpy(array: Array) -> pb.Tensor:
+    """A dense wire tensor; float64 becomes float32 and other integers int64."""
+    array = _wire_array(array)
+    return pb.Tensor(dense=array.tobytes(), dtype=_PROTO[array.dtype], shape=array.shape)
+
+
+def batched(arrays: Sequence[Array]) -> pb.BatchedTensor:
+    """One field of many datums. All arrays have the same dtype and the same shape after the first dimension."""
+    wire = [_wire_array(array) for array in arrays]
+    offsets = np.cumsum([0, *(array.nbytes for array in wire)], dtype="<i8")
+    return pb.BatchedTensor(
+        data=b"".join(array.tobytes() for array in wire),
+        offsets=offsets.tobytes(),
+        dtype=_PROTO[wire[0].dtype],
+        trailing_shape=wire[0].shape[1:],
+    )
+
+
+def _wire_array(array: Array) -> Array:
+    kind = "<f4" if array.dtype.kind == "f" else "<i4" if array.dtype == np.int32 else "<i8"
+    return np.ascontiguousarray(array, dtype=kind)
+
+
+def text_tokens(chunks: Iterable[pb.Chunk], *, field: str) -> npt.NDArray[np.int32]:
+    """The token ids of a text-only input, joined. Pictures and audio are refused by name."""
+    parts: list[Array] = []
+    for index, chunk in enumerate(chunks):
+        kind = chunk.WhichOneof("kind")
+        if kind != "encoded_text":
+            raise InvalidRequest(
+                f"{field}[{index}]: chunk kind {kind or 'unset'!r} is not supported by this base model; use encoded_text",
+                field=field,
+            )
+        parts.append(_frombuffer(chunk.encoded_text.tokens, np.dtype("<i4"), field=f"{field}[{index}].tokens"))
+    tokens = np.concatenate(parts) if parts else np.empty(0, np.int32)
+    return tokens.astype(np.int32, copy=False)
+
+
+def check_tokens(tokens: Array, vocab_size: int, *, field: str) -> None:
+    """Refuses token ids outside [0, vocab_size), naming the first one."""
+    bad = (tokens < 0) | (tokens >= vocab_size)
+    if bad.any():
+        where = tuple(int(i) for i in np.argwhere(bad)[0])
+        raise InvalidRequest(
+            f"{field}{list(where)}: token id {tokens[where]} is outside the vocabulary [0, {vocab_size})", field=field
+        )
