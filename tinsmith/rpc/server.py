@@ -49,9 +49,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                     logger.exception("%s failed", method)
                     await context.abort_with_status(to_status(ServiceError("internal error; the log has the cause")))
 
-            return grpc.unary_unary_rpc_method_handler(
-                call, handler.request_deserializer, handler.response_serializer
-            )
+            return grpc.unary_unary_rpc_method_handler(call, handler.request_deserializer, handler.response_serializer)
 
         if handler.unary_stream is not None:
 
@@ -88,9 +86,7 @@ class Server:
         self._services = [name for file in file_descriptors for name in _service_names(file)]
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
-        reflection.enable_server_reflection(
-            [*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME], self.grpc
-        )
+        reflection.enable_server_reflection([*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME], self.grpc)
         try:
             self.port = self.grpc.add_insecure_port(address)
         except RuntimeError as error:

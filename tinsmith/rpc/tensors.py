@@ -36,7 +36,9 @@ def to_numpy(tensor: pb.Tensor, *, field: str) -> Array:
     values = _values(tensor.dense, tensor.dtype, field=field)
     shape = tuple(tensor.shape) or (values.size,)
     if any(n < 0 for n in shape) or prod(shape) != values.size:
-        raise InvalidRequest(f"{field}: shape {list(shape)} does not hold the {values.size} values that were sent", field=field)
+        raise InvalidRequest(
+            f"{field}: shape {list(shape)} does not hold the {values.size} values that were sent", field=field
+        )
     return values.reshape(shape)
 
 
@@ -60,7 +62,9 @@ def _from_csr(tensor: pb.Tensor, *, field: str) -> Array:
     if len(shape) != 2 or min(shape) < 0:
         raise InvalidRequest(f"{field}: a sparse tensor needs two dimensions, not shape {list(shape)}", field=field)
     if prod(shape) > MAX_ELEMENTS:
-        raise InvalidRequest(f"{field}: shape {list(shape)} is above this server's {MAX_ELEMENTS} elements", field=field)
+        raise InvalidRequest(
+            f"{field}: shape {list(shape)} is above this server's {MAX_ELEMENTS} elements", field=field
+        )
     rows, cols = shape
     csr = tensor.sparse_csr
     values = _values(csr.values, tensor.dtype, field=field)
@@ -76,7 +80,9 @@ def _from_csr(tensor: pb.Tensor, *, field: str) -> Array:
     if crow[0] != 0 or crow[-1] != values.size or (counts < 0).any():
         raise InvalidRequest(f"{field}.crow_indices: must rise from 0 to {values.size}", field=field)
     if col.size and (col.min() < 0 or col.max() >= cols):
-        raise InvalidRequest(f"{field}.col_indices: must lie in [0, {cols}), not {col.min()} to {col.max()}", field=field)
+        raise InvalidRequest(
+            f"{field}.col_indices: must lie in [0, {cols}), not {col.min()} to {col.max()}", field=field
+        )
     dense = np.zeros(shape, values.dtype)
     dense[np.repeat(np.arange(rows), counts), col] = values
     return dense
