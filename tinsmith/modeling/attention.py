@@ -1,0 +1,126 @@
+"""Ragged attention: sequences laid end to end, without padding, in training and in generation.
+
+Registered with transformers as the attention implementation "tinsmith", so that every Hugging Face model whose attention
+goes through `AttentionInterface` runs on it unchanged. A `Layout` travels with each forward pass as a keyword argument.
+
+Shapes: T packed tokens, N query heads, K key/value heads, D head dimension, L keys, B sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+NAME = "tinsmith"
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """How one layer attends."""
+
+    scale: float
+    window: int | None = None
+    """A token sees itself and the window - 1 tokens before it; None means all."""
+    softcap: float | None = None
+    """Scores become softcap * tanh(score / softcap), as in Gemma 2."""
+    sinks_N: Tensor | None = None
+    """One more score for each head that takes probability and gives nothing, as in GPT-OSS."""
+
+
+class Layout(Protocol):
+    """Which tokens see which."""
+
+    def attend(self, layer: int, q_T_N_D: Tensor, k_T_K_D: Tensor, v_T_K_D: Tensor, heads: Heads) -> Tensor:
+        """Attention output, [T, N, D]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Whole sequences, end to end, each seeing only itself: training and scoring."""
+
+    lengths: Sequence[int]
+
+    def attend(self, layer: int, q_T_N_D: Tensor, k_T_K_D: Tensor, v_T_K_D: Tensor, heads: Heads) -> Tensor:
+        outputs = []
+        start = 0
+        # Neighbours of equal length go through one batched call.
+        for length, group in groupby(self.lengths):
+            count = len(list(group))
+            rows = slice(start, start + count * length)
+            start = rows.stop
+            q, k, v = (x[rows].unflatten(0, (count, length)).transpose(1, 2) for x in (q_T_N_D, k_T_K_D, v_T_K_D))
+            outputs.append(causal(q, k, v, heads).transpose(1, 2).flatten(0, 1))
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+
+def causal(q_B_N_T_D: Tensor, k_B_K_L_D: Tensor, v_B_K_L_D: Tensor, heads: Heads) -> Tensor:
+    """The last T of L positions attend to all positions up to their own. Returns [B, N, T, D]."""
+    num_queries, num_keys = q_B_N_T_D.shape[2], k_B_K_L_D.shape[2]
+    windowed = heads.window is not None and num_keys > heads.window
+    plain = heads.softcap is None and heads.sinks_N is None
+    if plain and not windowed and num_queries == num_keys:
+        return _sdpa(q_B_N_T_D, k_B_K_L_D, v_B_K_L_D, heads.scale, mask=None, is_causal=True)
+    keys = torch.arange(num_keys, device=q_B_N_T_D.device)
+    queries = keys[num_keys - num_queries :, None]
+    mask = keys <= queries
+    if windowed:
+        mask &= keys > queries - heads.window
+    return masked(q_B_N_T_D, k_B_K_L_D, v_B_K_L_D, heads, mask)
+
+
+def masked(q_B_N_T_D: Tensor, k_B_K_L_D: Tensor, v_B_K_L_D: Tensor, heads: Heads, mask: Tensor) -> Tensor:
+    """Attention where the boolean mask, broadcastable to [B, N, T, L], is true."""
+    if heads.softcap is None and heads.sinks_N is None:
+        return _sdpa(q_B_N_T_D, k_B_K_L_D, v_B_K_L_D, heads.scale, mask=mask, is_causal=False)
+    groups = q_B_N_T_D.shape[1] // k_B_K_L_D.shape[1]
+    k, v = (x.repeat_interleave(groups, 1) for x in (k_B_K_L_D, v_B_K_L_D))
+    scores = (q_B_N_T_D @ k.transpose(-1, -2)) * heads.scale
+    if heads.softcap is not None:
+        scores = heads.softcap * torch.tanh(scores / heads.softcap)
+    scores = scores.float().masked_fill(~mask, float("-inf"))
+    if heads.sinks_N is not None:
+        sinks = heads.sinks_N.float().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks], -1)
+    weights = scores.softmax(-1)[..., : k.shape[2]]
+    return weights.to(v.dtype) @ v
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, *, mask: Tensor | None, is_causal: bool) -> Tensor:
+    grouped = q.shape[1] != k.shape[1]
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=grouped)
+
+
+def _forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    layout: Layout,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The signature that transformers calls: query [1, N, T, D], key and value [1, K, T, D] -> [1, T, N, D]."""
+    heads = Heads(
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window,
+        softcap=softcap,
+        sinks_N=s_aux,
+    )
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return layout.attend(module.layer_idx, q, k, v, heads)[None], None  # type: ignore[arg-type]
+
+
+AttentionInterface.register(NAME, _forward)

@@ -1,0 +1,125 @@
+"""Keys and values of running generations, one lane for each.
+
+Lanes 0 .. n-1 are the running ones, so that a decode step reads the cache as one view, without gathering: whoever frees a
+lane moves the last one into its place. All lanes have one capacity, which grows with the longest.
+
+Shapes: S lanes, C capacity, B decoding rows, N query heads, K key/value heads, D head dimension, T packed tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tinsmith.modeling.attention import Heads, causal, masked
+
+
+@dataclass(slots=True)
+class KVCache:
+    """Keys and values by layer, [S, K, C, D] each. A layer's tensors are made when it first writes."""
+
+    num_lanes: int = 0
+    capacity: int = 0
+    keys: dict[int, Tensor] = field(default_factory=dict)
+    values: dict[int, Tensor] = field(default_factory=dict)
+
+    def reserve(self, num_lanes: int, capacity: int) -> None:
+        """Grows to at least so many lanes of so many tokens; what is stored stays."""
+        if num_lanes <= self.num_lanes and capacity <= self.capacity:
+            return
+        self.num_lanes, self.capacity = max(num_lanes, self.num_lanes), max(capacity, self.capacity)
+        for store in (self.keys, self.values):
+            for layer, old in store.items():
+                store[layer] = self._empty(old)
+                store[layer][: old.shape[0], :, : old.shape[2]] = old
+
+    def clear(self) -> None:
+        """Gives the memory back; for when no generation runs."""
+        self.num_lanes = self.capacity = 0
+        self.keys.clear()
+        self.values.clear()
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copies the first `length` tokens of one lane to another."""
+        for store in (self.keys, self.values):
+            for tensor in store.values():
+                tensor[target, :, :length] = tensor[source, :, :length]
+
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for store in (self.keys, self.values) for tensor in store.values())
+
+    def layer(self, layer: int, like_T_K_D: Tensor) -> tuple[Tensor, Tensor]:
+        for store in (self.keys, self.values):
+            if layer not in store:
+                num_heads, head_dim = like_T_K_D.shape[1:]
+                store[layer] = like_T_K_D.new_zeros(self.num_lanes, num_heads, self.capacity, head_dim)
+        return self.keys[layer], self.values[layer]
+
+    def _empty(self, old_S_K_C_D: Tensor) -> Tensor:
+        # Zeros, not garbage: a masked key still takes part in a product, and 0 * NaN would be NaN.
+        num_heads, head_dim = old_S_K_C_D.shape[1], old_S_K_C_D.shape[3]
+        return old_S_K_C_D.new_zeros(self.num_lanes, num_heads, self.capacity, head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """`length` new tokens of one lane, after `start` tokens that are stored already."""
+
+    lane: int
+    start: int
+    length: int
+
+
+class Cached:
+    """Layout of one engine step: first one new token for each of lanes 0 .. B-1, then pieces of prompts.
+
+    `positions_B` is int64 [B]: where each decoding lane's new token goes.
+    """
+
+    def __init__(self, cache: KVCache, positions_B: Tensor, prefills: Sequence[Prefill]) -> None:
+        self.cache = cache
+        self.positions_B = positions_B
+        self.prefills = prefills
+        self.num_decoding = positions_B.shape[0]
+        self.num_keys = int(positions_B.max()) + 1 if self.num_decoding else 0
+        self._lanes_B = torch.arange(self.num_decoding, device=positions_B.device)
+        keys = torch.arange(self.num_keys, device=positions_B.device)
+        self._mask_B_1_1_L = (keys <= positions_B[:, None])[:, None, None]
+        self._keys = keys
+
+    def attend(self, layer: int, q_T_N_D: Tensor, k_T_K_D: Tensor, v_T_K_D: Tensor, heads: Heads) -> Tensor:
+        keys_S_K_C_D, values_S_K_C_D = self.cache.layer(layer, k_T_K_D)
+        outputs = []
+        if self.num_decoding:
+            rows = slice(0, self.num_decoding)
+            keys_S_K_C_D[self._lanes_B, :, self.positions_B] = k_T_K_D[rows]
+            values_S_K_C_D[self._lanes_B, :, self.positions_B] = v_T_K_D[rows]
+            outputs.append(self._decode(q_T_N_D[rows], keys_S_K_C_D, values_S_K_C_D, heads))
+        first = self.num_decoding
+        for piece in self.prefills:
+            rows = slice(first, first + piece.length)
+            first = rows.stop
+            end = piece.start + piece.length
+            lane = slice(piece.lane, piece.lane + 1)
+            keys_S_K_C_D[piece.lane, :, piece.start : end] = k_T_K_D[rows].transpose(0, 1)
+            values_S_K_C_D[piece.lane, :, piece.start : end] = v_T_K_D[rows].transpose(0, 1)
+            q = q_T_N_D[rows].transpose(0, 1)[None]
+            out = causal(q, keys_S_K_C_D[lane, :, :end], values_S_K_C_D[lane, :, :end], heads)
+            outputs.append(out[0].transpose(0, 1))
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+    def _decode(self, q_B_N_D: Tensor, keys_S_K_C_D: Tensor, values_S_K_C_D: Tensor, heads: Heads) -> Tensor:
+        batch, num_heads, head_dim = q_B_N_D.shape
+        k = keys_S_K_C_D[:batch, :, : self.num_keys]
+        v = values_S_K_C_D[:batch, :, : self.num_keys]
+        mask = self._mask_B_1_1_L
+        if heads.window is not None:
+            mask = mask & (self._keys > self.positions_B[:, None] - heads.window)[:, None, None]
+        if heads.softcap is None and heads.sinks_N is None:
+            # The query heads of one key/value head are rows of one product: no key is repeated.
+            q = q_B_N_D.view(batch, k.shape[1], -1, head_dim)
+            return masked(q, k, v, heads, mask).reshape(batch, num_heads, -1)
+        return masked(q_B_N_D[:, :, None], k, v, heads, mask)[:, :, 0]

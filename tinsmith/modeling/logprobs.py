@@ -1,0 +1,190 @@
+"""Log-probabilities of named tokens, in chunks: the full [T, V] logits never exist at once.
+
+Shapes: T packed tokens, V vocabulary, H hidden, M named tokens (several may share a row), n rows of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tinsmith.modeling.lora import Run, add_rows
+
+MAX_CHUNK_ELEMENTS = {"cpu": 4 * 1024 * 1024, "cuda": 128 * 1024 * 1024}
+"""Largest logits chunk, in elements: 16 MB stay close to the caches of a CPU; a GPU wants large products."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The output layer of a base model, frozen."""
+
+    name: str
+    weight_V_H: Tensor
+    bias_V: Tensor | None = None
+    softcap: float | None = None
+    """Logits become softcap * tanh(logits / softcap), as in Gemma 2."""
+    scale: float = 1.0
+    """Factor on the logits, as in Cohere and Granite."""
+
+    @property
+    def vocab_size(self) -> int:
+        return self.weight_V_H.shape[0]
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of one chunk."""
+        return max(16, MAX_CHUNK_ELEMENTS[self.weight_V_H.device.type] // self.vocab_size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Rows that are projected together: one adapter, one chunk."""
+
+    rows: slice
+    run: int | None
+
+
+def logits(head: Head, hidden_T_H: Tensor, runs: Sequence[Run]) -> Tensor:
+    """float32 [T, V], for few rows. Not differentiable."""
+    with torch.no_grad():
+        out = _project(head, hidden_T_H, [])
+        for run in runs:
+            weights = run.adapter.weights.get(head.name)
+            if weights is not None:
+                low = hidden_T_H[run.rows].float() @ weights.a_R_I.T
+                add_rows(out, run.rows, low, weights.b_O_R.T, run.adapter.scaling)
+        return _finish(head, out)
+
+
+def logprob_chunks(head: Head, hidden_T_H: Tensor, runs: Sequence[Run]) -> Iterator[tuple[slice, Tensor]]:
+    """Rows and their float32 log-softmax [n, V], chunk by chunk. Runs must be slices. Not differentiable."""
+    for piece in _pieces(head, hidden_T_H.shape[0], runs):
+        run = None if piece.run is None else runs[piece.run]
+        here = [] if run is None else [Run(run.adapter, slice(0, piece.rows.stop - piece.rows.start))]
+        yield piece.rows, logits(head, hidden_T_H[piece.rows], here).log_softmax(-1)
+
+
+def target_logprobs(head: Head, hidden_T_H: Tensor, rows_M: Tensor, tokens_M: Tensor, runs: Sequence[Run]) -> Tensor:
+    """float32 [M]: log P(tokens_M[m] | row rows_M[m]), differentiable in the hidden states and the adapters' heads.
+
+    rows_M is int64 and must not fall; runs must be slices, in order, that do not overlap.
+    """
+    adapted = [run for run in runs if head.name in run.adapter.weights]
+    parameters: list[Tensor] = []
+    for run in adapted:
+        weights = run.adapter.weights[head.name]
+        parameters += [weights.a_R_I, weights.b_O_R]
+    return _TargetLogprobs.apply(hidden_T_H, rows_M, tokens_M, head, adapted, *parameters)
+
+
+class _TargetLogprobs(torch.autograd.Function):
+    """Forward keeps one log-sum-exp a row; backward computes each chunk's logits again, and only for rows that have a
+    gradient (prompt tokens have none)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_T_H: Tensor,
+        rows_M: Tensor,
+        tokens_M: Tensor,
+        head: Head,
+        runs: Sequence[Run],
+        *parameters: Tensor,
+    ) -> Tensor:
+        lse_T = torch.empty(hidden_T_H.shape[0], device=hidden_T_H.device)
+        picked_M = torch.empty(rows_M.shape[0], device=hidden_T_H.device)
+        pieces = _pieces(head, hidden_T_H.shape[0], runs)
+        for piece, named in zip(pieces, _named(pieces, rows_M), strict=True):
+            logits_n_V = _finish(head, _project(head, hidden_T_H[piece.rows], _lora(piece, runs, parameters)))
+            lse_T[piece.rows] = logits_n_V.logsumexp(-1)
+            picked_M[named] = logits_n_V[rows_M[named] - piece.rows.start, tokens_M[named]]
+        ctx.save_for_backward(hidden_T_H, rows_M, tokens_M, lse_T, *parameters)
+        ctx.head, ctx.runs = head, runs
+        return picked_M - lse_T[rows_M]
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_M,) = grad_outputs
+        head, runs = ctx.head, ctx.runs
+        hidden_T_H, rows_M, tokens_M, lse_T, *parameters = ctx.saved_tensors
+        grad_hidden_T_H = torch.zeros_like(hidden_T_H)
+        grads = [torch.zeros_like(parameter) for parameter in parameters]
+        pieces = _pieces(head, hidden_T_H.shape[0], runs)
+        for piece, named in zip(pieces, _named(pieces, rows_M), strict=True):
+            wanted = grad_M[named] != 0
+            grad_m = grad_M[named][wanted]
+            if grad_m.numel() == 0:
+                continue
+            active_n, local_m = rows_M[named][wanted].unique_consecutive(return_inverse=True)
+            hidden_n_H = hidden_T_H[active_n]
+            lora = _lora(piece, runs, parameters)
+            logits_n_V = _finish(head, _project(head, hidden_n_H, lora))
+            cap_n_V = None if head.softcap is None else 1 - (logits_n_V / head.softcap).square()
+            # d(picked - lse)/d(logits) = onehot - softmax
+            total_n = torch.zeros(active_n.shape[0], device=grad_m.device).index_add_(0, local_m, grad_m)
+            grad_n_V = logits_n_V.sub_(lse_T[active_n, None]).exp_().mul_(-total_n[:, None])
+            grad_n_V.index_put_((local_m, tokens_M[named][wanted]), grad_m, accumulate=True)
+            if cap_n_V is not None:
+                grad_n_V.mul_(cap_n_V)
+            if head.scale != 1.0:
+                grad_n_V.mul_(head.scale)
+            grad_n_H = (grad_n_V.to(hidden_T_H.dtype) @ head.weight_V_H).float()
+            if piece.run is not None:
+                (a_R_H, b_V_R, scaling) = lora[0]
+                low_n_R = hidden_n_H.float() @ a_R_H.T
+                grad_low_n_R = (grad_n_V @ b_V_R).mul_(scaling)
+                grads[2 * piece.run].addmm_(grad_low_n_R.T, hidden_n_H.float())
+                grads[2 * piece.run + 1].addmm_(grad_n_V.T, low_n_R, alpha=scaling)
+                grad_n_H.addmm_(grad_low_n_R, a_R_H)
+            grad_hidden_T_H[active_n] = grad_n_H.to(hidden_T_H.dtype)
+        return grad_hidden_T_H, None, None, None, None, *grads
+
+
+def _pieces(head: Head, num_rows: int, runs: Sequence[Run]) -> list[_Piece]:
+    """All rows, in order, cut at the runs' borders and at max_rows."""
+    borders: list[tuple[int, int, int | None]] = []
+    start = 0
+    for n, run in enumerate(runs):
+        if not isinstance(run.rows, slice):
+            raise TypeError("the head takes runs of consecutive rows")
+        borders += [(start, run.rows.start, None), (run.rows.start, run.rows.stop, n)]
+        start = run.rows.stop
+    borders.append((start, num_rows, None))
+    return [
+        _Piece(slice(first, min(first + head.max_rows, stop)), run)
+        for begin, stop, run in borders
+        for first in range(begin, stop, head.max_rows)
+    ]
+
+
+def _named(pieces: Sequence[_Piece], rows_M: Tensor) -> list[slice]:
+    """For each piece, the slice of M whose rows lie in it."""
+    borders = torch.tensor([piece.rows.stop for piece in pieces], device=rows_M.device)
+    stops = torch.searchsorted(rows_M, borders).tolist()
+    return [slice(first, stop) for first, stop in zip([0, *stops], stops, strict=False)]
+
+
+def _lora(piece: _Piece, runs: Sequence[Run], parameters: Sequence[Tensor]) -> list[tuple[Tensor, Tensor, float]]:
+    if piece.run is None:
+        return []
+    return [(parameters[2 * piece.run], parameters[2 * piece.run + 1], runs[piece.run].adapter.scaling)]
+
+
+def _project(head: Head, hidden_n_H: Tensor, lora: Sequence[tuple[Tensor, Tensor, float]]) -> Tensor:
+    """float32 [n, V], before scale and softcap. The adapters' share is computed in float32."""
+    out = torch.nn.functional.linear(hidden_n_H, head.weight_V_H, head.bias_V).float()
+    for a_R_H, b_V_R, scaling in lora:
+        out.addmm_(hidden_n_H.float() @ a_R_H.T, b_V_R.T, alpha=scaling)
+    return out
+
+
+def _finish(head: Head, raw_n_V: Tensor) -> Tensor:
+    if head.scale != 1.0:
+        raw_n_V.mul_(head.scale)
+    if head.softcap is not None:
+        raw_n_V.div_(head.softcap).tanh_().mul_(head.softcap)
+    return raw_n_V
