@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -60,7 +60,7 @@ class WeightGroup:
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = timeout
             return cls(dist.ProcessGroupNCCL(prefix, rank, world_size, nccl), rank, world_size, epoch)
-        options = dist.ProcessGroupGloo._Options()
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timeout
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
         return cls(dist.ProcessGroupGloo(prefix, rank, world_size, options), rank, world_size, epoch)
@@ -70,11 +70,12 @@ class WeightGroup:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
-        self.process_group.broadcast([tensor], options).wait()
+        group: Any = self.process_group  # the stubs lack the overload with options
+        group.broadcast([tensor], options).wait()
         if tensor.is_cuda:
             torch.cuda.synchronize(tensor.device)
 
 
 def checksum(tensor: Tensor) -> str:
     """XXH3-128 of the tensor's bytes, in hexadecimal. A CUDA tensor is copied to the host first."""
-    return xxhash.xxh3_128_hexdigest(tensor.detach().cpu().contiguous().view(-1).numpy())
+    return xxhash.xxh3_128_hexdigest(tensor.detach().cpu().contiguous().view(-1).numpy().data)

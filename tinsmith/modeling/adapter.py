@@ -1,6 +1,6 @@
 """An adapter's tensors: one flat buffer, every A and B a view of it, and the PEFT files that they become.
 
-One buffer means that an optimizer step is a few fused operations, a snapshot is one copy, and a publish is one broadcast.
+One buffer means that an optimizer step is a few operations, a snapshot is one copy, and a publish is one broadcast.
 """
 
 from __future__ import annotations

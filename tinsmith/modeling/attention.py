@@ -1,7 +1,8 @@
 """Ragged attention: sequences laid end to end, without padding, in training and in generation.
 
-Registered with transformers as the attention implementation "tinsmith", so that every Hugging Face model whose attention
-goes through `AttentionInterface` runs on it unchanged. A `Layout` travels with each forward pass as a keyword argument.
+Registered with transformers as the attention implementation "tinsmith", so that every Hugging Face model whose
+attention goes through `AttentionInterface` runs on it unchanged. A `Layout` travels with each forward pass as a keyword
+argument.
 
 Shapes: T packed tokens, N query heads, K key/value heads, D head dimension, L keys, B sequences.
 """
@@ -64,15 +65,15 @@ class Packed:
 def causal(q_B_N_T_D: Tensor, k_B_K_L_D: Tensor, v_B_K_L_D: Tensor, heads: Heads) -> Tensor:
     """The last T of L positions attend to all positions up to their own. Returns [B, N, T, D]."""
     num_queries, num_keys = q_B_N_T_D.shape[2], k_B_K_L_D.shape[2]
-    windowed = heads.window is not None and num_keys > heads.window
+    window = heads.window if heads.window is not None and heads.window < num_keys else None
     plain = heads.softcap is None and heads.sinks_N is None
-    if plain and not windowed and num_queries == num_keys:
+    if plain and window is None and num_queries == num_keys:
         return _sdpa(q_B_N_T_D, k_B_K_L_D, v_B_K_L_D, heads.scale, mask=None, is_causal=True)
     keys = torch.arange(num_keys, device=q_B_N_T_D.device)
     queries = keys[num_keys - num_queries :, None]
     mask = keys <= queries
-    if windowed:
-        mask &= keys > queries - heads.window
+    if window is not None:
+        mask &= keys > queries - window
     return masked(q_B_N_T_D, k_B_K_L_D, v_B_K_L_D, heads, mask)
 
 

@@ -49,11 +49,13 @@ class BaseModel:
     def load(cls, path: str | Path, *, device: torch.device, dtype: torch.dtype) -> BaseModel:
         """Loads a folder or a Hugging Face id.
 
-        Raises UnsupportedModel when the model's own forward and the packed one disagree, or it has no plain output layer.
+        Raises UnsupportedModel when the model's own forward and the packed one disagree, or it has no plain output
+        layer.
         """
         config = AutoConfig.from_pretrained(path)
         model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, attn_implementation="sdpa")
-        model = model.to(device).eval().requires_grad_(False)
+        model.to(device)  # type: ignore[arg-type]  # transformers' decorated signature
+        model = model.eval().requires_grad_(False)
         probe = _Probe.run(model)
         model.set_attn_implementation(attention.NAME)
         active = ActiveRuns()
@@ -168,7 +170,7 @@ class _Probe:
     @torch.no_grad()
     def run(cls, model: PreTrainedModel) -> _Probe:
         generator = torch.Generator().manual_seed(0)
-        vocab_size = model.get_input_embeddings().weight.shape[0]
+        vocab_size = model.config.get_text_config().vocab_size
         sequences = [
             torch.randint(vocab_size, (length,), generator=generator).to(model.device) for length in _SELF_CHECK_LENGTHS
         ]
@@ -185,6 +187,6 @@ class _Probe:
         logger.info("self-check of %s: packed and plain forward differ by %.2g at most", base.path, gap)
         if not gap <= tolerance:
             raise UnsupportedModel(
-                f"{base.architecture} cannot be packed: its logprobs differ by {gap:.3g} (limit {tolerance:g}) from its "
-                "own forward. Sequences probably see each other through a layer that is no attention"
+                f"{base.architecture} cannot be packed: its logprobs differ by {gap:.3g} (limit {tolerance:g}) from "
+                "its own forward. Sequences probably see each other through a layer that is no attention"
             )

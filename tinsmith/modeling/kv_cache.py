@@ -1,7 +1,7 @@
 """Keys and values of running generations, one lane for each.
 
-Lanes 0 .. n-1 are the running ones, so that a decode step reads the cache as one view, without gathering: whoever frees a
-lane moves the last one into its place. All lanes have one capacity, which grows with the longest.
+Lanes 0 .. n-1 are the running ones, so that a decode step reads the cache as one view, without gathering: whoever frees
+a lane moves the last one into its place. All lanes have one capacity, which grows with the longest.
 
 Shapes: S lanes, C capacity, B decoding rows, N query heads, K key/value heads, D head dimension, T packed tokens.
 """

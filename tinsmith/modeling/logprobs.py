@@ -111,7 +111,7 @@ class _TargetLogprobs(torch.autograd.Function):
         (grad_M,) = grad_outputs
         head, runs = ctx.head, ctx.runs
         hidden_T_H, rows_M, tokens_M, lse_T, *parameters = ctx.saved_tensors
-        grad_hidden_T_H = torch.zeros_like(hidden_T_H)
+        grad_hidden_T_H = torch.zeros_like(hidden_T_H) if ctx.needs_input_grad[0] else None
         grads = [torch.zeros_like(parameter) for parameter in parameters]
         pieces = _pieces(head, hidden_T_H.shape[0], runs)
         for piece, named in zip(pieces, _named(pieces, rows_M), strict=True):
@@ -132,15 +132,19 @@ class _TargetLogprobs(torch.autograd.Function):
                 grad_n_V.mul_(cap_n_V)
             if head.scale != 1.0:
                 grad_n_V.mul_(head.scale)
-            grad_n_H = (grad_n_V.to(hidden_T_H.dtype) @ head.weight_V_H).float()
-            if piece.run is not None:
-                (a_R_H, b_V_R, scaling) = lora[0]
+            grad_n_H = None
+            if grad_hidden_T_H is not None:
+                grad_n_H = (grad_n_V.to(hidden_T_H.dtype) @ head.weight_V_H).float()
+            for a_R_H, b_V_R, scaling in lora:
+                assert piece.run is not None
                 low_n_R = hidden_n_H.float() @ a_R_H.T
                 grad_low_n_R = (grad_n_V @ b_V_R).mul_(scaling)
                 grads[2 * piece.run].addmm_(grad_low_n_R.T, hidden_n_H.float())
                 grads[2 * piece.run + 1].addmm_(grad_n_V.T, low_n_R, alpha=scaling)
-                grad_n_H.addmm_(grad_low_n_R, a_R_H)
-            grad_hidden_T_H[active_n] = grad_n_H.to(hidden_T_H.dtype)
+                if grad_n_H is not None:
+                    grad_n_H.addmm_(grad_low_n_R, a_R_H)
+            if grad_hidden_T_H is not None and grad_n_H is not None:
+                grad_hidden_T_H[active_n] = grad_n_H.to(hidden_T_H.dtype)
         return grad_hidden_T_H, None, None, None, None, *grads
 
 

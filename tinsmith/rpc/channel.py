@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -49,7 +50,7 @@ def connect(address: str) -> grpc.aio.Channel:
 
 async def is_serving(channel: grpc.aio.Channel, *, timeout_s: float = 2.0) -> bool:
     """True when the service behind the channel answers its health check with SERVING."""
-    stub = health_pb2_grpc.HealthStub(channel)
+    stub: Any = health_pb2_grpc.HealthStub(channel)  # its methods are made at run time
     try:
         reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
     except grpc.aio.AioRpcError:
@@ -60,5 +61,5 @@ async def is_serving(channel: grpc.aio.Channel, *, timeout_s: float = 2.0) -> bo
 async def wait_serving(channel: grpc.aio.Channel, *, timeout_s: float) -> None:
     """Returns once the service is healthy; raises TimeoutError after `timeout_s` seconds."""
     async with asyncio.timeout(timeout_s):
-        while not await is_serving(channel):
+        while not await is_serving(channel):  # noqa: ASYNC110 - the state is another process's
             await asyncio.sleep(0.05)

@@ -15,7 +15,7 @@ LATENCY_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 1
 
 
 def new_registry() -> CollectorRegistry:
-    """A registry with the process's own metrics; a service adds its own, so that tests can build several in a process."""
+    """A registry with the process's own metrics. Not the global one, so that a test can hold several services."""
     registry = CollectorRegistry()
     for collector in (ProcessCollector, PlatformCollector, GCCollector):
         collector(registry=registry)

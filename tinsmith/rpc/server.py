@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 from google.protobuf.descriptor import FileDescriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from tinsmith.rpc.errors import ServiceError, to_status
@@ -84,7 +85,7 @@ class Server:
             ],
         )
         self._services = [name for file in file_descriptors for name in _service_names(file)]
-        self._health = health.aio.HealthServicer()
+        self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         reflection.enable_server_reflection([*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME], self.grpc)
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import prod
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +12,7 @@ import numpy.typing as npt
 from tinsmith.rpc.errors import InvalidRequest
 from tinsmith.v1 import types_pb2 as pb
 
-Array = npt.NDArray[np.generic]
+Array = npt.NDArray[Any]
 
 _NUMPY = {
     pb.DTYPE_FLOAT32: np.dtype("<f4"),
@@ -42,7 +43,7 @@ def to_numpy(tensor: pb.Tensor, *, field: str) -> Array:
     return values.reshape(shape)
 
 
-def _values(data: bytes, dtype: int, *, field: str) -> Array:
+def _values(data: bytes, dtype: pb.Dtype, *, field: str) -> Array:
     if dtype == pb.DTYPE_BFLOAT16:
         halves = _frombuffer(data, np.dtype("<u2"), field=field)
         return (halves.astype(np.uint32) << 16).view(np.float32)
@@ -51,7 +52,7 @@ def _values(data: bytes, dtype: int, *, field: str) -> Array:
     return _frombuffer(data, _NUMPY[dtype], field=field)
 
 
-def _frombuffer(data: bytes, dtype: np.dtype[np.generic], *, field: str) -> Array:
+def _frombuffer(data: bytes, dtype: np.dtype[Any], *, field: str) -> Array:
     if len(data) % dtype.itemsize:
         raise InvalidRequest(f"{field}: {len(data)} bytes are not whole {dtype.name} values", field=field)
     return np.frombuffer(data, dtype)
@@ -118,7 +119,8 @@ def text_tokens(chunks: Iterable[pb.Chunk], *, field: str) -> npt.NDArray[np.int
         kind = chunk.WhichOneof("kind")
         if kind != "encoded_text":
             raise InvalidRequest(
-                f"{field}[{index}]: chunk kind {kind or 'unset'!r} is not supported by this base model; use encoded_text",
+                f"{field}[{index}]: chunk kind {kind or 'unset'!r} is not supported by this base model; "
+                "use encoded_text",
                 field=field,
             )
         parts.append(_frombuffer(chunk.encoded_text.tokens, np.dtype("<i4"), field=f"{field}[{index}].tokens"))

@@ -1,0 +1,190 @@
+"""Protobuf batches to arrays and back: the only such code of the trainer. What leaves `Batch.from_proto` is valid."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tinsmith.rpc import tensors
+from tinsmith.rpc.errors import InvalidRequest, UnknownLossFn
+from tinsmith.v1 import trainer_pb2, types_pb2
+from trainer_service.losses import LOSS_FNS, Loss
+
+Floats = npt.NDArray[np.float32]
+
+_TYPE = "TorchLossReturn"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a request may ask for."""
+
+    vocab_size: int
+    max_context_length: int
+    max_datums: int = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Datum:
+    """One example: N tokens, and for each of them one target, or K."""
+
+    tokens_N: npt.NDArray[np.int32]
+    targets: npt.NDArray[np.int64]
+    """[N] or [N, K]."""
+    inputs: Mapping[str, Floats]
+    """The loss's arrays, of the targets' shape."""
+
+    @property
+    def length(self) -> int:
+        return self.tokens_N.size
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The data of one forward_backward request."""
+
+    loss_fn: str
+    loss_config: Mapping[str, float]
+    """Complete: defaults are filled in."""
+    forward_only: bool
+    datums: Sequence[Datum]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(datum.length for datum in self.datums)
+
+    @property
+    def loss(self) -> Loss:
+        return LOSS_FNS[self.loss_fn]
+
+    @classmethod
+    def from_proto(cls, request: trainer_pb2.ForwardBackwardRequest, limits: Limits) -> Batch:
+        """Raises InvalidRequest or UnknownLossFn, naming the field and the value."""
+        if request.loss_fn not in LOSS_FNS:
+            raise UnknownLossFn(
+                f"loss_fn: {request.loss_fn!r} is not one of {', '.join(LOSS_FNS)}", loss_fn=request.loss_fn
+            )
+        if not 1 <= len(request.data) <= limits.max_datums:
+            raise InvalidRequest(f"data: {len(request.data)} datums are outside 1..{limits.max_datums}", field="data")
+        loss = LOSS_FNS[request.loss_fn]
+        return cls(
+            loss_fn=request.loss_fn,
+            loss_config=_config(request, loss),
+            forward_only=request.forward_only,
+            datums=[
+                _datum(datum, request.loss_fn, loss, limits, field=f"data[{index}]")
+                for index, datum in enumerate(request.data)
+            ],
+        )
+
+
+def _config(request: trainer_pb2.ForwardBackwardRequest, loss: Loss) -> Mapping[str, float]:
+    given: dict[str, float] = dict(request.loss_fn_config)
+    if request.loss_fn_config_v2:
+        given = {}
+        for key, value in request.loss_fn_config_v2.items():
+            if value.WhichOneof("value") != "number":
+                raise InvalidRequest(f"loss_fn_config[{key!r}]: {value.text!r} is not a number", field="loss_fn_config")
+            given[key] = value.number
+    for key, number in given.items():
+        if key not in loss.config:
+            known = ", ".join(loss.config) or "no settings"
+            raise InvalidRequest(
+                f"loss_fn_config[{key!r}]: {request.loss_fn} takes {known}", field="loss_fn_config", key=key
+            )
+        if not math.isfinite(number):
+            raise InvalidRequest(f"loss_fn_config[{key!r}]: {number} is not finite", field="loss_fn_config", key=key)
+    config = {**loss.config, **given}
+    low, high = config.get("clip_low_threshold", 0.0), config.get("clip_high_threshold", math.inf)
+    if low > high:
+        raise InvalidRequest(
+            f"loss_fn_config: clip_low_threshold {low} is above clip_high_threshold {high}; both bound the ratio",
+            field="loss_fn_config",
+        )
+    return config
+
+
+def _datum(datum: types_pb2.Datum, loss_fn: str, loss: Loss, limits: Limits, *, field: str) -> Datum:
+    tokens = tensors.text_tokens(datum.model_input, field=f"{field}.model_input")
+    if not 1 <= tokens.size <= limits.max_context_length:
+        raise InvalidRequest(
+            f"{field}.model_input: {tokens.size} tokens are outside 1..{limits.max_context_length}, its context",
+            field=f"{field}.model_input",
+        )
+    tensors.check_tokens(tokens, limits.vocab_size, field=f"{field}.model_input")
+    unknown = set(datum.loss_fn_inputs) - {"target_tokens", *loss.inputs}
+    if unknown:
+        name = min(unknown)
+        raise InvalidRequest(
+            f"{field}.loss_fn_inputs[{name!r}]: {loss_fn} takes target_tokens, {', '.join(loss.inputs)}", field=name
+        )
+    targets = _targets(datum, tokens.size, loss_fn, loss, limits, field=field)
+    return Datum(tokens, targets, {name: _floats(datum, name, targets, loss, field=field) for name in loss.inputs})
+
+
+def _targets(
+    datum: types_pb2.Datum, num_tokens: int, loss_fn: str, loss: Loss, limits: Limits, *, field: str
+) -> npt.NDArray[np.int64]:
+    where = f"{field}.loss_fn_inputs['target_tokens']"
+    if "target_tokens" not in datum.loss_fn_inputs:
+        raise InvalidRequest(f"{where}: missing; {loss_fn} needs it", field="target_tokens")
+    targets = tensors.to_numpy(datum.loss_fn_inputs["target_tokens"], field=where)
+    if targets.dtype.kind != "i":
+        raise InvalidRequest(f"{where}: dtype {targets.dtype} must be int64", field="target_tokens")
+    if not 1 <= targets.ndim <= loss.max_dims or targets.shape[0] != num_tokens or 0 in targets.shape:
+        shapes = f"[{num_tokens}]" + (f" or [{num_tokens}, K]" if loss.max_dims == 2 else "")
+        raise InvalidRequest(
+            f"{where}: shape {list(targets.shape)} must be {shapes}, one row for each token of the model input",
+            field="target_tokens",
+        )
+    tensors.check_tokens(targets, limits.vocab_size, field=where)
+    return targets.astype(np.int64, copy=False)
+
+
+def _floats(datum: types_pb2.Datum, name: str, targets: npt.NDArray[np.int64], loss: Loss, *, field: str) -> Floats:
+    where = f"{field}.loss_fn_inputs[{name!r}]"
+    if name not in datum.loss_fn_inputs:
+        if name in loss.optional:
+            return np.ones(targets.shape, np.float32)
+        raise InvalidRequest(f"{where}: missing", field=name)
+    values = tensors.to_numpy(datum.loss_fn_inputs[name], field=where)
+    if values.shape != targets.shape:
+        raise InvalidRequest(
+            f"{where}: shape {list(values.shape)} is not that of target_tokens, {list(targets.shape)}", field=name
+        )
+    values = values.astype(np.float32, copy=False)
+    if not np.isfinite(values).all():
+        position = [int(i) for i in np.argwhere(~np.isfinite(values))[0]]
+        raise InvalidRequest(f"{where}{position}: {values[tuple(position)]} is not finite", field=name)
+    return values
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """The result of one request."""
+
+    logprobs: Sequence[Floats]
+    """One array for each datum, of its targets' shape."""
+    metrics: Mapping[str, float]
+
+    def to_proto(self) -> trainer_pb2.ForwardBackwardResponse:
+        """Neighbours of one trailing shape share a record."""
+        runs = [list(group) for _, group in groupby(self.logprobs, key=_trailing_shape)]
+        return trainer_pb2.ForwardBackwardResponse(
+            loss_fn_output_type=_TYPE,
+            loss_fn_outputs=[
+                types_pb2.ArrayRecord(type_tag=_TYPE, fields={"logprobs": tensors.batched(run)}, num_datums=len(run))
+                for run in runs
+            ],
+            metrics=self.metrics,
+        )
+
+
+def _trailing_shape(array: npt.NDArray[Any]) -> tuple[int, ...]:
+    return array.shape[1:]

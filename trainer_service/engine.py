@@ -1,0 +1,281 @@
+"""The training engine: packed batches of many models through one frozen base model.
+
+It knows no protobuf, gRPC, order or journal. Every method runs on the service's one compute thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tinsmith.modeling.adapter import Adapter, AdapterConfig
+from tinsmith.modeling.attention import Packed
+from tinsmith.modeling.base_model import BaseModel, positions_of
+from tinsmith.modeling.logprobs import target_logprobs
+from tinsmith.modeling.lora import Run
+from tinsmith.rpc.errors import FailedPrecondition, InvalidRequest, ServiceError, Unsupported
+from trainer_service.batch import Batch, Datum, Floats, Limits, Output
+from trainer_service.optimizers import AdamParams, AdamW, clip_gradient
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A copy, in host memory, of everything that a checkpoint holds."""
+
+    config: AdapterConfig
+    adapter: Adapter
+    step: int
+    """Optimizer steps that the adapter has seen."""
+    optimizer: dict[str, Tensor] | None
+
+
+@dataclass(slots=True)
+class _Model:
+    adapter: Adapter
+    gradient: Adapter
+    optimizer: AdamW
+    step: int = 0
+    tainted: str = ""
+    """Why the accumulated gradients are not those that the client thinks; empty when they are."""
+
+    @classmethod
+    def of(cls, adapter: Adapter) -> _Model:
+        for tensor in adapter.tensors():
+            tensor.requires_grad_(True)
+        return cls(adapter, adapter.like(torch.zeros_like(adapter.flat)), AdamW(adapter.flat))
+
+    def clear_gradient(self) -> None:
+        self.gradient.flat.zero_()
+        self.tainted = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """A datum on its way into a micro-batch."""
+
+    work: int
+    index: int
+    model_id: str
+    datum: Datum
+
+
+@dataclass(slots=True)
+class _Pending:
+    """Results of a call, kept apart until all of it has succeeded."""
+
+    logprobs: list[list[Floats]]
+    losses: list[float]
+    gradients: dict[str, Adapter] = field(default_factory=dict)
+
+
+class TrainingEngine:
+    """Adapters, their gradients and their optimizers."""
+
+    def __init__(self, base: BaseModel, *, max_tokens_per_microbatch: int) -> None:
+        self.base = base
+        self.max_tokens_per_microbatch = max_tokens_per_microbatch
+        self.limits = Limits(vocab_size=base.vocab_size, max_context_length=base.max_context_length)
+        self._models: dict[str, _Model] = {}
+
+    def create_model(self, model_id: str, config: AdapterConfig, optimizer: str) -> None:
+        """Raises Unsupported for an optimizer other than "adamw", or layers that the base model does not have."""
+        if optimizer != "adamw":
+            raise Unsupported(f"optimizer_config.type: {optimizer!r} is not supported; use 'adamw'")
+        self._models[model_id] = _Model.of(Adapter.create(config, self.base.targets, self.base.device))
+
+    def delete_model(self, model_id: str) -> None:
+        self._models.pop(model_id, None)
+
+    def forward_backward(self, works: Sequence[tuple[str, Batch]]) -> list[Output | ServiceError]:
+        """Runs the batches together and adds each model's gradients to its own buffer: one result for each, in order.
+
+        When something fails, each batch runs alone, so that only the guilty one fails; it adds no gradient.
+        """
+        try:
+            return list(self._forward_backward(works))
+        except Exception as error:
+            if len(works) > 1:
+                return [result for work in works for result in self.forward_backward([work])]
+            if isinstance(error, ServiceError):
+                return [error]
+            logger.exception("forward_backward of %s failed", works[0][0])
+            return [ServiceError(f"forward_backward failed: {type(error).__name__}; the trainer's log has the cause")]
+
+    def _forward_backward(self, works: Sequence[tuple[str, Batch]]) -> list[Output]:
+        pending = _Pending(
+            logprobs=[[np.empty(0, np.float32)] * len(batch.datums) for _, batch in works], losses=[0.0] * len(works)
+        )
+        for forward_only in (True, False):
+            items = [
+                _Item(work, index, model_id, datum)
+                for work, (model_id, batch) in enumerate(works)
+                if batch.forward_only == forward_only
+                for index, datum in enumerate(batch.datums)
+            ]
+            # One model's datums lie together, and equal lengths too: attention batches them.
+            items.sort(key=lambda item: (item.model_id, item.datum.length))
+            for micro_batch in self._micro_batches(items):
+                with torch.set_grad_enabled(not forward_only):
+                    self._run(micro_batch, works, pending)
+        self._check_finite(works, pending)
+        for model_id, gradient in pending.gradients.items():
+            self._models[model_id].gradient.flat.add_(gradient.flat)
+        return [
+            Output(
+                logprobs=pending.logprobs[work],
+                metrics={
+                    "loss:sum": pending.losses[work],
+                    "num_sequences:sum": len(batch.datums),
+                    "num_tokens:sum": batch.num_tokens,
+                },
+            )
+            for work, (_, batch) in enumerate(works)
+        ]
+
+    def _micro_batches(self, items: Iterable[_Item]) -> Iterable[list[_Item]]:
+        """Cuts at the token budget; a longer datum goes alone."""
+        batch: list[_Item] = []
+        num_tokens = 0
+        for item in items:
+            if batch and num_tokens + item.datum.length > self.max_tokens_per_microbatch:
+                yield batch
+                batch, num_tokens = [], 0
+            batch.append(item)
+            num_tokens += item.datum.length
+        if batch:
+            yield batch
+
+    def _run(self, items: Sequence[_Item], works: Sequence[tuple[str, Batch]], pending: _Pending) -> None:
+        """One pass of the base model. Losses and gradients go into `pending`."""
+        device = self.base.device
+        lengths = [item.datum.length for item in items]
+        starts = np.cumsum([0, *lengths])
+        tokens_T = torch.from_numpy(np.concatenate([item.datum.tokens_N for item in items])).long().to(device)
+        rows_M = np.concatenate([_rows(item.datum, start) for item, start in zip(items, starts, strict=False)])
+        targets_M = np.concatenate([item.datum.targets.ravel() for item in items])
+        runs = list(self._runs(items, starts))
+
+        hidden_T_H = self.base.hidden_states(tokens_T, positions_of(lengths, device), Packed(lengths), runs)
+        logprobs_M = target_logprobs(
+            self.base.head,
+            hidden_T_H,
+            torch.from_numpy(rows_M).to(device),
+            torch.from_numpy(targets_M).to(device),
+            runs,
+        )
+
+        sizes = [item.datum.targets.size for item in items]
+        pieces = logprobs_M.split(sizes)
+        for item, piece in zip(items, pieces, strict=True):
+            array = piece.detach().cpu().numpy().reshape(item.datum.targets.shape)
+            pending.logprobs[item.work][item.index] = array
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for work, group in groupby(range(len(items)), key=lambda n: items[n].work):
+            mine = list(group)
+            loss = self._loss(works[work][1], [items[n].datum for n in mine], torch.cat([pieces[n] for n in mine]))
+            pending.losses[work] += loss.item()
+            total = total + loss
+        if torch.is_grad_enabled():
+            self._backward(total, runs, [item.model_id for item in items], pending)
+
+    def _runs(self, items: Sequence[_Item], starts: np.ndarray) -> Iterable[Run]:
+        for model_id, group in groupby(range(len(items)), key=lambda n: items[n].model_id):
+            mine = list(group)
+            yield Run(self._models[model_id].adapter, slice(int(starts[mine[0]]), int(starts[mine[-1] + 1])))
+
+    def _loss(self, batch: Batch, datums: Sequence[Datum], logprobs_M: Tensor) -> Tensor:
+        inputs = {
+            name: torch.from_numpy(np.concatenate([datum.inputs[name].ravel() for datum in datums])).to(
+                self.base.device
+            )
+            for name in batch.loss.inputs
+        }
+        # The sum is float64: a batch has many more tokens than float32 has digits.
+        return batch.loss.fn(logprobs_M, inputs, batch.loss_config).sum(dtype=torch.float64)
+
+    def _backward(self, total: Tensor, runs: Sequence[Run], model_ids: Sequence[str], pending: _Pending) -> None:
+        parameters = [tensor for run in runs for tensor in run.adapter.tensors()]
+        grads = iter(torch.autograd.grad(total, parameters, materialize_grads=True))
+        for model_id in dict.fromkeys(model_ids):
+            model = self._models[model_id]
+            if model_id not in pending.gradients:
+                pending.gradients[model_id] = model.adapter.like(torch.zeros_like(model.adapter.flat))
+            buffers = pending.gradients[model_id].tensors()
+            torch._foreach_add_(buffers, [next(grads) for _ in buffers])
+
+    def _check_finite(self, works: Sequence[tuple[str, Batch]], pending: _Pending) -> None:
+        for (model_id, batch), loss in zip(works, pending.losses, strict=True):
+            gradient = pending.gradients.get(model_id)
+            if not math.isfinite(loss) or (gradient is not None and not torch.isfinite(gradient.flat).all()):
+                raise InvalidRequest(
+                    f"{batch.loss_fn}: the loss ({loss}) or its gradient is not finite; nothing was added to the "
+                    "gradients. Look for sampling logprobs far from the model's own, or too large a learning rate"
+                )
+
+    def taint(self, model_id: str, reason: str) -> None:
+        """Says that a forward_backward of this accumulation has failed: the next optim_step fails with `reason`."""
+        self._models[model_id].tainted = reason
+
+    def optim_step(self, model_id: str, params: AdamParams) -> Mapping[str, float]:
+        """Applies and clears the gradients. Without any, it is a step with a gradient of zero.
+
+        Raises FailedPrecondition, and clears the gradients, when a forward_backward since the last step has failed.
+        """
+        model = self._models[model_id]
+        if model.tainted:
+            reason = model.tainted
+            model.clear_gradient()
+            raise FailedPrecondition(
+                "optim_step was not applied, because a forward_backward before it failed; "
+                f"its gradients were cleared. The failure: {reason}"
+            )
+        norm = clip_gradient(model.gradient.flat, params.grad_clip_norm)
+        model.optimizer.step(model.adapter.flat, model.gradient.flat, params)
+        model.clear_gradient()
+        model.step += 1
+        return {"grad_norm:mean": norm}
+
+    def capture(self, model_id: str, *, with_optimizer: bool) -> State:
+        model = self._models[model_id]
+        return State(
+            config=model.adapter.config,
+            adapter=model.adapter.like(model.adapter.flat.detach().to("cpu", copy=True)),
+            step=model.step,
+            optimizer=model.optimizer.state() if with_optimizer else None,
+        )
+
+    def restore(self, model_id: str, state: State, *, with_optimizer: bool) -> None:
+        """Replaces the adapter's weights, drops its gradients, and restores the optimizer or starts it anew.
+
+        Raises InvalidRequest when the state's configuration is another, or it holds no optimizer but one is wanted.
+        """
+        model = self._models[model_id]
+        ours, theirs = model.adapter.config, state.config
+        if (ours.rank, ours.groups) != (theirs.rank, theirs.groups):
+            raise InvalidRequest(
+                f"the checkpoint has rank {theirs.rank} on {sorted(theirs.groups)}, "
+                f"this model has rank {ours.rank} on {sorted(ours.groups)}"
+            )
+        if with_optimizer and state.optimizer is None:
+            raise InvalidRequest("the checkpoint holds no optimizer state; load it without the optimizer")
+        model.adapter.flat.copy_(state.adapter.flat)
+        model.clear_gradient()
+        model.step = state.step
+        model.optimizer = AdamW(model.adapter.flat)
+        if with_optimizer and state.optimizer is not None:
+            model.optimizer.load(state.optimizer)
+
+
+def _rows(datum: Datum, start: int) -> np.ndarray:
+    """int64: the packed row of each target, row major."""
+    rows = np.arange(start, start + datum.length)
+    return rows if datum.targets.ndim == 1 else np.repeat(rows, datum.targets.shape[1])
