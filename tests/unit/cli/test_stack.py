@@ -1,0 +1,101 @@
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from tinsmith.cli.base_models import BaseModel, UsageError
+from tinsmith.cli.stack import Stack, Threads, _wait_grpc, _wait_http, divide_cores
+from tinsmith.cli.supervisor import Service
+from tinsmith.rpc.server import Server
+
+
+def make_stack(models: list[BaseModel], *, api_keys: tuple[str, ...] = ()) -> Stack:
+    return Stack(
+        models=models,
+        host="127.0.0.1",
+        port=8000,
+        state_dir=Path("/state"),
+        api_keys=api_keys,
+        log_level="INFO",
+        threads=Threads(trainer=2, sampler=3),
+    )
+
+
+def flag(service: Service, name: str) -> str:
+    return service.argv[service.argv.index(f"--{name}") + 1]
+
+
+@pytest.mark.parametrize(
+    ("cores", "pairs", "expected"), [(1, 1, (1, 1)), (2, 1, (1, 1)), (9, 1, (4, 5)), (16, 2, (4, 4)), (2, 3, (1, 1))]
+)
+def test_trainers_and_samplers_share_no_core_where_there_are_enough(
+    cores: int, pairs: int, expected: tuple[int, int]
+) -> None:
+    assert divide_cores(cores, pairs=pairs, trainer_threads=None, sampler_threads=None) == Threads(*expected)
+
+
+def test_thread_flags_are_taken_as_they_are_and_zero_is_refused() -> None:
+    assert divide_cores(4, pairs=1, trainer_threads=4, sampler_threads=1) == Threads(4, 1)
+    with pytest.raises(UsageError, match="--sampler-threads: 0"):
+        divide_cores(4, pairs=1, trainer_threads=None, sampler_threads=0)
+
+
+def test_each_trainer_knows_its_own_sampler_and_the_gateway_knows_all() -> None:
+    stack = make_stack([BaseModel("/m/a", ("a", "b")), BaseModel("org/c", ("org/c",))])
+    services = {service.name: service for service in stack.services(stack.pairs())}
+    assert list(services) == ["trainer-1", "trainer-2", "sampler-1", "sampler-2", "gateway"]
+    for number in "12":
+        assert json.loads(flag(services[f"trainer-{number}"], "samplers")) == [
+            flag(services[f"sampler-{number}"], "listen")
+        ]
+    assert json.loads(flag(services["trainer-1"], "model-names")) == ["a", "b"]
+    assert json.loads(flag(services["gateway"], "trainers")) == [
+        flag(services["trainer-1"], "listen"),
+        flag(services["trainer-2"], "listen"),
+    ]
+    assert services["trainer-1"].env["OMP_NUM_THREADS"] == flag(services["trainer-1"], "num-threads") == "2"
+    assert services["sampler-1"].env["OMP_NUM_THREADS"] == flag(services["sampler-1"], "num-threads") == "3"
+    ports = [flag(service, "listen") for service in services.values() if service.name != "gateway"]
+    ports += [flag(service, "metrics-port") for service in services.values() if service.name != "gateway"]
+    assert len(set(ports)) == 8
+
+
+def test_a_trainers_state_folder_does_not_depend_on_its_neighbours() -> None:
+    a, b = BaseModel("/m/a", ("a",)), BaseModel("/n/a", ("b",))
+    alone, beside = make_stack([a]), make_stack([b, a])
+    folder = flag(alone.services(alone.pairs())[0], "state-dir")
+    folders = [flag(service, "state-dir") for service in beside.services(beside.pairs())[:2]]
+    assert folders[1] == folder != folders[0]
+
+
+def test_keys_travel_by_environment_and_not_on_the_command_line() -> None:
+    stack = make_stack([BaseModel("/m/a", ("a",))], api_keys=("tml-secret",))
+    services = stack.services(stack.pairs())
+    assert services[-1].env["GATEWAY_API_KEYS"] == '["tml-secret"]'
+    assert not any("tml-secret" in part for service in services for part in service.argv)
+
+
+async def test_waiting_for_a_grpc_service_ends_when_it_serves() -> None:
+    server = Server("127.0.0.1:0", [])
+    await server.start()
+    waiting = asyncio.create_task(_wait_grpc(f"127.0.0.1:{server.port}"))
+    assert not (await asyncio.wait({waiting}, timeout=0.3))[0]
+    await server.set_serving(True)
+    await waiting
+    await server.stop(0)
+
+
+async def test_waiting_for_the_gateway_ends_when_it_answers_200() -> None:
+    answers = iter([b"503 Service Unavailable", b"200 OK"])
+    asked = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(await reader.readline())
+        writer.write(b"HTTP/1.1 " + next(answers) + b"\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        await _wait_http("127.0.0.1", server.sockets[0].getsockname()[1])
+    assert asked == [b"GET /api/v1/healthz HTTP/1.1\r\n"] * 2

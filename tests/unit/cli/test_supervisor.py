@@ -1,0 +1,179 @@
+"""The supervisor with stand-in commands. It runs in a process of its own, as it owns that process's signals."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# argv: folder, then one Python program per service. Prints what is reported, and READY.
+SUPERVISOR = """
+import asyncio, sys
+from pathlib import Path
+from tinsmith.cli.supervisor import Service, supervise
+
+folder = Path(sys.argv[1])
+
+def waiter(name):
+    async def wait():
+        while not (folder / f"{name}.up").exists():
+            await asyncio.sleep(0.02)
+    return wait
+
+services = [
+    Service(name, [sys.executable, "-c", program, str(folder / name)], folder / "logs" / f"{name}.log", waiter(name))
+    for name, program in ((f"s{i}", program) for i, program in enumerate(sys.argv[2:]))
+]
+report = lambda line: print(line, flush=True)
+sys.exit(asyncio.run(supervise(services, on_ready=lambda: report("READY"), report=report, startup_timeout_s=20)))
+"""
+
+PRELUDE = """
+import os, pathlib, signal, sys, time
+me = sys.argv[1]
+def up():
+    pathlib.Path(me + ".pid").write_text(str(os.getpid()))
+    pathlib.Path(me + ".up").touch()
+def stopped(*_):
+    pathlib.Path(me + ".stopped").write_text(str(time.monotonic_ns()))
+    sys.exit(0)
+"""
+POLITE = PRELUDE + "signal.signal(signal.SIGTERM, stopped); up(); time.sleep(100)"
+DEAF = PRELUDE + "signal.signal(signal.SIGTERM, signal.SIG_IGN); up(); time.sleep(100)"
+DIES_EARLY = PRELUDE + "print('no such model'); sys.exit(3)"
+DIES_LATER = PRELUDE + "up(); time.sleep(1); print('out of memory'); os.kill(os.getpid(), signal.SIGKILL)"
+LEAVES_A_CHILD = PRELUDE + textwrap.dedent(
+    """
+    import subprocess
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    pathlib.Path(me + ".child").write_text(str(child.pid))
+    up(); time.sleep(100)
+    """
+)
+
+
+class Run:
+    def __init__(self, folder: Path, programs: list[str]) -> None:
+        self.folder = folder
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SUPERVISOR, str(folder), *programs], stdout=subprocess.PIPE, text=True
+        )
+
+    def wait_ready(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line == "READY\n":
+                return
+        raise AssertionError("the supervisor ended before it was ready")
+
+    def finish(self) -> tuple[int, str]:
+        output, _ = self.process.communicate(timeout=30)
+        return self.process.returncode, output
+
+    def pid(self, name: str) -> int:
+        return int((self.folder / name).read_text())
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[type]:
+    runs: list[Run] = []
+
+    def begin(*programs: str) -> Run:
+        runs.append(Run(tmp_path, list(programs)))
+        return runs[-1]
+
+    yield begin  # type: ignore[misc]
+    for run in runs:
+        run.process.kill()
+        run.process.communicate()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def wait_dead(pid: int) -> None:
+    deadline = time.monotonic() + 20
+    while is_alive(pid):
+        assert time.monotonic() < deadline, f"process {pid} is still there"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_stop_signal_ends_all_services_the_last_one_first(start, number: signal.Signals, tmp_path: Path) -> None:
+    run = start(POLITE, POLITE, POLITE)
+    run.wait_ready()
+    os.kill(run.process.pid, number)
+    code, output = run.finish()
+    assert code == 0
+    assert output.endswith("stopping\n")
+    at = [int((tmp_path / f"s{i}.stopped").read_text()) for i in range(3)]
+    assert at[2] < min(at[:2])
+    assert not any(is_alive(run.pid(f"s{i}.pid")) for i in range(3))
+
+
+def test_a_service_deaf_to_sigterm_is_killed(start) -> None:
+    run = start(POLITE, DEAF)
+    run.wait_ready()
+    run.process.terminate()
+    assert run.finish()[0] == 0
+    assert not is_alive(run.pid("s1.pid"))
+
+
+def test_a_second_signal_does_not_wait_for_the_deaf(start, tmp_path: Path) -> None:
+    run = start(DEAF, DEAF, POLITE)
+    run.wait_ready()
+    run.process.terminate()
+    while not (tmp_path / "s2.stopped").exists():
+        time.sleep(0.02)
+    began = time.monotonic()
+    run.process.terminate()
+    assert run.finish()[0] == 0
+    assert time.monotonic() - began < 6  # the grace alone is 7 s
+    assert not is_alive(run.pid("s0.pid"))
+
+
+def test_a_death_while_starting_is_reported_with_the_log_and_stops_the_others(start) -> None:
+    run = start(POLITE, DIES_EARLY)
+    code, output = run.finish()
+    assert code == 1
+    assert "s1 ended with exit status 3" in output
+    assert "    no such model" in output
+    assert "READY" not in output
+
+
+def test_a_death_later_is_reported_and_nothing_is_restarted(start) -> None:
+    run = start(POLITE, DIES_LATER)
+    run.wait_ready()
+    code, output = run.finish()
+    assert code == 1
+    assert "s1 was killed by SIGKILL" in output
+    assert "    out of memory" in output
+    assert not is_alive(run.pid("s0.pid"))
+
+
+def test_what_a_service_started_goes_with_it(start) -> None:
+    run = start(LEAVES_A_CHILD)
+    run.wait_ready()
+    run.process.terminate()
+    run.finish()
+    wait_dead(run.pid("s0.child"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends children of a killed parent on Linux only")
+def test_killing_the_supervisor_outright_leaves_no_service(start) -> None:
+    run = start(POLITE, DEAF)
+    run.wait_ready()
+    run.process.kill()
+    run.process.wait()
+    for name in ("s0.pid", "s1.pid"):
+        wait_dead(run.pid(name))

@@ -1,0 +1,72 @@
+import fcntl
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tinsmith.cli import main
+
+
+def run(*argv: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    code = main(["up", *argv])
+    return code, capsys.readouterr().err
+
+
+def test_a_port_in_use_is_refused_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, error = run("--port", str(port), "--state-dir", str(tmp_path / "state"), capsys=capsys)
+    assert code == 2
+    assert f"--port {port}" in error
+    assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--port", "70000"], "--port: 70000"),
+        (["--host", "0.0.0.0"], "--host: '0.0.0.0' can be reached from other machines"),
+        (["--host", "no-such-host.invalid", "--api-key", "k"], "--host no-such-host.invalid"),
+        (["--api-key", ""], "--api-key"),
+        (["--trainer-threads", "0"], "--trainer-threads: 0"),
+        (["--base-model", "/no/such/model"], "/no/such/model"),
+    ],
+)
+def test_a_bad_flag_is_refused_by_name_and_value(
+    flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GATEWAY_API_KEYS", raising=False)
+    code, error = run(*flags, "--state-dir", str(tmp_path / "state"), capsys=capsys)
+    assert code == 2
+    assert message in error
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_state_directory_in_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (tmp_path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        code, error = run("--port", "0", "--state-dir", str(tmp_path), capsys=capsys)
+    assert code == 2
+    assert f"another `tinsmith up` uses {tmp_path}" in error
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["up", "--help"], ["make-base-model", "--help"], ["--version"]])
+def test_help_and_version_end_well(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 0
+    assert "tinsmith" in capsys.readouterr().out
+
+
+def test_up_loads_no_torch() -> None:
+    program = (
+        "import sys, tinsmith.cli, tinsmith.cli.up; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
+    environment = {**os.environ, "PYTHONWARNINGS": "error"}
+    output = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    assert output.stdout == "[]\n"

@@ -1,0 +1,26 @@
+"""The `tinsmith` command. Nothing here imports torch until a model is made."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import tinsmith
+from tinsmith.cli import make_base_model, up
+from tinsmith.cli.base_models import UsageError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="tinsmith", description="Post-training on your own hardware: the Tinker API.")
+    parser.add_argument("--version", action="version", version=f"tinsmith {tinsmith.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    up.add_parser(commands)
+    make_base_model.add_parser(commands)
+    arguments = parser.parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except UsageError as error:
+        print(f"tinsmith: {error}", file=sys.stderr)
+        return 2

@@ -1,0 +1,3 @@
+from tinsmith.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,73 @@
+"""Which base models to serve, under which public names."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+class UsageError(Exception):
+    """The command line asks for something that cannot be; the message names the flag, the value and what would do."""
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModel:
+    """Weights that one trainer and one sampler load, and the names that clients call them by."""
+
+    source: str  # absolute path or hub id
+    names: tuple[str, ...]  # the first is the principal one
+
+
+def parse(specs: Sequence[str], *, models_file: Path | None = None) -> list[BaseModel]:
+    """Groups NAME=PATH, PATH and HUB_ID by the weights that they point to, in the order given.
+
+    A PATH alone is served under its folder's name, a HUB_ID alone under itself. Paths are compared after links are
+    resolved, so several names for one folder load it once. Raises UsageError.
+    """
+    pairs = [_parse_one(spec) for spec in specs]
+    if models_file is not None:
+        pairs += _read(models_file)
+    source_of: dict[str, str] = {}
+    for name, source in pairs:
+        if source_of.setdefault(name, source) != source:
+            raise UsageError(f"--base-model: {name!r} names both {source_of[name]} and {source}; a name has one model")
+    names_of: dict[str, list[str]] = {}
+    for name, source in source_of.items():
+        names_of.setdefault(source, []).append(name)
+    return [BaseModel(source, tuple(names)) for source, names in names_of.items()]
+
+
+def _parse_one(spec: str) -> tuple[str, str]:
+    name, equals, value = spec.partition("=")
+    if not equals:
+        source = _resolve(spec, spec=spec)
+        return (Path(source).name if Path(source).is_absolute() else source), source
+    if not name or not value:
+        raise UsageError(f"--base-model: {spec!r} is not NAME=PATH; both sides must be given")
+    return name, _resolve(value, spec=spec)
+
+
+def _resolve(value: str, *, spec: str) -> str:
+    path = Path(value).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UsageError(f"--base-model: {spec!r}: {path} holds no config.json, so it is not a Hugging Face model")
+        return str(path.resolve())
+    if not value.startswith((".", "/", "~")) and _HUB_ID.fullmatch(value):
+        return value
+    raise UsageError(f"--base-model: {spec!r}: {value} is neither a folder nor a hub id such as Qwen/Qwen3-0.6B")
+
+
+def _read(models_file: Path) -> list[tuple[str, str]]:
+    try:
+        models = json.loads(models_file.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise UsageError(f"--models-file: cannot read {models_file}: {error}") from None
+    if not isinstance(models, dict) or not all(isinstance(value, str) for value in models.values()):
+        raise UsageError(f'--models-file: {models_file} must hold one JSON object {{"name": "path", ...}}')
+    return [(name, _resolve(value, spec=f"{name}={value}")) for name, value in models.items()]

@@ -1,0 +1,215 @@
+"""The command lines of the services that `tinsmith up` runs: ports, folders and cores.
+
+**Cores.** Trainer and sampler take turns in most reinforcement-learning loops, but two OpenMP pools that share cores
+cost a factor of 2 to 4, so each gets its own: of C usable cores the trainers share C // 2 and the samplers the rest,
+never less than one thread each. Idle OpenMP threads sleep instead of spinning (OMP_WAIT_POLICY=PASSIVE). Where the
+models run on a GPU the division does not matter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import re
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from tinsmith.cli.base_models import BaseModel, UsageError
+from tinsmith.cli.supervisor import Service
+from tinsmith.rpc.channel import connect, wait_serving
+
+_HEALTH_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Threads:
+    trainer: int
+    sampler: int
+
+
+def divide_cores(cores: int, *, pairs: int, trainer_threads: int | None, sampler_threads: int | None) -> Threads:
+    """Threads of each trainer and each sampler; a number that the user gave is taken as it is."""
+    for flag, value in (("--trainer-threads", trainer_threads), ("--sampler-threads", sampler_threads)):
+        if value is not None and value < 1:
+            raise UsageError(f"{flag}: {value} is not at least 1")
+    trainers = max(1, cores // 2)
+    return Threads(
+        trainer=trainer_threads or max(1, trainers // pairs),
+        sampler=sampler_threads or max(1, (cores - trainers) // pairs),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One trainer and its sampler."""
+
+    model: BaseModel
+    suffix: str  # "" when there is one pair only
+    trainer_port: int
+    trainer_metrics_port: int
+    sampler_port: int
+    sampler_metrics_port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Trainers, samplers and one gateway, on this machine."""
+
+    models: Sequence[BaseModel]
+    host: str
+    port: int
+    state_dir: Path
+    api_keys: tuple[str, ...]
+    log_level: str
+    threads: Threads
+
+    @property
+    def url(self) -> str:
+        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+
+    @property
+    def logs(self) -> Path:
+        return self.state_dir / "logs"
+
+    def pairs(self) -> list[Pair]:
+        """With ports that the kernel says are free."""
+        free = iter(_free_ports(4 * len(self.models)))
+        several = len(self.models) > 1
+        return [
+            Pair(model, f"-{number}" if several else "", next(free), next(free), next(free), next(free))
+            for number, model in enumerate(self.models, start=1)
+        ]
+
+    def services(self, pairs: Sequence[Pair]) -> list[Service]:
+        """Trainers and samplers first; the gateway last, so that it is the first to be stopped."""
+        return [
+            *(self._trainer(pair) for pair in pairs),
+            *(self._sampler(pair) for pair in pairs),
+            self._gateway(pairs),
+        ]
+
+    def summary(self, pairs: Sequence[Pair]) -> str:
+        models = ", ".join(name for pair in pairs for name in pair.model.names)
+        trainers = ", ".join(_local(pair.trainer_port) for pair in pairs)
+        samplers = ", ".join(_local(pair.sampler_port) for pair in pairs)
+        return f"models: {models}; trainer: {trainers}; sampler: {samplers}; logs: {self.logs}"
+
+    def _trainer(self, pair: Pair) -> Service:
+        flags = {
+            "base-model": pair.model.source,
+            "model-names": json.dumps(pair.model.names),
+            "listen": _local(pair.trainer_port),
+            "samplers": json.dumps([_local(pair.sampler_port)]),
+            "checkpoint-dir": str(self.state_dir / "checkpoints"),
+            "state-dir": str(self.state_dir / "trainers" / _folder_name(pair.model)),
+            "metrics-port": str(pair.trainer_metrics_port),
+            "num-threads": str(self.threads.trainer),
+        }
+        return self._grpc_service("trainer", pair.suffix, flags, port=pair.trainer_port, threads=self.threads.trainer)
+
+    def _sampler(self, pair: Pair) -> Service:
+        flags = {
+            "base-model": pair.model.source,
+            "model-names": json.dumps(pair.model.names),
+            "listen": _local(pair.sampler_port),
+            "metrics-port": str(pair.sampler_metrics_port),
+            "num-threads": str(self.threads.sampler),
+        }
+        return self._grpc_service("sampler", pair.suffix, flags, port=pair.sampler_port, threads=self.threads.sampler)
+
+    def _grpc_service(self, kind: str, suffix: str, flags: dict[str, str], *, port: int, threads: int) -> Service:
+        return Service(
+            name=f"{kind}{suffix}",
+            argv=_command(f"{kind}_service", {**flags, "log-level": self.log_level}),
+            log=self.logs / f"{kind}{suffix}.log",
+            wait_ready=partial(_wait_grpc, _local(port)),
+            env={
+                "OMP_NUM_THREADS": str(threads),
+                "OMP_WAIT_POLICY": "PASSIVE",
+                "TOKENIZERS_PARALLELISM": "false",
+            },
+        )
+
+    def _gateway(self, pairs: Sequence[Pair]) -> Service:
+        flags = {
+            "host": self.host,
+            "port": str(self.port),
+            "trainers": json.dumps([_local(pair.trainer_port) for pair in pairs]),
+            "samplers": json.dumps([_local(pair.sampler_port) for pair in pairs]),
+            "state-dir": str(self.state_dir / "gateway"),
+            "log-level": self.log_level,
+        }
+        return Service(
+            name="gateway",
+            argv=_command("gateway", flags),
+            log=self.logs / "gateway.log",
+            wait_ready=partial(_wait_http, self.host, self.port),
+            # By environment, because `ps` shows a command line to every user of the machine.
+            env={"GATEWAY_API_KEYS": json.dumps(self.api_keys)} if self.api_keys else {},
+        )
+
+
+def _command(module: str, flags: dict[str, str]) -> list[str]:
+    # -P: a folder named `gateway` in the current directory is not ours.
+    return [
+        sys.executable,
+        "-P",
+        "-m",
+        module,
+        *(part for name, value in flags.items() for part in (f"--{name}", value)),
+    ]
+
+
+def _local(port: int) -> str:
+    return f"127.0.0.1:{port}"
+
+
+def _folder_name(model: BaseModel) -> str:
+    """The same at every start with these weights, whatever else is served beside them."""
+    readable = re.sub(r"[^\w.-]+", "-", Path(model.source).name)
+    return f"{readable}-{hashlib.sha256(model.source.encode()).hexdigest()[:8]}"
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports on 127.0.0.1 that are free now and all different."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+async def _wait_grpc(address: str) -> None:
+    async with connect(address) as channel:
+        await wait_serving(channel, timeout_s=float("inf"))  # the supervisor sets the limit
+
+
+async def _wait_http(host: str, port: int) -> None:
+    while True:
+        if await _is_healthy(_reachable(host), port):
+            return
+        await asyncio.sleep(0.05)
+
+
+def _reachable(host: str) -> str:
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared, not bound
+
+
+async def _is_healthy(host: str, port: int) -> bool:
+    try:
+        async with asyncio.timeout(_HEALTH_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                writer.write(b"GET /api/v1/healthz HTTP/1.1\r\nHost: tinsmith\r\nConnection: close\r\n\r\n")
+                status_line = await reader.readline()
+            finally:
+                writer.close()
+    except OSError:  # TimeoutError is one
+        return False
+    return b" 200 " in status_line

@@ -1,0 +1,199 @@
+"""Runs child processes that live and die together.
+
+They start in the given order, each in its own session, so that Ctrl-C reaches only this process, which then stops them
+in order. When one ends by itself the others are stopped too: nothing is restarted behind the user's back. If this
+process is killed outright, the kernel kills them (Linux).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+STOP_GRACE_S = 7.0
+"""From the first SIGTERM to SIGKILL: a stop is promised within 10 s."""
+
+_FIRST_GRACE_S = 2.5
+_LOG_LINES_SHOWN = 20
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded before any fork
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    name: str
+    argv: Sequence[str]
+    log: Path
+    """Its stdout and stderr are appended here."""
+    wait_ready: Callable[[], Awaitable[None]]
+    """Returns once it serves."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Added to this process's environment."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    service: Service
+    process: subprocess.Popen[bytes]
+    exited: asyncio.Future[int]
+
+
+async def supervise(
+    services: Sequence[Service],
+    *,
+    on_ready: Callable[[], None],
+    report: Callable[[str], None],
+    startup_timeout_s: float,
+) -> int:
+    """Runs the services until SIGINT, SIGTERM or SIGHUP (returns 0), or until one fails or ends (returns 1).
+
+    `services` are stopped from the last to the first. When this returns or raises, none of them is left.
+    """
+    running: list[_Running] = []
+    async with _signals(running) as stop:
+        try:
+            # All are forked before anything here starts a thread.
+            for service in services:
+                running.append(_start(service))
+                report(f"{service.name}: starting (log: {service.log})")
+            return await _watch(running, stop, on_ready=on_ready, report=report, startup_timeout_s=startup_timeout_s)
+        finally:
+            stop.clear()  # from here on it means: hurry
+            await _stop_all(running[::-1], hurry=stop)
+
+
+async def _watch(
+    running: Sequence[_Running],
+    stop: asyncio.Event,
+    *,
+    on_ready: Callable[[], None],
+    report: Callable[[str], None],
+    startup_timeout_s: float,
+) -> int:
+    stopping = asyncio.create_task(stop.wait())
+    starting = asyncio.create_task(_wait_all_ready(running, report=report, timeout_s=startup_timeout_s))
+    waiting: set[asyncio.Future[object]] = {stopping, starting, *(one.exited for one in running)}  # type: ignore[arg-type]
+    try:
+        while True:
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if stopping in done:
+                report("stopping")
+                return 0
+            if dead := [one for one in running if one.exited in done]:
+                for one in dead:
+                    report(_obituary(one.service, code=one.exited.result()))
+                return 1
+            try:
+                starting.result()
+            except TimeoutError as error:
+                report(str(error))
+                return 1
+            on_ready()
+    finally:
+        stopping.cancel()
+        starting.cancel()
+        await asyncio.gather(stopping, starting, return_exceptions=True)
+
+
+async def _wait_all_ready(running: Sequence[_Running], *, report: Callable[[str], None], timeout_s: float) -> None:
+    started = time.monotonic()
+    waiting_for = [one.service.name for one in running]
+
+    async def wait_one(service: Service) -> None:
+        await service.wait_ready()
+        waiting_for.remove(service.name)
+        report(f"{service.name}: ready after {time.monotonic() - started:.1f} s")
+
+    try:
+        async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
+            for one in running:
+                group.create_task(wait_one(one.service))
+    except TimeoutError:
+        raise TimeoutError(f"not ready after {timeout_s:g} s: {', '.join(waiting_for)}; see the log") from None
+
+
+def _start(service: Service) -> _Running:
+    service.log.parent.mkdir(parents=True, exist_ok=True)
+    with service.log.open("ab") as log:
+        process = subprocess.Popen(  # noqa: S603
+            service.argv,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **service.env},
+            start_new_session=True,
+            preexec_fn=partial(die_with_parent, os.getpid()),  # no thread exists yet
+        )
+    return _Running(service, process, asyncio.get_running_loop().create_future())
+
+
+def die_with_parent(parent: int) -> None:
+    """To be called in a child just forked by `parent`: the kernel then kills it when that ends, however it ends."""
+    if _libc is not None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before the call above
+            os._exit(1)
+
+
+@asynccontextmanager
+async def _signals(running: Sequence[_Running]) -> AsyncIterator[asyncio.Event]:
+    """An event that a stop signal sets; and each process's `exited` is resolved when it ends."""
+    stop = asyncio.Event()
+
+    def reap() -> None:
+        for one in running:
+            if not one.exited.done() and one.process.poll() is not None:
+                one.exited.set_result(one.process.returncode)
+
+    handlers = {signal.SIGINT: stop.set, signal.SIGTERM: stop.set, signal.SIGHUP: stop.set, signal.SIGCHLD: reap}
+    loop = asyncio.get_running_loop()
+    for number, handler in handlers.items():
+        loop.add_signal_handler(number, handler)
+    try:
+        yield stop
+    finally:
+        for number in handlers:
+            loop.remove_signal_handler(number)
+
+
+async def _stop_all(running: Sequence[_Running], *, hurry: asyncio.Event) -> None:
+    """SIGTERM to the first, then to the others, then SIGKILL; `hurry` (a second Ctrl-C) goes straight to SIGKILL."""
+
+    async def ask_all() -> None:
+        for one in running[:1]:
+            _terminate(one)
+            await asyncio.wait({one.exited}, timeout=_FIRST_GRACE_S)
+        for one in running[1:]:
+            _terminate(one)
+        if running:
+            await asyncio.wait({one.exited for one in running})
+
+    asking, hurrying = asyncio.create_task(ask_all()), asyncio.create_task(hurry.wait())
+    await asyncio.wait({asking, hurrying}, timeout=STOP_GRACE_S, return_when=asyncio.FIRST_COMPLETED)
+    asking.cancel()
+    hurrying.cancel()
+    for one in running:
+        with suppress(ProcessLookupError):  # the group: also what a service may have left behind
+            os.killpg(one.process.pid, signal.SIGKILL)
+        one.process.wait()
+
+
+def _terminate(one: _Running) -> None:
+    if one.process.poll() is None:
+        one.process.terminate()
+
+
+def _obituary(service: Service, *, code: int) -> str:
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
+    lines = service.log.read_text(errors="replace").splitlines()[-_LOG_LINES_SHOWN:]
+    return "\n".join([f"{service.name} {how}; the end of {service.log}:", *(f"    {line}" for line in lines)])

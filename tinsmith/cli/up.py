@@ -1,0 +1,161 @@
+"""`tinsmith up`: trainer, sampler and gateway as separate processes on this machine, in the foreground.
+
+This process only starts, watches and stops the others; it loads no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import fcntl
+import ipaddress
+import os
+import socket
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from tinsmith.cli.base_models import BaseModel, UsageError, parse
+from tinsmith.cli.stack import Stack, divide_cores
+from tinsmith.cli.supervisor import die_with_parent, supervise
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+DEFAULT_MODEL_NAME = "tinsmith/small-qwen3"
+_DEFAULT_MODEL_SETTINGS = ("--size", "small", "--pretrain-seconds", "60")
+
+
+def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "up",
+        help="start trainer, sampler and gateway on this machine",
+        description="Starts trainer, sampler and gateway as separate processes and stays in the foreground; Ctrl-C "
+        "stops all of them. What has no flag here is set through TRAINER_*, SAMPLER_* and GATEWAY_* in the environment "
+        "(`python -m trainer_service --help` and so on list them).",
+    )
+    parser.add_argument(
+        "--base-model", action="append", default=[], metavar="[NAME=]PATH|HUB_ID",
+        help="weights to serve, repeatable. PATH alone is served under its folder's name, HUB_ID under itself. Several "
+        "names for one folder load it once; each different one has its own trainer and sampler. Default: a small model "
+        f"made on the first start and served as {DEFAULT_MODEL_NAME}",
+    )  # fmt: skip
+    parser.add_argument("--models-file", type=Path, metavar="FILE", help='more of them, as JSON: {"name": "path", ...}')
+    parser.add_argument("--host", default="127.0.0.1", help="address of the HTTP API (default %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="its port; 0 takes any free one (default %(default)s)")
+    parser.add_argument(
+        "--state-dir", type=Path, default=Path("~/.tinsmith"), metavar="DIR",
+        help="checkpoints, journals, database and logs (default %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--api-key", action="append", default=[], metavar="KEY",
+        help="a key that clients must send, repeatable; GATEWAY_API_KEYS='[\"KEY\"]' in the environment keeps it out "
+        "of `ps`. Required unless --host is a loopback address; without one, any key is accepted there",
+    )  # fmt: skip
+    parser.add_argument("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
+    parser.add_argument("--trainer-threads", type=int, metavar="N", help="CPU threads of each trainer")
+    parser.add_argument("--sampler-threads", type=int, metavar="N", help="CPU threads of each sampler")
+    parser.add_argument(
+        "--startup-timeout", type=float, default=1800.0, metavar="SECONDS",
+        help="give up when the models have not loaded by then (default %(default)g)",
+    )  # fmt: skip
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Checks everything that can be checked before a process starts; raises UsageError."""
+    state_dir: Path = arguments.state_dir.expanduser().absolute()
+    models = parse(arguments.base_model, models_file=arguments.models_file)
+    threads = divide_cores(
+        _usable_cores(),
+        pairs=max(1, len(models)),
+        trainer_threads=arguments.trainer_threads,
+        sampler_threads=arguments.sampler_threads,
+    )
+    _check_keys(arguments.host, arguments.api_key)
+    port = _check_port(arguments.host, arguments.port)
+    with _lock(state_dir):
+        stack = Stack(
+            models=models or [BaseModel(str(_default_model(state_dir)), (DEFAULT_MODEL_NAME,))],
+            host=arguments.host,
+            port=port,
+            state_dir=state_dir,
+            api_keys=tuple(arguments.api_key),
+            log_level=arguments.log_level,
+            threads=threads,
+        )
+        pairs = stack.pairs()
+        return asyncio.run(
+            supervise(
+                stack.services(pairs),
+                on_ready=lambda: _report(f"Tinsmith is ready at {stack.url} ({stack.summary(pairs)})"),
+                report=_report,
+                startup_timeout_s=arguments.startup_timeout,
+            )
+        )
+
+
+def _report(line: str) -> None:
+    print(line, flush=True)
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def _check_keys(host: str, api_keys: list[str]) -> None:
+    if not all(api_keys):
+        raise UsageError("--api-key: '' is no key; give at least one character")
+    if not _is_loopback(host) and not api_keys and not os.environ.get("GATEWAY_API_KEYS"):
+        raise UsageError(
+            f"--host: {host!r} can be reached from other machines, so keys are needed: give --api-key, or "
+            "GATEWAY_API_KEYS='[\"...\"]' in the environment"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _check_port(host: str, port: int) -> int:
+    """The port itself, or a free one for 0. Refuses one in use before anything is started."""
+    if not 0 <= port <= 65535:
+        raise UsageError(f"--port: {port} is not in 0 to 65535")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the gateway does: TIME_WAIT is no obstacle
+            probe.bind(address)
+            return probe.getsockname()[1]
+    except OSError as error:
+        raise UsageError(f"--host {host} --port {port}: cannot listen there ({error}); try another --port") from None
+
+
+def _lock(state_dir: Path) -> IO[str]:
+    """Two stacks on one state directory would write the same journals; the second is refused."""
+    state_dir.mkdir(parents=True, exist_ok=True)
+    lock = (state_dir / "lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise UsageError(
+            f"--state-dir: another `tinsmith up` uses {state_dir}; stop it or name another folder"
+        ) from None
+    return lock
+
+
+def _default_model(state_dir: Path) -> Path:
+    out = state_dir / "base_models" / "small-qwen3"
+    if not out.exists():
+        _report("no --base-model given: making a small one (once, about a minute)")
+        command = [sys.executable, "-m", "tinsmith.cli", "make-base-model", *_DEFAULT_MODEL_SETTINGS, "--out", str(out)]
+        made = subprocess.run(command, preexec_fn=partial(die_with_parent, os.getpid()), check=False)  # noqa: S603
+        if made.returncode:
+            raise UsageError(f"the default base model could not be made (exit status {made.returncode})")
+    return out
