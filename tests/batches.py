@@ -1,0 +1,51 @@
+"""Requests for the trainer, from plain arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from tinsmith.rpc.tensors import from_numpy
+from tinsmith.v1 import trainer_pb2, types_pb2
+
+
+def datum(tokens: Sequence[int], **inputs: object) -> types_pb2.Datum:
+    chunk = types_pb2.Chunk(encoded_text=types_pb2.EncodedText(tokens=np.array(tokens, "<i4").tobytes()))
+    return types_pb2.Datum(
+        model_input=[chunk], loss_fn_inputs={name: from_numpy(np.asarray(value)) for name, value in inputs.items()}
+    )
+
+
+def random_datum(length: int, seed: int, *, vocab_size: int, policy: bool = False) -> types_pb2.Datum:
+    """Random tokens and targets; with weights, or (policy) advantages and the logprobs of a near-uniform sampler."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(vocab_size, size=length)
+    targets = rng.integers(vocab_size, size=length)
+    if policy:
+        return datum(
+            tokens.tolist(),
+            target_tokens=targets,
+            logprobs=rng.normal(-np.log(vocab_size), 0.3, length).astype(np.float32),
+            advantages=rng.normal(size=length).astype(np.float32),
+        )
+    return datum(tokens.tolist(), target_tokens=targets, weights=rng.normal(size=length).astype(np.float32))
+
+
+def request(
+    data: Sequence[types_pb2.Datum],
+    loss_fn: str = "cross_entropy",
+    *,
+    model_id: str = "s:train:0",
+    seq_id: int = 1,
+    config: Mapping[str, float] | None = None,
+    forward_only: bool = False,
+) -> trainer_pb2.ForwardBackwardRequest:
+    return trainer_pb2.ForwardBackwardRequest(
+        model_id=model_id,
+        seq_id=seq_id,
+        data=data,
+        loss_fn=loss_fn,
+        loss_fn_config=config or {},
+        forward_only=forward_only,
+    )

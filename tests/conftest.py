@@ -1,0 +1,17 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.models import make_model
+from tinsmith.modeling.base_model import BaseModel
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def base(model_folder: Path) -> BaseModel:
+    return BaseModel.load(model_folder, device=torch.device("cpu"), dtype=torch.float32)

@@ -1,0 +1,31 @@
+"""Tiny base models with random weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+VOCAB_SIZE = 512
+CONTEXT = 256
+
+
+def make_model(folder: Path, **overrides: Any) -> Path:
+    """A Qwen3 of two layers, with grouped queries and, unless overridden, an output layer of its own."""
+    settings = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": CONTEXT,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.1,  # sharper than the default, so that a wrong position shows
+    }
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(**{**settings, **overrides})).save_pretrained(folder)
+    return folder
