@@ -1,0 +1,91 @@
+# `make` alone prints this list. Everything runs in .venv, which `make setup` fills.
+PYTHON ?= $(or $(shell command -v python3.11),$(shell command -v python3))
+# Where torch comes from: empty is pip's own index. On a machine without a GPU, PyTorch's index of CPU builds is far
+# smaller: make setup TORCH_INDEX=...
+TORCH_INDEX ?=
+TORCH := torch==2.13.0
+
+VENV := .venv
+BIN := $(VENV)/bin
+COOKBOOK := .venv-cookbook
+HUB := .cache/offline-hub
+CODE := tinsmith trainer_service sampler_service gateway tests examples benchmarks docker
+INSTALL_TORCH = install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
+PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto proto/tinsmith/v1/*.proto
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup proto proto-check format lint typecheck check test test-slow test-recipes demo bench up docker-lint clean
+
+help: ## Print this list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+
+setup: $(VENV)/.installed ## Make .venv with everything: services, command line, test tools
+
+$(VENV)/.installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Tinsmith needs Python 3.11 or later; this is %d.%d: make setup PYTHON=/path/to/python3.11" % sys.version_info[:2])'
+	$(PYTHON) -m venv $(VENV)
+	@# torch first and alone: any build of this version then satisfies the rest.
+	$(BIN)/pip $(INSTALL_TORCH)
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	@touch $@
+
+proto: setup ## Generate tinsmith/v1 from proto/
+	$(PROTOC) --python_out=. --pyi_out=. --grpc_python_out=.
+
+proto-check: setup ## Fail when tinsmith/v1 is not what proto/ gives
+	@out=$$(mktemp -d) && trap 'rm -rf "$$out"' EXIT \
+	&& $(PROTOC) --python_out=$$out --pyi_out=$$out --grpc_python_out=$$out \
+	&& diff -r --exclude=__init__.py --exclude=__pycache__ $$out/tinsmith/v1 tinsmith/v1 \
+	&& echo "tinsmith/v1 is up to date"
+
+format: setup ## Format the code
+	$(BIN)/ruff check --fix-only $(wildcard $(CODE))
+	$(BIN)/ruff format $(wildcard $(CODE))
+
+lint: setup ## Ruff and buf
+	$(BIN)/ruff check $(wildcard $(CODE))
+	$(BIN)/ruff format --check $(wildcard $(CODE))
+	$(BIN)/buf lint
+	$(BIN)/buf format --diff --exit-code
+
+typecheck: setup ## Check the types
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
+
+docker-lint: setup ## Lint the Dockerfiles, validate the compose files
+	$(BIN)/hadolint docker/Dockerfile.*
+	$(BIN)/python -m pytest -q tests/unit/docker
+
+check: lint typecheck proto-check ## Everything that needs no run
+
+test: setup ## The fast tests
+	$(BIN)/python -m pytest
+
+test-slow: setup ## Tests with many processes
+	$(BIN)/python -m pytest -m slow
+
+test-recipes: setup $(COOKBOOK)/.installed $(HUB)/env.sh ## The unmodified tinker-cookbook recipes against a real stack
+	$(BIN)/python -m pytest -m recipes
+
+# The cookbook's own requirement on tml-renderers cannot be met from the index, hence --no-deps.
+$(COOKBOOK)/.installed: tests/recipes/requirements-cookbook.txt
+	$(PYTHON) -m venv $(COOKBOOK)
+	$(COOKBOOK)/bin/pip $(INSTALL_TORCH)
+	$(COOKBOOK)/bin/pip install --quiet --requirement $<
+	$(COOKBOOK)/bin/pip install --quiet --no-deps tinker-cookbook==0.6.1
+	@touch $@
+
+$(HUB)/env.sh: tests/recipes/make_offline_hub.py | $(COOKBOOK)/.installed
+	$(COOKBOOK)/bin/python $< all $(HUB)
+
+demo: setup ## Train a small model here, supervised and with rewards; curves in demo/curves.png
+	$(BIN)/python examples/demo.py
+
+bench: setup ## Measure the service; ARGS are passed on
+	$(BIN)/python benchmarks/bench_service.py $(ARGS)
+
+up: setup ## Start the stack; ARGS are passed on
+	$(BIN)/tinsmith up $(ARGS)
+
+clean: ## Remove what these targets made
+	rm -rf $(VENV) $(COOKBOOK) .cache .pytest_cache .ruff_cache demo build dist *.egg-info

@@ -1,0 +1,111 @@
+"""The compose files against the Compose specification's own JSON schema, as check-jsonschema ships it."""
+
+import json
+import re
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+DOCKER = Path(__file__).parents[3] / "docker"
+RESET = object()
+"""What the tag !reset leaves in a loaded file: the key is taken out of what is below."""
+
+
+class ComposeLoader(yaml.SafeLoader):
+    pass
+
+
+ComposeLoader.add_constructor("!reset", lambda loader, node: RESET)
+
+
+def load(name: str) -> dict[str, Any]:
+    return yaml.load((DOCKER / name).read_text(), ComposeLoader)
+
+
+def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Compose's merge, as far as our files use it: mappings recursively, scalars replaced, !reset removed."""
+    merged = dict(below)
+    for key, value in above.items():
+        if value is RESET:
+            merged.pop(key)
+        elif isinstance(value, dict):
+            merged[key] = merge(merged.get(key, {}), value)
+        else:
+            assert not isinstance(value, list), f"{key}: lists merge by rules that are not written here"
+            merged[key] = value
+    return merged
+
+
+GPU = load("compose.yaml")
+CPU = merge(GPU, load("compose.cpu.yaml"))
+BOTH = pytest.mark.parametrize("compose", [GPU, CPU], ids=["gpu", "cpu"])
+
+
+@BOTH
+def test_it_follows_the_compose_specification(compose: dict[str, Any]) -> None:
+    schema = json.loads(files("check_jsonschema").joinpath("builtin_schemas/vendor/compose-spec.json").read_text())
+    validator = jsonschema.validators.validator_for(schema)(schema)
+    assert [error.message for error in validator.iter_errors(compose)] == []
+    assert list(validator.iter_errors({"services": {"x": {"imagge": "y"}}}))  # the schema does refuse
+
+
+@BOTH
+def test_every_service_has_a_health_check_and_waits_for_healthy_ones(compose: dict[str, Any]) -> None:
+    for service in compose["services"].values():
+        if "build" in service:
+            assert "HEALTHCHECK" in (DOCKER.parent / service["build"]["dockerfile"]).read_text()
+        else:
+            assert service["healthcheck"]["test"]
+        assert all(need["condition"] == "service_healthy" for need in service.get("depends_on", {}).values())
+
+
+@BOTH
+def test_every_named_volume_is_declared_and_used(compose: dict[str, Any]) -> None:
+    used = {
+        volume.partition(":")[0] for service in compose["services"].values() for volume in service.get("volumes", [])
+    }
+    assert {name for name in used if not name.startswith(".")} == set(compose["volumes"])
+
+
+def test_only_the_gpu_file_reserves_gpus_and_the_two_models_have_one_each() -> None:
+    def gpus(compose: dict[str, Any], name: str) -> list[str]:
+        resources = compose["services"][name].get("deploy", {}).get("resources", {})
+        return [gpu for device in resources.get("reservations", {}).get("devices", []) for gpu in device["device_ids"]]
+
+    assert gpus(GPU, "trainer") != gpus(GPU, "sampler")
+    assert len(gpus(GPU, "trainer")) == len(gpus(GPU, "sampler")) == 1
+    assert gpus(CPU, "trainer") == gpus(CPU, "sampler") == []
+
+
+def test_keys_and_passwords_have_no_default() -> None:
+    text = (DOCKER / "compose.yaml").read_text()
+    for name in ("GATEWAY_API_KEYS", "POSTGRES_PASSWORD"):
+        uses = re.findall(rf"\${{{name}(.)(.)", text)
+        assert uses
+        assert all(use == (":", "?") for use in uses)
+
+
+@pytest.mark.parametrize("service", ["gateway", "trainer", "sampler"])
+def test_settings_are_ones_that_the_service_has(service: str) -> None:
+    prefix = f"{service.upper()}_"
+    config = pytest.importorskip(f"{service if service == 'gateway' else service + '_service'}.config")
+    fields = getattr(config, f"{service.capitalize()}Config").model_fields
+    dockerfile = (DOCKER / f"Dockerfile.{service}").read_text()
+    names = {name for name in CPU["services"][service]["environment"] if name.startswith(prefix)}
+    names |= {name for name in re.findall(r"\b([A-Z_]+)=", dockerfile) if name.startswith(prefix)}
+    assert names
+    assert {name.removeprefix(prefix).lower() for name in names} <= set(fields)
+
+
+def test_prometheus_asks_each_service_on_the_port_that_it_exposes() -> None:
+    jobs = yaml.safe_load((DOCKER / "prometheus.yml").read_text())["scrape_configs"]
+    targets = [target.split(":") for job in jobs for group in job["static_configs"] for target in group["targets"]]
+    assert sorted(host for host, _ in targets) == ["gateway", "sampler", "trainer"]
+    for host, port in targets:
+        exposed = re.search(r"^EXPOSE (.*)$", (DOCKER / f"Dockerfile.{host}").read_text(), re.MULTILINE)
+        assert exposed
+        assert port in exposed[1].split()
