@@ -90,7 +90,7 @@ def test_every_loss_and_gradient_equals_the_oracle(
         total = torch.zeros(())
         for one in datums:
             p = oracle.logprobs(one.tokens_N.tolist(), torch.tensor(one.targets))
-            inputs = {key: torch.from_numpy(value).ravel() for key, value in one.inputs.items()}
+            inputs = {key: torch.tensor(value).ravel() for key, value in one.inputs.items()}
             total = total + loss_spec.fn(p.ravel(), inputs, ours.loss_config).sum()
         return total
 
