@@ -1,0 +1,93 @@
+"""Every error crosses a real gRPC connection with its class, message and metadata."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc.aio
+import pytest
+from google.protobuf.descriptor import FileDescriptor
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+from tinsmith.rpc import errors
+from tinsmith.rpc.channel import connect, is_serving
+from tinsmith.rpc.server import Server
+from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc
+
+FILE: FileDescriptor = sampler_pb2.DESCRIPTOR
+
+
+class Failing(sampler_pb2_grpc.SamplerServiceServicer):
+    def __init__(self) -> None:
+        self.error: Exception = RuntimeError("boom")
+
+    async def Sample(self, request, context):
+        raise self.error
+
+    async def StreamSample(self, request, context):
+        yield sampler_pb2.StreamSampleResponse(delta=sampler_pb2.SampleDelta(index=1))
+        raise self.error
+
+
+@pytest.fixture
+async def failing() -> AsyncIterator[tuple[Failing, grpc.aio.Channel, Server]]:
+    servicer = Failing()
+    server = Server("127.0.0.1:0", [FILE])
+    sampler_pb2_grpc.add_SamplerServiceServicer_to_server(servicer, server.grpc)
+    await server.start()
+    async with connect(f"127.0.0.1:{server.port}") as channel:
+        yield servicer, channel, server
+    await server.stop(0)
+
+
+@pytest.mark.parametrize("cls", errors._subclasses(errors.ServiceError))
+async def test_an_error_arrives_as_the_class_that_was_raised(failing, cls) -> None:
+    servicer, channel, _ = failing
+    servicer.error = cls("rank 96 is too large", rank=96)
+    stub = sampler_pb2_grpc.SamplerServiceStub(channel)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Sample(sampler_pb2.SampleRequest())
+    assert caught.value.code() == cls.code
+    error = errors.from_rpc_error(caught.value)
+    assert type(error) is cls
+    assert (error.message, error.metadata, error.category) == ("rank 96 is too large", {"rank": "96"}, cls.category)
+
+
+async def test_an_unexpected_exception_tells_the_client_nothing_but_internal(failing) -> None:
+    _, channel, _ = failing
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await sampler_pb2_grpc.SamplerServiceStub(channel).Sample(sampler_pb2.SampleRequest())
+    error = errors.from_rpc_error(caught.value)
+    assert (type(error), error.message) == (errors.ServiceError, "internal error; the log has the cause")
+
+
+async def test_a_stream_fails_after_its_first_messages(failing) -> None:
+    servicer, channel, _ = failing
+    servicer.error = errors.EngineDead("gone")
+    stream = sampler_pb2_grpc.SamplerServiceStub(channel).StreamSample(sampler_pb2.StreamSampleRequest())
+    assert (await stream.read()).delta.index == 1
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stream.read()
+    assert isinstance(errors.from_rpc_error(caught.value), errors.EngineDead)
+
+
+async def test_an_unreachable_service_is_not_ready() -> None:
+    async with connect("127.0.0.1:1") as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await sampler_pb2_grpc.SamplerServiceStub(channel).Sample(sampler_pb2.SampleRequest(), timeout=5)
+    assert isinstance(errors.from_rpc_error(caught.value), errors.NotReady)
+
+
+async def test_health_follows_set_serving_and_reflection_lists_the_services(failing) -> None:
+    _, channel, server = failing
+    assert not await is_serving(channel)
+    await server.set_serving(True)
+    assert await is_serving(channel)
+    with grpc.insecure_channel(f"127.0.0.1:{server.port}") as plain:
+        names = await asyncio.to_thread(lambda: ProtoReflectionDescriptorDatabase(plain).get_services())
+    assert {"tinsmith.v1.SamplerService", "grpc.health.v1.Health"} <= set(names)
+
+
+async def test_a_port_in_use_is_refused_with_its_address(failing) -> None:
+    _, _, server = failing
+    with pytest.raises(SystemExit, match=f"cannot listen on 127.0.0.1:{server.port}"):
+        Server(f"127.0.0.1:{server.port}", [FILE])

@@ -1,0 +1,43 @@
+"""The gateway and the shared rpc package stay light: no torch, no transformers, no vllm."""
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = {"torch", "transformers", "vllm", "peft", "safetensors"}
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "tinsmith.cli",
+        "tinsmith.rpc.channel",
+        "tinsmith.rpc.errors",
+        "tinsmith.rpc.logs",
+        "tinsmith.rpc.metrics",
+        "tinsmith.rpc.paths",
+        "tinsmith.rpc.server",
+        "tinsmith.rpc.tensors",
+        "gateway.app",
+        "trainer_service.journal",
+        "trainer_service.scheduler",
+    ],
+)
+def test_module_leaves_no_heavy_library_loaded(module: str) -> None:
+    code = f"import sys, {module}; print(*sorted({HEAVY!r} & set(sys.modules)))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert loaded == []
+
+
+@pytest.mark.parametrize("service", ["gateway", "trainer_service", "sampler_service"])
+def test_a_service_never_imports_another(service: str) -> None:
+    others = {"gateway", "trainer_service", "sampler_service"} - {service}
+    code = (
+        f"import importlib, pkgutil, sys, {service}\n"
+        f"for m in pkgutil.walk_packages({service}.__path__, '{service}.'):\n"
+        "    if '.migrations' not in m.name: importlib.import_module(m.name)\n"
+        f"print(*sorted({others!r} & set(sys.modules)))"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert loaded == []

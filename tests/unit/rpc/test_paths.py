@@ -1,0 +1,38 @@
+import pytest
+
+from tinsmith.rpc.errors import InvalidRequest
+from tinsmith.rpc.paths import TinkerPath, check_name
+
+
+def test_a_path_is_its_three_parts() -> None:
+    path = TinkerPath.parse("tinker://abc:train:0/sampler_weights/step-10", field="model_path")
+    assert (path.run_id, path.kind, path.name) == ("abc:train:0", "sampler_weights", "step-10")
+    assert path.location == "abc:train:0/sampler_weights/step-10"
+    assert str(path) == "tinker://abc:train:0/sampler_weights/step-10"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "abc:train:0/weights/x",
+        "tinker://abc:train:0/weights",
+        "tinker://abc:train:0/weights/x/y",
+        "tinker://abc:train:0/weights/..",
+        "tinker://../weights/x",
+        "tinker://..:train:0/weights/x",
+        "tinker://abc/ephemeral/1",
+        "tinker://abc:train:0/weights/a b",
+        "tinker://abc:train:0/weights/",
+        "tinker:///weights/x",
+    ],
+)
+def test_an_unsafe_or_unknown_path_is_refused_by_name(path: str) -> None:
+    with pytest.raises(InvalidRequest, match="model_path"):
+        TinkerPath.parse(path, field="model_path")
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a%2e", "x" * 129, "a\n", "ä"])
+def test_an_unsafe_name_is_refused_with_its_value(name: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        check_name(name, field="path")
+    assert repr(name) in str(caught.value)
