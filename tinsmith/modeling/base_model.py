@@ -53,10 +53,10 @@ class BaseModel:
         layer.
         """
         config = AutoConfig.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, attn_implementation="eager")
         model.to(device)  # type: ignore[arg-type]  # transformers' decorated signature
         model = model.eval().requires_grad_(False)
-        probe = _Probe.run(model)
+        probe = _Probe.run(model)  # with its own attention
         model.set_attn_implementation(attention.NAME)
         active = ActiveRuns()
         targets = _adapt(model, active)
