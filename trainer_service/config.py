@@ -1,0 +1,76 @@
+"""The trainer's settings: flags, or environment variables with the prefix TRAINER_."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class TrainerConfig(BaseSettings):
+    """Trains LoRA adapters of one frozen base model and serves TrainerService over gRPC."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="TRAINER_",
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        cli_kebab_case=True,
+        cli_prog_name="python -m trainer_service",
+    )
+
+    base_model: str
+    """Hugging Face id or local path of the frozen base model."""
+    model_names: list[str] = []
+    """Public names of the base model, as a JSON list; the first is the principal one. Empty means [base_model]."""
+    listen: str = "127.0.0.1:50051"
+    """Address of the gRPC server; port 0 lets the kernel choose."""
+    samplers: list[str] = []
+    """Addresses of the sampler services that get published weights, as a JSON list."""
+    checkpoint_dir: Path = Path(".tinsmith/checkpoints")
+    """Root of the checkpoints."""
+    state_dir: Path = Path(".tinsmith/trainer")
+    """Folder of the journal; one trainer at a time."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; auto takes CUDA where there is one."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the base weights; auto means float32 on the CPU and bfloat16 on CUDA. Adapters are always float32."""
+    num_threads: int = Field(default=0, ge=0)
+    """CPU threads of one computation; 0 leaves torch's default."""
+    max_lora_rank: int = Field(default=256, ge=1)
+    """Largest rank that a model may ask for; must not exceed the samplers'."""
+    max_models: int = Field(default=64, ge=1)
+    """Most live models."""
+    max_tokens_per_microbatch: int = Field(default=4096, ge=1)
+    """Tokens that go through the base model at once; bounds the memory of a step."""
+    max_queued_operations: int = Field(default=256, ge=1)
+    """Most operations of one model that wait for their turn."""
+    channel_host: str = "127.0.0.1"
+    """Address of this machine that the samplers can reach, for the weight channel."""
+    channel_backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """How weights travel to the samplers; auto means gloo on the CPU and nccl on CUDA."""
+    channel_timeout_s: float = Field(default=30.0, gt=0)
+    """Longest time that forming a group of samplers, or one transfer, may take."""
+    journal_max_bytes: int = Field(default=2 * 1024**3, ge=1024**2)
+    """Bound of the requests and results in the journal; above it the oldest executed ones are cut."""
+    result_retention_s: float = Field(default=3600.0, ge=0)
+    """How long the result of a finished operation can be asked for."""
+    metrics_host: str = "127.0.0.1"
+    """Address of the Prometheus endpoint."""
+    metrics_port: int = Field(default=0, ge=0, le=65535)
+    """Port of the Prometheus endpoint; 0 means none."""
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    """Least severity that is logged."""
+
+    @model_validator(mode="after")
+    def _unique(self) -> TrainerConfig:
+        for name, values in (("model_names", self.model_names), ("samplers", self.samplers)):
+            if len(set(values)) != len(values):
+                raise ValueError(f"{name}: {values} names one twice")
+        return self
+
+    @property
+    def public_names(self) -> list[str]:
+        return self.model_names or [self.base_model]

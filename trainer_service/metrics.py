@@ -1,0 +1,36 @@
+"""What the trainer measures. Kinds of operations are the field names of WaitResultResponse."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from tinsmith.rpc.metrics import LATENCY_BUCKETS_S
+
+
+class Metrics:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"trainer_{name}", text, labels, registry=registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"trainer_{name}", text, labels, registry=registry)
+
+        def seconds(name: str, text: str, *labels: str) -> Histogram:
+            return Histogram(f"trainer_{name}_seconds", text, labels, buckets=LATENCY_BUCKETS_S, registry=registry)
+
+        self.operations = counter("operations", "Finished operations, by kind and outcome.", "kind", "outcome")
+        self.queue_length = gauge("queue_length", "Accepted operations that have not been executed.", "kind")
+        self.queue_seconds = seconds("queue", "From acceptance to execution.", "kind")
+        self.step_seconds = seconds("step", "Execution on the compute thread.", "kind")
+        self.batches = counter("batches", "Calls of the engine's forward_backward; operations share them.")
+        self.tokens = counter("tokens", "Tokens of executed forward_backward operations.")
+        self.models = gauge("models", "Live models.")
+        self.publish_seconds = seconds("publish", "Publishing a version to the samplers.")
+        self.publish_bytes = counter("publish_bytes", "Adapter bytes broadcast, once for each publish.")
+        self.publish_failures = counter("publish_failures", "Attempts to publish that failed.")
+        self.weight_groups = counter("weight_groups", "Process groups formed with samplers.")
+        self.samplers = gauge("samplers", "Samplers that are serving.")
+        self.checkpoint_seconds = seconds("checkpoint", "Writing a checkpoint.")
+        self.checkpoint_bytes = counter("checkpoint_bytes", "Bytes of written checkpoints.")
+        self.journal_bytes = gauge("journal_bytes", "Bytes of requests and results in the journal.")
+        self.journal_commit_seconds = seconds("journal_commit", "One transaction of the journal.")

@@ -1,0 +1,268 @@
+"""What each kind of operation does: a request becomes work for the scheduler. Also the list of live models.
+
+Checkpoints are read before an operation's turn on the compute thread, and written and published after it, from a copy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tinsmith.modeling.adapter import AdapterConfig
+from tinsmith.rpc.errors import (
+    InvalidRequest,
+    ModelNotFound,
+    NotReady,
+    ServiceError,
+    VersionGone,
+)
+from tinsmith.rpc.paths import check_name, check_run_id
+from tinsmith.v1 import trainer_pb2 as pb
+from tinsmith.v1 import types_pb2
+from trainer_service.batch import Batch
+from trainer_service.checkpoints import KINDS, CheckpointStore, Location
+from trainer_service.engine import State, TrainingEngine
+from trainer_service.optimizers import AdamParams
+from trainer_service.scheduler import RunBatch, Turn, Work
+from trainer_service.weight_sync import Version, WeightSender
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_OPTIMIZER = "adamw"
+
+
+@dataclass(slots=True)
+class Model:
+    """What is known of a live model outside the engine."""
+
+    model_id: str
+    base_model: str
+    config: AdapterConfig
+    optimizer: str
+    user_metadata: Mapping[str, str]
+    step: int = 0
+
+    def to_proto(self, *, next_seq_id: int) -> pb.ModelInfo:
+        return pb.ModelInfo(
+            model_id=self.model_id,
+            base_model=self.base_model,
+            lora_config=self.config.to_proto(),
+            optimizer=self.optimizer,
+            step=self.step,
+            next_seq_id=next_seq_id,
+            user_metadata=self.user_metadata,
+        )
+
+
+@dataclass(slots=True)
+class Operations:
+    engine: TrainingEngine
+    checkpoints: CheckpointStore
+    sender: WeightSender
+    base_models: Sequence[str]
+    """Public names of the base model."""
+    max_lora_rank: int
+    models: dict[str, Model] = field(default_factory=dict)
+    _publishing: dict[str, asyncio.Task[int]] = field(default_factory=dict)
+
+    def create_model(self, request: pb.CreateModelRequest) -> Work:
+        """Raises InvalidRequest for what is wrong on the face of it; a checkpoint is looked at in the work."""
+        check_run_id(request.model_id, field="model_id")
+        optimizer = request.optimizer or _DEFAULT_OPTIMIZER
+        if request.base_model or not request.from_location:
+            self._check_base_model(request.base_model, field="base_model")
+        if request.from_location:
+            location = Location.parse(request.from_location, field="from_location")
+            if request.HasField("lora_config"):
+                raise InvalidRequest("lora_config: must be absent, from_location brings its own", field="lora_config")
+            return lambda turn: self._create(turn, request, optimizer, location=location, config=None)
+        if request.load_optimizer:
+            raise InvalidRequest("load_optimizer: true needs from_location", field="load_optimizer")
+        if not request.HasField("lora_config"):
+            raise InvalidRequest("lora_config: missing; a new model needs one", field="lora_config")
+        config = AdapterConfig.from_proto(request.lora_config, max_rank=self.max_lora_rank)
+        return lambda turn: self._create(turn, request, optimizer, location=None, config=config)
+
+    async def _create(
+        self,
+        turn: Turn,
+        request: pb.CreateModelRequest,
+        optimizer: str,
+        *,
+        location: Location | None,
+        config: AdapterConfig | None,
+    ) -> pb.WaitResultResponse:
+        base_model, state = request.base_model, None
+        if location is not None:
+            info, state = await self._load(location, with_optimizer=request.load_optimizer, field="from_location")
+            base_model = base_model or info.base_model
+            config = AdapterConfig.from_proto(info.lora_config, max_rank=self.max_lora_rank)
+        assert config is not None
+        model = Model(request.model_id, base_model, config, optimizer, dict(request.user_metadata))
+
+        def create() -> None:
+            self.engine.create_model(model.model_id, model.config, optimizer)
+            if state is not None:
+                self.engine.restore(model.model_id, state, with_optimizer=request.load_optimizer)
+                model.step = state.step
+
+        await turn.run(create)
+        self.models[model.model_id] = model
+        return pb.WaitResultResponse(create_model=pb.CreateModelResponse(model=model.to_proto(next_seq_id=1)))
+
+    def forward_backward(self, request: pb.ForwardBackwardRequest) -> Work:
+        try:
+            return RunBatch(Batch.from_proto(request, self.engine.limits))
+        except ServiceError as error:
+            if request.forward_only:
+                return refused(error)
+            refusal = error
+
+        async def refuse(turn: Turn) -> pb.WaitResultResponse:
+            await turn.run(lambda: self.engine.taint(request.model_id, refusal.message))
+            raise refusal
+
+        return refuse
+
+    def optim_step(self, request: pb.OptimStepRequest) -> Work:
+        if request.WhichOneof("params") != "adam_params":
+            raise InvalidRequest("params: missing; a model with optimizer 'adamw' needs adam_params", field="params")
+        params = AdamParams.from_proto(request.adam_params)
+
+        async def step(turn: Turn) -> pb.WaitResultResponse:
+            metrics = await turn.run(lambda: self.engine.optim_step(request.model_id, params))
+            self.models[request.model_id].step += 1
+            return pb.WaitResultResponse(optim_step=pb.OptimStepResponse(metrics=metrics))
+
+        return step
+
+    def save_checkpoint(self, request: pb.SaveCheckpointRequest) -> Work:
+        if request.kind not in KINDS:
+            raise InvalidRequest(f"kind: {request.kind} is not one of TRAINING, SAMPLER, EPHEMERAL", field="kind")
+        if request.HasField("ttl_seconds") and request.ttl_seconds < 1:
+            raise InvalidRequest(f"ttl_seconds: {request.ttl_seconds} must be positive", field="ttl_seconds")
+        if request.kind != types_pb2.CHECKPOINT_KIND_EPHEMERAL:
+            name = check_name(request.name, field="name")
+        elif request.name:
+            raise InvalidRequest(f"name: {request.name!r} was given, but an ephemeral one has none", field="name")
+        else:
+            name = str(request.seq_id)
+        location = Location(request.model_id, KINDS[request.kind], name)
+        return lambda turn: self._save(turn, request, location)
+
+    async def _save(self, turn: Turn, request: pb.SaveCheckpointRequest, location: Location) -> pb.WaitResultResponse:
+        model = self.models[request.model_id]
+        with_optimizer = request.kind == types_pb2.CHECKPOINT_KIND_TRAINING
+        state = await turn.run(lambda: self.engine.capture(request.model_id, with_optimizer=with_optimizer))
+        info = types_pb2.CheckpointInfo(
+            location=str(location),
+            kind=request.kind,
+            model_id=request.model_id,
+            base_model=model.base_model,
+            lora_config=state.config.to_proto(),
+            version_id=f"{request.model_id}@{request.seq_id}",
+            step=state.step,
+            has_optimizer=with_optimizer,
+            ttl_seconds=request.ttl_seconds if request.HasField("ttl_seconds") else None,
+            user_metadata=request.user_metadata,
+        )
+        saving = asyncio.to_thread(self.checkpoints.save, info, state, overwrite=request.overwrite)
+        if with_optimizer:
+            stored, num_samplers = await saving, 0
+        else:
+            stored, num_samplers = await self._save_and_publish(saving, info, state)
+        return pb.WaitResultResponse(
+            save_checkpoint=pb.SaveCheckpointResponse(checkpoint=stored, num_samplers=num_samplers)
+        )
+
+    async def _save_and_publish(
+        self, saving: Coroutine[Any, Any, types_pb2.CheckpointInfo], info: types_pb2.CheckpointInfo, state: State
+    ) -> tuple[types_pb2.CheckpointInfo, int]:
+        """Both at once. Without files there must be no version; without a sampler, files are enough for now."""
+        version = Version(info.version_id, info.base_model, state.adapter)
+        publishing = asyncio.create_task(self.sender.publish(version))
+        try:
+            stored = await saving
+        except BaseException:
+            await asyncio.wait([publishing])
+            await self.sender.remove(info.version_id)
+            raise
+        try:
+            return stored, await publishing
+        except NotReady as error:
+            logger.warning("%s is saved, but not published: %s", info.location, error)
+            return stored, 0
+
+    def load_checkpoint(self, request: pb.LoadCheckpointRequest) -> Work:
+        location = Location.parse(request.location, field="location")
+        return lambda turn: self._restore(turn, request, location)
+
+    async def _restore(
+        self, turn: Turn, request: pb.LoadCheckpointRequest, location: Location
+    ) -> pb.WaitResultResponse:
+        await turn.settled()  # it may be the checkpoint that the operation before is writing
+        info, state = await self._load(location, with_optimizer=request.load_optimizer, field="location")
+        await turn.run(lambda: self.engine.restore(request.model_id, state, with_optimizer=request.load_optimizer))
+        self.models[request.model_id].step = state.step
+        return pb.WaitResultResponse(load_checkpoint=pb.LoadCheckpointResponse(checkpoint=info))
+
+    async def publish(self, location: Location, version_id: str) -> int:
+        """Sends a stored version to the samplers; calls that want the same one share the work. Returns their number.
+
+        Raises VersionGone when the location holds another version, NotReady when no sampler can be reached.
+        """
+        running = self._publishing.get(version_id)
+        if running is None:
+            running = self._publishing[version_id] = asyncio.create_task(self._publish(location, version_id))
+            running.add_done_callback(lambda _: self._publishing.pop(version_id))
+        return await asyncio.shield(running)
+
+    async def _publish(self, location: Location, version_id: str) -> int:
+        info, state = await self._load(location, with_optimizer=False, field="location")
+        if info.version_id != version_id:
+            raise VersionGone(
+                f"{location} holds version {info.version_id!r} by now, not {version_id!r}", version_id=version_id
+            )
+        num_samplers = await self.sender.publish(Version(version_id, info.base_model, state.adapter))
+        if num_samplers == 0:
+            raise NotReady(f"{version_id} cannot be published: no sampler is serving; try again")
+        return num_samplers
+
+    async def _load(
+        self, location: Location, *, with_optimizer: bool, field: str
+    ) -> tuple[types_pb2.CheckpointInfo, State]:
+        info, state = await asyncio.to_thread(
+            self.checkpoints.load, location, self.engine.base.targets, with_optimizer=with_optimizer
+        )
+        self._check_base_model(info.base_model, field=f"{field} {location}: base_model")
+        return info, state
+
+    def _check_base_model(self, base_model: str, *, field: str) -> None:
+        if base_model not in self.base_models:
+            raise InvalidRequest(
+                f"{field}: {base_model!r} is not served by this trainer; it serves {', '.join(self.base_models)}",
+                field=field,
+            )
+
+    def model(self, model_id: str) -> Model:
+        if model_id not in self.models:
+            raise ModelNotFound(f"model_id: there is no model {model_id!r}", model_id=model_id)
+        return self.models[model_id]
+
+    async def delete_files(self, model_id: str) -> None:
+        """Removes what a model leaves outside the engine: its ephemeral checkpoints, its versions in the samplers."""
+        self.models.pop(model_id, None)
+        await asyncio.to_thread(self.checkpoints.delete_ephemeral, model_id)
+        await self.sender.remove_all(f"{model_id}@")
+
+
+def refused(error: ServiceError) -> Work:
+    """The work of a request that validation refused: it fails in its place of the order."""
+
+    async def refuse(turn: Turn) -> pb.WaitResultResponse:
+        raise error
+
+    return refuse

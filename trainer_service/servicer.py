@@ -1,0 +1,164 @@
+"""TrainerService over gRPC. Each operation: look at the ids, into the journal, acknowledge, wait for the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import grpc.aio
+from google.protobuf.message import Message
+
+from tinsmith.rpc.errors import InvalidRequest, NotReady, ServiceError
+from tinsmith.rpc.paths import check_run_id
+from tinsmith.v1 import trainer_pb2 as pb
+from tinsmith.v1 import trainer_pb2_grpc
+from trainer_service.checkpoints import CheckpointStore, Location
+from trainer_service.journal import Body, Journal
+from trainer_service.losses import LOSS_FNS
+from trainer_service.operations import Operations, refused
+from trainer_service.scheduler import Answer, Scheduler, Work
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_LARGE_BYTES = 64 * 1024
+"""Messages above this size are parsed and packed on a thread, to keep the event loop free."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """The parts behind the service, once the base model is loaded."""
+
+    boot_id: str
+    operations: Operations
+    scheduler: Scheduler
+    journal: Journal
+    checkpoints: CheckpointStore
+
+
+class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
+    """`trainer` is set when the base model is loaded; until then every call fails with NotReady."""
+
+    trainer: Trainer | None = None
+
+    @property
+    def _ready(self) -> Trainer:
+        if self.trainer is None:
+            raise NotReady("the base model is still being loaded")
+        return self.trainer
+
+    async def GetTrainerInfo(self, request: pb.GetTrainerInfoRequest, context: Context) -> pb.GetTrainerInfoResponse:
+        trainer = self._ready
+        engine = trainer.operations.engine
+        return pb.GetTrainerInfoResponse(
+            base_models=trainer.operations.base_models,
+            max_context_length=engine.limits.max_context_length,
+            max_lora_rank=trainer.operations.max_lora_rank,
+            vocab_size=engine.limits.vocab_size,
+            architecture=engine.base.architecture,
+            loss_fns=list(LOSS_FNS),
+            device=engine.base.device.type,
+            boot_id=trainer.boot_id,
+        )
+
+    async def CreateModel(self, request: pb.CreateModelRequest, context: Context) -> pb.CreateModelResponse:
+        work = self._ready.operations.create_model(request)
+        answer = await self._operate(request.model_id, 0, "create_model", request, lambda: work, context)
+        return answer.create_model
+
+    async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
+        trainer = self._ready
+        await trainer.journal.check_not_lost(request.model_id)
+        model = trainer.operations.model(request.model_id)
+        return pb.GetModelResponse(model=model.to_proto(next_seq_id=trainer.scheduler.next_seq_id(request.model_id)))
+
+    async def DeleteModel(self, request: pb.DeleteModelRequest, context: Context) -> pb.DeleteModelResponse:
+        model_id = check_run_id(request.model_id, field="model_id")
+        await asyncio.shield(asyncio.create_task(self._delete_model(self._ready, model_id)))
+        return pb.DeleteModelResponse()
+
+    async def ForwardBackward(self, request: pb.ForwardBackwardRequest, context: Context) -> pb.ForwardBackwardResponse:
+        operations = self._ready.operations
+        answer = await self._submit("forward_backward", request, lambda: operations.forward_backward(request), context)
+        return answer.forward_backward
+
+    async def OptimStep(self, request: pb.OptimStepRequest, context: Context) -> pb.OptimStepResponse:
+        operations = self._ready.operations
+        answer = await self._submit("optim_step", request, lambda: operations.optim_step(request), context)
+        return answer.optim_step
+
+    async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Context) -> pb.SaveCheckpointResponse:
+        operations = self._ready.operations
+        answer = await self._submit("save_checkpoint", request, lambda: operations.save_checkpoint(request), context)
+        return answer.save_checkpoint
+
+    async def LoadCheckpoint(self, request: pb.LoadCheckpointRequest, context: Context) -> pb.LoadCheckpointResponse:
+        operations = self._ready.operations
+        answer = await self._submit("load_checkpoint", request, lambda: operations.load_checkpoint(request), context)
+        return answer.load_checkpoint
+
+    async def PublishCheckpoint(
+        self, request: pb.PublishCheckpointRequest, context: Context
+    ) -> pb.PublishCheckpointResponse:
+        location = Location.parse(request.location, field="location")
+        num_samplers = await self._ready.operations.publish(location, request.version_id)
+        return pb.PublishCheckpointResponse(num_samplers=num_samplers)
+
+    async def GetCheckpoint(self, request: pb.GetCheckpointRequest, context: Context) -> pb.GetCheckpointResponse:
+        location = Location.parse(request.location, field="location")
+        return pb.GetCheckpointResponse(checkpoint=await asyncio.to_thread(self._ready.checkpoints.info, location))
+
+    async def DeleteCheckpoint(
+        self, request: pb.DeleteCheckpointRequest, context: Context
+    ) -> pb.DeleteCheckpointResponse:
+        location = Location.parse(request.location, field="location")
+        await asyncio.to_thread(self._ready.checkpoints.delete, location)
+        return pb.DeleteCheckpointResponse()
+
+    async def WaitResult(self, request: pb.WaitResultRequest, context: Context) -> pb.WaitResultResponse:
+        operation = await self._ready.scheduler.find(request.model_id, request.seq_id)
+        await context.send_initial_metadata(())
+        return await operation.wait()
+
+    async def _submit(
+        self,
+        kind: str,
+        request: pb.ForwardBackwardRequest | pb.OptimStepRequest | pb.SaveCheckpointRequest | pb.LoadCheckpointRequest,
+        build: Callable[[], Work],
+        context: Context,
+    ) -> Answer:
+        if request.seq_id < 1:
+            raise InvalidRequest(f"seq_id: {request.seq_id} must be 1 or more; 0 is the creation", field="seq_id")
+        return await self._operate(request.model_id, request.seq_id, kind, request, build, context)
+
+    async def _operate(
+        self, model_id: str, seq_id: int, kind: str, request: Message, build: Callable[[], Work], context: Context
+    ) -> Answer:
+        large = request.ByteSize() > _LARGE_BYTES
+        body = await _run(lambda: Body.pack(kind, request), on_thread=large)
+
+        async def work() -> Work:
+            try:
+                return await _run(build, on_thread=large)
+            except ServiceError as error:
+                return refused(error)
+            except Exception:
+                logger.exception("%s of %s, seq_id %d, cannot be read", kind, model_id, seq_id)
+                return refused(ServiceError("internal error; the trainer's log has the cause"))
+
+        operation = await self._ready.scheduler.accept(model_id, seq_id, body, work)
+        await context.send_initial_metadata(())
+        return await operation.wait()
+
+    async def _delete_model(self, trainer: Trainer, model_id: str) -> None:
+        await trainer.scheduler.delete(model_id, lambda: trainer.operations.engine.delete_model(model_id))
+        await trainer.operations.delete_files(model_id)
+
+
+async def _run(call: Callable[[], T], *, on_thread: bool) -> T:
+    return await asyncio.to_thread(call) if on_thread else call()
