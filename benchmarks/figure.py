@@ -1,0 +1,121 @@
+"""A measured figure, and the report that figures make."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+
+_PACKAGES = ("tinsmith", "tinker", "torch", "transformers", "peft", "grpcio")
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """Measured values with their baseline, round by round, both in `unit`."""
+
+    name: str
+    unit: str
+    values: Sequence[float]
+    baseline_name: str = ""
+    baseline: Sequence[float] = ()
+    aim: str = ""
+    load_average: float = field(default_factory=lambda: os.getloadavg()[0])
+
+    @property
+    def ratios(self) -> list[float]:
+        return [value / base for value, base in zip(self.values, self.baseline, strict=True)] if self.baseline else []
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "unit": self.unit,
+            "aim": self.aim,
+            "load_average": self.load_average,
+            "median": median(self.values),
+            "values": list(self.values),
+            "baseline_name": self.baseline_name,
+            "baseline": list(self.baseline),
+            "ratio": median(self.ratios) if self.ratios else None,
+        }
+
+    def to_row(self) -> str:
+        against = f"{_spread(self.ratios)} x {self.baseline_name} ({_spread(self.baseline)})" if self.ratios else ""
+        return f"| {self.name} | {_spread(self.values)} {self.unit} | {len(self.values)} | {against} | {self.aim} |"
+
+
+def _spread(values: Sequence[float]) -> str:
+    """Median [min-max], in three digits."""
+    middle, *ends = (_three_digits(value) for value in (median(values), min(values), max(values)))
+    return middle if len(values) == 1 else f"{middle} [{'-'.join(ends)}]"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+@dataclass(slots=True)
+class Report:
+    """The machine, the settings, and the figures as they come."""
+
+    settings: dict[str, str]
+    started_at: str = field(default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
+    load_before: tuple[float, float, float] = field(default_factory=os.getloadavg)
+    machine: dict[str, Any] = field(default_factory=lambda: describe_machine())
+    figures: list[Figure] = field(default_factory=list)
+
+    def add(self, figure: Figure) -> None:
+        self.figures.append(figure)
+        print(figure.to_row(), flush=True)
+
+    def write_json(self, file: Path) -> None:
+        report = {
+            "started_at": self.started_at,
+            "settings": self.settings,
+            "machine": self.machine,
+            "load_average_before": self.load_before,
+            "load_average_after": os.getloadavg(),
+            "figures": [figure.to_json() for figure in self.figures],
+        }
+        file.write_text(json.dumps(report, indent=2) + "\n")
+
+    def print_table(self) -> None:
+        versions = ", ".join(f"{name} {version}" for name, version in self.machine["versions"].items())
+        print(
+            f"\n{self.machine['cpu']}, {self.machine['cores']} cores, {self.machine['memory_gb']} GB; {versions}; "
+            f"commit {self.machine['commit']}; load average {self.load_before[0]:.2f} before, "
+            f"{os.getloadavg()[0]:.2f} after. Median [min-max].\n\n"
+            "| figure | value | rounds | against a baseline, round by round | aim |\n|---|---|---|---|---|"
+        )
+        for figure in self.figures:
+            print(figure.to_row())
+
+
+def usable_cores() -> int:
+    return len(psutil.Process().cpu_affinity()) if psutil.LINUX else os.cpu_count() or 1
+
+
+def describe_machine() -> dict[str, Any]:
+    info = Path("/proc/cpuinfo")
+    cpu = re.search(r"model name\s*:\s*(.*)", info.read_text() if info.exists() else "")
+    installed = {one.name.lower(): one.version for one in metadata.distributions()}
+    describe = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)  # noqa: S603
+    return {
+        "cpu": cpu[1] if cpu else platform.machine(),
+        "cores": usable_cores(),
+        "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
+        "python": platform.python_version(),
+        "versions": {name: installed[name] for name in _PACKAGES if name in installed},
+        "commit": commit.stdout.strip() or "unknown",
+    }

@@ -1,0 +1,90 @@
+"""The same work without Tinsmith: a plain transformers + PEFT loop, one padded batch at a time.
+
+`bench_service.py` keeps it as a subprocess. It prints {} once the model is loaded; from then on each line of stdin is a
+JSON request, and each line of stdout its answer:
+
+    {"do": "train", "lengths": [256, 256], "threads": 1}                                          -> {"seconds": 0.8}
+    {"do": "generate", "prompts": 8, "samples": 8, "prompt_tokens": 64, "new_tokens": 64, "threads": 1} -> the same
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import warnings
+from typing import Any
+
+import peft
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+IGNORED = -100
+CUDA = torch.cuda.is_available()
+DEVICE, DTYPE = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)  # as the services choose by default
+
+
+def load(folder: str, *, rank: int) -> peft.PeftModel:
+    """The base model with a new adapter on every linear layer, the output layer included: the SDK's default."""
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPE).to(DEVICE)  # type: ignore[arg-type]
+    linear = {name.rpartition(".")[2] for name, module in base.named_modules() if isinstance(module, torch.nn.Linear)}
+    config = peft.LoraConfig(r=rank, lora_alpha=32, target_modules=sorted(linear), task_type="CAUSAL_LM")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")  # the adapter of a tied output is its own
+        return peft.get_peft_model(base, config)
+
+
+def train(model: peft.PeftModel, *, lengths: list[int]) -> None:
+    """One forward and backward over sequences padded to the longest."""
+    shape = len(lengths), max(lengths)
+    tokens = torch.randint(model.config.vocab_size, shape, device=DEVICE)
+    mask = torch.arange(shape[1], device=DEVICE) < torch.tensor(lengths, device=DEVICE)[:, None]
+    targets = torch.randint(model.config.vocab_size, shape, device=DEVICE).masked_fill(~mask, IGNORED)
+    logits = model(input_ids=tokens, attention_mask=mask.long(), use_cache=False).logits
+    cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum").backward()
+    model.zero_grad()
+
+
+@torch.inference_mode()
+def generate(model: peft.PeftModel, *, prompts: int, samples: int, prompt_tokens: int, new_tokens: int) -> None:
+    """Samples at temperature 1; no sequence ends early."""
+    tokens = torch.randint(model.config.vocab_size, (prompts, prompt_tokens), device=DEVICE)
+    made = model.generate(
+        input_ids=tokens,
+        attention_mask=torch.ones_like(tokens),
+        num_return_sequences=samples,
+        min_new_tokens=new_tokens,
+        max_new_tokens=new_tokens,
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+    )
+    if made.shape != (prompts * samples, prompt_tokens + new_tokens):
+        raise RuntimeError(f"generate gave {tuple(made.shape)}, not {prompts * samples} x {prompt_tokens + new_tokens}")
+
+
+def answer(model: peft.PeftModel, request: dict[str, Any]) -> dict[str, float]:
+    work = {"train": train, "generate": generate}[request.pop("do")]
+    torch.set_num_threads(request.pop("threads"))
+    begin = time.perf_counter()
+    work(model, **request)
+    if CUDA:
+        torch.cuda.synchronize()
+    return {"seconds": time.perf_counter() - begin}
+
+
+def main() -> None:
+    folder, rank = sys.argv[1:]
+    answers, sys.stdout = sys.stdout, sys.stderr  # whatever a library prints is no answer
+    logging.disable_progress_bar()
+    model = load(folder, rank=int(rank))
+    print("{}", file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(answer(model, json.loads(line))), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

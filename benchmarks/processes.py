@@ -1,0 +1,114 @@
+"""The processes that a benchmark starts: a stack to measure, and the loop to compare it with."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+_TINSMITH = [sys.executable, "-m", "tinsmith.cli"]
+_STOP_S = 20.0
+_SERVICES = ("trainer_service", "sampler_service", "gateway")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A service to measure. What is unknown about a server elsewhere is empty."""
+
+    url: str
+    base_model: str
+    model_folder: Path | None = None
+    grpc_address: str = ""
+    up: subprocess.Popen[str] | None = None
+    """The `tinsmith up` that was started here."""
+
+    def service_pids(self) -> dict[str, int]:
+        """Process ids by module name."""
+        if self.up is None:
+            return {}
+        children = psutil.Process(self.up.pid).children(recursive=True)
+        return {name: child.pid for child in children for name in _SERVICES if name in child.cmdline()}
+
+
+@contextmanager
+def started(size: str, *, models: Path, trainer_threads: int, sampler_threads: int) -> Iterator[Target]:
+    """`tinsmith up` with a model of this size, free ports, and a state folder that goes away with it."""
+    name, folder = f"bench/{size}", models.expanduser() / size
+    # Does nothing when the model is there.
+    subprocess.run([*_TINSMITH, "make-base-model", "--size", size, "--out", str(folder)], check=True)  # noqa: S603
+    with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as state:
+        flags = {
+            "port": "0",
+            "base-model": f"{name}={folder}",
+            "state-dir": state,
+            "trainer-threads": str(trainer_threads),
+            "sampler-threads": str(sampler_threads),
+        }
+        command = [*_TINSMITH, "up", *(part for flag, value in flags.items() for part in (f"--{flag}", value))]
+        # Its own session: Ctrl-C reaches this process alone, which then stops it once.
+        up = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)  # noqa: S603
+        try:
+            url, grpc_address = _wait_ready(up)
+            yield Target(url, name, folder, grpc_address, up)
+        finally:
+            up.terminate()
+            up.wait(_STOP_S)
+
+
+def _wait_ready(up: subprocess.Popen[str]) -> tuple[str, str]:
+    """The URL, and the trainer's address."""
+    assert up.stdout is not None
+    for line in up.stdout:
+        print(line, end="", flush=True)
+        if ready := re.match(r"Tinsmith is ready at (\S+) \(.*trainer: ([^;\s]+);", line):
+            return ready[1], ready[2]
+    raise SystemExit("tinsmith up ended before it was ready")
+
+
+class Baseline:
+    """hf_baseline.py as a subprocess, which sleeps between requests."""
+
+    def __init__(self, folder: Path, *, rank: int) -> None:
+        script = Path(__file__).with_name("hf_baseline.py")
+        self._process = subprocess.Popen(  # noqa: S603
+            [sys.executable, str(script), str(folder), str(rank)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},  # as `tinsmith up` sets it for the services
+        )
+        self.pid = self._process.pid
+        self._answer()  # it has loaded
+
+    def seconds(self, **request: Any) -> float:
+        """How long the work took there; hf_baseline.py says what a request is."""
+        assert self._process.stdin is not None
+        print(json.dumps(request), file=self._process.stdin, flush=True)
+        return self._answer()["seconds"]
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _answer(self) -> dict[str, float]:
+        assert self._process.stdout is not None
+        if not (line := self._process.stdout.readline()):
+            raise RuntimeError(f"hf_baseline.py ended with exit status {self._process.wait()}; its error is above")
+        return json.loads(line)
+
+
+def peak_rss_mb(pid: int) -> float:
+    """Most memory that the process ever held (Linux)."""
+    (kib,) = re.findall(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    return int(kib) * 1024 / 1e6
