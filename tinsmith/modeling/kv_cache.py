@@ -30,11 +30,16 @@ class KVCache:
         """Grows to at least so many lanes of so many tokens; what is stored stays."""
         if num_lanes <= self.num_lanes and capacity <= self.capacity:
             return
-        self.num_lanes, self.capacity = max(num_lanes, self.num_lanes), max(capacity, self.capacity)
+        self.resize(max(num_lanes, self.num_lanes), max(capacity, self.capacity))
+
+    def resize(self, num_lanes: int, capacity: int) -> None:
+        """Takes exactly this size, up or down; what lies within both sizes stays."""
+        self.num_lanes, self.capacity = num_lanes, capacity
         for store in (self.keys, self.values):
             for layer, old in store.items():
+                kept = old[:num_lanes, :, :capacity]
                 store[layer] = self._empty(old)
-                store[layer][: old.shape[0], :, : old.shape[2]] = old
+                store[layer][: kept.shape[0], :, : kept.shape[2]] = kept
 
     def clear(self) -> None:
         """Gives the memory back; for when no generation runs."""
@@ -47,6 +52,18 @@ class KVCache:
         for store in (self.keys, self.values):
             for tensor in store.values():
                 tensor[target, :, :length] = tensor[source, :, :length]
+
+    def fork(self, source: int, targets: slice, length: int) -> None:
+        """Copies the first `length` tokens of one lane to a range of lanes that does not hold it."""
+        for store in (self.keys, self.values):
+            for tensor in store.values():
+                tensor[targets, :, :length] = tensor[source, :, :length]
+
+    def wipe(self, lane: int) -> None:
+        """Zeros a lane that may hold values that are no numbers: a masked key still takes part in a product."""
+        for store in (self.keys, self.values):
+            for tensor in store.values():
+                tensor[lane].zero_()
 
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for store in (self.keys, self.values) for tensor in store.values())

@@ -1,0 +1,86 @@
+"""python -m sampler_service: read the settings, load, serve until SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+
+from pydantic_settings import CliApp
+
+from sampler_service.config import SamplerConfig
+from sampler_service.engine import EngineSlot
+from sampler_service.metrics import SamplerMetrics
+from sampler_service.servicer import SamplerServicer
+from sampler_service.torch_engine import TorchEngine
+from sampler_service.weight_sync import WeightSyncServicer
+from tinsmith.rpc import logs
+from tinsmith.rpc.metrics import new_registry, serve_metrics
+from tinsmith.rpc.server import Server, stop_event
+from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, weight_sync_pb2, weight_sync_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 2.0
+"""What running generations have to end in when the service is told to stop."""
+
+
+def make_server(config: SamplerConfig, slot: EngineSlot, metrics: SamplerMetrics) -> Server:
+    server = Server(config.listen, [sampler_pb2.DESCRIPTOR, weight_sync_pb2.DESCRIPTOR])
+    sampler_pb2_grpc.add_SamplerServiceServicer_to_server(
+        SamplerServicer(slot, model_names=config.model_names, max_lora_rank=config.max_lora_rank), server.grpc
+    )
+    weight_sync_pb2_grpc.add_WeightSyncServiceServicer_to_server(
+        WeightSyncServicer(
+            slot,
+            model_names=config.model_names,
+            max_lora_rank=config.max_lora_rank,
+            channel_host=config.channel_host,
+            channel_timeout_s=config.channel_timeout_s,
+            metrics=metrics,
+        ),
+        server.grpc,
+    )
+    return server
+
+
+async def serve(config: SamplerConfig) -> int:
+    """Returns the exit status: 1 when the engine died."""
+    registry = new_registry()
+    metrics = SamplerMetrics(registry)
+    slot = EngineSlot()
+    server = make_server(config, slot, metrics)
+    await server.start()
+    serve_metrics(registry, config.host, config.metrics_port)
+    logger.info("listening on %s:%d, loading %s", config.host, server.port, config.base_model)
+    async with stop_event() as stop:
+        stopped = asyncio.create_task(stop.wait())
+        loading = asyncio.create_task(TorchEngine.load(config, metrics))
+        await asyncio.wait([stopped, loading], return_when=asyncio.FIRST_COMPLETED)
+        if not loading.done():
+            loading.cancel()
+            await server.stop(0)
+            return 0
+        engine = await loading
+        slot.engine = engine
+        await server.set_serving(True)
+        logger.info("serving %s on port %d", ", ".join(config.model_names), server.port)
+        died = asyncio.create_task(engine.died.wait())
+        await asyncio.wait([stopped, died], return_when=asyncio.FIRST_COMPLETED)
+        await server.set_serving(False)
+        await server.stop(GRACE_S)
+        await engine.stop()
+        died.cancel()
+        stopped.cancel()
+    return 1 if engine.died.is_set() else 0
+
+
+def main() -> None:
+    config = CliApp.run(SamplerConfig)
+    logs.setup(config.log_level)
+    logger.info("configuration: %s", config.model_dump_json())
+    sys.exit(asyncio.run(serve(config)))
+
+
+if __name__ == "__main__":
+    main()

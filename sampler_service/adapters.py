@@ -1,0 +1,85 @@
+"""Resident versions: immutable adapters, kept within a memory bound, the least recently used one leaving first."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from sampler_service.engine import VersionInfo
+from tinsmith.modeling.adapter import Adapter
+from tinsmith.rpc.errors import AlreadyExists, OutOfCapacity, VersionNotLoaded
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Version:
+    version_id: str
+    adapter: Adapter
+    num_running: int = 0
+    """Generations that use it now."""
+
+
+class AdapterStore:
+    """Belongs to one thread, the event loop's. A version in use is never evicted."""
+
+    def __init__(self, *, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._visible: dict[str, Version] = {}
+        """Least recently used first."""
+        self._leaving: list[Version] = []
+        """Removed, and still in use."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(version.adapter.num_bytes for version in [*self._visible.values(), *self._leaving])
+
+    def acquire(self, version_id: str) -> Version:
+        """Counts one more user. Raises VersionNotLoaded."""
+        version = self._visible.pop(version_id, None)
+        if version is None:
+            raise VersionNotLoaded(
+                f"version {version_id!r} is not loaded on this sampler; publish it again", version_id=version_id
+            )
+        self._visible[version_id] = version
+        version.num_running += 1
+        return version
+
+    def release(self, version: Version) -> None:
+        version.num_running -= 1
+        if version.num_running == 0 and version in self._leaving:
+            self._leaving.remove(version)
+
+    def check_installable(self, version_id: str, num_bytes: int) -> None:
+        """Raises AlreadyExists, or OutOfCapacity when the versions in use leave no room."""
+        if version_id in self._visible:
+            raise AlreadyExists(f"version {version_id!r} is resident already", version_id=version_id)
+        in_use = [version for version in [*self._visible.values(), *self._leaving] if version.num_running]
+        used = sum(version.adapter.num_bytes for version in in_use)
+        if used + num_bytes > self.max_bytes:
+            raise OutOfCapacity(
+                f"version {version_id!r} needs {num_bytes} bytes, and {len(in_use)} versions in use hold {used} of "
+                f"adapter_memory_bytes {self.max_bytes}"
+            )
+
+    def install(self, version_id: str, adapter: Adapter) -> None:
+        """Evicts what it must. Raises as check_installable does, with nothing changed."""
+        self.check_installable(version_id, adapter.num_bytes)
+        idle = [version for version in self._visible.values() if version.num_running == 0]
+        for version in idle:
+            if self.num_bytes + adapter.num_bytes <= self.max_bytes:
+                break
+            del self._visible[version.version_id]
+            logger.info("evicted version %s to make room for %s", version.version_id, version_id)
+        self._visible[version_id] = Version(version_id, adapter)
+
+    def remove(self, version_id: str) -> None:
+        version = self._visible.pop(version_id, None)
+        if version is not None and version.num_running:
+            self._leaving.append(version)
+
+    def versions(self) -> list[VersionInfo]:
+        return [
+            VersionInfo(version_id, version.adapter.config, version.adapter.num_bytes, version.num_running)
+            for version_id, version in sorted(self._visible.items())
+        ]

@@ -1,0 +1,322 @@
+"""The running batch: plan, forward, draw, advance. Everything here happens on the compute thread.
+
+Shapes: B running sequences, T packed tokens, R rows that sample, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from sampler_service.engine import Delta, Result
+from sampler_service.metrics import SamplerMetrics
+from sampler_service.sampling import draw, scaled_logprobs, uniforms
+from sampler_service.scheduler import Job, Scheduler
+from sampler_service.scoring import not_finite
+from sampler_service.step import Decoding, Rows, TaskPiece, runs_of
+from sampler_service.task import Task
+from tinsmith.modeling.attention import Packed
+from tinsmith.modeling.base_model import BaseModel
+from tinsmith.modeling.kv_cache import Cached, KVCache, Prefill
+from tinsmith.modeling.logprobs import logits
+from tinsmith.rpc.errors import ServiceError
+
+IDLE_CACHE_BYTES = 64 * 1024 * 1024
+"""A larger cache is given back when nothing runs."""
+
+
+@dataclass(slots=True)
+class Deliveries:
+    """What a step has to tell the event loop."""
+
+    admitted: list[Task] = field(default_factory=list)
+    deltas: list[tuple[Task, Delta]] = field(default_factory=list)
+    ended: list[tuple[Task, Result | ServiceError]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.admitted or self.deltas or self.ended)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A token of each sampling row, on the host."""
+
+    tokens_R: list[int]
+    logprobs_R: list[float]
+
+
+class Batcher:
+    def __init__(
+        self, base: BaseModel, *, max_running: int, max_kv_tokens: int, tokens_per_step: int, metrics: SamplerMetrics
+    ) -> None:
+        self.base = base
+        self.scheduler: Scheduler[Task] = Scheduler(
+            max_running=max_running, max_kv_tokens=max_kv_tokens, tokens_per_step=tokens_per_step
+        )
+        self.cache = KVCache()
+        self.metrics = metrics
+        self._decoding: Decoding | None = None
+        self._deliveries = Deliveries()
+
+    @property
+    def idle(self) -> bool:
+        return self.scheduler.idle
+
+    def add(self, jobs: Iterable[Job[Task]]) -> None:
+        self.scheduler.waiting.extend(jobs)
+
+    def cancel(self, task: Task, outcome: ServiceError) -> None:
+        """Takes a request out; it leaves nothing behind in the cache."""
+        partial = self.scheduler.partial
+        if partial is not None and partial.owner is task:
+            self.cache.wipe(partial.lane)
+        lanes = self.scheduler.drop(task)
+        for lane in lanes:
+            self.cache.wipe(lane)
+        self._leave(lanes)
+        self._deliveries.ended.append((task, outcome))
+
+    def reset(self) -> list[Task]:
+        """Forgets everything and returns the requests that were there."""
+        jobs = [*self.scheduler.waiting, *([self.scheduler.partial] if self.scheduler.partial else [])]
+        owners = [job.owner for job in jobs] + [sequence.owner for sequence in self.scheduler.running]
+        self.scheduler.waiting.clear()
+        self.scheduler.partial = None
+        self.scheduler.running.clear()
+        self._decoding = None
+        self.cache.clear()
+        return list(dict.fromkeys(owners))
+
+    def fail(self, tasks: Iterable[Task], error: ServiceError) -> None:
+        self._deliveries.ended.extend((task, error) for task in tasks)
+
+    @torch.inference_mode()
+    def check_alive(self) -> None:
+        """Raises when the model cannot compute even one token."""
+        zero = torch.zeros(1, dtype=torch.int64, device=self.base.device)
+        self.base.hidden_states(zero, zero, Packed([1]), []).sum().item()
+
+    def take_deliveries(self) -> Deliveries:
+        deliveries, self._deliveries = self._deliveries, Deliveries()
+        return deliveries
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """One forward pass. What came of it waits in take_deliveries()."""
+        started = time.perf_counter()
+        pieces = self._plan()
+        running = self.scheduler.running
+        if running and self._decoding is None:
+            self._decoding = Decoding.of(running, vocab_size=self.base.vocab_size, device=self.base.device)
+        hidden_T_H = self._forward(pieces)
+        self._score(pieces, hidden_T_H)
+        ending = [piece for piece in pieces if piece.ends]
+        if running or ending:
+            drawn = self._draw(hidden_T_H, pieces, ending)
+            self._advance(ending, drawn)
+        self.metrics.step_time.observe(time.perf_counter() - started)
+        self.metrics.running.set(len(running))
+        self.metrics.cache_bytes.set(self.cache.num_bytes())
+        if self.idle and self.cache.num_bytes() > IDLE_CACHE_BYTES:
+            self.cache.clear()
+
+    def _plan(self) -> list[TaskPiece]:
+        if leaving := self.scheduler.grow():
+            self.metrics.preemptions.inc(len(leaving))
+            self._leave(leaving)
+        pieces = self.scheduler.plan()
+        for piece in pieces:
+            job = piece.job
+            if piece.came_from != job.lane:
+                self.cache.move(piece.came_from, job.lane, piece.start)
+            if not job.owner.planned:
+                job.owner.planned = True
+                self._deliveries.admitted.append(job.owner)
+                self.metrics.queue_time.observe(time.perf_counter() - job.owner.submitted)
+                self.metrics.prompt_tokens.inc(len(job.owner.request.prompt))
+        running = self.scheduler.running
+        lanes = len(running) + sum(len(piece.job.sequences) for piece in pieces)
+        lengths = [sequence.length for sequence in running] + [piece.start + piece.length for piece in pieces]
+        self._fit_cache(lanes, max(lengths))
+        return pieces
+
+    def _fit_cache(self, lanes: int, tokens: int) -> None:
+        """Grows by doubling, or to what is needed when the bound is near."""
+        cache, limit = self.cache, self.scheduler.max_kv_tokens
+        if lanes <= cache.num_lanes and tokens <= cache.capacity:
+            return
+        more_lanes = max(cache.num_lanes, min(_power_of_two(lanes), self.scheduler.max_running))
+        more_tokens = max(cache.capacity, _power_of_two(tokens))
+        if more_lanes * more_tokens > limit:
+            more_lanes, more_tokens = lanes, min(_power_of_two(tokens), limit // lanes)
+        cache.resize(more_lanes, more_tokens)
+
+    def _forward(self, pieces: Sequence[TaskPiece]) -> Tensor:
+        """Hidden states [T, H]: the running sequences' newest tokens, then the pieces."""
+        device = self.base.device
+        decoding = self._decoding
+        tokens, positions = [], []
+        if decoding is None:
+            positions_B = torch.empty(0, dtype=torch.int64, device=device)
+        else:
+            positions_B = decoding.positions_B
+            tokens.append(decoding.tokens_B)
+            positions.append(positions_B)
+        for piece in pieces:
+            stop = piece.start + piece.length
+            tokens.append(torch.from_numpy(piece.job.owner.tokens_of(piece.job, piece.start, stop)).to(device))
+            positions.append(torch.arange(piece.start, stop, device=device))
+            self.metrics.prefilled_tokens.inc(piece.length)
+        if pieces:
+            segments = [(sequence.owner.adapter, 1) for sequence in self.scheduler.running]
+            runs = runs_of([*segments, *((piece.job.owner.adapter, piece.length) for piece in pieces)])
+        else:
+            assert decoding is not None
+            runs = decoding.runs
+        layout = Cached(
+            self.cache, positions_B, [Prefill(piece.job.lane, piece.start, piece.length) for piece in pieces]
+        )
+        return self.base.hidden_states(_joined(tokens), _joined(positions), layout, runs)
+
+    def _score(self, pieces: Sequence[TaskPiece], hidden_T_H: Tensor) -> None:
+        first = len(self.scheduler.running)
+        for piece in pieces:
+            rows = slice(first, first + piece.length)
+            first = rows.stop
+            task = piece.job.owner
+            if task.scorer is not None and piece.job.scored:
+                task.scorer.add(self.base.head, hidden_T_H[rows], start=piece.start, adapter=task.adapter)
+
+    def _draw(self, hidden_T_H: Tensor, pieces: Sequence[TaskPiece], ending: Sequence[TaskPiece]) -> Drawn:
+        """A token for each running sequence, and for each sequence of the prompts that end here."""
+        running, decoding, device = self.scheduler.running, self._decoding, self.base.device
+        if not ending:
+            assert decoding is not None
+            rows = decoding.rows
+            logits_R_V = logits(self.base.head, hidden_T_H[: len(running)], decoding.runs)
+        else:
+            sequences = [*running, *(sequence for piece in ending for sequence in piece.job.sequences)]
+            rows = Rows.of(sequences, vocab_size=self.base.vocab_size, device=device)
+            last = len(running) - 1
+            wanted = list(range(len(running)))
+            for piece in pieces:
+                last += piece.length
+                if piece.ends:
+                    wanted.append(last)
+            owners = [*(sequence.owner for sequence in running), *(piece.job.owner for piece in ending)]
+            logits_R_V = logits(
+                self.base.head,
+                hidden_T_H[torch.tensor(wanted, device=device)],
+                runs_of((owner.adapter, 1) for owner in owners),
+            )
+            # num_samples draws from one row.
+            counts = [1] * len(running) + [len(piece.job.sequences) for piece in ending]
+            if len(sequences) > len(owners):
+                logits_R_V = logits_R_V.repeat_interleave(torch.tensor(counts, device=device), 0)
+        logprobs_R_V = scaled_logprobs(logits_R_V, rows.rules.temperature_R_1)
+        numbers_R = torch.from_numpy(uniforms(rows.keys, rows.counters)).to(device)
+        tokens_R = draw(logprobs_R_V, rows.rules, numbers_R)
+        logprobs_R = logprobs_R_V.gather(-1, tokens_R[:, None])[:, 0]
+        if rows.topk:
+            _take_tables(rows, logprobs_R_V)
+        if decoding is not None:
+            decoding.advance(tokens_R[: len(running)])
+        return Drawn(tokens_R.tolist(), logprobs_R.tolist())
+
+    def _advance(self, ending: Sequence[TaskPiece], drawn: Drawn) -> None:
+        """Gives the tokens to their sequences; those that ended leave, new ones take the lanes above the running."""
+        running = self.scheduler.running
+        sequences = [*running, *(sequence for piece in ending for sequence in piece.job.sequences)]
+        ended: set[int] = set()
+        broken: dict[Task, None] = {}
+        for row, (sequence, token, logprob) in enumerate(zip(sequences, drawn.tokens_R, drawn.logprobs_R, strict=True)):
+            task = sequence.owner
+            if not math.isfinite(logprob):
+                broken[task] = None
+            elif task.take(sequence, token, logprob):
+                ended.add(row)
+            if task.generation.stream and task not in broken:
+                self._deliveries.deltas.append((task, Delta(sequence.index, (token,), (logprob,))))
+        self.metrics.sampled_tokens.inc(len(sequences))
+        num_running = len(running)
+        row = num_running
+        for piece in ending:
+            job = piece.job
+            first = len(running)
+            going_on = [sequence for n, sequence in enumerate(job.sequences, row) if n not in ended]
+            row += len(job.sequences)
+            if job.owner in broken:
+                self.cache.wipe(job.lane)
+                continue
+            self._place(job, first, len(going_on))
+            running.extend(going_on)
+            if not job.owner.begun:
+                job.owner.begun = True
+                self.metrics.first_token.observe(time.perf_counter() - job.owner.submitted)
+        if ending:
+            self._decoding = None
+        self._leave([row for row in ended if row < num_running])
+        for task in dict.fromkeys(sequences[row].owner for row in sorted(ended)):
+            if task.complete and task not in broken:
+                self._end(task)
+        for task in broken:
+            self.cancel(task, not_finite(task.request.version_id))
+
+    def _place(self, job: Job[Task], first: int, count: int) -> None:
+        """Copies the prompt's keys and values to `count` lanes from `first` on, which lies at its own lane or below."""
+        below = slice(first, min(job.lane, first + count))
+        above = slice(job.lane + 1, first + count)
+        for lanes in (below, above):
+            if lanes.start < lanes.stop:
+                self.cache.fork(job.lane, lanes, job.length)
+
+    def _leave(self, lanes: Sequence[int]) -> None:
+        """Takes sequences out; the last ones move into their lanes, so that the rest stay dense."""
+        running = self.scheduler.running
+        for lane in sorted(lanes, reverse=True):
+            last = len(running) - 1
+            if lane != last:
+                self.cache.move(last, lane, running[last].length)
+                running[lane] = running[last]
+            running.pop()
+        if lanes:
+            self._decoding = None
+
+    def _end(self, task: Task) -> None:
+        try:
+            outcome: Result | ServiceError = task.result()
+        except ServiceError as error:
+            outcome = error
+        self._deliveries.ended.append((task, outcome))
+
+
+@torch.inference_mode()
+def kv_bytes_per_token(base: BaseModel) -> int:
+    """Measured, because models differ in what their layers store."""
+    cache = KVCache()
+    cache.reserve(1, 1)
+    zero = torch.zeros(1, dtype=torch.int64, device=base.device)
+    base.hidden_states(zero, zero, Cached(cache, zero[:0], [Prefill(0, 0, 1)]), [])
+    return max(1, cache.num_bytes())
+
+
+def _take_tables(rows: Rows, logprobs_R_V: Tensor) -> None:
+    most = min(max(k for _, k in rows.topk), logprobs_R_V.shape[1])
+    wanted = torch.tensor([row for row, _ in rows.topk], device=logprobs_R_V.device)
+    values, ids = (x.cpu().numpy() for x in logprobs_R_V[wanted].topk(most))
+    for n, (row, k) in enumerate(rows.topk):
+        sequence = rows.sequences[row]
+        sequence.owner.take_table(sequence, ids[n, :k], values[n, :k])
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()

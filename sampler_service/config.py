@@ -1,0 +1,83 @@
+"""Settings of the sampler service: one frozen class, read from the command line and the environment."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class SamplerConfig(BaseSettings):
+    """Serves generation from a base model and from the adapter versions that a trainer publishes."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="SAMPLER_",
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        cli_kebab_case=True,
+        cli_avoid_json=True,
+        cli_hide_none_type=True,
+        protected_namespaces=(),
+    )
+
+    base_model: str
+    """Local path or Hugging Face id of the base model."""
+    model_names: tuple[str, ...] = ()
+    """Public names of the base model; the first is the principal one. Default: the value of base_model."""
+    listen: str = "127.0.0.1:50052"
+    """Address of the gRPC server; port 0 lets the kernel choose."""
+    metrics_port: int = Field(default=0, ge=0, le=65535)
+    """Port of /metrics, on the host of `listen`; 0 is off."""
+    num_threads: int = Field(default=0, ge=0)
+    """CPU threads of the compute thread; 0 leaves torch's default."""
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    """Least severe level that is logged."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model runs; auto takes CUDA when there is one."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the base weights; auto is float32 on a CPU and bfloat16 on CUDA."""
+    max_lora_rank: int = Field(default=256, ge=1)
+    """Largest rank of a version; must not be below the trainer's."""
+    adapter_memory_bytes: int = Field(default=2 * 1024**3, ge=1)
+    """Memory for versions; past it the least recently used one that is not in use is evicted."""
+
+    max_running: int = Field(default=64, ge=1)
+    """Most sequences that generate at once."""
+    max_kv_tokens: int = Field(default=0, ge=0)
+    """Most tokens in the key/value cache, as sequences x the longest one's tokens; 0 takes what a quarter of the memory
+    that is free after loading can hold."""
+    prefill_tokens_per_step: int = Field(default=0, ge=0)
+    """Most prompt tokens that one step computes, so that a long prompt does not stall the running sequences; 0 is 512
+    on a CPU and 8192 on CUDA."""
+    max_waiting: int = Field(default=4096, ge=1)
+    """Most requests that wait for a place; further ones are refused with OUT_OF_CAPACITY."""
+    max_num_samples: int = Field(default=1024, ge=1)
+    """Largest num_samples of a request."""
+    max_topk_logprobs: int = Field(default=128, ge=0)
+    """Largest k of a top-k table, of target_prompt_logprobs' columns, and of prompt_alt_tokens_k."""
+
+    channel_host: str = "127.0.0.1"
+    """This process's own address that trainers can reach, for the weight channel (gloo)."""
+    channel_timeout_s: float = Field(default=60.0, gt=0)
+    """Longest wait for a trainer in the weight channel."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_names(cls, values: dict[str, object]) -> dict[str, object]:
+        if not values.get("model_names") and "base_model" in values:
+            values = {**values, "model_names": [values["base_model"]]}
+        return values
+
+    @model_validator(mode="after")
+    def _check_listen(self) -> Self:
+        host, colon, port = self.listen.rpartition(":")
+        if not (host and colon and port.isdigit()):
+            raise ValueError(f"listen: {self.listen!r} is not of the form HOST:PORT")
+        return self
+
+    @property
+    def host(self) -> str:
+        return self.listen.rpartition(":")[0]

@@ -1,0 +1,142 @@
+"""Messages of the sampler's wire <-> what the engine takes and gives."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sampler_service.engine import (
+    AltTokens,
+    Delta,
+    Floats,
+    Params,
+    Request,
+    Result,
+    SampledSequence,
+    StopCondition,
+    Targets,
+    TopkTable,
+)
+from tinsmith.rpc.errors import InvalidRequest, Unsupported
+from tinsmith.rpc.tensors import from_numpy, text_tokens, to_numpy
+from tinsmith.v1 import sampler_pb2 as pb
+from tinsmith.v1 import types_pb2 as types
+
+_INT32, _INT64, _FLOAT32 = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4")
+
+
+def request_from_proto(message: pb.SampleRequest) -> Request:
+    """Raises InvalidRequest for what is malformed and Unsupported for what this service cannot honour."""
+    if message.record_stability_info:
+        raise Unsupported("record_stability_info: true is not supported by this server; leave it out")
+    prompt = text_tokens(message.prompt, field="prompt")
+    last_n = message.prompt_logprobs_last_n if message.HasField("prompt_logprobs_last_n") else None
+    if message.sequence_ids and len(message.sequence_ids) != message.num_samples:
+        raise InvalidRequest(
+            f"sequence_ids: {len(message.sequence_ids)} ids for num_samples {message.num_samples}", field="sequence_ids"
+        )
+    has_targets = message.HasField("target_prompt_logprobs")
+    return Request(
+        prompt=prompt,
+        version_id=message.version_id,
+        num_samples=message.num_samples,
+        params=_params(message.sampling_params),
+        prompt_logprobs=message.prompt_logprobs,
+        prompt_logprobs_last_n=last_n,
+        topk_prompt_logprobs=message.topk_prompt_logprobs,
+        topk_sample_logprobs=message.topk_sample_logprobs,
+        targets=_targets(message.target_prompt_logprobs, length=len(prompt)) if has_targets else None,
+        prompt_alt_tokens_k=message.prompt_alt_tokens_k,
+    )
+
+
+def _params(params: pb.SamplingParams) -> Params:
+    stop = StopCondition(tuple(params.stop.strings), tuple(params.stop.token_ids)) if params.HasField("stop") else None
+    return Params(
+        max_tokens=params.max_tokens if params.HasField("max_tokens") else None,
+        seed=params.seed if params.HasField("seed") else None,
+        temperature=params.temperature if params.HasField("temperature") else 1.0,
+        top_k=params.top_k,
+        top_p=params.top_p if params.HasField("top_p") else 1.0,
+        stop=stop,
+    )
+
+
+def _targets(tensor: types.Tensor, *, length: int) -> Targets:
+    """The stored cells of a dense or a sparse table, row by row."""
+    field = "target_prompt_logprobs"
+    table = to_numpy(tensor, field=field)
+    if table.ndim != 2 or table.shape[0] != length - 1 or table.shape[1] < 1 or table.dtype.kind != "i":
+        raise InvalidRequest(
+            f"{field}: needs integers of shape [{length - 1}, K], K at least 1, for this prompt of {length} tokens; "
+            f"got {table.dtype.name} of shape {list(table.shape)}",
+            field=field,
+        )
+    rows, columns = table.shape
+    if tensor.WhichOneof("layout") == "sparse_csr":
+        counts = np.diff(np.frombuffer(tensor.sparse_csr.crow_indices, _INT64))
+        where = np.repeat(np.arange(rows), counts), np.frombuffer(tensor.sparse_csr.col_indices, _INT64)
+        tokens_M, rows_M = table[where], where[0]
+    else:
+        tokens_M, rows_M = table.reshape(-1), np.repeat(np.arange(rows), columns)
+    if not (tokens_M >= 0).any():
+        raise InvalidRequest(f"{field}: names no token", field=field)
+    return Targets(rows_M.astype(np.int64), tokens_M.astype(np.int64))
+
+
+def response_to_proto(result: Result, request: pb.SampleRequest) -> pb.SampleResponse:
+    prompt = result.prompt
+    return pb.SampleResponse(
+        sequences=[_sequence(sequence) for sequence in result.sequences],
+        prompt_logprobs=None if prompt.logprobs is None else _floats(prompt.logprobs),
+        topk_prompt_logprobs=None if prompt.topk is None else _table(prompt.topk),
+        prompt_cache_hit_tokens=result.prompt_cache_hit_tokens,
+        target_prompt_logprobs=None
+        if prompt.targets_M is None
+        else _scores(prompt.targets_M, request.target_prompt_logprobs),
+        prompt_alt_tokens=None if prompt.alt_tokens is None else _alternatives(prompt.alt_tokens),
+    )
+
+
+def delta_to_proto(delta: Delta) -> pb.SampleDelta:
+    return pb.SampleDelta(
+        index=delta.index,
+        tokens=np.array(delta.tokens, _INT32).tobytes(),
+        logprobs=np.array(delta.logprobs, _FLOAT32).tobytes(),
+    )
+
+
+def _sequence(sequence: SampledSequence) -> types.SampledSequence:
+    stopped = sequence.stop_reason == "stop"
+    return types.SampledSequence(
+        stop_reason=types.STOP_REASON_STOP if stopped else types.STOP_REASON_LENGTH,
+        tokens=np.array(sequence.tokens, _INT32).tobytes(),
+        logprobs=np.array(sequence.logprobs, _FLOAT32).tobytes(),
+        topk_sampled_logprobs=None if sequence.topk is None else _table(sequence.topk),
+    )
+
+
+def _table(table: TopkTable) -> types.TopkLogprobs:
+    length, k = table.token_ids.shape
+    return types.TopkLogprobs(
+        token_ids=table.token_ids.astype(_INT32).tobytes(), logprobs=_floats(table.logprobs), k=k, length=length
+    )
+
+
+def _scores(targets_M: Floats, asked: types.Tensor) -> types.Tensor:
+    """In the layout of the question."""
+    answer = types.Tensor(dtype=types.DTYPE_FLOAT32, shape=asked.shape)
+    if asked.WhichOneof("layout") == "sparse_csr":
+        answer.sparse_csr.values = _floats(targets_M)
+        answer.sparse_csr.crow_indices = asked.sparse_csr.crow_indices
+        answer.sparse_csr.col_indices = asked.sparse_csr.col_indices
+    else:
+        answer.dense = _floats(targets_M)
+    return answer
+
+
+def _alternatives(alternatives: AltTokens) -> types.PromptAltTokens:
+    return types.PromptAltTokens(tokens=from_numpy(alternatives.tokens), logprobs=from_numpy(alternatives.logprobs))
+
+
+def _floats(values: Floats) -> bytes:
+    return values.astype(_FLOAT32).tobytes()

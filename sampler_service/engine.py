@@ -1,0 +1,235 @@
+"""What the service asks of a generation engine. No protobuf, no gRPC.
+
+Shapes: P prompt tokens, L tokens of a sequence, k columns of a table, M named cells.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tinsmith.modeling.adapter import Adapter, AdapterConfig, Target
+from tinsmith.rpc.errors import NotReady, ServiceError
+
+Ints = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+
+EMPTY_LOGPROB = -99999.0
+"""Logprob of an empty cell of a top-k table; its token is 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopCondition:
+    """Replaces the model's own end-of-sequence tokens; an empty one stops nothing."""
+
+    strings: Sequence[str] = ()
+    token_ids: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Params:
+    """How to draw."""
+
+    max_tokens: int | None = None
+    """None: as far as the context and the cache reach."""
+    seed: int | None = None
+    temperature: float = 1.0
+    top_k: int = 0
+    """0 or below: all."""
+    top_p: float = 1.0
+    stop: StopCondition | None = None
+    """None: at the model's end-of-sequence tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """Cells to score: token tokens_M[m] at prompt position rows_M[m] + 1. rows_M does not fall; a token -1 scores 0."""
+
+    rows_M: Int64s
+    tokens_M: Int64s
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    prompt: Ints
+    version_id: str = ""
+    """Empty: the base model."""
+    num_samples: int = 1
+    params: Params = field(default_factory=Params)
+    prompt_logprobs: bool = False
+    prompt_logprobs_last_n: int | None = None
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    targets: Targets | None = None
+    prompt_alt_tokens_k: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TopkTable:
+    """[rows, k], best first."""
+
+    token_ids: Ints
+    logprobs: Floats
+
+    @classmethod
+    def empty(cls, rows: int, k: int) -> TopkTable:
+        return cls(np.zeros((rows, k), np.int32), np.full((rows, k), EMPTY_LOGPROB, np.float32))
+
+
+@dataclass(frozen=True, slots=True)
+class AltTokens:
+    """Draws at each position after the first, [P - 1, k]."""
+
+    tokens: Int64s
+    logprobs: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """What was asked for about the prompt."""
+
+    logprobs: Floats | None = None
+    """[P], NaN where there is none."""
+    topk: TopkTable | None = None
+    """[P, k]."""
+    targets_M: Floats | None = None
+    alt_tokens: AltTokens | None = None
+
+
+StopReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledSequence:
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    stop_reason: StopReason
+    topk: TopkTable | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    sequences: Sequence[SampledSequence]
+    prompt: PromptScores = PromptScores()
+    prompt_cache_hit_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New tokens of one sequence."""
+
+    index: int
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+
+
+class Generation:
+    """A submitted request, as its caller sees it. Lives on the event loop."""
+
+    def __init__(self, *, stream: bool, on_cancel: Callable[[], None]) -> None:
+        self.stream = stream
+        self._on_cancel = on_cancel
+        self._deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
+        self._result: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+
+    async def result(self) -> Result:
+        """Waits for the end. Raises the ServiceError that the request failed with. Cancelling the wait cancels the
+        generation."""
+        try:
+            return await self._result
+        except asyncio.CancelledError:
+            self._on_cancel()
+            raise
+
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
+        """Tokens as they come, until the last one or a failure, which result() raises. Leaving early cancels."""
+        ended = False
+        try:
+            while (delta := await self._deltas.get()) is not None:
+                yield delta
+            ended = True
+        finally:
+            if not ended:
+                self._on_cancel()
+
+    def push(self, delta: Delta) -> None:
+        """Called by the engine."""
+        self._deltas.put_nowait(delta)
+
+    def finish(self, outcome: Result | ServiceError) -> None:
+        """Called by the engine, once."""
+        if not self._result.done():
+            if isinstance(outcome, Result):
+                self._result.set_result(outcome)
+            else:
+                self._result.set_exception(outcome)
+                self._result.exception()  # a caller that has left is no reason for a warning
+        self._deltas.put_nowait(None)
+
+
+@dataclass(frozen=True, slots=True)
+class VersionInfo:
+    version_id: str
+    config: AdapterConfig
+    num_bytes: int
+    num_running: int
+
+
+class SamplingEngine(Protocol):
+    """Generates from one base model and the versions installed beside it. All methods belong to the event loop."""
+
+    @property
+    def name(self) -> str:
+        """Which engine: "torch" or "vllm"."""
+        ...
+
+    @property
+    def device(self) -> str:
+        """Where it runs: "cpu" or "cuda"."""
+        ...
+
+    @property
+    def max_context_length(self) -> int: ...
+
+    @property
+    def targets(self) -> Sequence[Target]:
+        """Layers that a version may change."""
+        ...
+
+    async def submit(self, request: Request, *, stream: bool = False) -> Generation:
+        """Checks and queues a request. Raises InvalidRequest, VersionNotLoaded, OutOfCapacity or EngineDead."""
+        ...
+
+    def check_installable(self, version_id: str, num_bytes: int) -> None:
+        """Raises AlreadyExists or OutOfCapacity when install would."""
+        ...
+
+    async def install(self, version_id: str, adapter: Adapter) -> None:
+        """Makes a version visible to the next request; running ones keep theirs. The adapter is not changed later."""
+        ...
+
+    def remove(self, version_id: str) -> None:
+        """Hides a version at once and frees it when no generation uses it. An unknown one is no error."""
+        ...
+
+    def versions(self) -> list[VersionInfo]:
+        """Visible versions, by id."""
+        ...
+
+
+@dataclass(slots=True)
+class EngineSlot:
+    """The engine, once the model is loaded."""
+
+    engine: SamplingEngine | None = None
+
+    def get(self) -> SamplingEngine:
+        if self.engine is None:
+            raise NotReady("the base model is still loading; health turns to SERVING when it is ready")
+        return self.engine

@@ -1,0 +1,147 @@
+"""Pure functions on logits: temperature, top-k, top-p, and reproducible draws.
+
+A draw is the inverse of the cumulative distribution at one uniform number, and that number is a hash of the sequence's
+key and of the token's index. So a row's tokens do not depend on the other rows of its batch.
+
+Shapes: R rows, V vocabulary, C rows that cut their distribution, N columns, k draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+UInt64s = npt.NDArray[np.uint64]
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_TINY_TEMPERATURE = 1e-30
+_FIRST_TRY = 1024
+"""Columns that top-p looks at before it sorts the whole vocabulary."""
+
+
+def _mix(z: UInt64s) -> UInt64s:
+    """The output function of SplitMix64: every bit of the input changes half of the output's."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def stream_keys(seed: int, stream: int, count: int) -> UInt64s:
+    """uint64 [count]: keys of independent random streams. `stream` tells apart the uses of one seed."""
+    # The low 64 bits: seeds may be negative.
+    start = _mix(np.array([seed & (2**64 - 1)], np.uint64) + _GOLDEN * np.array([stream + 1], np.uint64))
+    return _mix(start + _GOLDEN * np.arange(1, count + 1, dtype=np.uint64))
+
+
+def uniforms(keys: UInt64s, counters: UInt64s) -> npt.NDArray[np.float64]:
+    """Uniform numbers in [0, 1), of the broadcast shape: number `counter` of stream `key`."""
+    return (_mix(keys + _GOLDEN * counters) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One row's way to draw."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The rows' rules as tensors; None where no row needs that step."""
+
+    temperature_R_1: Tensor | None
+    """1 for greedy rows, whose logprobs are raw."""
+    greedy_R: Tensor | None
+    all_greedy: bool
+    cut_C: Tensor | None
+    """Rows with a top-k or a top-p."""
+    top_k_C_1: Tensor | None
+    top_p_C_1: Tensor | None
+    most_columns: int
+    """Largest top_k; the vocabulary's size when a row has none."""
+
+    @classmethod
+    def of(cls, rules: Sequence[Rule], *, vocab_size: int, device: torch.device) -> Rules:
+        greedy = [rule.temperature == 0 for rule in rules]
+        temperatures = [max(rule.temperature, _TINY_TEMPERATURE) if rule.temperature else 1.0 for rule in rules]
+        top_k = [rule.top_k if 0 < rule.top_k < vocab_size else vocab_size for rule in rules]
+        cut = [n for n, rule in enumerate(rules) if not greedy[n] and (top_k[n] < vocab_size or rule.top_p < 1.0)]
+        return cls(
+            temperature_R_1=None
+            if all(temperature == 1.0 for temperature in temperatures)
+            else torch.tensor(temperatures, device=device)[:, None],
+            greedy_R=torch.tensor(greedy, device=device) if any(greedy) else None,
+            all_greedy=all(greedy),
+            cut_C=torch.tensor(cut, device=device) if cut else None,
+            top_k_C_1=torch.tensor([top_k[n] for n in cut], device=device)[:, None] if cut else None,
+            # Above 1 when off: rounding must not cut the tail.
+            top_p_C_1=torch.tensor([rules[n].top_p if rules[n].top_p < 1 else 2.0 for n in cut], device=device)[:, None]
+            if cut
+            else None,
+            most_columns=max((top_k[n] for n in cut), default=0),
+        )
+
+
+def scaled_logprobs(logits_R_V: Tensor, temperature_R_1: Tensor | None) -> Tensor:
+    """log_softmax(logits / temperature), float32 [R, V]. A row with a logit that is no number becomes NaN."""
+    if temperature_R_1 is not None:
+        # The largest becomes 0 first, so that a tiny temperature gives a sharp distribution and not infinity.
+        logits_R_V = (logits_R_V - logits_R_V.amax(-1, keepdim=True)).div_(temperature_R_1)
+    return logits_R_V.log_softmax(-1)
+
+
+def draw(logprobs_R_V: Tensor, rules: Rules, uniforms_R: Tensor) -> Tensor:
+    """int64 [R]: one token for each row. A row of NaN gets some token of the vocabulary."""
+    if rules.all_greedy:
+        return logprobs_R_V.argmax(-1)
+    if rules.cut_C is not None and rules.cut_C.shape[0] == logprobs_R_V.shape[0]:
+        tokens_R = _draw_cut(logprobs_R_V, rules, uniforms_R)
+    else:
+        tokens_R = pick(logprobs_R_V.exp(), uniforms_R[:, None])[:, 0]
+        if rules.cut_C is not None:
+            tokens_R[rules.cut_C] = _draw_cut(logprobs_R_V[rules.cut_C], rules, uniforms_R[rules.cut_C])
+    if rules.greedy_R is not None:
+        tokens_R = torch.where(rules.greedy_R, logprobs_R_V.argmax(-1), tokens_R)
+    return tokens_R
+
+
+def pick(weights_R_N: Tensor, uniforms_R_k: Tensor) -> Tensor:
+    """int64 [R, k]: columns drawn in proportion to their weights; one of weight 0 is never drawn."""
+    return _at(weights_R_N.cumsum(-1), uniforms_R_k)
+
+
+def _at(cumulative_R_N: Tensor, uniforms_R_k: Tensor) -> Tensor:
+    total_R_1 = cumulative_R_N[:, -1:]
+    thresholds = (uniforms_R_k * total_R_1).to(cumulative_R_N.dtype)
+    # Rounding must not reach the total: no column lies above it.
+    thresholds = torch.minimum(thresholds, torch.nextafter(total_R_1, torch.zeros_like(total_R_1)))
+    return torch.searchsorted(cumulative_R_N, thresholds, right=True).clamp_(max=cumulative_R_N.shape[1] - 1)
+
+
+def _draw_cut(logprobs_C_V: Tensor, rules: Rules, uniforms_C: Tensor) -> Tensor:
+    """top_k, then the smallest set that reaches top_p of what is left, then one draw."""
+    assert rules.top_k_C_1 is not None
+    assert rules.top_p_C_1 is not None
+    vocab_size = logprobs_C_V.shape[1]
+    columns = min(rules.most_columns, vocab_size)
+    if columns > _FIRST_TRY:
+        # The first columns are enough when every row's set ends within them.
+        tops, ids = logprobs_C_V.topk(_FIRST_TRY)
+        enough = (tops.exp().sum(-1, keepdim=True) > rules.top_p_C_1) | (rules.top_k_C_1 <= _FIRST_TRY)
+        if not bool(enough.all()):
+            tops, ids = logprobs_C_V.sort(descending=True, stable=True)
+    else:
+        tops, ids = logprobs_C_V.topk(columns)
+    weights = tops.exp()
+    weights.masked_fill_(torch.arange(weights.shape[1], device=weights.device) >= rules.top_k_C_1, 0.0)
+    mass = weights.cumsum(-1)
+    total = torch.where(rules.top_k_C_1 < vocab_size, mass[:, -1:], 1.0)
+    weights.masked_fill_(mass - weights >= rules.top_p_C_1 * total, 0.0)
+    return ids.gather(-1, pick(weights, uniforms_C[:, None]))[:, 0]

@@ -1,0 +1,161 @@
+"""Who computes in the next step, and in which lane of the cache. Knows no tensors.
+
+Its promises: requests are admitted in the order in which they came; what is admitted has its room in the cache, so that
+a sequence with max_tokens is never interrupted; a prompt is computed in pieces, beside the running sequences.
+
+A sequence without max_tokens may reach the context's end, and mostly stops long before. It starts with a modest
+reservation that grows as it goes; when there is no room to grow, the youngest such sequence gives its place back and
+goes on later, from the tokens that it has.
+
+The lanes: 0 .. len(running) - 1 decode; above them lie the prompts that this step computes. At most one prompt is left
+unfinished by a step, because pieces are handed out in order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+Owner = TypeVar("Owner")
+
+HEADROOM = 256
+"""Output tokens that a sequence without max_tokens reserves at first."""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence(Generic[Owner]):
+    """One of the num_samples of a request."""
+
+    owner: Owner
+    index: int
+    prompt_length: int
+    max_length: int
+    """Prompt and output."""
+    bounded: bool
+    """The request said max_tokens."""
+    order: int
+    """Grows with submission."""
+    reserved: int = 0
+    """Cached tokens that it may use without asking."""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        return self.prompt_length + len(self.tokens)
+
+    @property
+    def need(self) -> int:
+        """Cached tokens to reserve when it is admitted."""
+        return self.max_length if self.bounded else min(self.max_length, self.length + HEADROOM)
+
+
+@dataclass(slots=True, eq=False)
+class Job(Generic[Owner]):
+    """A prompt to compute once, and the sequences that go on from it. A sequence that was interrupted is a job too: its
+    prompt includes what it has generated."""
+
+    owner: Owner
+    length: int
+    sequences: list[Sequence[Owner]]
+    scored: bool
+    """The prompt's own logprobs are wanted from this job."""
+    done: int = 0
+    """Tokens computed."""
+    lane: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Piece(Generic[Owner]):
+    """Part of a job's prompt, computed in one step."""
+
+    job: Job[Owner]
+    start: int
+    length: int
+    came_from: int
+    """Lane that holds the earlier pieces; differs from job.lane when they have to be moved first."""
+
+    @property
+    def ends(self) -> bool:
+        return self.start + self.length == self.job.length
+
+
+class Scheduler(Generic[Owner]):
+    def __init__(self, *, max_running: int, max_kv_tokens: int, tokens_per_step: int) -> None:
+        self.max_running = max_running
+        self.max_kv_tokens = max_kv_tokens
+        self.tokens_per_step = tokens_per_step
+        self.waiting: deque[Job[Owner]] = deque()
+        self.partial: Job[Owner] | None = None
+        """Admitted, with some pieces computed."""
+        self.running: list[Sequence[Owner]] = []
+        """By lane."""
+        self.num_preempted = 0
+
+    @property
+    def idle(self) -> bool:
+        return not (self.waiting or self.partial or self.running)
+
+    def plan(self) -> list[Piece[Owner]]:
+        """The pieces of this step, in the order of their lanes; admits jobs while there is room."""
+        budget = self.tokens_per_step
+        pieces: list[Piece[Owner]] = []
+        lane = len(self.running)
+        job = self.partial or self._admit(pieces)
+        while job is not None and budget > 0:
+            length = min(budget, job.length - job.done)
+            pieces.append(Piece(job, job.done, length, came_from=job.lane if job.done else lane))
+            job.lane = lane
+            job.done += length
+            budget -= length
+            lane += len(job.sequences)
+            self.partial = None if pieces[-1].ends else job
+            job = self._admit(pieces) if budget > 0 else None
+        return pieces
+
+    def _admit(self, pieces: Iterable[Piece[Owner]]) -> Job[Owner] | None:
+        if not self.waiting:
+            return None
+        job = self.waiting[0]
+        active = [*self.running, *(sequence for piece in pieces for sequence in piece.job.sequences)]
+        lanes = len(active) + len(job.sequences)
+        longest = max(sequence.need for sequence in job.sequences)
+        capacity = max([longest, *(sequence.reserved for sequence in active)])
+        if lanes > self.max_running or lanes * capacity > self.max_kv_tokens:
+            return None
+        for sequence in job.sequences:
+            sequence.reserved = sequence.need
+        return self.waiting.popleft()
+
+    def grow(self) -> list[int]:
+        """Renews reservations that are used up. Returns the lanes whose sequences have to leave; they are queued."""
+        if all(sequence.length <= sequence.reserved for sequence in self.running):
+            return []
+        leaving: set[int] = set()
+        for sequence in sorted(self.running, key=lambda sequence: sequence.order):
+            while sequence.length > sequence.reserved and self.running.index(sequence) not in leaving:
+                lanes = len(self.running) - len(leaving) + (len(self.partial.sequences) if self.partial else 0)
+                room = self.max_kv_tokens // lanes
+                if room >= sequence.length:
+                    sequence.reserved = min(sequence.max_length, 2 * sequence.length, room)
+                else:
+                    leaving.add(self._youngest_unbounded(leaving))
+        for lane in sorted(leaving, key=lambda lane: self.running[lane].order, reverse=True):
+            sequence = self.running[lane]
+            sequence.reserved = 0
+            self.waiting.appendleft(Job(sequence.owner, sequence.length, [sequence], scored=False))
+        self.num_preempted += len(leaving)
+        return sorted(leaving)
+
+    def _youngest_unbounded(self, leaving: set[int]) -> int:
+        lanes = (n for n, sequence in enumerate(self.running) if not sequence.bounded and n not in leaving)
+        return max(lanes, key=lambda lane: self.running[lane].order)
+
+    def drop(self, owner: Owner) -> list[int]:
+        """Forgets a request that waits or is being prefilled. Returns the lanes that it decodes in."""
+        self.waiting = deque(job for job in self.waiting if job.owner is not owner)
+        if self.partial is not None and self.partial.owner is owner:
+            self.partial = None
+        return [lane for lane, sequence in enumerate(self.running) if sequence.owner is owner]

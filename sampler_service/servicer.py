@@ -1,0 +1,80 @@
+"""SamplerService: parse, one call, reply."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Any
+from uuid import uuid4
+
+import grpc.aio
+
+from sampler_service import convert
+from sampler_service.engine import EngineSlot, VersionInfo
+from tinsmith.rpc.errors import InvalidRequest
+from tinsmith.v1 import sampler_pb2 as pb
+from tinsmith.v1 import sampler_pb2_grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+DEFAULT_PAGE_SIZE = 1000
+
+
+class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
+    def __init__(self, slot: EngineSlot, *, model_names: Sequence[str], max_lora_rank: int) -> None:
+        self.slot = slot
+        self.model_names = model_names
+        self.max_lora_rank = max_lora_rank
+        self.boot_id = uuid4().hex
+
+    async def GetSamplerInfo(self, request: pb.GetSamplerInfoRequest, context: Context) -> pb.GetSamplerInfoResponse:
+        engine = self.slot.get()
+        return pb.GetSamplerInfoResponse(
+            base_models=self.model_names,
+            max_context_length=engine.max_context_length,
+            max_lora_rank=self.max_lora_rank,
+            engine=engine.name,
+            device=engine.device,
+            boot_id=self.boot_id,
+        )
+
+    async def Sample(self, request: pb.SampleRequest, context: Context) -> pb.SampleResponse:
+        generation = await self.slot.get().submit(convert.request_from_proto(request))
+        return convert.response_to_proto(await generation.result(), request)
+
+    async def StreamSample(
+        self, request: pb.StreamSampleRequest, context: Context
+    ) -> AsyncIterator[pb.StreamSampleResponse]:
+        generation = await self.slot.get().submit(convert.request_from_proto(request.request), stream=True)
+        async with aclosing(generation.deltas()) as deltas:
+            async for delta in deltas:
+                yield pb.StreamSampleResponse(delta=convert.delta_to_proto(delta))
+        result = await generation.result()
+        yield pb.StreamSampleResponse(result=convert.response_to_proto(result, request.request))
+
+    async def ListVersions(self, request: pb.ListVersionsRequest, context: Context) -> pb.ListVersionsResponse:
+        if request.page_size < 0:
+            raise InvalidRequest(f"page_size: {request.page_size} is below 0", field="page_size")
+        versions = self.slot.get().versions()
+        # The token is the last id of the page before, so that a version that leaves meanwhile moves nothing.
+        first = bisect.bisect_right([version.version_id for version in versions], request.page_token)
+        page = versions[first : first + (request.page_size or DEFAULT_PAGE_SIZE)]
+        more = first + len(page) < len(versions)
+        return pb.ListVersionsResponse(
+            versions=[_version(version) for version in page],
+            next_page_token=page[-1].version_id if more else "",
+        )
+
+    async def RemoveVersion(self, request: pb.RemoveVersionRequest, context: Context) -> pb.RemoveVersionResponse:
+        self.slot.get().remove(request.version_id)
+        return pb.RemoveVersionResponse()
+
+
+def _version(version: VersionInfo) -> pb.VersionInfo:
+    return pb.VersionInfo(
+        version_id=version.version_id,
+        lora_config=version.config.to_proto(),
+        size_bytes=version.num_bytes,
+        num_running=version.num_running,
+    )

@@ -1,0 +1,97 @@
+"""What one forward pass of the torch engine computes: a token of each running sequence, and pieces of prompts.
+
+Shapes: B running sequences, T packed tokens, R rows that sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sampler_service import scheduler
+from sampler_service.sampling import Rules, UInt64s
+from sampler_service.task import Task
+from tinsmith.modeling.adapter import Adapter
+from tinsmith.modeling.lora import Run
+
+TaskSequence = scheduler.Sequence[Task]
+TaskPiece = scheduler.Piece[Task]
+
+
+def runs_of(segments: Iterable[tuple[Adapter | None, int]]) -> list[Run]:
+    """Runs from (adapter, number of rows) of consecutive segments. One stretch of rows is a slice, which is cheaper."""
+    stretches: dict[int, list[slice]] = {}
+    adapters: dict[int, Adapter] = {}
+    start = 0
+    for adapter, count in segments:
+        stop = start + count
+        if adapter is not None:
+            mine = stretches.setdefault(id(adapter), [])
+            adapters[id(adapter)] = adapter
+            if mine and mine[-1].stop == start:
+                mine[-1] = slice(mine[-1].start, stop)
+            else:
+                mine.append(slice(start, stop))
+        start = stop
+    return [
+        Run(
+            adapters[key],
+            mine[0]
+            if len(mine) == 1
+            else torch.cat([torch.arange(rows.start, rows.stop) for rows in mine]).to(adapters[key].flat.device),
+        )
+        for key, mine in stretches.items()
+    ]
+
+
+@dataclass(slots=True)
+class Rows:
+    """How the sampling rows draw: the running sequences in lane order, then new ones."""
+
+    sequences: Sequence[TaskSequence]
+    rules: Rules
+    keys: UInt64s
+    counters: UInt64s
+    """Index of the token that is drawn next."""
+    topk: list[tuple[int, int]]
+    """(row, k) of the rows that want a top-k table."""
+
+    @classmethod
+    def of(cls, sequences: Sequence[TaskSequence], *, vocab_size: int, device: torch.device) -> Rows:
+        return cls(
+            sequences=sequences,
+            rules=Rules.of([sequence.owner.rule for sequence in sequences], vocab_size=vocab_size, device=device),
+            keys=np.array([sequence.owner.keys[sequence.index] for sequence in sequences], np.uint64),
+            counters=np.array([len(sequence.tokens) for sequence in sequences], np.uint64),
+            topk=[(n, sequence.owner.topk) for n, sequence in enumerate(sequences) if sequence.owner.topk],
+        )
+
+
+@dataclass(slots=True)
+class Decoding:
+    """The running sequences as tensors; kept from step to step while the same ones run."""
+
+    rows: Rows
+    tokens_B: Tensor
+    """Newest token of each, which has not been computed yet."""
+    positions_B: Tensor
+    """And its position."""
+    runs: list[Run]
+
+    @classmethod
+    def of(cls, running: Sequence[TaskSequence], *, vocab_size: int, device: torch.device) -> Decoding:
+        return cls(
+            rows=Rows.of(list(running), vocab_size=vocab_size, device=device),
+            tokens_B=torch.tensor([sequence.tokens[-1] for sequence in running], dtype=torch.int64, device=device),
+            positions_B=torch.tensor([sequence.length - 1 for sequence in running], dtype=torch.int64, device=device),
+            runs=runs_of((sequence.owner.adapter, 1) for sequence in running),
+        )
+
+    def advance(self, tokens_B: Tensor) -> None:
+        self.tokens_B = tokens_B
+        self.positions_B = self.positions_B + 1
+        self.rows.counters += np.uint64(1)

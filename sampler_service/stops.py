@@ -1,0 +1,61 @@
+"""When a sequence ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from transformers import AutoTokenizer
+
+from tinsmith.rpc.errors import Unsupported
+
+Decode = Callable[[Sequence[int]], str]
+
+_MARGIN = 4
+"""Tokens before the longest match: the first ones of a window may decode differently for want of what came before."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopRule:
+    """Stop tokens, and strings that the decoded output may not contain without ending there."""
+
+    token_ids: frozenset[int] = frozenset()
+    strings: Sequence[str] = ()
+    decode: Decode | None = None
+    window: int = 0
+    """Newest tokens that are decoded: each holds a byte or more, so a match that ends now began within them."""
+
+    @classmethod
+    def of_strings(cls, strings: Sequence[str], token_ids: frozenset[int], decode: Decode) -> StopRule:
+        return cls(token_ids, strings, decode, max(len(string.encode()) for string in strings) + _MARGIN)
+
+    def met(self, tokens: Sequence[int]) -> bool:
+        """True when the newest token completes a stop."""
+        if tokens[-1] in self.token_ids:
+            return True
+        if self.decode is None:
+            return False
+        text = self.decode(tokens[-self.window :])
+        return any(string in text for string in self.strings)
+
+
+def load_decode(path: str) -> Decode:
+    """The tokenizer's decoder, special tokens included. Raises Unsupported when the model has none that is fast."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise Unsupported(
+            f"sampling_params.stop: stop strings need a tokenizer, and {path!r} has none; use stop token ids ({error})"
+        ) from error
+    if not tokenizer.is_fast:
+        raise Unsupported(
+            f"sampling_params.stop: stop strings need a tokenizer of the tokenizers library, and that of {path!r} is "
+            "another; use stop token ids"
+        )
+    backend = cast(Any, tokenizer).backend_tokenizer
+
+    def decode(tokens: Sequence[int]) -> str:
+        return backend.decode(list(tokens), skip_special_tokens=False)
+
+    return decode

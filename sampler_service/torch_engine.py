@@ -1,0 +1,336 @@
+"""Continuous batching on the modelling code that the trainer runs.
+
+One compute thread repeats: take what has been submitted, one step of the batch, deliver. A request joins the batch at
+the next step and leaves it at its last token. The event loop checks requests, owns the versions and receives results.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+import numpy as np
+import psutil
+import torch
+from transformers import GenerationConfig
+
+from sampler_service.adapters import AdapterStore
+from sampler_service.batcher import Batcher, Deliveries, kv_bytes_per_token
+from sampler_service.config import SamplerConfig
+from sampler_service.engine import Generation, Params, Request, Result, StopCondition, VersionInfo
+from sampler_service.metrics import SamplerMetrics
+from sampler_service.sampling import stream_keys
+from sampler_service.scheduler import Job
+from sampler_service.scheduler import Sequence as RunningSequence
+from sampler_service.scoring import PromptScorer, wants_scores
+from sampler_service.stops import Decode, StopRule, load_decode
+from sampler_service.task import Task
+from sampler_service.threads import in_thread
+from sampler_service.validation import Limits
+from tinsmith.modeling.adapter import Adapter, AdapterConfig, Target
+from tinsmith.modeling.base_model import BaseModel
+from tinsmith.rpc.errors import EngineDead, NotReady, OutOfCapacity, ServiceError
+
+logger = logging.getLogger(__name__)
+
+SAMPLE_STREAM = 0
+
+
+class Cancelled(ServiceError):
+    """The outcome of a request whose caller has left."""
+
+    reason = "CANCELLED"
+
+
+@dataclass(frozen=True, slots=True)
+class _Cancel:
+    task: Task
+
+
+class TorchEngine:
+    """A SamplingEngine. Made by load(), on the event loop that it will deliver to."""
+
+    name = "torch"
+
+    def __init__(self, base: BaseModel, batcher: Batcher, limits: Limits, config: SamplerConfig) -> None:
+        self.base = base
+        self.limits = limits
+        self.metrics = batcher.metrics
+        self.died = asyncio.Event()
+        """Set when the compute thread cannot go on."""
+        self._config = config
+        self._batcher = batcher
+        self._store = AdapterStore(max_bytes=config.adapter_memory_bytes)
+        self._eos = _eos_token_ids(base)
+        self._decode: Decode | None = None
+        self._loop = asyncio.get_running_loop()
+        self._inbox: SimpleQueue[list[Job[Task]] | _Cancel | None] = SimpleQueue()
+        self._tasks: set[Task] = set()
+        self._num_waiting = 0
+        self._stopping = False
+        self._orders = itertools.count()
+        self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
+
+    @classmethod
+    async def load(cls, config: SamplerConfig, metrics: SamplerMetrics) -> TorchEngine:
+        """Loads the base model, starts the compute thread and runs a first request through it.
+
+        Raises UnsupportedModel, or OSError when there is no such model.
+        """
+        device = torch.device(_resolve_device(config.device))
+        dtype = _resolve_dtype(config.dtype, device)
+        base = await in_thread(lambda: BaseModel.load(config.base_model, device=device, dtype=dtype))
+        max_kv_tokens = config.max_kv_tokens or _default_kv_tokens(base, max_running=config.max_running)
+        batcher = Batcher(
+            base,
+            max_running=config.max_running,
+            max_kv_tokens=max_kv_tokens,
+            tokens_per_step=config.prefill_tokens_per_step or (8192 if device.type == "cuda" else 512),
+            metrics=metrics,
+        )
+        limits = Limits(
+            vocab_size=base.vocab_size,
+            max_context_length=base.max_context_length,
+            max_kv_tokens=max_kv_tokens,
+            max_num_samples=config.max_num_samples,
+            max_topk_logprobs=config.max_topk_logprobs,
+        )
+        logger.info("%s on %s in %s, max_kv_tokens %d", base.architecture, device, dtype, max_kv_tokens)
+        engine = cls(base, batcher, limits, config)
+        engine._thread.start()
+        await engine._warm_up()
+        return engine
+
+    @property
+    def device(self) -> str:
+        return self.base.device.type
+
+    @property
+    def max_context_length(self) -> int:
+        return self.limits.max_context_length
+
+    @property
+    def targets(self) -> Sequence[Target]:
+        return self.base.targets
+
+    async def submit(self, request: Request, *, stream: bool = False) -> Generation:
+        self.limits.check(request)
+        stop = await self._stop_rule(request.params.stop)
+        if self.died.is_set():
+            raise EngineDead("the engine has died; the log has the cause")
+        if self._stopping:
+            raise NotReady("the sampler is shutting down")
+        if self._num_waiting >= self._config.max_waiting:
+            raise OutOfCapacity(f"{self._num_waiting} requests wait already, the most that max_waiting allows")
+        version = self._store.acquire(request.version_id) if request.version_id else None
+        seed = secrets.randbits(63) if request.params.seed is None else request.params.seed
+        generation = Generation(stream=stream, on_cancel=lambda: self._inbox.put(_Cancel(task)))
+        task = Task(
+            request=request,
+            generation=generation,
+            version=version,
+            stop=stop,
+            keys=stream_keys(seed, SAMPLE_STREAM, request.num_samples),
+            scorer=PromptScorer(request, seed=seed) if wants_scores(request) else None,
+        )
+        self._tasks.add(task)
+        self._count_waiting(1)
+        self._inbox.put(self._jobs(task))
+        return generation
+
+    def check_installable(self, version_id: str, num_bytes: int) -> None:
+        self._store.check_installable(version_id, num_bytes)
+
+    async def install(self, version_id: str, adapter: Adapter) -> None:
+        if adapter.flat.device != self.base.device:
+            flat = await in_thread(lambda: adapter.flat.to(self.base.device))
+            adapter = adapter.like(flat)
+        self._store.install(version_id, adapter)
+        self._count_versions()
+
+    def remove(self, version_id: str) -> None:
+        self._store.remove(version_id)
+        self._count_versions()
+
+    def versions(self) -> list[VersionInfo]:
+        return self._store.versions()
+
+    async def stop(self) -> None:
+        """Ends after the step that is being computed; unfinished requests fail with NotReady."""
+        self._stopping = True
+        self._inbox.put(None)
+        await in_thread(self._thread.join)
+        for task in list(self._tasks):
+            self._end(task, NotReady("the sampler is shutting down"))
+
+    async def _stop_rule(self, stop: StopCondition | None) -> StopRule:
+        if stop is None:
+            return StopRule(self._eos)
+        token_ids = frozenset(stop.token_ids)
+        if not stop.strings:
+            return StopRule(token_ids)
+        if self._decode is None:
+            self._decode = await in_thread(lambda: load_decode(self.base.path))
+        return StopRule.of_strings(stop.strings, token_ids, self._decode)
+
+    def _jobs(self, task: Task) -> list[Job[Task]]:
+        """One job, or several when the samples cannot all run at once. Only the first scores the prompt."""
+        request, limits = task.request, self.limits
+        length, max_tokens = len(request.prompt), request.params.max_tokens
+        order = next(self._orders)
+        sequences = [
+            RunningSequence(
+                owner=task,
+                index=index,
+                prompt_length=length,
+                max_length=limits.max_length if max_tokens is None else length + max_tokens,
+                bounded=max_tokens is not None,
+                order=order,
+            )
+            for index in range(request.num_samples)
+        ]
+        scheduler = self._batcher.scheduler
+        together = min(scheduler.max_running, scheduler.max_kv_tokens // sequences[0].need)
+        groups = [sequences[n : n + together] for n in range(0, len(sequences), together)]
+        return [Job(task, length, group, scored=n == 0) for n, group in enumerate(groups)]
+
+    async def _warm_up(self) -> None:
+        """A short request on the base model and one on an adapter, so that no user meets a first-time pause."""
+        prompt = np.arange(min(16, self.limits.vocab_size, self.limits.max_length - 4), dtype=np.int32)
+        groups = {target.group for target in self.base.targets}
+        config = AdapterConfig(
+            rank=1, train_attn="attn" in groups, train_mlp="mlp" in groups, train_unembed="unembed" in groups, seed=0
+        )
+        version_ids = [""]
+        if groups:
+            self._store.install("warm-up", Adapter.create(config, self.base.targets, self.base.device))
+            version_ids.append("warm-up")
+        generations = [
+            await self.submit(
+                Request(prompt, version_id, num_samples=2, params=Params(max_tokens=2, top_p=0.9), prompt_logprobs=True)
+            )
+            for version_id in version_ids
+        ]
+        await asyncio.gather(*(generation.result() for generation in generations))
+        self._store.remove("warm-up")
+
+    # The compute thread.
+
+    def _run(self) -> None:
+        if self._config.num_threads:
+            torch.set_num_threads(self._config.num_threads)
+        try:
+            while self._take():
+                try:
+                    self._batcher.step()
+                except Exception as error:  # one request's trouble must not end the service
+                    self._recover(error)
+                self._post(self._batcher.take_deliveries())
+        except BaseException as error:
+            logger.critical("the compute thread has died", exc_info=True)
+            self._loop.call_soon_threadsafe(self._die, error)
+
+    def _take(self) -> bool:
+        """Takes in what has been submitted, waiting for something when nothing runs. False: stop."""
+        while self._batcher.idle or not self._inbox.empty():
+            message = self._inbox.get()
+            if message is None:
+                return False
+            if isinstance(message, _Cancel):
+                self._batcher.cancel(message.task, Cancelled("the caller has left"))
+                self._post(self._batcher.take_deliveries())
+            else:
+                self._batcher.add(message)
+        return True
+
+    def _recover(self, error: Exception) -> None:
+        """Fails what was being computed. Raises when the model no longer runs at all."""
+        logger.error("an engine step failed; its requests fail with it", exc_info=error)
+        tasks = self._batcher.reset()
+        self._batcher.check_alive()
+        if isinstance(error, torch.OutOfMemoryError):
+            failure: ServiceError = OutOfCapacity(f"out of memory in this step; lower max_kv_tokens ({error})")
+        else:
+            failure = ServiceError(f"the engine failed in this step: {error}; the log has the cause")
+        self._batcher.fail(tasks, failure)
+
+    def _post(self, deliveries: Deliveries) -> None:
+        if deliveries:
+            self._loop.call_soon_threadsafe(self._deliver, deliveries)
+
+    # The event loop again.
+
+    def _deliver(self, deliveries: Deliveries) -> None:
+        for task in deliveries.admitted:
+            self._admitted(task)
+        for task, delta in deliveries.deltas:
+            task.generation.push(delta)
+        for task, outcome in deliveries.ended:
+            self._end(task, outcome)
+
+    def _admitted(self, task: Task) -> None:
+        if task in self._tasks and not task.admitted:
+            task.admitted = True
+            self._count_waiting(-1)
+
+    def _end(self, task: Task, outcome: Result | ServiceError) -> None:
+        """The one end of a request; a cancel may cross with a result."""
+        if task not in self._tasks:
+            return
+        self._admitted(task)
+        self._tasks.remove(task)
+        if task.version is not None:
+            self._store.release(task.version)
+        self.metrics.requests.labels(outcome.reason if isinstance(outcome, ServiceError) else "ok").inc()
+        task.generation.finish(outcome)
+
+    def _die(self, error: BaseException) -> None:
+        self.died.set()
+        for task in list(self._tasks):
+            self._end(task, EngineDead(f"the engine has died: {error}"))
+
+    def _count_waiting(self, change: int) -> None:
+        self._num_waiting += change
+        self.metrics.waiting.set(self._num_waiting)
+
+    def _count_versions(self) -> None:
+        self.metrics.versions.set(len(self._store.versions()))
+        self.metrics.version_bytes.set(self._store.num_bytes)
+
+
+def _resolve_device(device: str) -> str:
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device
+
+
+def _resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    return names[dtype] if dtype != "auto" else torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def _default_kv_tokens(base: BaseModel, *, max_running: int) -> int:
+    """Tokens that a quarter of the free memory holds, and no more than could ever be used."""
+    if base.device.type == "cuda":
+        free_bytes, _ = torch.cuda.mem_get_info(base.device)
+    else:
+        free_bytes = psutil.virtual_memory().available
+    fitting = free_bytes // 4 // kv_bytes_per_token(base)
+    return max(1, min(fitting, max_running * base.max_context_length))
+
+
+def _eos_token_ids(base: BaseModel) -> frozenset[int]:
+    try:
+        found = GenerationConfig.from_pretrained(base.path).eos_token_id
+    except OSError:  # the model has no generation_config.json
+        found = None
+    found = base.config.eos_token_id if found is None else found
+    if found is None:
+        return frozenset()
+    return frozenset([found] if isinstance(found, int) else found)

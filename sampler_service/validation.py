@@ -1,0 +1,99 @@
+"""What a request may ask for. Everything is checked before anything is queued."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from sampler_service.engine import Params, Request, Targets
+from tinsmith.rpc.errors import InvalidRequest
+from tinsmith.rpc.tensors import check_tokens
+
+MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    vocab_size: int
+    max_context_length: int
+    max_kv_tokens: int
+    max_num_samples: int
+    max_topk_logprobs: int
+
+    @property
+    def max_length(self) -> int:
+        """Longest prompt and output of one sequence."""
+        return min(self.max_context_length, self.max_kv_tokens)
+
+    def check(self, request: Request) -> None:
+        """Raises InvalidRequest, naming the field, its value and what would be right."""
+        length = len(request.prompt)
+        if length == 0:
+            raise InvalidRequest("prompt: is empty; at least one token is needed", field="prompt")
+        check_tokens(request.prompt, self.vocab_size, field="prompt")
+        _check_range("num_samples", request.num_samples, 1, self.max_num_samples)
+        self._check_params(request.params, length)
+        self._check_scores(request, length)
+
+    def _check_params(self, params: Params, length: int) -> None:
+        if params.max_tokens is not None and params.max_tokens < 1:
+            raise InvalidRequest(
+                f"sampling_params.max_tokens: {params.max_tokens} is below 1; leave it out for no limit of your own",
+                field="max_tokens",
+            )
+        wanted = 1 if params.max_tokens is None else params.max_tokens
+        if length + wanted > self.max_context_length:
+            raise InvalidRequest(
+                "Prompt length plus max_tokens exceeds the model's context window: "
+                f"{length} + {wanted} > {self.max_context_length}",
+                field="max_tokens",
+            )
+        if length + wanted > self.max_kv_tokens:
+            raise InvalidRequest(
+                "Prompt length plus max_tokens exceeds this sampler's key/value cache (max_kv_tokens): "
+                f"{length} + {wanted} > {self.max_kv_tokens}",
+                field="max_tokens",
+            )
+        if not (math.isfinite(params.temperature) and params.temperature >= 0):
+            raise InvalidRequest(
+                f"sampling_params.temperature: {params.temperature} is not a finite number of at least 0",
+                field="temperature",
+            )
+        if not 0 < params.top_p <= 1:
+            raise InvalidRequest(f"sampling_params.top_p: {params.top_p} is outside (0, 1]", field="top_p")
+        if params.stop is not None:
+            if "" in params.stop.strings:
+                raise InvalidRequest("sampling_params.stop: an empty string would stop everything", field="stop")
+            check_tokens(np.array(params.stop.token_ids, np.int64), self.vocab_size, field="sampling_params.stop")
+
+    def _check_scores(self, request: Request, length: int) -> None:
+        last_n = request.prompt_logprobs_last_n
+        if last_n is not None:
+            if not request.prompt_logprobs:
+                raise InvalidRequest(
+                    f"prompt_logprobs_last_n: {last_n} is given without prompt_logprobs", field="prompt_logprobs_last_n"
+                )
+            _check_range("prompt_logprobs_last_n", last_n, 1, length - 1)
+        _check_range("topk_prompt_logprobs", request.topk_prompt_logprobs, 0, self.max_topk_logprobs)
+        _check_range("topk_sample_logprobs", request.topk_sample_logprobs, 0, self.max_topk_logprobs)
+        _check_range("prompt_alt_tokens_k", request.prompt_alt_tokens_k, 0, self.max_topk_logprobs)
+        if request.targets is not None:
+            _check_targets(request.targets, self.vocab_size)
+
+
+def _check_targets(targets: Targets, vocab_size: int) -> None:
+    bad = (targets.tokens_M < -1) | (targets.tokens_M >= vocab_size)
+    if bad.any():
+        where = int(bad.argmax())
+        raise InvalidRequest(
+            f"target_prompt_logprobs: token id {targets.tokens_M[where]} in row {targets.rows_M[where]} is neither -1 "
+            f"nor in the vocabulary [0, {vocab_size})",
+            field="target_prompt_logprobs",
+        )
+
+
+def _check_range(field: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise InvalidRequest(f"{field}: {value} is outside {low}..{high}", field=field)

@@ -1,0 +1,236 @@
+"""Receiving side of the weight channel.
+
+A trainer forms a process group with its samplers (one group for each trainer and epoch), announces a version,
+broadcasts its buffer, and asks for it to be made visible. Whatever fails before that last step leaves nothing behind;
+after a failed broadcast the group is dropped and the trainer forms the next epoch.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import grpc.aio
+import torch
+from torch import Tensor
+
+from sampler_service.engine import EngineSlot, SamplingEngine
+from sampler_service.metrics import SamplerMetrics
+from sampler_service.threads import in_thread
+from tinsmith.modeling.adapter import Adapter, AdapterConfig, chosen_targets, num_elements
+from tinsmith.rpc.errors import DataCorrupted, FailedPrecondition, InvalidRequest, ServiceError
+from tinsmith.v1 import types_pb2 as types
+from tinsmith.v1 import weight_sync_pb2 as pb
+from tinsmith.v1 import weight_sync_pb2_grpc
+from tinsmith.weight_group import Backend, WeightGroup, checksum, join_store
+
+logger = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(slots=True)
+class _Update:
+    """A version on its way."""
+
+    version_id: str
+    config: AdapterConfig
+    started: float
+    receiving: bool = False
+    flat: Tensor | None = None
+    """The whole buffer, once it has arrived."""
+
+
+@dataclass(slots=True)
+class _Link:
+    """The connection to one trainer."""
+
+    group: WeightGroup
+    device: str
+    """Where this group's buffers lie: NCCL moves CUDA memory, gloo the host's."""
+    update: _Update | None = None
+
+
+class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
+    def __init__(
+        self,
+        slot: EngineSlot,
+        *,
+        model_names: Sequence[str],
+        max_lora_rank: int,
+        channel_host: str,
+        channel_timeout_s: float,
+        metrics: SamplerMetrics,
+    ) -> None:
+        self.slot = slot
+        self.model_names = model_names
+        self.max_lora_rank = max_lora_rank
+        self.channel_host = channel_host
+        self.channel_timeout_s = channel_timeout_s
+        self.metrics = metrics
+        self._links: dict[str, _Link] = {}
+        """By trainer id."""
+
+    async def InitWeightTransfer(
+        self, request: pb.InitWeightTransferRequest, context: Context
+    ) -> pb.InitWeightTransferResponse:
+        engine = self.slot.get()
+        _check_group(request, device=engine.device)
+
+        def form() -> WeightGroup:
+            store = join_store(request.store_host, request.store_port, timeout_s=self.channel_timeout_s)
+            return WeightGroup.form(
+                store,
+                epoch=request.epoch,
+                rank=request.rank,
+                world_size=request.world_size,
+                backend=cast(Backend, request.backend),
+                host=self.channel_host,
+                timeout_s=self.channel_timeout_s,
+            )
+
+        self._links.pop(request.trainer_id, None)
+        try:
+            group = await in_thread(form)
+        except RuntimeError as error:
+            raise FailedPrecondition(
+                f"cannot join group {request.epoch} of trainer {request.trainer_id!r} at "
+                f"{request.store_host}:{request.store_port}: {error}"
+            ) from error
+        current = self._links.get(request.trainer_id)
+        if current is None or current.group.epoch <= group.epoch:  # a newer one may have been formed meanwhile
+            self._links[request.trainer_id] = _Link(group, engine.device if request.backend == "nccl" else "cpu")
+        logger.info("joined group %d of trainer %s as rank %d", group.epoch, request.trainer_id, group.rank)
+        return pb.InitWeightTransferResponse()
+
+    async def StartWeightUpdate(
+        self, request: pb.StartWeightUpdateRequest, context: Context
+    ) -> pb.StartWeightUpdateResponse:
+        link = self._link(request.trainer_id)
+        if link.group.epoch != request.epoch:
+            raise FailedPrecondition(
+                f"epoch: {request.epoch} is not the group that this sampler is in ({link.group.epoch})"
+            )
+        if link.update is not None and link.update.receiving:
+            raise FailedPrecondition(f"version {link.update.version_id!r} of this trainer is being received")
+        config = self._check_update(request, self.slot.get())
+        link.update = _Update(request.version_id, config, time.perf_counter())
+        return pb.StartWeightUpdateResponse()
+
+    def _check_update(self, request: pb.StartWeightUpdateRequest, engine: SamplingEngine) -> AdapterConfig:
+        if not request.version_id:
+            raise InvalidRequest("version_id: is empty", field="version_id")
+        if request.base_model not in self.model_names:
+            raise InvalidRequest(
+                f"base_model: {request.base_model!r} is not served here; this sampler has {list(self.model_names)}",
+                field="base_model",
+            )
+        if request.dtype != types.DTYPE_FLOAT32:
+            raise InvalidRequest(
+                f"dtype: {types.Dtype.Name(request.dtype)} is not DTYPE_FLOAT32, the type of adapters", field="dtype"
+            )
+        config = AdapterConfig.from_proto(request.lora_config, max_rank=self.max_lora_rank)
+        # On the meta device an adapter is its layout without memory.
+        specs = _adapter(config, engine, torch.empty(_num_elements(config, engine), device="meta")).specs()
+        sent = [(tensor.name, tuple(tensor.shape)) for tensor in request.tensors]
+        if len(sent) != len(specs):
+            raise InvalidRequest(f"tensors: {len(sent)} were announced, this base model takes {len(specs)}")
+        for ours, theirs in zip(specs, sent, strict=True):
+            if ours != theirs:
+                raise InvalidRequest(
+                    f"tensors: {theirs[0]!r} of shape {list(theirs[1])} stands where this base model has {ours[0]!r} "
+                    f"of shape {list(ours[1])}",
+                    field="tensors",
+                )
+        engine.check_installable(request.version_id, 4 * _num_elements(config, engine))
+        return config
+
+    async def UpdateWeights(self, request: pb.UpdateWeightsRequest, context: Context) -> pb.UpdateWeightsResponse:
+        link, update = self._update(request.trainer_id, request.version_id)
+        if update.receiving or update.flat is not None:
+            raise FailedPrecondition(f"version {update.version_id!r} is being received already")
+        engine = self.slot.get()
+        flat = torch.empty(_num_elements(update.config, engine), device=link.device)
+        update.receiving = True
+        try:
+            await in_thread(lambda: link.group.broadcast(flat))
+        except BaseException as error:
+            # Also when this call is cancelled: nobody knows where the broadcast stands.
+            self._drop(request.trainer_id, link)
+            if isinstance(error, RuntimeError):
+                self.metrics.publishes.labels("GROUP_LOST").inc()
+                raise FailedPrecondition(
+                    f"group {link.group.epoch} of trainer {request.trainer_id!r} broke while version "
+                    f"{update.version_id!r} was received; form the next epoch ({error})"
+                ) from error
+            raise
+        update.receiving = False
+        update.flat = flat
+        self.metrics.publish_bytes.inc(flat.nbytes)
+        return pb.UpdateWeightsResponse(num_bytes=flat.nbytes)
+
+    async def FinishWeightUpdate(
+        self, request: pb.FinishWeightUpdateRequest, context: Context
+    ) -> pb.FinishWeightUpdateResponse:
+        link, update = self._update(request.trainer_id, request.version_id)
+        if update.flat is None:
+            raise FailedPrecondition(f"version {update.version_id!r} has not been received")
+        link.update = None
+        try:
+            await self._install(update, update.flat, request.checksum)
+        except ServiceError as error:
+            self.metrics.publishes.labels(error.reason).inc()
+            raise
+        self.metrics.publishes.labels("ok").inc()
+        self.metrics.publish_time.observe(time.perf_counter() - update.started)
+        logger.info("version %s is visible (%d bytes)", update.version_id, update.flat.nbytes)
+        return pb.FinishWeightUpdateResponse(version_id=update.version_id)
+
+    async def _install(self, update: _Update, flat: Tensor, expected: str) -> None:
+        actual = await in_thread(lambda: checksum(flat))
+        if actual != expected:
+            raise DataCorrupted(
+                f"version {update.version_id!r}: the received buffer has checksum {actual}, the sent one {expected}"
+            )
+        engine = self.slot.get()
+        await engine.install(update.version_id, _adapter(update.config, engine, flat))
+
+    def _link(self, trainer_id: str) -> _Link:
+        link = self._links.get(trainer_id)
+        if link is None:
+            raise FailedPrecondition(f"trainer {trainer_id!r} has no group with this sampler; call InitWeightTransfer")
+        return link
+
+    def _update(self, trainer_id: str, version_id: str) -> tuple[_Link, _Update]:
+        link = self._link(trainer_id)
+        if link.update is None or link.update.version_id != version_id:
+            raise FailedPrecondition(f"version {version_id!r} was not announced; call StartWeightUpdate")
+        return link, link.update
+
+    def _drop(self, trainer_id: str, link: _Link) -> None:
+        if self._links.get(trainer_id) is link:
+            del self._links[trainer_id]
+
+
+def _check_group(request: pb.InitWeightTransferRequest, *, device: str) -> None:
+    if not request.trainer_id:
+        raise InvalidRequest("trainer_id: is empty", field="trainer_id")
+    if not 1 <= request.rank < request.world_size:
+        raise InvalidRequest(f"rank: {request.rank} is outside 1..{request.world_size - 1}", field="rank")
+    if request.backend not in ("gloo", "nccl"):
+        raise InvalidRequest(f"backend: {request.backend!r} is neither 'gloo' nor 'nccl'", field="backend")
+    if request.backend == "nccl" and device != "cuda":
+        raise InvalidRequest(
+            f"backend: 'nccl' needs CUDA, and this sampler runs on {device}; use 'gloo'", field="backend"
+        )
+
+
+def _num_elements(config: AdapterConfig, engine: SamplingEngine) -> int:
+    return num_elements(config, chosen_targets(config, engine.targets))
+
+
+def _adapter(config: AdapterConfig, engine: SamplingEngine, flat: Tensor) -> Adapter:
+    return Adapter(config, engine.targets, flat)
