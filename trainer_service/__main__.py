@@ -30,6 +30,7 @@ from trainer_service.weight_sync import WeightSender
 
 logger = logging.getLogger(__name__)
 
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _CALL_GRACE_S = 0.3
 _STOP_TIMEOUT_S = 2.0
 
@@ -56,7 +57,11 @@ async def serve(config: TrainerConfig) -> None:
         await asyncio.wait({stopping, starting}, return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
             _leave("stopped while the base model was loading")
-        servicer.trainer = trainer = starting.result()
+        try:
+            servicer.trainer = trainer = starting.result()
+        except (UnsupportedModel, OSError, ValueError) as error:
+            await server.stop(0)
+            raise SystemExit(f"cannot load the base model {config.base_model}: {error}") from None
         await server.set_serving(True)
         logger.info("serving %s", ", ".join(config.public_names))
         await stopping
@@ -103,12 +108,7 @@ def load(config: TrainerConfig) -> BaseModel:
     dtype = config.dtype
     if dtype == "auto":
         dtype = "bfloat16" if device.type == "cuda" else "float32"
-    try:
-        return BaseModel.load(
-            config.base_model, device=device, dtype={"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
-        )
-    except (UnsupportedModel, OSError, ValueError) as error:
-        raise SystemExit(f"cannot load the base model {config.base_model}: {error}") from error
+    return BaseModel.load(config.base_model, device=device, dtype=_DTYPES[dtype])
 
 
 def device_of(config: TrainerConfig) -> torch.device:

@@ -1,0 +1,412 @@
+"""The scheduler's promises, with a real journal and an engine that only writes down what it is asked."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from tinsmith.rpc.errors import (
+    InvalidRequest,
+    ModelLost,
+    ModelNotFound,
+    OutOfCapacity,
+    ResultNotFound,
+    SequenceConflict,
+    ServiceError,
+)
+from tinsmith.v1 import trainer_pb2 as pb
+from trainer_service.journal import Body, Journal
+from trainer_service.metrics import Metrics
+from trainer_service.scheduler import Answer, Operation, RunBatch, Scheduler, Turn, Work
+
+
+@dataclass(frozen=True)
+class FakeBatch:
+    name: str
+    num_tokens: int = 10
+    forward_only: bool = False
+
+
+@dataclass(frozen=True)
+class FakeOutput:
+    name: str
+
+    def to_proto(self) -> pb.ForwardBackwardResponse:
+        return pb.ForwardBackwardResponse(loss_fn_output_type=self.name)
+
+
+@dataclass
+class FakeEngine:
+    calls: list[list[tuple[str, str]]] = field(default_factory=list)
+    tainted: list[tuple[str, str]] = field(default_factory=list)
+    gate: threading.Event = field(default_factory=threading.Event)
+    """Closed by the tests that want operations to pile up."""
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+
+    def forward_backward(self, works: Sequence[tuple[str, Any]]) -> list[FakeOutput | ServiceError]:
+        self.gate.wait(10)
+        self.calls.append([(model_id, batch.name) for model_id, batch in works])
+        if any(batch.name == "explode" for _, batch in works):
+            raise RuntimeError("boom")
+        return [InvalidRequest("not finite") if batch.name == "bad" else FakeOutput(batch.name) for _, batch in works]
+
+    def taint(self, model_id: str, reason: str) -> None:
+        self.tainted.append((model_id, reason))
+
+
+@dataclass
+class Bench:
+    engine: FakeEngine
+    journal: Journal
+    scheduler: Scheduler
+    registry: CollectorRegistry
+    ran: list[tuple[str, int]] = field(default_factory=list)
+
+    async def create(self, *model_ids: str) -> None:
+        for model_id in model_ids:
+            await (await self.step(model_id, 0)).wait()
+        self.ran.clear()
+
+    async def batch(self, model_id: str, seq_id: int, name: str = "", **settings: Any) -> Operation:
+        batch = FakeBatch(name or f"{model_id}{seq_id}", **settings)
+        return await self.accept(model_id, seq_id, "forward_backward", RunBatch(batch), text=batch.name)
+
+    async def step(self, model_id: str, seq_id: int, *, error: Exception | None = None, text: str = "") -> Operation:
+        async def work(turn: Turn) -> Answer:
+            await turn.run(lambda: self.ran.append((model_id, seq_id)))
+            if error is not None:
+                raise error
+            return Answer(optim_step=pb.OptimStepResponse(metrics={"seq:mean": seq_id}))
+
+        return await self.accept(model_id, seq_id, "optim_step", work, text=text)
+
+    async def accept(self, model_id: str, seq_id: int, kind: str, work: Work, *, text: str = "") -> Operation:
+        async def build() -> Work:
+            return work
+
+        body = Body.pack(kind, pb.GetModelRequest(model_id=f"{model_id}/{seq_id}/{text}"))
+        return await self.scheduler.accept(model_id, seq_id, body, build)
+
+    def queue_length(self) -> float:
+        kinds = ("optim_step", "forward_backward")
+        return sum(self.registry.get_sample_value("trainer_queue_length", {"kind": kind}) or 0 for kind in kinds)
+
+
+MakeBench = Callable[..., Awaitable[Bench]]
+
+
+@pytest.fixture
+async def make_bench(tmp_path: Path) -> AsyncIterator[MakeBench]:
+    benches: list[Bench] = []
+
+    async def make(**settings: int) -> Bench:
+        registry = CollectorRegistry()
+        metrics = Metrics(registry)
+        journal = Journal(tmp_path / "journal", max_bytes=1 << 20, result_retention_s=60, metrics=metrics)
+        engine = FakeEngine()
+        options = {"max_tokens_per_call": 100, "max_queued_operations": 50, "max_models": 10, **settings}
+        scheduler = Scheduler(engine, journal, metrics=metrics, **options)
+        benches.append(Bench(engine, journal, scheduler, registry))
+        return benches[-1]
+
+    yield make
+    for bench in benches:
+        bench.engine.gate.set()
+        await bench.scheduler.close(timeout_s=5)
+        await asyncio.to_thread(bench.journal.close)
+
+
+@pytest.fixture
+async def bench(make_bench: MakeBench) -> Bench:
+    return await make_bench()
+
+
+async def test_operations_that_arrive_in_reverse_run_in_order(bench: Bench) -> None:
+    await bench.create("a")
+    operations = [await bench.step("a", seq_id) for seq_id in (5, 4, 3, 2, 1)]
+    answers = [await operation.wait() for operation in operations]
+    assert [seq_id for _, seq_id in bench.ran] == [1, 2, 3, 4, 5]
+    assert [answer.optim_step.metrics["seq:mean"] for answer in answers] == [5, 4, 3, 2, 1]
+    assert bench.queue_length() == 0
+
+
+async def test_a_gap_holds_up_its_own_model_only(bench: Bench) -> None:
+    await bench.create("a", "b")
+    late = await bench.step("a", 2)
+    await (await bench.step("b", 1)).wait()
+    assert not late.outcome.done()
+    await bench.step("a", 1)
+    await late.wait()
+    assert bench.ran == [("b", 1), ("a", 1), ("a", 2)]
+
+
+async def test_a_failed_operation_uses_up_its_seq_id(bench: Bench) -> None:
+    await bench.create("a")
+    failed = await bench.step("a", 1, error=InvalidRequest("learning_rate: -1"))
+    after = await bench.step("a", 2)
+    with pytest.raises(InvalidRequest, match="learning_rate"):
+        await failed.wait()
+    await after.wait()
+
+
+async def test_an_unexpected_error_fails_the_operation_and_not_the_service(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    await bench.create("a")
+    failed = await bench.step("a", 1, error=ZeroDivisionError("secret"))
+    with pytest.raises(ServiceError, match="internal error") as caught:
+        await failed.wait()
+    assert "secret" not in str(caught.value)
+    assert "ZeroDivisionError: secret" in caplog.text
+    await (await bench.step("a", 2)).wait()
+
+
+async def test_a_repeat_runs_once_and_gets_the_first_answer(bench: Bench) -> None:
+    await bench.create("a")
+    bench.engine.gate.clear()
+    first = await bench.batch("a", 1)
+    again = await bench.batch("a", 1)
+    assert again is first
+    bench.engine.gate.set()
+    answer = await first.wait()
+    await asyncio.gather(*bench.scheduler._tasks)  # until the result is in the journal only
+    stored = await bench.batch("a", 1)
+    assert stored is not first
+    assert await stored.wait() == answer
+    assert bench.engine.calls == [[("a", "a1")]]
+
+
+async def test_another_body_under_the_same_seq_id_is_refused_running_and_finished(bench: Bench) -> None:
+    await bench.create("a")
+    bench.engine.gate.clear()
+    first = await bench.batch("a", 1)
+    with pytest.raises(SequenceConflict, match="seq_id 1"):
+        await bench.batch("a", 1, "other")
+    bench.engine.gate.set()
+    await first.wait()
+    await asyncio.gather(*bench.scheduler._tasks)
+    with pytest.raises(SequenceConflict, match="seq_id 1"):
+        await bench.step("a", 1)
+
+
+async def test_simultaneous_repeats_are_one_operation(bench: Bench) -> None:
+    operations = await asyncio.gather(*(bench.step("a", 0) for _ in range(5)))
+    await asyncio.gather(*(operation.wait() for operation in operations))
+    assert bench.ran == [("a", 0)]
+
+
+async def test_ready_batches_of_several_models_go_to_the_engine_in_one_call(bench: Bench) -> None:
+    await bench.create("a", "b", "c")
+    bench.engine.gate.clear()
+    first = await bench.batch("a", 1)  # runs at once, alone
+    rest = [await bench.batch(model_id, seq_id) for model_id, seq_id in (("a", 2), ("a", 3), ("b", 1), ("c", 1))]
+    bench.engine.gate.set()
+    await asyncio.gather(*(operation.wait() for operation in (first, *rest)))
+    assert bench.engine.calls == [[("a", "a1")], [("a", "a2"), ("b", "b1"), ("c", "c1"), ("a", "a3")]]
+
+
+async def test_a_call_keeps_to_the_budget_and_no_model_starves(bench: Bench) -> None:
+    await bench.create("a", "b")
+    bench.engine.gate.clear()
+    operations = [await bench.batch("a", seq_id, num_tokens=60) for seq_id in (1, 2, 3, 4)]
+    operations.append(await bench.batch("b", 1, num_tokens=60))
+    operations.append(await bench.batch("b", 2, num_tokens=500))
+    bench.engine.gate.set()
+    await asyncio.gather(*(operation.wait() for operation in operations))
+    assert bench.engine.calls == [
+        [("a", "a1")],
+        [("a", "a2")],
+        [("b", "b1")],
+        [("a", "a3")],
+        [("b", "b2")],
+        [("a", "a4")],
+    ]
+
+
+async def test_a_step_waits_for_the_batches_before_it_and_none_after(bench: Bench) -> None:
+    await bench.create("a")
+    bench.engine.gate.clear()
+    operations = [await bench.batch("a", 1), await bench.batch("a", 2), await bench.step("a", 3)]
+    operations.append(await bench.batch("a", 4))
+    bench.engine.gate.set()
+    await asyncio.gather(*(operation.wait() for operation in operations))
+    assert bench.engine.calls == [[("a", "a1")], [("a", "a2")], [("a", "a4")]]
+    assert bench.ran == [("a", 3)]
+
+
+async def test_a_failed_batch_taints_its_model_and_spares_its_neighbours(bench: Bench) -> None:
+    await bench.create("a", "b", "c")
+    bench.engine.gate.clear()
+    await bench.batch("a", 1)
+    bad, good = await bench.batch("b", 1, "bad"), await bench.batch("c", 1)
+    harmless = await bench.batch("a", 2, "bad", forward_only=True)
+    bench.engine.gate.set()
+    with pytest.raises(InvalidRequest, match="not finite"):
+        await bad.wait()
+    with pytest.raises(InvalidRequest, match="not finite"):
+        await harmless.wait()
+    assert (await good.wait()).forward_backward.loss_fn_output_type == "c1"
+    assert bench.engine.tainted == [("b", "not finite")]
+
+
+async def test_an_engine_that_raises_fails_the_call_and_taints_its_models(bench: Bench) -> None:
+    await bench.create("a")
+    with pytest.raises(ServiceError, match="internal error"):
+        await (await bench.batch("a", 1, "explode")).wait()
+    assert bench.engine.tainted[0][0] == "a"
+    await (await bench.batch("a", 2)).wait()
+
+
+async def test_what_follows_the_turn_does_not_hold_up_the_model(bench: Bench) -> None:
+    await bench.create("a")
+    written = asyncio.Event()
+
+    async def save(turn: Turn) -> Answer:
+        await turn.run(lambda: bench.ran.append(("a", 1)))
+        await written.wait()
+        return Answer(save_checkpoint=pb.SaveCheckpointResponse(num_samplers=7))
+
+    saving = await bench.accept("a", 1, "save_checkpoint", save)
+    await (await bench.step("a", 2)).wait()
+    assert not saving.outcome.done()
+    written.set()
+    assert (await saving.wait()).save_checkpoint.num_samplers == 7
+
+
+async def test_an_operation_can_wait_for_the_results_before_it(bench: Bench) -> None:
+    await bench.create("a")
+    written = asyncio.Event()
+    events: list[str] = []
+
+    async def save(turn: Turn) -> Answer:
+        await turn.run(lambda: None)
+        await written.wait()
+        events.append("written")
+        return Answer()
+
+    async def load(turn: Turn) -> Answer:
+        await turn.settled()
+        events.append("read")
+        await turn.run(lambda: None)
+        return Answer()
+
+    await bench.accept("a", 1, "save_checkpoint", save)
+    loading = await bench.accept("a", 2, "load_checkpoint", load)
+    written.set()
+    await loading.wait()
+    assert events == ["written", "read"]
+
+
+async def test_a_cancelled_wait_does_not_cancel_the_operation(bench: Bench) -> None:
+    await bench.create("a")
+    bench.engine.gate.clear()
+    operation = await bench.batch("a", 1)
+    waiting = asyncio.create_task(operation.wait())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    bench.engine.gate.set()
+    assert (await operation.wait()).HasField("forward_backward")
+    assert (await (await bench.scheduler.find("a", 1)).wait()).HasField("forward_backward")
+
+
+async def test_a_full_queue_refuses_before_the_journal(make_bench: MakeBench) -> None:
+    bench = await make_bench(max_queued_operations=3)
+    await bench.create("a")
+    for seq_id in (4, 3, 2):
+        await bench.step("a", seq_id)
+    with pytest.raises(OutOfCapacity, match="max_queued_operations"):
+        await bench.step("a", 5)
+    assert await bench.journal.find("a", 5) is None
+
+
+async def test_too_many_models_are_refused(make_bench: MakeBench) -> None:
+    bench = await make_bench(max_models=1)
+    await bench.create("a")
+    with pytest.raises(OutOfCapacity, match="max_models"):
+        await bench.step("b", 0)
+
+
+async def test_unknown_models_and_results_are_named_and_not_journalled(bench: Bench) -> None:
+    with pytest.raises(ModelNotFound, match="'ghost'"):
+        await bench.step("ghost", 1)
+    assert await bench.journal.find("ghost", 1) is None
+    await bench.create("a")
+    with pytest.raises(ResultNotFound, match="seq_id 9"):
+        await bench.scheduler.find("a", 9)
+
+
+async def test_a_failed_creation_leaves_no_model_but_its_error(bench: Bench) -> None:
+    creation = await bench.step("a", 0, error=InvalidRequest("rank: 0"))
+    with pytest.raises(InvalidRequest):
+        await creation.wait()
+    await asyncio.gather(*bench.scheduler._tasks)
+    with pytest.raises(ModelNotFound):
+        await bench.step("a", 1)
+    with pytest.raises(InvalidRequest, match="rank"):
+        await (await bench.step("a", 0)).wait()
+
+
+async def test_deleting_a_model_fails_what_is_queued_and_forgets_it(bench: Bench) -> None:
+    await bench.create("a")
+    bench.engine.gate.clear()
+    running, queued = await bench.batch("a", 1), await bench.step("a", 2)
+    early = await bench.batch("a", 7)
+    freed: list[str] = []
+    deleting = asyncio.create_task(bench.scheduler.delete("a", lambda: freed.append("a")))
+    with pytest.raises(ModelNotFound, match="deleted"):
+        await queued.wait()
+    with pytest.raises(ModelNotFound, match="deleted"):
+        await early.wait()
+    bench.engine.gate.set()
+    await running.wait()
+    await deleting
+    assert freed == ["a"]
+    assert bench.ran == []
+    assert bench.queue_length() == 0
+    with pytest.raises(ResultNotFound):
+        await bench.scheduler.find("a", 1)
+    await bench.create("a")
+
+
+async def test_after_a_restart_results_stay_and_new_operations_say_that_the_model_is_lost(
+    make_bench: MakeBench,
+) -> None:
+    bench = await make_bench()
+    await bench.create("a")
+    answer = await (await bench.step("a", 1)).wait()
+    await bench.step("a", 3)  # waits for 2
+    assert await bench.scheduler.close(timeout_s=5)
+    await asyncio.to_thread(bench.journal.close)
+
+    bench = await make_bench()
+    await bench.journal.lose_models()
+    assert await (await bench.scheduler.find("a", 1)).wait() == answer
+    assert await (await bench.step("a", 1)).wait() == answer
+    with pytest.raises(ModelLost):
+        await (await bench.scheduler.find("a", 3)).wait()
+    with pytest.raises(ModelLost, match="resume"):
+        await bench.step("a", 4)
+
+
+async def test_closing_leaves_queued_operations_accepted_and_waits_for_the_running_one(bench: Bench) -> None:
+    await bench.create("a")
+    bench.engine.gate.clear()
+    running, queued = await bench.batch("a", 1), await bench.step("a", 2)
+    closing = asyncio.create_task(bench.scheduler.close(timeout_s=5))
+    await asyncio.sleep(0)
+    bench.engine.gate.set()
+    assert await closing
+    assert running.outcome.done()
+    assert not queued.outcome.done()
+    finished, accepted = await bench.journal.find("a", 1), await bench.journal.find("a", 2)
+    assert finished is not None
+    assert finished.outcome is not None
+    assert accepted is not None
+    assert accepted.outcome is None
