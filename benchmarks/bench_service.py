@@ -320,10 +320,10 @@ def prepared(arguments: argparse.Namespace) -> Iterator[Bench]:
             target = Target(arguments.base_url, arguments.base_model, arguments.model_folder)
         folder = target.model_folder
         hf = stack.enter_context(closing(Baseline(folder, rank=RANK))) if folder else None
-        service = tinker.ServiceClient(base_url=target.url, api_key=arguments.api_key)
-        contexts = {
-            one.model_name: one.max_context_length for one in service.get_server_capabilities().supported_models
-        }
+        login = {"base_url": target.url, "api_key": arguments.api_key}
+        service, rest = tinker.ServiceClient(**login), tinker.RestClient(**login)
+        capabilities = rest.get_server_capabilities().result()
+        contexts = {one.model_name: one.max_context_length for one in capabilities.supported_models}
         if target.base_model not in contexts:
             raise SystemExit(f"--base-model: {target.base_model!r} is not served there; these are: {list(contexts)}")
         yield Bench(
