@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -52,7 +53,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
             return grpc.unary_unary_rpc_method_handler(call, handler.request_deserializer, handler.response_serializer)
 
-        if handler.unary_stream is not None:
+        # A coroutine that writes to its context, as the library's own Health.Watch, raises no error of ours.
+        if handler.unary_stream is not None and not inspect.iscoroutinefunction(handler.unary_stream):
 
             async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
                 try:
