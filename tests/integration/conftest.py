@@ -1,0 +1,58 @@
+"""One small stack for all tests of this folder, and clients for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tinker
+
+from tests.integration.wire import Wire
+from tests.stack import Stack, make_base_model
+
+BASE_MODEL = "tests/tiny"
+LONG_POLL_S = 2.0
+"""Short, so that waiting clients see try_again too; the default is 30."""
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny base model that has learnt a little, so that its distributions are not flat."""
+    return make_base_model(tmp_path_factory.mktemp("toy") / "tiny", pretrain_steps=20)
+
+
+@pytest.fixture(scope="session")
+def vocab_size(toy: Path) -> int:
+    return json.loads((toy / "config.json").read_text())["vocab_size"]
+
+
+@pytest.fixture(scope="session")
+def stack(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    state_dir = tmp_path_factory.mktemp("stack")
+    env = {"GATEWAY_LONG_POLL_S": str(LONG_POLL_S)}
+    with Stack(state_dir, base_models=[f"{BASE_MODEL}={toy}"], env=env) as stack:
+        yield stack
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """A failed test shows the ends of the services' logs."""
+    report = yield
+    stack = item.funcargs.get("stack") if isinstance(item, pytest.Function) else None
+    if report.failed and isinstance(stack, Stack):
+        report.sections.append(("services", stack.report()))
+    return report
+
+
+@pytest.fixture(scope="session")
+def service(stack: Stack) -> Iterator[tinker.ServiceClient]:
+    with tinker.ServiceClient(base_url=stack.base_url, api_key="tml-test") as service:
+        yield service
+
+
+@pytest.fixture(scope="session")
+def wire(stack: Stack) -> Iterator[Wire]:
+    with Wire(stack.base_url) as wire:
+        yield wire
