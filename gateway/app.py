@@ -1,0 +1,83 @@
+"""The ASGI application."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.routing import Mount, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway import errors
+from gateway.auth import ApiKeys
+from gateway.config import GatewayConfig
+from gateway.gateway import Gateway
+from gateway.metrics import Metrics
+from gateway.routes import futures, models, sampling, service, sessions, telemetry, training, weights
+from tinsmith.rpc.errors import ServiceError
+
+GROUPS = (service, sessions, telemetry, models, training, weights, sampling, futures)
+
+
+class CountRequests:
+    """ASGI middleware: number and time of requests, by route."""
+
+    def __init__(self, app: ASGIApp, *, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        status = 500
+        started_at = time.monotonic()
+
+        async def watch(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            return await self._app(scope, receive, watch)
+        finally:
+            # The function's name, not the path: ids in paths would make a series each.
+            endpoint = scope.get("endpoint")
+            route = endpoint.__name__ if endpoint is not None else "none"
+            self._metrics.requests.labels(method=scope["method"], route=route, status=status).inc()
+            self._metrics.request_seconds.labels(route=route).observe(time.monotonic() - started_at)
+
+
+def create_app(config: GatewayConfig) -> Starlette:
+    """The application; its parts start and stop with its lifespan."""
+    gateway = Gateway(config)
+
+    @asynccontextmanager
+    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        await gateway.start()
+        try:
+            yield
+        finally:
+            await gateway.stop()
+
+    api = [route for group in GROUPS for route in group.routes]
+    app = Starlette(
+        routes=[Route("/metrics", service.metrics), Mount("/api/v1", routes=api)],
+        middleware=[
+            Middleware(CountRequests, metrics=gateway.metrics),
+            Middleware(ApiKeys, keys=[key.get_secret_value() for key in config.api_keys]),
+        ],
+        exception_handlers={
+            HTTPException: errors.http_error,
+            ServiceError: errors.service_error,
+            Exception: errors.internal_error,
+        },
+        lifespan=lifespan,
+    )
+    app.router.redirect_slashes = False
+    app.state.gateway = gateway
+    return app

@@ -1,0 +1,101 @@
+"""Request bodies: bounded, decompressed, parsed off the event loop when they are large."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import zstandard
+from google.protobuf.message import DecodeError
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from gateway.config import GatewayConfig
+from gateway.errors import invalid
+from tinsmith.v1 import trainer_pb2
+
+T = TypeVar("T")
+Schema = TypeVar("Schema", bound=BaseModel)
+
+
+async def read(request: Request, config: GatewayConfig) -> bytes:
+    """The body as it was sent. 413 above max_body_bytes, before the rest is read."""
+    limit = config.max_body_bytes
+    declared = request.headers.get("content-length", "0")
+    if not declared.isdigit() or int(declared) > limit:
+        raise _too_large(declared, limit)
+    chunks: list[bytes] = []
+    num_bytes = 0
+    async for chunk in request.stream():
+        num_bytes += len(chunk)
+        if num_bytes > limit:
+            raise _too_large(f"more than {limit}", limit)
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def _too_large(size: str, limit: int) -> HTTPException:
+    return HTTPException(413, f"the body has {size} bytes; this server's max_body_bytes is {limit}")
+
+
+async def _decode(decode: Callable[[bytes], T], body: bytes, config: GatewayConfig) -> T:
+    return await asyncio.to_thread(decode, body) if len(body) > config.thread_body_bytes else decode(body)
+
+
+async def read_json(request: Request, config: GatewayConfig) -> tuple[dict[str, Any], bytes]:
+    """The JSON object of the body, and the body. Integers of any size stay exact. 400 when it is not one."""
+    body = await read(request, config)
+    try:
+        parsed = await _decode(from_json, body, config)
+    except ValueError as error:
+        raise HTTPException(400, f"the body is not JSON: {error}") from None
+    if not isinstance(parsed, dict):
+        raise HTTPException(400, f"the body must be a JSON object, not {type(parsed).__name__}")
+    return parsed, body
+
+
+async def read_forward_backward(request: Request, config: GatewayConfig) -> trainer_pb2.ForwardBackwardRequest:
+    """The protobuf of the body. 400 when it is not one, 413 when it grows too large."""
+    content_type = request.headers.get("content-type", "")
+    if not content_type.startswith("application/x-protobuf"):
+        raise HTTPException(400, f"content-type {content_type!r} is not supported; send application/x-protobuf")
+    body = await read(request, config)
+    encoding = request.headers.get("content-encoding", "identity").lower()
+    if encoding not in ("identity", "zstd"):
+        raise HTTPException(400, f"content-encoding {encoding!r} is not supported; use zstd or none")
+
+    def decode(body: bytes) -> trainer_pb2.ForwardBackwardRequest:
+        if encoding == "zstd":
+            body = decompress(body, limit=config.max_body_bytes)
+        message = trainer_pb2.ForwardBackwardRequest()
+        try:
+            message.ParseFromString(body)
+        except DecodeError as error:
+            raise HTTPException(400, f"the body is not a ForwardBackwardRequest in protobuf: {error}") from None
+        return message
+
+    return await _decode(decode, body, config)
+
+
+def decompress(body: bytes, *, limit: int) -> bytes:
+    """One zstd frame. 413 when it holds more than `limit` bytes, 400 when it is broken."""
+    try:
+        size = zstandard.frame_content_size(body)
+        if size > limit:
+            raise _too_large(f"{size} decompressed", limit)
+        return zstandard.ZstdDecompressor().decompress(body, max_output_size=limit, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise HTTPException(
+            400, f"the zstd body is broken, or holds more than max_body_bytes ({limit}): {error}"
+        ) from None
+
+
+def parse(schema: type[Schema], content: dict[str, Any]) -> Schema:
+    """Raises InvalidRequest, naming the field and the value."""
+    try:
+        return schema.model_validate(content)
+    except ValidationError as error:
+        raise invalid(error) from None

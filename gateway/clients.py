@@ -1,0 +1,179 @@
+"""Which trainer and which sampler serve which base model.
+
+Services may be down when the gateway starts and come later. Each one is watched by a task that asks what it serves
+whenever a connection to it is made, so that a restarted service with another model is noticed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from tinsmith.rpc.channel import connect
+from tinsmith.rpc.errors import InvalidRequest, NotReady
+from tinsmith.rpc.logs import REQUEST_ID_METADATA
+from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+_TRAINER = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"].full_name
+_REPLIES: dict[str, Any] = {
+    "CreateModel": trainer_pb2.CreateModelResponse,
+    "ForwardBackward": trainer_pb2.ForwardBackwardResponse,
+    "OptimStep": trainer_pb2.OptimStepResponse,
+    "SaveCheckpoint": trainer_pb2.SaveCheckpointResponse,
+    "LoadCheckpoint": trainer_pb2.LoadCheckpointResponse,
+}
+
+
+def is_lost(error: grpc.aio.AioRpcError) -> bool:
+    """True when the service went away or is not ready: the call may be made again."""
+    return error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+
+
+class Trainer:
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.channel = connect(address)
+        self.stub: Any = trainer_pb2_grpc.TrainerServiceStub(self.channel)
+        self.info: trainer_pb2.GetTrainerInfoResponse | None = None
+        # The RPCs are unary, but grpc.aio gives a unary call's initial metadata only together with its reply. On the
+        # wire a unary call is a stream of one message, and a stream's initial metadata comes as soon as it is sent.
+        self._operations: dict[str, Any] = {
+            name: self.channel.unary_stream(
+                f"/{_TRAINER}/{name}", request_serializer=bytes, response_deserializer=reply.FromString
+            )
+            for name, reply in _REPLIES.items()
+        }
+
+    def start(self, rpc: str, body: bytes, *, request_id: str) -> Any:
+        """A call of one of the RPCs that are acknowledged by initial metadata; iterate it for its one reply."""
+        return self._operations[rpc](body, metadata=((REQUEST_ID_METADATA, request_id),), wait_for_ready=True)
+
+    async def ask(self) -> None:
+        self.info = await self.stub.GetTrainerInfo(trainer_pb2.GetTrainerInfoRequest(), wait_for_ready=True)
+
+
+class Sampler:
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.channel = connect(address)
+        self.stub: Any = sampler_pb2_grpc.SamplerServiceStub(self.channel)
+        self.info: sampler_pb2.GetSamplerInfoResponse | None = None
+        self.num_running = 0
+
+    @property
+    def is_connected(self) -> bool:
+        return self.channel.get_state() == grpc.ChannelConnectivity.READY
+
+    async def ask(self) -> None:
+        self.info = await self.stub.GetSamplerInfo(sampler_pb2.GetSamplerInfoRequest(), wait_for_ready=True)
+
+
+class Clients:
+    def __init__(self, *, trainers: Sequence[str], samplers: Sequence[str]) -> None:
+        self._trainers = [Trainer(address) for address in trainers]
+        self._samplers = [Sampler(address) for address in samplers]
+        self._changed = asyncio.Condition()
+        self._watches: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        self._watches = [asyncio.create_task(self._watch(service)) for service in (*self._trainers, *self._samplers)]
+
+    async def close(self) -> None:
+        for watch in self._watches:
+            watch.cancel()
+        await asyncio.gather(*self._watches, return_exceptions=True)
+        for service in (*self._trainers, *self._samplers):
+            await service.channel.close()
+
+    async def _watch(self, service: Trainer | Sampler) -> None:
+        boot_id = ""
+        while True:
+            try:
+                await service.ask()
+            except grpc.aio.AioRpcError as error:
+                logger.warning("%s does not say what it serves: %s", service.address, error.details())
+                await asyncio.sleep(0.5)  # it is up, but loading; its health is not ours to wait for
+                continue
+            if service.info is not None and service.info.boot_id != boot_id:
+                boot_id = service.info.boot_id
+                logger.info("%s serves %s", service.address, ", ".join(service.info.base_models))
+            async with self._changed:
+                self._changed.notify_all()
+            await service.channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
+
+    # What is served
+
+    def trainer_infos(self) -> Iterator[trainer_pb2.GetTrainerInfoResponse]:
+        return (trainer.info for trainer in self._trainers if trainer.info is not None)
+
+    def sampler_infos(self) -> Iterator[sampler_pb2.GetSamplerInfoResponse]:
+        return (sampler.info for sampler in self._samplers if sampler.info is not None)
+
+    @property
+    def known_trainers(self) -> list[Trainer]:
+        """Trainers that have said what they serve. Raises NotReady when another has not yet."""
+        if any(trainer.info is None for trainer in self._trainers):
+            raise NotReady("not every trainer has been reached yet")
+        return self._trainers
+
+    def find_trainer(self, base_model: str) -> Trainer:
+        """The first that serves it. Raises NotReady while one that is not known yet may do so, then InvalidRequest."""
+        for trainer in self._trainers:
+            if trainer.info is not None and base_model in trainer.info.base_models:
+                return trainer
+        if any(trainer.info is None for trainer in self._trainers):
+            raise NotReady(f"no trainer that serves {base_model!r} has been reached yet")
+        served = sorted({name for info in self.trainer_infos() for name in info.base_models})
+        raise InvalidRequest(
+            f"base_model: {base_model!r} cannot be trained here; choose one of {', '.join(served) or 'none'}",
+            field="base_model",
+        )
+
+    def are_same(self, one: str, other: str) -> bool:
+        """True when both are names of one base model, as far as is known now."""
+        infos = (*self.trainer_infos(), *self.sampler_infos())
+        return one == other or any(one in info.base_models and other in info.base_models for info in infos)
+
+    def check_sampled(self, base_model: str) -> None:
+        """Raises NotReady or InvalidRequest unless a sampler serves it."""
+        if any(base_model in info.base_models for info in self.sampler_infos()):
+            return
+        if any(sampler.info is None for sampler in self._samplers):
+            raise NotReady(f"no sampler that serves {base_model!r} has been reached yet")
+        served = sorted({name for info in self.sampler_infos() for name in info.base_models})
+        raise InvalidRequest(
+            f"base_model: {base_model!r} cannot be sampled here; choose one of {', '.join(served) or 'none'}",
+            field="base_model",
+        )
+
+    async def trainer(self, base_model: str) -> Trainer:
+        """find_trainer, but waits while it is not known; raises InvalidRequest only."""
+        async with self._changed:
+            while True:
+                try:
+                    return self.find_trainer(base_model)
+                except NotReady:
+                    await self._changed.wait()
+
+    def find_sampler(self, base_model: str) -> Sampler | None:
+        """The connected sampler with the least to do; None when there is none now."""
+        serving = [
+            sampler
+            for sampler in self._samplers
+            if sampler.is_connected and sampler.info is not None and base_model in sampler.info.base_models
+        ]
+        return min(serving, key=lambda sampler: sampler.num_running, default=None)
+
+    async def sampler(self, base_model: str) -> Sampler:
+        """find_sampler, but waits until there is one."""
+        async with self._changed:
+            while (sampler := self.find_sampler(base_model)) is None:
+                await self._changed.wait()
+            return sampler

@@ -1,0 +1,83 @@
+"""What an operator can set."""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, SecretStr, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class GatewayConfig(BaseSettings):
+    """The Tinker API over HTTP, in front of trainers and samplers."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="GATEWAY_",
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        cli_kebab_case=True,
+        cli_prog_name="python -m gateway",
+    )
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Any other than a loopback address needs api_keys."""
+    port: int = Field(default=8000, ge=0, le=65535)
+    """Port to listen on."""
+    trainers: list[str] = ["127.0.0.1:8001"]
+    """gRPC addresses of the trainers, HOST:PORT; each serves the base models that it names."""
+    samplers: list[str] = ["127.0.0.1:8002"]
+    """gRPC addresses of the samplers, HOST:PORT; several may serve one base model."""
+    state_dir: Path = Path("state/gateway")
+    """Folder of the default database."""
+    database_url: str = ""
+    """SQLAlchemy URL with an async driver; empty means SQLite, in state_dir."""
+    api_keys: list[SecretStr] = []
+    """Keys that clients may use. They share everything. Empty: any key is accepted, on a loopback address only."""
+
+    max_body_bytes: int = Field(default=64 * 2**20, gt=0)
+    """Largest request body, also after decompression; a larger one is answered 413."""
+    thread_body_bytes: int = Field(default=256 * 2**10, gt=0)
+    """Bodies above this are decompressed and parsed in a thread, so that other requests go on."""
+    long_poll_s: float = Field(default=30.0, gt=0, le=40)
+    """How long retrieve_future waits before it answers try_again; the SDK itself gives up after 45 s."""
+    submit_timeout_s: float = Field(default=20.0, gt=0)
+    """How long a submission waits for the trainer's acknowledgement before it is answered 503."""
+    sample_timeout_s: float = Field(default=3600.0, gt=0)
+    """How long a sample may wait for a sampler that is unreachable or full before it fails."""
+    session_timeout_s: float = Field(default=1800.0, gt=0)
+    """A session without a heartbeat for so long is ended."""
+    reap_interval_s: float = Field(default=30.0, gt=0)
+    """How often ended sessions are released and expired checkpoints are deleted."""
+    max_num_samples: int = Field(default=1024, gt=0)
+    """Most sequences of one sample request."""
+    max_pending_samples: int = Field(default=4096, gt=0)
+    """Samples in work at once; above it asample is answered 429, on which the SDK slows down."""
+    max_pending_operations: int = Field(default=1024, gt=0)
+    """Training operations of one model in work at once; above it a submission is answered 429."""
+    result_cache_bytes: int = Field(default=256 * 2**20, gt=0)
+    """Memory for answers that can be asked for again; the least recently used ones go first."""
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    """Least severe level that is logged."""
+
+    @model_validator(mode="after")
+    def _keys_off_loopback(self) -> GatewayConfig:
+        if not self.api_keys and not _is_loopback(self.host):
+            raise ValueError(
+                f"host {self.host!r} can be reached from other machines, so api_keys must name at least one key "
+                "(GATEWAY_API_KEYS='[\"tml-...\"]'); without keys listen on 127.0.0.1"
+            )
+        return self
+
+    @property
+    def resolved_database_url(self) -> str:
+        return self.database_url or f"sqlite+aiosqlite:///{self.state_dir.absolute() / 'gateway.db'}"

@@ -1,0 +1,221 @@
+"""The public API's JSON <-> our protobuf. Pure functions; every refusal names the field and the value."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from gateway import schemas
+from gateway.tables import Checkpoint
+from tinsmith.rpc.errors import InvalidRequest, Unsupported
+from tinsmith.rpc.paths import SCHEME
+from tinsmith.v1 import sampler_pb2, trainer_pb2, types_pb2
+
+MIN_TTL_S = 3600
+MAX_TTL_S = 10 * 365 * 86400
+_SEED_MASK = 2**63 - 1
+_INT32 = np.iinfo(np.int32)
+_INT64 = np.iinfo(np.int64)
+_DTYPES = {
+    "int64": (types_pb2.DTYPE_INT64, np.dtype("<i8")),
+    "float32": (types_pb2.DTYPE_FLOAT32, np.dtype("<f4")),
+}
+
+
+def fold_seed(seed: int) -> int:
+    """Any integer as a non-negative one of 63 bits. Equal seeds stay equal; -1 becomes 2**63 - 1."""
+    return seed & _SEED_MASK
+
+
+def check_int32(value: int, *, field: str) -> int:
+    if not _INT32.min <= value <= _INT32.max:
+        raise InvalidRequest(f"{field}: {value} does not fit into 32 bits", field=field)
+    return value
+
+
+def check_ttl(ttl_seconds: int | None) -> int | None:
+    if ttl_seconds is not None and not MIN_TTL_S <= ttl_seconds <= MAX_TTL_S:
+        raise InvalidRequest(
+            f"ttl_seconds: {ttl_seconds} is outside {MIN_TTL_S} (one hour) .. {MAX_TTL_S} (ten years)",
+            field="ttl_seconds",
+        )
+    return ttl_seconds
+
+
+def lora_config(config: schemas.LoraConfig) -> types_pb2.LoraConfig:
+    return types_pb2.LoraConfig(
+        rank=check_int32(config.rank, field="lora_config.rank"),
+        seed=None if config.seed is None else fold_seed(config.seed),
+        train_unembed=config.train_unembed,
+        train_mlp=config.train_mlp,
+        train_attn=config.train_attn,
+    )
+
+
+def optim_step(body: schemas.OptimStep) -> trainer_pb2.OptimStepRequest:
+    if body.optimizer_params is not None:
+        kind = body.optimizer_params.get("type")
+        raise Unsupported(f"optimizer_params: type {kind!r} is not supported here; send adam_params")
+    if body.adam_params is None:
+        raise InvalidRequest("adam_params: is missing", field="adam_params")
+    return trainer_pb2.OptimStepRequest(
+        model_id=body.model_id,
+        seq_id=body.seq_id,
+        adam_params=trainer_pb2.AdamParams(**body.adam_params.model_dump()),
+    )
+
+
+# Samples
+
+
+def _int32_bytes(values: Sequence[Any], *, field: str) -> bytes:
+    for index, value in enumerate(values):
+        if type(value) is not int or not _INT32.min <= value <= _INT32.max:
+            raise InvalidRequest(f"{field}[{index}]: {value!r} is not a token id", field=field)
+    return np.array(values, np.dtype("<i4")).tobytes()
+
+
+def _base64(value: Any, *, field: str) -> bytes:
+    try:
+        return base64.b64decode(value, validate=True)
+    except (binascii.Error, TypeError, ValueError):
+        raise InvalidRequest(f"{field}: {repr(value)[:100]} is not base64", field=field) from None
+
+
+def chunk(value: dict[str, Any], *, field: str) -> types_pb2.Chunk:
+    """One piece of a prompt."""
+    match value.get("type"):
+        case "encoded_text":
+            tokens = value.get("tokens")
+            if not isinstance(tokens, list):
+                raise InvalidRequest(f"{field}.tokens: {repr(tokens)[:100]} is not a list of token ids", field=field)
+            data = _int32_bytes(tokens, field=f"{field}.tokens")
+            return types_pb2.Chunk(encoded_text=types_pb2.EncodedText(tokens=data))
+        case "image":
+            expected = value.get("expected_tokens")
+            if expected is not None and type(expected) is not int:
+                raise InvalidRequest(f"{field}.expected_tokens: {expected!r} is not a number of tokens", field=field)
+            image = types_pb2.Image(
+                data=_base64(value.get("data"), field=f"{field}.data"),
+                format=str(value.get("format")),
+                expected_tokens=expected
+                if expected is None
+                else check_int32(expected, field=f"{field}.expected_tokens"),
+            )
+            return types_pb2.Chunk(image=image)
+        case "dmel":
+            return types_pb2.Chunk(dmel=types_pb2.Dmel(dmel=_base64(value.get("dmel"), field=f"{field}.dmel")))
+        case kind:
+            raise Unsupported(f"{field}.type: {kind!r} is not supported here; use encoded_text")
+
+
+def tensor(value: schemas.TensorData, *, field: str) -> types_pb2.Tensor:
+    """A dense or CSR tensor; its shape is checked by who computes with it."""
+    number, dtype = _DTYPES[value.dtype]
+    sparse = (value.sparse_crow_indices, value.sparse_col_indices)
+    if (sparse[0] is None) != (sparse[1] is None):
+        raise InvalidRequest(f"{field}: sparse_crow_indices and sparse_col_indices go together", field=field)
+    data = _number_bytes(value.data, dtype, field=f"{field}.data")
+    shape = [_int64(size, field=f"{field}.shape") for size in value.shape or []]
+    if sparse[0] is None or sparse[1] is None:
+        return types_pb2.Tensor(dense=data, dtype=number, shape=shape)
+    csr = types_pb2.SparseCsr(
+        values=data,
+        crow_indices=_number_bytes(sparse[0], _DTYPES["int64"][1], field=f"{field}.sparse_crow_indices"),
+        col_indices=_number_bytes(sparse[1], _DTYPES["int64"][1], field=f"{field}.sparse_col_indices"),
+    )
+    return types_pb2.Tensor(sparse_csr=csr, dtype=number, shape=shape)
+
+
+def _int64(value: int, *, field: str) -> int:
+    if not _INT64.min <= value <= _INT64.max:
+        raise InvalidRequest(f"{field}: {value} does not fit into 64 bits", field=field)
+    return value
+
+
+def _number_bytes(values: Sequence[float], dtype: np.dtype[Any], *, field: str) -> bytes:
+    if dtype.kind == "i":
+        for value in values:
+            if not isinstance(value, int):
+                raise InvalidRequest(f"{field}: {value!r} is not an integer", field=field)
+            _int64(value, field=field)
+    return np.array(values, dtype).tobytes()
+
+
+def stop_condition(stop: str | Sequence[str] | Sequence[int] | None) -> sampler_pb2.StopCondition | None:
+    """Absent: the model's own end. [] stops nothing. Text, texts or token ids: these."""
+    if stop is None:
+        return None
+    if isinstance(stop, str):
+        return sampler_pb2.StopCondition(strings=[stop])
+    return sampler_pb2.StopCondition(
+        strings=[item for item in stop if isinstance(item, str)],
+        token_ids=[check_int32(item, field="sampling_params.stop") for item in stop if isinstance(item, int)],
+    )
+
+
+def sampling_params(params: schemas.SamplingParams) -> sampler_pb2.SamplingParams:
+    max_tokens = params.max_tokens
+    return sampler_pb2.SamplingParams(
+        max_tokens=None if max_tokens is None else check_int32(max_tokens, field="sampling_params.max_tokens"),
+        seed=None if params.seed is None else fold_seed(params.seed),
+        temperature=params.temperature,
+        top_k=check_int32(params.top_k, field="sampling_params.top_k"),
+        top_p=params.top_p,
+        stop=stop_condition(params.stop),
+    )
+
+
+def sample_request(body: schemas.Sample, *, version_id: str, sequence_ids: Sequence[str]) -> sampler_pb2.SampleRequest:
+    """Everything that the client set. What the sampler cannot do, it refuses."""
+    for field in ("base_model", "model_path"):
+        if getattr(body, field) is not None:
+            raise Unsupported(f"{field}: a sample names its weights by sampling_session_id only")
+    last_n = body.prompt_logprobs_last_n
+    target = body.target_prompt_logprobs
+    counts = {
+        field: check_int32(getattr(body, field), field=field)
+        for field in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k")
+    }
+    return sampler_pb2.SampleRequest(
+        version_id=version_id,
+        prompt=[chunk(value, field=f"prompt.chunks[{i}]") for i, value in enumerate(body.prompt.chunks)],
+        num_samples=body.num_samples,
+        sampling_params=sampling_params(body.sampling_params),
+        prompt_logprobs=bool(body.prompt_logprobs),
+        prompt_logprobs_last_n=None if last_n is None else check_int32(last_n, field="prompt_logprobs_last_n"),
+        target_prompt_logprobs=None if target is None else tensor(target, field="target_prompt_logprobs"),
+        sequence_ids=sequence_ids,
+        record_stability_info=bool(body.record_stability_info),
+        **counts,
+    )
+
+
+# Checkpoints
+
+
+def checkpoint_row(info: types_pb2.CheckpointInfo, *, owner: str) -> Checkpoint:
+    run_id, kind, _ = info.location.split("/")
+    return Checkpoint(
+        path=f"{SCHEME}{info.location}",
+        location=info.location,
+        run_id=run_id,
+        kind=kind,
+        owner=owner,
+        base_model=info.base_model,
+        version_id=info.version_id,
+        lora_rank=info.lora_config.rank,
+        train_unembed=info.lora_config.train_unembed,
+        train_mlp=info.lora_config.train_mlp,
+        train_attn=info.lora_config.train_attn,
+        has_optimizer=info.has_optimizer,
+        step=info.step,
+        size_bytes=info.size_bytes,
+        created_at=info.created_at,
+        expires_at=info.created_at + info.ttl_seconds if info.HasField("ttl_seconds") else None,
+        user_metadata=dict(info.user_metadata),
+    )

@@ -1,0 +1,70 @@
+"""Errors that are answered at once: HTTP status and {"detail": ...}.
+
+409 is never used: the SDK takes it for a reason to send the same again, for five minutes.
+"""
+
+from __future__ import annotations
+
+import orjson
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tinsmith.rpc.errors import (
+    AlreadyExists,
+    InvalidRequest,
+    NotFound,
+    NotReady,
+    OutOfCapacity,
+    ServiceError,
+)
+
+
+def json_response(content: object, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(content), status_code=status, headers=headers, media_type="application/json")
+
+
+def detail(status: int, text: str, *, headers: dict[str, str] | None = None) -> Response:
+    return json_response({"detail": text}, status=status, headers=headers)
+
+
+def _status(error: ServiceError) -> int:
+    match error:
+        case NotFound():
+            return 404
+        case AlreadyExists():
+            return 422
+        case OutOfCapacity():
+            return 429
+        case NotReady():
+            return 503
+    return 400 if error.category == "user" else 500
+
+
+async def service_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ServiceError)
+    status = _status(error)
+    return detail(status, error.message, headers={"Retry-After": "1"} if status in (429, 503) else None)
+
+
+async def http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    text = error.detail
+    if error.status_code == 404 and text == "Not Found":
+        text = f"this server has no {request.method} {request.url.path}"
+    elif error.status_code == 405:
+        text = f"{request.url.path} does not answer {request.method}"
+    return detail(error.status_code, text, headers=dict(error.headers or {}))
+
+
+async def internal_error(request: Request, error: Exception) -> Response:
+    return detail(500, "internal error of the gateway; its log has the cause")
+
+
+def invalid(error: ValidationError) -> InvalidRequest:
+    """Names the first field that is wrong, its value, and what would be right."""
+    first = error.errors(include_url=False)[0]
+    field = ".".join(str(part) for part in first["loc"])
+    value = "" if first["type"] == "missing" else f", not {repr(first['input'])[:100]}"
+    return InvalidRequest(f"{field}: {first['msg']}{value}", field=field)

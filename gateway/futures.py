@@ -1,0 +1,203 @@
+"""request_id -> the work in progress, then its answer.
+
+An answer can be asked for again. Answers are kept in memory up to a number of bytes; those of training operations can
+be read from the trainer's journal after that, those of samples are gone, on which the SDK samples again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+
+import orjson
+
+from gateway.metrics import Metrics
+from tinsmith.rpc import logs
+from tinsmith.rpc.errors import ServiceError
+
+logger = logging.getLogger(__name__)
+
+JSON = "application/json"
+PROTOBUF = "application/x-protobuf"
+_OVERHEAD_BYTES = 1024
+"""What an answer costs beside its body."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What retrieve_future sends."""
+
+    body: bytes
+    media_type: str = JSON
+
+
+def failed(error: ServiceError) -> Answer:
+    return Answer(orjson.dumps({"error": error.message, "category": error.category}))
+
+
+class Gone(Exception):
+    """There is no such work: it was never accepted, or nobody knows it any more."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a future waits for, in words for the user."""
+
+    state: str = "active"
+    reason: str = "the request is on its way"
+
+    def active(self, reason: str) -> None:
+        self.state, self.reason = "active", reason
+
+    def paused(self, reason: str) -> None:
+        self.state, self.reason = "paused_capacity", reason
+
+
+@dataclass(slots=True)
+class Pending:
+    """Work in progress."""
+
+    request_id: str
+    kind: str
+    group: str
+    """Model or sampling session."""
+    fingerprint: str | None
+    """Hash of the request; None when only the request id is known."""
+    progress: Progress = field(default_factory=Progress)
+    accepted: asyncio.Future[None] | None = None
+    """Done once a receipt may be given; None when it may at once."""
+    started_at: float = field(default_factory=time.monotonic)
+    task: asyncio.Task[None] | None = None
+    answer: Answer | None = None
+    waiters: set[asyncio.Future[None]] = field(default_factory=set)
+
+    def wake(self) -> None:
+        for waiter in self.waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+
+class Futures:
+    def __init__(self, *, cache_bytes: int, metrics: Metrics) -> None:
+        self._cache_bytes = cache_bytes
+        self._metrics = metrics
+        self._pending: dict[str, Pending] = {}
+        self._num_pending: Counter[str] = Counter()  # by kind and by group
+        self._answers: OrderedDict[str, tuple[str | None, Answer]] = OrderedDict()
+        self._num_bytes = 0
+        self._closing = False
+
+    def num_pending(self, kind_or_group: str) -> int:
+        return self._num_pending[kind_or_group]
+
+    def pending(self, request_id: str) -> Pending | None:
+        return self._pending.get(request_id)
+
+    def fingerprint(self, request_id: str) -> str | None:
+        """Hash of the request behind this id; None when it is not known here."""
+        if (pending := self._pending.get(request_id)) is not None:
+            return pending.fingerprint
+        return self._answers[request_id][0] if request_id in self._answers else None
+
+    def fail(self, request_id: str, error: ServiceError, *, fingerprint: str) -> None:
+        """A future that has failed already; an answer that is there stays."""
+        if request_id not in self._answers:
+            self._keep(request_id, fingerprint, failed(error))
+
+    def start(self, pending: Pending, work: Coroutine[None, None, Answer]) -> None:
+        """Runs the work. It takes the place of other work for the same id, whose own waiters still get its answer."""
+        self._pending[pending.request_id] = pending
+        self._num_pending.update((pending.kind, pending.group))
+        self._metrics.pending_futures.labels(kind=pending.kind).inc()
+        pending.task = asyncio.create_task(self._run(pending, work))
+
+    async def _run(self, pending: Pending, work: Coroutine[None, None, Answer]) -> None:
+        logs.request_id.set(pending.request_id)
+        outcome = "dropped"
+        try:
+            pending.answer, outcome = await work, "ok"
+        except Gone:
+            pass
+        except ServiceError as error:
+            pending.answer, outcome = failed(error), error.category
+            logger.info("%s failed (%s): %s", pending.kind, error.category, error.message)
+        except Exception:
+            logger.exception("%s failed", pending.kind)
+            pending.answer = failed(ServiceError("internal error of the gateway; its log has the cause"))
+            outcome = "server"
+        finally:
+            seconds = time.monotonic() - pending.started_at
+            self._count_down(pending.kind)
+            self._count_down(pending.group)
+            self._metrics.pending_futures.labels(kind=pending.kind).dec()
+            self._metrics.future_seconds.labels(kind=pending.kind, outcome=outcome).observe(seconds)
+            if self._pending.get(pending.request_id) is pending:
+                del self._pending[pending.request_id]
+            if pending.answer is not None:
+                self._keep(pending.request_id, pending.fingerprint, pending.answer)
+            pending.wake()
+        logger.info("%s: %s after %.3f s", pending.kind, outcome, seconds)
+
+    def _count_down(self, kind_or_group: str) -> None:
+        self._num_pending[kind_or_group] -= 1
+        if not self._num_pending[kind_or_group]:
+            del self._num_pending[kind_or_group]
+
+    def _keep(self, request_id: str, fingerprint: str | None, answer: Answer) -> None:
+        if (old := self._answers.pop(request_id, None)) is not None:
+            self._num_bytes -= len(old[1].body) + _OVERHEAD_BYTES
+            fingerprint = fingerprint or old[0]
+        self._answers[request_id] = (fingerprint, answer)
+        self._num_bytes += len(answer.body) + _OVERHEAD_BYTES
+        while self._num_bytes > self._cache_bytes and len(self._answers) > 1:
+            _, (_, evicted) = self._answers.popitem(last=False)
+            self._num_bytes -= len(evicted.body) + _OVERHEAD_BYTES
+
+    async def poll(self, request_id: str, *, timeout_s: float) -> Answer | Progress:
+        """The answer, or what it waits for when it is not there in time. Raises Gone for an unknown id."""
+        if request_id in self._answers:
+            self._answers.move_to_end(request_id)
+            return self._answers[request_id][1]
+        if (pending := self._pending.get(request_id)) is None:
+            raise Gone
+        if not self._closing:
+            await self._wait(pending, timeout_s=timeout_s)
+        if pending.answer is not None:
+            return pending.answer
+        if pending.task is not None and pending.task.done():
+            raise Gone
+        return pending.progress
+
+    async def _wait(self, pending: Pending, *, timeout_s: float) -> None:
+        waiter = asyncio.get_running_loop().create_future()
+        pending.waiters.add(waiter)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await waiter
+        except TimeoutError:
+            pass
+        finally:
+            pending.waiters.discard(waiter)
+
+    def cancel(self, group_prefix: str, *, error: ServiceError) -> None:
+        """Fails what is in progress for models or sampling sessions whose id begins so."""
+        for pending in [pending for pending in self._pending.values() if pending.group.startswith(group_prefix)]:
+            pending.answer = failed(error)
+            if pending.task is not None:
+                pending.task.cancel()
+
+    def end_polls(self) -> None:
+        """Answers all long polls with try_again now, and new ones at once: the gateway is going down."""
+        self._closing = True
+        for pending in self._pending.values():
+            pending.wake()
+
+    async def close(self) -> None:
+        tasks = [pending.task for pending in self._pending.values() if pending.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

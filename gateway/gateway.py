@@ -1,0 +1,69 @@
+"""The gateway's parts, and how they start and stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import cast
+
+from starlette.requests import Request
+
+from gateway.checkpoints import Checkpoints
+from gateway.clients import Clients
+from gateway.config import GatewayConfig
+from gateway.futures import Futures
+from gateway.metrics import Metrics
+from gateway.operations import Operations
+from gateway.reaper import Reaper
+from gateway.results import Results
+from gateway.samples import Samples
+from gateway.store import Store
+
+
+class Gateway:
+    def __init__(self, config: GatewayConfig) -> None:
+        self.config = config
+        self.metrics = Metrics()
+        self.store = Store(config.resolved_database_url)
+        self.clients = Clients(trainers=config.trainers, samplers=config.samplers)
+        self.futures = Futures(cache_bytes=config.result_cache_bytes, metrics=self.metrics)
+        self.checkpoints = Checkpoints(self.store, self.clients)
+        self.operations = Operations(
+            config,
+            clients=self.clients,
+            futures=self.futures,
+            results=Results(self.store),
+            store=self.store,
+            metrics=self.metrics,
+        )
+        self.samples = Samples(config, clients=self.clients, futures=self.futures, metrics=self.metrics)
+        self.reaper = Reaper(
+            config, store=self.store, clients=self.clients, futures=self.futures, checkpoints=self.checkpoints
+        )
+        self._reaping: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        if not self.config.database_url:
+            self.config.state_dir.mkdir(parents=True, exist_ok=True)
+        await self.store.migrate()
+        self.clients.start()
+        self._reaping = asyncio.create_task(self.reaper.run())
+
+    async def stop(self) -> None:
+        """Accepted operations go on in the trainer; samples in work are lost, and the SDK submits them again."""
+        if self._reaping is not None:
+            self._reaping.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._reaping
+        await self.futures.close()
+        await self.clients.close()
+        await self.store.close()
+
+
+def gateway_of(request: Request) -> Gateway:
+    return cast(Gateway, request.app.state.gateway)
+
+
+def owner_of(request: Request) -> str:
+    """Who the API key belongs to."""
+    return cast(str, request.state.owner)

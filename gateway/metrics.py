@@ -1,0 +1,47 @@
+"""What /metrics shows."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from tinsmith.rpc.metrics import LATENCY_BUCKETS_S, new_registry
+
+
+class Metrics:
+    def __init__(self) -> None:
+        self.registry = new_registry()
+        self.requests = Counter(
+            "gateway_requests_total", "HTTP requests.", ["method", "route", "status"], registry=self.registry
+        )
+        self.request_seconds = Histogram(
+            "gateway_request_seconds",
+            "Time until an HTTP request was answered; long polls included.",
+            ["route"],
+            buckets=LATENCY_BUCKETS_S,
+            registry=self.registry,
+        )
+        self.accept_seconds = Histogram(
+            "gateway_accept_seconds",
+            "Time until the trainer had a submission in its journal.",
+            buckets=LATENCY_BUCKETS_S,
+            registry=self.registry,
+        )
+        self.future_seconds = Histogram(
+            "gateway_future_seconds",
+            "Time from submission to answer: queue and work.",
+            ["kind", "outcome"],
+            buckets=LATENCY_BUCKETS_S,
+            registry=self.registry,
+        )
+        self.pending_futures = Gauge(
+            "gateway_pending_futures", "Submissions without an answer.", ["kind"], registry=self.registry
+        )
+        self.trained_tokens = Counter(
+            "gateway_trained_tokens_total",
+            "Tokens of the model inputs of finished forward_backward requests.",
+            registry=self.registry,
+        )
+        self.prompt_tokens = Counter(
+            "gateway_prompt_tokens_total", "Prompt tokens of finished samples.", registry=self.registry
+        )
+        self.sampled_tokens = Counter("gateway_sampled_tokens_total", "Tokens sampled.", registry=self.registry)

@@ -1,0 +1,264 @@
+"""Training operations, from submission to answer.
+
+A submission is a call to the trainer. Its initial metadata says that the operation is in the trainer's journal: only
+then is the client given a receipt. What happens to the connection after that is no concern of the client: the answer is
+fetched with WaitResult as soon as the trainer is back, also by a gateway that was started in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+
+from gateway.clients import Clients, is_lost
+from gateway.config import GatewayConfig
+from gateway.futures import Answer, Futures, Gone, Pending, Progress
+from gateway.metrics import Metrics
+from gateway.results import Results
+from gateway.store import Store
+from gateway.tables import Operation
+from tinsmith.rpc.errors import (
+    InvalidRequest,
+    NotReady,
+    OutOfCapacity,
+    ResultNotFound,
+    SequenceConflict,
+    ServiceError,
+    from_rpc_error,
+)
+from tinsmith.v1 import trainer_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+_SELF_EXPLAINING = ("forward_backward", "optim_step")
+"""Endpoints whose answer needs nothing but the trainer's reply."""
+MAX_SEQ_ID = 2**31 - 1
+_REQUEST_ID = re.compile(r"(.+:train:\d+):(\d+)")
+
+
+def request_id_of(model_id: str, seq_id: int) -> str:
+    return f"{model_id}:{seq_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """One training operation as the client sent it."""
+
+    kind: str
+    """Endpoint."""
+    model_id: str
+    seq_id: int
+    base_model: str
+    rpc: str
+    body: bytes
+    """The RPC's request."""
+    fingerprint: str
+    path: str | None = None
+    """Tinker path that it loads or saves."""
+    sampling_session_id: str | None = None
+    """Set for an ephemeral save."""
+    num_tokens: int = 0
+    """Tokens that it trains on."""
+    error: ServiceError | None = None
+    """Why the gateway refuses it. The trainer is still told, because the number is used up: see refusal_body."""
+
+    @property
+    def request_id(self) -> str:
+        return request_id_of(self.model_id, self.seq_id)
+
+
+def refusal_body(model_id: str, seq_id: int) -> bytes:
+    """An OptimStep without parameters. The trainer refuses it, and by that the operations after it may run."""
+    return pb.OptimStepRequest(model_id=model_id, seq_id=seq_id).SerializeToString()
+
+
+class Operations:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        *,
+        clients: Clients,
+        futures: Futures,
+        results: Results,
+        store: Store,
+        metrics: Metrics,
+    ) -> None:
+        self._config = config
+        self._clients = clients
+        self._futures = futures
+        self._results = results
+        self._store = store
+        self._metrics = metrics
+
+    async def submit(self, submission: Submission) -> None:
+        """Returns once the trainer has it in its journal, or has refused it for good: a receipt may be given.
+
+        Raises NotReady when the trainer cannot be reached, OutOfCapacity when the model has too much in work, and
+        SequenceConflict when another request has taken the number. There is no receipt then.
+        """
+        request_id = submission.request_id
+        known = self._futures.fingerprint(request_id)
+        if known is not None and known != submission.fingerprint:
+            raise _conflict(submission)
+        pending = self._futures.pending(request_id)
+        if known is None:
+            if self._futures.num_pending(submission.model_id) >= self._config.max_pending_operations:
+                raise OutOfCapacity(
+                    f"model {submission.model_id} has {self._config.max_pending_operations} operations in work, "
+                    "which is max_pending_operations; wait for some of them"
+                )
+            pending = Pending(
+                request_id, submission.kind, submission.model_id, submission.fingerprint, accepted=asyncio.Future()
+            )
+            self._futures.start(pending, self._run(submission, pending))
+        if pending is not None and pending.accepted is not None:
+            await asyncio.shield(pending.accepted)
+
+    async def _run(self, submission: Submission, pending: Pending) -> Answer:
+        accepted = pending.accepted
+        assert accepted is not None
+        try:
+            if submission.kind not in _SELF_EXPLAINING or submission.error is not None:
+                await self._remember(submission)
+            call = await self._accept(submission)
+        except (NotReady, SequenceConflict) as error:
+            accepted.set_exception(error)
+            raise Gone from error
+        except asyncio.CancelledError:
+            accepted.set_exception(NotReady("the gateway is going down"))
+            raise
+        except ServiceError:  # the trainer does not exist: a failed future
+            accepted.set_result(None)
+            raise
+        self._metrics.accept_seconds.observe(time.monotonic() - pending.started_at)
+        accepted.set_result(None)
+        pending.progress.active("the trainer is working on it")
+        try:
+            reply = await self._reply(submission, call, progress=pending.progress)
+        except ServiceError as error:
+            raise submission.error or error from error
+        if submission.error is not None:
+            raise submission.error
+        self._metrics.trained_tokens.inc(submission.num_tokens)
+        return await self._results.answer(submission.request_id, submission.model_id, reply)
+
+    async def _remember(self, submission: Submission) -> None:
+        await self._store.add_operation(
+            Operation(
+                request_id=submission.request_id,
+                model_id=submission.model_id,
+                kind=submission.kind,
+                path=submission.path,
+                sampling_session_id=submission.sampling_session_id,
+                error=submission.error.message if submission.error is not None else None,
+                fingerprint=submission.fingerprint,
+                created_at=time.time(),
+            )
+        )
+
+    async def _accept(self, submission: Submission) -> Any:
+        """The call, once it is acknowledged or has ended in a way that a repeat would not change."""
+        lost = NotReady("the trainer did not acknowledge the operation in time; send it again")
+        try:
+            async with asyncio.timeout(self._config.submit_timeout_s):
+                trainer = await self._clients.trainer(submission.base_model)
+                while True:
+                    call = trainer.start(submission.rpc, submission.body, request_id=submission.request_id)
+                    try:
+                        await call.initial_metadata()
+                    except asyncio.CancelledError:
+                        call.cancel()
+                        raise
+                    if not call.done():
+                        return call
+                    error = await _error(call)
+                    if isinstance(error, SequenceConflict):
+                        raise _conflict(submission) from error
+                    if not isinstance(error, NotReady):
+                        return call
+                    lost = error
+                    await asyncio.sleep(0.2)
+        except TimeoutError:
+            raise lost from None
+
+    async def _reply(self, submission: Submission, call: Any, *, progress: Progress) -> Any:
+        """The trainer's reply message."""
+        try:
+            async for reply in call:
+                return reply
+            raise ServiceError(f"the trainer ended {submission.rpc} without a reply")
+        except grpc.aio.AioRpcError as error:
+            if not is_lost(error):
+                raise from_rpc_error(error) from error
+        progress.paused("the trainer is unreachable; it goes on from its journal when it is back")
+        try:
+            return await self._wait_result(
+                submission.base_model, submission.model_id, submission.seq_id, progress=progress
+            )
+        except ResultNotFound as error:
+            raise ServiceError(f"the trainer has lost {submission.request_id}: {error.message}") from error
+        finally:
+            call.cancel()
+
+    async def _wait_result(self, base_model: str, model_id: str, seq_id: int, *, progress: Progress) -> Any:
+        """The reply of an operation that the trainer has accepted before. Raises ResultNotFound when it has not."""
+        request = pb.WaitResultRequest(model_id=model_id, seq_id=seq_id)
+        pause_s = 0.1
+        while True:
+            trainer = await self._clients.trainer(base_model)
+            try:
+                found = await trainer.stub.WaitResult(request, wait_for_ready=True)
+            except grpc.aio.AioRpcError as error:
+                if not is_lost(error):
+                    raise from_rpc_error(error) from error
+                progress.paused("the trainer is unreachable; it goes on from its journal when it is back")
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, 2.0)
+                continue
+            return getattr(found, found.WhichOneof("result"))
+
+    async def attach(self, request_id: str) -> None:
+        """Makes a future for an operation that this process did not submit. Raises Gone when it cannot be one."""
+        match = _REQUEST_ID.fullmatch(request_id)
+        if match is None or int(match[2]) > MAX_SEQ_ID or (model := await self._store.model(match[1])) is None:
+            raise Gone
+        operation = await self._store.operation(request_id)
+        if self._futures.pending(request_id) is not None:
+            return  # a poll that came at the same time was faster
+        if operation is not None and operation.error is not None:
+            self._futures.fail(request_id, InvalidRequest(operation.error), fingerprint=operation.fingerprint)
+            return
+        pending = Pending(request_id, "attach", model.model_id, fingerprint=None)
+        pending.progress.active("the trainer is working on it")
+        self._futures.start(pending, self._attached(pending, model.base_model, int(match[2])))
+
+    async def _attached(self, pending: Pending, base_model: str, seq_id: int) -> Answer:
+        try:
+            reply = await self._wait_result(base_model, pending.group, seq_id, progress=pending.progress)
+        except ResultNotFound as error:
+            raise Gone from error
+        return await self._results.answer(pending.request_id, pending.group, reply)
+
+
+async def _error(call: Any) -> ServiceError | None:
+    """What a call that is done has failed with; None when it has not."""
+    try:
+        await call.wait_for_connection()
+    except grpc.aio.AioRpcError as error:
+        return NotReady(error.details() or "") if is_lost(error) else from_rpc_error(error)
+    return None
+
+
+def _conflict(submission: Submission) -> SequenceConflict:
+    return SequenceConflict(
+        f"seq_id {submission.seq_id} of model {submission.model_id} was used by another request before; "
+        f"this {submission.kind} has a different body and was not run. The first one keeps its result",
+        model_id=submission.model_id,
+        seq_id=submission.seq_id,
+    )

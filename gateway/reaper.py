@@ -1,0 +1,98 @@
+"""Ends sessions, frees what the trainer holds for ended ones, and deletes expired checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import grpc.aio
+
+from gateway.checkpoints import Checkpoints
+from gateway.clients import Clients
+from gateway.config import GatewayConfig
+from gateway.futures import Futures
+from gateway.store import Store
+from gateway.tables import Model
+from tinsmith.rpc.errors import FailedPrecondition, InvalidRequest, NotReady, ServiceError, from_rpc_error
+from tinsmith.v1 import trainer_pb2
+
+logger = logging.getLogger(__name__)
+
+EXPIRED = "expired"
+"""Reason of a session that was ended for want of heartbeats."""
+
+
+class Reaper:
+    def __init__(
+        self, config: GatewayConfig, *, store: Store, clients: Clients, futures: Futures, checkpoints: Checkpoints
+    ) -> None:
+        self._config = config
+        self._store = store
+        self._clients = clients
+        self._futures = futures
+        self._checkpoints = checkpoints
+        self._started_at = time.time()
+        self._wake = asyncio.Event()
+
+    async def end_session(self, session_id: str, *, reason: str, detail: str | None) -> None:
+        """The first end counts. Samples of the session end now; its models are freed once their work is done."""
+        if await self._store.end_session(session_id, reason=reason, detail=detail):
+            logger.info("session %s ended: %s", session_id, reason)
+            self._futures.cancel(f"{session_id}:sample:", error=FailedPrecondition(f"session {session_id} has ended"))
+            self._wake.set()
+
+    async def run(self) -> None:
+        """Reaps every reap_interval_s, and when a session ends."""
+        while True:
+            for step in (self._end_silent_sessions, self._release_models, self._delete_expired):
+                try:
+                    await step()
+                except Exception:
+                    logger.exception("a step of the reaper failed; it is tried again")
+            try:
+                async with asyncio.timeout(self._config.reap_interval_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+
+    async def _end_silent_sessions(self) -> None:
+        # While the gateway was down no heartbeat could arrive.
+        now = time.time()
+        if now - self._started_at < self._config.session_timeout_s:
+            return
+        for session_id in await self._store.silent_sessions(seen_before=now - self._config.session_timeout_s):
+            detail = f"no heartbeat for {self._config.session_timeout_s:g} s"
+            await self.end_session(session_id, reason=EXPIRED, detail=detail)
+
+    async def _release_models(self) -> None:
+        for model, session in await self._store.unreleased_models():
+            # close() may come while the last save waits for its turn. A gap in seq_id may hold it for ever, though.
+            overdue = session.end_reason == EXPIRED or time.time() > session.ended_at + self._config.session_timeout_s
+            if overdue or not self._futures.num_pending(model.model_id):
+                await self._release(model)
+
+    async def _release(self, model: Model) -> None:
+        try:
+            trainer = self._clients.find_trainer(model.base_model)
+            await trainer.stub.DeleteModel(trainer_pb2.DeleteModelRequest(model_id=model.model_id))
+        except InvalidRequest:
+            pass  # its base model is not served any more, or never was
+        except NotReady as error:
+            logger.warning("model %s cannot be freed now: %s", model.model_id, error.message)
+            return
+        except grpc.aio.AioRpcError as error:
+            logger.warning("model %s cannot be freed now: %s", model.model_id, from_rpc_error(error).message)
+            return
+        await self._store.release_model(model.model_id)
+        self._futures.cancel(model.model_id, error=FailedPrecondition(f"the session of {model.model_id} has ended"))
+
+    async def _delete_expired(self) -> None:
+        for checkpoint in await self._store.expired_checkpoints():
+            try:
+                await self._checkpoints.delete(checkpoint)
+            except ServiceError as error:
+                logger.warning("%s cannot be deleted now: %s", checkpoint.path, error.message)
+            else:
+                logger.info("%s has expired and was deleted", checkpoint.path)

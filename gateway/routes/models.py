@@ -1,0 +1,160 @@
+"""Making models, and what they are."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import grpc.aio
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gateway import convert, schemas
+from gateway.body import parse, read_json
+from gateway.errors import json_response
+from gateway.gateway import Gateway, gateway_of, owner_of
+from gateway.operations import Submission, request_id_of
+from gateway.submissions import Rpc, failed_receipt, fingerprint, receipt
+from gateway.tables import Model
+from tinsmith.rpc.errors import (
+    FailedPrecondition,
+    InvalidRequest,
+    ModelNotFound,
+    NotFound,
+    NotReady,
+    ServiceError,
+    Unsupported,
+    from_rpc_error,
+)
+from tinsmith.v1 import trainer_pb2
+
+
+async def check_session(gateway: Gateway, session_id: str) -> None:
+    """Raises NotFound for an unknown session and FailedPrecondition for an ended one."""
+    session = await gateway.store.session(session_id)
+    if session is None:
+        raise NotFound(f"session_id: there is no session {session_id!r}")
+    if session.ended_at is not None:
+        raise FailedPrecondition(f"session_id: session {session_id!r} has ended: {session.end_reason}")
+
+
+async def create_model(request: Request) -> Response:
+    gateway = gateway_of(request)
+    content, body = await read_json(request, gateway.config)
+
+    async def to_rpc(model_id: str) -> Rpc:
+        asked = parse(schemas.CreateModel, content)
+        message = trainer_pb2.CreateModelRequest(
+            model_id=model_id,
+            base_model=asked.base_model,
+            lora_config=convert.lora_config(asked.lora_config),
+            optimizer=asked.optimizer_config.type,
+            user_metadata=asked.user_metadata,
+        )
+        return Rpc("CreateModel", message)
+
+    return await _create(gateway, "create_model", content, body, to_rpc)
+
+
+async def create_from_checkpoint(request: Request) -> Response:
+    """load_weights with session_id: the new model's rank, flags and base model are those of the checkpoint."""
+    gateway = gateway_of(request)
+    content, body = await read_json(request, gateway.config)
+
+    async def to_rpc(model_id: str) -> Rpc:
+        asked = parse(schemas.LoadWeights, content)
+        if asked.weights_access_token is not None:
+            raise Unsupported("weights_access_token: is not supported here")
+        checkpoint = await gateway.checkpoints.find(asked.path, field="path", owner=owner_of(request))
+        base_model = asked.base_model or checkpoint.base_model
+        if not gateway.clients.are_same(base_model, checkpoint.base_model):
+            raise InvalidRequest(f"base_model: {base_model!r} is not that of {asked.path}, {checkpoint.base_model!r}")
+        message = trainer_pb2.CreateModelRequest(
+            model_id=model_id,
+            base_model=base_model,
+            optimizer=asked.optimizer_config.type if asked.optimizer_config is not None else "",
+            from_location=checkpoint.location,
+            load_optimizer=asked.optimizer,
+            user_metadata=asked.user_metadata,
+        )
+        return Rpc("CreateModel", message, path=checkpoint.path)
+
+    return await _create(gateway, "load_weights", content, body, to_rpc)
+
+
+async def _create(gateway: Gateway, kind: str, content: dict[str, Any], body: bytes, to_rpc: Any) -> Response:
+    ids = parse(schemas.NewModelIds, content)
+    await check_session(gateway, ids.session_id)
+    model_id = f"{ids.session_id}:train:{ids.model_seq_id}"
+    request_id = request_id_of(model_id, 0)
+    try:
+        rpc: Rpc = await to_rpc(model_id)
+        base_model = rpc.message.base_model  # type: ignore[attr-defined]  # it is a CreateModelRequest
+        gateway.clients.find_trainer(base_model)
+    except NotReady:
+        raise
+    except ServiceError as error:
+        return failed_receipt(gateway, request_id, model_id, error, body=body)
+    await gateway.store.add_model(
+        Model(
+            model_id=model_id,
+            session_id=ids.session_id,
+            base_model=base_model,
+            optimizer=rpc.message.optimizer or "adamw",  # type: ignore[attr-defined]
+            user_metadata=dict(rpc.message.user_metadata),  # type: ignore[attr-defined]
+            created_at=time.time(),
+        )
+    )
+    await gateway.operations.submit(
+        Submission(
+            kind=kind,
+            model_id=model_id,
+            seq_id=0,
+            base_model=base_model,
+            rpc=rpc.name,
+            body=rpc.body,
+            fingerprint=fingerprint(kind, rpc.body),
+            path=rpc.path,
+        )
+    )
+    return receipt(request_id, model_id)
+
+
+async def get_info(request: Request) -> Response:
+    gateway = gateway_of(request)
+    content, _ = await read_json(request, gateway.config)
+    model_id = parse(schemas.GetInfo, content).model_id
+    model = await gateway.store.model(model_id)
+    if model is None:
+        raise ModelNotFound(f"model_id: there is no model {model_id!r}")
+    trainer = gateway.clients.find_trainer(model.base_model)
+    rank = model.lora_rank
+    if rank is None:
+        try:
+            reply = await trainer.stub.GetModel(trainer_pb2.GetModelRequest(model_id=model_id))
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        rank = reply.model.lora_config.rank
+    is_path = model.base_model.startswith(("/", ".", "~"))
+    return json_response(
+        {
+            "type": "get_info",
+            "model_id": model_id,
+            "model_name": model.base_model,
+            "is_lora": True,
+            "lora_rank": rank,
+            "optimizer_config": {"type": model.optimizer},
+            "model_data": {
+                "arch": trainer.info.architecture if trainer.info is not None else None,
+                "model_name": model.base_model,
+                "tokenizer_id": None if is_path else model.base_model,
+            },
+        }
+    )
+
+
+routes = [
+    Route("/create_model", create_model, methods=["POST"]),
+    Route("/get_info", get_info, methods=["POST"]),
+]

@@ -1,0 +1,109 @@
+"""Sampling sessions and samples."""
+
+from __future__ import annotations
+
+import re
+import time
+from uuid import uuid4
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gateway import convert, schemas
+from gateway.body import parse, read_json
+from gateway.errors import json_response
+from gateway.gateway import Gateway, gateway_of, owner_of
+from gateway.routes.models import check_session
+from gateway.submissions import fingerprint
+from gateway.tables import SamplingSession
+from tinsmith.rpc.errors import InvalidRequest, NotFound, SequenceConflict, ServiceError
+
+_SAMPLING_SESSION_ID = re.compile(r"[^/\s]+:sample:\d+")
+
+
+async def create_sampling_session(request: Request) -> Response:
+    """The weights are loaded when they are first sampled."""
+    gateway = gateway_of(request)
+    content, _ = await read_json(request, gateway.config)
+    body = parse(schemas.CreateSamplingSession, content)
+    await check_session(gateway, body.session_id)
+    wanted = await _sampling_session(gateway, body, owner=owner_of(request))
+    made = await gateway.store.add_sampling_session(wanted)
+    if (made.base_model, made.model_path) != (wanted.base_model, wanted.model_path):
+        raise SequenceConflict(
+            f"sampling_session_seq_id: {made.sampling_session_id} samples from {made.model_path or made.base_model}"
+        )
+    return json_response({"type": "create_sampling_session", "sampling_session_id": made.sampling_session_id})
+
+
+async def _sampling_session(gateway: Gateway, body: schemas.CreateSamplingSession, *, owner: str) -> SamplingSession:
+    base_model, version_id, location = body.base_model, "", ""
+    if body.model_path is not None:
+        checkpoint = await gateway.checkpoints.find(body.model_path, field="model_path", owner=owner)
+        version_id, location = checkpoint.version_id, checkpoint.location
+        base_model = base_model or checkpoint.base_model
+        if not gateway.clients.are_same(base_model, checkpoint.base_model):
+            raise InvalidRequest(
+                f"base_model: {base_model!r} is not that of {body.model_path}, {checkpoint.base_model!r}"
+            )
+    if base_model is None:
+        raise InvalidRequest("base_model, model_path: send at least one of the two")
+    gateway.clients.check_sampled(base_model)
+    return SamplingSession(
+        sampling_session_id=f"{body.session_id}:sample:{body.sampling_session_seq_id}",
+        session_id=body.session_id,
+        base_model=base_model,
+        model_path=body.model_path,
+        version_id=version_id,
+        location=location,
+        created_at=time.time(),
+    )
+
+
+async def get_sampler(request: Request) -> Response:
+    sampler_id = request.path_params["sampling_session_id"]
+    row = await gateway_of(request).store.sampling_session(sampler_id)
+    if row is None:
+        raise HTTPException(404, f"there is no sampler {sampler_id!r}")
+    return json_response({"sampler_id": sampler_id, "base_model": row.base_model, "model_path": row.model_path})
+
+
+async def asample(request: Request) -> Response:
+    """Idempotent on sampling_session_id and seq_id."""
+    gateway = gateway_of(request)
+    gateway.samples.check_capacity()
+    content, raw = await read_json(request, gateway.config)
+    ids = parse(schemas.SampleIds, content)
+    well_formed = _SAMPLING_SESSION_ID.fullmatch(ids.sampling_session_id) is not None
+    request_id = f"{ids.sampling_session_id}:{ids.seq_id}" if well_formed else f"refused:{uuid4().hex}"
+    try:
+        session = await gateway.store.sampling_session(ids.sampling_session_id)
+        if session is None or not gateway.store.sampling_session_lives(ids.sampling_session_id):
+            what = "there is no" if session is None else "the session has ended of"
+            raise NotFound(f"sampling_session_id: {what} {ids.sampling_session_id!r}")
+        body = parse(schemas.Sample, content)
+        limit = gateway.config.max_num_samples
+        if body.num_samples > limit:
+            raise InvalidRequest(f"num_samples: {body.num_samples} is above this server's max_num_samples {limit}")
+        sequence_ids = [f"{request_id}:{i}" for i in range(body.num_samples)]
+        message = convert.sample_request(body, version_id=session.version_id, sequence_ids=sequence_ids)
+    except ServiceError as error:
+        mark = fingerprint(raw)
+        if gateway.futures.fingerprint(request_id) not in (None, mark):
+            what = f"{request_id} was used by another sample before; this one was not run ({error})"
+            raise SequenceConflict(what) from error
+        gateway.futures.fail(request_id, error, fingerprint=mark)
+        sequence_ids = []
+    else:
+        mark = fingerprint(message.SerializeToString(deterministic=True))
+        gateway.samples.submit(request_id, message, session=session, fingerprint=mark)
+    return json_response({"request_id": request_id, "model_id": None, "sample_sequence_ids": sequence_ids})
+
+
+routes = [
+    Route("/create_sampling_session", create_sampling_session, methods=["POST"]),
+    Route("/samplers/{sampling_session_id}", get_sampler),
+    Route("/asample", asample, methods=["POST"]),
+]

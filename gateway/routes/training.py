@@ -1,0 +1,42 @@
+"""Gradients and optimizer steps."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gateway import convert, schemas
+from gateway.body import parse, read_forward_backward
+from gateway.gateway import Gateway, gateway_of
+from gateway.submissions import Rpc, fingerprint, submit, submit_json
+
+
+async def forward_backward(request: Request) -> Response:
+    """The client's bytes are ours: the message is parsed to see that it is one, and for its ids."""
+    gateway = gateway_of(request)
+    message = await read_forward_backward(request, gateway.config)
+    ids = parse(schemas.OperationIds, {"model_id": message.model_id, "seq_id": message.seq_id})
+    num_tokens = sum(len(chunk.encoded_text.tokens) // 4 for datum in message.data for chunk in datum.model_input)
+    rpc = Rpc("ForwardBackward", message)
+    return await submit(
+        gateway,
+        kind="forward_backward",
+        ids=ids,
+        rpc=rpc,
+        mark=fingerprint("forward_backward", rpc.body),
+        num_tokens=num_tokens,
+    )
+
+
+async def optim_step(request: Request) -> Response:
+    async def to_rpc(gateway: Gateway, body: schemas.OptimStep) -> Rpc:
+        return Rpc("OptimStep", convert.optim_step(body))
+
+    return await submit_json(request, kind="optim_step", schema=schemas.OptimStep, convert=to_rpc)
+
+
+routes = [
+    Route("/forward_backward", forward_backward, methods=["POST"]),
+    Route("/optim_step", optim_step, methods=["POST"]),
+]

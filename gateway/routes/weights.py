@@ -1,0 +1,121 @@
+"""Saving, loading, and what a saved state is."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gateway import schemas
+from gateway.body import parse, read_json
+from gateway.convert import check_ttl
+from gateway.errors import json_response
+from gateway.gateway import Gateway, gateway_of, owner_of
+from gateway.routes.models import create_from_checkpoint
+from gateway.submissions import Rpc, submit_json
+from tinsmith.rpc.errors import InvalidRequest, Unsupported
+from tinsmith.rpc.paths import TinkerPath, check_name
+from tinsmith.v1 import trainer_pb2, types_pb2
+
+
+async def save_weights(request: Request) -> Response:
+    async def to_rpc(gateway: Gateway, body: schemas.SaveWeights) -> Rpc:
+        message = trainer_pb2.SaveCheckpointRequest(
+            model_id=body.model_id,
+            seq_id=body.seq_id,
+            kind=types_pb2.CHECKPOINT_KIND_TRAINING,
+            name=check_name(body.path, field="path"),
+            overwrite=body.overwrite,
+            ttl_seconds=check_ttl(body.ttl_seconds),
+            user_metadata=body.user_metadata,
+        )
+        return Rpc("SaveCheckpoint", message, path=str(TinkerPath(body.model_id, "weights", body.path)))
+
+    return await submit_json(request, kind="save_weights", schema=schemas.SaveWeights, convert=to_rpc)
+
+
+async def save_weights_for_sampler(request: Request) -> Response:
+    """Named, or ephemeral: then it makes a sampling session and has no path."""
+
+    async def to_rpc(gateway: Gateway, body: schemas.SaveWeightsForSampler) -> Rpc:
+        if body.kind == "inflight":
+            raise Unsupported("kind: 'inflight' is not supported here; use 'snapshot'")
+        message = trainer_pb2.SaveCheckpointRequest(
+            model_id=body.model_id,
+            seq_id=body.seq_id,
+            ttl_seconds=check_ttl(body.ttl_seconds),
+            user_metadata=body.user_metadata,
+        )
+        if (body.path is None) == (body.sampling_session_seq_id is None):
+            raise InvalidRequest("path, sampling_session_seq_id: send exactly one of the two")
+        if body.path is not None:
+            message.kind = types_pb2.CHECKPOINT_KIND_SAMPLER
+            message.name = check_name(body.path, field="path")
+            path = str(TinkerPath(body.model_id, "sampler_weights", body.path))
+            return Rpc("SaveCheckpoint", message, path=path)
+        message.kind = types_pb2.CHECKPOINT_KIND_EPHEMERAL
+        session_id = body.model_id.rpartition(":train:")[0]
+        sampling_session_id = f"{session_id}:sample:{body.sampling_session_seq_id}"
+        return Rpc("SaveCheckpoint", message, sampling_session_id=sampling_session_id)
+
+    return await submit_json(
+        request, kind="save_weights_for_sampler", schema=schemas.SaveWeightsForSampler, convert=to_rpc
+    )
+
+
+class _LoadInto(schemas.LoadWeights, schemas.OperationIds):
+    """The legacy form: into a model that exists."""
+
+
+async def load_weights(request: Request) -> Response:
+    """With session_id it creates the model from the checkpoint; with model_id it replaces that model's weights."""
+    owner = owner_of(request)
+
+    async def to_rpc(gateway: Gateway, body: _LoadInto) -> Rpc:
+        for field, value in (
+            ("weights_access_token", body.weights_access_token),
+            ("base_model", body.base_model),
+            ("user_metadata", body.user_metadata),
+            ("optimizer_config", body.optimizer_config),
+        ):
+            if value is not None:
+                raise Unsupported(f"{field}: cannot be set when weights are loaded into a model that exists")
+        checkpoint = await gateway.checkpoints.find(body.path, field="path", owner=owner)
+        message = trainer_pb2.LoadCheckpointRequest(
+            model_id=body.model_id,
+            seq_id=body.seq_id,
+            location=checkpoint.location,
+            load_optimizer=body.optimizer,
+        )
+        return Rpc("LoadCheckpoint", message, path=checkpoint.path)
+
+    content, _ = await read_json(request, gateway_of(request).config)
+    if content.get("session_id") is not None:
+        return await create_from_checkpoint(request)
+    return await submit_json(request, kind="load_weights", schema=_LoadInto, convert=to_rpc)
+
+
+async def weights_info(request: Request) -> Response:
+    gateway = gateway_of(request)
+    content, _ = await read_json(request, gateway.config)
+    path = parse(schemas.WeightsInfo, content).tinker_path
+    checkpoint = await gateway.checkpoints.find(path, field="tinker_path", owner=owner_of(request))
+    return json_response(
+        {
+            "base_model": checkpoint.base_model,
+            "is_lora": True,
+            "lora_rank": checkpoint.lora_rank,
+            "train_unembed": checkpoint.train_unembed,
+            "train_mlp": checkpoint.train_mlp,
+            "train_attn": checkpoint.train_attn,
+            "optimizer_config": {"type": "adamw"},
+        }
+    )
+
+
+routes = [
+    Route("/save_weights", save_weights, methods=["POST"]),
+    Route("/save_weights_for_sampler", save_weights_for_sampler, methods=["POST"]),
+    Route("/load_weights", load_weights, methods=["POST"]),
+    Route("/weights_info", weights_info, methods=["POST"]),
+]

@@ -1,0 +1,161 @@
+"""JSON bodies that clients send. Fields that the Tinker API does not know are ignored."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=(), frozen=True)
+
+
+class CreateSession(Body):
+    tags: list[str] = []
+    user_metadata: dict[str, Any] = {}
+    sdk_version: str | None = None
+    project_id: str | None = None
+    display_name: str | None = None
+
+
+class SessionHeartbeat(Body):
+    session_id: str
+
+
+class FinishReason(Body):
+    type: str
+
+
+class FinishSession(Body):
+    reason: FinishReason
+    detail: str | None = None
+
+
+class LoraConfig(Body):
+    rank: int
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class OptimizerConfig(Body):
+    type: str = "adamw"
+
+
+class NewModelIds(Body):
+    session_id: str
+    model_seq_id: int = Field(ge=0, lt=2**31)
+
+
+class CreateModel(NewModelIds):
+    base_model: str
+    lora_config: LoraConfig
+    user_metadata: dict[str, str] | None = None
+    optimizer_config: OptimizerConfig = OptimizerConfig()
+
+
+class OperationIds(Body):
+    model_id: str = Field(min_length=1, max_length=300)
+    seq_id: int = Field(ge=1, lt=2**31)
+
+
+class AdamParams(Body):
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class OptimStep(OperationIds):
+    adam_params: AdamParams | None = None
+    optimizer_params: dict[str, Any] | None = None
+
+
+class SaveWeights(OperationIds):
+    path: str
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+
+
+class SaveWeightsForSampler(OperationIds):
+    path: str | None = None
+    sampling_session_seq_id: int | None = Field(default=None, ge=0)
+    kind: Literal["snapshot", "inflight"] = "snapshot"
+    ttl_seconds: int | None = None
+    user_metadata: dict[str, str] | None = None
+
+
+class LoadWeights(Body):
+    """Both forms; the ids of either are checked before."""
+
+    path: str
+    optimizer: bool
+    base_model: str | None = None
+    user_metadata: dict[str, str] | None = None
+    optimizer_config: OptimizerConfig | None = None
+    weights_access_token: str | None = None
+
+
+class GetInfo(Body):
+    model_id: str
+
+
+class WeightsInfo(Body):
+    tinker_path: str
+
+
+class CreateSamplingSession(Body):
+    session_id: str
+    sampling_session_seq_id: int = Field(ge=0)
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class SampleIds(Body):
+    sampling_session_id: str = Field(min_length=1, max_length=300)
+    seq_id: int = Field(ge=0)
+
+
+class ModelInput(Body):
+    chunks: list[dict[str, Any]]
+
+
+class TensorData(Body):
+    data: list[int] | list[float]
+    dtype: Literal["int64", "float32"]
+    shape: list[int] | None = None
+    sparse_crow_indices: list[int] | None = None
+    sparse_col_indices: list[int] | None = None
+
+
+class SamplingParams(Body):
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | list[int] | None = None
+    temperature: float | None = None
+    top_k: int = -1
+    top_p: float | None = None
+
+
+class Sample(SampleIds):
+    num_samples: int = Field(default=1, ge=1)
+    prompt: ModelInput
+    sampling_params: SamplingParams
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    target_prompt_logprobs: TensorData | None = None
+    prompt_alt_tokens_k: int = 0
+    prompt_logprobs_last_n: int | None = None
+    record_stability_info: bool | None = None
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class RetrieveFuture(Body):
+    request_id: str

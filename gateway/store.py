@@ -1,0 +1,210 @@
+"""What exists, in SQL. Rows come out detached and are read only; every change is a method here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from alembic import command
+from alembic.config import Config
+from sqlalchemy import Connection, delete, event, select, update
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
+
+from gateway.tables import Base, Checkpoint, Model, Operation, SamplingSession, Session
+
+MIGRATIONS = Path(__file__).parent / "migrations"
+
+
+def _upgrade(connection: Connection) -> None:
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")
+
+
+class Store:
+    def __init__(self, url: str) -> None:
+        self._engine = create_async_engine(url)
+        self._new = async_sessionmaker(self._engine, expire_on_commit=False)
+        if self._engine.dialect.name == "sqlite":
+            event.listen(self._engine.sync_engine, "connect", _set_up_sqlite)
+        # Rows that never change while their session lives, so that a sample or a batch costs no query.
+        self._models: dict[str, Model] = {}
+        self._samplers: dict[str, SamplingSession] = {}
+
+    async def migrate(self) -> None:
+        """Brings the schema to head."""
+        async with self._engine.begin() as connection:
+            await connection.run_sync(_upgrade)
+
+    async def close(self) -> None:
+        await self._engine.dispose()
+
+    @asynccontextmanager
+    async def _begin(self) -> AsyncIterator[AsyncSession]:
+        async with self._new() as db, db.begin():
+            yield db
+
+    async def _add_once(self, row: Base) -> bool:
+        """False when a row with this key is there already."""
+        try:
+            async with self._begin() as db:
+                db.add(row)
+        except IntegrityError:
+            return False
+        return True
+
+    # Sessions
+
+    async def create_session(self, *, owner: str, idempotency_key: str | None, **facts: Any) -> Session:
+        """A new session; the one made before when the same owner repeats the key."""
+        now = time.time()
+        session = Session(
+            session_id=uuid4().hex,
+            owner=owner,
+            idempotency_key=idempotency_key,
+            created_at=now,
+            last_seen_at=now,
+            **facts,
+        )
+        if await self._add_once(session):
+            return session
+        query = select(Session).where(Session.owner == owner, Session.idempotency_key == idempotency_key)
+        async with self._begin() as db:
+            return (await db.scalars(query)).one()
+
+    async def session(self, session_id: str) -> Session | None:
+        async with self._begin() as db:
+            return await db.get(Session, session_id)
+
+    async def heartbeat(self, session_id: str) -> bool:
+        """True when the session lives."""
+        live = update(Session).where(Session.session_id == session_id, Session.ended_at.is_(None))
+        async with self._begin() as db:
+            result = await db.execute(live.values(last_seen_at=time.time()))
+            return result.rowcount > 0  # type: ignore[attr-defined]  # an UPDATE gives a CursorResult
+
+    async def end_session(self, session_id: str, *, reason: str, detail: str | None) -> bool:
+        """True for the first end; a later one changes nothing."""
+        live = update(Session).where(Session.session_id == session_id, Session.ended_at.is_(None))
+        async with self._begin() as db:
+            result = await db.execute(live.values(ended_at=time.time(), end_reason=reason, end_detail=detail))
+            ended = result.rowcount > 0  # type: ignore[attr-defined]
+        self._models = {key: row for key, row in self._models.items() if row.session_id != session_id}
+        self._samplers = {key: row for key, row in self._samplers.items() if row.session_id != session_id}
+        return ended
+
+    async def silent_sessions(self, *, seen_before: float) -> list[str]:
+        query = select(Session.session_id).where(Session.ended_at.is_(None), Session.last_seen_at < seen_before)
+        async with self._begin() as db:
+            return list(await db.scalars(query))
+
+    # Models
+
+    async def add_model(self, model: Model) -> None:
+        """Adds it; a repeat changes nothing."""
+        await self._add_once(model)
+
+    async def model(self, model_id: str) -> Model | None:
+        """The model, also one of an ended session until it is released."""
+        if model_id in self._models:
+            return self._models[model_id]
+        async with self._begin() as db:
+            row = await db.get(Model, model_id)
+            live = row is not None and await self._lives(db, row.session_id)
+        if row is not None and live:
+            self._models[model_id] = row
+        return row
+
+    async def complete_model(self, model_id: str, **facts: Any) -> None:
+        async with self._begin() as db:
+            await db.execute(update(Model).where(Model.model_id == model_id).values(**facts))
+        self._models.pop(model_id, None)
+
+    async def unreleased_models(self) -> list[tuple[Model, Session]]:
+        """Models of ended sessions that the trainer still holds."""
+        query = select(Model, Session).join(Session).where(Session.ended_at.is_not(None), Model.released_at.is_(None))
+        async with self._begin() as db:
+            return [(model, session) for model, session in await db.execute(query)]
+
+    async def release_model(self, model_id: str) -> None:
+        """The trainer has freed it; what was kept to finish its operations goes too."""
+        async with self._begin() as db:
+            await db.execute(update(Model).where(Model.model_id == model_id).values(released_at=time.time()))
+            await db.execute(delete(Operation).where(Operation.model_id == model_id))
+
+    # Sampling sessions
+
+    async def add_sampling_session(self, row: SamplingSession) -> SamplingSession:
+        """Adds it and returns it; the first one when it is a repeat."""
+        if await self._add_once(row):
+            return row
+        async with self._begin() as db:
+            return await db.get_one(SamplingSession, row.sampling_session_id)
+
+    async def sampling_session(self, sampling_session_id: str) -> SamplingSession | None:
+        """None when it is unknown."""
+        if sampling_session_id in self._samplers:
+            return self._samplers[sampling_session_id]
+        async with self._begin() as db:
+            row = await db.get(SamplingSession, sampling_session_id)
+            live = row is not None and await self._lives(db, row.session_id)
+        if row is not None and live:
+            self._samplers[sampling_session_id] = row
+        return row
+
+    async def session_lives(self, session_id: str) -> bool:
+        async with self._begin() as db:
+            return await self._lives(db, session_id)
+
+    def sampling_session_lives(self, sampling_session_id: str) -> bool:
+        """After sampling_session: only those of live sessions are kept in memory."""
+        return sampling_session_id in self._samplers
+
+    @staticmethod
+    async def _lives(db: AsyncSession, session_id: str) -> bool:
+        query = select(Session.session_id).where(Session.session_id == session_id, Session.ended_at.is_(None))
+        return await db.scalar(query) is not None
+
+    # Checkpoints
+
+    async def put_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Adds it, or replaces the one of the same path."""
+        async with self._begin() as db:
+            await db.merge(checkpoint)
+
+    async def checkpoint(self, path: str) -> Checkpoint | None:
+        """The checkpoint, also an expired one."""
+        async with self._begin() as db:
+            return await db.get(Checkpoint, path)
+
+    async def expired_checkpoints(self) -> list[Checkpoint]:
+        async with self._begin() as db:
+            return list(await db.scalars(select(Checkpoint).where(Checkpoint.expires_at <= time.time())))
+
+    async def delete_checkpoint(self, path: str) -> None:
+        async with self._begin() as db:
+            await db.execute(delete(Checkpoint).where(Checkpoint.path == path))
+
+    # Operations
+
+    async def add_operation(self, operation: Operation) -> None:
+        """Adds it; a repeat changes nothing."""
+        await self._add_once(operation)
+
+    async def operation(self, request_id: str) -> Operation | None:
+        async with self._begin() as db:
+            return await db.get(Operation, request_id)
+
+
+def _set_up_sqlite(connection: Any, _record: object) -> None:
+    cursor = connection.cursor()
+    cursor.execute("PRAGMA journal_mode=WAL")
+    cursor.execute("PRAGMA synchronous=FULL")  # a receipt may rest on a row
+    cursor.execute("PRAGMA busy_timeout=30000")
+    cursor.close()

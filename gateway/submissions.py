@@ -1,0 +1,115 @@
+"""From an HTTP request with a seq_id to its receipt.
+
+Whatever is wrong inside such a request fails its future and not the request itself: the client goes on with the next
+seq_id either way, and a 4xx on one of several chunks would leave it waiting for ever.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from uuid import uuid4
+
+from google.protobuf.message import Message
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway import schemas
+from gateway.body import Schema, parse, read_json
+from gateway.errors import json_response
+from gateway.gateway import Gateway, gateway_of
+from gateway.operations import Submission, refusal_body, request_id_of
+from tinsmith.rpc.errors import ModelNotFound, NotReady, SequenceConflict, ServiceError
+
+_MODEL_ID = re.compile(r"[^/\s]+:train:\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class Rpc:
+    """What a request asks of the trainer."""
+
+    name: str
+    message: Message
+    path: str | None = None
+    """Tinker path that it loads or saves."""
+    sampling_session_id: str | None = None
+    """Set for an ephemeral save."""
+
+    @property
+    def body(self) -> bytes:
+        return self.message.SerializeToString(deterministic=True)
+
+
+def fingerprint(*parts: bytes | str | None) -> str:
+    """Hash of a request, to tell a repeat from a conflict."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        encoded = part.encode() if isinstance(part, str) else part or b""
+        digest.update(len(encoded).to_bytes(8, "little") + encoded)
+    return digest.hexdigest()
+
+
+def receipt(request_id: str, model_id: str) -> Response:
+    return json_response({"request_id": request_id, "model_id": model_id})
+
+
+def failed_receipt(gateway: Gateway, request_id: str, model_id: str, error: ServiceError, *, body: bytes) -> Response:
+    """A receipt for what has failed already, and that the trainer need not know of."""
+    mark = fingerprint(body)
+    if gateway.futures.fingerprint(request_id) not in (None, mark):
+        raise SequenceConflict(f"{request_id} was used by another request before; this one was not run ({error})")
+    gateway.futures.fail(request_id, error, fingerprint=mark)
+    return receipt(request_id, model_id)
+
+
+async def submit_json(
+    request: Request,
+    *,
+    kind: str,
+    schema: type[Schema],
+    convert: Callable[[Gateway, Schema], Awaitable[Rpc]],
+) -> Response:
+    """For the endpoints whose JSON body carries model_id and seq_id."""
+    gateway = gateway_of(request)
+    content, body = await read_json(request, gateway.config)
+    ids = parse(schemas.OperationIds, content)
+    try:
+        rpc = await convert(gateway, parse(schema, content))
+    except NotReady:
+        raise
+    except ServiceError as error:
+        return await submit(gateway, kind=kind, ids=ids, rpc=error, mark=fingerprint(kind, body))
+    mark = fingerprint(kind, rpc.body, rpc.path, rpc.sampling_session_id)
+    return await submit(gateway, kind=kind, ids=ids, rpc=rpc, mark=mark)
+
+
+async def submit(
+    gateway: Gateway, *, kind: str, ids: schemas.OperationIds, rpc: Rpc | ServiceError, mark: str, num_tokens: int = 0
+) -> Response:
+    """The receipt, once the trainer has the operation, or the refusal, in its journal."""
+    model = await gateway.store.model(ids.model_id)
+    if model is None or model.released_at is not None:
+        what = "there is no model" if model is None else "the session has ended of model"
+        error = ModelNotFound(f"model_id: {what} {ids.model_id!r}", model_id=ids.model_id)
+        # An id of another form must not take the place of one that a sample may get.
+        well_formed = _MODEL_ID.fullmatch(ids.model_id) is not None
+        request_id = request_id_of(ids.model_id, ids.seq_id) if well_formed else f"refused:{uuid4().hex}"
+        return failed_receipt(gateway, request_id, ids.model_id, error, body=mark.encode())
+    refused = isinstance(rpc, ServiceError)
+    submission = Submission(
+        kind=kind,
+        model_id=ids.model_id,
+        seq_id=ids.seq_id,
+        base_model=model.base_model,
+        rpc="OptimStep" if refused else rpc.name,
+        body=refusal_body(ids.model_id, ids.seq_id) if refused else rpc.body,
+        fingerprint=mark,
+        path=None if refused else rpc.path,
+        sampling_session_id=None if refused else rpc.sampling_session_id,
+        num_tokens=num_tokens,
+        error=rpc if refused else None,
+    )
+    await gateway.operations.submit(submission)
+    return receipt(submission.request_id, ids.model_id)

@@ -1,0 +1,403 @@
+"""A gateway on a real port, in front of small gRPC services that keep the contract in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from gateway.config import GatewayConfig
+from gateway.server import GatewayServer
+from tinsmith.rpc.errors import (
+    CheckpointNotFound,
+    InvalidRequest,
+    ModelNotFound,
+    NotReady,
+    ResultNotFound,
+    SequenceConflict,
+    ServiceError,
+    UnknownLossFn,
+    VersionNotLoaded,
+)
+from tinsmith.rpc.server import Server
+from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc, types_pb2
+
+BASE_MODEL = "Qwen/Qwen3-8B"
+ALIAS = "tinsmith/eight"
+KINDS = {
+    types_pb2.CHECKPOINT_KIND_TRAINING: "weights",
+    types_pb2.CHECKPOINT_KIND_SAMPLER: "sampler_weights",
+    types_pb2.CHECKPOINT_KIND_EPHEMERAL: "ephemeral",
+}
+
+
+@dataclass
+class FakeModel:
+    info: trainer_pb2.ModelInfo
+    requests: dict[int, bytes] = field(default_factory=dict)
+    results: dict[int, Any] = field(default_factory=dict)
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+
+class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
+    """Its fields are what lies on disk: a restarted one gets the same object."""
+
+    def __init__(self) -> None:
+        self.models: dict[str, FakeModel] = {}
+        self.orders: dict[str, list[int]] = {}
+        """Operations of each model in the order in which they ran."""
+        self.checkpoints: dict[str, types_pb2.CheckpointInfo] = {}
+        self.deleted_models: list[str] = []
+        self.deletion = asyncio.Event()
+        """Set by every DeleteModel and DeleteCheckpoint."""
+        self.published: list[str] = []
+        self.samplers: list[FakeSampler] = []
+        self.go = asyncio.Event()
+        """Operations wait for it after their acknowledgement."""
+        self.go.set()
+        self.is_loading = False
+
+    async def GetTrainerInfo(self, request: Any, context: Any) -> Any:
+        return trainer_pb2.GetTrainerInfoResponse(
+            base_models=[BASE_MODEL, ALIAS],
+            max_context_length=4096,
+            max_lora_rank=64,
+            vocab_size=1000,
+            architecture="Qwen3ForCausalLM",
+            loss_fns=["cross_entropy"],
+            device="cpu",
+            boot_id=str(id(context)),
+        )
+
+    async def _run(self, request: Any, context: Any, work: Any, *, seq_id: int) -> Any:
+        if self.is_loading:
+            raise NotReady("loading the base model")
+        model = self.models.get(request.model_id)
+        if model is None:
+            raise ModelNotFound(f"no model {request.model_id}")
+        body = request.SerializeToString(deterministic=True)
+        if model.requests.setdefault(seq_id, body) != body:
+            raise SequenceConflict(f"seq_id {seq_id} has another body")
+        await context.send_initial_metadata(())
+        asyncio.get_running_loop().create_task(self._execute(model, seq_id, work))
+        return await self._result(model, seq_id)
+
+    async def _execute(self, model: FakeModel, seq_id: int, work: Any) -> None:
+        await self.go.wait()
+        async with model.changed:
+            await model.changed.wait_for(lambda: seq_id == 0 or seq_id - 1 in model.results)
+            if seq_id not in model.results:
+                try:
+                    model.results[seq_id] = work()
+                except ServiceError as error:
+                    model.results[seq_id] = error
+                self.orders.setdefault(model.info.model_id, []).append(seq_id)
+            model.changed.notify_all()
+
+    async def _result(self, model: FakeModel, seq_id: int) -> Any:
+        async with model.changed:
+            await model.changed.wait_for(lambda: seq_id in model.results or model.info.model_id not in self.models)
+        if seq_id not in model.results:
+            raise ModelNotFound(f"model {model.info.model_id} was deleted")
+        result = model.results[seq_id]
+        if isinstance(result, ServiceError):
+            raise result
+        return result
+
+    async def CreateModel(self, request: Any, context: Any) -> Any:
+        if self.is_loading:
+            raise NotReady("loading the base model")
+        lora = request.lora_config
+        if request.from_location:
+            lora = self._checkpoint(request.from_location).lora_config
+        elif not 0 < lora.rank <= 64:
+            raise InvalidRequest(f"lora_config.rank: {lora.rank} is outside 1 .. 64")
+        if request.optimizer not in ("", "adamw"):
+            raise InvalidRequest(f"optimizer: {request.optimizer!r} is not one of adamw")
+        info = trainer_pb2.ModelInfo(
+            model_id=request.model_id,
+            base_model=request.base_model,
+            lora_config=lora,
+            optimizer="adamw",
+            user_metadata=request.user_metadata,
+        )
+        self.models.setdefault(request.model_id, FakeModel(info))
+        return await self._run(request, context, lambda: trainer_pb2.CreateModelResponse(model=info), seq_id=0)
+
+    async def GetModel(self, request: Any, context: Any) -> Any:
+        if request.model_id not in self.models:
+            raise ModelNotFound(f"no model {request.model_id}")
+        return trainer_pb2.GetModelResponse(model=self.models[request.model_id].info)
+
+    async def DeleteModel(self, request: Any, context: Any) -> Any:
+        self.deleted_models.append(request.model_id)
+        self.deletion.set()
+        model = self.models.pop(request.model_id, None)
+        if model is not None:
+            async with model.changed:
+                model.changed.notify_all()
+        return trainer_pb2.DeleteModelResponse()
+
+    async def ForwardBackward(self, request: Any, context: Any) -> Any:
+        def work() -> Any:
+            if request.loss_fn != "cross_entropy":
+                raise UnknownLossFn(f"loss_fn: {request.loss_fn!r} is not one of cross_entropy")
+            data, offsets = b"", [0]
+            for datum in request.data:
+                num_tokens = sum(len(chunk.encoded_text.tokens) // 4 for chunk in datum.model_input)
+                data += struct.pack(f"<{num_tokens}f", *[-float(request.seq_id)] * num_tokens)
+                offsets.append(len(data))
+            logprobs = types_pb2.BatchedTensor(
+                data=data, offsets=struct.pack(f"<{len(offsets)}q", *offsets), dtype=types_pb2.DTYPE_FLOAT32
+            )
+            record = types_pb2.ArrayRecord(
+                type_tag="ArrayRecord", fields={"logprobs": logprobs}, num_datums=len(request.data)
+            )
+            return trainer_pb2.ForwardBackwardResponse(
+                loss_fn_output_type="ArrayRecord",
+                loss_fn_outputs=[record],
+                metrics={"loss:sum": float(len(request.data))},
+            )
+
+        return await self._run(request, context, work, seq_id=request.seq_id)
+
+    async def OptimStep(self, request: Any, context: Any) -> Any:
+        def work() -> Any:
+            if request.WhichOneof("params") is None:
+                raise InvalidRequest("params: is missing")
+            return trainer_pb2.OptimStepResponse(metrics={"grad_norm:mean": float("nan")})
+
+        return await self._run(request, context, work, seq_id=request.seq_id)
+
+    async def SaveCheckpoint(self, request: Any, context: Any) -> Any:
+        def work() -> Any:
+            name = request.name or f"e{request.seq_id}"
+            location = f"{request.model_id}/{KINDS[request.kind]}/{name}"
+            model = self.models[request.model_id].info
+            info = types_pb2.CheckpointInfo(
+                location=location,
+                kind=request.kind,
+                model_id=request.model_id,
+                base_model=model.base_model,
+                lora_config=model.lora_config,
+                version_id=f"v-{location}-{request.seq_id}",
+                size_bytes=100,
+                created_at=time.time(),
+                step=1,
+                has_optimizer=True,
+                ttl_seconds=request.ttl_seconds if request.HasField("ttl_seconds") else None,
+                user_metadata=request.user_metadata,
+            )
+            self.checkpoints[location] = info
+            if request.kind != types_pb2.CHECKPOINT_KIND_TRAINING:
+                for sampler in self.samplers:
+                    sampler.versions.add(info.version_id)
+            return trainer_pb2.SaveCheckpointResponse(checkpoint=info, num_samplers=len(self.samplers))
+
+        return await self._run(request, context, work, seq_id=request.seq_id)
+
+    def _checkpoint(self, location: str) -> types_pb2.CheckpointInfo:
+        if location not in self.checkpoints:
+            raise CheckpointNotFound(f"no checkpoint {location}")
+        return self.checkpoints[location]
+
+    async def LoadCheckpoint(self, request: Any, context: Any) -> Any:
+        def work() -> Any:
+            return trainer_pb2.LoadCheckpointResponse(checkpoint=self._checkpoint(request.location))
+
+        return await self._run(request, context, work, seq_id=request.seq_id)
+
+    async def PublishCheckpoint(self, request: Any, context: Any) -> Any:
+        self._checkpoint(request.location)
+        self.published.append(request.version_id)
+        for sampler in self.samplers:
+            sampler.versions.add(request.version_id)
+        return trainer_pb2.PublishCheckpointResponse(num_samplers=len(self.samplers))
+
+    async def GetCheckpoint(self, request: Any, context: Any) -> Any:
+        return trainer_pb2.GetCheckpointResponse(checkpoint=self._checkpoint(request.location))
+
+    async def DeleteCheckpoint(self, request: Any, context: Any) -> Any:
+        self.checkpoints.pop(request.location, None)
+        self.deletion.set()
+        return trainer_pb2.DeleteCheckpointResponse()
+
+    async def WaitResult(self, request: Any, context: Any) -> Any:
+        model = self.models.get(request.model_id)
+        if model is None or request.seq_id not in model.requests:
+            raise ResultNotFound(f"no operation {request.seq_id} of {request.model_id}")
+        result = await self._result(model, request.seq_id)
+        for name in ("create_model", "forward_backward", "optim_step", "save_checkpoint", "load_checkpoint"):
+            if trainer_pb2.WaitResultResponse.DESCRIPTOR.fields_by_name[name].message_type is result.DESCRIPTOR:
+                return trainer_pb2.WaitResultResponse(**{name: result})
+        raise AssertionError(result)
+
+
+class FakeSampler(sampler_pb2_grpc.SamplerServiceServicer):
+    def __init__(self) -> None:
+        self.versions = {""}
+        self.requests: list[sampler_pb2.SampleRequest] = []
+        self.go = asyncio.Event()
+        self.go.set()
+
+    async def GetSamplerInfo(self, request: Any, context: Any) -> Any:
+        return sampler_pb2.GetSamplerInfoResponse(
+            base_models=[BASE_MODEL, ALIAS], max_context_length=2048, max_lora_rank=64, engine="fake", boot_id="b"
+        )
+
+    async def Sample(self, request: Any, context: Any) -> Any:
+        self.requests.append(request)
+        if request.version_id not in self.versions:
+            raise VersionNotLoaded(f"version {request.version_id} is not resident")
+        if request.record_stability_info:
+            raise InvalidRequest("record_stability_info: is not supported")
+        await self.go.wait()
+        num_tokens = sum(len(chunk.encoded_text.tokens) // 4 for chunk in request.prompt)
+        sequence = types_pb2.SampledSequence(
+            stop_reason=types_pb2.STOP_REASON_LENGTH,
+            tokens=struct.pack("<2i", 5, 6),
+            logprobs=struct.pack("<2f", -0.5, -0.25),
+        )
+        return sampler_pb2.SampleResponse(
+            sequences=[sequence] * request.num_samples,
+            prompt_logprobs=struct.pack(f"<{num_tokens}f", float("nan"), *[-1.0] * (num_tokens - 1))
+            if request.prompt_logprobs
+            else None,
+        )
+
+
+@dataclass
+class Backend:
+    """A service that can be killed and started again on its port."""
+
+    servicer: Any
+    kind: str
+    port: int = 0
+    server: Server | None = None
+
+    async def start(self) -> None:
+        module, add = {
+            "trainer": (trainer_pb2, trainer_pb2_grpc.add_TrainerServiceServicer_to_server),
+            "sampler": (sampler_pb2, sampler_pb2_grpc.add_SamplerServiceServicer_to_server),
+        }[self.kind]
+        self.server = Server(f"127.0.0.1:{self.port}", [module.DESCRIPTOR])
+        self.port = self.server.port
+        add(self.servicer, self.server.grpc)
+        await self.server.start()
+        await self.server.set_serving(True)
+
+    async def stop(self) -> None:
+        if self.server is not None:
+            await self.server.stop(0)
+            self.server = None
+
+
+class Stack:
+    """One gateway, one trainer, one sampler."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self.state_dir = state_dir
+        self.trainer = FakeTrainer()
+        self.sampler = FakeSampler()
+        self.trainer.samplers.append(self.sampler)
+        self.trainer_backend = Backend(self.trainer, "trainer")
+        self.sampler_backend = Backend(self.sampler, "sampler")
+        self.settings: dict[str, Any] = {"long_poll_s": 5.0, "submit_timeout_s": 1.0, "reap_interval_s": 0.2}
+        self.server: GatewayServer | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self.port = 0
+
+    async def start_gateway(self, **settings: Any) -> None:
+        self.settings |= settings
+        config = GatewayConfig(
+            port=self.port,
+            trainers=[f"127.0.0.1:{self.trainer_backend.port}"],
+            samplers=[f"127.0.0.1:{self.sampler_backend.port}"],
+            state_dir=self.state_dir,
+            **self.settings,
+        )
+        self.server = GatewayServer(config)
+        self._serving = asyncio.create_task(self.server.serve())
+        while not self.server.started:
+            assert not self._serving.done(), self._serving.result()
+            await asyncio.sleep(0.01)
+        self.port = self.server.bound_port
+        if self.trainer_backend.server is not None and self.sampler_backend.server is not None:
+            clients = self.server.app.state.gateway.clients
+            await clients.trainer(BASE_MODEL)
+            await clients.sampler(BASE_MODEL)
+
+    async def stop_gateway(self) -> None:
+        if self.server is not None and self._serving is not None:
+            self.server.stop()
+            await self._serving
+            self.server = None
+
+    async def restart_gateway(self, **settings: Any) -> None:
+        await self.stop_gateway()
+        await self.start_gateway(**settings)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+class Client(httpx.AsyncClient):
+    """Raw HTTP, with the steps that most tests begin with."""
+
+    async def call(self, path: str, body: Any, *, status: int = 200) -> Any:
+        reply = await self.post(f"/api/v1/{path}", json=body)
+        assert reply.status_code == status, reply.text
+        return reply.json()
+
+    async def session(self) -> str:
+        return (await self.call("create_session", {"type": "create_session"}))["session_id"]
+
+    async def model(self, session_id: str, *, seq: int = 0, **fields: Any) -> str:
+        body = {"session_id": session_id, "model_seq_id": seq, "base_model": BASE_MODEL, "lora_config": {"rank": 8}}
+        receipt = await self.call("create_model", body | fields)
+        assert (await self.result(receipt))["model_id"] == receipt["model_id"]
+        return receipt["model_id"]
+
+    async def forward_backward(self, model_id: str, seq_id: int, *, loss_fn: str = "cross_entropy") -> httpx.Response:
+        return await self.post(
+            "/api/v1/forward_backward",
+            content=batch(model_id, seq_id, loss_fn=loss_fn).SerializeToString(),
+            headers={"content-type": "application/x-protobuf"},
+        )
+
+    async def poll(self, request_id: str) -> httpx.Response:
+        return await self.post("/api/v1/retrieve_future", json={"request_id": request_id})
+
+    async def result(self, receipt: Any) -> Any:
+        """JSON results as they are, protobuf ones as bytes."""
+        reply = await self.poll(receipt["request_id"])
+        assert reply.status_code == 200, reply.text
+        return reply.content if "protobuf" in reply.headers["content-type"] else reply.json()
+
+    async def sampling_session(self, session_id: str, *, seq: int = 0, **fields: Any) -> str:
+        body = {"session_id": session_id, "sampling_session_seq_id": seq} | (fields or {"base_model": BASE_MODEL})
+        return (await self.call("create_sampling_session", body))["sampling_session_id"]
+
+
+def batch(model_id: str, seq_id: int, *, loss_fn: str = "cross_entropy") -> trainer_pb2.ForwardBackwardRequest:
+    text = types_pb2.EncodedText(tokens=struct.pack("<3i", 1, 2, 3))
+    datum = types_pb2.Datum(model_input=[types_pb2.Chunk(encoded_text=text)])
+    return trainer_pb2.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id, data=[datum], loss_fn=loss_fn)
+
+
+def sample_body(sampling_session_id: str, seq_id: int, **fields: Any) -> dict[str, Any]:
+    body = {
+        "sampling_session_id": sampling_session_id,
+        "seq_id": seq_id,
+        "num_samples": 2,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
+        "sampling_params": {"max_tokens": 2},
+        "type": "sample",
+    }
+    return body | fields
