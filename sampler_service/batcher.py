@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -60,6 +60,8 @@ class Batcher:
         )
         self.cache = KVCache()
         self.metrics = metrics
+        self._tasks: dict[Task, None] = {}
+        """Requests that have not ended, in the order of their arrival."""
         self._decoding: Decoding | None = None
         self._deliveries = Deliveries()
 
@@ -67,11 +69,16 @@ class Batcher:
     def idle(self) -> bool:
         return self.scheduler.idle
 
-    def add(self, jobs: Iterable[Job[Task]]) -> None:
+    def add(self, jobs: Sequence[Job[Task]]) -> None:
+        """The jobs of one request."""
+        self._tasks[jobs[0].owner] = None
         self.scheduler.waiting.extend(jobs)
 
+    @torch.inference_mode()
     def cancel(self, task: Task, outcome: ServiceError) -> None:
-        """Takes a request out; it leaves nothing behind in the cache."""
+        """Takes a request out; it leaves nothing behind in the cache. One that has ended already is left alone."""
+        if task not in self._tasks:
+            return
         partial = self.scheduler.partial
         if partial is not None and partial.owner is task:
             self.cache.wipe(partial.lane)
@@ -79,21 +86,16 @@ class Batcher:
         for lane in lanes:
             self.cache.wipe(lane)
         self._leave(lanes)
-        self._deliveries.ended.append((task, outcome))
+        self._end(task, outcome)
 
-    def reset(self) -> list[Task]:
-        """Forgets everything and returns the requests that were there."""
-        jobs = [*self.scheduler.waiting, *([self.scheduler.partial] if self.scheduler.partial else [])]
-        owners = [job.owner for job in jobs] + [sequence.owner for sequence in self.scheduler.running]
-        self.scheduler.waiting.clear()
-        self.scheduler.partial = None
+    def fail(self, error: ServiceError) -> None:
+        """Ends every request that has begun, after a step that broke off anywhere. Those that wait go on waiting."""
+        for task in [task for task in self._tasks if task.planned]:
+            self.scheduler.drop(task)
+            self._end(task, error)
         self.scheduler.running.clear()
         self._decoding = None
         self.cache.clear()
-        return list(dict.fromkeys(owners))
-
-    def fail(self, tasks: Iterable[Task], error: ServiceError) -> None:
-        self._deliveries.ended.extend((task, error) for task in tasks)
 
     @torch.inference_mode()
     def check_alive(self) -> None:
@@ -263,7 +265,7 @@ class Batcher:
         self._leave([row for row in ended if row < num_running])
         for task in dict.fromkeys(sequences[row].owner for row in sorted(ended)):
             if task.complete and task not in broken:
-                self._end(task)
+                self._end(task, _outcome(task))
         for task in broken:
             self.cancel(task, not_finite(task.request.version_id))
 
@@ -287,12 +289,16 @@ class Batcher:
         if lanes:
             self._decoding = None
 
-    def _end(self, task: Task) -> None:
-        try:
-            outcome: Result | ServiceError = task.result()
-        except ServiceError as error:
-            outcome = error
+    def _end(self, task: Task, outcome: Result | ServiceError) -> None:
+        del self._tasks[task]
         self._deliveries.ended.append((task, outcome))
+
+
+def _outcome(task: Task) -> Result | ServiceError:
+    try:
+        return task.result()
+    except ServiceError as error:
+        return error
 
 
 @torch.inference_mode()

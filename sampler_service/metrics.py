@@ -9,6 +9,8 @@ from tinsmith.rpc.metrics import LATENCY_BUCKETS_S
 
 class SamplerMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"sampler_{name}", text, labels, registry=registry)
 

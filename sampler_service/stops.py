@@ -42,12 +42,13 @@ class StopRule:
 
 def load_decode(path: str) -> Decode:
     """The tokenizer's decoder, special tokens included. Raises Unsupported when the model has none that is fast."""
+    missing = f"sampling_params.stop: stop strings need a tokenizer, and {path!r} has none; use stop token ids"
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise Unsupported(
-            f"sampling_params.stop: stop strings need a tokenizer, and {path!r} has none; use stop token ids ({error})"
-        ) from error
+        raise Unsupported(f"{missing} ({error})") from error
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers makes up an empty one where there are no files
+        raise Unsupported(missing)
     if not tokenizer.is_fast:
         raise Unsupported(
             f"sampling_params.stop: stop strings need a tokenizer of the tokenizers library, and that of {path!r} is "

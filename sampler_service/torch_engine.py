@@ -226,9 +226,12 @@ class TorchEngine:
         if self._config.num_threads:
             torch.set_num_threads(self._config.num_threads)
         try:
-            while self._take():
+            going_on = True
+            while going_on:
                 try:
-                    self._batcher.step()
+                    going_on = self._take()
+                    if not self._batcher.idle:
+                        self._batcher.step()
                 except Exception as error:  # one request's trouble must not end the service
                     self._recover(error)
                 self._post(self._batcher.take_deliveries())
@@ -237,14 +240,15 @@ class TorchEngine:
             self._loop.call_soon_threadsafe(self._die, error)
 
     def _take(self) -> bool:
-        """Takes in what has been submitted, waiting for something when nothing runs. False: stop."""
-        while self._batcher.idle or not self._inbox.empty():
+        """Takes in what has been submitted, waiting for a message when nothing runs. False: stop after this step."""
+        wait = self._batcher.idle
+        while wait or not self._inbox.empty():
+            wait = False
             message = self._inbox.get()
             if message is None:
                 return False
             if isinstance(message, _Cancel):
                 self._batcher.cancel(message.task, Cancelled("the caller has left"))
-                self._post(self._batcher.take_deliveries())
             else:
                 self._batcher.add(message)
         return True
@@ -252,13 +256,12 @@ class TorchEngine:
     def _recover(self, error: Exception) -> None:
         """Fails what was being computed. Raises when the model no longer runs at all."""
         logger.error("an engine step failed; its requests fail with it", exc_info=error)
-        tasks = self._batcher.reset()
         self._batcher.check_alive()
         if isinstance(error, torch.OutOfMemoryError):
             failure: ServiceError = OutOfCapacity(f"out of memory in this step; lower max_kv_tokens ({error})")
         else:
             failure = ServiceError(f"the engine failed in this step: {error}; the log has the cause")
-        self._batcher.fail(tasks, failure)
+        self._batcher.fail(failure)
 
     def _post(self, deliveries: Deliveries) -> None:
         if deliveries:

@@ -1,0 +1,68 @@
+"""A torch engine on a tiny model, and what the tests hold it against."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from prometheus_client import CollectorRegistry
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from sampler_service.config import SamplerConfig
+from sampler_service.engine import Params, Request, Result, StopCondition
+from sampler_service.metrics import SamplerMetrics
+from sampler_service.torch_engine import TorchEngine
+from tinsmith.modeling.adapter import Adapter, AdapterConfig, Target
+
+NO_STOP = StopCondition()
+
+
+@asynccontextmanager
+async def serving(folder: Path, **settings: Any) -> AsyncIterator[TorchEngine]:
+    config = SamplerConfig(base_model=str(folder), num_threads=1, device="cpu", **settings)
+    engine = await TorchEngine.load(config, SamplerMetrics(CollectorRegistry()))
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
+def prompt(length: int, *, seed: int = 0, vocab_size: int = 512) -> Any:
+    return np.random.default_rng(seed).integers(vocab_size, size=length).astype(np.int32)
+
+
+def request(tokens: Any, **fields: Any) -> Request:
+    """Parameters and other fields of a request, told apart by their names."""
+    params = {name: fields.pop(name) for name in list(fields) if name in Params.__slots__}
+    return Request(tokens, params=Params(**{"stop": NO_STOP, **params}), **fields)
+
+
+async def generate(engine: TorchEngine, tokens: Any, **fields: Any) -> Result:
+    generation = await engine.submit(request(tokens, **fields))
+    return await generation.result()
+
+
+def make_adapter(targets: Sequence[Target], *, seed: int, rank: int = 4, **groups: bool) -> Adapter:
+    adapter = Adapter.create(AdapterConfig(rank, seed=seed, **groups), targets, torch.device("cpu"))
+    adapter.flat.normal_(0, 0.1, generator=torch.Generator().manual_seed(seed))
+    return adapter
+
+
+def plain_logits(folder: Path, tokens: Sequence[int]) -> Tensor:
+    """Of stock transformers, [T, V]."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        return model(torch.tensor([list(tokens)])).logits[0]
+
+
+def metric(engine: TorchEngine, name: str, **labels: str) -> float:
+    for family in engine.metrics.registry.collect():
+        for sample in family.samples:
+            if sample.name == f"sampler_{name}" and sample.labels == labels:
+                return sample.value
+    raise LookupError(name)

@@ -1,0 +1,58 @@
+import pytest
+import torch
+
+from sampler_service.adapters import AdapterStore
+from tinsmith.modeling.adapter import Adapter, AdapterConfig, Target
+from tinsmith.rpc.errors import AlreadyExists, OutOfCapacity, VersionNotLoaded
+
+TARGET = Target("q_proj", "attn", 6, 4)
+CONFIG = AdapterConfig(rank=1, train_mlp=False, train_unembed=False)
+SIZE = 40
+
+
+def adapter() -> Adapter:
+    return Adapter(CONFIG, [TARGET], torch.zeros(10))
+
+
+def test_the_least_recently_used_version_leaves_first() -> None:
+    store = AdapterStore(max_bytes=2 * SIZE)
+    store.install("a", adapter())
+    store.install("b", adapter())
+    store.release(store.acquire("a"))
+    store.install("c", adapter())
+    assert [version.version_id for version in store.versions()] == ["a", "c"]
+    with pytest.raises(VersionNotLoaded, match="'b' is not loaded"):
+        store.acquire("b")
+
+
+def test_a_version_in_use_stays_and_a_full_store_refuses() -> None:
+    store = AdapterStore(max_bytes=2 * SIZE)
+    for name in ("a", "b"):
+        store.install(name, adapter())
+    held = store.acquire("a")
+    store.install("c", adapter())
+    store.acquire("c")
+    with pytest.raises(OutOfCapacity, match="needs 40 bytes, and 2 versions in use hold 80 of adapter_memory_bytes 80"):
+        store.install("d", adapter())
+    store.release(held)
+    store.install("d", adapter())
+    assert [version.version_id for version in store.versions()] == ["c", "d"]
+
+
+def test_a_version_is_immutable() -> None:
+    store = AdapterStore(max_bytes=2 * SIZE)
+    store.install("a", adapter())
+    with pytest.raises(AlreadyExists, match="resident already"):
+        store.install("a", adapter())
+
+
+def test_a_removed_version_is_hidden_at_once_and_freed_after_its_last_use() -> None:
+    store = AdapterStore(max_bytes=2 * SIZE)
+    store.install("a", adapter())
+    held = store.acquire("a")
+    store.remove("a")
+    store.remove("unknown")
+    assert store.versions() == []
+    assert store.num_bytes == SIZE
+    store.release(held)
+    assert store.num_bytes == 0

@@ -1,0 +1,93 @@
+"""Admission, pieces and lanes, without a model."""
+
+from sampler_service.scheduler import HEADROOM, Job, Scheduler, Sequence
+
+
+def job(owner: str, length: int, *, samples: int = 1, max_tokens: int | None = 10, order: int = 0) -> Job[str]:
+    sequences = [
+        Sequence(owner, n, length, length + (max_tokens or 1000), bounded=max_tokens is not None, order=order)
+        for n in range(samples)
+    ]
+    return Job(owner, length, sequences, scored=True)
+
+
+def scheduler(*jobs: Job[str], max_running: int = 8, max_kv_tokens: int = 10_000, tokens: int = 100) -> Scheduler[str]:
+    made: Scheduler[str] = Scheduler(max_running=max_running, max_kv_tokens=max_kv_tokens, tokens_per_step=tokens)
+    made.waiting.extend(jobs)
+    return made
+
+
+def begin(scheduler: Scheduler[str]) -> list[tuple[str, int, int, int]]:
+    """One step in which every prompt that ends puts its sequences into the batch: (owner, start, length, lane)."""
+    pieces = scheduler.plan()
+    for piece in pieces:
+        if piece.ends:
+            scheduler.running.extend(piece.job.sequences)
+    return [(piece.job.owner, piece.start, piece.length, piece.job.lane) for piece in pieces]
+
+
+def test_prompts_share_a_steps_budget_in_order() -> None:
+    s = scheduler(job("a", 60, samples=2), job("b", 70), job("c", 30))
+    assert begin(s) == [("a", 0, 60, 0), ("b", 0, 40, 2)]
+    assert begin(s) == [("b", 40, 30, 2), ("c", 0, 30, 3)]
+
+
+def test_a_prompt_in_pieces_follows_the_running_when_they_leave() -> None:
+    s = scheduler(job("a", 10, samples=3), job("b", 200))
+    assert begin(s) == [("a", 0, 10, 0), ("b", 0, 90, 3)]
+    del s.running[1:]
+    (piece,) = s.plan()
+    assert (piece.came_from, piece.job.lane, piece.start, piece.ends) == (3, 1, 90, False)
+
+
+def test_a_job_waits_for_its_whole_room_and_nobody_overtakes_it() -> None:
+    s = scheduler(job("a", 10, samples=6), job("b", 10, samples=4), job("c", 10))
+    assert begin(s) == [("a", 0, 10, 0)]
+    assert begin(s) == []
+    del s.running[4:]
+    assert [piece[0] for piece in begin(s)] == ["b"]
+
+
+def test_the_cache_is_counted_as_lanes_times_the_longest() -> None:
+    s = scheduler(job("long", 90), job("short", 5), job("shorter", 5), max_kv_tokens=250)
+    assert [piece[0] for piece in begin(s)] == ["long", "short"]
+    s.running.pop(0)
+    assert [piece[0] for piece in begin(s)] == ["shorter"]
+
+
+def test_a_sequence_without_max_tokens_grows_while_there_is_room() -> None:
+    s = scheduler(job("a", 10, max_tokens=None), max_kv_tokens=600)
+    begin(s)
+    (sequence,) = s.running
+    assert sequence.reserved == 10 + HEADROOM
+    sequence.tokens = [0] * (HEADROOM + 1)
+    assert s.grow() == []
+    assert sequence.reserved == 534
+
+
+def test_the_youngest_unlimited_sequence_gives_way_and_comes_back_first() -> None:
+    s = scheduler(
+        job("bounded", 10, max_tokens=300, order=0),
+        job("old", 10, max_tokens=None, order=1),
+        job("young", 10, max_tokens=None, order=2),
+        job("later", 10, order=3),
+        max_kv_tokens=3 * 310,
+    )
+    assert [piece[0] for piece in begin(s)] == ["bounded", "old", "young"]
+    for sequence in s.running[1:]:
+        sequence.tokens = [0] * 301
+    assert s.grow() == [2]
+    del s.running[2]
+    assert [one.owner for one in s.waiting] == ["young", "later"]
+    assert s.waiting[0].length == 311
+    assert not s.waiting[0].scored
+    assert s.running[1].reserved == 465
+
+
+def test_dropping_a_request_names_its_lanes() -> None:
+    s = scheduler(job("a", 10), job("b", 10, samples=2), job("c", 300), job("b", 10))
+    begin(s)
+    assert s.drop("b") == [1, 2]
+    assert s.drop("c") == []
+    assert s.partial is None
+    assert not s.waiting

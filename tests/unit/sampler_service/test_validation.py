@@ -1,0 +1,61 @@
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sampler_service.engine import Params, Request, StopCondition, Targets
+from sampler_service.validation import Limits
+from tinsmith.rpc.errors import InvalidRequest
+
+LIMITS = Limits(vocab_size=100, max_context_length=64, max_kv_tokens=48, max_num_samples=16, max_topk_logprobs=20)
+PROMPT = np.arange(10, dtype=np.int32)
+
+
+def check(**fields: Any) -> None:
+    params = {name: fields.pop(name) for name in list(fields) if name in Params.__slots__}
+    LIMITS.check(Request(**{"prompt": PROMPT, "params": Params(**params), **fields}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": PROMPT[:0]}, "prompt: is empty"),
+        ({"prompt": np.array([1, 100], np.int32)}, r"prompt\[1\]: token id 100 is outside the vocabulary \[0, 100\)"),
+        ({"prompt": np.array([-1], np.int32)}, r"prompt\[0\]: token id -1"),
+        ({"num_samples": 0}, r"num_samples: 0 is outside 1\.\.16"),
+        ({"num_samples": 17}, r"num_samples: 17 is outside 1\.\.16"),
+        ({"max_tokens": 0}, "max_tokens: 0 is below 1"),
+        ({"max_tokens": 55}, r"exceeds the model's context window: 10 \+ 55 > 64"),
+        ({"prompt": np.zeros(64, np.int32)}, r"context window: 64 \+ 1 > 64"),
+        ({"max_tokens": 39}, r"max_kv_tokens\): 10 \+ 39 > 48"),
+        ({"temperature": -0.1}, "temperature: -0.1"),
+        ({"temperature": float("nan")}, "temperature: nan"),
+        ({"temperature": float("inf")}, "temperature: inf"),
+        ({"top_p": 0.0}, "top_p: 0.0 is outside"),
+        ({"top_p": 1.1}, "top_p: 1.1 is outside"),
+        ({"top_p": float("nan")}, "top_p: nan is outside"),
+        ({"stop": StopCondition(strings=("a", ""))}, "stop: an empty string"),
+        ({"stop": StopCondition(token_ids=(3, 100))}, r"stop\[1\]: token id 100"),
+        ({"prompt_logprobs_last_n": 3}, "prompt_logprobs_last_n: 3 is given without prompt_logprobs"),
+        ({"prompt_logprobs": True, "prompt_logprobs_last_n": 0}, r"prompt_logprobs_last_n: 0 is outside 1\.\.9"),
+        ({"prompt_logprobs": True, "prompt_logprobs_last_n": 10}, r"prompt_logprobs_last_n: 10 is outside 1\.\.9"),
+        ({"topk_prompt_logprobs": 21}, r"topk_prompt_logprobs: 21 is outside 0\.\.20"),
+        ({"topk_sample_logprobs": -1}, "topk_sample_logprobs: -1"),
+        ({"prompt_alt_tokens_k": 21}, "prompt_alt_tokens_k: 21"),
+        ({"targets": Targets(np.array([0, 4]), np.array([1, 100]))}, "token id 100 in row 4"),
+        ({"targets": Targets(np.array([0]), np.array([-2]))}, "token id -2 in row 0"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_is_wrong_is_named_with_its_value(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        check(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"top_k": 10**6}, {"top_k": -1}, {"max_tokens": 38}, {"seed": -5}, {"temperature": 0.0}, {"num_samples": 16}],
+    ids=str,
+)
+def test_what_is_right_passes(fields: dict[str, Any]) -> None:
+    check(**fields)
