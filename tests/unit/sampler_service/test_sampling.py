@@ -92,7 +92,7 @@ def test_streams_are_uniform_and_apart() -> None:
     keys = np.concatenate([stream_keys(seed, stream, 8) for seed in (0, 1, -1, 2**63) for stream in (0, 1)])
     assert len(set(keys.tolist())) == 64
     numbers = uniforms(keys[:, None], np.arange(2000, dtype=np.uint64))
-    assert 0 <= numbers.min()
+    assert numbers.min() >= 0
     assert numbers.max() < 1
     np.testing.assert_allclose(numbers.mean(1), 0.5, atol=0.03)
     assert np.abs(np.corrcoef(numbers) - np.eye(64)).max() < 0.12

@@ -1,0 +1,278 @@
+"""The service over real gRPC."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import numpy as np
+import pytest
+import pytest_asyncio
+from prometheus_client import CollectorRegistry
+
+from sampler_service.__main__ import make_server
+from sampler_service.config import SamplerConfig
+from sampler_service.engine import EngineSlot
+from sampler_service.metrics import SamplerMetrics
+from sampler_service.torch_engine import TorchEngine
+from tests.unit.sampler_service.serving import make_adapter, metric, plain_logits, prompt, serving
+from tinsmith.rpc.channel import connect, is_serving, wait_serving
+from tinsmith.rpc.errors import InvalidRequest, NotReady, ServiceError, Unsupported, VersionNotLoaded, from_rpc_error
+from tinsmith.rpc.tensors import from_numpy, to_numpy
+from tinsmith.v1 import sampler_pb2 as pb
+from tinsmith.v1 import sampler_pb2_grpc
+from tinsmith.v1 import types_pb2 as types
+
+
+class Service:
+    def __init__(self, engine: TorchEngine, port: int, channel: grpc.aio.Channel) -> None:
+        self.engine = engine
+        self.port = port
+        self.stub = sampler_pb2_grpc.SamplerServiceStub(channel)
+
+
+@pytest_asyncio.fixture
+async def service(text_model_folder: Path) -> AsyncIterator[Service]:
+    async with serving(text_model_folder, max_lora_rank=16) as engine:
+        config = SamplerConfig(
+            base_model=str(text_model_folder), model_names=("one", "two"), listen="127.0.0.1:0", max_lora_rank=16
+        )
+        server = make_server(config, EngineSlot(engine), engine.metrics)
+        await server.start()
+        async with connect(f"127.0.0.1:{server.port}") as channel:
+            yield Service(engine, server.port, channel)
+        await server.stop(0)
+
+
+def sample(tokens: Any, *, stop: pb.StopCondition | None = None, **fields: Any) -> pb.SampleRequest:
+    params = {name: fields.pop(name) for name in list(fields) if name in pb.SamplingParams.DESCRIPTOR.fields_by_name}
+    return pb.SampleRequest(
+        prompt=[types.Chunk(encoded_text=types.EncodedText(tokens=np.asarray(tokens, "<i4").tobytes()))],
+        sampling_params=pb.SamplingParams(stop=pb.StopCondition() if stop is None else stop, **params),
+        **{"num_samples": 1, **fields},
+    )
+
+
+def ints(data: bytes) -> list[int]:
+    return np.frombuffer(data, "<i4").tolist()
+
+
+def floats(data: bytes) -> np.ndarray:
+    return np.frombuffer(data, "<f4")
+
+
+async def test_info(service: Service) -> None:
+    info = await service.stub.GetSamplerInfo(pb.GetSamplerInfoRequest())
+    assert list(info.base_models) == ["one", "two"]
+    assert (info.max_context_length, info.max_lora_rank, info.engine, info.device) == (256, 16, "torch", "cpu")
+    assert info.boot_id
+
+
+async def test_a_sample_with_everything(service: Service, text_model_folder: Path) -> None:
+    tokens = prompt(20, vocab_size=200)
+    named = np.random.default_rng(0).integers(-1, 200, size=(19, 3))
+    reply = await service.stub.Sample(
+        sample(
+            tokens,
+            num_samples=2,
+            max_tokens=5,
+            seed=1,
+            prompt_logprobs=True,
+            topk_prompt_logprobs=2,
+            topk_sample_logprobs=3,
+            target_prompt_logprobs=from_numpy(named),
+            prompt_alt_tokens_k=4,
+        )
+    )
+    table = plain_logits(text_model_folder, tokens)[:-1].log_softmax(-1).numpy()
+    assert [len(ints(s.tokens)) for s in reply.sequences] == [5, 5]
+    assert [len(floats(s.logprobs)) for s in reply.sequences] == [5, 5]
+    assert all(s.stop_reason == types.STOP_REASON_LENGTH for s in reply.sequences)
+    assert [(s.topk_sampled_logprobs.length, s.topk_sampled_logprobs.k) for s in reply.sequences] == [(5, 3)] * 2
+    assert (reply.topk_prompt_logprobs.length, reply.topk_prompt_logprobs.k) == (20, 2)
+    assert floats(reply.topk_prompt_logprobs.logprobs)[:2].tolist() == [-99999.0] * 2
+    np.testing.assert_allclose(floats(reply.prompt_logprobs)[1:], table[np.arange(19), tokens[1:]], atol=1e-4)
+    answer = to_numpy(reply.target_prompt_logprobs, field="answer")
+    cells = np.take_along_axis(table, np.maximum(named, 0), 1)
+    np.testing.assert_allclose(answer, np.where(named < 0, 0, cells), atol=1e-4)
+    assert to_numpy(reply.prompt_alt_tokens.tokens, field="tokens").shape == (19, 4)
+    assert reply.prompt_alt_tokens.tokens.dtype == types.DTYPE_INT64
+    assert to_numpy(reply.prompt_alt_tokens.logprobs, field="logprobs").shape == (19, 4)
+
+
+async def test_sparse_targets_are_answered_in_their_own_layout(service: Service, text_model_folder: Path) -> None:
+    tokens = prompt(5, vocab_size=200)
+    asked = types.Tensor(
+        dtype=types.DTYPE_INT64,
+        shape=[4, 2],
+        sparse_csr=types.SparseCsr(
+            values=np.array([7, 8, 9], "<i8").tobytes(),
+            crow_indices=np.array([0, 1, 1, 3, 3], "<i8").tobytes(),
+            col_indices=np.array([1, 0, 1], "<i8").tobytes(),
+        ),
+    )
+    reply = await service.stub.Sample(sample(tokens, max_tokens=1, target_prompt_logprobs=asked))
+    answer = reply.target_prompt_logprobs
+    table = plain_logits(text_model_folder, tokens).log_softmax(-1)
+    np.testing.assert_allclose(floats(answer.sparse_csr.values), table[[0, 2, 2], [7, 8, 9]], atol=1e-4)
+    assert answer.sparse_csr.crow_indices == asked.sparse_csr.crow_indices
+    assert answer.sparse_csr.col_indices == asked.sparse_csr.col_indices
+    assert list(answer.shape) == [4, 2]
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"record_stability_info": True}, Unsupported, "record_stability_info"),
+        ({"num_samples": 0}, InvalidRequest, "num_samples: 0"),
+        ({"version_id": "nobody"}, VersionNotLoaded, "'nobody' is not loaded"),
+        ({"sequence_ids": ["a", "b"]}, InvalidRequest, "sequence_ids: 2 ids for num_samples 1"),
+        ({"target_prompt_logprobs": from_numpy(np.zeros((2, 1), np.int64))}, InvalidRequest, r"shape \[3, K\]"),
+        ({"target_prompt_logprobs": from_numpy(np.full((3, 1), -1))}, InvalidRequest, "names no token"),
+        ({"prompt": []}, InvalidRequest, "prompt: is empty"),
+        ({"prompt": [types.Chunk(image=types.Image())]}, InvalidRequest, "chunk kind 'image'"),
+        ({"max_tokens": 253}, InvalidRequest, r"context window: 4 \+ 253 > 256"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+async def test_what_cannot_be_served_is_refused_and_the_next_request_works(
+    service: Service, fields: dict[str, Any], error: type[ServiceError], message: str
+) -> None:
+    asked = sample(prompt(4, vocab_size=200), **{"max_tokens": 2, **{k: v for k, v in fields.items() if k != "prompt"}})
+    if "prompt" in fields:
+        del asked.prompt[:]
+        asked.prompt.extend(fields["prompt"])
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await service.stub.Sample(asked)
+    found = from_rpc_error(raised.value)
+    assert type(found) is error
+    with pytest.raises(error, match=message):
+        raise found
+    assert (await service.stub.Sample(sample(prompt(4, vocab_size=200), max_tokens=2))).sequences
+
+
+async def test_a_stop_string_over_the_wire(service: Service) -> None:
+    asked = sample(prompt(4, vocab_size=200), max_tokens=200, seed=1, stop=pb.StopCondition(strings=["a", "e", "t"]))
+    reply = await service.stub.Sample(asked)
+    assert reply.sequences[0].stop_reason == types.STOP_REASON_STOP
+
+
+async def test_a_stream_gives_tokens_as_they_come_and_then_the_result(service: Service) -> None:
+    asked = sample(prompt(4, vocab_size=200), num_samples=2, max_tokens=6, seed=1)
+    tokens: dict[int, list[int]] = {0: [], 1: []}
+    result = None
+    async for event in service.stub.StreamSample(pb.StreamSampleRequest(request=asked)):
+        assert result is None
+        if event.WhichOneof("event") == "delta":
+            tokens[event.delta.index] += ints(event.delta.tokens)
+        else:
+            result = event.result
+    assert result is not None
+    assert [ints(s.tokens) for s in result.sequences] == list(tokens.values())
+    assert result == await service.stub.Sample(asked)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["unary", "stream"])
+async def test_a_client_that_leaves_frees_its_place(service: Service, stream: bool) -> None:
+    asked = sample(prompt(4, vocab_size=200), num_samples=8, max_tokens=250)
+    if stream:
+        call: Any = service.stub.StreamSample(pb.StreamSampleRequest(request=asked))
+        await call.read()
+    else:
+        call = service.stub.Sample(asked)
+        while metric(service.engine, "running_sequences") == 0:
+            await asyncio.sleep(0.01)
+    call.cancel()
+    while metric_or_zero(service.engine, "requests_total", outcome="CANCELLED") == 0:
+        await asyncio.sleep(0.01)
+    await service.stub.Sample(sample(prompt(4, vocab_size=200), max_tokens=1))
+    assert metric(service.engine, "running_sequences") == 0
+
+
+def metric_or_zero(engine: TorchEngine, name: str, **labels: str) -> float:
+    try:
+        return metric(engine, name, **labels)
+    except LookupError:
+        return 0.0
+
+
+async def test_a_full_queue_refuses(text_model_folder: Path) -> None:
+    async with serving(text_model_folder, max_running=1, max_waiting=2) as engine:
+        server = make_server(
+            SamplerConfig(base_model=str(text_model_folder), listen="127.0.0.1:0"), EngineSlot(engine), engine.metrics
+        )
+        await server.start()
+        async with connect(f"127.0.0.1:{server.port}") as channel:
+            stub = sampler_pb2_grpc.SamplerServiceStub(channel)
+            calls = [stub.Sample(sample(prompt(4, vocab_size=200), max_tokens=250)) for _ in range(8)]
+            outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        await server.stop(0)
+    refused = [from_rpc_error(o).reason for o in outcomes if isinstance(o, grpc.aio.AioRpcError)]
+    assert set(refused) == {"OUT_OF_CAPACITY"}
+    assert 0 < len(refused) < 7
+
+
+async def test_versions_are_listed_by_page_and_removed(service: Service) -> None:
+    for n in range(5):
+        await service.engine.install(f"v{n}", make_adapter(service.engine.targets, seed=n, rank=2))
+    seen, token = [], ""
+    while True:
+        page = await service.stub.ListVersions(pb.ListVersionsRequest(page_size=2, page_token=token))
+        seen += [version.version_id for version in page.versions]
+        token = page.next_page_token
+        if not token:
+            break
+    assert seen == [f"v{n}" for n in range(5)]
+    assert page.versions[0].lora_config.rank == 2
+    assert page.versions[0].size_bytes == make_adapter(service.engine.targets, seed=0, rank=2).num_bytes
+    for name in ("v3", "v3", "unknown"):
+        await service.stub.RemoveVersion(pb.RemoveVersionRequest(version_id=name))
+    left = (await service.stub.ListVersions(pb.ListVersionsRequest())).versions
+    assert [version.version_id for version in left] == ["v0", "v1", "v2", "v4"]
+
+
+async def test_calls_while_loading_are_not_ready() -> None:
+    config = SamplerConfig(base_model="later", listen="127.0.0.1:0")
+    server = make_server(config, EngineSlot(), SamplerMetrics(CollectorRegistry()))
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        assert not await is_serving(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await sampler_pb2_grpc.SamplerServiceStub(channel).GetSamplerInfo(pb.GetSamplerInfoRequest())
+        assert isinstance(from_rpc_error(raised.value), NotReady)
+    await server.stop(0)
+
+
+async def test_the_process_serves_and_stops_on_sigterm_with_a_generation_running(
+    text_model_folder: Path, unused_tcp_port: int
+) -> None:
+    address = f"127.0.0.1:{unused_tcp_port}"
+    process = await asyncio.create_subprocess_exec(
+        *[sys.executable, "-m", "sampler_service", "--base-model", str(text_model_folder), "--listen", address],
+        *["--model-names", '["public/name"]', "--num-threads", "1", "--max-kv-tokens", "100000"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with connect(address) as channel:
+            await wait_serving(channel, timeout_s=60)
+            stub = sampler_pb2_grpc.SamplerServiceStub(channel)
+            info = await stub.GetSamplerInfo(pb.GetSamplerInfoRequest())
+            assert list(info.base_models) == ["public/name"]
+            calls = [stub.Sample(sample(prompt(4, vocab_size=200), num_samples=64, max_tokens=250)) for _ in range(20)]
+            await asyncio.sleep(0.1)
+            process.send_signal(signal.SIGTERM)
+            outcomes = await asyncio.gather(*calls, return_exceptions=True)
+            assert all(isinstance(o, pb.SampleResponse | grpc.aio.AioRpcError) for o in outcomes)
+        assert await asyncio.wait_for(process.wait(), 20) == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+        assert process.stderr is not None
+        log = (await process.stderr.read()).decode()
+        await process.wait()
+    assert "Traceback" not in log, log

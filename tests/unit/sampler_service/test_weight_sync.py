@@ -1,0 +1,264 @@
+"""The receiving side of the weight channel, with a trainer that is a thread, and real process groups."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+import pytest_asyncio
+
+from sampler_service.__main__ import make_server
+from sampler_service.config import SamplerConfig
+from sampler_service.engine import EngineSlot
+from sampler_service.torch_engine import TorchEngine
+from tests.unit.sampler_service.serving import generate, make_adapter, metric, prompt, serving
+from tinsmith.modeling.adapter import Adapter
+from tinsmith.rpc.channel import connect
+from tinsmith.rpc.errors import (
+    AlreadyExists,
+    DataCorrupted,
+    FailedPrecondition,
+    InvalidRequest,
+    OutOfCapacity,
+    ServiceError,
+    from_rpc_error,
+)
+from tinsmith.v1 import types_pb2 as types
+from tinsmith.v1 import weight_sync_pb2 as pb
+from tinsmith.v1 import weight_sync_pb2_grpc
+from tinsmith.weight_group import WeightGroup, checksum, open_store
+
+TIMEOUT_S = 5.0
+
+
+class Trainer:
+    """Rank 0, as a trainer service will play it."""
+
+    def __init__(self, stub: weight_sync_pb2_grpc.WeightSyncServiceStub, trainer_id: str = "t") -> None:
+        self.stub = stub
+        self.trainer_id = trainer_id
+        self.store = open_store("127.0.0.1", timeout_s=TIMEOUT_S)
+        self.epoch = 0
+
+    async def form(self) -> None:
+        self.epoch += 1
+        joined = asyncio.create_task(self._call("InitWeightTransfer", self.group()))
+        self.weight_group = await asyncio.to_thread(
+            lambda: WeightGroup.form(
+                self.store,
+                epoch=self.epoch,
+                rank=0,
+                world_size=2,
+                backend="gloo",
+                host="127.0.0.1",
+                timeout_s=TIMEOUT_S,
+            )
+        )
+        await joined
+
+    def group(self, **fields: Any) -> pb.InitWeightTransferRequest:
+        return pb.InitWeightTransferRequest(
+            **{
+                "trainer_id": self.trainer_id,
+                "epoch": self.epoch,
+                "store_host": "127.0.0.1",
+                "store_port": self.store.port,
+                "rank": 1,
+                "world_size": 2,
+                "backend": "gloo",
+                **fields,
+            }
+        )
+
+    def announcement(self, announced: str, adapter: Adapter, **fields: Any) -> pb.StartWeightUpdateRequest:
+        return pb.StartWeightUpdateRequest(
+            **{
+                "trainer_id": self.trainer_id,
+                "epoch": self.epoch,
+                "version_id": announced,
+                "base_model": "base",
+                "lora_config": adapter.config.to_proto(),
+                "tensors": [pb.TensorSpec(name=name, shape=shape) for name, shape in adapter.specs()],
+                "dtype": types.DTYPE_FLOAT32,
+                **fields,
+            }
+        )
+
+    async def start(self, version_id: str, adapter: Adapter) -> None:
+        await self._call("StartWeightUpdate", self.announcement(version_id, adapter))
+
+    async def send(self, version_id: str, adapter: Adapter) -> int:
+        request = pb.UpdateWeightsRequest(trainer_id=self.trainer_id, version_id=version_id)
+        received = asyncio.create_task(self._call("UpdateWeights", request))
+        await asyncio.to_thread(lambda: self.weight_group.broadcast(adapter.flat))
+        return (await received).num_bytes
+
+    async def finish(self, version_id: str, sum_: str) -> None:
+        request = pb.FinishWeightUpdateRequest(trainer_id=self.trainer_id, version_id=version_id, checksum=sum_)
+        await self._call("FinishWeightUpdate", request)
+
+    async def publish(self, version_id: str, adapter: Adapter) -> None:
+        await self.start(version_id, adapter)
+        assert await self.send(version_id, adapter) == adapter.flat.nbytes
+        await self.finish(version_id, checksum(adapter.flat))
+
+    async def _call(self, method: str, request: Any) -> Any:
+        try:
+            return await getattr(self.stub, method)(request)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
+
+class Setup:
+    def __init__(self, engine: TorchEngine, stub: weight_sync_pb2_grpc.WeightSyncServiceStub) -> None:
+        self.engine = engine
+        self.stub = stub
+        self.trainer = Trainer(stub)
+
+    def adapter(self, seed: int, **config: Any) -> Adapter:
+        return make_adapter(self.engine.targets, seed=seed, **config)
+
+
+@pytest_asyncio.fixture
+async def setup(model_folder: Path) -> AsyncIterator[Setup]:
+    async with serving(model_folder, adapter_memory_bytes=200_000) as engine:
+        config = SamplerConfig(
+            base_model=str(model_folder),
+            model_names=("base",),
+            listen="127.0.0.1:0",
+            max_lora_rank=32,
+            channel_timeout_s=TIMEOUT_S,
+        )
+        server = make_server(config, EngineSlot(engine), engine.metrics)
+        await server.start()
+        async with connect(f"127.0.0.1:{server.port}") as channel:
+            yield Setup(engine, weight_sync_pb2_grpc.WeightSyncServiceStub(channel))
+        await server.stop(0)
+
+
+async def test_a_published_version_samples_like_the_trainers_adapter(setup: Setup) -> None:
+    await setup.trainer.form()
+    adapters = {"v1": setup.adapter(1), "v2": setup.adapter(2, rank=2, train_mlp=False)}
+    for name, adapter in adapters.items():
+        await setup.trainer.publish(name, adapter)
+        await setup.engine.install(f"local {name}", adapter)
+        sent = await generate(setup.engine, prompt(6), version_id=name, max_tokens=10, seed=1)
+        local = await generate(setup.engine, prompt(6), version_id=f"local {name}", max_tokens=10, seed=1)
+        assert sent.sequences == local.sequences
+    assert metric(setup.engine, "publishes_total", outcome="ok") == 2
+    assert metric(setup.engine, "publish_bytes_total") == sum(adapter.num_bytes for adapter in adapters.values())
+
+
+async def test_a_wrong_checksum_leaves_nothing_visible_and_the_next_publish_works(setup: Setup) -> None:
+    await setup.trainer.form()
+    adapter = setup.adapter(1)
+    await setup.trainer.start("v1", adapter)
+    await setup.trainer.send("v1", adapter)
+    with pytest.raises(DataCorrupted, match="checksum"):
+        await setup.trainer.finish("v1", "0" * 32)
+    assert setup.engine.versions() == []
+    await setup.trainer.publish("v1", adapter)
+    assert [version.version_id for version in setup.engine.versions()] == ["v1"]
+
+
+async def test_generation_goes_on_while_versions_arrive(setup: Setup) -> None:
+    await setup.trainer.form()
+    quiet = await generate(setup.engine, prompt(6), max_tokens=200, seed=1)
+    running = asyncio.create_task(generate(setup.engine, prompt(6), max_tokens=200, seed=1))
+    for n in range(4):
+        await setup.trainer.publish(f"v{n}", setup.adapter(n))
+    assert (await running).sequences == quiet.sequences
+
+
+async def test_a_lost_trainer_breaks_the_group_and_the_next_epoch_works(setup: Setup) -> None:
+    await setup.trainer.form()
+    adapter = setup.adapter(1)
+    await setup.trainer.start("v1", adapter)
+    request = pb.UpdateWeightsRequest(trainer_id="t", version_id="v1")
+    receiving = asyncio.create_task(setup.trainer._call("UpdateWeights", request))
+    await asyncio.sleep(0.1)
+    del setup.trainer.weight_group  # its sockets close
+    with pytest.raises(FailedPrecondition, match="group 1 of trainer 't' broke .* form the next epoch"):
+        await receiving
+    with pytest.raises(FailedPrecondition, match="has no group with this sampler"):
+        await setup.trainer.start("v1", adapter)
+    await setup.trainer.form()
+    await setup.trainer.publish("v1", adapter)
+    assert (await generate(setup.engine, prompt(6), version_id="v1", max_tokens=2)).sequences
+
+
+async def test_a_new_group_replaces_the_old_one_and_trainers_do_not_disturb_each_other(setup: Setup) -> None:
+    other = Trainer(setup.stub, "other")
+    await setup.trainer.form()
+    await other.form()
+    await setup.trainer.start("half-sent", setup.adapter(3))
+    await setup.trainer.form()
+    await other.publish("o1", setup.adapter(1))
+    await setup.trainer.publish("v1", setup.adapter(2))
+    assert [version.version_id for version in setup.engine.versions()] == ["o1", "v1"]
+    with pytest.raises(FailedPrecondition, match="'half-sent' was not announced"):
+        await setup.trainer.finish("half-sent", "")
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"base_model": "other"}, InvalidRequest, r"base_model: 'other' is not served here; this sampler has \['base'\]"),
+        ({"epoch": 7}, FailedPrecondition, r"epoch: 7 is not the group that this sampler is in \(1\)"),
+        ({"dtype": types.DTYPE_BFLOAT16}, InvalidRequest, "dtype: DTYPE_BFLOAT16"),
+        ({"version_id": ""}, InvalidRequest, "version_id: is empty"),
+        ({"version_id": "resident"}, AlreadyExists, "'resident' is resident already"),
+        ({"lora_config": types.LoraConfig(rank=33, train_attn=True)}, InvalidRequest, r"rank: 33 is outside 1\.\.32"),
+        ({"tensors": []}, InvalidRequest, "tensors: 0 were announced"),
+        (
+            {"lora_config": types.LoraConfig(rank=3, train_attn=True, train_mlp=True, train_unembed=True)},
+            InvalidRequest,
+            r"lora_A.weight' of shape \[4, 64\] stands where this base model has",
+        ),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+async def test_an_announcement_that_does_not_fit_is_refused(
+    setup: Setup, fields: dict[str, Any], error: type[ServiceError], message: str
+) -> None:
+    await setup.engine.install("resident", setup.adapter(0))
+    await setup.trainer.form()
+    with pytest.raises(error, match=message):
+        await setup.trainer._call("StartWeightUpdate", setup.trainer.announcement("v1", setup.adapter(1), **fields))
+    await setup.trainer.publish("v1", setup.adapter(1))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rank": 0}, "rank: 0"),
+        ({"rank": 2}, "rank: 2"),
+        ({"backend": "mpi"}, "backend: 'mpi'"),
+        ({"backend": "nccl"}, "needs CUDA"),
+        ({"trainer_id": ""}, "trainer_id: is empty"),
+    ],
+    ids=str,
+)
+async def test_a_group_that_cannot_be_is_refused(setup: Setup, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        await setup.trainer._call("InitWeightTransfer", setup.trainer.group(**fields))
+
+
+async def test_a_version_that_never_fits_is_refused_before_it_is_sent(setup: Setup) -> None:
+    await setup.trainer.form()
+    with pytest.raises(OutOfCapacity, match="adapter_memory_bytes 200000"):
+        await setup.trainer.start("big", setup.adapter(1, rank=32))
+
+
+async def test_steps_out_of_order_are_refused(setup: Setup) -> None:
+    adapter = setup.adapter(1)
+    with pytest.raises(FailedPrecondition, match="call InitWeightTransfer"):
+        await setup.trainer.start("v1", adapter)
+    await setup.trainer.form()
+    with pytest.raises(FailedPrecondition, match="was not announced"):
+        await setup.trainer.finish("v1", "")
+    await setup.trainer.start("v1", adapter)
+    with pytest.raises(FailedPrecondition, match="has not been received"):
+        await setup.trainer.finish("v1", "")
