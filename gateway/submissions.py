@@ -10,16 +10,16 @@ import hashlib
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 from uuid import uuid4
 
 from google.protobuf.message import Message
-from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway import schemas
-from gateway.body import Schema, parse, read_json
+from gateway.body import Schema, parse
 from gateway.errors import json_response
-from gateway.gateway import Gateway, gateway_of
+from gateway.gateway import Gateway
 from gateway.operations import Submission, refusal_body, request_id_of
 from tinsmith.rpc.errors import ModelNotFound, NotReady, SequenceConflict, ServiceError
 
@@ -65,18 +65,18 @@ def failed_receipt(gateway: Gateway, request_id: str, model_id: str, error: Serv
 
 
 async def submit_json(
-    request: Request,
+    gateway: Gateway,
+    content: dict[str, Any],
+    body: bytes,
     *,
     kind: str,
     schema: type[Schema],
-    convert: Callable[[Gateway, Schema], Awaitable[Rpc]],
+    convert: Callable[[Schema], Awaitable[Rpc]],
 ) -> Response:
-    """For the endpoints whose JSON body carries model_id and seq_id."""
-    gateway = gateway_of(request)
-    content, body = await read_json(request, gateway.config)
+    """For a JSON body with model_id and seq_id: `content` is what `body` holds."""
     ids = parse(schemas.OperationIds, content)
     try:
-        rpc = await convert(gateway, parse(schema, content))
+        rpc = await convert(parse(schema, content))
     except NotReady:
         raise
     except ServiceError as error:

@@ -13,7 +13,7 @@ from starlette.routing import Route
 from gateway import convert, schemas
 from gateway.body import parse, read_json
 from gateway.errors import json_response
-from gateway.gateway import Gateway, gateway_of, owner_of
+from gateway.gateway import Gateway, gateway_of
 from gateway.operations import Submission, request_id_of
 from gateway.submissions import Rpc, failed_receipt, fingerprint, receipt
 from gateway.tables import Model
@@ -57,16 +57,14 @@ async def create_model(request: Request) -> Response:
     return await _create(gateway, "create_model", content, body, to_rpc)
 
 
-async def create_from_checkpoint(request: Request) -> Response:
+async def create_from_checkpoint(gateway: Gateway, content: dict[str, Any], body: bytes, *, owner: str) -> Response:
     """load_weights with session_id: the new model's rank, flags and base model are those of the checkpoint."""
-    gateway = gateway_of(request)
-    content, body = await read_json(request, gateway.config)
 
     async def to_rpc(model_id: str) -> Rpc:
         asked = parse(schemas.LoadWeights, content)
         if asked.weights_access_token is not None:
             raise Unsupported("weights_access_token: is not supported here")
-        checkpoint = await gateway.checkpoints.find(asked.path, field="path", owner=owner_of(request))
+        checkpoint = await gateway.checkpoints.find(asked.path, field="path", owner=owner)
         base_model = asked.base_model or checkpoint.base_model
         if not gateway.clients.are_same(base_model, checkpoint.base_model):
             raise InvalidRequest(f"base_model: {base_model!r} is not that of {asked.path}, {checkpoint.base_model!r}")

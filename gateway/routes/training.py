@@ -7,8 +7,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway import convert, schemas
-from gateway.body import parse, read_forward_backward
-from gateway.gateway import Gateway, gateway_of
+from gateway.body import parse, read_forward_backward, read_json
+from gateway.gateway import gateway_of
 from gateway.submissions import Rpc, fingerprint, submit, submit_json
 
 
@@ -30,10 +30,12 @@ async def forward_backward(request: Request) -> Response:
 
 
 async def optim_step(request: Request) -> Response:
-    async def to_rpc(gateway: Gateway, body: schemas.OptimStep) -> Rpc:
+    async def to_rpc(body: schemas.OptimStep) -> Rpc:
         return Rpc("OptimStep", convert.optim_step(body))
 
-    return await submit_json(request, kind="optim_step", schema=schemas.OptimStep, convert=to_rpc)
+    gateway = gateway_of(request)
+    content, body = await read_json(request, gateway.config)
+    return await submit_json(gateway, content, body, kind="optim_step", schema=schemas.OptimStep, convert=to_rpc)
 
 
 routes = [

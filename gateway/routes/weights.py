@@ -10,7 +10,7 @@ from gateway import schemas
 from gateway.body import parse, read_json
 from gateway.convert import check_ttl
 from gateway.errors import json_response
-from gateway.gateway import Gateway, gateway_of, owner_of
+from gateway.gateway import gateway_of, owner_of
 from gateway.routes.models import create_from_checkpoint
 from gateway.submissions import Rpc, submit_json
 from tinsmith.rpc.errors import InvalidRequest, Unsupported
@@ -19,7 +19,7 @@ from tinsmith.v1 import trainer_pb2, types_pb2
 
 
 async def save_weights(request: Request) -> Response:
-    async def to_rpc(gateway: Gateway, body: schemas.SaveWeights) -> Rpc:
+    async def to_rpc(body: schemas.SaveWeights) -> Rpc:
         message = trainer_pb2.SaveCheckpointRequest(
             model_id=body.model_id,
             seq_id=body.seq_id,
@@ -31,13 +31,15 @@ async def save_weights(request: Request) -> Response:
         )
         return Rpc("SaveCheckpoint", message, path=str(TinkerPath(body.model_id, "weights", body.path)))
 
-    return await submit_json(request, kind="save_weights", schema=schemas.SaveWeights, convert=to_rpc)
+    gateway = gateway_of(request)
+    content, body = await read_json(request, gateway.config)
+    return await submit_json(gateway, content, body, kind="save_weights", schema=schemas.SaveWeights, convert=to_rpc)
 
 
 async def save_weights_for_sampler(request: Request) -> Response:
     """Named, or ephemeral: then it makes a sampling session and has no path."""
 
-    async def to_rpc(gateway: Gateway, body: schemas.SaveWeightsForSampler) -> Rpc:
+    async def to_rpc(body: schemas.SaveWeightsForSampler) -> Rpc:
         if body.kind == "inflight":
             raise Unsupported("kind: 'inflight' is not supported here; use 'snapshot'")
         message = trainer_pb2.SaveCheckpointRequest(
@@ -58,9 +60,10 @@ async def save_weights_for_sampler(request: Request) -> Response:
         sampling_session_id = f"{session_id}:sample:{body.sampling_session_seq_id}"
         return Rpc("SaveCheckpoint", message, sampling_session_id=sampling_session_id)
 
-    return await submit_json(
-        request, kind="save_weights_for_sampler", schema=schemas.SaveWeightsForSampler, convert=to_rpc
-    )
+    gateway = gateway_of(request)
+    content, body = await read_json(request, gateway.config)
+    kind, schema = "save_weights_for_sampler", schemas.SaveWeightsForSampler
+    return await submit_json(gateway, content, body, kind=kind, schema=schema, convert=to_rpc)
 
 
 class _LoadInto(schemas.LoadWeights, schemas.OperationIds):
@@ -69,9 +72,12 @@ class _LoadInto(schemas.LoadWeights, schemas.OperationIds):
 
 async def load_weights(request: Request) -> Response:
     """With session_id it creates the model from the checkpoint; with model_id it replaces that model's weights."""
-    owner = owner_of(request)
+    gateway = gateway_of(request)
+    content, body = await read_json(request, gateway.config)
+    if content.get("session_id") is not None:
+        return await create_from_checkpoint(gateway, content, body, owner=owner_of(request))
 
-    async def to_rpc(gateway: Gateway, body: _LoadInto) -> Rpc:
+    async def to_rpc(body: _LoadInto) -> Rpc:
         for field, value in (
             ("weights_access_token", body.weights_access_token),
             ("base_model", body.base_model),
@@ -80,7 +86,7 @@ async def load_weights(request: Request) -> Response:
         ):
             if value is not None:
                 raise Unsupported(f"{field}: cannot be set when weights are loaded into a model that exists")
-        checkpoint = await gateway.checkpoints.find(body.path, field="path", owner=owner)
+        checkpoint = await gateway.checkpoints.find(body.path, field="path", owner=owner_of(request))
         message = trainer_pb2.LoadCheckpointRequest(
             model_id=body.model_id,
             seq_id=body.seq_id,
@@ -89,10 +95,7 @@ async def load_weights(request: Request) -> Response:
         )
         return Rpc("LoadCheckpoint", message, path=checkpoint.path)
 
-    content, _ = await read_json(request, gateway_of(request).config)
-    if content.get("session_id") is not None:
-        return await create_from_checkpoint(request)
-    return await submit_json(request, kind="load_weights", schema=_LoadInto, convert=to_rpc)
+    return await submit_json(gateway, content, body, kind="load_weights", schema=_LoadInto, convert=to_rpc)
 
 
 async def weights_info(request: Request) -> Response:
