@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import tinker
@@ -12,11 +13,23 @@ Floats = np.ndarray
 
 NUM_WORDS = 2000
 """Token ids below this are in every toy model's vocabulary, and none of them is a special token's."""
+BASE_MODEL = "tests/tiny"
+"""Public name of the one that the shared stack serves."""
 ADAM = tinker.AdamParams(learning_rate=1e-3)
 
 
 def random_tokens(length: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(NUM_WORDS, size=length).tolist()
+
+
+PROMPT = random_tokens(11, 7)
+
+
+def new_model(
+    service: tinker.ServiceClient, rank: int = 8, *, seed: int | None = 0, **settings: Any
+) -> tinker.TrainingClient:
+    """`settings`: train_attn, train_mlp, train_unembed, user_metadata."""
+    return service.create_lora_training_client(BASE_MODEL, rank=rank, seed=seed, **settings).result()
 
 
 def next_token_datum(tokens: Sequence[int], **inputs: object) -> tinker.Datum:

@@ -10,8 +10,8 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.integration.conftest import BASE_MODEL, LONG_POLL_S
-from tests.integration.examples import random_tokens
+from tests.integration.conftest import LONG_POLL_S
+from tests.integration.examples import BASE_MODEL, random_tokens
 from tests.integration.wire import Failed, Wire, logprobs, next_token_datum
 from tests.stack import Stack
 
@@ -136,8 +136,8 @@ def test_zstd_and_plain_bodies_mean_the_same(wire: Wire, model_id: str) -> None:
 
 
 def test_all_that_carries_a_number_fails_as_a_future_and_the_model_goes_on(wire: Wire, model_id: str) -> None:
-    def post(path: str, seq_id: int, **body: object) -> httpx.Response:
-        return wire.post(path, model_id=model_id, seq_id=seq_id, **body)
+    def post(endpoint: str, seq_id: int, /, **body: object) -> httpx.Response:
+        return wire.post(endpoint, model_id=model_id, seq_id=seq_id, **body)
 
     refused = [
         wire.post_forward_backward(wire.forward_backward_body(model_id, 1, DATA, loss_fn="no_such_loss")),

@@ -71,8 +71,8 @@ class Wire:
 
     # Sessions and models
 
-    def post(self, path: str, **body: Any) -> httpx.Response:
-        return self.http.post(path, json=body)
+    def post(self, endpoint: str, /, **body: Any) -> httpx.Response:
+        return self.http.post(endpoint, json=body)
 
     def session(self) -> str:
         return self._ok(self.post("create_session", tags=[], user_metadata={}, sdk_version="0.38.0"))["session_id"]
