@@ -69,7 +69,8 @@ class Reaper:
     async def _release_models(self) -> None:
         for model, session in await self._store.unreleased_models():
             # close() may come while the last save waits for its turn. A gap in seq_id may hold it for ever, though.
-            overdue = session.end_reason == EXPIRED or time.time() > session.ended_at + self._config.session_timeout_s
+            ended_s = time.time() - (session.ended_at or 0.0)
+            overdue = session.end_reason == EXPIRED or ended_s > self._config.session_timeout_s
             if overdue or not self._futures.num_pending(model.model_id):
                 await self._release(model)
 

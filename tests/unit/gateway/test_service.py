@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from pydantic import SecretStr, ValidationError
+
+from gateway.config import GatewayConfig
+from tests.unit.gateway.stack import ALIAS, BASE_MODEL, Client, Stack
+
+
+async def test_service_endpoints(client: Client) -> None:
+    assert (await client.get("/api/v1/healthz")).json() == {"status": "ok"}
+    assert await client.call("client/config", {"sdk_version": "0.38.0"}) == {"proto_compress_fwdbwd": False}
+    assert await client.call("client/dynamic_config", {"sdk_version": "0.38.0"}) == {}
+    assert await client.call("telemetry", {"events": []}) == {"status": "accepted"}
+    models = (await client.get("/api/v1/get_server_capabilities")).json()["supported_models"]
+    assert {"model_name": ALIAS, "max_context_length": 2048, "trainable": True, "sampleable": True} in models
+    assert BASE_MODEL in [model["model_name"] for model in models]
+
+
+async def test_unknown_paths_are_named(client: Client) -> None:
+    reply = await client.post("/api/v1/no/such", json={})
+    assert reply.status_code == 404
+    assert "POST /api/v1/no/such" in reply.json()["detail"]
+    reply = await client.get("/api/v1/asample")
+    assert reply.status_code == 405
+    assert "GET" in reply.json()["detail"]
+
+
+async def test_metrics_count_requests_and_tokens(client: Client) -> None:
+    model_id = await client.model(await client.session())
+    await client.result((await client.forward_backward(model_id, 1)).json())
+    text = (await client.get("/metrics")).text
+    assert "gateway_trained_tokens_total 3.0" in text
+    assert 'gateway_requests_total{method="POST",route="forward_backward",status="200"} 1.0' in text
+    assert 'gateway_pending_futures{kind="forward_backward"} 0.0' in text
+
+
+async def test_keys_are_checked(stack: Stack, client: Client) -> None:
+    await stack.restart_gateway(api_keys=[SecretStr("tml-right"), SecretStr("tml-other")])
+    for headers, status in (
+        ({}, 401),
+        ({"x-api-key": "tml-wrong"}, 401),
+        ({"x-api-key": "tml-right"}, 200),
+        ({"X-API-Key": "tml-other"}, 200),
+    ):
+        reply = httpx.Response(0)
+        async with httpx.AsyncClient(base_url=stack.url) as raw:
+            reply = await raw.post("/api/v1/create_session", json={}, headers=headers)
+            assert (await raw.get("/api/v1/healthz")).status_code == 200
+        assert reply.status_code == status
+        if status == 401:
+            assert "X-API-Key" in reply.json()["detail"]
+
+
+def test_a_public_address_needs_keys() -> None:
+    for host in ("0.0.0.0", "::", "gateway.example"):
+        with pytest.raises(ValidationError, match="api_keys must name at least one key"):
+            GatewayConfig(host=host)
+        GatewayConfig(host=host, api_keys=[SecretStr("tml-a")])
+    for host in ("127.0.0.1", "localhost", "::1"):
+        GatewayConfig(host=host)
+
+
+async def test_stop_ends_open_long_polls(stack: Stack, client: Client) -> None:
+    await stack.restart_gateway(long_poll_s=30.0)
+    model_id = await client.model(await client.session())
+    polls = []
+    for seq_id in range(2, 22):
+        await client.forward_backward(model_id, seq_id)
+        polls.append(asyncio.create_task(client.poll(f"{model_id}:{seq_id}")))
+    await asyncio.sleep(0.3)
+    async with asyncio.timeout(3):
+        await stack.stop_gateway()
+    for reply in await asyncio.gather(*polls):
+        assert reply.json()["type"] == "try_again"
+
+
+async def test_sigterm_ends_the_process_with_long_polls_open(stack: Stack, tmp_path: Path) -> None:
+    await stack.stop_gateway()
+    settings = {
+        "GATEWAY_PORT": str(stack.port),
+        "GATEWAY_TRAINERS": f'["127.0.0.1:{stack.trainer_backend.port}"]',
+        "GATEWAY_SAMPLERS": f'["127.0.0.1:{stack.sampler_backend.port}"]',
+        "GATEWAY_STATE_DIR": str(tmp_path / "process"),
+    }
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "gateway", env=os.environ | settings)
+    async with Client(base_url=stack.url, timeout=40, headers={"x-api-key": "tml-test"}) as client:
+        async with asyncio.timeout(30):
+            while True:
+                try:
+                    if (await client.get("/api/v1/get_server_capabilities")).json()["supported_models"]:
+                        break
+                except httpx.ConnectError:
+                    pass
+                await asyncio.sleep(0.1)
+        model_id = await client.model(await client.session())
+        await client.forward_backward(model_id, 2)
+        poll = asyncio.create_task(client.poll(f"{model_id}:2"))
+        await asyncio.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(3):
+            assert await process.wait() == 0
+        assert (await poll).json()["type"] == "try_again"
+
+
+async def test_the_gateway_starts_before_its_services(stack: Stack, client: Client) -> None:
+    await stack.stop_gateway()
+    await stack.trainer_backend.stop()
+    await stack.sampler_backend.stop()
+    await stack.start_gateway(submit_timeout_s=0.2)
+    session_id = await client.session()
+    body = {"session_id": session_id, "model_seq_id": 0, "base_model": BASE_MODEL, "lora_config": {"rank": 8}}
+    await client.call("create_model", body, status=503)
+    sampler = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": BASE_MODEL}
+    await client.call("create_sampling_session", sampler, status=503)
+    await stack.trainer_backend.start()
+    await stack.sampler_backend.start()
+    assert stack.server is not None
+    await stack.server.app.state.gateway.clients.trainer(BASE_MODEL)
+    await stack.server.app.state.gateway.clients.sampler(BASE_MODEL)
+    await client.model(session_id)
+    await client.sampling_session(session_id)

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import asyncio
+
+from tests.unit.gateway.stack import Client, Stack, sample_body
+
+
+async def test_a_repeated_create_session_gives_the_same_session(client: Client) -> None:
+    headers = {"x-idempotency-key": "k"}
+    replies = await asyncio.gather(*[client.post("/api/v1/create_session", json={}, headers=headers) for _ in range(3)])
+    assert len({reply.json()["session_id"] for reply in replies}) == 1
+    assert await client.session() != await client.session()
+
+
+async def test_the_first_finish_wins_and_frees_the_session(stack: Stack, client: Client) -> None:
+    session_id = await client.session()
+    model_id = await client.model(session_id)
+    sampler_id = await client.sampling_session(session_id)
+    await client.call("session_heartbeat", {"session_id": session_id})
+    stack.sampler.go.clear()
+    running = await client.call("asample", sample_body(sampler_id, 0))
+
+    for reason in ("success", "errored"):
+        await client.call(f"sessions/{session_id}/finish", {"reason": {"type": reason}, "detail": None})
+    detail = (await client.call("session_heartbeat", {"session_id": session_id}, status=410))["detail"]
+    assert "success" in detail
+    assert "has ended" in (await client.result(running))["error"]
+    async with asyncio.timeout(10):
+        await stack.trainer.deletion.wait()
+    assert stack.trainer.deleted_models == [model_id]
+    failure = await client.result((await client.forward_backward(model_id, 1)).json())
+    assert failure["category"] == "user"
+    failure = await client.result(await client.call("asample", sample_body(sampler_id, 1)))
+    assert "has ended" in failure["error"]
+    create = {"session_id": session_id, "model_seq_id": 1, "base_model": "x", "lora_config": {"rank": 8}}
+    assert "has ended" in (await client.call("create_model", create, status=400))["detail"]
+
+
+async def test_a_finish_lets_accepted_work_end(stack: Stack, client: Client) -> None:
+    session_id = await client.session()
+    model_id = await client.model(session_id)
+    stack.trainer.go.clear()
+    receipt = await client.call("save_weights", {"model_id": model_id, "seq_id": 1, "path": "last"})
+    await client.call(f"sessions/{session_id}/finish", {"reason": {"type": "success"}, "detail": None})
+    stack.trainer.go.set()
+    assert (await client.result(receipt))["path"] == f"tinker://{model_id}/weights/last"
+    async with asyncio.timeout(10):
+        await stack.trainer.deletion.wait()
+
+
+async def test_unknown_sessions(client: Client) -> None:
+    await client.call("session_heartbeat", {"session_id": "x"}, status=404)
+    await client.call("sessions/x/finish", {"reason": {"type": "success"}}, status=404)
+
+
+async def test_a_silent_session_is_ended(stack: Stack, client: Client) -> None:
+    await stack.restart_gateway(session_timeout_s=0.5)
+    session_id = await client.session()
+    model_id = await client.model(session_id)
+    async with asyncio.timeout(10):
+        await stack.trainer.deletion.wait()
+    assert stack.trainer.deleted_models == [model_id]
+    detail = (await client.call("session_heartbeat", {"session_id": session_id}, status=410))["detail"]
+    assert "expired" in detail

@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+import zstandard
+
+from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, batch
+from tinsmith.v1 import trainer_pb2
+
+PROTOBUF = {"content-type": "application/x-protobuf"}
+
+
+async def test_receipts_come_at_once_and_execution_is_in_order(stack: Stack, client: Client) -> None:
+    model_id = await client.model(await client.session())
+    for seq_id in (3, 2, 1):
+        reply = await client.forward_backward(model_id, seq_id)
+        assert reply.json() == {"request_id": f"{model_id}:{seq_id}", "model_id": model_id}
+    for seq_id in (3, 2, 1):
+        answer = await client.result({"request_id": f"{model_id}:{seq_id}"})
+        assert trainer_pb2.ForwardBackwardResponse.FromString(answer).metrics["loss:sum"] == 1
+    assert stack.trainer.orders[model_id] == [0, 1, 2, 3]
+
+
+async def test_a_repeat_runs_once_and_a_conflict_is_refused(stack: Stack, client: Client) -> None:
+    model_id = await client.model(await client.session())
+    stack.trainer.go.clear()
+    replies = await asyncio.gather(*[client.forward_backward(model_id, 1) for _ in range(3)])
+    assert {reply.json()["request_id"] for reply in replies} == {f"{model_id}:1"}
+    conflict = await client.forward_backward(model_id, 1, loss_fn="ppo")
+    assert conflict.status_code == 422
+    assert "seq_id 1" in conflict.json()["detail"]
+    stack.trainer.go.set()
+    assert b"loss:sum" in await client.result({"request_id": f"{model_id}:1"})
+    assert (await client.forward_backward(model_id, 1)).status_code == 200
+    assert (await client.forward_backward(model_id, 1, loss_fn="ppo")).status_code == 422
+    assert b"loss:sum" in await client.result({"request_id": f"{model_id}:1"})
+    assert stack.trainer.orders[model_id] == [0, 1]
+
+
+async def test_conflict_after_a_gateway_restart_is_refused_and_the_first_answer_stays(
+    stack: Stack, client: Client
+) -> None:
+    model_id = await client.model(await client.session())
+    await client.forward_backward(model_id, 1)
+    await stack.restart_gateway()
+    assert (await client.forward_backward(model_id, 1, loss_fn="ppo")).status_code == 422
+    assert (await client.forward_backward(model_id, 1)).status_code == 200
+    assert b"loss:sum" in await client.result({"request_id": f"{model_id}:1"})
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"), [("ppo", "loss_fn: 'ppo'"), ("", "loss_fn: ''")], ids=["unknown", "empty"]
+)
+async def test_what_the_trainer_refuses_fails_the_future(client: Client, loss_fn: str, message: str) -> None:
+    model_id = await client.model(await client.session())
+    receipt = (await client.forward_backward(model_id, 1, loss_fn=loss_fn)).json()
+    failure = await client.result(receipt)
+    assert failure["category"] == "user"
+    assert message in failure["error"]
+
+
+async def test_unknown_models_fail_the_future(client: Client) -> None:
+    session_id = await client.session()
+    for model_id in (f"{session_id}:train:7", "nonsense", "a:sample:0"):
+        receipt = (await client.forward_backward(model_id, 1)).json()
+        failure = await client.result(receipt)
+        assert failure["category"] == "user"
+        assert repr(model_id) in failure["error"]
+
+
+async def test_a_refused_operation_uses_up_its_number(stack: Stack, client: Client) -> None:
+    model_id = await client.model(await client.session())
+    bad = {"model_id": model_id, "seq_id": 1, "optimizer_params": {"type": "dimuon", "learning_rate": 0.1}}
+    receipt = await client.call("optim_step", bad)
+    await client.call("optim_step", {"model_id": model_id, "seq_id": 2, "adam_params": {"learning_rate": "fast"}})
+    await client.call("optim_step", {"model_id": model_id, "seq_id": 3, "adam_params": {}})
+    assert await client.result({"request_id": f"{model_id}:3"}) == {"metrics": {"grad_norm:mean": "nan"}}
+    for seq_id, part in ((1, "'dimuon'"), (2, "learning_rate")):
+        failure = await client.result({"request_id": f"{model_id}:{seq_id}"})
+        assert failure["category"] == "user"
+        assert part in failure["error"]
+    await stack.restart_gateway()
+    assert "'dimuon'" in (await client.result(receipt))["error"]
+
+
+async def test_malformed_bodies_are_refused_at_once(client: Client) -> None:
+    async def send(content: bytes, **headers: str) -> httpx.Response:
+        return await client.post("/api/v1/forward_backward", content=content, headers=PROTOBUF | headers)
+
+    reply = await send(b"\xff\xff\xff")
+    assert (reply.status_code, "protobuf" in reply.json()["detail"]) == (400, True)
+    zstd = {"content-encoding": "zstd"}
+    packed = zstandard.compress(batch("m", 1).SerializeToString())
+    for broken in (b"not zstd", packed[:-4], packed + b"x"):
+        reply = await send(broken, **zstd)
+        assert (reply.status_code, "zstd" in reply.json()["detail"]) == (400, True)
+    assert (await send(zstandard.compress(bytes(2**28)), **zstd)).status_code == 413
+    unsized = zstandard.ZstdCompressor(write_content_size=False).compressobj()
+    bomb = unsized.compress(bytes(2**28)) + unsized.flush()
+    assert (await send(bomb, **zstd)).status_code == 400
+    assert (await send(b"", **{"content-encoding": "br"})).status_code == 400
+    assert (await send(batch("", 1).SerializeToString())).status_code == 400
+    assert (await send(batch("m", 0).SerializeToString())).status_code == 400
+    for body in (b"", b"{", b"[1]"):
+        assert (await client.post("/api/v1/optim_step", content=body)).status_code == 400
+
+
+async def test_zstd_bodies_are_read(client: Client) -> None:
+    model_id = await client.model(await client.session())
+    body = zstandard.compress(batch(model_id, 1).SerializeToString())
+    reply = await client.post("/api/v1/forward_backward", content=body, headers=PROTOBUF | {"content-encoding": "zstd"})
+    assert b"loss:sum" in await client.result(reply.json())
+
+
+async def test_a_body_above_the_limit_is_refused_and_the_gateway_lives(client: Client) -> None:
+    reply = await client.post("/api/v1/forward_backward", content=bytes(100 * 2**20), headers=PROTOBUF)
+    assert reply.status_code == 413
+    assert "max_body_bytes" in reply.json()["detail"]
+
+    async def chunks():  # type: ignore[no-untyped-def]
+        for _ in range(100):
+            yield bytes(2**20)
+
+    try:
+        reply = await client.post("/api/v1/optim_step", content=chunks())
+    except httpx.WriteError:
+        pass  # the connection was closed while it was being written
+    else:
+        assert reply.status_code == 413
+    assert await client.session()
+
+
+async def test_submissions_are_refused_while_the_trainer_is_away(stack: Stack, client: Client) -> None:
+    model_id = await client.model(await client.session())
+    await stack.trainer_backend.stop()
+    reply = await client.forward_backward(model_id, 1)
+    assert reply.status_code == 503
+    assert reply.headers["retry-after"] == "1"
+    await stack.trainer_backend.start()
+    assert (await client.forward_backward(model_id, 1)).status_code == 200
+    assert b"loss:sum" in await client.result({"request_id": f"{model_id}:1"})
+
+
+async def test_submissions_are_refused_while_the_trainer_loads(stack: Stack, client: Client) -> None:
+    model_id = await client.model(await client.session())
+    stack.trainer.is_loading = True
+    assert (await client.forward_backward(model_id, 1)).status_code == 503
+    stack.trainer.is_loading = False
+    assert (await client.forward_backward(model_id, 1)).status_code == 200
+
+
+async def test_too_many_operations_of_one_model_get_429(stack: Stack, client: Client) -> None:
+    await stack.restart_gateway(max_pending_operations=2)
+    session_id = await client.session()
+    model_id = await client.model(session_id)
+    stack.trainer.go.clear()
+    assert [(await client.forward_backward(model_id, seq_id)).status_code for seq_id in (1, 2, 3)] == [200, 200, 429]
+    stack.trainer.go.set()
+    await client.result({"request_id": f"{model_id}:2"})
+    assert (await client.forward_backward(model_id, 3)).status_code == 200
+
+
+async def test_a_gateway_restart_is_a_delay(stack: Stack, client: Client) -> None:
+    model_id = await client.model(await client.session())
+    stack.trainer.go.clear()
+    await client.forward_backward(model_id, 1)
+    await client.forward_backward(model_id, 2, loss_fn="ppo")
+    await stack.restart_gateway()
+    polls = [asyncio.create_task(client.poll(f"{model_id}:{seq_id}")) for seq_id in (1, 2)]
+    await asyncio.sleep(0.1)
+    stack.trainer.go.set()
+    answer, failure = await asyncio.gather(*polls)
+    assert answer.headers["content-type"] == "application/x-protobuf"
+    assert "loss_fn" in failure.json()["error"]
+    assert (await client.poll(f"{model_id}:0")).json() == {"type": "create_model", "model_id": model_id}
+
+
+async def test_a_trainer_restart_is_a_delay(stack: Stack, client: Client) -> None:
+    await stack.restart_gateway(long_poll_s=0.3)
+    model_id = await client.model(await client.session())
+    stack.trainer.go.clear()
+    receipt = (await client.forward_backward(model_id, 1)).json()
+    await stack.trainer_backend.stop()
+    waiting = (await client.poll(receipt["request_id"])).json()
+    assert waiting["type"] == "try_again"
+    assert waiting["queue_state"] == "paused_capacity"
+    assert "unreachable" in waiting["queue_state_reason"]
+    stack.trainer.go.set()
+    await stack.trainer_backend.start()
+    while (reply := await client.poll(receipt["request_id"])).headers["content-type"] != "application/x-protobuf":
+        assert reply.json()["type"] == "try_again"
+
+
+async def test_an_operation_that_the_trainer_has_lost_fails_as_the_servers_fault(stack: Stack, client: Client) -> None:
+    model_id = await client.model(await client.session())
+    stack.trainer.go.clear()
+    receipt = (await client.forward_backward(model_id, 1)).json()
+    await stack.trainer_backend.stop()
+    stack.trainer.models.clear()
+    await stack.trainer_backend.start()
+    failure = await client.result(receipt)
+    assert failure["category"] == "server"
+    assert "no operation 1" in failure["error"]
+
+
+async def test_unknown_request_ids_are_gone(client: Client) -> None:
+    model_id = await client.model(await client.session())
+    for request_id in (f"{model_id}:5", f"{model_id}:{2**40}", "a:sample:0:0", "x", "a:train:0:1", ""):
+        reply = await client.poll(request_id)
+        assert reply.status_code == 410
+        assert repr(request_id) in reply.json()["detail"]
+
+
+async def test_answers_that_were_evicted_come_from_the_trainer_again(stack: Stack, client: Client) -> None:
+    await stack.restart_gateway(result_cache_bytes=1)
+    model_id = await client.model(await client.session())
+    for seq_id in (1, 2, 3):
+        await client.forward_backward(model_id, seq_id)
+        await client.result({"request_id": f"{model_id}:{seq_id}"})
+    assert b"loss:sum" in await client.result({"request_id": f"{model_id}:1"})
+
+
+async def test_create_model_refusals(client: Client) -> None:
+    session_id = await client.session()
+    body = {"session_id": session_id, "model_seq_id": 0, "base_model": BASE_MODEL, "lora_config": {"rank": 8}}
+    for seq, (change, part) in enumerate(
+        [
+            ({"base_model": "nobody/nothing"}, "'nobody/nothing'"),
+            ({"lora_config": {"rank": 0}}, "rank: 0"),
+            ({"lora_config": {"rank": "many"}}, "'many'"),
+            ({"optimizer_config": {"type": "dimuon", "version": 1}}, "'dimuon'"),
+            ({"user_metadata": {"a": 1}}, "user_metadata.a"),
+        ]
+    ):
+        receipt = await client.call("create_model", body | {"model_seq_id": seq} | change)
+        assert receipt["request_id"] == f"{session_id}:train:{seq}:0"
+        failure = await client.result(receipt)
+        assert failure["category"] == "user"
+        assert part in failure["error"]
+    await client.call("create_model", body | {"session_id": "nobody"}, status=404)
+    await client.call("create_model", {"session_id": session_id}, status=400)
+
+
+async def test_create_model_again_is_the_same_model(stack: Stack, client: Client) -> None:
+    session_id = await client.session()
+    assert await client.model(session_id) == await client.model(session_id)
+    assert stack.trainer.orders == {f"{session_id}:train:0": [0]}
+
+
+async def test_get_info_names_the_model_that_was_asked_for(client: Client) -> None:
+    model_id = await client.model(await client.session(), base_model="tinsmith/eight")
+    info = await client.call("get_info", {"model_id": model_id})
+    assert info["model_data"] == {
+        "arch": "Qwen3ForCausalLM",
+        "model_name": "tinsmith/eight",
+        "tokenizer_id": "tinsmith/eight",
+    }
+    assert (info["is_lora"], info["lora_rank"], info["optimizer_config"]) == (True, 8, {"type": "adamw"})
+    await client.call("get_info", {"model_id": "nobody"}, status=404)

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from tests.unit.gateway.stack import BASE_MODEL, Client, Stack
+from tinsmith.v1 import types_pb2
+
+
+async def save(client: Client, model_id: str, seq_id: int, name: str = "one", **fields: Any) -> Any:
+    body = {"model_id": model_id, "seq_id": seq_id, "path": name} | fields
+    return await client.result(await client.call("save_weights", body))
+
+
+async def test_a_saved_state_is_found_and_loaded(stack: Stack, client: Client) -> None:
+    session_id = await client.session()
+    model_id = await client.model(session_id)
+    saved = await save(client, model_id, 1, user_metadata={"k": "v"})
+    assert saved == {"type": "save_weights", "path": f"tinker://{model_id}/weights/one"}
+    info = await client.call("weights_info", {"tinker_path": saved["path"]})
+    assert (info["base_model"], info["is_lora"], info["lora_rank"]) == (BASE_MODEL, True, 8)
+
+    loaded = await client.call(
+        "load_weights", {"model_id": model_id, "seq_id": 2, "path": saved["path"], "optimizer": True}
+    )
+    assert await client.result(loaded) == {"type": "load_weights", "path": saved["path"], "model_id": model_id}
+
+    body = {"session_id": session_id, "model_seq_id": 1, "path": saved["path"], "optimizer": False}
+    created = await client.call("load_weights", body)
+    assert created == {"request_id": f"{session_id}:train:1:0", "model_id": f"{session_id}:train:1"}
+    assert (await client.result(created))["model_id"] == f"{session_id}:train:1"
+    info = await client.call("get_info", {"model_id": f"{session_id}:train:1"})
+    assert (info["lora_rank"], info["model_name"]) == (8, BASE_MODEL)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "tinker://RUN/weights/missing",
+        "tinker://RUN/weights/..",
+        "tinker://../weights/one",
+        "tinker://RUN/other/one",
+        "/etc/passwd",
+        "",
+    ],
+)
+async def test_paths_that_lead_nowhere(client: Client, path: str) -> None:
+    session_id = await client.session()
+    model_id = await client.model(session_id)
+    path = path.replace("RUN", model_id)
+    status = 404 if path.endswith("missing") else 400
+    named = repr("..") if ".." in path else path
+    assert named in (await client.call("weights_info", {"tinker_path": path}, status=status))["detail"]
+    sampler = {"session_id": session_id, "sampling_session_seq_id": 0, "model_path": path}
+    assert named in (await client.call("create_sampling_session", sampler, status=status))["detail"]
+    for ids in ({"model_id": model_id, "seq_id": 1}, {"session_id": session_id, "model_seq_id": 1}):
+        failure = await client.result(await client.call("load_weights", ids | {"path": path, "optimizer": False}))
+        assert failure["category"] == "user"
+        assert named in failure["error"]
+    await save(client, model_id, 2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"path": ".."}, "'..'"),
+        ({"path": "a/b"}, "'a/b'"),
+        ({"path": 3}, "path"),
+        ({"ttl_seconds": 3599}, "3599"),
+        ({"ttl_seconds": 10 * 365 * 86400 + 1}, "ttl_seconds"),
+        ({"overwrite": "yes"}, "'yes'"),
+    ],
+)
+async def test_saves_that_are_refused_fail_and_the_next_one_works(
+    client: Client, fields: dict[str, Any], part: str
+) -> None:
+    model_id = await client.model(await client.session())
+    failure = await save(client, model_id, 1, **fields)
+    assert failure["category"] == "user"
+    assert part in failure["error"]
+    assert (await save(client, model_id, 2, "good"))["path"].endswith("/good")
+
+
+async def test_an_ephemeral_save_makes_a_sampling_session(stack: Stack, client: Client) -> None:
+    session_id = await client.session()
+    model_id = await client.model(session_id)
+    body = {"model_id": model_id, "seq_id": 1, "sampling_session_seq_id": 4, "kind": "snapshot"}
+    saved = await client.result(await client.call("save_weights_for_sampler", body))
+    sampler_id = f"{session_id}:sample:4"
+    assert saved == {"type": "save_weights_for_sampler", "path": None, "sampling_session_id": sampler_id}
+    sampler = (await client.get(f"/api/v1/samplers/{sampler_id}")).json()
+    assert sampler == {"sampler_id": sampler_id, "base_model": BASE_MODEL, "model_path": None}
+    failure = await client.result(
+        await client.call("save_weights_for_sampler", body | {"seq_id": 2, "kind": "inflight"})
+    )
+    assert "inflight" in failure["error"]
+    again = await client.result(await client.call("save_weights_for_sampler", body | {"seq_id": 3}))
+    assert "is taken by another request" in again["error"]
+    both = await client.result(await client.call("save_weights_for_sampler", body | {"seq_id": 4, "path": "x"}))
+    assert "exactly one" in both["error"]
+
+
+async def test_saves_that_end_after_a_gateway_restart_are_indexed(stack: Stack, client: Client) -> None:
+    session_id = await client.session()
+    model_id = await client.model(session_id)
+    stack.trainer.go.clear()
+    named = await client.call("save_weights", {"model_id": model_id, "seq_id": 1, "path": "late"})
+    body = {"model_id": model_id, "seq_id": 2, "sampling_session_seq_id": 0}
+    ephemeral = await client.call("save_weights_for_sampler", body)
+    await stack.restart_gateway()
+    stack.trainer.go.set()
+    path = (await client.result(named))["path"]
+    assert (await client.result(ephemeral))["sampling_session_id"] == f"{session_id}:sample:0"
+    assert (await client.call("weights_info", {"tinker_path": path}))["lora_rank"] == 8
+    assert (await client.get(f"/api/v1/samplers/{session_id}:sample:0")).status_code == 200
+
+
+async def test_checkpoints_that_the_database_has_lost_are_found_again(stack: Stack, client: Client) -> None:
+    model_id = await client.model(await client.session())
+    path = (await save(client, model_id, 1))["path"]
+    await stack.stop_gateway()
+    for file in stack.state_dir.iterdir():
+        file.unlink()
+    await stack.start_gateway()
+    assert (await client.call("weights_info", {"tinker_path": path}))["base_model"] == BASE_MODEL
+
+
+async def test_an_expired_checkpoint_is_not_found_and_then_deleted(stack: Stack, client: Client) -> None:
+    session_id = await client.session()
+    model_id = await client.model(session_id)
+    path = (await save(client, model_id, 1, ttl_seconds=3600))["path"]
+    location = path.removeprefix("tinker://")
+    assert stack.trainer.checkpoints[location].ttl_seconds == 3600
+    await client.call("weights_info", {"tinker_path": path})
+
+    old = types_pb2.CheckpointInfo()
+    old.CopyFrom(stack.trainer.checkpoints[location])
+    old.location = location.replace("/one", "/old")
+    old.created_at = time.time() - 4000
+    stack.trainer.checkpoints[old.location] = old
+    old_path = path.replace("/one", "/old")
+    assert "expired" in (await client.call("weights_info", {"tinker_path": old_path}, status=404))["detail"]
+    sampler = {"session_id": session_id, "sampling_session_seq_id": 0, "model_path": old_path}
+    await client.call("create_sampling_session", sampler, status=404)
+    async with asyncio.timeout(10):
+        await stack.trainer.deletion.wait()
+    assert old.location not in stack.trainer.checkpoints
+    assert location in stack.trainer.checkpoints
