@@ -83,6 +83,9 @@ class Server:
             options=[
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+                # Clients ping every 20 s while a call lasts (channel.py); gRPC's own limit is one in five minutes, past
+                # which it cuts the connection.
+                ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
                 ("grpc.so_reuseport", 0),  # a port in use is an error, not a silent second listener
             ],
         )
