@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -45,9 +46,9 @@ class CountRequests:
         try:
             return await self._app(scope, receive, watch)
         finally:
-            # The function's name, not the path: ids in paths would make a series each.
+            # The function's name, not the path: ids in paths would make a series each. An unknown path has none.
             endpoint = scope.get("endpoint")
-            route = endpoint.__name__ if endpoint is not None else "none"
+            route = endpoint.__name__ if inspect.isfunction(endpoint) else "none"
             self._metrics.requests.labels(method=scope["method"], route=route, status=status).inc()
             self._metrics.request_seconds.labels(route=route).observe(time.monotonic() - started_at)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import zstandard
@@ -41,15 +43,26 @@ def _too_large(size: str, limit: int) -> HTTPException:
     return HTTPException(413, f"the body has {size} bytes; this server's max_body_bytes is {limit}")
 
 
-async def _decode(decode: Callable[[bytes], T], body: bytes, config: GatewayConfig) -> T:
-    return await asyncio.to_thread(decode, body) if len(body) > config.thread_body_bytes else decode(body)
+def fingerprint(*parts: bytes | str | None) -> str:
+    """Hash of a request, to tell a repeat from a conflict."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        encoded = part.encode() if isinstance(part, str) else part or b""
+        digest.update(len(encoded).to_bytes(8, "little"))
+        digest.update(encoded)
+    return digest.hexdigest()
+
+
+async def off_loop(work: Callable[[], T], *, num_bytes: int, config: GatewayConfig) -> T:
+    """Does the work that so many bytes cause, in a thread when they are many."""
+    return await asyncio.to_thread(work) if num_bytes > config.thread_body_bytes else work()
 
 
 async def read_json(request: Request, config: GatewayConfig) -> tuple[dict[str, Any], bytes]:
     """The JSON object of the body, and the body. Integers of any size stay exact. 400 when it is not one."""
     body = await read(request, config)
     try:
-        parsed = await _decode(from_json, body, config)
+        parsed = await off_loop(lambda: from_json(body), num_bytes=len(body), config=config)
     except ValueError as error:
         raise HTTPException(400, f"the body is not JSON: {error}") from None
     if not isinstance(parsed, dict):
@@ -57,7 +70,19 @@ async def read_json(request: Request, config: GatewayConfig) -> tuple[dict[str, 
     return parsed, body
 
 
-async def read_forward_backward(request: Request, config: GatewayConfig) -> trainer_pb2.ForwardBackwardRequest:
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A ForwardBackwardRequest that is passed on unread but for this."""
+
+    model_id: str
+    seq_id: int
+    num_tokens: int
+    body: bytes
+    """Its canonical bytes."""
+    fingerprint: str
+
+
+async def read_forward_backward(request: Request, config: GatewayConfig) -> Batch:
     """The protobuf of the body. 400 when it is not one, 413 when it grows too large."""
     content_type = request.headers.get("content-type", "")
     if not content_type.startswith("application/x-protobuf"):
@@ -67,7 +92,7 @@ async def read_forward_backward(request: Request, config: GatewayConfig) -> trai
     if encoding not in ("identity", "zstd"):
         raise HTTPException(400, f"content-encoding {encoding!r} is not supported; use zstd or none")
 
-    def decode(body: bytes) -> trainer_pb2.ForwardBackwardRequest:
+    def decode(body: bytes) -> Batch:
         if encoding == "zstd":
             body = decompress(body, limit=config.max_body_bytes)
         message = trainer_pb2.ForwardBackwardRequest()
@@ -75,9 +100,16 @@ async def read_forward_backward(request: Request, config: GatewayConfig) -> trai
             message.ParseFromString(body)
         except DecodeError as error:
             raise HTTPException(400, f"the body is not a ForwardBackwardRequest in protobuf: {error}") from None
-        return message
+        canonical = message.SerializeToString(deterministic=True)
+        return Batch(
+            model_id=message.model_id,
+            seq_id=message.seq_id,
+            num_tokens=sum(len(c.encoded_text.tokens) // 4 for datum in message.data for c in datum.model_input),
+            body=canonical,
+            fingerprint=fingerprint("forward_backward", canonical),
+        )
 
-    return await _decode(decode, body, config)
+    return await off_loop(lambda: decode(body), num_bytes=len(body), config=config)
 
 
 def decompress(body: bytes, *, limit: int) -> bytes:

@@ -93,14 +93,17 @@ class Clients:
             await service.channel.close()
 
     async def _watch(self, service: Trainer | Sampler) -> None:
-        boot_id = ""
+        boot_id, is_quiet = "", False
         while True:
             try:
                 await service.ask()
             except grpc.aio.AioRpcError as error:
-                logger.warning("%s does not say what it serves: %s", service.address, error.details())
-                await asyncio.sleep(0.5)  # it is up, but loading; its health is not ours to wait for
+                if not is_quiet:
+                    logger.info("%s does not say yet what it serves: %s", service.address, error.details())
+                is_quiet = True
+                await asyncio.sleep(0.5)  # it is up, but loading
                 continue
+            is_quiet = False
             if service.info is not None and service.info.boot_id != boot_id:
                 boot_id = service.info.boot_id
                 logger.info("%s serves %s", service.address, ", ".join(service.info.base_models))

@@ -53,7 +53,7 @@ class GatewayConfig(BaseSettings):
     submit_timeout_s: float = Field(default=20.0, gt=0)
     """How long a submission waits for the trainer's acknowledgement before it is answered 503."""
     sample_timeout_s: float = Field(default=3600.0, gt=0)
-    """How long a sample may wait for a sampler that is unreachable or full before it fails."""
+    """How long a sample may take, waiting for a sampler that is unreachable or full included, before it fails."""
     session_timeout_s: float = Field(default=1800.0, gt=0)
     """A session without a heartbeat for so long is ended."""
     reap_interval_s: float = Field(default=30.0, gt=0)

@@ -117,14 +117,13 @@ class Futures:
 
     async def _run(self, pending: Pending, work: Coroutine[None, None, Answer]) -> None:
         logs.request_id.set(pending.request_id)
-        outcome = "dropped"
+        outcome, why = "dropped", ""
         try:
             pending.answer, outcome = await work, "ok"
         except Gone:
             pass
         except ServiceError as error:
-            pending.answer, outcome = failed(error), error.category
-            logger.info("%s failed (%s): %s", pending.kind, error.category, error.message)
+            pending.answer, outcome, why = failed(error), error.category, error.message
         except Exception:
             logger.exception("%s failed", pending.kind)
             pending.answer = failed(ServiceError("internal error of the gateway; its log has the cause"))
@@ -140,7 +139,7 @@ class Futures:
             if pending.answer is not None:
                 self._keep(pending.request_id, pending.fingerprint, pending.answer)
             pending.wake()
-        logger.info("%s: %s after %.3f s", pending.kind, outcome, seconds)
+        logger.info("%s: %s after %.3f s%s", pending.kind, outcome, seconds, f": {why}" if why else "")
 
     def _count_down(self, kind_or_group: str) -> None:
         self._num_pending[kind_or_group] -= 1

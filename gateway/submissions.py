@@ -6,7 +6,6 @@ seq_id either way, and a 4xx on one of several chunks would leave it waiting for
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from google.protobuf.message import Message
 from starlette.responses import Response
 
 from gateway import schemas
-from gateway.body import Schema, parse
+from gateway.body import Schema, fingerprint, parse
 from gateway.errors import json_response
 from gateway.gateway import Gateway
 from gateway.operations import Submission, refusal_body, request_id_of
@@ -31,24 +30,16 @@ class Rpc:
     """What a request asks of the trainer."""
 
     name: str
-    message: Message
+    body: bytes
+    """The request's canonical bytes."""
     path: str | None = None
     """Tinker path that it loads or saves."""
     sampling_session_id: str | None = None
     """Set for an ephemeral save."""
 
-    @property
-    def body(self) -> bytes:
-        return self.message.SerializeToString(deterministic=True)
 
-
-def fingerprint(*parts: bytes | str | None) -> str:
-    """Hash of a request, to tell a repeat from a conflict."""
-    digest = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        encoded = part.encode() if isinstance(part, str) else part or b""
-        digest.update(len(encoded).to_bytes(8, "little") + encoded)
-    return digest.hexdigest()
+def rpc_of(name: str, message: Message, *, path: str | None = None, sampling_session_id: str | None = None) -> Rpc:
+    return Rpc(name, message.SerializeToString(deterministic=True), path, sampling_session_id)
 
 
 def receipt(request_id: str, model_id: str) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc.aio
@@ -11,11 +12,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway import convert, schemas
-from gateway.body import parse, read_json
+from gateway.body import fingerprint, parse, read_json
 from gateway.errors import json_response
 from gateway.gateway import Gateway, gateway_of
 from gateway.operations import Submission, request_id_of
-from gateway.submissions import Rpc, failed_receipt, fingerprint, receipt
+from gateway.submissions import failed_receipt, receipt
 from gateway.tables import Model
 from tinsmith.rpc.errors import (
     FailedPrecondition,
@@ -43,7 +44,7 @@ async def create_model(request: Request) -> Response:
     gateway = gateway_of(request)
     content, body = await read_json(request, gateway.config)
 
-    async def to_rpc(model_id: str) -> Rpc:
+    async def to_message(model_id: str) -> tuple[trainer_pb2.CreateModelRequest, str | None]:
         asked = parse(schemas.CreateModel, content)
         message = trainer_pb2.CreateModelRequest(
             model_id=model_id,
@@ -52,15 +53,15 @@ async def create_model(request: Request) -> Response:
             optimizer=asked.optimizer_config.type,
             user_metadata=asked.user_metadata,
         )
-        return Rpc("CreateModel", message)
+        return message, None
 
-    return await _create(gateway, "create_model", content, body, to_rpc)
+    return await _create(gateway, "create_model", content, body, to_message)
 
 
 async def create_from_checkpoint(gateway: Gateway, content: dict[str, Any], body: bytes, *, owner: str) -> Response:
     """load_weights with session_id: the new model's rank, flags and base model are those of the checkpoint."""
 
-    async def to_rpc(model_id: str) -> Rpc:
+    async def to_message(model_id: str) -> tuple[trainer_pb2.CreateModelRequest, str | None]:
         asked = parse(schemas.LoadWeights, content)
         if asked.weights_access_token is not None:
             raise Unsupported("weights_access_token: is not supported here")
@@ -76,20 +77,26 @@ async def create_from_checkpoint(gateway: Gateway, content: dict[str, Any], body
             load_optimizer=asked.optimizer,
             user_metadata=asked.user_metadata,
         )
-        return Rpc("CreateModel", message, path=checkpoint.path)
+        return message, checkpoint.path
 
-    return await _create(gateway, "load_weights", content, body, to_rpc)
+    return await _create(gateway, "load_weights", content, body, to_message)
 
 
-async def _create(gateway: Gateway, kind: str, content: dict[str, Any], body: bytes, to_rpc: Any) -> Response:
+async def _create(
+    gateway: Gateway,
+    kind: str,
+    content: dict[str, Any],
+    body: bytes,
+    to_message: Callable[[str], Awaitable[tuple[trainer_pb2.CreateModelRequest, str | None]]],
+) -> Response:
+    """`to_message` makes the request from the new model's id, and names the path that it loads."""
     ids = parse(schemas.NewModelIds, content)
     await check_session(gateway, ids.session_id)
     model_id = f"{ids.session_id}:train:{ids.model_seq_id}"
     request_id = request_id_of(model_id, 0)
     try:
-        rpc: Rpc = await to_rpc(model_id)
-        base_model = rpc.message.base_model  # type: ignore[attr-defined]  # it is a CreateModelRequest
-        gateway.clients.find_trainer(base_model)
+        message, path = await to_message(model_id)
+        gateway.clients.find_trainer(message.base_model)
     except NotReady:
         raise
     except ServiceError as error:
@@ -98,22 +105,23 @@ async def _create(gateway: Gateway, kind: str, content: dict[str, Any], body: by
         Model(
             model_id=model_id,
             session_id=ids.session_id,
-            base_model=base_model,
-            optimizer=rpc.message.optimizer or "adamw",  # type: ignore[attr-defined]
-            user_metadata=dict(rpc.message.user_metadata),  # type: ignore[attr-defined]
+            base_model=message.base_model,
+            optimizer=message.optimizer or "adamw",
+            user_metadata=dict(message.user_metadata),
             created_at=time.time(),
         )
     )
+    canonical = message.SerializeToString(deterministic=True)
     await gateway.operations.submit(
         Submission(
             kind=kind,
             model_id=model_id,
             seq_id=0,
-            base_model=base_model,
-            rpc=rpc.name,
-            body=rpc.body,
-            fingerprint=fingerprint(kind, rpc.body),
-            path=rpc.path,
+            base_model=message.base_model,
+            rpc="CreateModel",
+            body=canonical,
+            fingerprint=fingerprint(kind, canonical),
+            path=path,
         )
     )
     return receipt(request_id, model_id)

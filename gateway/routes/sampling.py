@@ -12,13 +12,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway import convert, schemas
-from gateway.body import parse, read_json
+from gateway.body import fingerprint, off_loop, parse, read_json
 from gateway.errors import json_response
 from gateway.gateway import Gateway, gateway_of, owner_of
 from gateway.routes.models import check_session
-from gateway.submissions import fingerprint
 from gateway.tables import SamplingSession
 from tinsmith.rpc.errors import InvalidRequest, NotFound, SequenceConflict, ServiceError
+from tinsmith.v1 import sampler_pb2
 
 _SAMPLING_SESSION_ID = re.compile(r"[^/\s]+:sample:\d+")
 
@@ -83,22 +83,27 @@ async def asample(request: Request) -> Response:
         if session is None or not gateway.store.sampling_session_lives(ids.sampling_session_id):
             what = "there is no" if session is None else "the session has ended of"
             raise NotFound(f"sampling_session_id: {what} {ids.sampling_session_id!r}")
-        body = parse(schemas.Sample, content)
-        limit = gateway.config.max_num_samples
-        if body.num_samples > limit:
-            raise InvalidRequest(f"num_samples: {body.num_samples} is above this server's max_num_samples {limit}")
-        sequence_ids = [f"{request_id}:{i}" for i in range(body.num_samples)]
-        message = convert.sample_request(body, version_id=session.version_id, sequence_ids=sequence_ids)
+        version_id, limit = session.version_id, gateway.config.max_num_samples
+
+        def to_message() -> sampler_pb2.SampleRequest:
+            body = parse(schemas.Sample, content)
+            if body.num_samples > limit:
+                raise InvalidRequest(f"num_samples: {body.num_samples} is above this server's max_num_samples {limit}")
+            sequence_ids = [f"{request_id}:{i}" for i in range(body.num_samples)]
+            return convert.sample_request(body, version_id=version_id, sequence_ids=sequence_ids)
+
+        message = await off_loop(to_message, num_bytes=len(raw), config=gateway.config)
     except ServiceError as error:
         mark = fingerprint(raw)
         if gateway.futures.fingerprint(request_id) not in (None, mark):
             what = f"{request_id} was used by another sample before; this one was not run ({error})"
             raise SequenceConflict(what) from error
         gateway.futures.fail(request_id, error, fingerprint=mark)
-        sequence_ids = []
+        sequence_ids: list[str] = []
     else:
         mark = fingerprint(message.SerializeToString(deterministic=True))
         gateway.samples.submit(request_id, message, session=session, fingerprint=mark)
+        sequence_ids = list(message.sequence_ids)
     return json_response({"request_id": request_id, "model_id": None, "sample_sequence_ids": sequence_ids})
 
 

@@ -9,29 +9,26 @@ from starlette.routing import Route
 from gateway import convert, schemas
 from gateway.body import parse, read_forward_backward, read_json
 from gateway.gateway import gateway_of
-from gateway.submissions import Rpc, fingerprint, submit, submit_json
+from gateway.submissions import Rpc, rpc_of, submit, submit_json
 
 
 async def forward_backward(request: Request) -> Response:
     """The client's bytes are ours: the message is parsed to see that it is one, and for its ids."""
     gateway = gateway_of(request)
-    message = await read_forward_backward(request, gateway.config)
-    ids = parse(schemas.OperationIds, {"model_id": message.model_id, "seq_id": message.seq_id})
-    num_tokens = sum(len(chunk.encoded_text.tokens) // 4 for datum in message.data for chunk in datum.model_input)
-    rpc = Rpc("ForwardBackward", message)
+    batch = await read_forward_backward(request, gateway.config)
     return await submit(
         gateway,
         kind="forward_backward",
-        ids=ids,
-        rpc=rpc,
-        mark=fingerprint("forward_backward", rpc.body),
-        num_tokens=num_tokens,
+        ids=parse(schemas.OperationIds, {"model_id": batch.model_id, "seq_id": batch.seq_id}),
+        rpc=Rpc("ForwardBackward", batch.body),
+        mark=batch.fingerprint,
+        num_tokens=batch.num_tokens,
     )
 
 
 async def optim_step(request: Request) -> Response:
     async def to_rpc(body: schemas.OptimStep) -> Rpc:
-        return Rpc("OptimStep", convert.optim_step(body))
+        return rpc_of("OptimStep", convert.optim_step(body))
 
     gateway = gateway_of(request)
     content, body = await read_json(request, gateway.config)

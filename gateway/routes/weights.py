@@ -12,7 +12,7 @@ from gateway.convert import check_ttl
 from gateway.errors import json_response
 from gateway.gateway import gateway_of, owner_of
 from gateway.routes.models import create_from_checkpoint
-from gateway.submissions import Rpc, submit_json
+from gateway.submissions import Rpc, rpc_of, submit_json
 from tinsmith.rpc.errors import InvalidRequest, Unsupported
 from tinsmith.rpc.paths import TinkerPath, check_name
 from tinsmith.v1 import trainer_pb2, types_pb2
@@ -29,7 +29,7 @@ async def save_weights(request: Request) -> Response:
             ttl_seconds=check_ttl(body.ttl_seconds),
             user_metadata=body.user_metadata,
         )
-        return Rpc("SaveCheckpoint", message, path=str(TinkerPath(body.model_id, "weights", body.path)))
+        return rpc_of("SaveCheckpoint", message, path=str(TinkerPath(body.model_id, "weights", body.path)))
 
     gateway = gateway_of(request)
     content, body = await read_json(request, gateway.config)
@@ -54,11 +54,11 @@ async def save_weights_for_sampler(request: Request) -> Response:
             message.kind = types_pb2.CHECKPOINT_KIND_SAMPLER
             message.name = check_name(body.path, field="path")
             path = str(TinkerPath(body.model_id, "sampler_weights", body.path))
-            return Rpc("SaveCheckpoint", message, path=path)
+            return rpc_of("SaveCheckpoint", message, path=path)
         message.kind = types_pb2.CHECKPOINT_KIND_EPHEMERAL
         session_id = body.model_id.rpartition(":train:")[0]
         sampling_session_id = f"{session_id}:sample:{body.sampling_session_seq_id}"
-        return Rpc("SaveCheckpoint", message, sampling_session_id=sampling_session_id)
+        return rpc_of("SaveCheckpoint", message, sampling_session_id=sampling_session_id)
 
     gateway = gateway_of(request)
     content, body = await read_json(request, gateway.config)
@@ -93,7 +93,7 @@ async def load_weights(request: Request) -> Response:
             location=checkpoint.location,
             load_optimizer=body.optimizer,
         )
-        return Rpc("LoadCheckpoint", message, path=checkpoint.path)
+        return rpc_of("LoadCheckpoint", message, path=checkpoint.path)
 
     return await submit_json(gateway, content, body, kind="load_weights", schema=_LoadInto, convert=to_rpc)
 

@@ -9,7 +9,8 @@ from tests.unit.gateway.stack import Client, Stack
 
 
 @pytest.fixture
-async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
+async def stack(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> AsyncIterator[Stack]:
+    """No test may leave an error in the log: a bug in a handler can hide behind an answer."""
     stack = Stack(tmp_path)
     await stack.trainer_backend.start()
     await stack.sampler_backend.start()
@@ -18,6 +19,7 @@ async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
     await stack.stop_gateway()
     await stack.trainer_backend.stop()
     await stack.sampler_backend.stop()
+    assert [record.getMessage() for record in caplog.get_records("call") if record.levelname == "ERROR"] == []
 
 
 @pytest.fixture
