@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import uuid
+from typing import NoReturn
 
 import torch
 from pydantic_settings import CliApp
@@ -70,8 +71,7 @@ async def serve(config: TrainerConfig) -> None:
         ended = await trainer.scheduler.close(timeout_s=_STOP_TIMEOUT_S)
         await trainer.operations.sender.close()
         journal.close()
-        if not ended:
-            _leave("stopped in the middle of a step")
+        _leave("stopped" if ended else "stopped in the middle of a step")
 
 
 async def start(config: TrainerConfig, journal: Journal, metrics: Metrics, *, port: int) -> Trainer:
@@ -123,9 +123,9 @@ def channel_backend(config: TrainerConfig) -> Backend:
     return config.channel_backend
 
 
-def _leave(reason: str) -> None:
-    """A thread that computes cannot be stopped, and the interpreter would wait for it."""
-    logger.warning("%s", reason)
+def _leave(reason: str) -> NoReturn:
+    """Ends the process as it is: the interpreter would wait for threads that compute, which cannot be stopped."""
+    logger.info("%s", reason)
     logging.shutdown()
     os._exit(0)
 

@@ -22,7 +22,7 @@ from tinsmith.modeling.adapter import Adapter
 from tinsmith.rpc.channel import connect, is_serving
 from tinsmith.rpc.errors import AlreadyExists, InvalidRequest, NotReady, OutOfCapacity, Unsupported, from_rpc_error
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, types_pb2, weight_sync_pb2, weight_sync_pb2_grpc
-from tinsmith.weight_group import Backend, WeightGroup, checksum, open_store
+from tinsmith.weight_group import Backend, WeightGroup, checksum, join_store, open_store
 from trainer_service.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -70,6 +70,24 @@ class _Sampler:
 
 
 @dataclass(frozen=True, slots=True)
+class _Rendezvous:
+    """The TCP store of this trainer, and its own connection to it.
+
+    torch looks up the name of every peer, so a connection may take seconds where DNS is slow: both are used for group
+    after group. When the server object goes, all waits of all ranks for each other end at once, with an error.
+    """
+
+    server: dist.TCPStore
+    client: dist.TCPStore
+    port: int
+
+    @classmethod
+    def open(cls, host: str, *, timeout_s: float) -> _Rendezvous:
+        server = open_store(host, timeout_s=timeout_s)
+        return cls(server, join_store(host, server.port, timeout_s=timeout_s), server.port)
+
+
+@dataclass(frozen=True, slots=True)
 class _Group:
     members: Sequence[_Sampler]
     weights: WeightGroup
@@ -95,7 +113,7 @@ class WeightSender:
         self._metrics = metrics
         self._samplers = [_Sampler.at(address) for address in samplers]
         self._epoch = time.time_ns() // 1_000_000  # grows over restarts of this trainer, too
-        self._store: dist.TCPStore | None = None
+        self._rendezvous: _Rendezvous | None = None
         self._group: _Group | None = None
         self._lock = asyncio.Lock()
         self._changed = asyncio.Event()
@@ -110,6 +128,7 @@ class WeightSender:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._group = self._rendezvous = None
         await asyncio.gather(*(sampler.channel.close() for sampler in self._samplers))
 
     async def publish(self, version: Version) -> int:
@@ -220,14 +239,13 @@ class WeightSender:
 
     async def _form(self, members: Sequence[_Sampler]) -> _Group:
         started = time.perf_counter()
-        store = self._store or await _in_thread(lambda: open_store(self._host, timeout_s=self._timeout_s))
-        self._store = store
+        client, port = await self._meeting_point()
         world_size = len(members) + 1
         self._epoch += 1
         epoch = self._epoch
         forming = _in_thread(
             lambda: WeightGroup.form(
-                store,
+                client,
                 epoch=epoch,
                 rank=0,
                 world_size=world_size,
@@ -244,7 +262,7 @@ class WeightSender:
                         trainer_id=self._trainer_id,
                         epoch=epoch,
                         store_host=self._host,
-                        store_port=store.port,
+                        store_port=port,
                         rank=rank,
                         world_size=world_size,
                         backend=self._backend,
@@ -254,10 +272,22 @@ class WeightSender:
             )
             for rank, member in enumerate(members, start=1)
         ]
-        await _all(forming, *joining)
+        try:
+            await _all(forming, *joining)
+        except BaseException:
+            self._rendezvous = None
+            raise
         self._metrics.weight_groups.inc()
         logger.info("weight group %d of %d samplers: %.3f s", epoch, len(members), time.perf_counter() - started)
         return _Group(members, forming.result())
+
+    async def _meeting_point(self) -> tuple[dist.Store, int]:
+        """This end's connection to the store, and the port where the others find it."""
+        rendezvous = self._rendezvous
+        if rendezvous is None:
+            rendezvous = await _in_thread(lambda: _Rendezvous.open(self._host, timeout_s=self._timeout_s))
+            self._rendezvous = rendezvous
+        return rendezvous.client, rendezvous.port
 
     async def _publish(self, version: Version) -> int:
         members = self._serving()

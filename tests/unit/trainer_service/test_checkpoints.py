@@ -1,0 +1,236 @@
+"""Checkpoints are there whole or not at all, and a damaged one is named."""
+
+import errno
+import json
+import threading
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM
+
+from tinsmith.modeling.adapter import Adapter, AdapterConfig
+from tinsmith.modeling.base_model import BaseModel
+from tinsmith.rpc.errors import (
+    CheckpointExists,
+    CheckpointNotFound,
+    DataCorrupted,
+    InvalidRequest,
+    OutOfCapacity,
+)
+from tinsmith.v1 import types_pb2 as pb
+from trainer_service.checkpoints import CheckpointStore, Location
+from trainer_service.engine import State
+from trainer_service.metrics import Metrics
+
+RUN = "s:train:0"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "root", Metrics(CollectorRegistry()))
+
+
+def make_state(base: BaseModel, *, value: float = 0.5, optimizer: bool = True) -> State:
+    config = AdapterConfig(rank=4, seed=3, train_unembed=False)
+    adapter = Adapter.create(config, base.targets, base.device)
+    adapter.flat.add_(value)
+    moments = {"exp_avg": torch.full_like(adapter.flat, value), "exp_avg_sq": torch.ones_like(adapter.flat)}
+    state = {**moments, "num_steps": torch.tensor([3.0])} if optimizer else None
+    return State(config=config, adapter=adapter, step=3, optimizer=state)
+
+
+def make_info(state: State, name: str = "one") -> pb.CheckpointInfo:
+    kind, folder = pb.CHECKPOINT_KIND_TRAINING, "weights"
+    if state.optimizer is None:
+        kind, folder = pb.CHECKPOINT_KIND_SAMPLER, "sampler_weights"
+    return pb.CheckpointInfo(
+        location=f"{RUN}/{folder}/{name}",
+        kind=kind,
+        model_id=RUN,
+        base_model="tiny",
+        lora_config=state.config.to_proto(),
+        version_id=f"{RUN}@7",
+        step=state.step,
+        has_optimizer=state.optimizer is not None,
+        ttl_seconds=3600,
+        user_metadata={"note": "first"},
+    )
+
+
+def at(name: str, kind: str = "weights") -> Location:
+    return Location(RUN, kind, name)
+
+
+def test_a_checkpoint_comes_back_bit_for_bit(store: CheckpointStore, base: BaseModel) -> None:
+    state = make_state(base)
+    saved = store.save(make_info(state), state, overwrite=False)
+    info, loaded = store.load(at("one"), base.targets, with_optimizer=True)
+    assert info == saved == store.info(at("one"))
+    assert info.size_bytes > 3 * state.adapter.num_bytes
+    assert info.created_at > 0
+    assert loaded.config == state.config
+    assert loaded.step == 3
+    assert torch.equal(loaded.adapter.flat, state.adapter.flat)
+    assert state.optimizer is not None
+    assert loaded.optimizer is not None
+    assert all(torch.equal(loaded.optimizer[name], tensor) for name, tensor in state.optimizer.items())
+
+
+def test_sampler_weights_are_a_plain_peft_folder(
+    store: CheckpointStore, base: BaseModel, model_folder: Path, tmp_path: Path
+) -> None:
+    state = make_state(base, optimizer=False)
+    store.save(make_info(state), state, overwrite=False)
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    adapted = peft.PeftModel.from_pretrained(model, tmp_path / "root" / RUN / "sampler_weights" / "one")
+    loaded = {name.replace(".default", ""): tensor for name, tensor in adapted.named_parameters()}
+    for (name, _), tensor in zip(state.adapter.specs(), state.adapter.tensors(), strict=True):
+        assert torch.equal(loaded[name], tensor)
+
+
+def test_the_optimizer_is_refused_by_name_when_there_is_none(store: CheckpointStore, base: BaseModel) -> None:
+    state = make_state(base, optimizer=False)
+    store.save(make_info(state), state, overwrite=False)
+    with pytest.raises(InvalidRequest, match="sampler_weights/one holds no optimizer"):
+        store.load(at("one", "sampler_weights"), base.targets, with_optimizer=True)
+
+
+def test_an_existing_name_needs_overwrite(store: CheckpointStore, base: BaseModel, tmp_path: Path) -> None:
+    first, second = make_state(base, value=0.1), make_state(base, value=0.2)
+    store.save(make_info(first), first, overwrite=False)
+    with pytest.raises(CheckpointExists, match="weights/one"):
+        store.save(make_info(second), second, overwrite=False)
+    assert torch.equal(store.load(at("one"), base.targets, with_optimizer=True)[1].adapter.flat, first.adapter.flat)
+    store.save(make_info(second), second, overwrite=True)
+    assert torch.equal(store.load(at("one"), base.targets, with_optimizer=True)[1].adapter.flat, second.adapter.flat)
+    assert list((tmp_path / "root" / "~tmp").iterdir()) == []
+
+
+def test_a_reader_sees_the_old_or_the_new_while_it_is_overwritten(store: CheckpointStore, base: BaseModel) -> None:
+    states = [make_state(base, value=value) for value in (0.1, 0.2)]
+    store.save(make_info(states[0]), states[0], overwrite=False)
+
+    def overwrite() -> None:
+        for n in range(20):
+            store.save(make_info(states[n % 2]), states[n % 2], overwrite=True)
+
+    writer = threading.Thread(target=overwrite)
+    writer.start()
+    while writer.is_alive():
+        flat = store.load(at("one"), base.targets, with_optimizer=True)[1].adapter.flat
+        assert any(torch.equal(flat, state.adapter.flat) for state in states)
+    writer.join()
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors"])
+def test_one_flipped_byte_is_found_and_its_file_named(
+    store: CheckpointStore, base: BaseModel, tmp_path: Path, name: str
+) -> None:
+    state = make_state(base)
+    store.save(make_info(state), state, overwrite=False)
+    path = tmp_path / "root" / RUN / "weights" / "one" / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DataCorrupted, match=f"weights/one/{name}"):
+        store.load(at("one"), base.targets, with_optimizer=True)
+    path.unlink()
+    with pytest.raises(DataCorrupted, match=f"weights/one/{name}.*missing"):
+        store.load(at("one"), base.targets, with_optimizer=True)
+
+
+@pytest.mark.parametrize("damage", ["change", "truncate"])
+def test_a_damaged_manifest_is_named(store: CheckpointStore, base: BaseModel, tmp_path: Path, damage: str) -> None:
+    state = make_state(base)
+    store.save(make_info(state), state, overwrite=False)
+    path = tmp_path / "root" / RUN / "weights" / "one" / "manifest.json"
+    if damage == "truncate":
+        path.write_text(path.read_text()[:100])
+    else:
+        manifest = json.loads(path.read_text())
+        manifest["checkpoint"]["step"] = "4"
+        path.write_text(json.dumps(manifest))
+    with pytest.raises(DataCorrupted, match=r"weights/one/manifest\.json"):
+        store.info(at("one"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["../weights/one", f"{RUN}/weights/..", f"{RUN}/weights/../x", f"{RUN}/weights", f"/{RUN}/weights/one", "", "a/b/c",
+     f"{RUN}/weights/one/", "~tmp/weights/one", f"{RUN}/weights/.", f"{RUN}/~tmp/one"],
+)  # fmt: skip
+def test_a_location_that_could_leave_the_root_is_refused(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="location"):
+        Location.parse(text, field="location")
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("IoError: ... (os error 28)")]
+)
+def test_a_full_disk_is_said_and_leaves_nothing(
+    store: CheckpointStore, base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    state = make_state(base)
+
+    def half(self: Adapter, folder: Path, *, base_model: str) -> None:
+        (folder / "adapter_model.safetensors").write_bytes(b"half")
+        raise error
+
+    monkeypatch.setattr(Adapter, "save_peft", half)
+    with pytest.raises(OutOfCapacity, match="weights/one was not saved: no space left"):
+        store.save(make_info(state), state, overwrite=False)
+    assert list((tmp_path / "root" / "~tmp").iterdir()) == []
+    with pytest.raises(CheckpointNotFound):
+        store.info(at("one"))
+
+
+def test_a_failed_overwrite_leaves_the_old_checkpoint(
+    store: CheckpointStore, base: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = make_state(base, value=0.1), make_state(base, value=0.2)
+    store.save(make_info(old), old, overwrite=False)
+    rename = Path.rename
+
+    def fail_to_install(self: Path, target: Path) -> Path:
+        if target.name == "one" and not self.name.startswith("replaced-"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fail_to_install)
+    with pytest.raises(OutOfCapacity):
+        store.save(make_info(new), new, overwrite=True)
+    assert torch.equal(store.load(at("one"), base.targets, with_optimizer=True)[1].adapter.flat, old.adapter.flat)
+
+
+def test_what_a_dead_process_left_is_cleaned_or_put_back(base: BaseModel, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    store = CheckpointStore(root, Metrics(CollectorRegistry()))
+    state = make_state(base)
+    store.save(make_info(state), state, overwrite=False)
+    (root / RUN / "weights" / "one").rename(root / "~tmp" / "replaced-abc")  # died between the two renames
+    (root / "~tmp" / "half").mkdir()
+    (root / "~tmp" / "half" / "adapter_model.safetensors").write_bytes(b"half")
+    store = CheckpointStore(root, Metrics(CollectorRegistry()))
+    store.load(at("one"), base.targets, with_optimizer=True)
+    assert list((root / "~tmp").iterdir()) == []
+
+
+def test_deleting(store: CheckpointStore, base: BaseModel) -> None:
+    state = make_state(base)
+    store.save(make_info(state), state, overwrite=False)
+    store.delete(at("one"))
+    store.delete(at("one"))
+    with pytest.raises(CheckpointNotFound, match="weights/one"):
+        store.info(at("one"))
+    ephemeral = pb.CheckpointInfo()
+    ephemeral.CopyFrom(make_info(state))
+    ephemeral.location = f"{RUN}/ephemeral/7"
+    store.save(ephemeral, state, overwrite=False)
+    store.delete_ephemeral(RUN)
+    store.delete_ephemeral(RUN)
+    with pytest.raises(CheckpointNotFound):
+        store.info(at("7", "ephemeral"))

@@ -1,0 +1,285 @@
+"""The sender against receivers that speak the real protocol over real gRPC and gloo, in this process."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc.aio
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+from torch import Tensor
+
+from tinsmith.modeling.adapter import Adapter, AdapterConfig
+from tinsmith.modeling.base_model import BaseModel
+from tinsmith.rpc.errors import AlreadyExists, DataCorrupted, FailedPrecondition, InvalidRequest, NotReady
+from tinsmith.rpc.server import Server
+from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, weight_sync_pb2, weight_sync_pb2_grpc
+from tinsmith.v1 import weight_sync_pb2 as pb
+from tinsmith.weight_group import WeightGroup, checksum, join_store
+from trainer_service.metrics import Metrics
+from trainer_service.weight_sync import Version, WeightSender
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+TIMEOUT_S = 20.0
+
+
+class Receiver(weight_sync_pb2_grpc.WeightSyncServiceServicer, sampler_pb2_grpc.SamplerServiceServicer):
+    """The receiving end, as short as it can be, with faults to order."""
+
+    def __init__(self) -> None:
+        self.epochs: list[int] = []
+        self.joined = asyncio.Event()
+        self.versions: dict[str, Tensor] = {}
+        self.faults: list[str] = []
+        """Each makes the call of that name fail once."""
+        self._group: WeightGroup | None = None
+        self._started: pb.StartWeightUpdateRequest | None = None
+        self._flat = torch.empty(0)
+
+    def _fault(self, name: str) -> None:
+        if name in self.faults:
+            self.faults.remove(name)
+            raise FailedPrecondition(f"{name} was told to fail")
+
+    async def InitWeightTransfer(
+        self, request: pb.InitWeightTransferRequest, context: Context
+    ) -> pb.InitWeightTransferResponse:
+        def form() -> WeightGroup:
+            return WeightGroup.form(
+                join_store(request.store_host, request.store_port, timeout_s=TIMEOUT_S),
+                epoch=request.epoch,
+                rank=request.rank,
+                world_size=request.world_size,
+                backend="gloo",
+                host="127.0.0.1",
+                timeout_s=TIMEOUT_S,
+            )
+
+        self._group = await asyncio.to_thread(form)
+        self._fault("init")
+        self.epochs.append(request.epoch)
+        self.joined.set()
+        return pb.InitWeightTransferResponse()
+
+    async def StartWeightUpdate(
+        self, request: pb.StartWeightUpdateRequest, context: Context
+    ) -> pb.StartWeightUpdateResponse:
+        self._fault("start")
+        if self._group is None or self._group.epoch != request.epoch:
+            raise FailedPrecondition("no such group")
+        if request.base_model != "tiny":
+            raise InvalidRequest(f"base_model: {request.base_model!r} is not 'tiny'")
+        if request.version_id in self.versions:
+            raise AlreadyExists(request.version_id)
+        self._started = request
+        return pb.StartWeightUpdateResponse()
+
+    async def UpdateWeights(self, request: pb.UpdateWeightsRequest, context: Context) -> pb.UpdateWeightsResponse:
+        self._fault("update")
+        assert self._started is not None
+        assert self._group is not None
+        self._flat = torch.empty(sum(torch.Size(spec.shape).numel() for spec in self._started.tensors))
+        await asyncio.to_thread(self._group.broadcast, self._flat)
+        return pb.UpdateWeightsResponse(num_bytes=self._flat.nbytes)
+
+    async def FinishWeightUpdate(
+        self, request: pb.FinishWeightUpdateRequest, context: Context
+    ) -> pb.FinishWeightUpdateResponse:
+        self._fault("finish")
+        if checksum(self._flat) != request.checksum:
+            raise DataCorrupted("checksum")
+        self.versions[request.version_id] = self._flat
+        return pb.FinishWeightUpdateResponse(version_id=request.version_id)
+
+    async def ListVersions(
+        self, request: sampler_pb2.ListVersionsRequest, context: Context
+    ) -> sampler_pb2.ListVersionsResponse:
+        names = sorted(name for name in self.versions if name > request.page_token)
+        return sampler_pb2.ListVersionsResponse(
+            versions=[sampler_pb2.VersionInfo(version_id=name) for name in names[:2]],
+            next_page_token=names[1] if len(names) > 2 else "",
+        )
+
+    async def RemoveVersion(
+        self, request: sampler_pb2.RemoveVersionRequest, context: Context
+    ) -> sampler_pb2.RemoveVersionResponse:
+        self.versions.pop(request.version_id, None)
+        return sampler_pb2.RemoveVersionResponse()
+
+
+async def serve(receiver: Receiver, *, port: int = 0) -> Server:
+    server = Server(f"127.0.0.1:{port}", [weight_sync_pb2.DESCRIPTOR, sampler_pb2.DESCRIPTOR])
+    weight_sync_pb2_grpc.add_WeightSyncServiceServicer_to_server(receiver, server.grpc)
+    sampler_pb2_grpc.add_SamplerServiceServicer_to_server(receiver, server.grpc)
+    await server.start()
+    await server.set_serving(True)
+    return server
+
+
+Connect = Callable[..., Awaitable[WeightSender]]
+
+
+@pytest.fixture
+async def connect() -> AsyncIterator[Connect]:
+    """Makes a sender of some servers, or of addresses. All are stopped at the end."""
+    senders: list[WeightSender] = []
+    servers: list[Server] = []
+
+    async def make(*samplers: Server | str, started: bool = True) -> WeightSender:
+        servers.extend(sampler for sampler in samplers if isinstance(sampler, Server))
+        sender = WeightSender(
+            [sampler if isinstance(sampler, str) else f"127.0.0.1:{sampler.port}" for sampler in samplers],
+            trainer_id="test",
+            host="127.0.0.1",
+            backend="gloo",
+            timeout_s=TIMEOUT_S,
+            metrics=Metrics(CollectorRegistry()),
+        )
+        senders.append(sender)
+        if started:
+            sender.start()
+        return sender
+
+    yield make
+    for sender in senders:
+        await sender.close()
+    for server in servers:
+        await server.stop(0)
+
+
+@pytest.fixture
+def make_version(base: BaseModel) -> Callable[[str], Version]:
+    def make(version_id: str) -> Version:
+        return Version(version_id, "tiny", Adapter.create(AdapterConfig(rank=4), base.targets, base.device))
+
+    return make
+
+
+MakeVersion = Callable[[str], Version]
+
+
+async def test_a_version_arrives_bit_for_bit_at_every_sampler(connect: Connect, make_version: MakeVersion) -> None:
+    receivers = [Receiver(), Receiver()]
+    sender = await connect(*[await serve(receiver) for receiver in receivers])
+    versions = [make_version(f"m@{n}") for n in (1, 2, 3)]
+    for version in versions:
+        assert await sender.publish(version) == 2
+    for receiver in receivers:
+        for version in versions:
+            assert torch.equal(receiver.versions[version.version_id], version.adapter.flat)
+        assert receiver.epochs == receivers[0].epochs
+        assert len(receiver.epochs) <= 2, "one group serves many versions"
+
+
+async def test_the_first_group_is_formed_ahead_of_need(connect: Connect) -> None:
+    receiver = Receiver()
+    await connect(await serve(receiver))
+    await asyncio.wait_for(receiver.joined.wait(), 30)
+
+
+async def test_publishes_at_the_same_time_go_one_after_the_other(connect: Connect, make_version: MakeVersion) -> None:
+    receiver = Receiver()
+    sender = await connect(await serve(receiver))
+    counts = await asyncio.gather(*(sender.publish(make_version(f"m@{n}")) for n in range(5)))
+    assert counts == [1] * 5
+    assert len(receiver.versions) == 5
+
+
+async def test_no_sampler_is_no_error_but_counts_zero(connect: Connect, make_version: MakeVersion) -> None:
+    assert await (await connect()).publish(make_version("m@1")) == 0
+    assert await (await connect("127.0.0.1:1")).publish(make_version("m@1")) == 0
+
+
+async def test_a_version_that_all_hold_is_not_sent_again(connect: Connect, make_version: MakeVersion) -> None:
+    receiver = Receiver()
+    sender = await connect(await serve(receiver))
+    version = make_version("m@1")
+    await sender.publish(version)
+    receiver.faults = ["update"]
+    assert await sender.publish(version) == 1
+    assert receiver.faults == ["update"]
+
+
+async def test_a_version_that_some_hold_goes_to_the_others(connect: Connect, make_version: MakeVersion) -> None:
+    receivers = [Receiver(), Receiver(), Receiver()]
+    sender = await connect(*[await serve(receiver) for receiver in receivers])
+    version = make_version("m@1")
+    await sender.publish(version)
+    del receivers[1].versions["m@1"]
+    assert await sender.publish(version) == 3
+    assert torch.equal(receivers[1].versions["m@1"], version.adapter.flat)
+    assert await sender.publish(make_version("m@2")) == 3
+    assert all("m@2" in receiver.versions for receiver in receivers)
+
+
+@pytest.mark.parametrize("verb", ["init", "start", "update", "finish"])
+async def test_a_failure_of_any_verb_is_retried_on_a_new_group(
+    connect: Connect, make_version: MakeVersion, verb: str
+) -> None:
+    receivers = [Receiver(), Receiver()]
+    receivers[1].faults = [verb]
+    sender = await connect(*[await serve(receiver) for receiver in receivers], started=False)
+    version = make_version("m@1")
+    assert await sender.publish(version) == 2
+    for receiver in receivers:
+        assert torch.equal(receiver.versions["m@1"], version.adapter.flat)
+    assert receivers[1].faults == []
+
+
+async def test_a_channel_that_never_works_ends_in_a_clear_error(connect: Connect, make_version: MakeVersion) -> None:
+    receiver = Receiver()
+    receiver.faults = ["start"] * 9
+    sender = await connect(await serve(receiver))
+    with pytest.raises(NotReady, match=r"m@1 was not published: 3 attempts failed.*start was told to fail"):
+        await sender.publish(make_version("m@1"))
+    receiver.faults = []
+    assert await sender.publish(make_version("m@2")) == 1
+
+
+async def test_a_refusal_is_handed_on_as_it_is(connect: Connect, base: BaseModel, make_version: MakeVersion) -> None:
+    sender = await connect(await serve(Receiver()))
+    adapter = Adapter.create(AdapterConfig(rank=4), base.targets, base.device)
+    with pytest.raises(InvalidRequest, match="base_model: 'huge'"):
+        await sender.publish(Version("m@1", "huge", adapter))
+    assert await sender.publish(make_version("m@2")) == 1
+
+
+async def test_a_sampler_that_dies_between_publishes_is_left_out(connect: Connect, make_version: MakeVersion) -> None:
+    receivers = [Receiver(), Receiver()]
+    servers = [await serve(receiver) for receiver in receivers]
+    sender = await connect(*servers)
+    assert await sender.publish(make_version("m@1")) == 2
+    await servers[1].grpc.stop(0)
+    version = make_version("m@2")
+    assert await sender.publish(version) == 1
+    assert torch.equal(receivers[0].versions["m@2"], version.adapter.flat)
+
+
+async def test_a_sampler_that_comes_back_empty_gets_the_next_version(
+    connect: Connect, make_version: MakeVersion
+) -> None:
+    receivers = [Receiver(), Receiver()]
+    servers = [await serve(receiver) for receiver in receivers]
+    sender = await connect(*servers)
+    assert await sender.publish(make_version("m@1")) == 2
+    port = servers[1].port
+    await servers[1].grpc.stop(0)
+    assert await sender.publish(make_version("m@2")) == 1
+    reborn = Receiver()
+    server = await serve(reborn, port=port)
+    await asyncio.wait_for(reborn.joined.wait(), 30)  # its group is formed as soon as it serves
+    assert await sender.publish(make_version("m@3")) == 2
+    assert list(reborn.versions) == ["m@3"]
+    await server.stop(0)
+
+
+async def test_versions_of_a_deleted_model_are_removed(connect: Connect, make_version: MakeVersion) -> None:
+    receiver = Receiver()
+    sender = await connect(await serve(receiver))
+    for version_id in ("a@1", "a@2", "a@3", "b@1", "ab@1"):
+        await sender.publish(make_version(version_id))
+    await sender.remove_all("a@")
+    await sender.remove("b@1")
+    assert list(receiver.versions) == ["ab@1"]
