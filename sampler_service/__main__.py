@@ -14,6 +14,7 @@ from sampler_service.metrics import SamplerMetrics
 from sampler_service.servicer import SamplerServicer
 from sampler_service.torch_engine import TorchEngine
 from sampler_service.weight_sync import WeightSyncServicer
+from tinsmith.modeling.base_model import UnsupportedModel
 from tinsmith.rpc import logs
 from tinsmith.rpc.metrics import new_registry, serve_metrics
 from tinsmith.rpc.server import Server, stop_event
@@ -21,7 +22,7 @@ from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, weight_sync_pb2, weight_s
 
 logger = logging.getLogger(__name__)
 
-GRACE_S = 2.0
+GRACE_S = 1.0
 """What running generations have to end in when the service is told to stop."""
 
 
@@ -45,7 +46,7 @@ def make_server(config: SamplerConfig, slot: EngineSlot, metrics: SamplerMetrics
 
 
 async def serve(config: SamplerConfig) -> int:
-    """Returns the exit status: 1 when the engine died."""
+    """Returns the exit status: 1 when the model cannot be loaded or the engine has died."""
     registry = new_registry()
     metrics = SamplerMetrics(registry)
     slot = EngineSlot()
@@ -61,7 +62,13 @@ async def serve(config: SamplerConfig) -> int:
             loading.cancel()
             await server.stop(0)
             return 0
-        engine = await loading
+        try:
+            engine = await loading
+        except (OSError, UnsupportedModel) as error:
+            logger.error("cannot serve %s: %s", config.base_model, error)
+            stopped.cancel()
+            await server.stop(0)
+            return 1
         slot.engine = engine
         await server.set_serving(True)
         logger.info("serving %s on port %d", ", ".join(config.model_names), server.port)

@@ -20,8 +20,6 @@ UInt64s = npt.NDArray[np.uint64]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _TINY_TEMPERATURE = 1e-30
-_FIRST_TRY = 1024
-"""Columns that top-p looks at before it sorts the whole vocabulary."""
 
 
 def _mix(z: UInt64s) -> UInt64s:
@@ -64,8 +62,6 @@ class Rules:
     """Rows with a top-k or a top-p."""
     top_k_C_1: Tensor | None
     top_p_C_1: Tensor | None
-    most_columns: int
-    """Largest top_k; the vocabulary's size when a row has none."""
 
     @classmethod
     def of(cls, rules: Sequence[Rule], *, vocab_size: int, device: torch.device) -> Rules:
@@ -85,7 +81,6 @@ class Rules:
             top_p_C_1=torch.tensor([rules[n].top_p if rules[n].top_p < 1 else 2.0 for n in cut], device=device)[:, None]
             if cut
             else None,
-            most_columns=max((top_k[n] for n in cut), default=0),
         )
 
 
@@ -101,12 +96,10 @@ def draw(logprobs_R_V: Tensor, rules: Rules, uniforms_R: Tensor) -> Tensor:
     """int64 [R]: one token for each row. A row of NaN gets some token of the vocabulary."""
     if rules.all_greedy:
         return logprobs_R_V.argmax(-1)
-    if rules.cut_C is not None and rules.cut_C.shape[0] == logprobs_R_V.shape[0]:
-        tokens_R = _draw_cut(logprobs_R_V, rules, uniforms_R)
-    else:
-        tokens_R = pick(logprobs_R_V.exp(), uniforms_R[:, None])[:, 0]
-        if rules.cut_C is not None:
-            tokens_R[rules.cut_C] = _draw_cut(logprobs_R_V[rules.cut_C], rules, uniforms_R[rules.cut_C])
+    weights_R_V = logprobs_R_V.exp()
+    if rules.cut_C is not None:
+        weights_R_V[rules.cut_C] = _cut(weights_R_V[rules.cut_C], rules)
+    tokens_R = pick(weights_R_V, uniforms_R[:, None])[:, 0]
     if rules.greedy_R is not None:
         tokens_R = torch.where(rules.greedy_R, logprobs_R_V.argmax(-1), tokens_R)
     return tokens_R
@@ -114,34 +107,33 @@ def draw(logprobs_R_V: Tensor, rules: Rules, uniforms_R: Tensor) -> Tensor:
 
 def pick(weights_R_N: Tensor, uniforms_R_k: Tensor) -> Tensor:
     """int64 [R, k]: columns drawn in proportion to their weights; one of weight 0 is never drawn."""
-    return _at(weights_R_N.cumsum(-1), uniforms_R_k)
-
-
-def _at(cumulative_R_N: Tensor, uniforms_R_k: Tensor) -> Tensor:
+    cumulative_R_N = weights_R_N.cumsum(-1)
     total_R_1 = cumulative_R_N[:, -1:]
     thresholds = (uniforms_R_k * total_R_1).to(cumulative_R_N.dtype)
     # Rounding must not reach the total: no column lies above it.
     thresholds = torch.minimum(thresholds, torch.nextafter(total_R_1, torch.zeros_like(total_R_1)))
-    return torch.searchsorted(cumulative_R_N, thresholds, right=True).clamp_(max=cumulative_R_N.shape[1] - 1)
+    return torch.searchsorted(cumulative_R_N, thresholds, right=True).clamp_(max=weights_R_N.shape[1] - 1)
 
 
-def _draw_cut(logprobs_C_V: Tensor, rules: Rules, uniforms_C: Tensor) -> Tensor:
-    """top_k, then the smallest set that reaches top_p of what is left, then one draw."""
+def _cut(weights_C_V: Tensor, rules: Rules) -> Tensor:
+    """Zeros all but the top_k, then all but the smallest set that reaches top_p of the rest. Ties at the border stay.
+
+    Only values are sorted, not ids: the draw goes through the vocabulary in its own order.
+    """
     assert rules.top_k_C_1 is not None
     assert rules.top_p_C_1 is not None
-    vocab_size = logprobs_C_V.shape[1]
-    columns = min(rules.most_columns, vocab_size)
-    if columns > _FIRST_TRY:
-        # The first columns are enough when every row's set ends within them.
-        tops, ids = logprobs_C_V.topk(_FIRST_TRY)
-        enough = (tops.exp().sum(-1, keepdim=True) > rules.top_p_C_1) | (rules.top_k_C_1 <= _FIRST_TRY)
-        if not bool(enough.all()):
-            tops, ids = logprobs_C_V.sort(descending=True, stable=True)
-    else:
-        tops, ids = logprobs_C_V.topk(columns)
-    weights = tops.exp()
-    weights.masked_fill_(torch.arange(weights.shape[1], device=weights.device) >= rules.top_k_C_1, 0.0)
-    mass = weights.cumsum(-1)
-    total = torch.where(rules.top_k_C_1 < vocab_size, mass[:, -1:], 1.0)
-    weights.masked_fill_(mass - weights >= rules.top_p_C_1 * total, 0.0)
-    return ids.gather(-1, pick(weights, uniforms_C[:, None]))[:, 0]
+    tops = _sorted(weights_C_V)
+    least = tops.gather(-1, rules.top_k_C_1 - 1)
+    tops.masked_fill_(tops < least, 0.0)
+    mass = tops.cumsum(-1)
+    kept = (mass - tops < rules.top_p_C_1 * mass[:, -1:]).sum(-1, keepdim=True)
+    least = torch.maximum(least, tops.gather(-1, (kept - 1).clamp_(min=0)))
+    return weights_C_V.masked_fill(weights_C_V < least, 0.0)
+
+
+def _sorted(weights_C_V: Tensor) -> Tensor:
+    """Largest first."""
+    if weights_C_V.is_cuda:
+        return weights_C_V.sort(descending=True).values
+    # On a CPU NumPy sorts values some ten times faster than torch sorts values with their places.
+    return torch.from_numpy(np.sort(weights_C_V.numpy(), axis=-1)).flip(-1)

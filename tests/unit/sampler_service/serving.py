@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -65,4 +66,10 @@ def metric(engine: TorchEngine, name: str, **labels: str) -> float:
         for sample in family.samples:
             if sample.name == f"sampler_{name}" and sample.labels == labels:
                 return sample.value
-    raise LookupError(name)
+    return 0.0
+
+
+async def until(true: Callable[[], bool]) -> None:
+    """Waits for what is known by metrics only."""
+    while not true():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)

@@ -299,7 +299,7 @@ async def test_a_diverged_adapter_fails_its_own_request_only(model_folder: Path)
         await engine.install("broken", broken)
         generations = []
         for n in range(3):
-            bad = await engine.submit(request(prompt(60), version_id="broken", num_samples=2, max_tokens=30))
+            bad = await engine.submit(request(prompt(60), version_id="broken", num_samples=2, max_tokens=30, top_p=0.9))
             generations.append((bad, await engine.submit(request(prompt(12, seed=n), max_tokens=30, seed=n))))
         for n, (bad, good) in enumerate(generations):
             with pytest.raises(ServiceError, match="version 'broken' gave logits that are not finite"):

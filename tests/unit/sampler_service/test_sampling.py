@@ -75,7 +75,7 @@ def test_a_tiny_temperature_is_nearly_greedy(temperature: float) -> None:
     assert set(draws(Rule(temperature, 0, 1.0), 50).tolist()) == {LOGITS.argmax().item()}
 
 
-def test_top_p_over_a_large_vocabulary_does_not_depend_on_the_short_cut() -> None:
+def test_a_cut_row_draws_the_same_beside_rows_with_other_cuts() -> None:
     flat = torch.randn(5000, generator=torch.Generator().manual_seed(0)) * 0.1
     peaked = flat.clone()
     peaked[:50] += 12

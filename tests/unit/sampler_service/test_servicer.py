@@ -14,12 +14,12 @@ import pytest
 import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
-from sampler_service.__main__ import make_server
+from sampler_service.__main__ import make_server, serve
 from sampler_service.config import SamplerConfig
 from sampler_service.engine import EngineSlot
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.torch_engine import TorchEngine
-from tests.unit.sampler_service.serving import make_adapter, metric, plain_logits, prompt, serving
+from tests.unit.sampler_service.serving import make_adapter, metric, plain_logits, prompt, serving, until
 from tinsmith.rpc.channel import connect, is_serving, wait_serving
 from tinsmith.rpc.errors import InvalidRequest, NotReady, ServiceError, Unsupported, VersionNotLoaded, from_rpc_error
 from tinsmith.rpc.tensors import from_numpy, to_numpy
@@ -184,20 +184,11 @@ async def test_a_client_that_leaves_frees_its_place(service: Service, stream: bo
         await call.read()
     else:
         call = service.stub.Sample(asked)
-        while metric(service.engine, "running_sequences") == 0:
-            await asyncio.sleep(0.01)
+        await until(lambda: metric(service.engine, "running_sequences") > 0)
     call.cancel()
-    while metric_or_zero(service.engine, "requests_total", outcome="CANCELLED") == 0:
-        await asyncio.sleep(0.01)
+    await until(lambda: metric(service.engine, "requests_total", outcome="CANCELLED") > 0)
     await service.stub.Sample(sample(prompt(4, vocab_size=200), max_tokens=1))
     assert metric(service.engine, "running_sequences") == 0
-
-
-def metric_or_zero(engine: TorchEngine, name: str, **labels: str) -> float:
-    try:
-        return metric(engine, name, **labels)
-    except LookupError:
-        return 0.0
 
 
 async def test_a_full_queue_refuses(text_model_folder: Path) -> None:
@@ -245,6 +236,11 @@ async def test_calls_while_loading_are_not_ready() -> None:
             await sampler_pb2_grpc.SamplerServiceStub(channel).GetSamplerInfo(pb.GetSamplerInfoRequest())
         assert isinstance(from_rpc_error(raised.value), NotReady)
     await server.stop(0)
+
+
+async def test_a_model_that_does_not_load_ends_the_process_with_a_message(tmp_path: Path) -> None:
+    config = SamplerConfig(base_model=str(tmp_path / "nowhere"), listen="127.0.0.1:0")
+    assert await serve(config) == 1
 
 
 async def test_the_process_serves_and_stops_on_sigterm_with_a_generation_running(
