@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -18,6 +18,8 @@ from tinsmith.rpc.channel import connect
 from tinsmith.rpc.errors import InvalidRequest, NotReady
 from tinsmith.rpc.logs import REQUEST_ID_METADATA
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +103,7 @@ class Clients:
                 if not is_quiet:
                     logger.info("%s does not say yet what it serves: %s", service.address, error.details())
                 is_quiet = True
-                await asyncio.sleep(0.5)  # it is up, but loading
+                await asyncio.sleep(0.1)  # it is up, but loading
                 continue
             is_quiet = False
             if service.info is not None and service.info.boot_id != boot_id:
@@ -120,11 +122,20 @@ class Clients:
         return (sampler.info for sampler in self._samplers if sampler.info is not None)
 
     @property
-    def known_trainers(self) -> list[Trainer]:
-        """Trainers that have said what they serve. Raises NotReady when another has not yet."""
+    def unreached(self) -> list[str]:
+        """Addresses of those that have not said yet what they serve."""
+        return [service.address for service in (*self._trainers, *self._samplers) if service.info is None]
+
+    def all_trainers(self) -> list[Trainer]:
+        """Raises NotReady while one has not said yet what it serves."""
         if any(trainer.info is None for trainer in self._trainers):
             raise NotReady("not every trainer has been reached yet")
         return self._trainers
+
+    def check_all_known(self) -> None:
+        """Raises NotReady while a service has not said yet what it serves."""
+        if any(service.info is None for service in (*self._trainers, *self._samplers)):
+            raise NotReady("not every service has been reached yet")
 
     def find_trainer(self, base_model: str) -> Trainer:
         """The first that serves it. Raises NotReady while one that is not known yet may do so, then InvalidRequest."""
@@ -156,14 +167,21 @@ class Clients:
             field="base_model",
         )
 
+    async def settle(self, find: Callable[[], T], *, timeout_s: float | None = None) -> T:
+        """What `find` returns, once it no longer raises NotReady. Raises that itself after the timeout."""
+        try:
+            async with asyncio.timeout(timeout_s), self._changed:
+                while True:
+                    try:
+                        return find()
+                    except NotReady:
+                        await self._changed.wait()
+        except TimeoutError:
+            return find()
+
     async def trainer(self, base_model: str) -> Trainer:
         """find_trainer, but waits while it is not known; raises InvalidRequest only."""
-        async with self._changed:
-            while True:
-                try:
-                    return self.find_trainer(base_model)
-                except NotReady:
-                    await self._changed.wait()
+        return await self.settle(lambda: self.find_trainer(base_model))
 
     def find_sampler(self, base_model: str) -> Sampler | None:
         """The connected sampler with the least to do; None when there is none now."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
@@ -9,9 +11,13 @@ from starlette.routing import Route
 
 from gateway.errors import json_response
 from gateway.gateway import gateway_of
+from tinsmith.rpc.errors import NotReady
 
 
 async def healthz(request: Request) -> Response:
+    """503 until every trainer and sampler has said what it serves; from then on that the gateway runs."""
+    if unreached := gateway_of(request).clients.unreached:
+        return json_response({"status": "starting", "waiting_for": unreached}, status=503)
     return json_response({"status": "ok"})
 
 
@@ -28,8 +34,10 @@ async def client_dynamic_config(request: Request) -> Response:
 
 
 async def get_server_capabilities(request: Request) -> Response:
-    """Every name that a base model is known by."""
+    """Every name that a base model is known by, of the services that have been reached since the start."""
     clients = gateway_of(request).clients
+    with contextlib.suppress(NotReady):
+        await clients.settle(clients.check_all_known, timeout_s=1.0)
     trainable = {name: info.max_context_length for info in clients.trainer_infos() for name in info.base_models}
     sampleable = {name: info.max_context_length for info in clients.sampler_infos() for name in info.base_models}
     models = [

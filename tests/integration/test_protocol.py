@@ -157,7 +157,10 @@ def test_all_that_carries_a_number_fails_as_a_future_and_the_model_goes_on(wire:
             wire.json_result(wire.request_id(response))
         assert failed.value.category == "user"
     wire.forward_backward(model_id, 12, DATA)
-    assert wire.grad_norm(wire.optim_step(model_id, 13)) > 0
+    with pytest.raises(Failed, match="no_such_loss"):  # the client could not know which gradients it applies
+        wire.json_result(wire.optim_step(model_id, 13))
+    wire.forward_backward(model_id, 14, DATA)
+    assert wire.grad_norm(wire.optim_step(model_id, 15)) > 0
 
 
 def test_what_nobody_knows(wire: Wire) -> None:
