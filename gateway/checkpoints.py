@@ -16,7 +16,9 @@ from tinsmith.v1 import trainer_pb2
 
 
 class Checkpoints:
-    def __init__(self, store: Store, clients: Clients) -> None:
+    def __init__(self, store: Store, clients: Clients, *, timeout_s: float) -> None:
+        """`timeout_s`: how long to wait for trainers that have not been reached since the start."""
+        self._timeout_s = timeout_s
         self._store = store
         self._clients = clients
 
@@ -36,7 +38,7 @@ class Checkpoints:
 
     async def _find_in_trainers(self, path: TinkerPath, *, owner: str) -> Checkpoint | None:
         """Asks every trainer, and indexes what one finds again."""
-        for trainer in self._clients.known_trainers:
+        for trainer in await self._clients.settle(self._clients.all_trainers, timeout_s=self._timeout_s):
             request = trainer_pb2.GetCheckpointRequest(location=path.location)
             try:
                 reply = await trainer.stub.GetCheckpoint(request)

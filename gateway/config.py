@@ -51,7 +51,7 @@ class GatewayConfig(BaseSettings):
     long_poll_s: float = Field(default=30.0, gt=0, le=40)
     """How long retrieve_future waits before it answers try_again; the SDK itself gives up after 45 s."""
     submit_timeout_s: float = Field(default=20.0, gt=0)
-    """How long a submission waits for the trainer's acknowledgement before it is answered 503."""
+    """How long a request waits for the trainer's acknowledgement, or for a service that is not up yet, before a 503."""
     sample_timeout_s: float = Field(default=3600.0, gt=0)
     """How long a sample may take, waiting for a sampler that is unreachable or full included, before it fails."""
     session_timeout_s: float = Field(default=1800.0, gt=0)

@@ -27,7 +27,7 @@ class Gateway:
         self.store = Store(config.resolved_database_url)
         self.clients = Clients(trainers=config.trainers, samplers=config.samplers)
         self.futures = Futures(cache_bytes=config.result_cache_bytes, metrics=self.metrics)
-        self.checkpoints = Checkpoints(self.store, self.clients)
+        self.checkpoints = Checkpoints(self.store, self.clients, timeout_s=config.submit_timeout_s)
         self.operations = Operations(
             config,
             clients=self.clients,

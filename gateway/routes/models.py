@@ -96,7 +96,10 @@ async def _create(
     request_id = request_id_of(model_id, 0)
     try:
         message, path = await to_message(model_id)
-        gateway.clients.find_trainer(message.base_model)
+        base_model = message.base_model
+        await gateway.clients.settle(
+            lambda: gateway.clients.find_trainer(base_model), timeout_s=gateway.config.submit_timeout_s
+        )
     except NotReady:
         raise
     except ServiceError as error:
@@ -134,7 +137,9 @@ async def get_info(request: Request) -> Response:
     model = await gateway.store.model(model_id)
     if model is None:
         raise ModelNotFound(f"model_id: there is no model {model_id!r}")
-    trainer = gateway.clients.find_trainer(model.base_model)
+    trainer = await gateway.clients.settle(
+        lambda: gateway.clients.find_trainer(model.base_model), timeout_s=gateway.config.submit_timeout_s
+    )
     rank = model.lora_rank
     if rank is None:
         try:

@@ -50,7 +50,9 @@ async def _sampling_session(gateway: Gateway, body: schemas.CreateSamplingSessio
             )
     if base_model is None:
         raise InvalidRequest("base_model, model_path: send at least one of the two")
-    gateway.clients.check_sampled(base_model)
+    await gateway.clients.settle(
+        lambda: gateway.clients.check_sampled(base_model), timeout_s=gateway.config.submit_timeout_s
+    )
     return SamplingSession(
         sampling_session_id=f"{body.session_id}:sample:{body.sampling_session_seq_id}",
         session_id=body.session_id,

@@ -85,6 +85,24 @@ async def test_a_refused_operation_uses_up_its_number(stack: Stack, client: Clie
     assert "'dimuon'" in (await client.result(receipt))["error"]
 
 
+async def test_bodies_that_are_parsed_in_a_thread_do_the_same(stack: Stack, client: Client) -> None:
+    await stack.restart_gateway(thread_body_bytes=1)
+    model_id = await client.model(await client.session())
+    assert b"loss:sum" in await client.result((await client.forward_backward(model_id, 1)).json())
+    reply = await client.post("/api/v1/forward_backward", content=b"\xff", headers=PROTOBUF)
+    assert reply.status_code == 400
+
+
+async def test_many_operations_wait_for_the_first(stack: Stack, client: Client) -> None:
+    await stack.restart_gateway(submit_timeout_s=20.0)
+    model_id = await client.model(await client.session())
+    steps = [{"model_id": model_id, "seq_id": seq_id, "adam_params": {}} for seq_id in range(1, 131)]
+    receipts = await asyncio.gather(*[client.call("optim_step", step) for step in steps[1:]])
+    receipts.append(await client.call("optim_step", steps[0]))
+    answers = await asyncio.gather(*[client.result(receipt) for receipt in receipts])
+    assert answers == [{"metrics": {"grad_norm:mean": "nan"}}] * 130
+
+
 async def test_malformed_bodies_are_refused_at_once(client: Client) -> None:
     async def send(content: bytes, **headers: str) -> httpx.Response:
         return await client.post("/api/v1/forward_backward", content=content, headers=PROTOBUF | headers)
