@@ -54,15 +54,36 @@ class LoraLinear(nn.Module):
         rows = [piece[0] for piece in pieces]
         scalings = [piece[1] for piece in pieces]
         parameters = [tensor for _, _, weights in pieces for tensor in (weights.a_R_I, weights.b_O_R)]
-        y_T_O = _LoraLinearFunction.apply(x_T_I, self.weight, self.bias, rows, scalings, *parameters)
+        if torch.is_grad_enabled():
+            y_T_O = _LoraLinearFunction.apply(x_T_I, self.weight, self.bias, rows, scalings, *parameters)
+        else:  # a decode step of one token would spend most of its time in autograd's own bookkeeping
+            y_T_O, _ = _forward(x_T_I, self.weight, self.bias, rows, scalings, parameters)
         return y_T_O.view(*shape[:-1], -1)
 
 
-class _LoraLinearFunction(torch.autograd.Function):
-    """y = x W^T + b, plus scaling * (x A^T) B^T on each run's rows, written in place.
+def _forward(
+    x_T_I: Tensor,
+    weight_O_I: Tensor,
+    bias_O: Tensor | None,
+    rows: Sequence[slice | Tensor],
+    scalings: Sequence[float],
+    parameters: Sequence[Tensor],
+) -> tuple[Tensor, list[Tensor]]:
+    """y = x W^T + b, plus scaling * (x A^T) B^T on each run's rows, written in place; and each run's x A^T [n, R].
 
-    By hand, because autograd over slices would copy the whole [T, O] once for every run.
+    `parameters` are A and B of each run in turn.
     """
+    y_T_O = nn.functional.linear(x_T_I, weight_O_I, bias_O)
+    lows = []
+    for where, scaling, a_R_I, b_O_R in zip(rows, scalings, parameters[::2], parameters[1::2], strict=True):
+        low_n_R = x_T_I[where] @ a_R_I.to(x_T_I.dtype).T
+        add_rows(y_T_O, where, low_n_R, b_O_R.to(x_T_I.dtype).T, scaling)
+        lows.append(low_n_R)
+    return y_T_O, lows
+
+
+class _LoraLinearFunction(torch.autograd.Function):
+    """_forward with a gradient. By hand, because autograd over slices would copy the whole [T, O] for every run."""
 
     @staticmethod
     def forward(
@@ -74,14 +95,8 @@ class _LoraLinearFunction(torch.autograd.Function):
         scalings: list[float],
         *parameters: Tensor,
     ) -> Tensor:
-        y_T_O = nn.functional.linear(x_T_I, weight_O_I, bias_O)
-        saved = []
-        for n, (where, scaling) in enumerate(zip(rows, scalings, strict=True)):
-            a_R_I, b_O_R = parameters[2 * n].to(x_T_I.dtype), parameters[2 * n + 1].to(x_T_I.dtype)
-            low_n_R = x_T_I[where] @ a_R_I.T
-            add_rows(y_T_O, where, low_n_R, b_O_R.T, scaling)
-            saved.append(low_n_R)
-        ctx.save_for_backward(x_T_I, weight_O_I, *parameters, *saved)
+        y_T_O, lows = _forward(x_T_I, weight_O_I, bias_O, rows, scalings, parameters)
+        ctx.save_for_backward(x_T_I, weight_O_I, *parameters, *lows)
         ctx.rows, ctx.scalings = rows, scalings
         return y_T_O
 
