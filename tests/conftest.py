@@ -6,6 +6,8 @@ import torch
 from tests.models import make_model
 from tinsmith.modeling.base_model import BaseModel
 
+torch.set_num_threads(1)  # the models are tiny, and several processes of one test share the cores
+
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
