@@ -96,8 +96,8 @@ def _write(recipe: Recipe, folder: Path, *, report: Callable[[str], None]) -> No
     shape = SHAPES[recipe.size]
     report("training the tokenizer on generated text")
     tokenizer = write_tokenizer(folder, vocab_size=shape.vocab_size, seed=recipe.seed)
-    end_of_text = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
-    end_of_turn = tokenizer.convert_tokens_to_ids(END_OF_TURN)
+    token_ids = tokenizer.get_vocab()
+    end_of_text, end_of_turn = token_ids[END_OF_TEXT], token_ids[END_OF_TURN]
     config = Qwen3Config(
         # Rounded up for the matrix kernels. The tokenizer never yields the ids above its own size.
         vocab_size=-(-len(tokenizer) // 64) * 64,

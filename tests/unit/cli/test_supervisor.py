@@ -6,7 +6,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -79,15 +79,18 @@ class Run:
         return int((self.folder / name).read_text())
 
 
+Start = Callable[..., Run]
+
+
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[type]:
+def start(tmp_path: Path) -> Iterator[Start]:
     runs: list[Run] = []
 
     def begin(*programs: str) -> Run:
         runs.append(Run(tmp_path, list(programs)))
         return runs[-1]
 
-    yield begin  # type: ignore[misc]
+    yield begin
     for run in runs:
         run.process.kill()
         run.process.communicate()
@@ -109,7 +112,9 @@ def wait_dead(pid: int) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_stop_signal_ends_all_services_the_last_one_first(start, number: signal.Signals, tmp_path: Path) -> None:
+def test_a_stop_signal_ends_all_services_the_last_one_first(
+    start: Start, number: signal.Signals, tmp_path: Path
+) -> None:
     run = start(POLITE, POLITE, POLITE)
     run.wait_ready()
     os.kill(run.process.pid, number)
@@ -121,7 +126,7 @@ def test_a_stop_signal_ends_all_services_the_last_one_first(start, number: signa
     assert not any(is_alive(run.pid(f"s{i}.pid")) for i in range(3))
 
 
-def test_a_service_deaf_to_sigterm_is_killed(start) -> None:
+def test_a_service_deaf_to_sigterm_is_killed(start: Start) -> None:
     run = start(POLITE, DEAF)
     run.wait_ready()
     run.process.terminate()
@@ -129,7 +134,7 @@ def test_a_service_deaf_to_sigterm_is_killed(start) -> None:
     assert not is_alive(run.pid("s1.pid"))
 
 
-def test_a_second_signal_does_not_wait_for_the_deaf(start, tmp_path: Path) -> None:
+def test_a_second_signal_does_not_wait_for_the_deaf(start: Start, tmp_path: Path) -> None:
     run = start(DEAF, DEAF, POLITE)
     run.wait_ready()
     run.process.terminate()
@@ -142,7 +147,7 @@ def test_a_second_signal_does_not_wait_for_the_deaf(start, tmp_path: Path) -> No
     assert not is_alive(run.pid("s0.pid"))
 
 
-def test_a_death_while_starting_is_reported_with_the_log_and_stops_the_others(start) -> None:
+def test_a_death_while_starting_is_reported_with_the_log_and_stops_the_others(start: Start) -> None:
     run = start(POLITE, DIES_EARLY)
     code, output = run.finish()
     assert code == 1
@@ -151,7 +156,7 @@ def test_a_death_while_starting_is_reported_with_the_log_and_stops_the_others(st
     assert "READY" not in output
 
 
-def test_a_death_later_is_reported_and_nothing_is_restarted(start) -> None:
+def test_a_death_later_is_reported_and_nothing_is_restarted(start: Start) -> None:
     run = start(POLITE, DIES_LATER)
     run.wait_ready()
     code, output = run.finish()
@@ -161,7 +166,7 @@ def test_a_death_later_is_reported_and_nothing_is_restarted(start) -> None:
     assert not is_alive(run.pid("s0.pid"))
 
 
-def test_what_a_service_started_goes_with_it(start) -> None:
+def test_what_a_service_started_goes_with_it(start: Start) -> None:
     run = start(LEAVES_A_CHILD)
     run.wait_ready()
     run.process.terminate()
@@ -170,7 +175,7 @@ def test_what_a_service_started_goes_with_it(start) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends children of a killed parent on Linux only")
-def test_killing_the_supervisor_outright_leaves_no_service(start) -> None:
+def test_killing_the_supervisor_outright_leaves_no_service(start: Start) -> None:
     run = start(POLITE, DEAF)
     run.wait_ready()
     run.process.kill()
