@@ -109,26 +109,35 @@ class Receiver(weight_sync_pb2_grpc.WeightSyncServiceServicer, sampler_pb2_grpc.
         return sampler_pb2.RemoveVersionResponse()
 
 
-async def serve(receiver: Receiver, *, port: int = 0) -> Server:
-    server = Server(f"127.0.0.1:{port}", [weight_sync_pb2.DESCRIPTOR, sampler_pb2.DESCRIPTOR])
-    weight_sync_pb2_grpc.add_WeightSyncServiceServicer_to_server(receiver, server.grpc)
-    sampler_pb2_grpc.add_SamplerServiceServicer_to_server(receiver, server.grpc)
-    await server.start()
-    await server.set_serving(True)
-    return server
-
-
+Serve = Callable[..., Awaitable[Server]]
 Connect = Callable[..., Awaitable[WeightSender]]
+MakeVersion = Callable[[str], Version]
 
 
 @pytest.fixture
-async def connect() -> AsyncIterator[Connect]:
-    """Makes a sender of some servers, or of addresses. All are stopped at the end."""
-    senders: list[WeightSender] = []
+async def serve() -> AsyncIterator[Serve]:
     servers: list[Server] = []
 
+    async def make(receiver: Receiver, *, port: int = 0) -> Server:
+        server = Server(f"127.0.0.1:{port}", [weight_sync_pb2.DESCRIPTOR, sampler_pb2.DESCRIPTOR])
+        weight_sync_pb2_grpc.add_WeightSyncServiceServicer_to_server(receiver, server.grpc)
+        sampler_pb2_grpc.add_SamplerServiceServicer_to_server(receiver, server.grpc)
+        await server.start()
+        await server.set_serving(True)
+        servers.append(server)
+        return server
+
+    yield make
+    for server in servers:
+        await server.stop(0)
+
+
+@pytest.fixture
+async def connect(serve: Serve) -> AsyncIterator[Connect]:
+    """Makes a sender to some servers, or addresses. It is closed before the servers stop."""
+    senders: list[WeightSender] = []
+
     async def make(*samplers: Server | str, started: bool = True) -> WeightSender:
-        servers.extend(sampler for sampler in samplers if isinstance(sampler, Server))
         sender = WeightSender(
             [sampler if isinstance(sampler, str) else f"127.0.0.1:{sampler.port}" for sampler in samplers],
             trainer_id="test",
@@ -145,22 +154,19 @@ async def connect() -> AsyncIterator[Connect]:
     yield make
     for sender in senders:
         await sender.close()
-    for server in servers:
-        await server.stop(0)
 
 
 @pytest.fixture
-def make_version(base: BaseModel) -> Callable[[str], Version]:
+def make_version(base: BaseModel) -> MakeVersion:
     def make(version_id: str) -> Version:
         return Version(version_id, "tiny", Adapter.create(AdapterConfig(rank=4), base.targets, base.device))
 
     return make
 
 
-MakeVersion = Callable[[str], Version]
-
-
-async def test_a_version_arrives_bit_for_bit_at_every_sampler(connect: Connect, make_version: MakeVersion) -> None:
+async def test_a_version_arrives_bit_for_bit_at_every_sampler(
+    connect: Connect, serve: Serve, make_version: MakeVersion
+) -> None:
     receivers = [Receiver(), Receiver()]
     sender = await connect(*[await serve(receiver) for receiver in receivers])
     versions = [make_version(f"m@{n}") for n in (1, 2, 3)]
@@ -173,13 +179,15 @@ async def test_a_version_arrives_bit_for_bit_at_every_sampler(connect: Connect, 
         assert len(receiver.epochs) <= 2, "one group serves many versions"
 
 
-async def test_the_first_group_is_formed_ahead_of_need(connect: Connect) -> None:
+async def test_the_first_group_is_formed_ahead_of_need(connect: Connect, serve: Serve) -> None:
     receiver = Receiver()
     await connect(await serve(receiver))
     await asyncio.wait_for(receiver.joined.wait(), 30)
 
 
-async def test_publishes_at_the_same_time_go_one_after_the_other(connect: Connect, make_version: MakeVersion) -> None:
+async def test_publishes_at_the_same_time_go_one_after_the_other(
+    connect: Connect, serve: Serve, make_version: MakeVersion
+) -> None:
     receiver = Receiver()
     sender = await connect(await serve(receiver))
     counts = await asyncio.gather(*(sender.publish(make_version(f"m@{n}")) for n in range(5)))
@@ -192,7 +200,9 @@ async def test_no_sampler_is_no_error_but_counts_zero(connect: Connect, make_ver
     assert await (await connect("127.0.0.1:1")).publish(make_version("m@1")) == 0
 
 
-async def test_a_version_that_all_hold_is_not_sent_again(connect: Connect, make_version: MakeVersion) -> None:
+async def test_a_version_that_all_hold_is_not_sent_again(
+    connect: Connect, serve: Serve, make_version: MakeVersion
+) -> None:
     receiver = Receiver()
     sender = await connect(await serve(receiver))
     version = make_version("m@1")
@@ -202,7 +212,9 @@ async def test_a_version_that_all_hold_is_not_sent_again(connect: Connect, make_
     assert receiver.faults == ["update"]
 
 
-async def test_a_version_that_some_hold_goes_to_the_others(connect: Connect, make_version: MakeVersion) -> None:
+async def test_a_version_that_some_hold_goes_to_the_others(
+    connect: Connect, serve: Serve, make_version: MakeVersion
+) -> None:
     receivers = [Receiver(), Receiver(), Receiver()]
     sender = await connect(*[await serve(receiver) for receiver in receivers])
     version = make_version("m@1")
@@ -216,7 +228,7 @@ async def test_a_version_that_some_hold_goes_to_the_others(connect: Connect, mak
 
 @pytest.mark.parametrize("verb", ["init", "start", "update", "finish"])
 async def test_a_failure_of_any_verb_is_retried_on_a_new_group(
-    connect: Connect, make_version: MakeVersion, verb: str
+    connect: Connect, serve: Serve, make_version: MakeVersion, verb: str
 ) -> None:
     receivers = [Receiver(), Receiver()]
     receivers[1].faults = [verb]
@@ -228,7 +240,9 @@ async def test_a_failure_of_any_verb_is_retried_on_a_new_group(
     assert receivers[1].faults == []
 
 
-async def test_a_channel_that_never_works_ends_in_a_clear_error(connect: Connect, make_version: MakeVersion) -> None:
+async def test_a_channel_that_never_works_ends_in_a_clear_error(
+    connect: Connect, serve: Serve, make_version: MakeVersion
+) -> None:
     receiver = Receiver()
     receiver.faults = ["start"] * 9
     sender = await connect(await serve(receiver))
@@ -238,7 +252,9 @@ async def test_a_channel_that_never_works_ends_in_a_clear_error(connect: Connect
     assert await sender.publish(make_version("m@2")) == 1
 
 
-async def test_a_refusal_is_handed_on_as_it_is(connect: Connect, base: BaseModel, make_version: MakeVersion) -> None:
+async def test_a_refusal_is_handed_on_as_it_is(
+    connect: Connect, serve: Serve, base: BaseModel, make_version: MakeVersion
+) -> None:
     sender = await connect(await serve(Receiver()))
     adapter = Adapter.create(AdapterConfig(rank=4), base.targets, base.device)
     with pytest.raises(InvalidRequest, match="base_model: 'huge'"):
@@ -246,7 +262,9 @@ async def test_a_refusal_is_handed_on_as_it_is(connect: Connect, base: BaseModel
     assert await sender.publish(make_version("m@2")) == 1
 
 
-async def test_a_sampler_that_dies_between_publishes_is_left_out(connect: Connect, make_version: MakeVersion) -> None:
+async def test_a_sampler_that_dies_between_publishes_is_left_out(
+    connect: Connect, serve: Serve, make_version: MakeVersion
+) -> None:
     receivers = [Receiver(), Receiver()]
     servers = [await serve(receiver) for receiver in receivers]
     sender = await connect(*servers)
@@ -258,7 +276,7 @@ async def test_a_sampler_that_dies_between_publishes_is_left_out(connect: Connec
 
 
 async def test_a_sampler_that_comes_back_empty_gets_the_next_version(
-    connect: Connect, make_version: MakeVersion
+    connect: Connect, serve: Serve, make_version: MakeVersion
 ) -> None:
     receivers = [Receiver(), Receiver()]
     servers = [await serve(receiver) for receiver in receivers]
@@ -268,14 +286,15 @@ async def test_a_sampler_that_comes_back_empty_gets_the_next_version(
     await servers[1].grpc.stop(0)
     assert await sender.publish(make_version("m@2")) == 1
     reborn = Receiver()
-    server = await serve(reborn, port=port)
+    await serve(reborn, port=port)
     await asyncio.wait_for(reborn.joined.wait(), 30)  # its group is formed as soon as it serves
     assert await sender.publish(make_version("m@3")) == 2
     assert list(reborn.versions) == ["m@3"]
-    await server.stop(0)
 
 
-async def test_versions_of_a_deleted_model_are_removed(connect: Connect, make_version: MakeVersion) -> None:
+async def test_versions_of_a_deleted_model_are_removed(
+    connect: Connect, serve: Serve, make_version: MakeVersion
+) -> None:
     receiver = Receiver()
     sender = await connect(await serve(receiver))
     for version_id in ("a@1", "a@2", "a@3", "b@1", "ab@1"):

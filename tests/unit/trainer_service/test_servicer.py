@@ -1,0 +1,388 @@
+"""TrainerService end to end: real gRPC, the real engine on a tiny model, a real journal and real files."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+
+from tests.batches import datum, random_datum, request
+from tests.models import VOCAB_SIZE
+from tinsmith.modeling.base_model import BaseModel
+from tinsmith.rpc import errors
+from tinsmith.rpc.channel import connect
+from tinsmith.rpc.server import Server
+from tinsmith.v1 import trainer_pb2 as pb
+from tinsmith.v1 import trainer_pb2_grpc, types_pb2
+from trainer_service.checkpoints import CheckpointStore
+from trainer_service.engine import TrainingEngine
+from trainer_service.journal import Journal
+from trainer_service.metrics import Metrics
+from trainer_service.operations import Operations
+from trainer_service.scheduler import Scheduler
+from trainer_service.servicer import Trainer, TrainerServicer
+from trainer_service.weight_sync import WeightSender
+
+MODEL = "s:train:0"
+LORA = types_pb2.LoraConfig(rank=4, seed=1, train_attn=True, train_mlp=True)
+ADAM = pb.AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8)
+
+
+@dataclass
+class Service:
+    server: Server
+    trainer: Trainer
+    stub: Any
+    channel: grpc.aio.Channel
+
+    async def stop(self) -> None:
+        await self.channel.close()
+        await self.server.stop(0)
+        await self.trainer.scheduler.close(timeout_s=10)
+        await self.trainer.operations.sender.close()
+        await asyncio.to_thread(self.trainer.journal.close)
+
+
+StartService = Callable[[], Awaitable[Service]]
+
+
+@pytest.fixture
+async def start(base: BaseModel, tmp_path: Path) -> AsyncIterator[StartService]:
+    """Starts a trainer on one folder; called again, it starts the next process's."""
+    running: list[Service] = []
+
+    async def make() -> Service:
+        for service in running:
+            await service.stop()
+        running.clear()
+        metrics = Metrics(CollectorRegistry())
+        journal = Journal(tmp_path / "journal", max_bytes=1 << 24, result_retention_s=60, metrics=metrics)
+        await journal.lose_models()
+        engine = TrainingEngine(base, max_tokens_per_microbatch=64)
+        sender = WeightSender([], trainer_id="t", host="127.0.0.1", backend="gloo", timeout_s=5, metrics=metrics)
+        checkpoints = CheckpointStore(tmp_path / "checkpoints", metrics)
+        operations = Operations(engine, checkpoints, sender, ["tiny", "alias"], max_lora_rank=16)
+        scheduler = Scheduler(
+            engine, journal, max_tokens_per_call=64, max_queued_operations=20, max_models=4, metrics=metrics
+        )
+        servicer = TrainerServicer()
+        servicer.trainer = Trainer("boot", operations, scheduler, journal, checkpoints)
+        server = Server("127.0.0.1:0", [pb.DESCRIPTOR])
+        trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server.grpc)
+        await server.start()
+        channel = connect(f"127.0.0.1:{server.port}")
+        service = Service(server, servicer.trainer, trainer_pb2_grpc.TrainerServiceStub(channel), channel)
+        running.append(service)
+        return service
+
+    yield make
+    for service in running:
+        await service.stop()
+
+
+@pytest.fixture
+async def service(start: StartService) -> Service:
+    return await start()
+
+
+@pytest.fixture
+async def stub(service: Service) -> Any:
+    await service.stub.CreateModel(creation())
+    return service.stub
+
+
+def creation(model_id: str = MODEL, **fields: Any) -> pb.CreateModelRequest:
+    return pb.CreateModelRequest(**{"model_id": model_id, "base_model": "tiny", "lora_config": LORA, **fields})
+
+
+def batch(seq_id: int, **fields: Any) -> pb.ForwardBackwardRequest:
+    data = [random_datum(9, 5, vocab_size=VOCAB_SIZE), random_datum(4, 6, vocab_size=VOCAB_SIZE)]
+    return request(data, model_id=MODEL, seq_id=seq_id, **fields)
+
+
+def bad_batch(seq_id: int, **fields: Any) -> pb.ForwardBackwardRequest:
+    nan = datum([1, 2], target_tokens=np.array([1, 2]), weights=np.array([1, np.nan], np.float32))
+    return request([nan], model_id=MODEL, seq_id=seq_id, **fields)
+
+
+def step(seq_id: int) -> pb.OptimStepRequest:
+    return pb.OptimStepRequest(model_id=MODEL, seq_id=seq_id, adam_params=ADAM)
+
+
+def save(seq_id: int, name: str = "one", **fields: Any) -> pb.SaveCheckpointRequest:
+    given = {"kind": types_pb2.CHECKPOINT_KIND_TRAINING, "name": name, **fields}
+    return pb.SaveCheckpointRequest(model_id=MODEL, seq_id=seq_id, **given)
+
+
+@dataclass
+class Accepted:
+    """A unary call, made as a stream of one message: grpc.aio shows a unary one's initial metadata only at its end."""
+
+    call: grpc.aio.UnaryStreamCall[Any, Any]
+
+    @classmethod
+    async def of(cls, service: Service, request: Any) -> "Accepted":
+        """Returns once the service has acknowledged the request."""
+        verb = type(request).__name__.removesuffix("Request")
+        call = service.channel.unary_stream(
+            f"/tinsmith.v1.TrainerService/{verb}",
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=getattr(pb, f"{verb}Response").FromString,
+        )(request)
+        await call.initial_metadata()
+        return cls(call)
+
+    async def result(self) -> Any:
+        return await self.call.read()
+
+
+async def fails(call: Awaitable[object], error: type[errors.ServiceError], match: str) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    actual = errors.from_rpc_error(caught.value)
+    assert type(actual) is error, actual
+    assert match in actual.message
+
+
+async def test_a_training_step_lowers_the_loss_and_is_described(stub: Any) -> None:
+    first = await stub.ForwardBackward(batch(1))
+    stepped = await stub.OptimStep(step(2))
+    second = await stub.ForwardBackward(batch(3))
+    assert second.metrics["loss:sum"] < first.metrics["loss:sum"]
+    assert "grad_norm:mean" in stepped.metrics
+    model = (await stub.GetModel(pb.GetModelRequest(model_id=MODEL))).model
+    assert (model.step, model.next_seq_id, model.base_model, model.optimizer) == (1, 4, "tiny", "adamw")
+    assert model.lora_config == LORA
+
+
+async def test_the_acknowledgement_comes_before_the_result(service: Service, stub: Any) -> None:
+    early = await Accepted.of(service, batch(2))  # waits for seq_id 1
+    assert not early.call.done()
+    await stub.ForwardBackward(batch(1))
+    assert len((await early.result()).loss_fn_outputs) == 1
+
+
+async def test_requests_in_reverse_order_give_what_they_give_in_order(service: Service) -> None:
+    for model_id in (MODEL, "s:train:1"):
+        await service.stub.CreateModel(creation(model_id))
+
+    def chunk(model_id: str, seq_id: int) -> pb.ForwardBackwardRequest:
+        return request([random_datum(6, seq_id, vocab_size=VOCAB_SIZE)], model_id=model_id, seq_id=seq_id)
+
+    forward = [await service.stub.ForwardBackward(chunk(MODEL, seq_id)) for seq_id in (1, 2, 3)]
+    calls = [await Accepted.of(service, chunk("s:train:1", seq_id)) for seq_id in (3, 2, 1)]
+    backward = [await call.result() for call in reversed(calls)]
+    losses = [[output.metrics["loss:sum"] for output in outputs] for outputs in (forward, backward)]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+
+
+async def test_retried_forward_backward_adds_gradients_once(stub: Any) -> None:
+    first, again = await asyncio.gather(stub.ForwardBackward(batch(1)), stub.ForwardBackward(batch(1)))
+    later = await stub.ForwardBackward(batch(1))
+    assert first == again == later
+    norm = (await stub.OptimStep(step(2))).metrics["grad_norm:mean"]
+    await stub.CreateModel(creation("s:train:1"))
+    await stub.ForwardBackward(request(list(batch(1).data), model_id="s:train:1", seq_id=1))
+    once = await stub.OptimStep(pb.OptimStepRequest(model_id="s:train:1", seq_id=2, adam_params=ADAM))
+    assert norm == pytest.approx(once.metrics["grad_norm:mean"], rel=1e-5)
+
+
+async def test_another_body_is_a_conflict(stub: Any) -> None:
+    await stub.ForwardBackward(batch(1))
+    await fails(stub.ForwardBackward(batch(1, forward_only=True)), errors.SequenceConflict, "seq_id 1")
+    await fails(stub.OptimStep(step(1)), errors.SequenceConflict, "forward_backward")
+    await fails(stub.CreateModel(creation(base_model="alias")), errors.SequenceConflict, "seq_id 0")
+    assert (await stub.CreateModel(creation())).model.model_id == MODEL
+
+
+async def test_an_unknown_model_is_refused_before_the_journal(service: Service) -> None:
+    await fails(service.stub.OptimStep(step(1)), errors.ModelNotFound, MODEL)
+    await fails(service.stub.GetModel(pb.GetModelRequest(model_id="x")), errors.ModelNotFound, "'x'")
+    assert await service.trainer.journal.find(MODEL, 1) is None
+
+
+async def test_an_invalid_batch_fails_and_the_next_request_works(stub: Any) -> None:
+    await fails(stub.ForwardBackward(bad_batch(1)), errors.InvalidRequest, "weights'][1]: nan is not finite")
+    await fails(stub.ForwardBackward(batch(2, loss_fn="nope")), errors.UnknownLossFn, "'nope'")
+    await stub.ForwardBackward(batch(3))
+    await fails(stub.OptimStep(step(4)), errors.FailedPrecondition, "'nope'")
+    await stub.ForwardBackward(batch(5))
+    await stub.OptimStep(step(6))
+    await fails(stub.WaitResult(pb.WaitResultRequest(model_id=MODEL, seq_id=1)), errors.InvalidRequest, "nan")
+
+
+async def test_an_invalid_forward_does_not_spoil_the_step(stub: Any) -> None:
+    await stub.ForwardBackward(batch(1))
+    await fails(stub.ForwardBackward(bad_batch(2, forward_only=True)), errors.InvalidRequest, "nan")
+    await stub.OptimStep(step(3))
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"lora_config": types_pb2.LoraConfig(rank=0, train_attn=True)}, "rank: 0"),
+        ({"lora_config": types_pb2.LoraConfig(rank=17, train_attn=True)}, "rank: 17 is outside 1..16"),
+        ({"lora_config": None}, "lora_config: missing"),
+        ({"base_model": "huge"}, "'huge' is not served by this trainer; it serves tiny, alias"),
+        ({"model_id": "../x"}, "'../x' is not a training run id"),
+        ({"load_optimizer": True}, "load_optimizer"),
+        ({"from_location": "r/weights/one"}, "lora_config: must be absent"),
+        ({"from_location": "r/weights/..", "lora_config": None}, "from_location"),
+    ],
+)
+async def test_a_wrong_creation_names_what_is_wrong(service: Service, fields: dict[str, Any], match: str) -> None:
+    await fails(service.stub.CreateModel(creation(**fields)), errors.InvalidRequest, match)
+    await service.stub.CreateModel(creation())
+
+
+async def test_an_unknown_optimizer_is_unsupported(service: Service) -> None:
+    await fails(service.stub.CreateModel(creation(optimizer="sgd")), errors.Unsupported, "'sgd'")
+
+
+async def test_wrong_seq_ids_and_settings_are_named(stub: Any) -> None:
+    await fails(stub.OptimStep(step(0)), errors.InvalidRequest, "seq_id: 0")
+    await fails(stub.OptimStep(pb.OptimStepRequest(model_id=MODEL, seq_id=1)), errors.InvalidRequest, "params: missing")
+    await fails(stub.SaveCheckpoint(save(2, name="a/b")), errors.InvalidRequest, "name: 'a/b'")
+    await fails(stub.SaveCheckpoint(save(3, kind=0)), errors.InvalidRequest, "kind: 0")
+    ephemeral = save(4, kind=types_pb2.CHECKPOINT_KIND_EPHEMERAL)
+    await fails(stub.SaveCheckpoint(ephemeral), errors.InvalidRequest, "name: 'one'")
+    await stub.OptimStep(step(5))
+
+
+async def test_the_result_waits_for_whoever_asks_after_the_call_was_cancelled(service: Service, stub: Any) -> None:
+    (await Accepted.of(service, batch(2))).call.cancel()
+    waiting = await Accepted.of(service, pb.WaitResultRequest(model_id=MODEL, seq_id=2))
+    await stub.ForwardBackward(batch(1))
+    answer = await waiting.result()
+    assert len(answer.forward_backward.loss_fn_outputs) == 1
+    await fails(stub.WaitResult(pb.WaitResultRequest(model_id=MODEL, seq_id=9)), errors.ResultNotFound, "seq_id 9")
+
+
+async def test_a_save_and_the_load_behind_it_can_be_pipelined(stub: Any) -> None:
+    await stub.ForwardBackward(batch(1))
+    await stub.OptimStep(step(2))
+    before = await stub.ForwardBackward(batch(3, forward_only=True))
+    saving = stub.SaveCheckpoint(save(4, user_metadata={"note": "x"}, ttl_seconds=3600))
+    rest = [stub.ForwardBackward(batch(5)), stub.OptimStep(step(6))]
+    loading = stub.LoadCheckpoint(
+        pb.LoadCheckpointRequest(model_id=MODEL, seq_id=7, location=f"{MODEL}/weights/one", load_optimizer=True)
+    )
+    after = stub.ForwardBackward(batch(8, forward_only=True))
+    saved = (await saving).checkpoint
+    await asyncio.gather(*rest)
+    assert (await loading).checkpoint == saved
+    assert (await after).metrics["loss:sum"] == pytest.approx(before.metrics["loss:sum"], rel=1e-6)
+    assert saved.version_id == f"{MODEL}@4"
+    assert (saved.step, saved.has_optimizer, saved.user_metadata["note"]) == (1, True, "x")
+    got = await stub.GetCheckpoint(pb.GetCheckpointRequest(location=saved.location))
+    assert got.checkpoint == saved
+    await fails(stub.SaveCheckpoint(save(9)), errors.CheckpointExists, "weights/one exists")
+    await stub.SaveCheckpoint(save(10, overwrite=True))
+
+
+async def test_a_new_model_from_a_checkpoint_goes_on_where_it_was(stub: Any) -> None:
+    await stub.ForwardBackward(batch(1))
+    await stub.OptimStep(step(2))
+    await stub.SaveCheckpoint(save(3))
+    await stub.ForwardBackward(batch(4))
+    await stub.OptimStep(step(5))
+    expected = await stub.ForwardBackward(batch(6, forward_only=True))
+    created = await stub.CreateModel(
+        pb.CreateModelRequest(model_id="s:train:1", from_location=f"{MODEL}/weights/one", load_optimizer=True)
+    )
+    assert created.model.lora_config == LORA
+    assert (created.model.step, created.model.base_model) == (1, "tiny")
+    for operation in (batch(1), step(2), batch(3, forward_only=True)):
+        operation.model_id = "s:train:1"
+        verb = stub.OptimStep if isinstance(operation, pb.OptimStepRequest) else stub.ForwardBackward
+        answer = await verb(operation)
+    assert answer.metrics["loss:sum"] == pytest.approx(expected.metrics["loss:sum"], rel=1e-5)
+
+
+async def test_the_optimizer_of_sampler_weights_is_refused_by_name(stub: Any) -> None:
+    saved = await stub.SaveCheckpoint(save(1, kind=types_pb2.CHECKPOINT_KIND_SAMPLER))
+    assert saved.num_samplers == 0
+    location = saved.checkpoint.location
+    assert location == f"{MODEL}/sampler_weights/one"
+    load = pb.LoadCheckpointRequest(model_id=MODEL, seq_id=2, location=location, load_optimizer=True)
+    await fails(stub.LoadCheckpoint(load), errors.InvalidRequest, "holds no optimizer state")
+    await stub.LoadCheckpoint(pb.LoadCheckpointRequest(model_id=MODEL, seq_id=3, location=location))
+
+
+async def test_publishing_on_demand_needs_the_version_and_a_sampler(stub: Any) -> None:
+    saved = (await stub.SaveCheckpoint(save(1, name="", kind=types_pb2.CHECKPOINT_KIND_EPHEMERAL))).checkpoint
+    assert saved.location == f"{MODEL}/ephemeral/1"
+    wanted = pb.PublishCheckpointRequest(location=saved.location, version_id=saved.version_id)
+    await fails(stub.PublishCheckpoint(wanted), errors.NotReady, "no sampler is serving")
+    wanted.version_id = "other@1"
+    await fails(stub.PublishCheckpoint(wanted), errors.VersionGone, "other@1")
+    wanted.location = f"{MODEL}/ephemeral/2"
+    await fails(stub.PublishCheckpoint(wanted), errors.CheckpointNotFound, "ephemeral/2")
+
+
+async def test_checkpoint_calls_refuse_paths_and_deleting_is_idempotent(stub: Any) -> None:
+    await fails(
+        stub.GetCheckpoint(pb.GetCheckpointRequest(location=f"{MODEL}/weights/..")), errors.InvalidRequest, "location"
+    )
+    await stub.SaveCheckpoint(save(1))
+    for _ in range(2):
+        await stub.DeleteCheckpoint(pb.DeleteCheckpointRequest(location=f"{MODEL}/weights/one"))
+    await fails(
+        stub.GetCheckpoint(pb.GetCheckpointRequest(location=f"{MODEL}/weights/one")),
+        errors.CheckpointNotFound,
+        "weights/one",
+    )
+
+
+async def test_deleting_a_model_frees_it_and_its_ephemeral_checkpoints(stub: Any) -> None:
+    await stub.SaveCheckpoint(save(1))
+    await stub.SaveCheckpoint(save(2, name="", kind=types_pb2.CHECKPOINT_KIND_EPHEMERAL))
+    for _ in range(2):
+        await stub.DeleteModel(pb.DeleteModelRequest(model_id=MODEL))
+    await fails(stub.OptimStep(step(3)), errors.ModelNotFound, MODEL)
+    await stub.GetCheckpoint(pb.GetCheckpointRequest(location=f"{MODEL}/weights/one"))
+    gone = pb.GetCheckpointRequest(location=f"{MODEL}/ephemeral/2")
+    await fails(stub.GetCheckpoint(gone), errors.CheckpointNotFound, "ephemeral/2")
+    await fails(stub.DeleteModel(pb.DeleteModelRequest(model_id="../x")), errors.InvalidRequest, "'../x'")
+
+
+async def test_after_a_restart_models_are_lost_results_stay_and_a_checkpoint_resumes(start: StartService) -> None:
+    service = await start()
+    stub = service.stub
+    await stub.CreateModel(creation())
+    answer = await stub.ForwardBackward(batch(1))
+    await stub.SaveCheckpoint(save(2))
+    await Accepted.of(service, batch(4))  # waits for seq_id 3
+    stub = (await start()).stub
+    stored = await stub.WaitResult(pb.WaitResultRequest(model_id=MODEL, seq_id=1))
+    assert stored.forward_backward == answer
+    assert await stub.ForwardBackward(batch(1)) == answer
+    await fails(stub.WaitResult(pb.WaitResultRequest(model_id=MODEL, seq_id=4)), errors.ModelLost, "restarted")
+    await fails(stub.ForwardBackward(batch(5)), errors.ModelLost, "resume from a checkpoint")
+    await fails(stub.GetModel(pb.GetModelRequest(model_id=MODEL)), errors.ModelLost, "restarted")
+    await stub.CreateModel(
+        pb.CreateModelRequest(model_id="s:train:1", from_location=f"{MODEL}/weights/one", load_optimizer=True)
+    )
+
+
+async def test_before_the_base_model_is_loaded_calls_fail_as_not_ready() -> None:
+    server = Server("127.0.0.1:0", [pb.DESCRIPTOR])
+    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(TrainerServicer(), server.grpc)
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        stub: Any = trainer_pb2_grpc.TrainerServiceStub(channel)
+        await fails(stub.GetTrainerInfo(pb.GetTrainerInfoRequest()), errors.NotReady, "loaded")
+    await server.stop(0)
+
+
+async def test_the_trainer_describes_itself(service: Service) -> None:
+    info = await service.stub.GetTrainerInfo(pb.GetTrainerInfoRequest())
+    assert list(info.base_models) == ["tiny", "alias"]
+    assert (info.vocab_size, info.max_lora_rank, info.device) == (VOCAB_SIZE, 16, "cpu")
+    assert info.architecture == "Qwen3ForCausalLM"
+    assert "importance_sampling" in info.loss_fns
