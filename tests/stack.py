@@ -70,6 +70,8 @@ class Stack:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if error is not None:
+            print(self.report())
         if not self._stopped:
             self.stop()
 

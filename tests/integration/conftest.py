@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import gc
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,11 +26,6 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def vocab_size(toy: Path) -> int:
-    return json.loads((toy / "config.json").read_text())["vocab_size"]
-
-
-@pytest.fixture(scope="session")
 def stack(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     state_dir = tmp_path_factory.mktemp("stack")
     env = {"GATEWAY_LONG_POLL_S": str(LONG_POLL_S)}
@@ -37,8 +33,16 @@ def stack(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack
         yield stack
 
 
+@pytest.fixture(scope="module", autouse=True)
+def collect_left_sockets() -> Iterator[None]:
+    """The SDK leaves sockets to the garbage collector: here, and not in some other test."""
+    yield
+    with warnings.catch_warnings(action="ignore", category=ResourceWarning):
+        gc.collect()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The SDK leaves sockets to the garbage collector, which may come to them in any test."""
+    """Until then it may come to them in any test of this folder."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.filterwarnings("ignore:unclosed (transport )?<:ResourceWarning"))
