@@ -66,7 +66,7 @@ class Operations:
     """Public names of the base model."""
     max_lora_rank: int
     models: dict[str, Model] = field(default_factory=dict)
-    _publishing: dict[str, asyncio.Task[int]] = field(default_factory=dict)
+    _publishing: dict[tuple[Location, str], asyncio.Task[int]] = field(default_factory=dict)
 
     def create_model(self, request: pb.CreateModelRequest) -> Work:
         """Raises InvalidRequest for what is wrong on the face of it; a checkpoint is looked at in the work."""
@@ -195,6 +195,10 @@ class Operations:
         except NotReady as error:
             logger.warning("%s is saved, but not published: %s", info.location, error)
             return stored, 0
+        except ServiceError as error:
+            raise type(error)(
+                f"{info.location} is saved, but a sampler refused it: {error}", **error.metadata
+            ) from error
 
     def load_checkpoint(self, request: pb.LoadCheckpointRequest) -> Work:
         location = Location.parse(request.location, field="location")
@@ -214,10 +218,11 @@ class Operations:
 
         Raises VersionGone when the location holds another version, NotReady when no sampler can be reached.
         """
-        running = self._publishing.get(version_id)
+        key = location, version_id
+        running = self._publishing.get(key)
         if running is None:
-            running = self._publishing[version_id] = asyncio.create_task(self._publish(location, version_id))
-            running.add_done_callback(lambda _: self._publishing.pop(version_id))
+            running = self._publishing[key] = asyncio.create_task(self._publish(location, version_id))
+            running.add_done_callback(lambda _: self._publishing.pop(key))
         return await asyncio.shield(running)
 
     async def _publish(self, location: Location, version_id: str) -> int:

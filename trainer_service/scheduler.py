@@ -417,7 +417,16 @@ class Scheduler:
         operation.outcome.set_result(outcome)
         if operation.seq_id == 0:
             self._advance(model)
-        self._metrics.operations.labels(operation.kind, "failed" if isinstance(outcome, ServiceError) else "done").inc()
+        failed = isinstance(outcome, ServiceError)
+        self._metrics.operations.labels(operation.kind, "failed" if failed else "done").inc()
+        logger.info(
+            "%s of %s, seq_id %d: %s after %.3f s",
+            operation.kind,
+            model.model_id,
+            operation.seq_id,
+            outcome.reason if isinstance(outcome, ServiceError) else "done",
+            time.perf_counter() - operation.arrived_s,
+        )
         self._spawn(self._record(model, operation, outcome))
 
     async def _record(self, model: _Model, operation: Operation, outcome: Answer | ServiceError) -> None:
