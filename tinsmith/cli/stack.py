@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 import re
 import socket
 import sys
@@ -31,6 +32,10 @@ _HEALTH_TIMEOUT_S = 2.0
 class Threads:
     trainer: int
     sampler: int
+
+
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def divide_cores(cores: int, *, pairs: int, trainer_threads: int | None, sampler_threads: int | None) -> Threads:
@@ -133,6 +138,8 @@ class Stack:
                 "OMP_NUM_THREADS": str(threads),
                 "OMP_WAIT_POLICY": "PASSIVE",
                 "TOKENIZERS_PARALLELISM": "false",
+                # torch's store asks for the name of every peer: a lost DNS packet would stall a group for 5 seconds.
+                "RES_OPTIONS": "timeout:1 attempts:2",
             },
         )
 
