@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from tinsmith.cli.base_models import BaseModel, UsageError, parse
-from tinsmith.cli.stack import Stack, divide_cores
+from tinsmith.cli.stack import Stack, divide_cores, usable_cores
 from tinsmith.cli.supervisor import die_with_parent, supervise
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     state_dir: Path = arguments.state_dir.expanduser().absolute()
     models = parse(arguments.base_model, models_file=arguments.models_file)
     threads = divide_cores(
-        _usable_cores(),
+        usable_cores(),
         pairs=max(1, len(models)),
         trainer_threads=arguments.trainer_threads,
         sampler_threads=arguments.sampler_threads,
@@ -99,10 +99,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _report(line: str) -> None:
     print(line, flush=True)
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _check_keys(host: str, api_keys: list[str]) -> None:

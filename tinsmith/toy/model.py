@@ -40,7 +40,7 @@ SHAPES = {
     "medium": Shape(8192, 768, 3072, 12, 12, 4, 64, lr=6e-4),  # 110 M
 }
 
-_BATCH_TOKENS = {"tiny": 2048, "small": 2048, "medium": 1024}
+_BATCH_TOKENS = {"tiny": 2048, "small": 512, "medium": 512}  # of one step
 _SEQUENCE_TOKENS = 128
 
 
