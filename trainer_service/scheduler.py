@@ -242,7 +242,7 @@ class Scheduler:
 
     def _new_model(self, model_id: str) -> _Model:
         if len(self._models) >= self._max_models:
-            raise OutOfCapacity(f"{len(self._models)} models are live, this server's max_models; delete one")
+            raise OutOfCapacity(f"{len(self._models)} models are live, this server's max_models; close a session that is done")
         model = self._models[model_id] = _Model(model_id)
         self._metrics.models.set(len(self._models))
         return model
@@ -418,13 +418,13 @@ class Scheduler:
         if operation.seq_id == 0:
             self._advance(model)
         failed = isinstance(outcome, ServiceError)
-        self._metrics.operations.labels(operation.kind, "failed" if failed else "done").inc()
+        self._metrics.operations.labels(operation.kind, "failed" if failed else "ok").inc()
         logger.info(
             "%s of %s, seq_id %d: %s after %.3f s",
             operation.kind,
             model.model_id,
             operation.seq_id,
-            outcome.reason if isinstance(outcome, ServiceError) else "done",
+            outcome.reason if isinstance(outcome, ServiceError) else "ok",
             time.perf_counter() - operation.arrived_s,
         )
         self._spawn(self._record(model, operation, outcome))

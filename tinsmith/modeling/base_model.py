@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from tinsmith.modeling import attention
 from tinsmith.modeling.adapter import Group, Target
@@ -52,6 +53,7 @@ class BaseModel:
         Raises UnsupportedModel when the model's own forward and the packed one disagree, or it has no plain output
         layer.
         """
+        transformers_logging.disable_progress_bar()  # it would break up the service's log lines
         config = AutoConfig.from_pretrained(path)
         model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, attn_implementation="eager")
         model.to(device)  # type: ignore[arg-type]  # transformers' decorated signature
