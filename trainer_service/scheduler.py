@@ -242,7 +242,9 @@ class Scheduler:
 
     def _new_model(self, model_id: str) -> _Model:
         if len(self._models) >= self._max_models:
-            raise OutOfCapacity(f"{len(self._models)} models are live, this server's max_models; close a session that is done")
+            raise OutOfCapacity(
+                f"{len(self._models)} models are live, this server's max_models; close a session that is done"
+            )
         model = self._models[model_id] = _Model(model_id)
         self._metrics.models.set(len(self._models))
         return model

@@ -196,7 +196,7 @@ MOVING = {
         "gateway_sampled_tokens_total",
     ],
     "trainer": [
-        'trainer_operations_total{kind="forward_backward",outcome="done"}',
+        'trainer_operations_total{kind="forward_backward",outcome="ok"}',
         'trainer_queue_seconds_count{kind="forward_backward"}',
         'trainer_step_seconds_count{kind="optim_step"}',
         "trainer_tokens_total",
