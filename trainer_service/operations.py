@@ -26,8 +26,8 @@ from trainer_service.batch import Batch
 from trainer_service.checkpoints import KINDS, CheckpointStore, Location
 from trainer_service.engine import State, TrainingEngine
 from trainer_service.optimizers import AdamParams
-from trainer_service.scheduler import RunBatch, Turn, Work
 from trainer_service.weight_sync import Version, WeightSender
+from trainer_service.work import RunBatch, Turn, Work
 
 logger = logging.getLogger(__name__)
 

@@ -23,71 +23,16 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from tinsmith.rpc.errors import ModelNotFound, OutOfCapacity, ResultNotFound, SequenceConflict, ServiceError
-from tinsmith.v1 import trainer_pb2
 from trainer_service.journal import Body, Journal
 from trainer_service.metrics import Metrics
+from trainer_service.work import Answer, Batch, BatchEngine, Operation, Output, RunBatch, Turn, Work
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-Answer = trainer_pb2.WaitResultResponse
-
-
-class Batch(Protocol):
-    """What the scheduler must know of a batch."""
-
-    @property
-    def num_tokens(self) -> int: ...
-
-    @property
-    def forward_only(self) -> bool: ...
-
-
-class Output(Protocol):
-    def to_proto(self) -> trainer_pb2.ForwardBackwardResponse: ...
-
-
-class BatchEngine(Protocol):
-    """What the scheduler itself asks of the engine; the other operations bring their own calls."""
-
-    def forward_backward(self, works: Sequence[tuple[str, Any]]) -> Sequence[Output | ServiceError]: ...
-
-    def taint(self, model_id: str, reason: str) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class RunBatch:
-    """The work of a forward_backward."""
-
-    batch: Batch
-
-
-Work = RunBatch | Callable[["Turn"], Coroutine[Any, Any, Answer]]
-"""What an operation does."""
-
-
-@dataclass(slots=True, eq=False)
-class Operation:
-    model_id: str
-    seq_id: int
-    kind: str
-    digest: bytes
-    accepted: asyncio.Future[ServiceError | None]
-    outcome: asyncio.Future[Answer | ServiceError]
-    work: Work | None = None
-    """None until the operation is in the journal."""
-    arrived_s: float = field(default_factory=time.perf_counter)
-
-    async def wait(self) -> Answer:
-        """The answer, or its error. Cancelling this wait does not cancel the operation."""
-        outcome = await asyncio.shield(self.outcome)
-        if isinstance(outcome, ServiceError):
-            raise outcome
-        return outcome
 
 
 @dataclass(slots=True, eq=False)
@@ -120,21 +65,19 @@ class _Model:
 
 
 @dataclass(slots=True, eq=False)
-class Turn:
-    """An operation's place in its model's order."""
+class _Turn:
+    """The Turn that an operation is given."""
 
     _scheduler: Scheduler
     _model: _Model
     _operation: Operation
 
     async def run(self, call: Callable[[], T]) -> T:
-        """Runs `call` on the compute thread and lets the model's next operation start. Once for each operation."""
         result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._scheduler._enqueue(self._model, _Call(self._operation, call, result))
         return await result
 
     async def settled(self) -> None:
-        """Waits until every earlier operation of the model has its result."""
         if earlier := [operation.outcome for operation in self._model.unsettled - {self._operation}]:
             await asyncio.wait(earlier)
 
@@ -400,7 +343,7 @@ class Scheduler:
     ) -> None:
         outcome: Answer | ServiceError
         try:
-            outcome = await work(Turn(self, model, operation))
+            outcome = await work(_Turn(self, model, operation))
         except ServiceError as error:
             outcome = error
         except Exception:

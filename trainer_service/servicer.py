@@ -19,7 +19,8 @@ from trainer_service.checkpoints import CheckpointStore, Location
 from trainer_service.journal import Body, Journal
 from trainer_service.losses import LOSS_FNS
 from trainer_service.operations import Operations, refused
-from trainer_service.scheduler import Answer, Scheduler, Work
+from trainer_service.scheduler import Scheduler
+from trainer_service.work import Answer, Work
 
 logger = logging.getLogger(__name__)
 

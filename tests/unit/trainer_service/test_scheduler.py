@@ -22,7 +22,8 @@ from tinsmith.rpc.errors import (
 from tinsmith.v1 import trainer_pb2 as pb
 from trainer_service.journal import Body, Journal
 from trainer_service.metrics import Metrics
-from trainer_service.scheduler import Answer, Operation, RunBatch, Scheduler, Turn, Work
+from trainer_service.scheduler import Scheduler
+from trainer_service.work import Answer, Operation, RunBatch, Turn, Work
 
 
 @dataclass(frozen=True)
