@@ -33,6 +33,7 @@ from tinker import types
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tinsmith.cli.supervisor import die_with_parent
+from tinsmith.toy.text import PEOPLE
 
 mpl.use("agg")  # no screen is needed
 from matplotlib import pyplot as plt
@@ -41,24 +42,6 @@ MODEL_NAME = "tinsmith/demo"
 LORA_RANK = 32
 SFT_STEPS, SFT_BATCH, SFT_LR = 40, 32, 3e-3
 RL_STEPS, PROMPTS, GROUP, RL_LR = 30, 16, 16, 2e-3
-PEOPLE = [
-    "Ada",
-    "Ben",
-    "Cleo",
-    "Dev",
-    "Eli",
-    "Fay",
-    "Gus",
-    "Hana",
-    "Ivo",
-    "Joy",
-    "Kit",
-    "Lea",
-    "Max",
-    "Nia",
-    "Oto",
-    "Pia",
-]
 WELL_FORMED = re.compile(r"\d \d \d")
 
 console = Console()
