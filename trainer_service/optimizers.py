@@ -91,7 +91,7 @@ class AdamW:
 @torch.no_grad()
 def clip_gradient(gradient: Tensor, max_norm: float) -> float:
     """Scales the gradient in place to at most `max_norm` (no limit at 0 or less). Returns its L2 norm before."""
-    norm = torch.linalg.vector_norm(gradient, dtype=torch.float64).item()
+    norm = torch.linalg.vector_norm(gradient).item()
     if 0 < max_norm < norm:
         gradient.mul_(max_norm / norm)
     return norm
