@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 
 import uvloop
-from pydantic import ValidationError
-from pydantic_settings import CliApp
 
 from gateway.config import GatewayConfig
 from gateway.server import serve
 from tinsmith.rpc import logs
 from tinsmith.rpc.server import stop_event
+from tinsmith.rpc.settings import read_settings
 
 logger = logging.getLogger(__name__)
 
@@ -22,10 +21,7 @@ async def run(config: GatewayConfig) -> None:
 
 
 def main() -> None:
-    try:
-        config = CliApp.run(GatewayConfig)
-    except ValidationError as error:
-        raise SystemExit(f"the gateway's configuration is not valid:\n{error}") from None
+    config = read_settings(GatewayConfig)
     logs.setup(config.log_level)
     logger.info("starting with %s", config)
     uvloop.run(run(config))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -54,17 +52,8 @@ class CountRequests:
 
 
 def create_app(config: GatewayConfig) -> Starlette:
-    """The application; its parts start and stop with its lifespan."""
+    """The application. Whoever serves it starts and stops its parts: `app.state.gateway`."""
     gateway = Gateway(config)
-
-    @asynccontextmanager
-    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
-        await gateway.start()
-        try:
-            yield
-        finally:
-            await gateway.stop()
-
     api = [route for group in GROUPS for route in group.routes]
     app = Starlette(
         routes=[Route("/metrics", service.metrics), Mount("/api/v1", routes=api)],
@@ -77,7 +66,6 @@ def create_app(config: GatewayConfig) -> Starlette:
             ServiceError: errors.service_error,
             Exception: errors.internal_error,
         },
-        lifespan=lifespan,
     )
     app.router.redirect_slashes = False
     app.state.gateway = gateway

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,30 +18,43 @@ from starlette.requests import Request
 
 from gateway.config import GatewayConfig
 from gateway.errors import invalid
+from tinsmith.rpc.errors import InvalidRequest
 from tinsmith.v1 import trainer_pb2
+
+_START_BYTES = 4096
+"""Enough of a forward_backward to hold its ids, which are its first fields."""
+_MAX_DRAINED_BYTES = 2**30
 
 T = TypeVar("T")
 Schema = TypeVar("Schema", bound=BaseModel)
 
 
+class TooLarge(HTTPException):
+    """413. `start` is the beginning of the body, as it was sent."""
+
+    def __init__(self, size: str, limit: int, *, start: bytes = b"") -> None:
+        super().__init__(413, f"the body has {size} bytes; this server's max_body_bytes is {limit}")
+        self.start = start
+
+
 async def read(request: Request, config: GatewayConfig) -> bytes:
-    """The body as it was sent. 413 above max_body_bytes, before the rest is read."""
+    """The body as it was sent. Raises TooLarge above max_body_bytes; what is more is read and thrown away."""
     limit = config.max_body_bytes
-    declared = request.headers.get("content-length", "0")
-    if not declared.isdigit() or int(declared) > limit:
-        raise _too_large(declared, limit)
     chunks: list[bytes] = []
-    num_bytes = 0
+    num_bytes, start = 0, b""
     async for chunk in request.stream():
         num_bytes += len(chunk)
-        if num_bytes > limit:
-            raise _too_large(f"more than {limit}", limit)
-        chunks.append(chunk)
+        if num_bytes <= limit:
+            chunks.append(chunk)
+        elif num_bytes > _MAX_DRAINED_BYTES:
+            break
+        elif not start:
+            start = b"".join([*chunks, chunk])[:_START_BYTES]
+            chunks.clear()
+    if num_bytes > limit:
+        declared = request.headers.get("content-length", "")
+        raise TooLarge(declared or f"more than {limit}", limit, start=start)
     return b"".join(chunks)
-
-
-def _too_large(size: str, limit: int) -> HTTPException:
-    return HTTPException(413, f"the body has {size} bytes; this server's max_body_bytes is {limit}")
 
 
 def fingerprint(*parts: bytes | str | None) -> str:
@@ -80,17 +94,25 @@ class Batch:
     body: bytes
     """Its canonical bytes."""
     fingerprint: str
+    error: InvalidRequest | None = None
+    """Why it is refused; then there is no body."""
 
 
 async def read_forward_backward(request: Request, config: GatewayConfig) -> Batch:
-    """The protobuf of the body. 400 when it is not one, 413 when it grows too large."""
+    """The protobuf of the body. 400 when it is not one.
+
+    One that is too large has used up its seq_id all the same, so it is refused with its ids; 413 when it has none.
+    """
     content_type = request.headers.get("content-type", "")
     if not content_type.startswith("application/x-protobuf"):
         raise HTTPException(400, f"content-type {content_type!r} is not supported; send application/x-protobuf")
-    body = await read(request, config)
     encoding = request.headers.get("content-encoding", "identity").lower()
     if encoding not in ("identity", "zstd"):
         raise HTTPException(400, f"content-encoding {encoding!r} is not supported; use zstd or none")
+    try:
+        body = await read(request, config)
+    except TooLarge as error:
+        return _refused(error, compressed=encoding == "zstd")
 
     def decode(body: bytes) -> Batch:
         if encoding == "zstd":
@@ -109,7 +131,50 @@ async def read_forward_backward(request: Request, config: GatewayConfig) -> Batc
             fingerprint=fingerprint("forward_backward", canonical),
         )
 
-    return await off_loop(lambda: decode(body), num_bytes=len(body), config=config)
+    try:
+        return await off_loop(lambda: decode(body), num_bytes=len(body), config=config)
+    except TooLarge as error:
+        error.start = body
+        return _refused(error, compressed=True)
+
+
+def _refused(error: TooLarge, *, compressed: bool) -> Batch:
+    start = error.start
+    if compressed:
+        try:
+            start = zstandard.ZstdDecompressor().stream_reader(start).read(_START_BYTES)
+        except zstandard.ZstdError:
+            raise error from None
+    ids = _leading_ids(start)
+    if ids is None:
+        raise error
+    model_id, seq_id = ids
+    return Batch(
+        model_id,
+        seq_id,
+        num_tokens=0,
+        body=b"",
+        fingerprint=fingerprint("too large", start, error.detail),
+        error=InvalidRequest(f"data: {error.detail}; send fewer or shorter datums", field="data"),
+    )
+
+
+def _leading_ids(start: bytes) -> tuple[str, int] | None:
+    """model_id and seq_id at the beginning of a ForwardBackwardRequest, whose rest may be cut off."""
+    # Field 1 is a string, field 2 a varint, and a serializer writes them in this order.
+    match = re.match(rb"\x0a([\x00-\x7f])", start)
+    if match is None:
+        return None
+    end = 2 + match[1][0]
+    number = re.match(rb"\x10([\x80-\xff]{0,4}[\x00-\x7f])", start[end:])
+    if number is None:
+        return None
+    message = trainer_pb2.ForwardBackwardRequest()
+    try:
+        message.ParseFromString(start[: end + number.end()])
+    except DecodeError:
+        return None
+    return message.model_id, message.seq_id
 
 
 def decompress(body: bytes, *, limit: int) -> bytes:
@@ -117,7 +182,7 @@ def decompress(body: bytes, *, limit: int) -> bytes:
     try:
         size = zstandard.frame_content_size(body)
         if size > limit:
-            raise _too_large(f"{size} decompressed", limit)
+            raise TooLarge(f"{size} decompressed", limit)
         return zstandard.ZstdDecompressor().decompress(body, max_output_size=limit, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise HTTPException(

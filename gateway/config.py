@@ -6,8 +6,10 @@ import ipaddress
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 
 
 def _is_loopback(host: str) -> bool:
@@ -39,7 +41,7 @@ class GatewayConfig(BaseSettings):
     """gRPC addresses of the samplers, HOST:PORT; several may serve one base model."""
     state_dir: Path = Path("state/gateway")
     """Folder of the default database."""
-    database_url: str = ""
+    database_url: SecretStr = SecretStr("")
     """SQLAlchemy URL with an async driver; empty means SQLite, in state_dir."""
     api_keys: list[SecretStr] = []
     """Keys that clients may use. They share everything. Empty: any key is accepted, on a loopback address only."""
@@ -69,6 +71,16 @@ class GatewayConfig(BaseSettings):
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Least severe level that is logged."""
 
+    @field_validator("database_url")
+    @classmethod
+    def _known_database(cls, url: SecretStr) -> SecretStr:
+        try:
+            if url.get_secret_value():
+                make_url(url.get_secret_value()).get_dialect()
+        except (ArgumentError, NoSuchModuleError):
+            raise ValueError("not an SQLAlchemy URL, such as postgresql+asyncpg://USER:PASSWORD@HOST/NAME") from None
+        return url
+
     @model_validator(mode="after")
     def _keys_off_loopback(self) -> GatewayConfig:
         if not self.api_keys and not _is_loopback(self.host):
@@ -80,4 +92,4 @@ class GatewayConfig(BaseSettings):
 
     @property
     def resolved_database_url(self) -> str:
-        return self.database_url or f"sqlite+aiosqlite:///{self.state_dir.absolute() / 'gateway.db'}"
+        return self.database_url.get_secret_value() or f"sqlite+aiosqlite:///{self.state_dir.absolute() / 'gateway.db'}"

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 
 import orjson
@@ -182,9 +182,9 @@ class Futures:
         finally:
             pending.waiters.discard(waiter)
 
-    def cancel(self, group_prefix: str, *, error: ServiceError) -> None:
-        """Fails what is in progress for models or sampling sessions whose id begins so."""
-        for pending in [pending for pending in self._pending.values() if pending.group.startswith(group_prefix)]:
+    def cancel(self, of: Callable[[str], bool], *, error: ServiceError) -> None:
+        """Fails what is in progress for the models or sampling sessions whose id `of` says yes to."""
+        for pending in [pending for pending in self._pending.values() if of(pending.group)]:
             pending.answer = failed(error)
             if pending.task is not None:
                 pending.task.cancel()

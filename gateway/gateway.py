@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 from typing import cast
 
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import SQLAlchemyError
 from starlette.requests import Request
 
 from gateway.checkpoints import Checkpoints
@@ -18,6 +20,10 @@ from gateway.reaper import Reaper
 from gateway.results import Results
 from gateway.samples import Samples
 from gateway.store import Store
+
+
+class StartError(Exception):
+    """The gateway cannot start; the message says why."""
 
 
 class Gateway:
@@ -43,9 +49,14 @@ class Gateway:
         self._reaping: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        if not self.config.database_url:
-            self.config.state_dir.mkdir(parents=True, exist_ok=True)
-        await self.store.migrate()
+        """Raises StartError when the database cannot be used."""
+        try:
+            if not self.config.database_url.get_secret_value():
+                self.config.state_dir.mkdir(parents=True, exist_ok=True)
+            await self.store.migrate()
+        except (OSError, SQLAlchemyError) as error:
+            url = make_url(self.config.resolved_database_url).render_as_string(hide_password=True)
+            raise StartError(f"the database {url} cannot be used: {error}") from error
         self.clients.start()
         self._reaping = asyncio.create_task(self.reaper.run())
 

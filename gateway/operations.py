@@ -32,6 +32,7 @@ from tinsmith.rpc.errors import (
     ServiceError,
     from_rpc_error,
 )
+from tinsmith.rpc.server import ACCEPTED
 from tinsmith.v1 import trainer_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -127,7 +128,7 @@ class Operations:
             if submission.kind not in _SELF_EXPLAINING or submission.error is not None:
                 await self._remember(submission)
             call = await self._accept(submission)
-        except (NotReady, SequenceConflict) as error:
+        except (NotReady, OutOfCapacity, SequenceConflict) as error:
             accepted.set_exception(error)
             raise Gone from error
         except asyncio.CancelledError:
@@ -171,7 +172,7 @@ class Operations:
                 while True:
                     call = trainer.start(submission.rpc, submission.body, request_id=submission.request_id)
                     try:
-                        await call.initial_metadata()
+                        metadata = await call.initial_metadata()
                     except asyncio.CancelledError:
                         call.cancel()
                         raise
@@ -180,6 +181,8 @@ class Operations:
                     error = await _error(call)
                     if isinstance(error, SequenceConflict):
                         raise _conflict(submission) from error
+                    if isinstance(error, OutOfCapacity) and ACCEPTED not in tuple(metadata):
+                        raise error  # its queue is full: the client is to send the same again
                     if not isinstance(error, NotReady):
                         return call
                     lost = error

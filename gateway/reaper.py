@@ -39,7 +39,9 @@ class Reaper:
         """The first end counts. Samples of the session end now; its models are freed once their work is done."""
         if await self._store.end_session(session_id, reason=reason, detail=detail):
             logger.info("session %s ended: %s", session_id, reason)
-            self._futures.cancel(f"{session_id}:sample:", error=FailedPrecondition(f"session {session_id} has ended"))
+            samplers = f"{session_id}:sample:"
+            error = FailedPrecondition(f"session {session_id} has ended")
+            self._futures.cancel(lambda group: group.startswith(samplers), error=error)
             self._wake.set()
 
     async def run(self) -> None:
@@ -87,7 +89,8 @@ class Reaper:
             logger.warning("model %s cannot be freed now: %s", model.model_id, from_rpc_error(error).message)
             return
         await self._store.release_model(model.model_id)
-        self._futures.cancel(model.model_id, error=FailedPrecondition(f"the session of {model.model_id} has ended"))
+        error = FailedPrecondition(f"the session of {model.model_id} has ended")
+        self._futures.cancel(model.model_id.__eq__, error=error)
 
     async def _delete_expired(self) -> None:
         for checkpoint in await self._store.expired_checkpoints():

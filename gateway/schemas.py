@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+
+def _storable(text: str) -> str:
+    if "\0" in text:
+        raise ValueError("holds a NUL character, which a database cannot keep")
+    return text
+
+
+Text = Annotated[str, AfterValidator(_storable)]
+"""A string that is stored."""
 
 
 class Body(BaseModel):
@@ -12,11 +22,11 @@ class Body(BaseModel):
 
 
 class CreateSession(Body):
-    tags: list[str] = []
-    user_metadata: dict[str, Any] = {}
-    sdk_version: str | None = None
-    project_id: str | None = None
-    display_name: str | None = None
+    tags: list[Text] = []
+    user_metadata: dict[Text, Text] = {}
+    sdk_version: Text | None = None
+    project_id: Text | None = None
+    display_name: Text | None = None
 
 
 class SessionHeartbeat(Body):
@@ -29,7 +39,7 @@ class FinishReason(Body):
 
 class FinishSession(Body):
     reason: FinishReason
-    detail: str | None = None
+    detail: Text | None = None
 
 
 class LoraConfig(Body):
@@ -52,7 +62,7 @@ class NewModelIds(Body):
 class CreateModel(NewModelIds):
     base_model: str
     lora_config: LoraConfig
-    user_metadata: dict[str, str] | None = None
+    user_metadata: dict[Text, Text] | None = None
     optimizer_config: OptimizerConfig = OptimizerConfig()
 
 
@@ -79,7 +89,7 @@ class SaveWeights(OperationIds):
     path: str
     ttl_seconds: int | None = None
     overwrite: bool = False
-    user_metadata: dict[str, str] | None = None
+    user_metadata: dict[Text, Text] | None = None
 
 
 class SaveWeightsForSampler(OperationIds):
@@ -87,7 +97,7 @@ class SaveWeightsForSampler(OperationIds):
     sampling_session_seq_id: int | None = Field(default=None, ge=0)
     kind: Literal["snapshot", "inflight"] = "snapshot"
     ttl_seconds: int | None = None
-    user_metadata: dict[str, str] | None = None
+    user_metadata: dict[Text, Text] | None = None
 
 
 class LoadWeights(Body):
@@ -96,7 +106,7 @@ class LoadWeights(Body):
     path: str
     optimizer: bool
     base_model: str | None = None
-    user_metadata: dict[str, str] | None = None
+    user_metadata: dict[Text, Text] | None = None
     optimizer_config: OptimizerConfig | None = None
     weights_access_token: str | None = None
 

@@ -11,6 +11,7 @@ import uvicorn
 
 from gateway.app import create_app
 from gateway.config import GatewayConfig
+from gateway.gateway import StartError
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ class GatewayServer(uvicorn.Server):
                 loop="uvloop",
                 http="httptools",
                 ws="none",
-                lifespan="on",
+                lifespan="off",
                 log_config=None,
                 access_log=False,
                 timeout_keep_alive=120,  # longer than clients keep idle connections, so that they close them
@@ -54,11 +55,27 @@ class GatewayServer(uvicorn.Server):
 async def serve(config: GatewayConfig, *, stop: asyncio.Event) -> None:
     """Returns after `stop` is set. Raises SystemExit when the gateway cannot start."""
     server = GatewayServer(config)
-    serving = asyncio.create_task(server.serve())
+    gateway = server.app.state.gateway
+    try:
+        await gateway.start()
+    except StartError as error:
+        raise SystemExit(str(error)) from None
+    try:
+        await _serve(server, stop=stop)
+    finally:
+        await gateway.stop()
+    if not server.started:
+        raise SystemExit(f"cannot listen on {config.host}:{config.port}; the log says why")
+
+
+async def _serve(server: GatewayServer, *, stop: asyncio.Event) -> None:
+    async def run() -> None:
+        with contextlib.suppress(SystemExit):  # how uvicorn says that it could not start; it has logged the cause
+            await server.serve()
+
+    serving = asyncio.create_task(run())
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
     server.stop()
     await serving
-    if not server.started:
-        raise SystemExit(1)

@@ -6,8 +6,6 @@ import asyncio
 import logging
 import sys
 
-from pydantic_settings import CliApp
-
 from sampler_service.config import SamplerConfig
 from sampler_service.engine import EngineSlot
 from sampler_service.metrics import SamplerMetrics
@@ -18,6 +16,7 @@ from tinsmith.modeling.base_model import UnsupportedModel
 from tinsmith.rpc import logs
 from tinsmith.rpc.metrics import new_registry, serve_metrics
 from tinsmith.rpc.server import Server, stop_event
+from tinsmith.rpc.settings import read_settings
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, weight_sync_pb2, weight_sync_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -83,7 +82,7 @@ async def serve(config: SamplerConfig) -> int:
 
 
 def main() -> None:
-    config = CliApp.run(SamplerConfig)
+    config = read_settings(SamplerConfig)
     logs.setup(config.log_level)
     logger.info("configuration: %s", config.model_dump_json())
     sys.exit(asyncio.run(serve(config)))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sampler_service.engine import VersionInfo
 from tinsmith.modeling.adapter import Adapter
-from tinsmith.rpc.errors import AlreadyExists, OutOfCapacity, VersionNotLoaded
+from tinsmith.rpc.errors import AlreadyExists, InvalidRequest, OutOfCapacity, VersionNotLoaded
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +51,14 @@ class AdapterStore:
             self._leaving.remove(version)
 
     def check_installable(self, version_id: str, num_bytes: int) -> None:
-        """Raises AlreadyExists, or OutOfCapacity when the versions in use leave no room."""
+        """Raises AlreadyExists, OutOfCapacity while those in use leave no room, InvalidRequest if it is too large."""
         if version_id in self._visible:
             raise AlreadyExists(f"version {version_id!r} is resident already", version_id=version_id)
+        if num_bytes > self.max_bytes:
+            raise InvalidRequest(
+                f"version {version_id!r} needs {num_bytes} bytes, above this sampler's adapter_memory_bytes "
+                f"{self.max_bytes}: it can never be served"
+            )
         in_use = [version for version in [*self._visible.values(), *self._leaving] if version.num_running]
         used = sum(version.adapter.num_bytes for version in in_use)
         if used + num_bytes > self.max_bytes:

@@ -17,6 +17,7 @@ class SamplerConfig(BaseSettings):
         extra="forbid",
         use_attribute_docstrings=True,
         cli_kebab_case=True,
+        cli_prog_name="python -m sampler_service",
         cli_avoid_json=True,
         cli_hide_none_type=True,
         protected_namespaces=(),
@@ -26,7 +27,7 @@ class SamplerConfig(BaseSettings):
     """Local path or Hugging Face id of the base model."""
     model_names: tuple[str, ...] = ()
     """Public names of the base model; the first is the principal one. Default: the value of base_model."""
-    listen: str = "127.0.0.1:50052"
+    listen: str = "127.0.0.1:8002"
     """Address of the gRPC server; port 0 lets the kernel choose."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Port of /metrics, on the host of `listen`; 0 is off."""

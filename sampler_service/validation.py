@@ -61,6 +61,11 @@ class Limits:
                 f"sampling_params.temperature: {params.temperature} is not a finite number of at least 0",
                 field="temperature",
             )
+        if params.top_k < -1:
+            raise InvalidRequest(
+                f"sampling_params.top_k: {params.top_k} is neither a number of tokens nor -1 or 0, all of them",
+                field="top_k",
+            )
         if not 0 < params.top_p <= 1:
             raise InvalidRequest(f"sampling_params.top_p: {params.top_p} is outside (0, 1]", field="top_p")
         if params.stop is not None:

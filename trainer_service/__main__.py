@@ -10,12 +10,12 @@ import uuid
 from typing import NoReturn
 
 import torch
-from pydantic_settings import CliApp
 
 from tinsmith.modeling.base_model import BaseModel, UnsupportedModel
 from tinsmith.rpc import logs
 from tinsmith.rpc.metrics import new_registry, serve_metrics
 from tinsmith.rpc.server import Server, stop_event
+from tinsmith.rpc.settings import read_settings
 from tinsmith.v1 import trainer_pb2
 from tinsmith.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
 from tinsmith.weight_group import Backend
@@ -131,7 +131,7 @@ def _leave(reason: str) -> NoReturn:
 
 
 def main() -> None:
-    config = CliApp.run(TrainerConfig)
+    config = read_settings(TrainerConfig)
     logs.setup(config.log_level)
     logger.info("config: %s", config.model_dump_json())
     if config.num_threads:

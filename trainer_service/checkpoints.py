@@ -11,9 +11,12 @@ The methods block; they may be called from several threads.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import hashlib
 import json
+import logging
 import os
 import shutil
 import threading
@@ -41,6 +44,8 @@ from tinsmith.rpc.paths import check_name, check_run_id
 from tinsmith.v1 import types_pb2 as pb
 from trainer_service.engine import State
 from trainer_service.metrics import Metrics
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 1
 KINDS = {
@@ -92,7 +97,16 @@ class CheckpointStore:
         self._swap = threading.Lock()
         """Held while a folder is replaced and while one is read, so that a reader sees the old or the new."""
         self._temporary.mkdir(parents=True, exist_ok=True)
-        self._recover()
+        self._lock = os.open(self._temporary, os.O_RDONLY)
+        """Shared while a trainer lives. Another one may share the root: what it is writing is no leftover."""
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._recover()
+        fcntl.flock(self._lock, fcntl.LOCK_SH)
+
+    def close(self) -> None:
+        """Leaves the root to others; nothing may be written after it."""
+        os.close(self._lock)
 
     def exists(self, location: Location) -> bool:
         return (self._path(location) / _MANIFEST).exists()
@@ -203,7 +217,11 @@ class CheckpointStore:
         """A process that died between the two renames of an overwrite has left the old checkpoint aside."""
         for folder in self._temporary.iterdir():
             if folder.name.startswith(_REPLACED):
-                location = _parse_manifest((folder / _MANIFEST).read_bytes(), location=folder.name)[0].location
+                try:
+                    location = _parse_manifest((folder / _MANIFEST).read_bytes(), location=folder.name)[0].location
+                except (OSError, DataCorrupted) as error:
+                    logger.warning("%s was being replaced and cannot be put back: %s", folder, error)
+                    continue
                 target = self._path(Location.parse(location, field="location"))
                 if not target.exists():
                     folder.rename(target)

@@ -25,7 +25,7 @@ class TrainerConfig(BaseSettings):
     """Hugging Face id or local path of the frozen base model."""
     model_names: list[str] = []
     """Public names of the base model, as a JSON list; the first is the principal one. Empty means [base_model]."""
-    listen: str = "127.0.0.1:50051"
+    listen: str = "127.0.0.1:8001"
     """Address of the gRPC server; port 0 lets the kernel choose."""
     samplers: list[str] = []
     """Addresses of the sampler services that get published weights, as a JSON list."""
@@ -45,7 +45,7 @@ class TrainerConfig(BaseSettings):
     """Most live models."""
     max_tokens_per_microbatch: int = Field(default=4096, ge=1)
     """Tokens that go through the base model at once; bounds the memory of a step."""
-    max_queued_operations: int = Field(default=256, ge=1)
+    max_queued_operations: int = Field(default=1024, ge=1)
     """Most operations of one model that wait for their turn."""
     channel_host: str = "127.0.0.1"
     """Address of this machine that the samplers can reach, for the weight channel."""

@@ -16,6 +16,7 @@ from tinsmith.rpc.errors import (
     InvalidRequest,
     ModelNotFound,
     NotReady,
+    OutOfCapacity,
     ServiceError,
     VersionGone,
 )
@@ -192,7 +193,7 @@ class Operations:
             raise
         try:
             return stored, await publishing
-        except NotReady as error:
+        except (NotReady, OutOfCapacity) as error:  # a sample that wants it publishes it
             logger.warning("%s is saved, but not published: %s", info.location, error)
             return stored, 0
         except ServiceError as error:

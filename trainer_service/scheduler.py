@@ -177,7 +177,8 @@ class Scheduler:
             model = self._new_model(model_id)
         if model.gone is not None:
             raise model.gone
-        if len(model.queued) >= self._max_queued_operations:
+        # One that closes a gap is always taken, or what waits behind the gap would wait for ever.
+        if seq_id > max(model.operations, default=0) and len(model.queued) >= self._max_queued_operations:
             raise OutOfCapacity(
                 f"{model_id}: {len(model.queued)} operations are queued, this server's max_queued_operations"
             )

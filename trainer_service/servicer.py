@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 
 from tinsmith.rpc.errors import InvalidRequest, NotReady, ServiceError
 from tinsmith.rpc.paths import check_run_id
+from tinsmith.rpc.server import ACCEPTED
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import trainer_pb2_grpc
 from trainer_service.checkpoints import CheckpointStore, Location
@@ -153,7 +154,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 return refused(ServiceError("internal error; the trainer's log has the cause"))
 
         operation = await self._ready.scheduler.accept(model_id, seq_id, body, work)
-        await context.send_initial_metadata(())
+        await context.send_initial_metadata((ACCEPTED,))
         return await operation.wait()
 
     async def _delete_model(self, trainer: Trainer, model_id: str) -> None:

@@ -20,7 +20,7 @@ async def forward_backward(request: Request) -> Response:
         gateway,
         kind="forward_backward",
         ids=parse(schemas.OperationIds, {"model_id": batch.model_id, "seq_id": batch.seq_id}),
-        rpc=Rpc("ForwardBackward", batch.body),
+        rpc=batch.error or Rpc("ForwardBackward", batch.body),
         mark=batch.fingerprint,
         num_tokens=batch.num_tokens,
     )

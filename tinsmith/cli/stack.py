@@ -103,7 +103,11 @@ class Stack:
         models = ", ".join(name for pair in pairs for name in pair.model.names)
         trainers = ", ".join(_local(pair.trainer_port) for pair in pairs)
         samplers = ", ".join(_local(pair.sampler_port) for pair in pairs)
-        return f"models: {models}; trainer: {trainers}; sampler: {samplers}; logs: {self.logs}"
+        ports = ", ".join(f"{pair.trainer_metrics_port}, {pair.sampler_metrics_port}" for pair in pairs)
+        return (
+            f"models: {models}; trainer: {trainers}; sampler: {samplers}; metrics: /metrics, and on ports {ports}; "
+            f"logs: {self.logs}"
+        )
 
     def _trainer(self, pair: Pair) -> Service:
         flags = {

@@ -134,8 +134,11 @@ def _check_port(host: str, port: int) -> int:
 
 def _lock(state_dir: Path) -> IO[str]:
     """Two stacks on one state directory would write the same journals; the second is refused."""
-    state_dir.mkdir(parents=True, exist_ok=True)
-    lock = (state_dir / "lock").open("w")
+    try:
+        state_dir.mkdir(parents=True, exist_ok=True)
+        lock = (state_dir / "lock").open("w")
+    except OSError as error:
+        raise UsageError(f"--state-dir: cannot write to {state_dir} ({error})") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

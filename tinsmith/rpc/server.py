@@ -13,16 +13,21 @@ from typing import Any
 import grpc
 import grpc.aio
 from google.protobuf.descriptor import FileDescriptor
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
-from tinsmith.rpc.errors import ServiceError, to_status
+from tinsmith.rpc.errors import InvalidRequest, ServiceError, to_status
 
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 """Largest gRPC message. The gateway's own body limit is lower."""
+
+
+ACCEPTED = ("x-tinsmith-accepted", "1")
+"""Initial metadata of a trainer's operation: it is in the journal, whatever its outcome."""
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
@@ -40,9 +45,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
         if handler.unary_unary is not None:
 
-            async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            async def call(body: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
                 try:
-                    return await handler.unary_unary(request, context)
+                    return await handler.unary_unary(_parse(handler, body, method), context)
                 except ServiceError as error:
                     await context.abort_with_status(to_status(error))
                 except (asyncio.CancelledError, grpc.aio.AbortError):
@@ -51,14 +56,15 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                     logger.exception("%s failed", method)
                     await context.abort_with_status(to_status(ServiceError("internal error; the log has the cause")))
 
-            return grpc.unary_unary_rpc_method_handler(call, handler.request_deserializer, handler.response_serializer)
+            # No deserializer: it would run, and fail, outside of this.
+            return grpc.unary_unary_rpc_method_handler(call, None, handler.response_serializer)
 
         # A coroutine that writes to its context, as the library's own Health.Watch, raises no error of ours.
         if handler.unary_stream is not None and not inspect.iscoroutinefunction(handler.unary_stream):
 
-            async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+            async def stream(body: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
                 try:
-                    async for response in handler.unary_stream(request, context):
+                    async for response in handler.unary_stream(_parse(handler, body, method), context):
                         yield response
                 except ServiceError as error:
                     await context.abort_with_status(to_status(error))
@@ -68,10 +74,15 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                     logger.exception("%s failed", method)
                     await context.abort_with_status(to_status(ServiceError("internal error; the log has the cause")))
 
-            return grpc.unary_stream_rpc_method_handler(
-                stream, handler.request_deserializer, handler.response_serializer
-            )
+            return grpc.unary_stream_rpc_method_handler(stream, None, handler.response_serializer)
         return handler
+
+
+def _parse(handler: Any, body: bytes, method: str) -> Any:
+    try:
+        return handler.request_deserializer(body)
+    except DecodeError:
+        raise InvalidRequest(f"the request of {method} is not its message in protobuf") from None
 
 
 class Server:

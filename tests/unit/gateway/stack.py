@@ -18,6 +18,7 @@ from tinsmith.rpc.errors import (
     InvalidRequest,
     ModelNotFound,
     NotReady,
+    OutOfCapacity,
     ResultNotFound,
     SequenceConflict,
     ServiceError,
@@ -61,6 +62,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         """Operations wait for it after their acknowledgement."""
         self.go.set()
         self.is_loading = False
+        self.is_full = False
 
     async def GetTrainerInfo(self, request: Any, context: Any) -> Any:
         return trainer_pb2.GetTrainerInfoResponse(
@@ -81,6 +83,8 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         if model is None:
             raise ModelNotFound(f"no model {request.model_id}")
         body = request.SerializeToString(deterministic=True)
+        if self.is_full and seq_id not in model.requests:
+            raise OutOfCapacity("256 operations are queued")
         if model.requests.setdefault(seq_id, body) != body:
             raise SequenceConflict(f"seq_id {seq_id} has another body")
         await context.send_initial_metadata(())
@@ -322,6 +326,7 @@ class Stack:
             **self.settings,
         )
         self.server = GatewayServer(config)
+        await self.server.app.state.gateway.start()
         self._serving = asyncio.create_task(self.server.serve())
         while not self.server.started:
             assert not self._serving.done(), self._serving.result()
@@ -336,6 +341,7 @@ class Stack:
         if self.server is not None and self._serving is not None:
             self.server.stop()
             await self._serving
+            await self.server.app.state.gateway.stop()
             self.server = None
 
     async def restart_gateway(self, **settings: Any) -> None:

@@ -48,6 +48,24 @@ async def test_a_finish_lets_accepted_work_end(stack: Stack, client: Client) -> 
         await stack.trainer.deletion.wait()
 
 
+async def test_releasing_one_model_leaves_those_whose_id_begins_with_its_own(stack: Stack, client: Client) -> None:
+    session_id = await client.session()
+    first, tenth = await client.model(session_id, seq=1), await client.model(session_id, seq=10)
+    stack.trainer.go.clear()
+    receipt = await client.call("save_weights", {"model_id": tenth, "seq_id": 1, "path": "last"})
+    await client.call(f"sessions/{session_id}/finish", {"reason": {"type": "success"}, "detail": None})
+    async with asyncio.timeout(10):
+        await stack.trainer.deletion.wait()
+    assert stack.trainer.deleted_models == [first]
+    stack.trainer.go.set()
+    assert (await client.result(receipt))["path"] == f"tinker://{tenth}/weights/last"
+
+
+async def test_a_text_that_no_database_keeps_is_refused_by_field(client: Client) -> None:
+    body = {"type": "create_session", "display_name": "a\0b"}
+    assert "display_name" in (await client.call("create_session", body, status=400))["detail"]
+
+
 async def test_unknown_sessions(client: Client) -> None:
     await client.call("session_heartbeat", {"session_id": "x"}, status=404)
     await client.call("sessions/x/finish", {"reason": {"type": "success"}}, status=404)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from collections.abc import AsyncIterator
 
 import httpx
 import pytest
@@ -178,6 +180,41 @@ async def test_too_many_operations_of_one_model_get_429(stack: Stack, client: Cl
     stack.trainer.go.set()
     await client.result({"request_id": f"{model_id}:2"})
     assert (await client.forward_backward(model_id, 3)).status_code == 200
+
+
+async def test_a_full_trainer_gives_429_and_takes_the_same_request_later(stack: Stack, client: Client) -> None:
+    model_id = await client.model(await client.session())
+    stack.trainer.is_full = True
+    reply = await client.forward_backward(model_id, 1)
+    assert (reply.status_code, "256" in reply.json()["detail"]) == (429, True)
+    stack.trainer.is_full = False
+    assert b"loss:sum" in await client.result((await client.forward_backward(model_id, 1)).json())
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_body_that_is_too_large_uses_up_its_number(
+    stack: Stack, client: Client, compressed: bool, chunked: bool
+) -> None:
+    await stack.restart_gateway(max_body_bytes=100_000)
+    model_id = await client.model(await client.session())
+    large = batch(model_id, 1)
+    large.data[0].model_input[0].encoded_text.tokens = random.Random(0).randbytes(400_000)
+    body = large.SerializeToString()
+    headers = dict(PROTOBUF)
+    if compressed:
+        body, headers["content-encoding"] = zstandard.compress(body), "zstd"
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for start in range(0, len(body), 1000):
+            yield body[start : start + 1000]
+
+    content = pieces() if chunked else body
+    reply = await client.post("/api/v1/forward_backward", content=content, headers=headers)
+    failure = await client.result(reply.json())
+    assert failure["category"] == "user"
+    assert "max_body_bytes is 100000" in failure["error"]
+    assert b"loss:sum" in await client.result((await client.forward_backward(model_id, 2)).json())
 
 
 async def test_a_gateway_restart_is_a_delay(stack: Stack, client: Client) -> None:

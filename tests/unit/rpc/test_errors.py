@@ -91,3 +91,12 @@ async def test_a_port_in_use_is_refused_with_its_address(failing) -> None:
     _, _, server = failing
     with pytest.raises(SystemExit, match=f"cannot listen on 127.0.0.1:{server.port}"):
         Server(f"127.0.0.1:{server.port}", [FILE])
+
+
+async def test_a_request_that_is_no_protobuf_has_a_reason(failing) -> None:
+    _, channel, _ = failing
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await channel.unary_unary("/tinsmith.v1.SamplerService/Sample")(b"\xff\xff\xff")
+    error = errors.from_rpc_error(caught.value)
+    assert isinstance(error, errors.InvalidRequest)
+    assert "/tinsmith.v1.SamplerService/Sample" in error.message

@@ -21,7 +21,6 @@ from tinsmith.rpc.errors import (
     DataCorrupted,
     FailedPrecondition,
     InvalidRequest,
-    OutOfCapacity,
     ServiceError,
     from_rpc_error,
 )
@@ -252,7 +251,7 @@ async def test_a_group_that_cannot_be_is_refused(setup: Setup, fields: dict[str,
 
 async def test_a_version_that_never_fits_is_refused_before_it_is_sent(setup: Setup) -> None:
     await setup.trainer.form()
-    with pytest.raises(OutOfCapacity, match="adapter_memory_bytes 200000"):
+    with pytest.raises(InvalidRequest, match=r"adapter_memory_bytes 200000: it can never be served"):
         await setup.trainer.start("big", setup.adapter(1, rank=32))
 
 

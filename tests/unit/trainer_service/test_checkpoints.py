@@ -214,6 +214,9 @@ def test_what_a_dead_process_left_is_cleaned_or_put_back(base: BaseModel, tmp_pa
     (root / RUN / "weights" / "one").rename(root / "~tmp" / "replaced-abc")  # died between the two renames
     (root / "~tmp" / "half").mkdir()
     (root / "~tmp" / "half" / "adapter_model.safetensors").write_bytes(b"half")
+    CheckpointStore(root, Metrics(CollectorRegistry())).close()
+    assert (root / "~tmp" / "half").exists()  # another trainer lives, and may be writing it
+    store.close()
     store = CheckpointStore(root, Metrics(CollectorRegistry()))
     store.load(at("one"), base.targets, with_optimizer=True)
     assert list((root / "~tmp").iterdir()) == []

@@ -327,6 +327,18 @@ async def test_a_full_queue_refuses_before_the_journal(make_bench: MakeBench) ->
     assert await bench.journal.find("a", 5) is None
 
 
+async def test_a_full_queue_still_takes_what_closes_a_gap(make_bench: MakeBench) -> None:
+    bench = await make_bench(max_queued_operations=3)
+    await bench.create("a")
+    waiting = [await bench.step("a", seq_id) for seq_id in (2, 4, 5)]
+    with pytest.raises(OutOfCapacity):
+        await bench.step("a", 6)
+    waiting += [await bench.step("a", seq_id) for seq_id in (3, 1)]
+    await asyncio.gather(*(operation.wait() for operation in waiting))
+    assert [seq_id for _, seq_id in bench.ran] == [1, 2, 3, 4, 5]
+    await (await bench.step("a", 6)).wait()
+
+
 async def test_too_many_models_are_refused(make_bench: MakeBench) -> None:
     bench = await make_bench(max_models=1)
     await bench.create("a")
