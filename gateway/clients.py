@@ -28,6 +28,7 @@ _REPLIES: dict[str, Any] = {
     "CreateModel": trainer_pb2.CreateModelResponse,
     "ForwardBackward": trainer_pb2.ForwardBackwardResponse,
     "OptimStep": trainer_pb2.OptimStepResponse,
+    "SkipOperation": trainer_pb2.SkipOperationResponse,
     "SaveCheckpoint": trainer_pb2.SaveCheckpointResponse,
     "LoadCheckpoint": trainer_pb2.LoadCheckpointResponse,
 }

@@ -74,9 +74,11 @@ class Submission:
         return request_id_of(self.model_id, self.seq_id)
 
 
-def refusal_body(model_id: str, seq_id: int) -> bytes:
-    """An OptimStep without parameters. The trainer refuses it, and by that the operations after it may run."""
-    return pb.OptimStepRequest(model_id=model_id, seq_id=seq_id).SerializeToString()
+def refusal_body(kind: str, model_id: str, seq_id: int, error: ServiceError) -> bytes:
+    """A SkipOperation. It uses up the number, so that the operations after it may run."""
+    return pb.SkipOperationRequest(
+        model_id=model_id, seq_id=seq_id, reason=error.message, gradients_missing=kind == "forward_backward"
+    ).SerializeToString()
 
 
 class Operations:

@@ -118,13 +118,16 @@ class Operations:
         try:
             return RunBatch(Batch.from_proto(request, self.engine.limits))
         except ServiceError as error:
-            if request.forward_only:
-                return refused(error)
-            refusal = error
+            return refused(error) if request.forward_only else self._taint(request.model_id, error)
 
+    def skip(self, request: pb.SkipOperationRequest) -> Work:
+        error = InvalidRequest(request.reason)
+        return self._taint(request.model_id, error) if request.gradients_missing else refused(error)
+
+    def _taint(self, model_id: str, error: ServiceError) -> Work:
         async def refuse(turn: Turn) -> pb.WaitResultResponse:
-            await turn.run(lambda: self.engine.taint(request.model_id, refusal.message))
-            raise refusal
+            await turn.run(lambda: self.engine.taint(model_id, error.message))
+            raise error
 
         return refuse
 

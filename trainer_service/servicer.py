@@ -94,6 +94,11 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         answer = await self._submit("optim_step", request, lambda: operations.optim_step(request), context)
         return answer.optim_step
 
+    async def SkipOperation(self, request: pb.SkipOperationRequest, context: Context) -> pb.SkipOperationResponse:
+        operations = self._ready.operations
+        await self._submit("skip", request, lambda: operations.skip(request), context)
+        return pb.SkipOperationResponse()
+
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Context) -> pb.SaveCheckpointResponse:
         operations = self._ready.operations
         answer = await self._submit("save_checkpoint", request, lambda: operations.save_checkpoint(request), context)
@@ -130,7 +135,11 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def _submit(
         self,
         kind: str,
-        request: pb.ForwardBackwardRequest | pb.OptimStepRequest | pb.SaveCheckpointRequest | pb.LoadCheckpointRequest,
+        request: pb.ForwardBackwardRequest
+        | pb.OptimStepRequest
+        | pb.SkipOperationRequest
+        | pb.SaveCheckpointRequest
+        | pb.LoadCheckpointRequest,
         build: Callable[[], Work],
         context: Context,
     ) -> Answer:

@@ -301,6 +301,10 @@ CASES: dict[str, tuple[Callable[[Client], str], tuple[str, ...]]] = {
         ),
         (str(HUNDRED_MB), "max_body_bytes"),
     ),
+    "a batch of 100 MB": (
+        lambda c: c.forward_backward(datum(range(HUNDRED_MB // 4))),
+        ("data", "max_body_bytes"),
+    ),
     "no JSON": (lambda c: c.refused(c.wire.http.post("optim_step", content=b"{not json")), ("JSON",)),
     "JSON that is no object": (lambda c: c.refused(c.wire.http.post("asample", content=b"[]")), ("object", "list")),
     "a negative temperature": (lambda c: c.sample(params={"temperature": -1.0}), ("temperature", "-1.0")),

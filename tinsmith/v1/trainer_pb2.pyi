@@ -172,6 +172,22 @@ class OptimStepResponse(_message.Message):
     metrics: _containers.ScalarMap[str, float]
     def __init__(self, metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
+class SkipOperationRequest(_message.Message):
+    __slots__ = ("model_id", "seq_id", "reason", "gradients_missing")
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    SEQ_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    GRADIENTS_MISSING_FIELD_NUMBER: _ClassVar[int]
+    model_id: str
+    seq_id: int
+    reason: str
+    gradients_missing: bool
+    def __init__(self, model_id: _Optional[str] = ..., seq_id: _Optional[int] = ..., reason: _Optional[str] = ..., gradients_missing: _Optional[bool] = ...) -> None: ...
+
+class SkipOperationResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class SaveCheckpointRequest(_message.Message):
     __slots__ = ("model_id", "seq_id", "kind", "name", "overwrite", "ttl_seconds", "user_metadata")
     class UserMetadataEntry(_message.Message):

@@ -69,6 +69,11 @@ class TrainerServiceStub:
                 request_serializer=tinsmith_dot_v1_dot_trainer__pb2.OptimStepRequest.SerializeToString,
                 response_deserializer=tinsmith_dot_v1_dot_trainer__pb2.OptimStepResponse.FromString,
                 _registered_method=True)
+        self.SkipOperation = channel.unary_unary(
+                '/tinsmith.v1.TrainerService/SkipOperation',
+                request_serializer=tinsmith_dot_v1_dot_trainer__pb2.SkipOperationRequest.SerializeToString,
+                response_deserializer=tinsmith_dot_v1_dot_trainer__pb2.SkipOperationResponse.FromString,
+                _registered_method=True)
         self.SaveCheckpoint = channel.unary_unary(
                 '/tinsmith.v1.TrainerService/SaveCheckpoint',
                 request_serializer=tinsmith_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.SerializeToString,
@@ -151,6 +156,13 @@ class TrainerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SkipOperation(self, request, context):
+        """SkipOperation uses up a seq_id for a request that the caller has refused itself. It fails with the given reason.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SaveCheckpoint(self, request, context):
         """SaveCheckpoint stores the adapter; kinds SAMPLER and EPHEMERAL also publish it to the samplers.
         """
@@ -225,6 +237,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.OptimStep,
                     request_deserializer=tinsmith_dot_v1_dot_trainer__pb2.OptimStepRequest.FromString,
                     response_serializer=tinsmith_dot_v1_dot_trainer__pb2.OptimStepResponse.SerializeToString,
+            ),
+            'SkipOperation': grpc.unary_unary_rpc_method_handler(
+                    servicer.SkipOperation,
+                    request_deserializer=tinsmith_dot_v1_dot_trainer__pb2.SkipOperationRequest.FromString,
+                    response_serializer=tinsmith_dot_v1_dot_trainer__pb2.SkipOperationResponse.SerializeToString,
             ),
             'SaveCheckpoint': grpc.unary_unary_rpc_method_handler(
                     servicer.SaveCheckpoint,
@@ -424,6 +441,33 @@ class TrainerService:
             '/tinsmith.v1.TrainerService/OptimStep',
             tinsmith_dot_v1_dot_trainer__pb2.OptimStepRequest.SerializeToString,
             tinsmith_dot_v1_dot_trainer__pb2.OptimStepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SkipOperation(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tinsmith.v1.TrainerService/SkipOperation',
+            tinsmith_dot_v1_dot_trainer__pb2.SkipOperationRequest.SerializeToString,
+            tinsmith_dot_v1_dot_trainer__pb2.SkipOperationResponse.FromString,
             options,
             channel_credentials,
             insecure,

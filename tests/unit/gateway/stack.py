@@ -178,6 +178,12 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
 
         return await self._run(request, context, work, seq_id=request.seq_id)
 
+    async def SkipOperation(self, request: Any, context: Any) -> Any:
+        def work() -> Any:
+            raise InvalidRequest(request.reason)
+
+        return await self._run(request, context, work, seq_id=request.seq_id)
+
     async def SaveCheckpoint(self, request: Any, context: Any) -> Any:
         def work() -> Any:
             name = request.name or f"e{request.seq_id}"

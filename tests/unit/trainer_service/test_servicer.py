@@ -216,6 +216,21 @@ async def test_an_invalid_batch_fails_and_the_next_request_works(stub: Any) -> N
     await fails(stub.WaitResult(pb.WaitResultRequest(model_id=MODEL, seq_id=1)), errors.InvalidRequest, "nan")
 
 
+async def test_a_skipped_operation_uses_up_its_number_and_spoils_the_step_if_gradients_are_missing(stub: Any) -> None:
+    def skip(seq_id: int, *, gradients_missing: bool) -> Any:
+        return stub.SkipOperation(
+            pb.SkipOperationRequest(
+                model_id=MODEL, seq_id=seq_id, reason="99 bytes", gradients_missing=gradients_missing
+            )
+        )
+
+    await fails(skip(1, gradients_missing=False), errors.InvalidRequest, "99 bytes")
+    await stub.OptimStep(step(2))
+    await fails(skip(3, gradients_missing=True), errors.InvalidRequest, "99 bytes")
+    await fails(stub.OptimStep(step(4)), errors.FailedPrecondition, "99 bytes")
+    await stub.OptimStep(step(5))
+
+
 async def test_an_invalid_forward_does_not_spoil_the_step(stub: Any) -> None:
     await stub.ForwardBackward(batch(1))
     await fails(stub.ForwardBackward(bad_batch(2, forward_only=True)), errors.InvalidRequest, "nan")
