@@ -8,6 +8,7 @@ import grpc
 import numpy as np
 import pytest
 import tinker
+import torch
 from tinker import ModelInput, SamplingParams
 
 from tests.integration.examples import ADAM, BASE_MODEL, PROMPT, batch, forward, new_model, sample, score, train
@@ -69,6 +70,45 @@ async def test_all_can_be_awaited_in_the_callers_loop(service: tinker.ServiceCli
     result = await sampler.sample(ModelInput.from_ints(PROMPT), 1, params)
     assert len(result.sequences[0].tokens) == 3
     assert len(await sampler.compute_logprobs(ModelInput.from_ints(PROMPT))) == len(PROMPT)
+
+
+@pytest.mark.filterwarnings("ignore:DEPRECATED")
+async def test_every_async_twin_does_the_same(service: tinker.ServiceClient) -> None:
+    assert (await service.get_server_capabilities_async()).supported_models
+    client = await service.create_lora_training_client_async(BASE_MODEL, rank=4, seed=1)
+    assert (await client.get_info_async()).model_data.model_name == BASE_MODEL
+    before = await client.forward_async(batch(1), "cross_entropy")
+    step = await client.forward_backward_async(batch(1), "cross_entropy"), await client.optim_step_async(ADAM)
+    assert (await step[0]).metrics["loss:sum"] == pytest.approx((await before).metrics["loss:sum"], rel=1e-6)
+    assert (await step[1]).metrics["grad_norm:mean"] > 0
+
+    def loss(_: list[tinker.Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        return -torch.cat(logprobs).sum(), {}
+
+    assert (await (await client.forward_backward_custom_async(batch(1), loss))).metrics["loss:sum"] > 0
+    await (await client.optim_step_async(ADAM))
+    state = (await (await client.save_state_async("twin"))).path
+    await (await client.load_state_async(state))
+    await (await client.load_state_with_optimizer_async(state))
+    path = (await (await client.save_weights_for_sampler_async("twin"))).path
+    params = SamplingParams(max_tokens=3, temperature=0.0, stop=[])
+    prompt = ModelInput.from_ints(PROMPT)
+    tokens = []
+    for sampler in (
+        await client.save_weights_and_get_sampling_client_async(),
+        await client.create_sampling_client_async(path),
+        await service.create_sampling_client_async(model_path=path),
+    ):
+        assert await sampler.get_base_model_async() == BASE_MODEL
+        tokens.append((await sampler.sample_async(prompt, 1, params)).sequences[0].tokens)
+        assert len(await sampler.compute_logprobs_async(prompt)) == len(PROMPT)
+    assert tokens[0] == tokens[1] == tokens[2]
+    for resume in (
+        service.create_training_client_from_state_async,
+        service.create_training_client_from_state_with_optimizer_async,
+    ):
+        resumed = await resume(state)
+        assert (await resumed.get_info_async()).model_data.model_name == BASE_MODEL
 
 
 def test_a_closed_session_is_over(stack: Stack, wire: Wire) -> None:
