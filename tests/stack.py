@@ -18,7 +18,9 @@ import psutil
 STOP_LIMIT_S = 10.0
 """`tinsmith up` promises to be gone by then, with long polls open."""
 
-_READY = re.compile(r"Tinsmith is ready at (\S+) \(models: (.*?); trainer: (.*?); sampler: (.*?); logs: (.*)\)")
+_READY = re.compile(
+    r"Tinsmith is ready at (\S+) \(models: (.*?); trainer: (.*?); sampler: (.*?); metrics: .*?; logs: (.*)\)"
+)
 _METRICS = re.compile(r"metrics on (http://[\d.]+:\d+/metrics)")
 _LOG_LINES_SHOWN = 40
 

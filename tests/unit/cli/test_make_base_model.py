@@ -95,7 +95,7 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_training_longer_gives_a_lower_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert make(tmp_path / "model", "--pretrain-seconds", "4") == 0
+    assert make(tmp_path / "model", "--pretrain-steps", "25") == 0
     losses = [float(line.rpartition(" ")[2]) for line in capsys.readouterr().out.splitlines() if "loss" in line]
     assert losses[-1] < 7.0  # ln(2048) = 7.6 without training
 
