@@ -158,10 +158,6 @@ class Store:
             self._samplers[sampling_session_id] = row
         return row
 
-    async def session_lives(self, session_id: str) -> bool:
-        async with self._begin() as db:
-            return await self._lives(db, session_id)
-
     def sampling_session_lives(self, sampling_session_id: str) -> bool:
         """After sampling_session: only those of live sessions are kept in memory."""
         return sampling_session_id in self._samplers

@@ -88,19 +88,21 @@ async def submit(
         well_formed = _MODEL_ID.fullmatch(ids.model_id) is not None
         request_id = request_id_of(ids.model_id, ids.seq_id) if well_formed else f"refused:{uuid4().hex}"
         return failed_receipt(gateway, request_id, ids.model_id, error, body=mark.encode())
-    refused = isinstance(rpc, ServiceError)
+    error = rpc if isinstance(rpc, ServiceError) else None
+    if isinstance(rpc, ServiceError):
+        rpc = Rpc("SkipOperation", refusal_body(kind, ids.model_id, ids.seq_id, rpc))
     submission = Submission(
         kind=kind,
         model_id=ids.model_id,
         seq_id=ids.seq_id,
         base_model=model.base_model,
-        rpc="SkipOperation" if isinstance(rpc, ServiceError) else rpc.name,
-        body=refusal_body(kind, ids.model_id, ids.seq_id, rpc) if isinstance(rpc, ServiceError) else rpc.body,
+        rpc=rpc.name,
+        body=rpc.body,
         fingerprint=mark,
-        path=None if refused else rpc.path,
-        sampling_session_id=None if refused else rpc.sampling_session_id,
+        path=rpc.path,
+        sampling_session_id=rpc.sampling_session_id,
         num_tokens=num_tokens,
-        error=rpc if refused else None,
+        error=error,
     )
     await gateway.operations.submit(submission)
     return receipt(submission.request_id, ids.model_id)

@@ -92,7 +92,6 @@ class Scheduler(Generic[Owner]):
         """Admitted, with some pieces computed."""
         self.running: list[Sequence[Owner]] = []
         """By lane."""
-        self.num_preempted = 0
 
     @property
     def idle(self) -> bool:
@@ -146,7 +145,6 @@ class Scheduler(Generic[Owner]):
             sequence = self.running[lane]
             sequence.reserved = 0
             self.waiting.appendleft(Job(sequence.owner, sequence.length, [sequence], scored=False))
-        self.num_preempted += len(leaving)
         return sorted(leaving)
 
     def _youngest_unbounded(self, leaving: set[int]) -> int:

@@ -11,8 +11,6 @@ from sampler_service.engine import Params, Request, Targets
 from tinsmith.rpc.errors import InvalidRequest
 from tinsmith.rpc.tensors import check_tokens
 
-MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1
-
 
 @dataclass(frozen=True, slots=True)
 class Limits:

@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from tinsmith.rpc import logs
 from tinsmith.rpc.errors import ModelNotFound, OutOfCapacity, ResultNotFound, SequenceConflict, ServiceError
 from trainer_service.journal import Body, Journal
 from trainer_service.metrics import Metrics
@@ -365,6 +366,8 @@ class Scheduler:
             self._advance(model)
         failed = isinstance(outcome, ServiceError)
         self._metrics.operations.labels(operation.kind, "failed" if failed else "ok").inc()
+        # Batches of several requests run in one task, so its own id would be another's.
+        logs.request_id.set(f"{operation.model_id}:{operation.seq_id}")
         logger.info(
             "%s of %s, seq_id %d: %s after %.3f s",
             operation.kind,

@@ -56,9 +56,5 @@ class TinkerPath:
         """Folder below the checkpoint root."""
         return f"{self.run_id}/{self.kind}/{self.name}"
 
-    @property
-    def checkpoint_id(self) -> str:
-        return f"{self.kind}/{self.name}"
-
     def __str__(self) -> str:
         return f"{SCHEME}{self.location}"

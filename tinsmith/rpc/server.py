@@ -18,6 +18,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
+from tinsmith.rpc import logs
 from tinsmith.rpc.errors import InvalidRequest, ServiceError, to_status
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,10 @@ ACCEPTED = ("x-tinsmith-accepted", "1")
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns ServiceError into google.rpc.Status with ErrorInfo; anything else is logged and becomes INTERNAL."""
+    """Turns ServiceError into google.rpc.Status with ErrorInfo; anything else is logged and becomes INTERNAL.
+
+    What a call logs carries the request id that came with it.
+    """
 
     async def intercept_service(
         self,
@@ -42,10 +46,12 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         method = handler_call_details.method
+        request_id = str(dict(handler_call_details.invocation_metadata or ()).get(logs.REQUEST_ID_METADATA, ""))
 
         if handler.unary_unary is not None:
 
             async def call(body: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+                logs.request_id.set(request_id)
                 try:
                     return await handler.unary_unary(_parse(handler, body, method), context)
                 except ServiceError as error:
@@ -63,6 +69,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         if handler.unary_stream is not None and not inspect.iscoroutinefunction(handler.unary_stream):
 
             async def stream(body: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+                logs.request_id.set(request_id)
                 try:
                     async for response in handler.unary_stream(_parse(handler, body, method), context):
                         yield response

@@ -109,3 +109,10 @@ def test_prometheus_asks_each_service_on_the_port_that_it_exposes() -> None:
         exposed = re.search(r"^EXPOSE (.*)$", (DOCKER / f"Dockerfile.{host}").read_text(), re.MULTILINE)
         assert exposed
         assert port in exposed[1].split()
+
+
+@BOTH
+def test_a_base_model_has_its_own_name_unless_another_is_given(compose: dict[str, Any]) -> None:
+    for service in ("trainer", "sampler"):
+        names = compose["services"][service]["environment"][f"{service.upper()}_MODEL_NAMES"]
+        assert names == "${MODEL_NAMES:-[]}"  # an empty list: the services then take the base model's name

@@ -8,7 +8,7 @@ import pytest
 from google.protobuf.descriptor import FileDescriptor
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from tinsmith.rpc import errors
+from tinsmith.rpc import errors, logs
 from tinsmith.rpc.channel import connect, is_serving
 from tinsmith.rpc.server import Server
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc
@@ -19,8 +19,10 @@ FILE: FileDescriptor = sampler_pb2.DESCRIPTOR
 class Failing(sampler_pb2_grpc.SamplerServiceServicer):
     def __init__(self) -> None:
         self.error: Exception = RuntimeError("boom")
+        self.request_ids: list[str] = []
 
     async def Sample(self, request, context):
+        self.request_ids.append(logs.request_id.get())
         raise self.error
 
     async def StreamSample(self, request, context):
@@ -100,3 +102,13 @@ async def test_a_request_that_is_no_protobuf_has_a_reason(failing) -> None:
     error = errors.from_rpc_error(caught.value)
     assert isinstance(error, errors.InvalidRequest)
     assert "/tinsmith.v1.SamplerService/Sample" in error.message
+
+
+async def test_what_a_call_logs_carries_its_request_id(failing) -> None:
+    servicer, channel, _ = failing
+    servicer.error = errors.NotReady("loading")
+    stub = sampler_pb2_grpc.SamplerServiceStub(channel)
+    for metadata in ((logs.REQUEST_ID_METADATA, "s:sample:0:1"),), ():
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stub.Sample(sampler_pb2.SampleRequest(), metadata=metadata, timeout=10)
+    assert set(servicer.request_ids) == {"s:sample:0:1", ""}

@@ -329,6 +329,18 @@ async def test_the_optimizer_of_sampler_weights_is_refused_by_name(stub: Any) ->
     await stub.LoadCheckpoint(pb.LoadCheckpointRequest(model_id=MODEL, seq_id=3, location=location))
 
 
+async def test_a_sampler_that_is_full_just_now_does_not_fail_the_save(
+    service: Service, stub: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def publish(version: object) -> int:
+        raise errors.OutOfCapacity("2 versions in use hold everything")
+
+    monkeypatch.setattr(service.trainer.operations.sender, "publish", publish)
+    reply = await stub.SaveCheckpoint(save(1, kind=types_pb2.CHECKPOINT_KIND_SAMPLER))
+    assert reply.num_samplers == 0
+    assert (await stub.GetCheckpoint(pb.GetCheckpointRequest(location=reply.checkpoint.location))).checkpoint.step == 0
+
+
 async def test_publishing_on_demand_needs_the_version_and_a_sampler(stub: Any) -> None:
     saved = (await stub.SaveCheckpoint(save(1, name="", kind=types_pb2.CHECKPOINT_KIND_EPHEMERAL))).checkpoint
     assert saved.location == f"{MODEL}/ephemeral/1"
