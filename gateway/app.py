@@ -16,10 +16,43 @@ from gateway.auth import ApiKeys
 from gateway.config import GatewayConfig
 from gateway.gateway import Gateway
 from gateway.metrics import Metrics
-from gateway.routes import futures, models, sampling, service, sessions, telemetry, training, weights
+from gateway.routes import (
+    admin,
+    checkpoints,
+    custom_losses,
+    downloads,
+    futures,
+    imports,
+    keys,
+    models,
+    openai,
+    runs,
+    sampling,
+    service,
+    sessions,
+    telemetry,
+    training,
+    weights,
+)
 from tinsmith.rpc.errors import ServiceError
 
-GROUPS = (service, sessions, telemetry, models, training, weights, sampling, futures)
+GROUPS = (
+    service,
+    keys,
+    sessions,
+    telemetry,
+    models,
+    training,
+    custom_losses,
+    weights,
+    sampling,
+    futures,
+    runs,
+    checkpoints,
+    imports,
+    admin,
+)
+"""Modules of routes below /api/v1."""
 
 
 class CountRequests:
@@ -56,7 +89,12 @@ def create_app(config: GatewayConfig) -> Starlette:
     gateway = Gateway(config)
     api = [route for group in GROUPS for route in group.routes]
     app = Starlette(
-        routes=[Route("/metrics", service.metrics), Mount("/api/v1", routes=api)],
+        routes=[
+            Route("/metrics", service.metrics),
+            Mount("/api/v1", routes=api),
+            Mount("/v1", routes=openai.routes),
+            Mount("/download", routes=downloads.routes),
+        ],
         middleware=[
             Middleware(CountRequests, metrics=gateway.metrics),
             Middleware(ApiKeys, keys=[key.get_secret_value() for key in config.api_keys]),

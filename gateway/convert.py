@@ -170,7 +170,7 @@ def sampling_params(params: schemas.SamplingParams) -> sampler_pb2.SamplingParam
     )
 
 
-def sample_request(body: schemas.Sample, *, version_id: str, sequence_ids: Sequence[str]) -> sampler_pb2.SampleRequest:
+def sample_request(body: schemas.Sample, *, version_id: str) -> sampler_pb2.SampleRequest:
     """Everything that the client set. What the sampler cannot do, it refuses."""
     for field in ("base_model", "model_path"):
         if getattr(body, field) is not None:
@@ -189,8 +189,6 @@ def sample_request(body: schemas.Sample, *, version_id: str, sequence_ids: Seque
         prompt_logprobs=bool(body.prompt_logprobs),
         prompt_logprobs_last_n=None if last_n is None else check_int32(last_n, field="prompt_logprobs_last_n"),
         target_prompt_logprobs=None if target is None else tensor(target, field="target_prompt_logprobs"),
-        sequence_ids=sequence_ids,
-        record_stability_info=bool(body.record_stability_info),
         **counts,
     )
 

@@ -14,6 +14,7 @@ from gateway.checkpoints import Checkpoints
 from gateway.clients import Clients
 from gateway.config import GatewayConfig
 from gateway.futures import Futures
+from gateway.ledger import Ledger
 from gateway.metrics import Metrics
 from gateway.operations import Operations
 from gateway.reaper import Reaper
@@ -31,6 +32,7 @@ class Gateway:
         self.config = config
         self.metrics = Metrics()
         self.store = Store(config.resolved_database_url)
+        self.ledger = Ledger(self.store)
         self.clients = Clients(trainers=config.trainers, samplers=config.samplers)
         self.futures = Futures(cache_bytes=config.result_cache_bytes, metrics=self.metrics)
         self.checkpoints = Checkpoints(self.store, self.clients, timeout_s=config.submit_timeout_s)
@@ -46,7 +48,7 @@ class Gateway:
         self.reaper = Reaper(
             config, store=self.store, clients=self.clients, futures=self.futures, checkpoints=self.checkpoints
         )
-        self._reaping: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Raises StartError when the database cannot be used."""
@@ -58,16 +60,17 @@ class Gateway:
             url = make_url(self.config.resolved_database_url).render_as_string(hide_password=True)
             raise StartError(f"the database {url} cannot be used: {error}") from error
         self.clients.start()
-        self._reaping = asyncio.create_task(self.reaper.run())
+        self._tasks = [asyncio.create_task(self.reaper.run()), asyncio.create_task(self.ledger.run())]
 
     async def stop(self) -> None:
         """Accepted operations go on in the trainer; samples in work are lost, and the SDK submits them again."""
-        if self._reaping is not None:
-            self._reaping.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._reaping
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.futures.close()
         await self.clients.close()
+        with contextlib.suppress(SQLAlchemyError):
+            await self.ledger.flush()
         await self.store.close()
 
 

@@ -37,6 +37,11 @@ class Store:
         self._models: dict[str, Model] = {}
         self._samplers: dict[str, SamplingSession] = {}
 
+    @property
+    def dialect(self) -> str:
+        """ "sqlite" or "postgresql"."""
+        return self._engine.dialect.name
+
     async def migrate(self) -> None:
         """Brings the schema to head."""
         async with self._engine.begin() as connection:
@@ -46,14 +51,14 @@ class Store:
         await self._engine.dispose()
 
     @asynccontextmanager
-    async def _begin(self) -> AsyncIterator[AsyncSession]:
+    async def begin(self) -> AsyncIterator[AsyncSession]:
         async with self._new() as db, db.begin():
             yield db
 
     async def _add_once(self, row: Base) -> bool:
         """False when a row with this key is there already."""
         try:
-            async with self._begin() as db:
+            async with self.begin() as db:
                 db.add(row)
         except IntegrityError:
             return False
@@ -75,24 +80,24 @@ class Store:
         if await self._add_once(session):
             return session
         query = select(Session).where(Session.owner == owner, Session.idempotency_key == idempotency_key)
-        async with self._begin() as db:
+        async with self.begin() as db:
             return (await db.scalars(query)).one()
 
     async def session(self, session_id: str) -> Session | None:
-        async with self._begin() as db:
+        async with self.begin() as db:
             return await db.get(Session, session_id)
 
     async def heartbeat(self, session_id: str) -> bool:
         """True when the session lives."""
         live = update(Session).where(Session.session_id == session_id, Session.ended_at.is_(None))
-        async with self._begin() as db:
+        async with self.begin() as db:
             result = await db.execute(live.values(last_seen_at=time.time()))
             return result.rowcount > 0  # type: ignore[attr-defined]  # an UPDATE gives a CursorResult
 
     async def end_session(self, session_id: str, *, reason: str, detail: str | None) -> bool:
         """True for the first end; a later one changes nothing."""
         live = update(Session).where(Session.session_id == session_id, Session.ended_at.is_(None))
-        async with self._begin() as db:
+        async with self.begin() as db:
             result = await db.execute(live.values(ended_at=time.time(), end_reason=reason, end_detail=detail))
             ended = result.rowcount > 0  # type: ignore[attr-defined]
         self._models = {key: row for key, row in self._models.items() if row.session_id != session_id}
@@ -101,7 +106,7 @@ class Store:
 
     async def silent_sessions(self, *, seen_before: float) -> list[str]:
         query = select(Session.session_id).where(Session.ended_at.is_(None), Session.last_seen_at < seen_before)
-        async with self._begin() as db:
+        async with self.begin() as db:
             return list(await db.scalars(query))
 
     # Models
@@ -114,7 +119,7 @@ class Store:
         """The model, also one of an ended session until it is released."""
         if model_id in self._models:
             return self._models[model_id]
-        async with self._begin() as db:
+        async with self.begin() as db:
             row = await db.get(Model, model_id)
             live = row is not None and await self._lives(db, row.session_id)
         if row is not None and live:
@@ -122,19 +127,19 @@ class Store:
         return row
 
     async def complete_model(self, model_id: str, **facts: Any) -> None:
-        async with self._begin() as db:
+        async with self.begin() as db:
             await db.execute(update(Model).where(Model.model_id == model_id).values(**facts))
         self._models.pop(model_id, None)
 
     async def unreleased_models(self) -> list[tuple[Model, Session]]:
         """Models of ended sessions that the trainer still holds."""
         query = select(Model, Session).join(Session).where(Session.ended_at.is_not(None), Model.released_at.is_(None))
-        async with self._begin() as db:
+        async with self.begin() as db:
             return [(model, session) for model, session in await db.execute(query)]
 
     async def release_model(self, model_id: str) -> None:
         """The trainer has freed it; what was kept to finish its operations goes too."""
-        async with self._begin() as db:
+        async with self.begin() as db:
             await db.execute(update(Model).where(Model.model_id == model_id).values(released_at=time.time()))
             await db.execute(delete(Operation).where(Operation.model_id == model_id))
 
@@ -144,14 +149,14 @@ class Store:
         """Adds it and returns it; the first one when it is a repeat."""
         if await self._add_once(row):
             return row
-        async with self._begin() as db:
+        async with self.begin() as db:
             return await db.get_one(SamplingSession, row.sampling_session_id)
 
     async def sampling_session(self, sampling_session_id: str) -> SamplingSession | None:
         """None when it is unknown."""
         if sampling_session_id in self._samplers:
             return self._samplers[sampling_session_id]
-        async with self._begin() as db:
+        async with self.begin() as db:
             row = await db.get(SamplingSession, sampling_session_id)
             live = row is not None and await self._lives(db, row.session_id)
         if row is not None and live:
@@ -171,20 +176,20 @@ class Store:
 
     async def put_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Adds it, or replaces the one of the same path."""
-        async with self._begin() as db:
+        async with self.begin() as db:
             await db.merge(checkpoint)
 
     async def checkpoint(self, path: str) -> Checkpoint | None:
         """The checkpoint, also an expired one."""
-        async with self._begin() as db:
+        async with self.begin() as db:
             return await db.get(Checkpoint, path)
 
     async def expired_checkpoints(self) -> list[Checkpoint]:
-        async with self._begin() as db:
+        async with self.begin() as db:
             return list(await db.scalars(select(Checkpoint).where(Checkpoint.expires_at <= time.time())))
 
     async def delete_checkpoint(self, path: str) -> None:
-        async with self._begin() as db:
+        async with self.begin() as db:
             await db.execute(delete(Checkpoint).where(Checkpoint.path == path))
 
     # Operations
@@ -194,7 +199,7 @@ class Store:
         await self._add_once(operation)
 
     async def operation(self, request_id: str) -> Operation | None:
-        async with self._begin() as db:
+        async with self.begin() as db:
             return await db.get(Operation, request_id)
 
 

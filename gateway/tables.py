@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, ForeignKey, Index, UniqueConstraint
+from sqlalchemy import JSON, BigInteger, ForeignKey, Index, LargeBinary, UniqueConstraint, false, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 
@@ -52,6 +52,12 @@ class Model(Base):
     created_at: Mapped[float]
     released_at: Mapped[float | None]
     """When the trainer was told to free it."""
+    last_request_at: Mapped[float | None]
+    """Of a training operation; written now and then."""
+    inflight_version_id: Mapped[str | None]
+    """The newest version that was saved with kind "inflight": what all inflight samplers of the run sample from."""
+    inflight_location: Mapped[str | None]
+    """Where the trainer finds it again."""
 
 
 class SamplingSession(Base):
@@ -69,6 +75,10 @@ class SamplingSession(Base):
     location: Mapped[str]
     """Where the trainer finds the version again; empty for the base model."""
     created_at: Mapped[float]
+    inflight_run_id: Mapped[str | None]
+    """The run whose newest inflight version it follows; absent for a snapshot."""
+    num_joined: Mapped[int] = mapped_column(server_default=text("0"))
+    """Clients that have joined it, which is the newest client_counter."""
 
 
 class Checkpoint(Base):
@@ -80,9 +90,10 @@ class Checkpoint(Base):
     location: Mapped[str]
     run_id: Mapped[str] = mapped_column(index=True)
     kind: Mapped[str]
-    """Kind segment of the path: "weights" or "sampler_weights"."""
+    """Kind segment of the path: "weights", "sampler_weights" or "external_weights"."""
     owner: Mapped[str]
     base_model: Mapped[str]
+    optimizer: Mapped[str] = mapped_column(server_default=text("'adamw'"))
     version_id: Mapped[str]
     lora_rank: Mapped[int]
     train_unembed: Mapped[bool]
@@ -94,6 +105,108 @@ class Checkpoint(Base):
     created_at: Mapped[float]
     expires_at: Mapped[float | None] = mapped_column(index=True)
     user_metadata: Mapped[dict[str, str]] = mapped_column(JSON)
+    public: Mapped[bool] = mapped_column(server_default=false())
+    """Published: whoever has the path may read it."""
+    inflight: Mapped[bool] = mapped_column(server_default=false())
+    """Saved with kind "inflight": samplers made from its path follow the run's newest inflight version."""
+
+
+class RetiredCheckpoint(Base):
+    """Files of a deleted or expired checkpoint that live samplers still need. They go when the last sampler ends."""
+
+    __tablename__ = "retired_checkpoints"
+
+    location: Mapped[str] = mapped_column(primary_key=True)
+    """Where the files lie now."""
+    base_model: Mapped[str]
+    retired_at: Mapped[float]
+
+
+class CustomLoss(Base):
+    """One loss that a client has traced."""
+
+    __tablename__ = "custom_losses"
+
+    loss_id: Mapped[str] = mapped_column(primary_key=True)
+    session_id: Mapped[str] = mapped_column(ForeignKey("sessions.session_id"), index=True)
+    message: Mapped[bytes] = mapped_column(LargeBinary)
+    """A serialized tinsmith.v1.CustomLoss."""
+    created_at: Mapped[float]
+
+
+class SequenceRecord(Base):
+    """What sampling with record_stability_info leaves of a sequence, for losses that name it."""
+
+    __tablename__ = "sequence_records"
+
+    sequence_id: Mapped[str] = mapped_column(primary_key=True)
+    session_id: Mapped[str] = mapped_column(index=True)
+    version_id: Mapped[str]
+    """What it was drawn from; empty for the base model."""
+    prompt: Mapped[bytes] = mapped_column(LargeBinary)
+    """int32, little endian."""
+    tokens: Mapped[bytes] = mapped_column(LargeBinary)
+    """int32, little endian."""
+    logprobs: Mapped[bytes] = mapped_column(LargeBinary)
+    """float32, little endian, one for each of `tokens`."""
+    expires_at: Mapped[float] = mapped_column(index=True)
+
+
+class Usage(Base):
+    """What was used in one hour: tokens, checkpoints, or byte-hours of storage."""
+
+    __tablename__ = "usage"
+
+    hour: Mapped[int] = mapped_column(BigInteger, primary_key=True)
+    """Hours since 1970, UTC."""
+    owner: Mapped[str] = mapped_column(primary_key=True)
+    session_id: Mapped[str] = mapped_column(primary_key=True)
+    """Empty for storage."""
+    base_model: Mapped[str] = mapped_column(primary_key=True)
+    kind: Mapped[str] = mapped_column(primary_key=True)
+    """training, sampling_prefill, sampling_prefill_cached, sampling_sample, checkpoint or storage."""
+    amount: Mapped[int] = mapped_column(BigInteger)
+
+
+class AuditEvent(Base):
+    """Something that was done to a checkpoint, a project or a key."""
+
+    __tablename__ = "audit_events"
+
+    event_id: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
+    at: Mapped[float] = mapped_column(index=True)
+    owner: Mapped[str]
+    """Who did it."""
+    category: Mapped[str]
+    """checkpoints, projects, teams or organizations."""
+    event: Mapped[str]
+    """Such as checkpoint_delete."""
+    details: Mapped[dict[str, Any]] = mapped_column(JSON)
+
+
+class Span(Base):
+    """A piece of work that is over, for the timeline of its session."""
+
+    __tablename__ = "spans"
+
+    span_id: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
+    session_id: Mapped[str]
+    track: Mapped[str]
+    """Model or sampling session."""
+    name: Mapped[str]
+    """Endpoint."""
+    request_id: Mapped[str]
+    submitted_at: Mapped[float]
+    started_at: Mapped[float | None]
+    """When a service began to compute it; absent when that is not known."""
+    computed_at: Mapped[float | None]
+    """When that service was done with it."""
+    ended_at: Mapped[float] = mapped_column(index=True)
+    outcome: Mapped[str]
+    """ok, user, server, unknown or dropped."""
+    num_tokens: Mapped[int] = mapped_column(BigInteger)
+
+    __table_args__ = (Index("ix_spans_session_id", "session_id"),)
 
 
 class Operation(Base):
@@ -109,6 +222,8 @@ class Operation(Base):
     """Path that was loaded, or is being saved."""
     sampling_session_id: Mapped[str | None]
     """Set for an ephemeral save."""
+    inflight: Mapped[bool] = mapped_column(server_default=false())
+    """A save with kind "inflight"."""
     error: Mapped[str | None]
     """Why the gateway refused it; the trainer then has only its number."""
     fingerprint: Mapped[str]

@@ -16,7 +16,7 @@ from sampler_service.engine import (
     Targets,
     TopkTable,
 )
-from tinsmith.rpc.errors import InvalidRequest, Unsupported
+from tinsmith.rpc.errors import InvalidRequest
 from tinsmith.rpc.tensors import from_numpy, text_tokens, to_numpy
 from tinsmith.v1 import sampler_pb2 as pb
 from tinsmith.v1 import types_pb2 as types
@@ -25,15 +25,9 @@ _INT32, _INT64, _FLOAT32 = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4")
 
 
 def request_from_proto(message: pb.SampleRequest) -> Request:
-    """Raises InvalidRequest for what is malformed and Unsupported for what this service cannot honour."""
-    if message.record_stability_info:
-        raise Unsupported("record_stability_info: true is not supported by this server; leave it out")
+    """Raises InvalidRequest for what is malformed."""
     prompt = text_tokens(message.prompt, field="prompt")
     last_n = message.prompt_logprobs_last_n if message.HasField("prompt_logprobs_last_n") else None
-    if message.sequence_ids and len(message.sequence_ids) != message.num_samples:
-        raise InvalidRequest(
-            f"sequence_ids: {len(message.sequence_ids)} ids for num_samples {message.num_samples}", field="sequence_ids"
-        )
     has_targets = message.HasField("target_prompt_logprobs")
     return Request(
         prompt=prompt,

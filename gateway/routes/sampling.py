@@ -17,7 +17,7 @@ from gateway.errors import json_response
 from gateway.gateway import Gateway, gateway_of, owner_of
 from gateway.routes.models import check_session
 from gateway.tables import SamplingSession
-from tinsmith.rpc.errors import InvalidRequest, NotFound, SequenceConflict, ServiceError
+from tinsmith.rpc.errors import InvalidRequest, NotFound, SequenceConflict, ServiceError, Unsupported
 from tinsmith.v1 import sampler_pb2
 
 _SAMPLING_SESSION_ID = re.compile(r"[^/\s]+:sample:\d+")
@@ -91,8 +91,9 @@ async def asample(request: Request) -> Response:
             body = parse(schemas.Sample, content)
             if body.num_samples > limit:
                 raise InvalidRequest(f"num_samples: {body.num_samples} is above this server's max_num_samples {limit}")
-            sequence_ids = [f"{request_id}:{i}" for i in range(body.num_samples)]
-            return convert.sample_request(body, version_id=version_id, sequence_ids=sequence_ids)
+            if body.record_stability_info:
+                raise Unsupported("record_stability_info: true is not supported by this server; leave it out")
+            return convert.sample_request(body, version_id=version_id)
 
         message = await off_loop(to_message, num_bytes=len(raw), config=gateway.config)
     except ServiceError as error:
@@ -105,7 +106,7 @@ async def asample(request: Request) -> Response:
     else:
         mark = fingerprint(message.SerializeToString(deterministic=True))
         gateway.samples.submit(request_id, message, session=session, fingerprint=mark)
-        sequence_ids = list(message.sequence_ids)
+        sequence_ids = [f"{request_id}:{i}" for i in range(message.num_samples)]
     return json_response({"request_id": request_id, "model_id": None, "sample_sequence_ids": sequence_ids})
 
 

@@ -50,6 +50,21 @@ class SamplerServiceStub:
                 request_serializer=tinsmith_dot_v1_dot_sampler__pb2.StreamSampleRequest.SerializeToString,
                 response_deserializer=tinsmith_dot_v1_dot_sampler__pb2.StreamSampleResponse.FromString,
                 _registered_method=True)
+        self.DescribeRequest = channel.unary_unary(
+                '/tinsmith.v1.SamplerService/DescribeRequest',
+                request_serializer=tinsmith_dot_v1_dot_sampler__pb2.DescribeRequestRequest.SerializeToString,
+                response_deserializer=tinsmith_dot_v1_dot_sampler__pb2.DescribeRequestResponse.FromString,
+                _registered_method=True)
+        self.GetTokenizer = channel.unary_unary(
+                '/tinsmith.v1.SamplerService/GetTokenizer',
+                request_serializer=tinsmith_dot_v1_dot_sampler__pb2.GetTokenizerRequest.SerializeToString,
+                response_deserializer=tinsmith_dot_v1_dot_sampler__pb2.GetTokenizerResponse.FromString,
+                _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/tinsmith.v1.SamplerService/Tokenize',
+                request_serializer=tinsmith_dot_v1_dot_sampler__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=tinsmith_dot_v1_dot_sampler__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
         self.ListVersions = channel.unary_unary(
                 '/tinsmith.v1.SamplerService/ListVersions',
                 request_serializer=tinsmith_dot_v1_dot_sampler__pb2.ListVersionsRequest.SerializeToString,
@@ -87,6 +102,27 @@ class SamplerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DescribeRequest(self, request, context):
+        """DescribeRequest says what a running Sample or StreamSample waits for.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetTokenizer(self, request, context):
+        """GetTokenizer returns the base model's tokenizer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Tokenize(self, request, context):
+        """Tokenize turns text, or a chat, into tokens.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListVersions(self, request, context):
         """ListVersions lists the resident versions.
         """
@@ -118,6 +154,21 @@ def add_SamplerServiceServicer_to_server(servicer, server):
                     servicer.StreamSample,
                     request_deserializer=tinsmith_dot_v1_dot_sampler__pb2.StreamSampleRequest.FromString,
                     response_serializer=tinsmith_dot_v1_dot_sampler__pb2.StreamSampleResponse.SerializeToString,
+            ),
+            'DescribeRequest': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeRequest,
+                    request_deserializer=tinsmith_dot_v1_dot_sampler__pb2.DescribeRequestRequest.FromString,
+                    response_serializer=tinsmith_dot_v1_dot_sampler__pb2.DescribeRequestResponse.SerializeToString,
+            ),
+            'GetTokenizer': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTokenizer,
+                    request_deserializer=tinsmith_dot_v1_dot_sampler__pb2.GetTokenizerRequest.FromString,
+                    response_serializer=tinsmith_dot_v1_dot_sampler__pb2.GetTokenizerResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=tinsmith_dot_v1_dot_sampler__pb2.TokenizeRequest.FromString,
+                    response_serializer=tinsmith_dot_v1_dot_sampler__pb2.TokenizeResponse.SerializeToString,
             ),
             'ListVersions': grpc.unary_unary_rpc_method_handler(
                     servicer.ListVersions,
@@ -212,6 +263,87 @@ class SamplerService:
             '/tinsmith.v1.SamplerService/StreamSample',
             tinsmith_dot_v1_dot_sampler__pb2.StreamSampleRequest.SerializeToString,
             tinsmith_dot_v1_dot_sampler__pb2.StreamSampleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeRequest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tinsmith.v1.SamplerService/DescribeRequest',
+            tinsmith_dot_v1_dot_sampler__pb2.DescribeRequestRequest.SerializeToString,
+            tinsmith_dot_v1_dot_sampler__pb2.DescribeRequestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTokenizer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tinsmith.v1.SamplerService/GetTokenizer',
+            tinsmith_dot_v1_dot_sampler__pb2.GetTokenizerRequest.SerializeToString,
+            tinsmith_dot_v1_dot_sampler__pb2.GetTokenizerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tinsmith.v1.SamplerService/Tokenize',
+            tinsmith_dot_v1_dot_sampler__pb2.TokenizeRequest.SerializeToString,
+            tinsmith_dot_v1_dot_sampler__pb2.TokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

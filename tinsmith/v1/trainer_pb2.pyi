@@ -12,7 +12,7 @@ class GetTrainerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetTrainerInfoResponse(_message.Message):
-    __slots__ = ("base_models", "max_context_length", "max_lora_rank", "vocab_size", "architecture", "loss_fns", "device", "boot_id")
+    __slots__ = ("base_models", "max_context_length", "max_lora_rank", "vocab_size", "architecture", "loss_fns", "device", "boot_id", "optimizers")
     BASE_MODELS_FIELD_NUMBER: _ClassVar[int]
     MAX_CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     MAX_LORA_RANK_FIELD_NUMBER: _ClassVar[int]
@@ -21,6 +21,7 @@ class GetTrainerInfoResponse(_message.Message):
     LOSS_FNS_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZERS_FIELD_NUMBER: _ClassVar[int]
     base_models: _containers.RepeatedScalarFieldContainer[str]
     max_context_length: int
     max_lora_rank: int
@@ -29,7 +30,8 @@ class GetTrainerInfoResponse(_message.Message):
     loss_fns: _containers.RepeatedScalarFieldContainer[str]
     device: str
     boot_id: str
-    def __init__(self, base_models: _Optional[_Iterable[str]] = ..., max_context_length: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., vocab_size: _Optional[int] = ..., architecture: _Optional[str] = ..., loss_fns: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., boot_id: _Optional[str] = ...) -> None: ...
+    optimizers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, base_models: _Optional[_Iterable[str]] = ..., max_context_length: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., vocab_size: _Optional[int] = ..., architecture: _Optional[str] = ..., loss_fns: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., boot_id: _Optional[str] = ..., optimizers: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class CreateModelRequest(_message.Message):
     __slots__ = ("model_id", "base_model", "lora_config", "optimizer", "from_location", "load_optimizer", "user_metadata")
@@ -85,7 +87,7 @@ class DeleteModelResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ForwardBackwardRequest(_message.Message):
-    __slots__ = ("model_id", "seq_id", "data", "loss_fn", "loss_fn_config", "forward_only", "loss_fn_config_v2")
+    __slots__ = ("model_id", "seq_id", "data", "loss_fn", "loss_fn_config", "forward_only", "loss_fn_config_v2", "custom_loss")
     class LossFnConfigEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -107,6 +109,7 @@ class ForwardBackwardRequest(_message.Message):
     LOSS_FN_CONFIG_FIELD_NUMBER: _ClassVar[int]
     FORWARD_ONLY_FIELD_NUMBER: _ClassVar[int]
     LOSS_FN_CONFIG_V2_FIELD_NUMBER: _ClassVar[int]
+    CUSTOM_LOSS_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     seq_id: int
     data: _containers.RepeatedCompositeFieldContainer[_types_pb2.Datum]
@@ -114,7 +117,26 @@ class ForwardBackwardRequest(_message.Message):
     loss_fn_config: _containers.ScalarMap[str, float]
     forward_only: bool
     loss_fn_config_v2: _containers.MessageMap[str, _types_pb2.LossConfigValue]
-    def __init__(self, model_id: _Optional[str] = ..., seq_id: _Optional[int] = ..., data: _Optional[_Iterable[_Union[_types_pb2.Datum, _Mapping]]] = ..., loss_fn: _Optional[str] = ..., loss_fn_config: _Optional[_Mapping[str, float]] = ..., forward_only: _Optional[bool] = ..., loss_fn_config_v2: _Optional[_Mapping[str, _types_pb2.LossConfigValue]] = ...) -> None: ...
+    custom_loss: CustomLoss
+    def __init__(self, model_id: _Optional[str] = ..., seq_id: _Optional[int] = ..., data: _Optional[_Iterable[_Union[_types_pb2.Datum, _Mapping]]] = ..., loss_fn: _Optional[str] = ..., loss_fn_config: _Optional[_Mapping[str, float]] = ..., forward_only: _Optional[bool] = ..., loss_fn_config_v2: _Optional[_Mapping[str, _types_pb2.LossConfigValue]] = ..., custom_loss: _Optional[_Union[CustomLoss, _Mapping]] = ...) -> None: ...
+
+class CustomLoss(_message.Message):
+    __slots__ = ("name", "inputs", "graph")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    INPUTS_FIELD_NUMBER: _ClassVar[int]
+    GRAPH_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    inputs: _containers.RepeatedCompositeFieldContainer[CustomLossInput]
+    graph: str
+    def __init__(self, name: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[CustomLossInput, _Mapping]]] = ..., graph: _Optional[str] = ...) -> None: ...
+
+class CustomLossInput(_message.Message):
+    __slots__ = ("name", "rank")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    rank: int
+    def __init__(self, name: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class ForwardBackwardResponse(_message.Message):
     __slots__ = ("loss_fn_output_type", "loss_fn_outputs", "metrics")
@@ -134,14 +156,26 @@ class ForwardBackwardResponse(_message.Message):
     def __init__(self, loss_fn_output_type: _Optional[str] = ..., loss_fn_outputs: _Optional[_Iterable[_Union[_types_pb2.ArrayRecord, _Mapping]]] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class OptimStepRequest(_message.Message):
-    __slots__ = ("model_id", "seq_id", "adam_params")
+    __slots__ = ("model_id", "seq_id", "adam_params", "dimuon_params")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     SEQ_ID_FIELD_NUMBER: _ClassVar[int]
     ADAM_PARAMS_FIELD_NUMBER: _ClassVar[int]
+    DIMUON_PARAMS_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     seq_id: int
     adam_params: AdamParams
-    def __init__(self, model_id: _Optional[str] = ..., seq_id: _Optional[int] = ..., adam_params: _Optional[_Union[AdamParams, _Mapping]] = ...) -> None: ...
+    dimuon_params: DimuonParams
+    def __init__(self, model_id: _Optional[str] = ..., seq_id: _Optional[int] = ..., adam_params: _Optional[_Union[AdamParams, _Mapping]] = ..., dimuon_params: _Optional[_Union[DimuonParams, _Mapping]] = ...) -> None: ...
+
+class DimuonParams(_message.Message):
+    __slots__ = ("learning_rate", "beta1", "grad_clip_norm")
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    BETA1_FIELD_NUMBER: _ClassVar[int]
+    GRAD_CLIP_NORM_FIELD_NUMBER: _ClassVar[int]
+    learning_rate: float
+    beta1: float
+    grad_clip_norm: float
+    def __init__(self, learning_rate: _Optional[float] = ..., beta1: _Optional[float] = ..., grad_clip_norm: _Optional[float] = ...) -> None: ...
 
 class AdamParams(_message.Message):
     __slots__ = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
@@ -189,7 +223,7 @@ class SkipOperationResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class SaveCheckpointRequest(_message.Message):
-    __slots__ = ("model_id", "seq_id", "kind", "name", "overwrite", "ttl_seconds", "user_metadata")
+    __slots__ = ("model_id", "seq_id", "kind", "name", "overwrite", "ttl_seconds", "user_metadata", "age_recipients")
     class UserMetadataEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -204,6 +238,7 @@ class SaveCheckpointRequest(_message.Message):
     OVERWRITE_FIELD_NUMBER: _ClassVar[int]
     TTL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     USER_METADATA_FIELD_NUMBER: _ClassVar[int]
+    AGE_RECIPIENTS_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     seq_id: int
     kind: _types_pb2.CheckpointKind
@@ -211,7 +246,8 @@ class SaveCheckpointRequest(_message.Message):
     overwrite: bool
     ttl_seconds: int
     user_metadata: _containers.ScalarMap[str, str]
-    def __init__(self, model_id: _Optional[str] = ..., seq_id: _Optional[int] = ..., kind: _Optional[_Union[_types_pb2.CheckpointKind, str]] = ..., name: _Optional[str] = ..., overwrite: _Optional[bool] = ..., ttl_seconds: _Optional[int] = ..., user_metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    age_recipients: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, model_id: _Optional[str] = ..., seq_id: _Optional[int] = ..., kind: _Optional[_Union[_types_pb2.CheckpointKind, str]] = ..., name: _Optional[str] = ..., overwrite: _Optional[bool] = ..., ttl_seconds: _Optional[int] = ..., user_metadata: _Optional[_Mapping[str, str]] = ..., age_recipients: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SaveCheckpointResponse(_message.Message):
     __slots__ = ("checkpoint", "num_samplers")
@@ -260,10 +296,12 @@ class GetCheckpointRequest(_message.Message):
     def __init__(self, location: _Optional[str] = ...) -> None: ...
 
 class GetCheckpointResponse(_message.Message):
-    __slots__ = ("checkpoint",)
+    __slots__ = ("checkpoint", "files")
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
     checkpoint: _types_pb2.CheckpointInfo
-    def __init__(self, checkpoint: _Optional[_Union[_types_pb2.CheckpointInfo, _Mapping]] = ...) -> None: ...
+    files: _containers.RepeatedCompositeFieldContainer[_types_pb2.CheckpointFile]
+    def __init__(self, checkpoint: _Optional[_Union[_types_pb2.CheckpointInfo, _Mapping]] = ..., files: _Optional[_Iterable[_Union[_types_pb2.CheckpointFile, _Mapping]]] = ...) -> None: ...
 
 class DeleteCheckpointRequest(_message.Message):
     __slots__ = ("location",)
@@ -274,6 +312,95 @@ class DeleteCheckpointRequest(_message.Message):
 class DeleteCheckpointResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class CopyCheckpointRequest(_message.Message):
+    __slots__ = ("source", "destination", "ttl_seconds")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    DESTINATION_FIELD_NUMBER: _ClassVar[int]
+    TTL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    source: str
+    destination: str
+    ttl_seconds: int
+    def __init__(self, source: _Optional[str] = ..., destination: _Optional[str] = ..., ttl_seconds: _Optional[int] = ...) -> None: ...
+
+class CopyCheckpointResponse(_message.Message):
+    __slots__ = ("checkpoint",)
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    checkpoint: _types_pb2.CheckpointInfo
+    def __init__(self, checkpoint: _Optional[_Union[_types_pb2.CheckpointInfo, _Mapping]] = ...) -> None: ...
+
+class ReadCheckpointFileRequest(_message.Message):
+    __slots__ = ("location", "name")
+    LOCATION_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    location: str
+    name: str
+    def __init__(self, location: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
+
+class ReadCheckpointFileResponse(_message.Message):
+    __slots__ = ("data",)
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    def __init__(self, data: _Optional[bytes] = ...) -> None: ...
+
+class ImportCheckpointRequest(_message.Message):
+    __slots__ = ("header", "archive")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    ARCHIVE_FIELD_NUMBER: _ClassVar[int]
+    header: ImportCheckpointHeader
+    archive: bytes
+    def __init__(self, header: _Optional[_Union[ImportCheckpointHeader, _Mapping]] = ..., archive: _Optional[bytes] = ...) -> None: ...
+
+class ImportCheckpointHeader(_message.Message):
+    __slots__ = ("location", "base_model", "ttl_seconds", "user_metadata")
+    class UserMetadataEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    LOCATION_FIELD_NUMBER: _ClassVar[int]
+    BASE_MODEL_FIELD_NUMBER: _ClassVar[int]
+    TTL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    USER_METADATA_FIELD_NUMBER: _ClassVar[int]
+    location: str
+    base_model: str
+    ttl_seconds: int
+    user_metadata: _containers.ScalarMap[str, str]
+    def __init__(self, location: _Optional[str] = ..., base_model: _Optional[str] = ..., ttl_seconds: _Optional[int] = ..., user_metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class ImportCheckpointResponse(_message.Message):
+    __slots__ = ("checkpoint", "notes")
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    NOTES_FIELD_NUMBER: _ClassVar[int]
+    checkpoint: _types_pb2.CheckpointInfo
+    notes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, checkpoint: _Optional[_Union[_types_pb2.CheckpointInfo, _Mapping]] = ..., notes: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class CheckCustomLossRequest(_message.Message):
+    __slots__ = ("custom_loss",)
+    CUSTOM_LOSS_FIELD_NUMBER: _ClassVar[int]
+    custom_loss: CustomLoss
+    def __init__(self, custom_loss: _Optional[_Union[CustomLoss, _Mapping]] = ...) -> None: ...
+
+class CheckCustomLossResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DescribeOperationRequest(_message.Message):
+    __slots__ = ("model_id", "seq_id")
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    SEQ_ID_FIELD_NUMBER: _ClassVar[int]
+    model_id: str
+    seq_id: int
+    def __init__(self, model_id: _Optional[str] = ..., seq_id: _Optional[int] = ...) -> None: ...
+
+class DescribeOperationResponse(_message.Message):
+    __slots__ = ("status",)
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    status: _types_pb2.QueueStatus
+    def __init__(self, status: _Optional[_Union[_types_pb2.QueueStatus, _Mapping]] = ...) -> None: ...
 
 class WaitResultRequest(_message.Message):
     __slots__ = ("model_id", "seq_id")

@@ -99,6 +99,31 @@ class TrainerServiceStub:
                 request_serializer=tinsmith_dot_v1_dot_trainer__pb2.DeleteCheckpointRequest.SerializeToString,
                 response_deserializer=tinsmith_dot_v1_dot_trainer__pb2.DeleteCheckpointResponse.FromString,
                 _registered_method=True)
+        self.CopyCheckpoint = channel.unary_unary(
+                '/tinsmith.v1.TrainerService/CopyCheckpoint',
+                request_serializer=tinsmith_dot_v1_dot_trainer__pb2.CopyCheckpointRequest.SerializeToString,
+                response_deserializer=tinsmith_dot_v1_dot_trainer__pb2.CopyCheckpointResponse.FromString,
+                _registered_method=True)
+        self.ReadCheckpointFile = channel.unary_stream(
+                '/tinsmith.v1.TrainerService/ReadCheckpointFile',
+                request_serializer=tinsmith_dot_v1_dot_trainer__pb2.ReadCheckpointFileRequest.SerializeToString,
+                response_deserializer=tinsmith_dot_v1_dot_trainer__pb2.ReadCheckpointFileResponse.FromString,
+                _registered_method=True)
+        self.ImportCheckpoint = channel.stream_unary(
+                '/tinsmith.v1.TrainerService/ImportCheckpoint',
+                request_serializer=tinsmith_dot_v1_dot_trainer__pb2.ImportCheckpointRequest.SerializeToString,
+                response_deserializer=tinsmith_dot_v1_dot_trainer__pb2.ImportCheckpointResponse.FromString,
+                _registered_method=True)
+        self.CheckCustomLoss = channel.unary_unary(
+                '/tinsmith.v1.TrainerService/CheckCustomLoss',
+                request_serializer=tinsmith_dot_v1_dot_trainer__pb2.CheckCustomLossRequest.SerializeToString,
+                response_deserializer=tinsmith_dot_v1_dot_trainer__pb2.CheckCustomLossResponse.FromString,
+                _registered_method=True)
+        self.DescribeOperation = channel.unary_unary(
+                '/tinsmith.v1.TrainerService/DescribeOperation',
+                request_serializer=tinsmith_dot_v1_dot_trainer__pb2.DescribeOperationRequest.SerializeToString,
+                response_deserializer=tinsmith_dot_v1_dot_trainer__pb2.DescribeOperationResponse.FromString,
+                _registered_method=True)
         self.WaitResult = channel.unary_unary(
                 '/tinsmith.v1.TrainerService/WaitResult',
                 request_serializer=tinsmith_dot_v1_dot_trainer__pb2.WaitResultRequest.SerializeToString,
@@ -198,6 +223,42 @@ class TrainerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CopyCheckpoint(self, request, context):
+        """CopyCheckpoint makes a checkpoint's files available at a second location; bytes are shared where they can be.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadCheckpointFile(self, request, context):
+        """ReadCheckpointFile streams one file of a checkpoint.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ImportCheckpoint(self, request_iterator, context):
+        """ImportCheckpoint stores a PEFT LoRA adapter made elsewhere as a checkpoint. The first message is the header, the
+        others are pieces of a tar archive with adapter_config.json and adapter_model.safetensors (or .bin).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CheckCustomLoss(self, request, context):
+        """CheckCustomLoss refuses a custom loss that ForwardBackward would refuse.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DescribeOperation(self, request, context):
+        """DescribeOperation says what an accepted operation waits for.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WaitResult(self, request, context):
         """WaitResult waits for an accepted operation and returns its answer; it serves a gateway that has lost the call.
         """
@@ -267,6 +328,31 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.DeleteCheckpoint,
                     request_deserializer=tinsmith_dot_v1_dot_trainer__pb2.DeleteCheckpointRequest.FromString,
                     response_serializer=tinsmith_dot_v1_dot_trainer__pb2.DeleteCheckpointResponse.SerializeToString,
+            ),
+            'CopyCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.CopyCheckpoint,
+                    request_deserializer=tinsmith_dot_v1_dot_trainer__pb2.CopyCheckpointRequest.FromString,
+                    response_serializer=tinsmith_dot_v1_dot_trainer__pb2.CopyCheckpointResponse.SerializeToString,
+            ),
+            'ReadCheckpointFile': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadCheckpointFile,
+                    request_deserializer=tinsmith_dot_v1_dot_trainer__pb2.ReadCheckpointFileRequest.FromString,
+                    response_serializer=tinsmith_dot_v1_dot_trainer__pb2.ReadCheckpointFileResponse.SerializeToString,
+            ),
+            'ImportCheckpoint': grpc.stream_unary_rpc_method_handler(
+                    servicer.ImportCheckpoint,
+                    request_deserializer=tinsmith_dot_v1_dot_trainer__pb2.ImportCheckpointRequest.FromString,
+                    response_serializer=tinsmith_dot_v1_dot_trainer__pb2.ImportCheckpointResponse.SerializeToString,
+            ),
+            'CheckCustomLoss': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckCustomLoss,
+                    request_deserializer=tinsmith_dot_v1_dot_trainer__pb2.CheckCustomLossRequest.FromString,
+                    response_serializer=tinsmith_dot_v1_dot_trainer__pb2.CheckCustomLossResponse.SerializeToString,
+            ),
+            'DescribeOperation': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeOperation,
+                    request_deserializer=tinsmith_dot_v1_dot_trainer__pb2.DescribeOperationRequest.FromString,
+                    response_serializer=tinsmith_dot_v1_dot_trainer__pb2.DescribeOperationResponse.SerializeToString,
             ),
             'WaitResult': grpc.unary_unary_rpc_method_handler(
                     servicer.WaitResult,
@@ -603,6 +689,141 @@ class TrainerService:
             '/tinsmith.v1.TrainerService/DeleteCheckpoint',
             tinsmith_dot_v1_dot_trainer__pb2.DeleteCheckpointRequest.SerializeToString,
             tinsmith_dot_v1_dot_trainer__pb2.DeleteCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CopyCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tinsmith.v1.TrainerService/CopyCheckpoint',
+            tinsmith_dot_v1_dot_trainer__pb2.CopyCheckpointRequest.SerializeToString,
+            tinsmith_dot_v1_dot_trainer__pb2.CopyCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadCheckpointFile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tinsmith.v1.TrainerService/ReadCheckpointFile',
+            tinsmith_dot_v1_dot_trainer__pb2.ReadCheckpointFileRequest.SerializeToString,
+            tinsmith_dot_v1_dot_trainer__pb2.ReadCheckpointFileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ImportCheckpoint(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/tinsmith.v1.TrainerService/ImportCheckpoint',
+            tinsmith_dot_v1_dot_trainer__pb2.ImportCheckpointRequest.SerializeToString,
+            tinsmith_dot_v1_dot_trainer__pb2.ImportCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckCustomLoss(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tinsmith.v1.TrainerService/CheckCustomLoss',
+            tinsmith_dot_v1_dot_trainer__pb2.CheckCustomLossRequest.SerializeToString,
+            tinsmith_dot_v1_dot_trainer__pb2.CheckCustomLossResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeOperation(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tinsmith.v1.TrainerService/DescribeOperation',
+            tinsmith_dot_v1_dot_trainer__pb2.DescribeOperationRequest.SerializeToString,
+            tinsmith_dot_v1_dot_trainer__pb2.DescribeOperationResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -26,6 +26,7 @@ class CheckpointKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CHECKPOINT_KIND_TRAINING: _ClassVar[CheckpointKind]
     CHECKPOINT_KIND_SAMPLER: _ClassVar[CheckpointKind]
     CHECKPOINT_KIND_EPHEMERAL: _ClassVar[CheckpointKind]
+    CHECKPOINT_KIND_EXTERNAL: _ClassVar[CheckpointKind]
 DTYPE_UNSPECIFIED: Dtype
 DTYPE_FLOAT32: Dtype
 DTYPE_INT64: Dtype
@@ -37,6 +38,7 @@ CHECKPOINT_KIND_UNSPECIFIED: CheckpointKind
 CHECKPOINT_KIND_TRAINING: CheckpointKind
 CHECKPOINT_KIND_SAMPLER: CheckpointKind
 CHECKPOINT_KIND_EPHEMERAL: CheckpointKind
+CHECKPOINT_KIND_EXTERNAL: CheckpointKind
 
 class Chunk(_message.Message):
     __slots__ = ("encoded_text", "image", "dmel")
@@ -233,7 +235,7 @@ class LoraConfig(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., seed: _Optional[int] = ..., train_unembed: _Optional[bool] = ..., train_mlp: _Optional[bool] = ..., train_attn: _Optional[bool] = ...) -> None: ...
 
 class CheckpointInfo(_message.Message):
-    __slots__ = ("location", "kind", "model_id", "base_model", "lora_config", "version_id", "size_bytes", "created_at", "step", "has_optimizer", "ttl_seconds", "user_metadata")
+    __slots__ = ("location", "kind", "model_id", "base_model", "lora_config", "version_id", "size_bytes", "created_at", "step", "has_optimizer", "ttl_seconds", "user_metadata", "optimizer", "encrypted")
     class UserMetadataEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -253,6 +255,8 @@ class CheckpointInfo(_message.Message):
     HAS_OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     TTL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     USER_METADATA_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    ENCRYPTED_FIELD_NUMBER: _ClassVar[int]
     location: str
     kind: CheckpointKind
     model_id: str
@@ -265,4 +269,30 @@ class CheckpointInfo(_message.Message):
     has_optimizer: bool
     ttl_seconds: int
     user_metadata: _containers.ScalarMap[str, str]
-    def __init__(self, location: _Optional[str] = ..., kind: _Optional[_Union[CheckpointKind, str]] = ..., model_id: _Optional[str] = ..., base_model: _Optional[str] = ..., lora_config: _Optional[_Union[LoraConfig, _Mapping]] = ..., version_id: _Optional[str] = ..., size_bytes: _Optional[int] = ..., created_at: _Optional[float] = ..., step: _Optional[int] = ..., has_optimizer: _Optional[bool] = ..., ttl_seconds: _Optional[int] = ..., user_metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    optimizer: str
+    encrypted: bool
+    def __init__(self, location: _Optional[str] = ..., kind: _Optional[_Union[CheckpointKind, str]] = ..., model_id: _Optional[str] = ..., base_model: _Optional[str] = ..., lora_config: _Optional[_Union[LoraConfig, _Mapping]] = ..., version_id: _Optional[str] = ..., size_bytes: _Optional[int] = ..., created_at: _Optional[float] = ..., step: _Optional[int] = ..., has_optimizer: _Optional[bool] = ..., ttl_seconds: _Optional[int] = ..., user_metadata: _Optional[_Mapping[str, str]] = ..., optimizer: _Optional[str] = ..., encrypted: _Optional[bool] = ...) -> None: ...
+
+class CheckpointFile(_message.Message):
+    __slots__ = ("name", "size_bytes", "sha256")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    size_bytes: int
+    sha256: str
+    def __init__(self, name: _Optional[str] = ..., size_bytes: _Optional[int] = ..., sha256: _Optional[str] = ...) -> None: ...
+
+class QueueStatus(_message.Message):
+    __slots__ = ("running", "position", "tokens_ahead", "expected_seconds", "reason")
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_AHEAD_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    running: bool
+    position: int
+    tokens_ahead: int
+    expected_seconds: float
+    reason: str
+    def __init__(self, running: _Optional[bool] = ..., position: _Optional[int] = ..., tokens_ahead: _Optional[int] = ..., expected_seconds: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...

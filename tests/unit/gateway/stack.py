@@ -264,8 +264,6 @@ class FakeSampler(sampler_pb2_grpc.SamplerServiceServicer):
         self.requests.append(request)
         if request.version_id not in self.versions:
             raise VersionNotLoaded(f"version {request.version_id} is not resident")
-        if request.record_stability_info:
-            raise InvalidRequest("record_stability_info: is not supported")
         await self.go.wait()
         num_tokens = sum(len(chunk.encoded_text.tokens) // 4 for chunk in request.prompt)
         sequence = types_pb2.SampledSequence(

@@ -21,7 +21,7 @@ from sampler_service.metrics import SamplerMetrics
 from sampler_service.torch_engine import TorchEngine
 from tests.unit.sampler_service.serving import make_adapter, metric, plain_logits, prompt, serving, until
 from tinsmith.rpc.channel import connect, is_serving, wait_serving
-from tinsmith.rpc.errors import InvalidRequest, NotReady, ServiceError, Unsupported, VersionNotLoaded, from_rpc_error
+from tinsmith.rpc.errors import InvalidRequest, NotReady, ServiceError, VersionNotLoaded, from_rpc_error
 from tinsmith.rpc.tensors import from_numpy, to_numpy
 from tinsmith.v1 import sampler_pb2 as pb
 from tinsmith.v1 import sampler_pb2_grpc
@@ -127,10 +127,8 @@ async def test_sparse_targets_are_answered_in_their_own_layout(service: Service,
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
-        ({"record_stability_info": True}, Unsupported, "record_stability_info"),
         ({"num_samples": 0}, InvalidRequest, "num_samples: 0"),
         ({"version_id": "nobody"}, VersionNotLoaded, "'nobody' is not loaded"),
-        ({"sequence_ids": ["a", "b"]}, InvalidRequest, "sequence_ids: 2 ids for num_samples 1"),
         ({"target_prompt_logprobs": from_numpy(np.zeros((2, 1), np.int64))}, InvalidRequest, r"shape \[3, K\]"),
         ({"target_prompt_logprobs": from_numpy(np.full((3, 1), -1))}, InvalidRequest, "names no token"),
         ({"prompt": []}, InvalidRequest, "prompt: is empty"),
