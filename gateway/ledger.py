@@ -1,4 +1,5 @@
-"""What was used, what was done to checkpoints, and how long work took: written behind, a batch at a time.
+"""What was used, what was done to checkpoints, how long work took, and when a run was last asked for something:
+written behind, a batch at a time.
 
 These rows are for reading later; nothing that a client waits for depends on them. A gateway that is killed loses at
 most the last FLUSH_S seconds of them.
@@ -12,12 +13,12 @@ import time
 from collections import Counter
 from typing import Any, Literal
 
-from sqlalchemy import select
+from sqlalchemy import select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.store import Store
-from gateway.tables import AuditEvent, Session, Span, Usage
+from gateway.tables import AuditEvent, Model, Session, Span, Usage
 
 logger = logging.getLogger(__name__)
 
@@ -33,14 +34,28 @@ class Ledger:
         self._store = store
         self._usage: Counter[tuple[int, str, str, str, str]] = Counter()
         self._rows: list[AuditEvent | Span] = []
+        self._touched: dict[str, float] = {}
         self._owners: dict[str, str] = {}
 
     def use(
-        self, kind: UsageKind, amount: int, *, base_model: str, session_id: str = "", owner: str | None = None
+        self,
+        kind: UsageKind,
+        amount: int,
+        *,
+        base_model: str,
+        session_id: str = "",
+        owner: str | None = None,
+        hour: int | None = None,
     ) -> None:
-        """Counts tokens, checkpoints, or byte-hours. The owner is that of the session unless one is given."""
+        """Counts tokens, checkpoints, or byte-hours. The owner is that of the session unless one is given; the hour,
+        counted since 1970, is now."""
         if amount > 0:
-            self._usage[int(time.time() // 3600), owner or "", session_id, base_model, kind] += amount
+            hour = int(time.time() // 3600) if hour is None else hour
+            self._usage[hour, owner or "", session_id, base_model, kind] += amount
+
+    def touch(self, model_id: str) -> None:
+        """The training run is asked for something now."""
+        self._touched[model_id] = time.time()
 
     def audit(self, event: str, *, owner: str, category: str = "checkpoints", **details: Any) -> None:
         self._rows.append(AuditEvent(at=time.time(), owner=owner, category=category, event=event, details=details))
@@ -58,18 +73,24 @@ class Ledger:
 
     async def flush(self) -> None:
         """Writes what has gathered; it stays gathered when that fails."""
-        usage, rows = self._usage, self._rows
-        if not usage and not rows:
+        usage, rows, touched = self._usage, self._rows, self._touched
+        if not usage and not rows and not touched:
             return
-        self._usage, self._rows = Counter(), []
+        self._usage, self._rows, self._touched = Counter(), [], {}
         try:
-            await self._write(usage, rows)
+            await self._write(usage, rows, touched)
         except BaseException:
             self._usage.update(usage)
             self._rows = rows + self._rows
+            self._touched = touched | self._touched
             raise
 
-    async def _write(self, usage: Counter[tuple[int, str, str, str, str]], rows: list[AuditEvent | Span]) -> None:
+    async def _write(
+        self,
+        usage: Counter[tuple[int, str, str, str, str]],
+        rows: list[AuditEvent | Span],
+        touched: dict[str, float],
+    ) -> None:
         insert = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}[self._store.dialect]
         async with self._store.begin() as db:
             wanted = {key[2] for key in usage if not key[1]} - set(self._owners)
@@ -93,4 +114,6 @@ class Ledger:
                         set_={"amount": Usage.amount + statement.excluded.amount},
                     )
                 )
+            for model_id, at in touched.items():
+                await db.execute(update(Model).where(Model.model_id == model_id).values(last_request_at=at))
             db.add_all(rows)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from datetime import date
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field
 
 
 def _storable(text: str) -> str:
@@ -34,7 +35,7 @@ class SessionHeartbeat(Body):
 
 
 class FinishReason(Body):
-    type: str
+    type: Literal["success", "errored", "interrupted"]
 
 
 class FinishSession(Body):
@@ -169,3 +170,120 @@ class Sample(SampleIds):
 
 class RetrieveFuture(Body):
     request_id: str
+
+
+# Management
+
+
+class SaveWeightsExternal(OperationIds):
+    path: str
+    ttl_seconds: int | None = None
+    age_encryption_recipients: list[str] | None = Field(default=None, max_length=10)
+
+
+class SetTtl(Body):
+    ttl_seconds: int | None
+    """None removes the expiry."""
+
+
+class CopyWeights(Body):
+    source_path: str
+    destination_project_id: Text | None = None
+    session_id: str | None = None
+    model_seq_id: int | None = Field(default=None, ge=0, lt=2**31)
+    ttl_seconds: int | None = None
+    weights_access_token: str | None = None
+
+
+class AssignProject(Body):
+    project_id: Text = Field(min_length=1)
+
+
+class Query(BaseModel):
+    """Parameters of a URL, which are all text."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class ScopedQuery(Query):
+    access_scope: Literal["owned", "accessible"] = "owned"
+
+
+class PageQuery(Query):
+    limit: int = Field(default=20, ge=0, le=1000)
+    offset: int = Field(default=0, ge=0, lt=2**31)
+
+
+class RunsQuery(PageQuery, ScopedQuery):
+    project_id: str | None = None
+
+
+class SessionsQuery(PageQuery, ScopedQuery):
+    pass
+
+
+class CheckpointsQuery(PageQuery):
+    limit: int = Field(default=100, ge=0, le=1000)
+
+
+class AuditQuery(Query):
+    event_type: Literal["all", "checkpoints", "projects", "teams", "organizations"] = "all"
+    day: date | None = None
+
+
+class UsageQuery(Query):
+    starting_on: AwareDatetime
+    ending_before: AwareDatetime
+
+
+class StorageQuery(Query):
+    project_id: str | None = None
+
+
+class OwnSearch(Body):
+    type: Literal["own"]
+
+
+class AccessibleSearch(Body):
+    type: Literal["accessible"]
+
+
+class UserSearch(Body):
+    type: Literal["user"]
+    owner_urns: list[str] = Field(min_length=1, max_length=10)
+
+
+class ActiveQuery(Body):
+    type: Literal["active"]
+
+
+class CancelledQuery(Body):
+    type: Literal["cancelled"]
+
+
+class FailedQuery(Body):
+    type: Literal["failed"]
+
+
+class FinishedQuery(Body):
+    type: Literal["client_finished"]
+    reasons: list[Literal["success", "errored", "interrupted"]] | None = Field(default=None, min_length=1)
+
+
+StatusQuery = ActiveQuery | CancelledQuery | FailedQuery | FinishedQuery
+
+
+class SearchCursor(Body):
+    last_created_at: Annotated[AwareDatetime, Field(strict=False)]
+    last_session_id: str
+
+
+class SearchSessions(Body):
+    session_id: str | None = None
+    project_ids: list[str] | None = None
+    user_metadata: dict[str, str] = {}
+    display_name: str | None = Field(default=None, min_length=1)
+    owner: Annotated[OwnSearch | AccessibleSearch | UserSearch, Field(discriminator="type")] = OwnSearch(type="own")
+    statuses: list[Annotated[StatusQuery, Field(discriminator="type")]] | None = Field(default=None, min_length=1)
+    limit: int = Field(default=50, ge=1, le=200)
+    cursor: SearchCursor | None = None

@@ -15,7 +15,7 @@ from sqlalchemy import Connection, delete, event, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 
-from gateway.tables import Base, Checkpoint, Model, Operation, SamplingSession, Session
+from gateway.tables import Base, Checkpoint, Model, Operation, SampleMark, SamplingSession, Session, Setting
 
 MIGRATIONS = Path(__file__).parent / "migrations"
 
@@ -167,6 +167,21 @@ class Store:
         """After sampling_session: only those of live sessions are kept in memory."""
         return sampling_session_id in self._samplers
 
+    async def join_sampling_session(self, sampling_session_id: str) -> int:
+        """A number from 1 that no other client of the sampling session has."""
+        row = update(SamplingSession).where(SamplingSession.sampling_session_id == sampling_session_id)
+        query = row.values(num_joined=SamplingSession.num_joined + 1).returning(SamplingSession.num_joined)
+        async with self.begin() as db:
+            return (await db.scalars(query)).one()
+
+    async def sample_mark(self, sampling_session_id: str, clone_id: int) -> SampleMark | None:
+        async with self.begin() as db:
+            return await db.get(SampleMark, (sampling_session_id, clone_id))
+
+    async def put_sample_mark(self, mark: SampleMark) -> None:
+        async with self.begin() as db:
+            await db.merge(mark)
+
     @staticmethod
     async def _lives(db: AsyncSession, session_id: str) -> bool:
         query = select(Session.session_id).where(Session.session_id == session_id, Session.ended_at.is_(None))
@@ -174,10 +189,14 @@ class Store:
 
     # Checkpoints
 
-    async def put_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Adds it, or replaces the one of the same path."""
+    async def put_checkpoint(self, checkpoint: Checkpoint) -> bool:
+        """Adds it, or replaces the one of the same path. False when this very save was there already."""
         async with self.begin() as db:
+            known = await db.get(Checkpoint, checkpoint.path)
+            if known is not None and known.version_id == checkpoint.version_id:
+                return False
             await db.merge(checkpoint)
+        return True
 
     async def checkpoint(self, path: str) -> Checkpoint | None:
         """The checkpoint, also an expired one."""
@@ -191,6 +210,25 @@ class Store:
     async def delete_checkpoint(self, path: str) -> None:
         async with self.begin() as db:
             await db.execute(delete(Checkpoint).where(Checkpoint.path == path))
+
+    async def update_checkpoint(self, path: str, **facts: Any) -> None:
+        async with self.begin() as db:
+            await db.execute(update(Checkpoint).where(Checkpoint.path == path).values(**facts))
+
+    # Settings
+
+    async def setting(self, name: str, *, default: str) -> str:
+        """Its value; `default` becomes its value when it has none."""
+        await self._add_once(Setting(name=name, value=default))
+        async with self.begin() as db:
+            return (await db.get_one(Setting, name)).value
+
+    async def swap_setting(self, name: str, *, old: str, new: str) -> bool:
+        """Sets it if its value is `old`. False when another gateway was faster."""
+        query = update(Setting).where(Setting.name == name, Setting.value == old)
+        async with self.begin() as db:
+            result = await db.execute(query.values(value=new))
+            return result.rowcount > 0  # type: ignore[attr-defined]
 
     # Operations
 

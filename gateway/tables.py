@@ -134,6 +134,21 @@ class CustomLoss(Base):
     created_at: Mapped[float]
 
 
+class SampleMark(Base):
+    """How far the seq_ids of one client's samples have come, so that a restarted gateway can tell the client to look
+    after those that were in work."""
+
+    __tablename__ = "sample_marks"
+
+    sampling_session_id: Mapped[str] = mapped_column(primary_key=True)
+    clone_id: Mapped[int] = mapped_column(BigInteger, primary_key=True)
+    """seq_id // 10**9."""
+    low: Mapped[int] = mapped_column(BigInteger)
+    """Every sample before this seq_id is over."""
+    high: Mapped[int] = mapped_column(BigInteger)
+    """No sample after this seq_id was accepted."""
+
+
 class SequenceRecord(Base):
     """What sampling with record_stability_info leaves of a sequence, for losses that name it."""
 
@@ -207,6 +222,15 @@ class Span(Base):
     num_tokens: Mapped[int] = mapped_column(BigInteger)
 
     __table_args__ = (Index("ix_spans_session_id", "session_id"),)
+
+
+class Setting(Base):
+    """A fact that all gateways behind one database share."""
+
+    __tablename__ = "settings"
+
+    name: Mapped[str] = mapped_column(primary_key=True)
+    value: Mapped[str]
 
 
 class Operation(Base):

@@ -33,6 +33,14 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("location"),
     )
     op.create_table(
+        "sample_marks",
+        sa.Column("sampling_session_id", sa.String(), nullable=False),
+        sa.Column("clone_id", sa.BigInteger(), autoincrement=False, nullable=False),
+        sa.Column("low", sa.BigInteger(), nullable=False),
+        sa.Column("high", sa.BigInteger(), nullable=False),
+        sa.PrimaryKeyConstraint("sampling_session_id", "clone_id"),
+    )
+    op.create_table(
         "sequence_records",
         sa.Column("sequence_id", sa.String(), nullable=False),
         sa.Column("session_id", sa.String(), nullable=False),
@@ -88,6 +96,13 @@ def upgrade() -> None:
     with op.batch_alter_table("custom_losses") as batch_op:
         batch_op.create_index(batch_op.f("ix_custom_losses_session_id"), ["session_id"], unique=False)
 
+    op.create_table(
+        "settings",
+        sa.Column("name", sa.String(), nullable=False),
+        sa.Column("value", sa.String(), nullable=False),
+        sa.PrimaryKeyConstraint("name"),
+    )
+
     with op.batch_alter_table("checkpoints") as batch_op:
         batch_op.add_column(sa.Column("optimizer", sa.String(), server_default=sa.text("'adamw'"), nullable=False))
         batch_op.add_column(sa.Column("public", sa.Boolean(), server_default=sa.false(), nullable=False))
@@ -116,5 +131,14 @@ def downgrade() -> None:
         with op.batch_alter_table(table) as batch_op:
             for column in columns:
                 batch_op.drop_column(column)
-    for table in ("custom_losses", "usage", "spans", "sequence_records", "retired_checkpoints", "audit_events"):
+    for table in (
+        "settings",
+        "custom_losses",
+        "usage",
+        "spans",
+        "sequence_records",
+        "sample_marks",
+        "retired_checkpoints",
+        "audit_events",
+    ):
         op.drop_table(table)

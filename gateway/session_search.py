@@ -1,0 +1,120 @@
+"""Sessions, for lists and searches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import ColumnElement, and_, func, or_, select
+
+from gateway import schemas
+from gateway.catalog import exists_now, in_project
+from gateway.store import Store
+from gateway.tables import Checkpoint, Model, SamplingSession, Session
+from gateway.views import FINISH_REASONS, owner_of_urn
+
+_SCANNED_ROWS = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A session and what is stored of it."""
+
+    session: Session
+    num_checkpoints: int
+    num_bytes: int
+
+
+class SessionSearch:
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def ids(self, *, owner: str | None, limit: int, offset: int) -> list[str]:
+        """Newest first."""
+        query = select(Session.session_id).order_by(Session.created_at.desc(), Session.session_id.desc())
+        if owner is not None:
+            query = query.where(Session.owner == owner)
+        async with self._store.begin() as db:
+            return list(await db.scalars(query.limit(limit).offset(offset)))
+
+    async def members(self, session_id: str) -> tuple[list[str], list[str]]:
+        """Its training runs and its samplers, oldest first."""
+        models = select(Model.model_id).where(Model.session_id == session_id).order_by(Model.created_at)
+        samplers = select(SamplingSession.sampling_session_id).where(SamplingSession.session_id == session_id)
+        async with self._store.begin() as db:
+            return list(await db.scalars(models)), list(await db.scalars(samplers.order_by(SamplingSession.created_at)))
+
+    async def search(self, asked: schemas.SearchSessions, *, owner: str) -> tuple[list[Found], bool]:
+        """One page, newest first, and whether there are more."""
+        query = select(Session).order_by(Session.created_at.desc(), Session.session_id.desc())
+        match asked.owner:
+            case schemas.OwnSearch():
+                query = query.where(Session.owner == owner)
+            case schemas.UserSearch(owner_urns=urns):
+                query = query.where(Session.owner.in_([owner_of_urn(urn) for urn in urns]))
+        if asked.project_ids is not None:
+            query = query.where(or_(*[in_project(project_id) for project_id in asked.project_ids]))
+        if asked.statuses is not None:
+            query = query.where(or_(*[_has_status(status) for status in asked.statuses]))
+        if asked.session_id is not None and asked.display_name is None:
+            query = query.where(Session.session_id == asked.session_id)
+        matching: list[Session] = []
+        async with self._store.begin() as db:
+            after = await self._position(asked.cursor)
+            # Names and metadata are compared here: databases differ in what they take for a lower case letter.
+            while len(matching) <= asked.limit:
+                page = query if after is None else query.where(_comes_after(*after))
+                rows = list(await db.scalars(page.limit(_SCANNED_ROWS)))
+                matching += [row for row in rows if _matches(row, asked)]
+                if len(rows) < _SCANNED_ROWS:
+                    break
+                after = rows[-1].created_at, rows[-1].session_id
+        page_rows = matching[: asked.limit]
+        sizes = await self._sizes([row.session_id for row in page_rows])
+        return [Found(row, *sizes.get(row.session_id, (0, 0))) for row in page_rows], len(matching) > asked.limit
+
+    async def _position(self, cursor: schemas.SearchCursor | None) -> tuple[float, str] | None:
+        if cursor is None:
+            return None
+        # The cursor's time is rounded to a microsecond; the row has all of it.
+        session = await self._store.session(cursor.last_session_id)
+        at = cursor.last_created_at.timestamp() if session is None else session.created_at
+        return at, cursor.last_session_id
+
+    async def _sizes(self, session_ids: Sequence[str]) -> dict[str, tuple[int, int]]:
+        """Number and bytes of the checkpoints of each session that has any."""
+        query = (
+            select(Model.session_id, func.count(), func.sum(Checkpoint.size_bytes))
+            .join(Checkpoint, Checkpoint.run_id == Model.model_id)
+            .where(Model.session_id.in_(session_ids), exists_now())
+            .group_by(Model.session_id)
+        )
+        async with self._store.begin() as db:
+            return {session_id: (count, int(size)) for session_id, count, size in await db.execute(query)}
+
+
+def _comes_after(created_at: float, session_id: str) -> ColumnElement[bool]:
+    """In the order newest first."""
+    return or_(
+        Session.created_at < created_at, and_(Session.created_at == created_at, Session.session_id < session_id)
+    )
+
+
+def _has_status(status: schemas.StatusQuery) -> ColumnElement[bool]:
+    match status:
+        case schemas.ActiveQuery():
+            return Session.ended_at.is_(None)
+        case schemas.FinishedQuery(reasons=reasons):
+            return Session.end_reason.in_(reasons or FINISH_REASONS)
+    return Session.session_id.in_([])  # no session is ever cancelled or failed here: a failed request fails alone
+
+
+def _matches(session: Session, asked: schemas.SearchSessions) -> bool:
+    if any(session.user_metadata.get(key) != value for key, value in asked.user_metadata.items()):
+        return False
+    if asked.display_name is None:
+        return True  # the query has compared the id
+    if session.session_id == asked.session_id:
+        return True
+    name = (session.display_name or "").casefold()
+    return all(word in name for word in asked.display_name.casefold().split())

@@ -1,0 +1,87 @@
+"""Rows as the JSON of the public API."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from gateway.tables import Checkpoint, Model, Session
+from tinsmith.rpc.paths import KINDS
+
+Json = dict[str, Any]
+
+_USER = "tml:organization_user:"
+DEFAULT_PROJECT = "default"
+"""Where sessions are that name no project; the public API has no session without one."""
+
+
+def time_text(at: float) -> str:
+    """ISO 8601 with a zone, to the microsecond."""
+    return datetime.fromtimestamp(at, UTC).isoformat().replace("+00:00", "Z")
+
+
+def urn_of(owner: str) -> str:
+    """How the public API names the holder of a key."""
+    return _USER + owner
+
+
+def owner_of_urn(urn: str) -> str:
+    return urn.removeprefix(_USER)
+
+
+def checkpoint_view(checkpoint: Checkpoint) -> Json:
+    return {
+        "checkpoint_id": checkpoint.path.split("/", 3)[3],
+        "checkpoint_type": KINDS[checkpoint.kind],
+        "time": time_text(checkpoint.created_at),
+        "tinker_path": checkpoint.path,
+        "size_bytes": checkpoint.size_bytes,
+        "public": checkpoint.public,
+        "user_metadata": checkpoint.user_metadata or None,
+        "expires_at": None if checkpoint.expires_at is None else time_text(checkpoint.expires_at),
+    }
+
+
+def run_view(model: Model, owner: str, *, last: Checkpoint | None, last_sampler: Checkpoint | None) -> Json:
+    return {
+        "training_run_id": model.model_id,
+        "base_model": model.base_model,
+        "model_owner": urn_of(owner),
+        "is_lora": True,
+        "corrupted": False,
+        "lora_rank": model.lora_rank,
+        "last_request_time": time_text(model.last_request_at or model.created_at),
+        "last_checkpoint": None if last is None else checkpoint_view(last),
+        "last_sampler_checkpoint": None if last_sampler is None else checkpoint_view(last_sampler),
+        "user_metadata": model.user_metadata or None,
+    }
+
+
+def status_view(session: Session) -> Json | None:
+    """None for one that has fallen silent: it neither finished nor is known to be running."""
+    if session.ended_at is None:
+        return {"type": "active"}
+    if session.end_reason in FINISH_REASONS:
+        return {"type": "client_finished", "reason": {"type": session.end_reason}, "detail": session.end_detail}
+    return None
+
+
+FINISH_REASONS = ("success", "errored", "interrupted")
+
+
+def session_view(session: Session, *, num_checkpoints: int, num_bytes: int) -> Json:
+    return {
+        "session_id": session.session_id,
+        "created_at": time_text(session.created_at),
+        "owner": urn_of(session.owner),
+        "project_id": session.project_id or DEFAULT_PROJECT,
+        "status": status_view(session),
+        "checkpoints_count": num_checkpoints,
+        "display_name": session.display_name,
+        "user_metadata": session.user_metadata or None,
+        "checkpoint_storage_bytes": num_bytes,
+    }
+
+
+def page_view(*, offset: int, limit: int, total: int) -> Json:
+    return {"offset": offset, "limit": limit, "total_count": total}
