@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,6 +74,10 @@ def optim_step(body: schemas.OptimStep) -> trainer_pb2.OptimStepRequest:
 
 
 def _int32_bytes(values: Sequence[Any], *, field: str) -> bytes:
+    with contextlib.suppress(ValueError, OverflowError):
+        array = np.array(values)
+        if array.ndim == 1 and array.dtype.kind == "i" and _INT32.min <= array.min() and array.max() <= _INT32.max:
+            return array.astype(np.dtype("<i4")).tobytes()
     for index, value in enumerate(values):
         if type(value) is not int or not _INT32.min <= value <= _INT32.max:
             raise InvalidRequest(f"{field}[{index}]: {value!r} is not a token id", field=field)

@@ -33,6 +33,8 @@ class Answer:
 
     body: bytes
     media_type: str = JSON
+    as_json: Callable[[bytes], bytes] | None = None
+    """Makes JSON of a protobuf body, for clients that do not accept it."""
 
 
 def failed(error: ServiceError) -> Answer:

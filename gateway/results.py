@@ -11,6 +11,7 @@ from typing import Any
 
 import orjson
 
+from gateway import json_forms
 from gateway.convert import checkpoint_row
 from gateway.futures import PROTOBUF, Answer
 from gateway.store import Store
@@ -32,7 +33,7 @@ class Results:
         """Stores what the reply made, then gives the client's answer."""
         match reply:
             case pb.ForwardBackwardResponse():
-                return Answer(reply.SerializeToString(), PROTOBUF)
+                return Answer(reply.SerializeToString(), PROTOBUF, json_forms.forward_backward_result)
             case pb.OptimStepResponse():
                 return Answer(orjson.dumps({"metrics": {key: _finite(value) for key, value in reply.metrics.items()}}))
             case pb.CreateModelResponse():

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import grpc.aio
 
+from gateway import json_forms
 from gateway.clients import Clients, is_lost
 from gateway.config import GatewayConfig
 from gateway.futures import PROTOBUF, Answer, Futures, Pending, Progress
@@ -83,7 +84,7 @@ class Samples:
             ) from None
         self._metrics.prompt_tokens.inc(sum(len(chunk.encoded_text.tokens) // 4 for chunk in request.prompt))
         self._metrics.sampled_tokens.inc(sum(len(sequence.tokens) // 4 for sequence in response.sequences))
-        return Answer(response.SerializeToString(), PROTOBUF)
+        return Answer(response.SerializeToString(), PROTOBUF, json_forms.sample_result)
 
     async def _sample(
         self, pending: Pending, request: sampler_pb2.SampleRequest, session: SamplingSession

@@ -12,6 +12,7 @@ from gateway.body import parse, read_json
 from gateway.errors import json_response
 from gateway.futures import Answer, Gone
 from gateway.gateway import gateway_of
+from gateway.negotiation import negotiate
 
 
 async def retrieve_future(request: Request) -> Response:
@@ -31,7 +32,7 @@ async def retrieve_future(request: Request) -> Response:
             410, f"request_id: {request_id!r} is unknown, or its answer is no longer kept; submit the request again"
         ) from None
     if isinstance(found, Answer):
-        return Response(found.body, media_type=found.media_type)
+        return await negotiate(request, found, gateway.config)
     return json_response(
         {
             "type": "try_again",

@@ -7,22 +7,38 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway import convert, schemas
-from gateway.body import parse, read_forward_backward, read_json
+from gateway.body import canonical, fingerprint, off_loop, parse, read_forward_backward, read_json
 from gateway.gateway import gateway_of
 from gateway.submissions import Rpc, rpc_of, submit, submit_json
+from tinsmith.rpc.errors import ServiceError
 
 
 async def forward_backward(request: Request) -> Response:
-    """The client's bytes are ours: the message is parsed to see that it is one, and for its ids."""
+    """A batch, in protobuf or in the JSON of older SDKs."""
+    return await _submit_batch(request, forward_only=False)
+
+
+async def forward(request: Request) -> Response:
+    """What SDKs before 0.25 send for forward_backward with forward_only."""
+    return await _submit_batch(request, forward_only=True)
+
+
+async def _submit_batch(request: Request, *, forward_only: bool) -> Response:
     gateway = gateway_of(request)
-    batch = await read_forward_backward(request, gateway.config)
+    batch = await read_forward_backward(request, gateway.config, forward_only=forward_only)
+    ids = parse(schemas.OperationIds, {"model_id": batch.model_id, "seq_id": batch.seq_id})
+    message = batch.message
+    if isinstance(message, ServiceError):
+        kind = "forward" if forward_only else "forward_backward"  # only the latter leaves gradients missing
+        return await submit(gateway, kind=kind, ids=ids, rpc=message, mark=batch.refused_mark)
+    body, num_tokens = await off_loop(lambda: canonical(message), num_bytes=batch.num_bytes, config=gateway.config)
     return await submit(
         gateway,
         kind="forward_backward",
-        ids=parse(schemas.OperationIds, {"model_id": batch.model_id, "seq_id": batch.seq_id}),
-        rpc=batch.error or Rpc("ForwardBackward", batch.body),
-        mark=batch.fingerprint,
-        num_tokens=batch.num_tokens,
+        ids=ids,
+        rpc=Rpc("ForwardBackward", body),
+        mark=fingerprint("forward_backward", body),
+        num_tokens=num_tokens,
     )
 
 
@@ -37,5 +53,6 @@ async def optim_step(request: Request) -> Response:
 
 routes = [
     Route("/forward_backward", forward_backward, methods=["POST"]),
+    Route("/forward", forward, methods=["POST"]),
     Route("/optim_step", optim_step, methods=["POST"]),
 ]

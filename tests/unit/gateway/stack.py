@@ -382,7 +382,9 @@ class Client(httpx.AsyncClient):
         )
 
     async def poll(self, request_id: str) -> httpx.Response:
-        return await self.post("/api/v1/retrieve_future", json={"request_id": request_id})
+        """As an SDK does that reads protobuf."""
+        accept = {"accept": "application/x-protobuf, application/json"}
+        return await self.post("/api/v1/retrieve_future", json={"request_id": request_id}, headers=accept)
 
     async def result(self, receipt: Any) -> Any:
         """JSON results as they are, protobuf ones as bytes."""

@@ -1,0 +1,241 @@
+"""The JSON that SDKs before 0.25 speak where newer ones speak protobuf: training batches in, results out.
+
+Which form a client gets is decided by its headers, never by its version. Arrays go between JSON and bytes as a whole,
+with numpy, and only what the wire can carry is checked here: what the numbers mean is the trainer's business.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import orjson
+
+from gateway import convert
+from tinsmith.rpc.errors import InvalidRequest, Unsupported
+from tinsmith.v1 import sampler_pb2, trainer_pb2, types_pb2
+
+_EMPTY_LOGPROB = np.float32(-99999.0)
+"""Marks, with token 0, a cell of a top-k table that holds nothing."""
+_STOP_REASONS = {types_pb2.STOP_REASON_STOP: "stop", types_pb2.STOP_REASON_LENGTH: "length"}
+_INT64 = np.dtype("<i8")
+_DTYPES = {
+    "int64": (types_pb2.DTYPE_INT64, _INT64),
+    "float32": (types_pb2.DTYPE_FLOAT32, np.dtype("<f4")),
+}
+_RESULT_DTYPES = {
+    types_pb2.DTYPE_FLOAT32: (np.dtype("<f4"), "float32"),
+    types_pb2.DTYPE_INT64: (_INT64, "int64"),
+    types_pb2.DTYPE_INT32: (np.dtype("<i4"), "int64"),
+}
+
+
+# Requests
+
+
+def forward_backward(
+    content: Mapping[str, Any], *, model_id: str, seq_id: int, forward_only: bool
+) -> trainer_pb2.ForwardBackwardRequest:
+    """The body of forward_backward or, with `forward_only`, of forward. Raises InvalidRequest, naming the field."""
+    key = "forward_input" if forward_only else "forward_backward_input"
+    batch = _object(content.get(key), field=key)
+    loss_fn = batch.get("loss_fn")
+    if not isinstance(loss_fn, str):
+        raise InvalidRequest(f"{key}.loss_fn: {_shown(loss_fn)} is not the name of a loss", field="loss_fn")
+    message = trainer_pb2.ForwardBackwardRequest(
+        model_id=model_id, seq_id=seq_id, loss_fn=loss_fn, forward_only=forward_only
+    )
+    for name, value in _object(batch.get("loss_fn_config") or {}, field=f"{key}.loss_fn_config").items():
+        if isinstance(value, str):
+            message.loss_fn_config_v2[name].text = value
+        elif isinstance(value, int | float) and math.isfinite(value):
+            message.loss_fn_config_v2[name].number = value
+        else:
+            raise InvalidRequest(f"loss_fn_config.{name}: {_shown(value)} is neither a number nor a text")
+    for index, value in enumerate(_list(batch.get("data"), field=f"{key}.data")):
+        message.data.append(_datum(_object(value, field=f"data[{index}]"), field=f"data[{index}]"))
+    return message
+
+
+def _datum(value: Mapping[str, Any], *, field: str) -> types_pb2.Datum:
+    for spans in ("model_input_spans", "loss_fn_input_spans"):
+        if value.get(spans):
+            raise Unsupported(f"{field}.{spans}: the JSON form has no spans; send protobuf")
+    datum = types_pb2.Datum()
+    model_input = _object(value.get("model_input"), field=f"{field}.model_input")
+    for index, chunk in enumerate(_list(model_input.get("chunks"), field=f"{field}.model_input.chunks")):
+        name = f"{field}.model_input.chunks[{index}]"
+        datum.model_input.append(convert.chunk(dict(_object(chunk, field=name)), field=name))
+    for key, tensor in _object(value.get("loss_fn_inputs"), field=f"{field}.loss_fn_inputs").items():
+        name = f"{field}.loss_fn_inputs.{key}"
+        datum.loss_fn_inputs[key].CopyFrom(_tensor(_object(tensor, field=name), field=name))
+    return datum
+
+
+def _tensor(value: Mapping[str, Any], *, field: str) -> types_pb2.Tensor:
+    dtype = value.get("dtype")
+    if dtype not in _DTYPES:
+        raise InvalidRequest(f"{field}.dtype: {_shown(dtype)} is not one of {', '.join(_DTYPES)}", field=field)
+    number, kind = _DTYPES[dtype]
+    data = _numbers(value.get("data"), kind, field=f"{field}.data")
+    shape = value.get("shape")
+    sizes = [] if shape is None else _numbers(shape, _INT64, field=f"{field}.shape").tolist()
+    crow, col = value.get("sparse_crow_indices"), value.get("sparse_col_indices")
+    if crow is None and col is None:
+        return types_pb2.Tensor(dense=data.tobytes(), dtype=number, shape=sizes)
+    if crow is None or col is None:
+        raise InvalidRequest(f"{field}: sparse_crow_indices and sparse_col_indices go together", field=field)
+    csr = types_pb2.SparseCsr(
+        values=data.tobytes(),
+        crow_indices=_numbers(crow, _INT64, field=f"{field}.sparse_crow_indices").tobytes(),
+        col_indices=_numbers(col, _INT64, field=f"{field}.sparse_col_indices").tobytes(),
+    )
+    return types_pb2.Tensor(sparse_csr=csr, dtype=number, shape=sizes)
+
+
+def _numbers(values: Any, dtype: np.dtype[Any], *, field: str) -> np.ndarray[Any, Any]:
+    """A flat JSON list as an array; integers must be whole and fit."""
+    if not isinstance(values, list):
+        raise InvalidRequest(f"{field}: {_shown(values)} is not a list of numbers", field=field)
+    try:
+        array = np.array(values)
+    except (ValueError, OverflowError):  # lists of different lengths in it
+        array = np.empty((), object)
+    # An empty list is an array of floats; integers beyond 64 bits are one of objects.
+    if array.ndim != 1 or array.dtype.kind not in ("i" if dtype.kind == "i" and values else "if"):
+        wanted = "integers of 64 bits" if dtype.kind == "i" else "numbers"
+        raise InvalidRequest(f"{field}: {_shown(values)} is not a flat list of {wanted}", field=field)
+    with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, as when the SDK converts it
+        return array.astype(dtype)
+
+
+def _object(value: Any, *, field: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{field}: {_shown(value)} is not an object", field=field)
+    return value
+
+
+def _list(value: Any, *, field: str) -> Sequence[Any]:
+    if not isinstance(value, list):
+        raise InvalidRequest(f"{field}: {_shown(value)} is not a list", field=field)
+    return value
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "nothing"
+    text = repr(value[:20] if isinstance(value, list) else value)
+    return text if len(text) <= 100 else f"{text[:100]}..."
+
+
+# Results
+
+
+def forward_backward_result(body: bytes) -> bytes:
+    """A serialized ForwardBackwardResponse as JSON. "nan", "inf" and "-inf" stand for the numbers that they name."""
+    message = trainer_pb2.ForwardBackwardResponse.FromString(body)
+    return _dumps(
+        {
+            "loss_fn_output_type": message.loss_fn_output_type,
+            "loss_fn_outputs": [output for record in message.loss_fn_outputs for output in _outputs(record)],
+            "metrics": {key: value if math.isfinite(value) else str(value) for key, value in message.metrics.items()},
+        }
+    )
+
+
+def _outputs(record: types_pb2.ArrayRecord) -> list[dict[str, Any]]:
+    """One object of tensors for each datum."""
+    fields = {name: _split(tensor) for name, tensor in record.fields.items()}
+    return [{name: tensors[i] for name, tensors in fields.items()} for i in range(record.num_datums)]
+
+
+def _split(tensor: types_pb2.BatchedTensor) -> list[dict[str, Any]]:
+    values, name, itemsize = _values(tensor.data, tensor.dtype)
+    ends = (np.frombuffer(tensor.offsets, _INT64) // itemsize).tolist()
+    trailing = list(tensor.trailing_shape)
+    width = math.prod(trailing)
+    return [
+        {
+            "data": _floats(values[start:end]) if name == "float32" else values[start:end],
+            "dtype": name,
+            "shape": [(end - start) // width if width else 0, *trailing],
+        }
+        for start, end in pairwise(ends)
+    ]
+
+
+def _values(data: bytes, dtype: types_pb2.Dtype) -> tuple[np.ndarray[Any, Any], str, int]:
+    """The values, the public name of their type, and the bytes of one on our wire."""
+    if dtype == types_pb2.DTYPE_BFLOAT16:
+        return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32), "float32", 2
+    kind, name = _RESULT_DTYPES[dtype]
+    return np.frombuffer(data, kind), name, kind.itemsize
+
+
+def _floats(
+    values: np.ndarray[Any, Any], *, nan: str | None = "nan"
+) -> np.ndarray[Any, Any] | list[float | str | None]:
+    """For orjson, which writes null for what JSON has no number for."""
+    if np.isfinite(values).all():
+        return values
+    return [x if math.isfinite(x) else nan if math.isnan(x) else str(x) for x in values.tolist()]
+
+
+def sample_result(body: bytes) -> bytes:
+    """A serialized SampleResponse as JSON; null stands for a prompt logprob that was not computed."""
+    message = sampler_pb2.SampleResponse.FromString(body)
+    result: dict[str, Any] = {
+        "type": "sample",
+        "sequences": [_sequence(sequence) for sequence in message.sequences],
+        "prompt_cache_hit_tokens": message.prompt_cache_hit_tokens,
+    }
+    if message.HasField("prompt_logprobs"):
+        result["prompt_logprobs"] = _floats(np.frombuffer(message.prompt_logprobs, "<f4"), nan=None)
+    if message.HasField("topk_prompt_logprobs"):
+        result["topk_prompt_logprobs"] = _topk(message.topk_prompt_logprobs)
+    if message.HasField("target_prompt_logprobs"):
+        result["target_prompt_logprobs"] = _tensor_object(message.target_prompt_logprobs)
+    if message.HasField("prompt_alt_tokens"):
+        alt = message.prompt_alt_tokens
+        result["prompt_alt_tokens"] = {"tokens": _tensor_object(alt.tokens), "logprobs": _tensor_object(alt.logprobs)}
+    return _dumps(result)
+
+
+def _sequence(sequence: types_pb2.SampledSequence) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "stop_reason": _STOP_REASONS[sequence.stop_reason],
+        "tokens": np.frombuffer(sequence.tokens, "<i4"),
+    }
+    if sequence.HasField("logprobs"):
+        result["logprobs"] = _floats(np.frombuffer(sequence.logprobs, "<f4"))
+    if sequence.HasField("topk_sampled_logprobs"):
+        result["topk_logprobs"] = _topk(sequence.topk_sampled_logprobs)
+    return result
+
+
+def _topk(table: types_pb2.TopkLogprobs) -> list[list[tuple[int, float]] | None]:
+    """For each position its (token, logprob) pairs, best first; None where there are none."""
+    token_ids = np.frombuffer(table.token_ids, "<i4").reshape(table.length, table.k)
+    logprobs = np.frombuffer(table.logprobs, "<f4").reshape(table.length, table.k)
+    num_filled = ((token_ids != 0) | (logprobs != _EMPTY_LOGPROB)).sum(axis=1)
+    return [
+        list(zip(tokens[:n], row[:n], strict=True)) if n else None
+        for tokens, row, n in zip(token_ids.tolist(), logprobs.tolist(), num_filled.tolist(), strict=True)
+    ]
+
+
+def _tensor_object(tensor: types_pb2.Tensor) -> dict[str, Any]:
+    is_sparse = tensor.WhichOneof("layout") == "sparse_csr"
+    values, name, _ = _values(tensor.sparse_csr.values if is_sparse else tensor.dense, tensor.dtype)
+    result = {"data": _floats(values) if name == "float32" else values, "dtype": name, "shape": list(tensor.shape)}
+    if is_sparse:
+        result["sparse_crow_indices"] = np.frombuffer(tensor.sparse_csr.crow_indices, _INT64)
+        result["sparse_col_indices"] = np.frombuffer(tensor.sparse_csr.col_indices, _INT64)
+    return result
+
+
+def _dumps(content: Any) -> bytes:
+    return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
