@@ -12,7 +12,7 @@ from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway import errors
-from gateway.auth import ApiKeys
+from gateway.auth import Authentication
 from gateway.config import GatewayConfig
 from gateway.gateway import Gateway
 from gateway.metrics import Metrics
@@ -97,7 +97,7 @@ def create_app(config: GatewayConfig) -> Starlette:
         ],
         middleware=[
             Middleware(CountRequests, metrics=gateway.metrics),
-            Middleware(ApiKeys, keys=[key.get_secret_value() for key in config.api_keys]),
+            Middleware(Authentication, callers=gateway.callers, tokens=gateway.tokens),
         ],
         exception_handlers={
             HTTPException: errors.http_error,

@@ -40,9 +40,9 @@ def is_lost(error: grpc.aio.AioRpcError) -> bool:
 
 
 class Trainer:
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, api_key: str) -> None:
         self.address = address
-        self.channel = connect(address)
+        self.channel = connect(address, api_key=api_key)
         self.stub: Any = trainer_pb2_grpc.TrainerServiceStub(self.channel)
         self.info: trainer_pb2.GetTrainerInfoResponse | None = None
         # The RPCs are unary, but grpc.aio gives a unary call's initial metadata only together with its reply. On the
@@ -63,9 +63,9 @@ class Trainer:
 
 
 class Sampler:
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, api_key: str) -> None:
         self.address = address
-        self.channel = connect(address)
+        self.channel = connect(address, api_key=api_key)
         self.stub: Any = sampler_pb2_grpc.SamplerServiceStub(self.channel)
         self.info: sampler_pb2.GetSamplerInfoResponse | None = None
         self.num_running = 0
@@ -79,9 +79,10 @@ class Sampler:
 
 
 class Clients:
-    def __init__(self, *, trainers: Sequence[str], samplers: Sequence[str]) -> None:
-        self._trainers = [Trainer(address) for address in trainers]
-        self._samplers = [Sampler(address) for address in samplers]
+    def __init__(self, *, trainers: Sequence[str], samplers: Sequence[str], api_key: str = "") -> None:
+        """`api_key` is sent to all of them, unless it is empty."""
+        self._trainers = [Trainer(address, api_key=api_key) for address in trainers]
+        self._samplers = [Sampler(address, api_key=api_key) for address in samplers]
         self._changed = asyncio.Condition()
         self._watches: list[asyncio.Task[None]] = []
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import ipaddress
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 
+from tinsmith.rpc.auth import AnyKey, ServiceKey, require_keys
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+DATABASE = "gateway.db"
+"""Name of the default database's file in state_dir."""
+
+TokenKind = Literal["training", "sampling_prefill", "sampling_prefill_cached", "sampling_sample"]
 
 
 class GatewayConfig(BaseSettings):
@@ -43,8 +42,19 @@ class GatewayConfig(BaseSettings):
     """Folder of the default database."""
     database_url: SecretStr = SecretStr("")
     """SQLAlchemy URL with an async driver; empty means SQLite, in state_dir."""
-    api_keys: list[SecretStr] = []
-    """Keys that clients may use. They share everything. Empty: any key is accepted, on a loopback address only."""
+    api_keys: list[AnyKey] = []
+    """Keys that clients may use, as a JSON list: "KEY", or {"key": "KEY", "name": ..., "note": ..., "email": ...} with
+    what the server is to say about it. They share everything. Empty: any is accepted, on a loopback address only."""
+    service_key: ServiceKey = SecretStr("")
+    """Key that the gateway sends to trainers and samplers; the service_key of theirs."""
+    organization: str = Field(default="tinsmith", pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    """Name of all users of this server together, in whoami and auth/apikey/me."""
+    jwt_auth: bool = False
+    """Let the SDK exchange its key for a JWT, which goes with its requests then. whoami needs it."""
+    jwt_lifetime_s: int = Field(default=3600, ge=1)
+    """How long a JWT is valid. The SDK renews it at half of that, and before each request in its last minute."""
+    jwt_secret: SecretStr = SecretStr("")
+    """Signs the JWTs; at least 32 characters. Empty: made at the first start and kept in the database."""
 
     max_body_bytes: int = Field(default=64 * 2**20, gt=0)
     """Largest request body, also after decompression; a larger one is answered 413."""
@@ -68,6 +78,19 @@ class GatewayConfig(BaseSettings):
     """Training operations of one model in work at once; above it a submission is answered 429."""
     result_cache_bytes: int = Field(default=256 * 2**20, gt=0)
     """Memory for answers that can be asked for again; the least recently used ones go first."""
+    public_url: str = ""
+    """Address under which clients reach the gateway, such as https://tinker.example.org; download addresses begin with
+    it. Empty: that of the request which asks for one."""
+    download_secret: SecretStr = SecretStr("")
+    """Signs download addresses. Empty: made at the first start and kept in the database."""
+    download_url_s: float = Field(default=3600.0, ge=600)
+    """How long a download address works."""
+    span_retention_s: float = Field(default=7 * 86400.0, gt=0)
+    """How long the times of finished requests are kept, for the export of traces."""
+    token_prices_usd: dict[str, dict[TokenKind, Annotated[float, Field(ge=0)]]] = {}
+    """USD per million tokens, by base model (or "*") and kind; what is not listed costs nothing."""
+    storage_price_usd: float = Field(default=0.0, ge=0)
+    """USD per gigabyte and month of 720 hours of stored checkpoints."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Least severe level that is logged."""
 
@@ -81,15 +104,25 @@ class GatewayConfig(BaseSettings):
             raise ValueError("not an SQLAlchemy URL, such as postgresql+asyncpg://USER:PASSWORD@HOST/NAME") from None
         return url
 
+    @field_validator("public_url")
+    @classmethod
+    def _http_url(cls, url: str) -> str:
+        if url and not url.startswith(("http://", "https://")):
+            raise ValueError("must begin with http:// or https://")
+        return url.rstrip("/")
+
+    @field_validator("jwt_secret")
+    @classmethod
+    def _long_secret(cls, secret: SecretStr) -> SecretStr:
+        if secret.get_secret_value() and len(secret.get_secret_value()) < 32:
+            raise ValueError("must have at least 32 characters, as HMAC-SHA256 asks for (RFC 7518, 3.2)")
+        return secret
+
     @model_validator(mode="after")
     def _keys_off_loopback(self) -> GatewayConfig:
-        if not self.api_keys and not _is_loopback(self.host):
-            raise ValueError(
-                f"host {self.host!r} can be reached from other machines, so api_keys must name at least one key "
-                "(GATEWAY_API_KEYS='[\"tml-...\"]'); without keys listen on 127.0.0.1"
-            )
+        require_keys(self.host, self.api_keys, setting="host", env="GATEWAY_API_KEYS")
         return self
 
     @property
     def resolved_database_url(self) -> str:
-        return self.database_url.get_secret_value() or f"sqlite+aiosqlite:///{self.state_dir.absolute() / 'gateway.db'}"
+        return self.database_url.get_secret_value() or f"sqlite+aiosqlite:///{self.state_dir.absolute() / DATABASE}"

@@ -10,9 +10,10 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.requests import Request
 
+from gateway.auth import Callers
 from gateway.checkpoints import Checkpoints
 from gateway.clients import Clients
-from gateway.config import GatewayConfig
+from gateway.config import DATABASE, GatewayConfig
 from gateway.futures import Futures
 from gateway.ledger import Ledger
 from gateway.metrics import Metrics
@@ -21,6 +22,8 @@ from gateway.reaper import Reaper
 from gateway.results import Results
 from gateway.samples import Samples
 from gateway.store import Store
+from gateway.tokens import Tokens
+from tinsmith.rpc.auth import named
 
 
 class StartError(Exception):
@@ -31,9 +34,13 @@ class Gateway:
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
         self.metrics = Metrics()
+        self.callers = Callers(named(config.api_keys))
+        self.tokens = Tokens(config)
         self.store = Store(config.resolved_database_url)
         self.ledger = Ledger(self.store)
-        self.clients = Clients(trainers=config.trainers, samplers=config.samplers)
+        self.clients = Clients(
+            trainers=config.trainers, samplers=config.samplers, api_key=config.service_key.get_secret_value()
+        )
         self.futures = Futures(cache_bytes=config.result_cache_bytes, metrics=self.metrics)
         self.checkpoints = Checkpoints(self.store, self.clients, timeout_s=config.submit_timeout_s)
         self.operations = Operations(
@@ -55,7 +62,9 @@ class Gateway:
         try:
             if not self.config.database_url.get_secret_value():
                 self.config.state_dir.mkdir(parents=True, exist_ok=True)
+                (self.config.state_dir / DATABASE).touch(mode=0o600)  # it holds secrets that sign
             await self.store.migrate()
+            await self.tokens.start(self.store)
         except (OSError, SQLAlchemyError) as error:
             url = make_url(self.config.resolved_database_url).render_as_string(hide_password=True)
             raise StartError(f"the database {url} cannot be used: {error}") from error

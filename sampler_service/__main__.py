@@ -26,7 +26,8 @@ GRACE_S = 1.0
 
 
 def make_server(config: SamplerConfig, slot: EngineSlot, metrics: SamplerMetrics) -> Server:
-    server = Server(config.listen, [sampler_pb2.DESCRIPTOR, weight_sync_pb2.DESCRIPTOR])
+    files = [sampler_pb2.DESCRIPTOR, weight_sync_pb2.DESCRIPTOR]
+    server = Server(config.listen, files, api_keys=config.accepted_keys)
     sampler_pb2_grpc.add_SamplerServiceServicer_to_server(
         SamplerServicer(slot, model_names=config.model_names, max_lora_rank=config.max_lora_rank), server.grpc
     )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from tinsmith.rpc.auth import AnyKey, ServiceKey, accepted, host_of, require_keys
 
 
 class SamplerConfig(BaseSettings):
@@ -28,7 +30,12 @@ class SamplerConfig(BaseSettings):
     model_names: tuple[str, ...] = ()
     """Public names of the base model; the first is the principal one. Default: the value of base_model."""
     listen: str = "127.0.0.1:8002"
-    """Address of the gRPC server; port 0 lets the kernel choose."""
+    """Address of the gRPC server; port 0 lets the kernel choose. Any other than a loopback address needs keys."""
+    api_keys: list[AnyKey] = []
+    """Keys that gRPC clients may use, as a JSON list in the form of the gateway's. Empty, and no service_key: none is
+    needed, on a loopback address only."""
+    service_key: ServiceKey = SecretStr("")
+    """Key of Tinsmith's own services: accepted from the gateway and the trainers."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Port of /metrics, on the host of `listen`; 0 is off."""
     num_threads: int = Field(default=0, ge=0)
@@ -50,6 +57,9 @@ class SamplerConfig(BaseSettings):
     max_kv_tokens: int = Field(default=0, ge=0)
     """Most tokens in the key/value cache, as sequences x the longest one's tokens; 0 takes what a quarter of the memory
     that is free after loading can hold."""
+    prefix_cache_bytes: int | None = Field(default=None, ge=0)
+    """Memory for keys and values of earlier prompts and outputs, which requests that begin with the same tokens reuse; 0
+    switches it off; absent takes an eighth of the memory that is free after loading."""
     prefill_tokens_per_step: int = Field(default=0, ge=0)
     """Most prompt tokens that one step computes, so that a long prompt does not stall the running sequences; 0 is 512
     on a CPU and 8192 on CUDA."""
@@ -73,12 +83,14 @@ class SamplerConfig(BaseSettings):
         return values
 
     @model_validator(mode="after")
-    def _check_listen(self) -> Self:
-        host, colon, port = self.listen.rpartition(":")
-        if not (host and colon and port.isdigit()):
-            raise ValueError(f"listen: {self.listen!r} is not of the form HOST:PORT")
+    def _keys_off_loopback(self) -> Self:
+        require_keys(self.host, self.accepted_keys, setting="listen", env="SAMPLER_API_KEYS")
         return self
 
     @property
     def host(self) -> str:
-        return self.listen.rpartition(":")[0]
+        return host_of(self.listen)
+
+    @property
+    def accepted_keys(self) -> list[str]:
+        return accepted(self.api_keys, self.service_key)

@@ -47,7 +47,7 @@ async def serve(config: TrainerConfig) -> None:
         result_retention_s=config.result_retention_s,
         metrics=metrics,
     )
-    server = Server(config.listen, [trainer_pb2.DESCRIPTOR])
+    server = Server(config.listen, [trainer_pb2.DESCRIPTOR], api_keys=config.accepted_keys)
     servicer = TrainerServicer()
     add_TrainerServiceServicer_to_server(servicer, server.grpc)
     async with stop_event() as stop:
@@ -81,6 +81,7 @@ async def start(config: TrainerConfig, journal: Journal, metrics: Metrics, *, po
         logger.warning("%d models of an earlier run are lost; their results can still be asked for", num_lost)
     sender = WeightSender(
         config.samplers,
+        api_key=config.service_key.get_secret_value(),
         trainer_id=f"{socket.gethostname()}:{port}",
         host=config.channel_host,
         backend=channel_backend(config),

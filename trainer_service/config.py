@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from tinsmith.rpc.auth import AnyKey, ServiceKey, accepted, host_of, require_keys
 
 
 class TrainerConfig(BaseSettings):
@@ -26,7 +28,12 @@ class TrainerConfig(BaseSettings):
     model_names: list[str] = []
     """Public names of the base model, as a JSON list; the first is the principal one. Empty means [base_model]."""
     listen: str = "127.0.0.1:8001"
-    """Address of the gRPC server; port 0 lets the kernel choose."""
+    """Address of the gRPC server; port 0 lets the kernel choose. Any other than a loopback address needs keys."""
+    api_keys: list[AnyKey] = []
+    """Keys that gRPC clients may use, as a JSON list in the form of the gateway's. Empty, and no service_key: none is
+    needed, on a loopback address only."""
+    service_key: ServiceKey = SecretStr("")
+    """Key of Tinsmith's own services: accepted from the gateway, and sent to the samplers."""
     samplers: list[str] = []
     """Addresses of the sampler services that get published weights, as a JSON list."""
     checkpoint_dir: Path = Path(".tinsmith/checkpoints")
@@ -70,6 +77,15 @@ class TrainerConfig(BaseSettings):
             if len(set(values)) != len(values):
                 raise ValueError(f"{name}: {values} names one twice")
         return self
+
+    @model_validator(mode="after")
+    def _keys_off_loopback(self) -> TrainerConfig:
+        require_keys(host_of(self.listen), self.accepted_keys, setting="listen", env="TRAINER_API_KEYS")
+        return self
+
+    @property
+    def accepted_keys(self) -> list[str]:
+        return accepted(self.api_keys, self.service_key)
 
     @property
     def public_names(self) -> list[str]:

@@ -58,8 +58,8 @@ class _Sampler:
     serving: bool = False
 
     @classmethod
-    def at(cls, address: str) -> _Sampler:
-        channel = connect(address)
+    def at(cls, address: str, *, api_key: str) -> _Sampler:
+        channel = connect(address, api_key=api_key)
         return cls(
             address,
             channel,
@@ -105,13 +105,15 @@ class WeightSender:
         backend: Backend,
         timeout_s: float,
         metrics: Metrics,
+        api_key: str = "",
     ) -> None:
+        """`api_key` is sent to the samplers, unless it is empty."""
         self._trainer_id = trainer_id
         self._host = host
         self._backend: Backend = backend
         self._timeout_s = timeout_s
         self._metrics = metrics
-        self._samplers = [_Sampler.at(address) for address in samplers]
+        self._samplers = [_Sampler.at(address, api_key=api_key) for address in samplers]
         self._epoch = time.time_ns() // 1_000_000  # grows over restarts of this trainer, too
         self._rendezvous: _Rendezvous | None = None
         self._group: _Group | None = None

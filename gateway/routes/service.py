@@ -26,7 +26,8 @@ async def metrics(request: Request) -> Response:
 
 
 async def client_config(request: Request) -> Response:
-    return json_response({"proto_compress_fwdbwd": False})
+    is_jwt_used = gateway_of(request).tokens.are_used
+    return json_response({"proto_compress_fwdbwd": False, "pjwt_auth_enabled": is_jwt_used})
 
 
 async def client_dynamic_config(request: Request) -> Response:

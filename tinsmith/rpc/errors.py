@@ -15,9 +15,11 @@ ServiceError                 INTERNAL             server
 │   ├── VersionNotLoaded                                   ask the trainer to publish it, then try again
 │   ├── VersionGone                                        the location holds other weights by now
 │   └── ModelLost                                          the trainer restarted and does not hold the model
+├── Unauthenticated          UNAUTHENTICATED      server   a gRPC call without a key; the gateway's own, for the SDK
 ├── OutOfCapacity            RESOURCE_EXHAUSTED   server   a queue, a cache or a disk is full
 ├── NotReady                 UNAVAILABLE          server   loading or draining
 ├── DataCorrupted            DATA_LOSS            server   a checksum does not match
+├── Cancelled                CANCELLED            server   the caller has left; nobody hears of it but the metrics
 └── EngineDead               INTERNAL             server   the process must be restarted
 
 Category is what the Tinker SDK shows: "user" for the caller's mistake, "server" for ours, "unknown" for neither.
@@ -105,6 +107,10 @@ class ModelLost(FailedPrecondition):
     reason, category = "MODEL_LOST", "server"
 
 
+class Unauthenticated(ServiceError):
+    code, reason = grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED"
+
+
 class OutOfCapacity(ServiceError):
     code, reason = grpc.StatusCode.RESOURCE_EXHAUSTED, "OUT_OF_CAPACITY"
 
@@ -115,6 +121,10 @@ class NotReady(ServiceError):
 
 class DataCorrupted(ServiceError):
     code, reason = grpc.StatusCode.DATA_LOSS, "DATA_CORRUPTED"
+
+
+class Cancelled(ServiceError):
+    code, reason = grpc.StatusCode.CANCELLED, "CANCELLED"
 
 
 class EngineDead(ServiceError):

@@ -1,4 +1,4 @@
-"""How every gRPC service of Tinsmith is served: health, reflection, size limit, one error handler, a graceful stop."""
+"""How every gRPC service is served: keys, health, reflection, size limit, one error handler, a graceful stop."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from tinsmith.rpc import logs
+from tinsmith.rpc.auth import KeyInterceptor
 from tinsmith.rpc.errors import InvalidRequest, ServiceError, to_status
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,9 @@ MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 
 ACCEPTED = ("x-tinsmith-accepted", "1")
 """Initial metadata of a trainer's operation: it is in the journal, whatever its outcome."""
+
+
+_Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
@@ -50,17 +54,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
         if handler.unary_unary is not None:
 
-            async def call(body: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            async def call(body: bytes, context: _Context) -> Any:
                 logs.request_id.set(request_id)
-                try:
+                async with _errors_reported(context, method):
                     return await handler.unary_unary(_parse(handler, body, method), context)
-                except ServiceError as error:
-                    await context.abort_with_status(to_status(error))
-                except (asyncio.CancelledError, grpc.aio.AbortError):
-                    raise
-                except Exception:
-                    logger.exception("%s failed", method)
-                    await context.abort_with_status(to_status(ServiceError("internal error; the log has the cause")))
 
             # No deserializer: it would run, and fail, outside of this.
             return grpc.unary_unary_rpc_method_handler(call, None, handler.response_serializer)
@@ -68,21 +65,48 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         # A coroutine that writes to its context, as the library's own Health.Watch, raises no error of ours.
         if handler.unary_stream is not None and not inspect.iscoroutinefunction(handler.unary_stream):
 
-            async def stream(body: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+            async def stream(body: bytes, context: _Context) -> AsyncIterator[Any]:
                 logs.request_id.set(request_id)
-                try:
+                async with _errors_reported(context, method):
                     async for response in handler.unary_stream(_parse(handler, body, method), context):
                         yield response
-                except ServiceError as error:
-                    await context.abort_with_status(to_status(error))
-                except (asyncio.CancelledError, grpc.aio.AbortError, GeneratorExit):
-                    raise
-                except Exception:
-                    logger.exception("%s failed", method)
-                    await context.abort_with_status(to_status(ServiceError("internal error; the log has the cause")))
 
             return grpc.unary_stream_rpc_method_handler(stream, None, handler.response_serializer)
+
+        if handler.stream_unary is not None:
+
+            async def collect(bodies: AsyncIterator[bytes], context: _Context) -> Any:
+                logs.request_id.set(request_id)
+                async with _errors_reported(context, method):
+                    return await handler.stream_unary(_parse_all(handler, bodies, method), context)
+
+            return grpc.stream_unary_rpc_method_handler(collect, None, handler.response_serializer)
         return handler
+
+
+@asynccontextmanager
+async def _errors_reported(context: _Context, method: str) -> AsyncIterator[None]:
+    try:
+        yield
+    except ServiceError as error:
+        await _abort(context, error)
+    except (asyncio.CancelledError, grpc.aio.AbortError, GeneratorExit):
+        raise
+    except Exception:
+        logger.exception("%s failed", method)
+        await _abort(context, ServiceError("internal error; the log has the cause"))
+
+
+async def _abort(context: _Context, error: ServiceError) -> None:
+    """Also sends the trailing metadata that the handler has set: the status's own would replace it."""
+    status = to_status(error)
+    metadata = (*(context.trailing_metadata() or ()), *(status.trailing_metadata or ()))
+    await context.abort(status.code, status.details, metadata)
+
+
+async def _parse_all(handler: Any, bodies: AsyncIterator[bytes], method: str) -> AsyncIterator[Any]:
+    async for body in bodies:
+        yield _parse(handler, body, method)
 
 
 def _parse(handler: Any, body: bytes, method: str) -> Any:
@@ -93,11 +117,13 @@ def _parse(handler: Any, body: bytes, method: str) -> Any:
 
 
 class Server:
-    """A grpc.aio server whose health is NOT_SERVING until set_serving(True)."""
+    """A grpc.aio server whose health is NOT_SERVING until set_serving(True). Without api_keys anyone may call it."""
 
-    def __init__(self, address: str, file_descriptors: Sequence[FileDescriptor]) -> None:
+    def __init__(
+        self, address: str, file_descriptors: Sequence[FileDescriptor], *, api_keys: Sequence[str] = ()
+    ) -> None:
         self.grpc = grpc.aio.server(
-            interceptors=[ErrorInterceptor()],
+            interceptors=[*([KeyInterceptor(api_keys)] if api_keys else []), ErrorInterceptor()],
             options=[
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

@@ -16,7 +16,8 @@ from tests.unit.gateway.stack import ALIAS, BASE_MODEL, Client, Stack
 
 async def test_service_endpoints(client: Client) -> None:
     assert (await client.get("/api/v1/healthz")).json() == {"status": "ok"}
-    assert await client.call("client/config", {"sdk_version": "0.38.0"}) == {"proto_compress_fwdbwd": False}
+    flags = await client.call("client/config", {"sdk_version": "0.38.0"})
+    assert flags == {"proto_compress_fwdbwd": False, "pjwt_auth_enabled": False}
     assert await client.call("client/dynamic_config", {"sdk_version": "0.38.0"}) == {}
     assert await client.call("telemetry", {"events": []}) == {"status": "accepted"}
     models = (await client.get("/api/v1/get_server_capabilities")).json()["supported_models"]

@@ -1,0 +1,147 @@
+"""Who may call a service: the same keys, in the same headers, over HTTP and over gRPC."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, SecretStr, Tag
+
+from tinsmith.rpc.errors import Unauthenticated, to_status
+
+KEY_HEADER = "x-api-key"
+
+_OPEN_METHODS = f"/{health.SERVICE_NAME}/"
+"""Health checks tell nothing but that the service runs, and what asks for them (a container runtime) has no key."""
+
+
+def _usable(key: SecretStr) -> SecretStr:
+    text = key.get_secret_value()
+    if not text or not text.isascii() or not text.isprintable() or " " in text:
+        raise ValueError("a key is one or more visible ASCII characters, such as tml-choose-a-long-one")
+    return key
+
+
+def _usable_or_none(key: SecretStr) -> SecretStr:
+    return _usable(key) if key.get_secret_value() else key
+
+
+def _form(value: object) -> str:
+    return "details" if isinstance(value, (ApiKey, dict)) else "key"
+
+
+Key = Annotated[SecretStr, AfterValidator(_usable)]
+ServiceKey = Annotated[SecretStr, AfterValidator(_usable_or_none)]
+"""One key, or the empty text for none."""
+
+
+class ApiKey(BaseModel):
+    """A key and what is known about its holder."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    key: Key
+    """The key itself."""
+    name: str = ""
+    """What to call the key."""
+    note: str = ""
+    """Anything else about it."""
+    email: str = ""
+    """Address of its holder."""
+
+
+AnyKey = Annotated[Annotated[Key, Tag("key")] | Annotated[ApiKey, Tag("details")], Discriminator(_form)]
+"""A key, with or without its details."""
+
+
+def named(keys: Iterable[SecretStr | ApiKey]) -> list[ApiKey]:
+    return [key if isinstance(key, ApiKey) else ApiKey(key=key) for key in keys]
+
+
+def accepted(api_keys: Iterable[SecretStr | ApiKey], service_key: SecretStr) -> list[str]:
+    """What a gRPC service with these settings accepts; empty means everything."""
+    texts = [key.key.get_secret_value() for key in named(api_keys)]
+    return [*texts, *filter(None, [service_key.get_secret_value()])]
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def host_of(listen: str) -> str:
+    """Raises ValueError unless `listen` is HOST:PORT."""
+    host, colon, port = listen.rpartition(":")
+    if not (host and colon and port.isdigit()) or (":" in host and host[0] + host[-1] != "[]"):
+        raise ValueError(f"listen: {listen!r} is not of the form HOST:PORT")
+    return host
+
+
+def require_keys(host: str, keys: Sequence[object], *, setting: str, env: str) -> None:
+    """Raises ValueError when `host`, the value of `setting`, is open to other machines and there are no keys.
+
+    `env` is the environment variable that would hold them.
+    """
+    if not keys and not is_loopback(host):
+        raise ValueError(
+            f"{setting} {host!r} can be reached from other machines, so api_keys must name at least one key "
+            f"({env}='[\"tml-...\"]'); without keys listen on 127.0.0.1"
+        )
+
+
+def given_key(headers: Mapping[str, str]) -> str:
+    """What X-API-Key holds, else what Authorization: Bearer holds; empty when there is neither."""
+    if key := headers.get(KEY_HEADER):
+        return key
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+class KeyRing:
+    """Keys that are accepted."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [_digest(key) for key in keys]
+
+    def find(self, given: str) -> int | None:
+        """Position of the key. Every one is compared, in constant time: the time tells nothing about them."""
+        digest = _digest(given)
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return matches.index(True) if any(matches) else None
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()  # of one length, whatever that of the key
+
+
+class KeyInterceptor(grpc.aio.ServerInterceptor):
+    """Refuses calls without a key (UNAUTHENTICATED), before their body is read. Health checks need none."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._ring = KeyRing(keys)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Any],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        metadata: Any = handler_call_details.invocation_metadata or ()
+        given = given_key({name: value for name, value in metadata if isinstance(value, str)})
+        if handler_call_details.method.startswith(_OPEN_METHODS) or self._ring.find(given) is not None:
+            return await continuation(handler_call_details)
+        what = "holds no key of this service" if given else "is missing"
+        error = Unauthenticated(f"the metadata {KEY_HEADER} (or authorization: Bearer KEY) {what}")
+
+        async def refuse(requests: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+            await context.abort_with_status(to_status(error))
+
+        # On the wire a unary call is a stream of one message, so that this refuses calls of every kind.
+        return grpc.stream_stream_rpc_method_handler(refuse)
