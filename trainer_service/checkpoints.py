@@ -2,10 +2,12 @@
 
     adapter_config.json, adapter_model.safetensors   a plain PEFT folder
     optimizer.safetensors                            the optimizer's state, of kind TRAINING only
-    manifest.json                                    format, CheckpointInfo, size and SHA-256 of every file above
+    manifest.json                                    what it is, size and SHA-256 of every file above
+
+Files of kind EXTERNAL may be encrypted; then ".age" is appended to their names.
 
 A folder is written under a temporary name, synced, then renamed: it is there whole or not at all, also after a power
-cut.
+cut. No file is ever written again, so a copy of a checkpoint may share its bytes.
 The methods block; they may be called from several threads.
 """
 
@@ -14,20 +16,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
-import json
 import logging
 import os
 import shutil
 import threading
 import time
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
-from google.protobuf import json_format
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -37,55 +35,27 @@ from tinsmith.rpc.errors import (
     CheckpointNotFound,
     DataCorrupted,
     InvalidRequest,
+    NotFound,
     OutOfCapacity,
-    Unsupported,
 )
-from tinsmith.rpc.paths import check_name, check_run_id
 from tinsmith.v1 import types_pb2 as pb
-from trainer_service.engine import State
+from trainer_service import manifest
+from trainer_service.encryption import Recipient, encrypt_folder
+from trainer_service.engine import OptimizerState, State
+from trainer_service.locations import KINDS, Location
+from trainer_service.manifest import Manifest
 from trainer_service.metrics import Metrics
+from trainer_service.optimizers import DEFAULT_OPTIMIZER
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
-KINDS = {
-    pb.CHECKPOINT_KIND_TRAINING: "weights",
-    pb.CHECKPOINT_KIND_SAMPLER: "sampler_weights",
-    pb.CHECKPOINT_KIND_EPHEMERAL: "ephemeral",
-}
-
-_MANIFEST = "manifest.json"
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 _OPTIMIZER = "optimizer.safetensors"
 _TEMPORARY = "~tmp"
 """Not the name of any run."""
 _REPLACED = "replaced-"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-
-
-@dataclass(frozen=True, slots=True)
-class Location:
-    """Place of a checkpoint below the root."""
-
-    run_id: str
-    kind: str
-    name: str
-
-    @classmethod
-    def parse(cls, text: str, *, field: str) -> Location:
-        """Raises InvalidRequest unless it is RUN_ID/KIND/NAME with a known kind and safe names."""
-        segments = text.split("/")
-        if len(segments) != 3:
-            raise InvalidRequest(f"{field}: {text!r} is not of the form RUN_ID/KIND/NAME", field=field)
-        run_id, kind, name = segments
-        if kind not in KINDS.values():
-            raise InvalidRequest(
-                f"{field}: kind {kind!r} of {text!r} is not one of {', '.join(KINDS.values())}", field=field
-            )
-        return cls(check_run_id(run_id, field=field), kind, check_name(name, field=field))
-
-    def __str__(self) -> str:
-        return f"{self.run_id}/{self.kind}/{self.name}"
+_NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK}
 
 
 class CheckpointStore:
@@ -109,62 +79,140 @@ class CheckpointStore:
         os.close(self._lock)
 
     def exists(self, location: Location) -> bool:
-        return (self._path(location) / _MANIFEST).exists()
+        return (self._path(location) / manifest.NAME).exists()
 
-    def save(self, info: pb.CheckpointInfo, state: State, *, overwrite: bool) -> pb.CheckpointInfo:
-        """Stores a state at info.location. Returns `info` with the size and time filled in.
+    def save(
+        self, info: pb.CheckpointInfo, state: State, *, overwrite: bool, recipients: Sequence[Recipient] = ()
+    ) -> pb.CheckpointInfo:
+        """Stores a state at info.location, encrypted when there are recipients. Returns `info` with size and time.
 
         Raises CheckpointExists when the location is taken and `overwrite` is false, OutOfCapacity on a full disk.
         """
         started = time.perf_counter()
         location = Location.parse(info.location, field="location")
-        if not overwrite:
-            self._refuse_taken(location)
         stored = pb.CheckpointInfo()
         stored.CopyFrom(info)
         stored.created_at = time.time()
+        stored.encrypted = bool(recipients)
+        with self._new_folder(location, overwrite=overwrite) as folder:
+            _write_files(folder, state, base_model=info.base_model)
+            if recipients:
+                encrypt_folder(folder, recipients)
+            written = Manifest.of(stored, [manifest.describe(path) for path in sorted(folder.iterdir())])
+            written.write(folder)
+        self._metrics.checkpoint_seconds.observe(time.perf_counter() - started)
+        self._metrics.checkpoint_bytes.inc(written.checkpoint.size_bytes)
+        return written.checkpoint
+
+    def copy(self, source: Location, destination: Location, *, ttl_seconds: int | None) -> pb.CheckpointInfo:
+        """Makes the same weights available at a second location, which does not change when the first one does.
+
+        Of kind EPHEMERAL, which any kind can be copied to, it has no optimizer. The bytes are shared where the file
+        system can do that. Raises CheckpointNotFound, CheckpointExists, OutOfCapacity, DataCorrupted, and
+        InvalidRequest for another kind.
+        """
+        ephemeral = KINDS[pb.CHECKPOINT_KIND_EPHEMERAL]
+        if destination.kind not in (source.kind, ephemeral):
+            raise InvalidRequest(
+                f"destination: kind {destination.kind!r} of {destination} is not that of the source {source}, "
+                f"nor {ephemeral!r}",
+                field="destination",
+            )
+        copied = pb.CheckpointInfo()
+        with self._new_folder(destination, overwrite=False) as folder:
+            with self._swap:
+                found = self._read_manifest(source)
+                files = [f for f in found.files.values() if destination.kind != ephemeral or f.name != _OPTIMIZER]
+                for file in files:
+                    try:
+                        _link(self._path(source) / file.name, folder / file.name)
+                    except FileNotFoundError:
+                        raise DataCorrupted(f"{source}/{file.name} is missing", file=f"{source}/{file.name}") from None
+            copied.CopyFrom(found.checkpoint)
+            copied.location = str(destination)
+            copied.kind = destination.kind_number
+            copied.created_at = time.time()
+            copied.has_optimizer = any(file.name == _OPTIMIZER for file in files)
+            copied.ClearField("ttl_seconds")
+            if ttl_seconds is not None:
+                copied.ttl_seconds = ttl_seconds
+            written = Manifest.of(copied, files)
+            written.write(folder)
+        return written.checkpoint
+
+    @contextlib.contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """An empty folder on the same file system, which is gone afterwards. A full disk raises OutOfCapacity."""
         folder = self._temporary / uuid.uuid4().hex
         try:
             folder.mkdir()
-            _write_files(folder, state, base_model=info.base_model)
-            _write_manifest(folder, stored)
-            for path in folder.iterdir():
-                _sync(path)
-            _sync(folder)
-            self._install(folder, location, overwrite=overwrite)
+            yield folder
         except (OSError, SafetensorError) as error:
             if _is_full(error):
-                raise OutOfCapacity(
-                    f"checkpoint {location} was not saved: no space left under {self._root} ({error})"
-                ) from error
+                raise OutOfCapacity(f"no space left under {self._root} ({error})") from error
             raise
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        self._metrics.checkpoint_seconds.observe(time.perf_counter() - started)
-        self._metrics.checkpoint_bytes.inc(stored.size_bytes)
-        return stored
+
+    @contextlib.contextmanager
+    def _new_folder(self, location: Location, *, overwrite: bool) -> Iterator[Path]:
+        """A folder to write into, which becomes the location's when the block ends without an error."""
+        if not overwrite:
+            self._refuse_taken(location)
+        try:
+            with self.scratch() as folder:
+                yield folder
+                for path in folder.iterdir():
+                    _sync(path)
+                _sync(folder)
+                self._install(folder, location, overwrite=overwrite)
+        except OutOfCapacity as error:
+            raise OutOfCapacity(f"checkpoint {location} was not saved: {error.message}") from error
 
     def info(self, location: Location) -> pb.CheckpointInfo:
         """What the manifest says. Raises CheckpointNotFound, DataCorrupted."""
+        return self.manifest(location).checkpoint
+
+    def manifest(self, location: Location) -> Manifest:
+        """Raises CheckpointNotFound, DataCorrupted."""
         with self._swap:
-            return self._read_manifest(location)[0]
+            return self._read_manifest(location)
+
+    def open_file(self, location: Location, name: str) -> BinaryIO:
+        """One of the manifest's files, to read; it stays readable when the checkpoint is deleted or replaced.
+
+        Raises NotFound for another name, CheckpointNotFound, DataCorrupted.
+        """
+        with self._swap:
+            files = self._read_manifest(location).files
+            if name not in files:
+                raise NotFound(f"name: checkpoint {location} has no file {name!r}; it has {', '.join(files)}")
+            try:
+                return (self._path(location) / name).open("rb")
+            except FileNotFoundError:
+                raise DataCorrupted(f"{location}/{name} is missing", file=f"{location}/{name}") from None
 
     def load(
         self, location: Location, targets: Sequence[Target], *, with_optimizer: bool
     ) -> tuple[pb.CheckpointInfo, State]:
         """Raises CheckpointNotFound, DataCorrupted (a file is not what was written), and InvalidRequest when the
-        checkpoint does not fit the base model's targets or has no optimizer that is asked for."""
+        checkpoint is encrypted, does not fit the base model's targets, or has no optimizer that is asked for."""
         with self._swap:
-            info, files = self._read_manifest(location)
+            found = self._read_manifest(location)
+            info = found.checkpoint
+            if info.encrypted:
+                raise InvalidRequest(f"checkpoint {location} is encrypted with age: it can be downloaded, not loaded")
             if with_optimizer and not info.has_optimizer:
                 raise InvalidRequest(f"checkpoint {location} holds no optimizer state; load it without the optimizer")
             folder = self._path(location)
             wanted = [*_ADAPTER, _OPTIMIZER] if with_optimizer else _ADAPTER
             for name in wanted:
-                _verify(folder / name, files, location=location)
+                found.verify(folder / name, location=str(location))
             config = AdapterConfig.from_proto(info.lora_config, max_rank=info.lora_config.rank)
             adapter = Adapter.load_peft(folder, config, targets)
-            optimizer = load_file(folder / _OPTIMIZER) if with_optimizer else None
+            optimizer = None
+            if with_optimizer:
+                optimizer = OptimizerState(info.optimizer or DEFAULT_OPTIMIZER, load_file(folder / _OPTIMIZER))
         return info, State(config=config, adapter=adapter, step=info.step, optimizer=optimizer)
 
     def delete(self, location: Location) -> None:
@@ -218,7 +266,8 @@ class CheckpointStore:
         for folder in self._temporary.iterdir():
             if folder.name.startswith(_REPLACED):
                 try:
-                    location = _parse_manifest((folder / _MANIFEST).read_bytes(), location=folder.name)[0].location
+                    data = (folder / manifest.NAME).read_bytes()
+                    location = Manifest.parse(data, location=folder.name).checkpoint.location
                 except (OSError, DataCorrupted) as error:
                     logger.warning("%s was being replaced and cannot be put back: %s", folder, error)
                     continue
@@ -228,68 +277,27 @@ class CheckpointStore:
                     continue
             shutil.rmtree(folder)
 
-    def _read_manifest(self, location: Location) -> tuple[pb.CheckpointInfo, dict[str, Any]]:
+    def _read_manifest(self, location: Location) -> Manifest:
         try:
-            data = (self._path(location) / _MANIFEST).read_bytes()
+            data = (self._path(location) / manifest.NAME).read_bytes()
         except FileNotFoundError:
             raise CheckpointNotFound(f"there is no checkpoint {location}", location=location) from None
-        return _parse_manifest(data, location=str(location))
+        return Manifest.parse(data, location=str(location))
 
 
 def _write_files(folder: Path, state: State, *, base_model: str) -> None:
     state.adapter.save_peft(folder, base_model=base_model)
     if state.optimizer is not None:
-        save_file(state.optimizer, folder / _OPTIMIZER)
+        save_file(state.optimizer.tensors, folder / _OPTIMIZER)
 
 
-def _write_manifest(folder: Path, info: pb.CheckpointInfo) -> None:
-    """Fills in info.size_bytes."""
-    files = {
-        path.name: {"size_bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(folder.iterdir())
-    }
-    info.size_bytes = sum(path.stat().st_size for path in folder.iterdir())
-    manifest = {
-        "format": FORMAT,
-        "checkpoint": json_format.MessageToDict(info, preserving_proto_field_name=True),
-        "files": files,
-    }
-    manifest["sha256"] = _digest_of(manifest)
-    (folder / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-
-
-def _parse_manifest(data: bytes, *, location: str) -> tuple[pb.CheckpointInfo, dict[str, Any]]:
+def _link(source: Path, destination: Path) -> None:
     try:
-        manifest = json.loads(data)
-        if manifest.pop("sha256") != _digest_of(manifest):
-            raise ValueError("its SHA-256 does not match")
-        if manifest["format"] != FORMAT:
-            raise Unsupported(f"{location}: format {manifest['format']} of the manifest; this trainer reads {FORMAT}")
-        return json_format.ParseDict(manifest["checkpoint"], pb.CheckpointInfo()), manifest["files"]
-    except (ValueError, KeyError, AttributeError, TypeError, json_format.ParseError) as error:
-        raise DataCorrupted(f"{location}/{_MANIFEST} is damaged: {error}", file=f"{location}/{_MANIFEST}") from None
-
-
-def _digest_of(manifest: dict[str, Any]) -> str:
-    """SHA-256 of the manifest without its own sum."""
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def _verify(path: Path, files: dict[str, Any], *, location: Location) -> None:
-    try:
-        actual = _sha256(path)
-    except FileNotFoundError:
-        actual = "missing"
-    expected = files.get(path.name, {}).get("sha256")
-    if actual != expected:
-        raise DataCorrupted(
-            f"{location}/{path.name} is damaged: its SHA-256 is {actual}, the manifest says {expected}",
-            file=f"{location}/{path.name}",
-        )
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        os.link(source, destination)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        shutil.copyfile(source, destination)
 
 
 def _sync(path: Path) -> None:

@@ -6,6 +6,7 @@ Checkpoints are read before an operation's turn on the compute thread, and writt
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,9 @@ from typing import Any
 
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.rpc.errors import (
+    CheckpointExists,
+    CheckpointNotFound,
+    DataCorrupted,
     InvalidRequest,
     ModelNotFound,
     NotReady,
@@ -24,15 +28,18 @@ from tinsmith.rpc.paths import check_name, check_run_id
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 from trainer_service.batch import Batch
-from trainer_service.checkpoints import KINDS, CheckpointStore, Location
+from trainer_service.checkpoints import CheckpointStore
+from trainer_service.encryption import Recipient, parse_recipients
 from trainer_service.engine import State, TrainingEngine
-from trainer_service.optimizers import AdamParams
+from trainer_service.locations import KINDS, Location
+from trainer_service.optimizers import DEFAULT_OPTIMIZER, check_kind, params_from_proto
 from trainer_service.weight_sync import Version, WeightSender
 from trainer_service.work import RunBatch, Turn, Work
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_OPTIMIZER = "adamw"
+_SENT_KINDS = {types_pb2.CHECKPOINT_KIND_SAMPLER, types_pb2.CHECKPOINT_KIND_EPHEMERAL}
+"""Kinds that are sent to the samplers when they are saved."""
 
 
 @dataclass(slots=True)
@@ -68,39 +75,44 @@ class Operations:
     max_lora_rank: int
     models: dict[str, Model] = field(default_factory=dict)
     _publishing: dict[tuple[Location, str], asyncio.Task[int]] = field(default_factory=dict)
+    _asked_for: set[str] = field(default_factory=set)
+    """Versions of live models that were published on demand."""
 
     def create_model(self, request: pb.CreateModelRequest) -> Work:
         """Raises InvalidRequest for what is wrong on the face of it; a checkpoint is looked at in the work."""
         check_run_id(request.model_id, field="model_id")
-        optimizer = request.optimizer or _DEFAULT_OPTIMIZER
+        if request.optimizer:
+            check_kind(request.optimizer)
         if request.base_model or not request.from_location:
             self._check_base_model(request.base_model, field="base_model")
         if request.from_location:
             location = Location.parse(request.from_location, field="from_location")
             if request.HasField("lora_config"):
                 raise InvalidRequest("lora_config: must be absent, from_location brings its own", field="lora_config")
-            return lambda turn: self._create(turn, request, optimizer, location=location, config=None)
+            return lambda turn: self._create(turn, request, location=location, config=None)
         if request.load_optimizer:
             raise InvalidRequest("load_optimizer: true needs from_location", field="load_optimizer")
         if not request.HasField("lora_config"):
             raise InvalidRequest("lora_config: missing; a new model needs one", field="lora_config")
         config = AdapterConfig.from_proto(request.lora_config, max_rank=self.max_lora_rank)
-        return lambda turn: self._create(turn, request, optimizer, location=None, config=config)
+        return lambda turn: self._create(turn, request, location=None, config=config)
 
     async def _create(
         self,
         turn: Turn,
         request: pb.CreateModelRequest,
-        optimizer: str,
         *,
         location: Location | None,
         config: AdapterConfig | None,
     ) -> pb.WaitResultResponse:
         base_model, state = request.base_model, None
+        optimizer = request.optimizer or DEFAULT_OPTIMIZER
         if location is not None:
             info, state = await self._load(location, with_optimizer=request.load_optimizer, field="from_location")
             base_model = base_model or info.base_model
             config = AdapterConfig.from_proto(info.lora_config, max_rank=self.max_lora_rank)
+            if state.optimizer is not None:
+                optimizer = request.optimizer or state.optimizer.kind
         assert config is not None
         model = Model(request.model_id, base_model, config, optimizer, dict(request.user_metadata))
 
@@ -132,9 +144,7 @@ class Operations:
         return refuse
 
     def optim_step(self, request: pb.OptimStepRequest) -> Work:
-        if request.WhichOneof("params") != "adam_params":
-            raise InvalidRequest("params: missing; a model with optimizer 'adamw' needs adam_params", field="params")
-        params = AdamParams.from_proto(request.adam_params)
+        params = params_from_proto(request)
 
         async def step(turn: Turn) -> pb.WaitResultResponse:
             metrics = await turn.run(lambda: self.engine.optim_step(request.model_id, params))
@@ -145,7 +155,9 @@ class Operations:
 
     def save_checkpoint(self, request: pb.SaveCheckpointRequest) -> Work:
         if request.kind not in KINDS:
-            raise InvalidRequest(f"kind: {request.kind} is not one of TRAINING, SAMPLER, EPHEMERAL", field="kind")
+            raise InvalidRequest(
+                f"kind: {request.kind} is not one of TRAINING, SAMPLER, EPHEMERAL, EXTERNAL", field="kind"
+            )
         if request.HasField("ttl_seconds") and request.ttl_seconds < 1:
             raise InvalidRequest(f"ttl_seconds: {request.ttl_seconds} must be positive", field="ttl_seconds")
         if request.kind != types_pb2.CHECKPOINT_KIND_EPHEMERAL:
@@ -154,12 +166,19 @@ class Operations:
             raise InvalidRequest(f"name: {request.name!r} was given, but an ephemeral one has none", field="name")
         else:
             name = str(request.seq_id)
+        recipients = parse_recipients(request.age_recipients, field="age_recipients")
+        if recipients and request.kind != types_pb2.CHECKPOINT_KIND_EXTERNAL:
+            raise InvalidRequest("age_recipients: only kind EXTERNAL can be encrypted", field="age_recipients")
         location = Location(request.model_id, KINDS[request.kind], name)
-        return lambda turn: self._save(turn, request, location)
+        return lambda turn: self._save(turn, request, location, recipients)
 
-    async def _save(self, turn: Turn, request: pb.SaveCheckpointRequest, location: Location) -> pb.WaitResultResponse:
+    async def _save(
+        self, turn: Turn, request: pb.SaveCheckpointRequest, location: Location, recipients: Sequence[Recipient]
+    ) -> pb.WaitResultResponse:
         model = self.models[request.model_id]
         with_optimizer = request.kind == types_pb2.CHECKPOINT_KIND_TRAINING
+        if request.overwrite:
+            await turn.settled()  # two saves that replace one checkpoint are written in their order
         state = await turn.run(lambda: self.engine.capture(request.model_id, with_optimizer=with_optimizer))
         info = types_pb2.CheckpointInfo(
             location=str(location),
@@ -170,17 +189,30 @@ class Operations:
             version_id=f"{request.model_id}@{request.seq_id}",
             step=state.step,
             has_optimizer=with_optimizer,
+            optimizer=model.optimizer,
             ttl_seconds=request.ttl_seconds if request.HasField("ttl_seconds") else None,
             user_metadata=request.user_metadata,
         )
-        saving = asyncio.to_thread(self.checkpoints.save, info, state, overwrite=request.overwrite)
-        if with_optimizer:
-            stored, num_samplers = await saving, 0
-        else:
+        if request.overwrite:
+            await asyncio.to_thread(self._keep_replaced, location)
+        saving = asyncio.to_thread(
+            self.checkpoints.save, info, state, overwrite=request.overwrite, recipients=recipients
+        )
+        if request.kind in _SENT_KINDS:
             stored, num_samplers = await self._save_and_publish(saving, info, state)
+        else:
+            stored, num_samplers = await saving, 0
         return pb.WaitResultResponse(
             save_checkpoint=pb.SaveCheckpointResponse(checkpoint=stored, num_samplers=num_samplers)
         )
+
+    def _keep_replaced(self, location: Location) -> None:
+        """A version that samplers have may be wanted again when its checkpoint is replaced: its files stay, hidden."""
+        with contextlib.suppress(CheckpointNotFound, CheckpointExists, DataCorrupted):
+            info = self.checkpoints.info(location)
+            hidden = _hidden(location, info.version_id)
+            if hidden is not None and (info.kind in _SENT_KINDS or info.version_id in self._asked_for):
+                self.checkpoints.copy(location, hidden, ttl_seconds=None)
 
     async def _save_and_publish(
         self, saving: Coroutine[Any, Any, types_pb2.CheckpointInfo], info: types_pb2.CheckpointInfo, state: State
@@ -230,15 +262,28 @@ class Operations:
         return await asyncio.shield(running)
 
     async def _publish(self, location: Location, version_id: str) -> int:
-        info, state = await self._load(location, with_optimizer=False, field="location")
-        if info.version_id != version_id:
-            raise VersionGone(
-                f"{location} holds version {info.version_id!r} by now, not {version_id!r}", version_id=version_id
-            )
+        if location.run_id in self.models:
+            self._asked_for.add(version_id)
+        info, state = await self._find_version(location, version_id)
         num_samplers = await self.sender.publish(Version(version_id, info.base_model, state.adapter))
         if num_samplers == 0:
             raise NotReady(f"{version_id} cannot be published: no sampler is serving; try again")
         return num_samplers
+
+    async def _find_version(self, location: Location, version_id: str) -> tuple[types_pb2.CheckpointInfo, State]:
+        try:
+            info, state = await self._load(location, with_optimizer=False, field="location")
+            if info.version_id == version_id:
+                return info, state
+            error: ServiceError = VersionGone(
+                f"{location} holds version {info.version_id!r} by now, not {version_id!r}", version_id=version_id
+            )
+        except CheckpointNotFound as missing:
+            error = missing
+        hidden = _hidden(location, version_id)
+        if hidden is None or not await asyncio.to_thread(self.checkpoints.exists, hidden):
+            raise error
+        return await self._load(hidden, with_optimizer=False, field="location")
 
     async def _load(
         self, location: Location, *, with_optimizer: bool, field: str
@@ -264,8 +309,17 @@ class Operations:
     async def delete_files(self, model_id: str) -> None:
         """Removes what a model leaves outside the engine: its ephemeral checkpoints, its versions in the samplers."""
         self.models.pop(model_id, None)
+        self._asked_for -= {version_id for version_id in self._asked_for if version_id.startswith(f"{model_id}@")}
         await asyncio.to_thread(self.checkpoints.delete_ephemeral, model_id)
         await self.sender.remove_all(f"{model_id}@")
+
+
+def _hidden(location: Location, version_id: str) -> Location | None:
+    """Where a replaced version of a run lies until the run is deleted. None for what is no version of this run."""
+    run_id, _, name = version_id.rpartition("@")
+    if run_id != location.run_id or not name.isalnum():
+        return None
+    return Location(run_id, KINDS[types_pb2.CHECKPOINT_KIND_EPHEMERAL], name)
 
 
 def refused(error: ServiceError) -> Work:

@@ -8,10 +8,9 @@
 An operation is accepted when it is in the journal. From then on it lives here, whatever becomes of the call that
 brought it.
 
-Batches that are ready, of several models or consecutive ones of one model, go to the engine in one call, up to a budget
-of tokens and round robin over the models. Every other operation is a coroutine that takes its turn on the compute
-thread, at most once, with `Turn.run`. What it awaits before delays its own model only. What it awaits after delays only
-its own result: the model goes on.
+A batch goes to the compute thread as it is (compute.py), when its model comes to it. Every other operation is a
+coroutine that takes its turn on the compute thread, at most once, with `Turn.run`. What it awaits before delays its own
+model only. What it awaits after delays only its own result: the model goes on.
 """
 
 from __future__ import annotations
@@ -19,17 +18,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tinsmith.rpc import logs
 from tinsmith.rpc.errors import ModelNotFound, OutOfCapacity, ResultNotFound, SequenceConflict, ServiceError
+from tinsmith.v1.types_pb2 import QueueStatus
+from trainer_service.compute import ComputeThread, internal_error
 from trainer_service.journal import Body, Journal
 from trainer_service.metrics import Metrics
-from trainer_service.work import Answer, Batch, BatchEngine, Operation, Output, RunBatch, Turn, Work
+from trainer_service.model_queue import Call, ModelQueue
+from trainer_service.queue_status import FINISHED, status_of
+from trainer_service.work import Answer, BatchEngine, Operation, RunBatch, Turn, Work
 
 logger = logging.getLogger(__name__)
 
@@ -37,45 +38,16 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
-class _Call:
-    """What the coroutine of an operation wants from the compute thread."""
-
-    operation: Operation
-    run: Callable[[], Any]
-    result: asyncio.Future[Any]
-
-
-@dataclass(slots=True, eq=False)
-class _Model:
-    model_id: str
-    next_seq_id: int = 0
-    operations: dict[int, Operation] = field(default_factory=dict)
-    """Those whose results are not in the journal yet."""
-    head: Operation | None = None
-    """The operation that has started and not yet had its turn on the compute thread."""
-    ready: Operation | _Call | None = None
-    """What of it waits for the compute thread: a batch, or a coroutine's call."""
-    unsettled: set[Operation] = field(default_factory=set)
-    """Started operations without a result."""
-    gone: ServiceError | None = None
-    """Why nothing of this model runs any more."""
-
-    @property
-    def queued(self) -> list[Operation]:
-        return [operation for seq_id, operation in self.operations.items() if seq_id >= self.next_seq_id]
-
-
-@dataclass(slots=True, eq=False)
 class _Turn:
     """The Turn that an operation is given."""
 
     _scheduler: Scheduler
-    _model: _Model
+    _model: ModelQueue
     _operation: Operation
 
     async def run(self, call: Callable[[], T]) -> T:
         result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._scheduler._enqueue(self._model, _Call(self._operation, call, result))
+        self._scheduler._enqueue(self._model, Call(self._operation, call, result))
         return await result
 
     async def settled(self) -> None:
@@ -96,17 +68,12 @@ class Scheduler:
         max_models: int,
         metrics: Metrics,
     ) -> None:
-        self._engine = engine
         self._journal = journal
-        self._max_tokens_per_call = max_tokens_per_call
         self._max_queued_operations = max_queued_operations
         self._max_models = max_models
         self._metrics = metrics
-        self._models: dict[str, _Model] = {}
-        self._ready: deque[_Model] = deque()
-        """Models with something for the compute thread, in the order in which it came up."""
-        self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
-        self._computing = False
+        self._models: dict[str, ModelQueue] = {}
+        self._compute = ComputeThread(self, engine, max_tokens_per_call=max_tokens_per_call, metrics=metrics)
         self._closed = False
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -116,7 +83,7 @@ class Scheduler:
         `build` makes the work while the journal writes; what it refuses must be a work that fails. Raises
         ModelNotFound, ModelLost, SequenceConflict, ResultNotFound (a repeat whose result has expired), OutOfCapacity.
         """
-        return await asyncio.shield(self._spawn(self._accept(model_id, seq_id, body, build)))
+        return await asyncio.shield(self.spawn(self._accept(model_id, seq_id, body, build)))
 
     async def find(self, model_id: str, seq_id: int) -> Operation:
         """An accepted operation. Raises ResultNotFound when there is none, or its result has expired."""
@@ -127,6 +94,17 @@ class Scheduler:
         if operation is None:
             raise ResultNotFound(f"{model_id}: no operation with seq_id {seq_id} was accepted")
         return operation
+
+    async def describe(self, model_id: str, seq_id: int) -> QueueStatus:
+        """What an accepted operation waits for. Raises ResultNotFound when there is none, or its result has expired."""
+        operation = await self.find(model_id, seq_id)
+        model = self._models.get(model_id)
+        if model is not None and model.operations.get(seq_id) is operation:
+            compute = self._compute
+            return status_of(operation, model, ready=compute.ready, running=compute.running, speed=compute.speed)
+        if isinstance(outcome := operation.outcome.result(), ResultNotFound):
+            raise outcome
+        return FINISHED
 
     def next_seq_id(self, model_id: str) -> int:
         return self._models[model_id].next_seq_id
@@ -140,7 +118,7 @@ class Scheduler:
             self._abandon(model, ModelNotFound(f"model_id: {model_id!r} was deleted", model_id=model_id))
             if running:
                 await asyncio.wait(running)
-            await asyncio.get_running_loop().run_in_executor(self._compute, call)
+            await self._compute.run_alone(call)
         await self._journal.delete_model(model_id)
 
     async def close(self, *, timeout_s: float) -> bool:
@@ -149,13 +127,11 @@ class Scheduler:
         Returns False when something still ran after `timeout_s` seconds.
         """
         self._closed = True
-        for model in self._ready:
-            if isinstance(model.ready, _Call):
-                model.ready.result.cancel()
+        self._compute.stop()
         deadline = time.monotonic() + timeout_s
         while self._tasks and time.monotonic() < deadline:
             await asyncio.wait(self._tasks, timeout=deadline - time.monotonic())
-        self._compute.shutdown(wait=False, cancel_futures=True)
+        self._compute.shutdown()
         for task in self._tasks:
             task.cancel()
         return not self._tasks
@@ -185,16 +161,18 @@ class Scheduler:
             )
         return await self._append(model, seq_id, body, build)
 
-    def _new_model(self, model_id: str) -> _Model:
+    def _new_model(self, model_id: str) -> ModelQueue:
         if len(self._models) >= self._max_models:
             raise OutOfCapacity(
                 f"{len(self._models)} models are live, this server's max_models; close a session that is done"
             )
-        model = self._models[model_id] = _Model(model_id)
+        model = self._models[model_id] = ModelQueue(model_id)
         self._metrics.models.set(len(self._models))
         return model
 
-    async def _append(self, model: _Model, seq_id: int, body: Body, build: Callable[[], Awaitable[Work]]) -> Operation:
+    async def _append(
+        self, model: ModelQueue, seq_id: int, body: Body, build: Callable[[], Awaitable[Work]]
+    ) -> Operation:
         loop = asyncio.get_running_loop()
         operation = Operation(
             model.model_id, seq_id, body.kind, body.digest, accepted=loop.create_future(), outcome=loop.create_future()
@@ -232,7 +210,7 @@ class Scheduler:
         )
         return operation
 
-    def _advance(self, model: _Model) -> None:
+    def _advance(self, model: ModelQueue) -> None:
         """Starts the model's next operation, if it is here and the one before has had its turn."""
         operation = model.operations.get(model.next_seq_id)
         if model.gone or model.head is not None or operation is None or operation.work is None or self._closed:
@@ -242,56 +220,20 @@ class Scheduler:
         model.head = operation
         model.unsettled.add(operation)
         if isinstance(operation.work, RunBatch):
-            model.ready = operation
-            self._ready.append(model)
-            self._pump()
+            self._compute.put(model, operation)
         else:
-            self._spawn(self._run_work(model, operation, operation.work))
+            self.spawn(self._run_work(model, operation, operation.work))
 
-    def _enqueue(self, model: _Model, call: _Call) -> None:
+    def _enqueue(self, model: ModelQueue, call: Call) -> None:
         if model.gone is not None:
             call.result.set_exception(model.gone)
         elif self._closed:
             call.result.cancel()
         else:
-            model.ready = call
-            self._ready.append(model)
-            self._pump()
+            self._compute.put(model, call)
 
-    def _pump(self) -> None:
-        """Gives the compute thread its next call, when it is free."""
-        if self._computing or self._closed or not self._ready:
-            return
-        self._computing = True
-        first = self._ready[0].ready
-        if isinstance(first, _Call):
-            self._take(self._ready[0])
-            self._spawn(self._run_call(first))
-        else:
-            self._spawn(self._run_batches(list(self._take_batches())))
-
-    def _take_batches(self) -> Iterator[tuple[_Model, Operation, Batch]]:
-        """Ready batches up to the budget, one of each model in turn; the first whatever its size."""
-        num_tokens = 0
-        turns = deque(model for model in self._ready if isinstance(model.ready, Operation))
-        while turns:
-            model = turns.popleft()
-            operation = model.ready
-            if not isinstance(operation, Operation) or not isinstance(operation.work, RunBatch):
-                continue
-            batch = operation.work.batch
-            if num_tokens and num_tokens + batch.num_tokens > self._max_tokens_per_call:
-                continue
-            num_tokens += batch.num_tokens
-            self._take(model)
-            turns.append(model)
-            yield model, operation, batch
-
-    def _take(self, model: _Model) -> None:
+    def taken(self, model: ModelQueue) -> None:
         """The head of the model has its turn; the next operation may start."""
-        if model.ready is not None:
-            model.ready = None
-            self._ready.remove(model)
         if (operation := model.head) is not None:
             model.head = None
             model.next_seq_id += 1
@@ -299,49 +241,8 @@ class Scheduler:
             self._metrics.queue_seconds.labels(operation.kind).observe(time.perf_counter() - operation.arrived_s)
         self._advance(model)
 
-    async def _run_batches(self, works: Sequence[tuple[_Model, Operation, Batch]]) -> None:
-        outputs = await self._on_compute_thread(
-            "forward_backward",
-            lambda: self._forward_backward([(model.model_id, batch) for model, _, batch in works]),
-        )
-        self._metrics.batches.inc()
-        self._metrics.tokens.inc(sum(batch.num_tokens for _, _, batch in works))
-        answers = await asyncio.to_thread(lambda: [_answer(output) for output in outputs])
-        for (model, operation, _), answer in zip(works, answers, strict=True):
-            self._settle(model, operation, answer)
-
-    def _forward_backward(self, works: Sequence[tuple[str, Batch]]) -> Sequence[Output | ServiceError]:
-        """On the compute thread. A failed batch leaves a gap in its model's gradients; the next step must know."""
-        outputs: Sequence[Output | ServiceError]
-        try:
-            outputs = self._engine.forward_backward(works)
-        except Exception as error:
-            logger.exception("forward_backward of %s failed", ", ".join(model_id for model_id, _ in works))
-            outputs = [error if isinstance(error, ServiceError) else _internal_error()] * len(works)
-        for (model_id, batch), output in zip(works, outputs, strict=True):
-            if isinstance(output, ServiceError) and not batch.forward_only:
-                self._engine.taint(model_id, output.message)
-        return outputs
-
-    async def _run_call(self, call: _Call) -> None:
-        try:
-            result = await self._on_compute_thread(call.operation.kind, call.run)
-        except Exception as error:
-            call.result.set_exception(error)
-        else:
-            call.result.set_result(result)
-
-    async def _on_compute_thread(self, kind: str, call: Callable[[], T]) -> T:
-        started = time.perf_counter()
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._compute, call)
-        finally:
-            self._metrics.step_seconds.labels(kind).observe(time.perf_counter() - started)
-            self._computing = False
-            self._pump()
-
     async def _run_work(
-        self, model: _Model, operation: Operation, work: Callable[[Turn], Coroutine[Any, Any, Answer]]
+        self, model: ModelQueue, operation: Operation, work: Callable[[Turn], Coroutine[Any, Any, Answer]]
     ) -> None:
         outcome: Answer | ServiceError
         try:
@@ -350,14 +251,15 @@ class Scheduler:
             outcome = error
         except Exception:
             logger.exception("%s of %s, seq_id %d, failed", operation.kind, model.model_id, operation.seq_id)
-            outcome = _internal_error()
+            outcome = internal_error()
         if operation.seq_id == 0 and isinstance(outcome, ServiceError):
             self._abandon(model, ModelNotFound(f"model_id: the creation of {model.model_id!r} failed: {outcome}"))
         if model.head is operation:
-            self._take(model)
-        self._settle(model, operation, outcome)
+            self._compute.withdraw(model)
+            self.taken(model)
+        self.settle(model, operation, outcome)
 
-    def _settle(self, model: _Model, operation: Operation, outcome: Answer | ServiceError) -> None:
+    def settle(self, model: ModelQueue, operation: Operation, outcome: Answer | ServiceError) -> None:
         model.unsettled.discard(operation)
         if operation.outcome.done():
             return
@@ -376,9 +278,9 @@ class Scheduler:
             outcome.reason if isinstance(outcome, ServiceError) else "ok",
             time.perf_counter() - operation.arrived_s,
         )
-        self._spawn(self._record(model, operation, outcome))
+        self.spawn(self._record(model, operation, outcome))
 
-    async def _record(self, model: _Model, operation: Operation, outcome: Answer | ServiceError) -> None:
+    async def _record(self, model: ModelQueue, operation: Operation, outcome: Answer | ServiceError) -> None:
         try:
             await self._journal.finish(model.model_id, operation.seq_id, outcome)
         except ServiceError:
@@ -388,23 +290,22 @@ class Scheduler:
             del self._models[model.model_id]
             self._metrics.models.set(len(self._models))
 
-    def _abandon(self, model: _Model, error: ServiceError) -> None:
+    def _abandon(self, model: ModelQueue, error: ServiceError) -> None:
         """Fails what is queued; what runs goes on."""
         model.gone = error
-        if model.ready is not None:
-            self._ready.remove(model)
-        if isinstance(model.ready, _Call):
-            model.ready.result.set_exception(error)  # its coroutine ends by this
-        elif model.ready is not None:
+        ready = model.ready
+        self._compute.withdraw(model)
+        if isinstance(ready, Call):
+            ready.result.set_exception(error)  # its coroutine ends by this
+        elif ready is not None:
             model.head = None
-        model.ready = None
         for operation in model.queued:
             if operation is not model.head:
                 if operation.work is not None:
                     self._metrics.queue_length.labels(operation.kind).dec()
-                self._settle(model, operation, error)
+                self.settle(model, operation, error)
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    def spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -428,11 +329,3 @@ def _same(operation: Operation, body: Body) -> Operation:
             seq_id=operation.seq_id,
         )
     return operation
-
-
-def _answer(output: Output | ServiceError) -> Answer | ServiceError:
-    return output if isinstance(output, ServiceError) else Answer(forward_backward=output.to_proto())
-
-
-def _internal_error() -> ServiceError:
-    return ServiceError("internal error; the trainer's log has the cause")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,21 +13,26 @@ from google.protobuf.message import Message
 
 from tinsmith.rpc.errors import InvalidRequest, NotReady, ServiceError
 from tinsmith.rpc.paths import check_run_id
-from tinsmith.rpc.server import ACCEPTED
+from tinsmith.rpc.server import ACCEPTED, RAN
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import trainer_pb2_grpc
-from trainer_service.checkpoints import CheckpointStore, Location
+from trainer_service.batch import LOSS_FN_NAMES
+from trainer_service.checkpoints import CheckpointStore
+from trainer_service.custom_loss import CustomLoss
 from trainer_service.journal import Body, Journal
-from trainer_service.losses import LOSS_FNS
+from trainer_service.locations import Location
 from trainer_service.operations import Operations, refused
+from trainer_service.optimizers import OPTIMIZERS
 from trainer_service.scheduler import Scheduler
-from trainer_service.work import Answer, Work
+from trainer_service.work import Answer, Operation, Work
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
 
+_PIECE_BYTES = 1024 * 1024
+"""Of a file that is streamed."""
 _LARGE_BYTES = 64 * 1024
 """Messages above this size are parsed and packed on a thread, to keep the event loop free."""
 
@@ -63,7 +68,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             max_lora_rank=trainer.operations.max_lora_rank,
             vocab_size=engine.limits.vocab_size,
             architecture=engine.base.architecture,
-            loss_fns=list(LOSS_FNS),
+            loss_fns=LOSS_FN_NAMES,
+            optimizers=list(OPTIMIZERS),
             device=engine.base.device.type,
             boot_id=trainer.boot_id,
         )
@@ -118,7 +124,28 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def GetCheckpoint(self, request: pb.GetCheckpointRequest, context: Context) -> pb.GetCheckpointResponse:
         location = Location.parse(request.location, field="location")
-        return pb.GetCheckpointResponse(checkpoint=await asyncio.to_thread(self._ready.checkpoints.info, location))
+        found = await asyncio.to_thread(self._ready.checkpoints.manifest, location)
+        return pb.GetCheckpointResponse(checkpoint=found.checkpoint, files=list(found.files.values()))
+
+    async def ReadCheckpointFile(
+        self, request: pb.ReadCheckpointFileRequest, context: Context
+    ) -> AsyncIterator[pb.ReadCheckpointFileResponse]:
+        location = Location.parse(request.location, field="location")
+        file = await asyncio.to_thread(self._ready.checkpoints.open_file, location, request.name)
+        try:
+            while data := await asyncio.to_thread(file.read, _PIECE_BYTES):
+                yield pb.ReadCheckpointFileResponse(data=data)
+        finally:
+            file.close()
+
+    async def CopyCheckpoint(self, request: pb.CopyCheckpointRequest, context: Context) -> pb.CopyCheckpointResponse:
+        copied = await asyncio.to_thread(
+            self._ready.checkpoints.copy,
+            Location.parse(request.source, field="source"),
+            Location.parse(request.destination, field="destination"),
+            ttl_seconds=request.ttl_seconds if request.HasField("ttl_seconds") else None,
+        )
+        return pb.CopyCheckpointResponse(checkpoint=copied)
 
     async def DeleteCheckpoint(
         self, request: pb.DeleteCheckpointRequest, context: Context
@@ -127,10 +154,20 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         await asyncio.to_thread(self._ready.checkpoints.delete, location)
         return pb.DeleteCheckpointResponse()
 
+    async def CheckCustomLoss(self, request: pb.CheckCustomLossRequest, context: Context) -> pb.CheckCustomLossResponse:
+        await asyncio.to_thread(CustomLoss.from_proto, request.custom_loss)
+        return pb.CheckCustomLossResponse()
+
     async def WaitResult(self, request: pb.WaitResultRequest, context: Context) -> pb.WaitResultResponse:
         operation = await self._ready.scheduler.find(request.model_id, request.seq_id)
         await context.send_initial_metadata(())
-        return await operation.wait()
+        return await _answer(operation, context)
+
+    async def DescribeOperation(
+        self, request: pb.DescribeOperationRequest, context: Context
+    ) -> pb.DescribeOperationResponse:
+        status = await self._ready.scheduler.describe(request.model_id, request.seq_id)
+        return pb.DescribeOperationResponse(status=status)
 
     async def _submit(
         self,
@@ -150,7 +187,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def _operate(
         self, model_id: str, seq_id: int, kind: str, request: Message, build: Callable[[], Work], context: Context
     ) -> Answer:
-        large = request.ByteSize() > _LARGE_BYTES
+        # A custom loss is run without data when it is checked, which takes long for a small message.
+        custom = isinstance(request, pb.ForwardBackwardRequest) and request.HasField("custom_loss")
+        large = custom or request.ByteSize() > _LARGE_BYTES
         body = await _run(lambda: Body.pack(kind, request), on_thread=large)
 
         async def work() -> Work:
@@ -164,11 +203,20 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
         operation = await self._ready.scheduler.accept(model_id, seq_id, body, work)
         await context.send_initial_metadata((ACCEPTED,))
-        return await operation.wait()
+        return await _answer(operation, context)
 
     async def _delete_model(self, trainer: Trainer, model_id: str) -> None:
         await trainer.scheduler.delete(model_id, lambda: trainer.operations.engine.delete_model(model_id))
         await trainer.operations.delete_files(model_id)
+
+
+async def _answer(operation: Operation, context: Context) -> Answer:
+    """The answer or the error, with the time of its computation in the trailing metadata."""
+    try:
+        return await operation.wait()
+    finally:
+        if operation.ran is not None:
+            context.set_trailing_metadata(((RAN, "{:.6f}:{:.6f}".format(*operation.ran)),))
 
 
 async def _run(call: Callable[[], T], *, on_thread: bool) -> T:

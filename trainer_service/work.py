@@ -72,6 +72,8 @@ class Operation:
     work: Work | None = None
     """None until the operation is in the journal."""
     arrived_s: float = field(default_factory=time.perf_counter)
+    ran: tuple[float, float] | None = None
+    """When the compute thread began and ended it, in seconds since 1970; None until then, and when it never ran."""
 
     async def wait(self) -> Answer:
         """The answer, or its error. Cancelling this wait does not cancel the operation."""

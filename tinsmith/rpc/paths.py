@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tinsmith.rpc.errors import InvalidRequest
 
 SCHEME = "tinker://"
-KINDS = {"weights": "training", "sampler_weights": "sampler"}
+KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 """Kind segment of a path -> checkpoint_type in the public API."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")

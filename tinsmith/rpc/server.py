@@ -32,6 +32,9 @@ ACCEPTED = ("x-tinsmith-accepted", "1")
 """Initial metadata of a trainer's operation: it is in the journal, whatever its outcome."""
 
 
+RAN = "x-tinsmith-ran"
+"""Key of trailing metadata "<start>:<end>": when the service computed the call, in seconds since 1970."""
+
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 

@@ -22,8 +22,9 @@ from tinsmith.rpc.errors import (
     OutOfCapacity,
 )
 from tinsmith.v1 import types_pb2 as pb
-from trainer_service.checkpoints import CheckpointStore, Location
+from trainer_service.checkpoints import CheckpointStore
 from trainer_service.engine import State
+from trainer_service.locations import Location
 from trainer_service.metrics import Metrics
 
 RUN = "s:train:0"

@@ -1,0 +1,34 @@
+"""How fast the compute thread is, measured in its own calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_KEPT = 0.9
+"""Share of what was measured before that the newest call leaves."""
+
+
+@dataclass(slots=True)
+class Speed:
+    """Moving averages. Calls weigh by their tokens, so that many small ones do not hide how fast a large one is."""
+
+    _tokens: float = 0.0
+    _token_seconds: float = 0.0
+    _calls: float = 0.0
+    _call_seconds: float = 0.0
+
+    def observe(self, seconds: float, *, num_tokens: int) -> None:
+        """One call: of batches with so many tokens, or of something else when there are none."""
+        if num_tokens:
+            self._tokens = _KEPT * self._tokens + num_tokens
+            self._token_seconds = _KEPT * self._token_seconds + seconds
+        else:
+            self._calls = _KEPT * self._calls + 1
+            self._call_seconds = _KEPT * self._call_seconds + seconds
+
+    def seconds(self, *, num_tokens: int, num_calls: int) -> float | None:
+        """Expected time of batches with so many tokens and of so many other calls; None when one is not known yet."""
+        if (num_tokens and not self._tokens) or (num_calls and not self._calls):
+            return None
+        batches = num_tokens * self._token_seconds / self._tokens if num_tokens else 0.0
+        return batches + (num_calls * self._call_seconds / self._calls if num_calls else 0.0)
