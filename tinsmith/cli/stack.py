@@ -17,7 +17,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -63,6 +63,21 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
+class Keys:
+    """What callers of the services must send; passed on by environment, as `ps` shows command lines to every user."""
+
+    api_keys: str = field(repr=False)
+    """JSON list, in the form of GATEWAY_API_KEYS. TRAINER_API_KEYS and SAMPLER_API_KEYS may name others."""
+    service_key: str = field(repr=False)
+    """What the services send to each other."""
+
+    def env(self, service: str) -> dict[str, str]:
+        name = f"{service.upper()}_API_KEYS"
+        api_keys = self.api_keys if service == "gateway" else os.environ.get(name, self.api_keys)
+        return {name: api_keys, f"{service.upper()}_SERVICE_KEY": self.service_key}
+
+
+@dataclass(frozen=True, slots=True)
 class Stack:
     """Trainers, samplers and one gateway, on this machine."""
 
@@ -70,7 +85,7 @@ class Stack:
     host: str
     port: int
     state_dir: Path
-    api_keys: tuple[str, ...]
+    keys: Keys | None
     log_level: str
     threads: Threads
 
@@ -144,6 +159,7 @@ class Stack:
                 "TOKENIZERS_PARALLELISM": "false",
                 # torch's store asks for the name of every peer: a lost DNS packet would stall a group for 5 seconds.
                 "RES_OPTIONS": "timeout:1 attempts:2",
+                **self._keys(kind),
             },
         )
 
@@ -161,9 +177,11 @@ class Stack:
             argv=_command("gateway", flags),
             log=self.logs / "gateway.log",
             wait_ready=partial(_wait_http, self.host, self.port),
-            # By environment, because `ps` shows a command line to every user of the machine.
-            env={"GATEWAY_API_KEYS": json.dumps(self.api_keys)} if self.api_keys else {},
+            env=self._keys("gateway"),
         )
+
+    def _keys(self, service: str) -> dict[str, str]:
+        return self.keys.env(service) if self.keys else {}
 
 
 def _command(module: str, flags: dict[str, str]) -> list[str]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import fcntl
-import ipaddress
+import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -18,8 +19,9 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from tinsmith.cli.base_models import BaseModel, UsageError, parse
-from tinsmith.cli.stack import Stack, divide_cores, usable_cores
+from tinsmith.cli.stack import Keys, Stack, divide_cores, usable_cores
 from tinsmith.cli.supervisor import die_with_parent, supervise
+from tinsmith.rpc.auth import is_loopback
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -51,8 +53,9 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--api-key", action="append", default=[], metavar="KEY",
-        help="a key that clients must send, repeatable; GATEWAY_API_KEYS='[\"KEY\"]' in the environment keeps it out "
-        "of `ps`. Required unless --host is a loopback address; without one, any key is accepted there",
+        help="a key that clients must send, over HTTP and over gRPC, repeatable; GATEWAY_API_KEYS='[\"KEY\"]' in the "
+        "environment keeps it out of `ps`. Required unless --host is a loopback address; without one, any key is "
+        "accepted there",
     )  # fmt: skip
     parser.add_argument("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
     parser.add_argument("--trainer-threads", type=int, metavar="N", help="CPU threads of each trainer")
@@ -74,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         trainer_threads=arguments.trainer_threads,
         sampler_threads=arguments.sampler_threads,
     )
-    _check_keys(arguments.host, arguments.api_key)
+    keys = _keys(arguments.host, arguments.api_key)
     port = _check_port(arguments.host, arguments.port)
     with _lock(state_dir):
         stack = Stack(
@@ -82,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
             host=arguments.host,
             port=port,
             state_dir=state_dir,
-            api_keys=tuple(arguments.api_key),
+            keys=keys,
             log_level=arguments.log_level,
             threads=threads,
         )
@@ -101,21 +104,22 @@ def _report(line: str) -> None:
     print(line, flush=True)
 
 
-def _check_keys(host: str, api_keys: list[str]) -> None:
+def _keys(host: str, api_keys: list[str]) -> Keys | None:
+    """Those of the command line, else of the environment. None when there are none: then every caller is let in."""
     if not all(api_keys):
         raise UsageError("--api-key: '' is no key; give at least one character")
-    if not _is_loopback(host) and not api_keys and not os.environ.get("GATEWAY_API_KEYS"):
+    try:
+        given = api_keys or json.loads(os.environ.get("GATEWAY_API_KEYS") or "[]")
+    except ValueError:
+        raise UsageError('GATEWAY_API_KEYS: is not a JSON list, such as ["tml-choose-a-long-one"]') from None
+    if given:
+        return Keys(json.dumps(given), secrets.token_urlsafe(32))
+    if not is_loopback(host):
         raise UsageError(
             f"--host: {host!r} can be reached from other machines, so keys are needed: give --api-key, or "
             "GATEWAY_API_KEYS='[\"...\"]' in the environment"
         )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return None
 
 
 def _check_port(host: str, port: int) -> int:

@@ -5,18 +5,18 @@ from pathlib import Path
 import pytest
 
 from tinsmith.cli.base_models import BaseModel, UsageError
-from tinsmith.cli.stack import Stack, Threads, _wait_grpc, _wait_http, divide_cores
+from tinsmith.cli.stack import Keys, Stack, Threads, _wait_grpc, _wait_http, divide_cores
 from tinsmith.cli.supervisor import Service
 from tinsmith.rpc.server import Server
 
 
-def make_stack(models: list[BaseModel], *, api_keys: tuple[str, ...] = ()) -> Stack:
+def make_stack(models: list[BaseModel], *, keys: Keys | None = None) -> Stack:
     return Stack(
         models=models,
         host="127.0.0.1",
         port=8000,
         state_dir=Path("/state"),
-        api_keys=api_keys,
+        keys=keys,
         log_level="INFO",
         threads=Threads(trainer=2, sampler=3),
     )
@@ -69,11 +69,29 @@ def test_a_trainers_state_folder_does_not_depend_on_its_neighbours() -> None:
     assert folders[1] == folder != folders[0]
 
 
-def test_keys_travel_by_environment_and_not_on_the_command_line() -> None:
-    stack = make_stack([BaseModel("/m/a", ("a",))], api_keys=("tml-secret",))
+def test_keys_travel_by_environment_and_not_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TRAINER_API_KEYS", "SAMPLER_API_KEYS"):
+        monkeypatch.delenv(name, raising=False)
+    stack = make_stack([BaseModel("/m/a", ("a",))], keys=Keys('["tml-secret"]', "service-secret"))
     services = stack.services(stack.pairs())
-    assert services[-1].env["GATEWAY_API_KEYS"] == '["tml-secret"]'
-    assert not any("tml-secret" in part for service in services for part in service.argv)
+    for service in services:
+        prefix = service.name.upper()
+        assert service.env[f"{prefix}_API_KEYS"] == '["tml-secret"]'
+        assert service.env[f"{prefix}_SERVICE_KEY"] == "service-secret"
+    assert not any("secret" in part for service in services for part in service.argv)
+    assert "secret" not in repr(stack)
+
+
+def test_keys_that_the_user_has_set_for_one_service_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINER_API_KEYS", '["tml-other"]')
+    keys = Keys('["tml-a"]', "s")
+    assert keys.env("trainer") == {"TRAINER_API_KEYS": '["tml-other"]', "TRAINER_SERVICE_KEY": "s"}
+    assert keys.env("gateway")["GATEWAY_API_KEYS"] == '["tml-a"]'
+
+
+def test_without_keys_no_service_asks_for_one() -> None:
+    stack = make_stack([BaseModel("/m/a", ("a",))])
+    assert not any("KEY" in name for service in stack.services(stack.pairs()) for name in service.env)
 
 
 async def test_waiting_for_a_grpc_service_ends_when_it_serves() -> None:

@@ -1,4 +1,5 @@
 import fcntl
+import json
 import os
 import socket
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tinsmith.cli import main
+from tinsmith.cli.up import _keys
 
 
 def run(*argv: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
@@ -43,6 +45,37 @@ def test_a_bad_flag_is_refused_by_name_and_value(
     assert code == 2
     assert message in error
     assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "expected"),
+    [
+        ([], "", None),
+        ([], "[]", None),
+        (["tml-a"], "", ["tml-a"]),
+        ([], '["tml-b", {"key": "tml-c", "name": "c"}]', ["tml-b", {"key": "tml-c", "name": "c"}]),
+        (["tml-a"], '["tml-b"]', ["tml-a"]),
+    ],
+)
+def test_keys_come_from_the_command_line_else_from_the_environment(
+    flags: list[str], environment: str, expected: list[object] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GATEWAY_API_KEYS", environment)
+    keys, others = _keys("127.0.0.1", flags), _keys("127.0.0.1", flags)
+    assert (keys and json.loads(keys.api_keys)) == expected
+    if keys and others:
+        assert len(keys.service_key) >= 32
+        assert keys.service_key != others.service_key  # made anew at every start
+
+
+def test_keys_that_are_no_json_are_refused_and_not_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GATEWAY_API_KEYS", "tml-secret")
+    code, error = run("--state-dir", str(tmp_path / "state"), capsys=capsys)
+    assert code == 2
+    assert "GATEWAY_API_KEYS: is not a JSON list" in error
+    assert "tml-secret" not in error
 
 
 def test_a_state_directory_in_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,10 +83,20 @@ def test_only_the_gpu_file_reserves_gpus_and_the_two_models_have_one_each() -> N
 
 def test_keys_and_passwords_have_no_default() -> None:
     text = (DOCKER / "compose.yaml").read_text()
-    for name in ("GATEWAY_API_KEYS", "POSTGRES_PASSWORD"):
+    for name in ("GATEWAY_API_KEYS", "TINSMITH_SERVICE_KEY", "POSTGRES_PASSWORD"):
         uses = re.findall(rf"\${{{name}(.)(.)", text)
         assert uses
         assert all(use == (":", "?") for use in uses)
+
+
+@BOTH
+def test_services_that_listen_for_the_network_have_the_one_service_key(compose: dict[str, Any]) -> None:
+    keys = set()
+    for service in ("gateway", "trainer", "sampler"):
+        dockerfile = (DOCKER / f"Dockerfile.{service}").read_text()
+        assert f"{service.upper()}_{'HOST' if service == 'gateway' else 'LISTEN'}=0.0.0.0" in dockerfile
+        keys.add(compose["services"][service]["environment"][f"{service.upper()}_SERVICE_KEY"])
+    assert len(keys) == 1
 
 
 @pytest.mark.parametrize("service", ["gateway", "trainer", "sampler"])
