@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import orjson
 
+from gateway.ledger import Ledger
 from gateway.metrics import Metrics
+from gateway.tables import Span
 from tinsmith.rpc import logs
-from tinsmith.rpc.errors import ServiceError
+from tinsmith.rpc.errors import FailedPrecondition, ServiceError
+from tinsmith.v1 import types_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +40,11 @@ class Answer:
     media_type: str = JSON
     as_json: Callable[[bytes], bytes] | None = None
     """Makes JSON of a protobuf body, for clients that do not accept it."""
+    is_failure: bool = False
 
 
 def failed(error: ServiceError) -> Answer:
-    return Answer(orjson.dumps({"error": error.message, "category": error.category}))
+    return Answer(orjson.dumps({"error": error.message, "category": error.category}), is_failure=True)
 
 
 class Gone(Exception):
@@ -72,10 +78,23 @@ class Pending:
     progress: Progress = field(default_factory=Progress)
     accepted: asyncio.Future[None] | None = None
     """Done once a receipt may be given; None when it may at once."""
+    name: str = ""
+    """What it is called in the session's timeline; empty: its kind."""
+    num_tokens: int = 0
+    ask: Callable[[], Awaitable[types_pb2.QueueStatus]] | None = None
+    """Asks the service that has it what it waits for; set while one has it."""
+    ran: tuple[float, float] | None = None
+    """When the service began to compute it and when it was done, in seconds since 1970; None when it did not say."""
+    submitted_at: float = field(default_factory=time.time)
     started_at: float = field(default_factory=time.monotonic)
     task: asyncio.Task[None] | None = None
     answer: Answer | None = None
     waiters: set[asyncio.Future[None]] = field(default_factory=set)
+
+    @property
+    def session_id(self) -> str:
+        """Of "<session>:train:<n>", "<session>:sample:<n>", or a session itself."""
+        return re.split(r":(?:train|sample):\d+$", self.group)[0]
 
     def wake(self) -> None:
         for waiter in self.waiters:
@@ -83,10 +102,25 @@ class Pending:
                 waiter.set_result(None)
 
 
+class Listener(Protocol):
+    """Wants to know what becomes of futures."""
+
+    def ended(self, request_id: str) -> None:
+        """In whatever way."""
+
+    def cancelled(self, of: Callable[[str], bool]) -> None:
+        """The models or sampling sessions whose id `of` says yes to have ended."""
+
+    def closing(self) -> None:
+        """The gateway is going down."""
+
+
 class Futures:
-    def __init__(self, *, cache_bytes: int, metrics: Metrics) -> None:
+    def __init__(self, *, cache_bytes: int, metrics: Metrics, ledger: Ledger) -> None:
         self._cache_bytes = cache_bytes
         self._metrics = metrics
+        self._ledger = ledger
+        self.listener: Listener | None = None
         self._pending: dict[str, Pending] = {}
         self._num_pending: Counter[str] = Counter()  # by kind and by group
         self._answers: OrderedDict[str, tuple[str | None, Answer]] = OrderedDict()
@@ -109,6 +143,17 @@ class Futures:
         """A future that has failed already; an answer that is there stays."""
         if request_id not in self._answers:
             self._keep(request_id, fingerprint, failed(error))
+            if self.listener is not None:
+                self.listener.ended(request_id)
+
+    def answer(self, request_id: str) -> Answer | None:
+        """The answer when it is there and still kept."""
+        return self._answers[request_id][1] if request_id in self._answers else None
+
+    def forget(self, request_id: str) -> None:
+        """The client has the answer: its memory is of more use to others."""
+        if (old := self._answers.pop(request_id, None)) is not None:
+            self._num_bytes -= len(old[1].body) + _OVERHEAD_BYTES
 
     def start(self, pending: Pending, work: Coroutine[None, None, Answer]) -> None:
         """Runs the work. It takes the place of other work for the same id, whose own waiters still get its answer."""
@@ -140,7 +185,10 @@ class Futures:
                 del self._pending[pending.request_id]
             if pending.answer is not None:
                 self._keep(pending.request_id, pending.fingerprint, pending.answer)
+                self._ledger.span(_span(pending, outcome))
             pending.wake()
+            if self.listener is not None:
+                self.listener.ended(pending.request_id)
         logger.info("%s: %s after %.3f s%s", pending.kind, outcome, seconds, f": {why}" if why else "")
 
     def _count_down(self, kind_or_group: str) -> None:
@@ -149,9 +197,8 @@ class Futures:
             del self._num_pending[kind_or_group]
 
     def _keep(self, request_id: str, fingerprint: str | None, answer: Answer) -> None:
-        if (old := self._answers.pop(request_id, None)) is not None:
-            self._num_bytes -= len(old[1].body) + _OVERHEAD_BYTES
-            fingerprint = fingerprint or old[0]
+        fingerprint = fingerprint or self.fingerprint(request_id)
+        self.forget(request_id)
         self._answers[request_id] = (fingerprint, answer)
         self._num_bytes += len(answer.body) + _OVERHEAD_BYTES
         while self._num_bytes > self._cache_bytes and len(self._answers) > 1:
@@ -190,15 +237,42 @@ class Futures:
             pending.answer = failed(error)
             if pending.task is not None:
                 pending.task.cancel()
+        if self.listener is not None:
+            self.listener.cancelled(of)
+
+    def abandon(self, request_id: str, *, kind: str) -> None:
+        """The client no longer wants this work of this kind: it ends now. Work that is over, or unknown, stays so."""
+        if (pending := self._pending.get(request_id)) is None or pending.kind != kind or pending.task is None:
+            return
+        pending.answer = failed(FailedPrecondition("the client has cancelled it"))
+        pending.task.cancel()
 
     def end_polls(self) -> None:
         """Answers all long polls with try_again now, and new ones at once: the gateway is going down."""
         self._closing = True
         for pending in self._pending.values():
             pending.wake()
+        if self.listener is not None:
+            self.listener.closing()
 
     async def close(self) -> None:
         tasks = [pending.task for pending in self._pending.values() if pending.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _span(pending: Pending, outcome: str) -> Span:
+    started_at, computed_at = pending.ran or (None, None)
+    return Span(
+        session_id=pending.session_id,
+        track=pending.group,
+        name=pending.name or pending.kind,
+        request_id=pending.request_id,
+        submitted_at=pending.submitted_at,
+        started_at=started_at,
+        computed_at=computed_at,
+        ended_at=time.time(),
+        outcome=outcome,
+        num_tokens=pending.num_tokens,
+    )

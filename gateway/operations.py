@@ -18,8 +18,10 @@ import grpc.aio
 
 from gateway.clients import Clients, is_lost
 from gateway.config import GatewayConfig
-from gateway.futures import Answer, Futures, Gone, Pending, Progress
+from gateway.futures import Answer, Futures, Gone, Pending
+from gateway.ledger import Ledger
 from gateway.metrics import Metrics
+from gateway.reports import ran_of
 from gateway.results import Results
 from gateway.store import Store
 from gateway.tables import Operation
@@ -34,6 +36,7 @@ from tinsmith.rpc.errors import (
 )
 from tinsmith.rpc.server import ACCEPTED
 from tinsmith.v1 import trainer_pb2 as pb
+from tinsmith.v1 import types_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +69,10 @@ class Submission:
     """Set for an ephemeral save."""
     num_tokens: int = 0
     """Tokens that it trains on."""
+    inflight: bool = False
+    """A save with kind "inflight"."""
+    is_completed: bool = False
+    """The gateway has put things into the body that the client only names; a repeat may get others."""
     error: ServiceError | None = None
     """Why the gateway refuses it. The trainer is still told, because the number is used up: see refusal_body."""
 
@@ -91,8 +98,10 @@ class Operations:
         results: Results,
         store: Store,
         metrics: Metrics,
+        ledger: Ledger,
     ) -> None:
         self._config = config
+        self._ledger = ledger
         self._clients = clients
         self._futures = futures
         self._results = results
@@ -106,6 +115,7 @@ class Operations:
         SequenceConflict when another request has taken the number. There is no receipt then.
         """
         request_id = submission.request_id
+        self._ledger.touch(submission.model_id)
         known = self._futures.fingerprint(request_id)
         if known is not None and known != submission.fingerprint:
             raise _conflict(submission)
@@ -117,7 +127,12 @@ class Operations:
                     "which is max_pending_operations; wait for some of them"
                 )
             pending = Pending(
-                request_id, submission.kind, submission.model_id, submission.fingerprint, accepted=asyncio.Future()
+                request_id,
+                submission.kind,
+                submission.model_id,
+                submission.fingerprint,
+                accepted=asyncio.Future(),
+                num_tokens=submission.num_tokens,
             )
             self._futures.start(pending, self._run(submission, pending))
         if pending is not None and pending.accepted is not None:
@@ -126,13 +141,24 @@ class Operations:
     async def _run(self, submission: Submission, pending: Pending) -> Answer:
         accepted = pending.accepted
         assert accepted is not None
+        known: Operation | None = None
         try:
-            if submission.kind not in _SELF_EXPLAINING or submission.error is not None:
-                await self._remember(submission)
+            if submission.kind not in _SELF_EXPLAINING or submission.is_completed or submission.error is not None:
+                known = await self._remember(submission)
             call = await self._accept(submission)
-        except (NotReady, OutOfCapacity, SequenceConflict) as error:
+        except (NotReady, OutOfCapacity) as error:
             accepted.set_exception(error)
             raise Gone from error
+        except SequenceConflict as error:
+            if known is None or known.fingerprint != submission.fingerprint:
+                if known is None:
+                    await self._store.delete_operation(submission.request_id)
+                accepted.set_exception(error)
+                raise Gone from error
+            accepted.set_result(None)  # it is a repeat: what the gateway puts into the body has changed since
+            if known.error is not None:
+                raise InvalidRequest(known.error) from None
+            return await self._attached(pending, submission.base_model, submission.seq_id)
         except asyncio.CancelledError:
             accepted.set_exception(NotReady("the gateway is going down"))
             raise
@@ -141,17 +167,37 @@ class Operations:
             raise
         self._metrics.accept_seconds.observe(time.monotonic() - pending.started_at)
         accepted.set_result(None)
-        pending.progress.active("the trainer is working on it")
+        self._is_at_trainer(pending, submission.base_model, submission.seq_id)
         try:
-            reply = await self._reply(submission, call, progress=pending.progress)
+            reply = await self._reply(submission, call, pending=pending)
         except ServiceError as error:
             raise submission.error or error from error
         if submission.error is not None:
             raise submission.error
         self._metrics.trained_tokens.inc(submission.num_tokens)
+        self._ledger.use(
+            "training",
+            submission.num_tokens,
+            base_model=submission.base_model,
+            session_id=submission.model_id.rpartition(":train:")[0],
+        )
         return await self._results.answer(submission.request_id, submission.model_id, reply)
 
-    async def _remember(self, submission: Submission) -> None:
+    def _is_at_trainer(self, pending: Pending, base_model: str, seq_id: int) -> None:
+        request = pb.DescribeOperationRequest(model_id=pending.group, seq_id=seq_id)
+
+        async def ask() -> types_pb2.QueueStatus:
+            trainer = await self._clients.trainer(base_model)
+            return (await trainer.stub.DescribeOperation(request)).status
+
+        pending.progress.active("the trainer is working on it")
+        pending.ask = ask
+
+    async def _remember(self, submission: Submission) -> Operation | None:
+        """What was remembered under this id before."""
+        known = await self._store.operation(submission.request_id)
+        if known is not None:
+            return known
         await self._store.add_operation(
             Operation(
                 request_id=submission.request_id,
@@ -159,11 +205,13 @@ class Operations:
                 kind=submission.kind,
                 path=submission.path,
                 sampling_session_id=submission.sampling_session_id,
+                inflight=submission.inflight,
                 error=submission.error.message if submission.error is not None else None,
                 fingerprint=submission.fingerprint,
                 created_at=time.time(),
             )
         )
+        return None
 
     async def _accept(self, submission: Submission) -> Any:
         """The call, once it is acknowledged or has ended in a way that a repeat would not change."""
@@ -192,40 +240,43 @@ class Operations:
         except TimeoutError:
             raise lost from None
 
-    async def _reply(self, submission: Submission, call: Any, *, progress: Progress) -> Any:
+    async def _reply(self, submission: Submission, call: Any, *, pending: Pending) -> Any:
         """The trainer's reply message."""
         try:
             async for reply in call:
+                pending.ran = ran_of(await call.trailing_metadata())
                 return reply
             raise ServiceError(f"the trainer ended {submission.rpc} without a reply")
         except grpc.aio.AioRpcError as error:
             if not is_lost(error):
+                pending.ran = ran_of(error.trailing_metadata())
                 raise from_rpc_error(error) from error
-        progress.paused("the trainer is unreachable; it goes on from its journal when it is back")
+        pending.progress.paused("the trainer is unreachable; it goes on from its journal when it is back")
         try:
-            return await self._wait_result(
-                submission.base_model, submission.model_id, submission.seq_id, progress=progress
-            )
+            return await self._wait_result(submission.base_model, submission.seq_id, pending=pending)
         except ResultNotFound as error:
             raise ServiceError(f"the trainer has lost {submission.request_id}: {error.message}") from error
         finally:
             call.cancel()
 
-    async def _wait_result(self, base_model: str, model_id: str, seq_id: int, *, progress: Progress) -> Any:
+    async def _wait_result(self, base_model: str, seq_id: int, *, pending: Pending) -> Any:
         """The reply of an operation that the trainer has accepted before. Raises ResultNotFound when it has not."""
-        request = pb.WaitResultRequest(model_id=model_id, seq_id=seq_id)
+        request = pb.WaitResultRequest(model_id=pending.group, seq_id=seq_id)
         pause_s = 0.1
         while True:
             trainer = await self._clients.trainer(base_model)
+            call = trainer.stub.WaitResult(request, wait_for_ready=True)
             try:
-                found = await trainer.stub.WaitResult(request, wait_for_ready=True)
+                found = await call
             except grpc.aio.AioRpcError as error:
                 if not is_lost(error):
+                    pending.ran = ran_of(error.trailing_metadata())
                     raise from_rpc_error(error) from error
-                progress.paused("the trainer is unreachable; it goes on from its journal when it is back")
+                pending.progress.paused("the trainer is unreachable; it goes on from its journal when it is back")
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, 2.0)
                 continue
+            pending.ran = ran_of(await call.trailing_metadata())
             return getattr(found, found.WhichOneof("result"))
 
     async def attach(self, request_id: str) -> None:
@@ -240,12 +291,12 @@ class Operations:
             self._futures.fail(request_id, InvalidRequest(operation.error), fingerprint=operation.fingerprint)
             return
         pending = Pending(request_id, "attach", model.model_id, fingerprint=None)
-        pending.progress.active("the trainer is working on it")
+        self._is_at_trainer(pending, model.base_model, int(match[2]))
         self._futures.start(pending, self._attached(pending, model.base_model, int(match[2])))
 
     async def _attached(self, pending: Pending, base_model: str, seq_id: int) -> Answer:
         try:
-            reply = await self._wait_result(base_model, pending.group, seq_id, progress=pending.progress)
+            reply = await self._wait_result(base_model, seq_id, pending=pending)
         except ResultNotFound as error:
             raise Gone from error
         return await self._results.answer(pending.request_id, pending.group, reply)

@@ -14,6 +14,8 @@ import orjson
 from gateway import json_forms
 from gateway.convert import checkpoint_row
 from gateway.futures import PROTOBUF, Answer
+from gateway.inflight import Inflight
+from gateway.ledger import Ledger
 from gateway.store import Store
 from gateway.tables import SamplingSession
 from tinsmith.rpc.errors import InvalidRequest, ServiceError
@@ -26,8 +28,10 @@ def _finite(value: float) -> float | str:
 
 
 class Results:
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, inflight: Inflight, ledger: Ledger) -> None:
         self._store = store
+        self._ledger = ledger
+        self._inflight = inflight
 
     async def answer(self, request_id: str, model_id: str, reply: Any) -> Answer:
         """Stores what the reply made, then gives the client's answer."""
@@ -69,10 +73,18 @@ class Results:
         model = await self._store.model(model_id)
         if operation is None or model is None:
             raise ServiceError(f"{request_id}: the database does not know this save; list the model's checkpoints")
+        if operation.inflight:
+            await self._inflight.move(model_id, reply.checkpoint)
         if operation.sampling_session_id is None:
             row = checkpoint_row(reply.checkpoint, owner=await self._owner(model.session_id))
-            await self._store.put_checkpoint(row)
-            return Answer(orjson.dumps({"type": operation.kind, "path": row.path}))
+            row.inflight = operation.inflight
+            if await self._store.put_checkpoint(row):
+                self._ledger.use("checkpoint", 1, base_model=row.base_model, session_id=model.session_id)
+                self._ledger.audit(
+                    "checkpoint_create", owner=row.owner, tinker_path=row.path, training_run_id=row.run_id
+                )
+            size = {"size_bytes": row.size_bytes} if operation.kind == "save_weights_external" else {}
+            return Answer(orjson.dumps({"type": operation.kind, "path": row.path, **size}))
         row = await self._store.add_sampling_session(
             SamplingSession(
                 sampling_session_id=operation.sampling_session_id,
@@ -82,6 +94,7 @@ class Results:
                 version_id=reply.checkpoint.version_id,
                 location=reply.checkpoint.location,
                 created_at=reply.checkpoint.created_at,
+                inflight_run_id=model_id if operation.inflight else None,
             )
         )
         if row.version_id != reply.checkpoint.version_id:

@@ -13,22 +13,29 @@ from dataclasses import dataclass
 import grpc.aio
 
 from gateway import json_forms
-from gateway.clients import Clients, is_lost
+from gateway.clients import Clients, Sampler, is_lost
 from gateway.config import GatewayConfig
 from gateway.futures import PROTOBUF, Answer, Futures, Pending, Progress
+from gateway.inflight import Inflight
+from gateway.ledger import Ledger
 from gateway.metrics import Metrics
+from gateway.records import Records
+from gateway.reports import ran_of
+from gateway.retirement import Retirement
 from gateway.tables import SamplingSession
 from tinsmith.rpc.errors import (
+    CheckpointNotFound,
     FailedPrecondition,
     NotReady,
     OutOfCapacity,
     SequenceConflict,
     ServiceError,
+    VersionGone,
     VersionNotLoaded,
     from_rpc_error,
 )
 from tinsmith.rpc.logs import REQUEST_ID_METADATA
-from tinsmith.v1 import sampler_pb2, trainer_pb2
+from tinsmith.v1 import sampler_pb2, trainer_pb2, types_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +43,7 @@ KIND = "asample"
 
 
 @dataclass(slots=True)
-class _Pause:
+class Pause:
     """Grows with every try in vain."""
 
     next_s: float = 0.1
@@ -47,10 +54,25 @@ class _Pause:
 
 
 class Samples:
-    def __init__(self, config: GatewayConfig, *, clients: Clients, futures: Futures, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        *,
+        clients: Clients,
+        futures: Futures,
+        inflight: Inflight,
+        records: Records,
+        retirement: Retirement,
+        ledger: Ledger,
+        metrics: Metrics,
+    ) -> None:
         self._config = config
+        self._retirement = retirement
+        self._ledger = ledger
         self._clients = clients
         self._futures = futures
+        self._inflight = inflight
+        self._records = records
         self._metrics = metrics
         self._publishing: dict[str, asyncio.Task[None]] = {}
 
@@ -62,19 +84,30 @@ class Samples:
             )
 
     def submit(
-        self, request_id: str, request: sampler_pb2.SampleRequest, *, session: SamplingSession, fingerprint: str
+        self,
+        request_id: str,
+        request: sampler_pb2.SampleRequest,
+        *,
+        session: SamplingSession,
+        fingerprint: str,
+        is_recorded: bool,
     ) -> None:
-        """Starts it. A repeat does nothing; raises SequenceConflict for another body under the same id."""
+        """Starts it. A repeat does nothing; raises SequenceConflict for another body under the same id.
+
+        `is_recorded`: what is sampled is kept for losses that name its sequences.
+        """
         known = self._futures.fingerprint(request_id)
         if known is None:
             pending = Pending(request_id, KIND, session.sampling_session_id, fingerprint)
-            self._futures.start(pending, self._run(pending, request, session))
+            self._futures.start(pending, self._run(pending, request, session, is_recorded=is_recorded))
         elif known != fingerprint:
             raise SequenceConflict(
                 f"{request_id} was used by another sample before; this one has a different body and was not run"
             )
 
-    async def _run(self, pending: Pending, request: sampler_pb2.SampleRequest, session: SamplingSession) -> Answer:
+    async def _run(
+        self, pending: Pending, request: sampler_pb2.SampleRequest, session: SamplingSession, *, is_recorded: bool
+    ) -> Answer:
         try:
             async with asyncio.timeout(self._config.sample_timeout_s):
                 response = await self._sample(pending, request, session)
@@ -82,15 +115,27 @@ class Samples:
             raise ServiceError(
                 f"gave up after {self._config.sample_timeout_s:g} s (sample_timeout_s): {pending.progress.reason}"
             ) from None
-        self._metrics.prompt_tokens.inc(sum(len(chunk.encoded_text.tokens) // 4 for chunk in request.prompt))
-        self._metrics.sampled_tokens.inc(sum(len(sequence.tokens) // 4 for sequence in response.sequences))
+        if is_recorded:
+            await self._records.add(pending.request_id, request, response, session_id=session.session_id)
+        num_prompt = sum(len(chunk.encoded_text.tokens) // 4 for chunk in request.prompt)
+        num_sampled = sum(len(sequence.tokens) // 4 for sequence in response.sequences)
+        self._metrics.prompt_tokens.inc(num_prompt)
+        self._metrics.sampled_tokens.inc(num_sampled)
+        pending.num_tokens = num_prompt + num_sampled
+        whose = {"base_model": session.base_model, "session_id": session.session_id}
+        self._ledger.use("sampling_prefill", num_prompt - response.prompt_cache_hit_tokens, **whose)
+        self._ledger.use("sampling_prefill_cached", response.prompt_cache_hit_tokens, **whose)
+        self._ledger.use("sampling_sample", num_sampled, **whose)
         return Answer(response.SerializeToString(), PROTOBUF, json_forms.sample_result)
 
     async def _sample(
         self, pending: Pending, request: sampler_pb2.SampleRequest, session: SamplingSession
     ) -> sampler_pb2.SampleResponse:
-        pause = _Pause()
+        """Draws from the version that the session has now, and sets it in the request."""
+        pause = Pause()
         while True:
+            drawn_from = await self._inflight.resolve(session)
+            request.version_id = drawn_from.version_id
             try:
                 return await self._call(pending, request, base_model=session.base_model)
             except NotReady:
@@ -98,8 +143,13 @@ class Samples:
             except OutOfCapacity as error:
                 pending.progress.paused(f"the sampler is full: {error.message}")
             except VersionNotLoaded:
-                if await self._publish(session, progress=pending.progress):
-                    continue
+                try:
+                    if await self.publish(drawn_from, progress=pending.progress):
+                        continue
+                except (CheckpointNotFound, VersionGone):
+                    if (await self._inflight.resolve(session)).version_id == drawn_from.version_id:
+                        raise
+                    continue  # an inflight sampler has moved on, and what it has left is gone
             await pause.wait()
 
     async def _call(
@@ -109,15 +159,21 @@ class Samples:
             pending.progress.paused("the sampler is unreachable")
             sampler = await self._clients.sampler(base_model)
         pending.progress.active("the sampler is working on it")
+        pending.ask = lambda: _ask(sampler, pending.request_id)
         sampler.num_running += 1
         try:
-            return await sampler.stub.Sample(request, metadata=((REQUEST_ID_METADATA, pending.request_id),))
+            call = sampler.stub.Sample(request, metadata=((REQUEST_ID_METADATA, pending.request_id),))
+            response = await call
+            pending.ran = ran_of(await call.trailing_metadata())
+            return response
         except grpc.aio.AioRpcError as error:
+            pending.ran = ran_of(error.trailing_metadata())
             raise NotReady(error.details() or "") if is_lost(error) else from_rpc_error(error) from error
         finally:
+            pending.ask = None
             sampler.num_running -= 1
 
-    async def _publish(self, session: SamplingSession, *, progress: Progress) -> bool:
+    async def publish(self, session: SamplingSession, *, progress: Progress) -> bool:
         """Has the trainer send the session's version to the samplers; False when it cannot now.
 
         Raises what the trainer says when it never will.
@@ -138,10 +194,24 @@ class Samples:
         return True
 
     async def _publish_once(self, session: SamplingSession) -> None:
+        try:
+            await self._publish_from(session.location, session)
+        except (CheckpointNotFound, VersionGone):  # it was deleted, has expired, or its path was used again
+            location = await self._retirement.find(session.location, session.version_id)
+            if location is None:
+                raise
+            await self._publish_from(location, session)
+
+    async def _publish_from(self, location: str, session: SamplingSession) -> None:
         trainer = await self._clients.trainer(session.base_model)
-        request = trainer_pb2.PublishCheckpointRequest(location=session.location, version_id=session.version_id)
+        request = trainer_pb2.PublishCheckpointRequest(location=location, version_id=session.version_id)
         try:
             await trainer.stub.PublishCheckpoint(request)
         except grpc.aio.AioRpcError as error:
             raise NotReady("the trainer is unreachable") if is_lost(error) else from_rpc_error(error) from error
-        logger.info("published %s of %s again", session.version_id, session.location)
+        logger.info("published %s of %s again", session.version_id, location)
+
+
+async def _ask(sampler: Sampler, request_id: str) -> types_pb2.QueueStatus:
+    reply = await sampler.stub.DescribeRequest(sampler_pb2.DescribeRequestRequest(request_id=request_id))
+    return reply.status

@@ -36,10 +36,21 @@ class Rpc:
     """Tinker path that it loads or saves."""
     sampling_session_id: str | None = None
     """Set for an ephemeral save."""
+    inflight: bool = False
+    """A save with kind "inflight"."""
+    is_completed: bool = False
+    """The gateway has put things into the body that the client only names."""
 
 
-def rpc_of(name: str, message: Message, *, path: str | None = None, sampling_session_id: str | None = None) -> Rpc:
-    return Rpc(name, message.SerializeToString(deterministic=True), path, sampling_session_id)
+def rpc_of(
+    name: str,
+    message: Message,
+    *,
+    path: str | None = None,
+    sampling_session_id: str | None = None,
+    inflight: bool = False,
+) -> Rpc:
+    return Rpc(name, message.SerializeToString(deterministic=True), path, sampling_session_id, inflight)
 
 
 def receipt(request_id: str, model_id: str) -> Response:
@@ -72,7 +83,7 @@ async def submit_json(
         raise
     except ServiceError as error:
         return await submit(gateway, kind=kind, ids=ids, rpc=error, mark=fingerprint(kind, body))
-    mark = fingerprint(kind, rpc.body, rpc.path, rpc.sampling_session_id)
+    mark = fingerprint(kind, rpc.body, rpc.path, rpc.sampling_session_id, "inflight" if rpc.inflight else "")
     return await submit(gateway, kind=kind, ids=ids, rpc=rpc, mark=mark)
 
 
@@ -101,6 +112,8 @@ async def submit(
         fingerprint=mark,
         path=rpc.path,
         sampling_session_id=rpc.sampling_session_id,
+        inflight=rpc.inflight,
+        is_completed=rpc.is_completed,
         num_tokens=num_tokens,
         error=error,
     )

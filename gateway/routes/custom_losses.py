@@ -1,7 +1,28 @@
-"""To be written."""
+"""Losses that a client has traced."""
 
 from __future__ import annotations
 
-from starlette.routing import BaseRoute
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
-routes: list[BaseRoute] = []
+from gateway import schemas
+from gateway.body import parse, read_json
+from gateway.custom_losses import to_message
+from gateway.errors import json_response
+from gateway.gateway import gateway_of
+from gateway.routes.models import check_session
+
+
+async def create_custom_loss(request: Request) -> Response:
+    """Idempotent on session_id and custom_loss_seq_id. A graph that the trainer refuses fails the future."""
+    gateway = gateway_of(request)
+    content, _ = await read_json(request, gateway.config)
+    body = parse(schemas.CreateCustomLoss, content)
+    await check_session(gateway, body.session_id)
+    loss_id = f"{body.session_id}:loss:{body.custom_loss_seq_id}"
+    await gateway.custom_losses.create(loss_id, to_message(body), session_id=body.session_id)
+    return json_response({"request_id": loss_id})
+
+
+routes = [Route("/create_custom_loss", create_custom_loss, methods=["POST"])]

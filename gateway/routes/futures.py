@@ -7,32 +7,35 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway import schemas
+from gateway import reports, samples, schemas
 from gateway.body import parse, read_json
 from gateway.errors import json_response
-from gateway.futures import Answer, Gone
-from gateway.gateway import gateway_of
+from gateway.futures import Answer, Gone, Progress
+from gateway.gateway import Gateway, gateway_of
 from gateway.negotiation import negotiate
 
 
 async def retrieve_future(request: Request) -> Response:
-    """The answer, or try_again after a long poll; 410 for an id that nobody knows."""
+    """The answer, its size when it is large and the client allows that, or try_again after a long poll; 410 for an id
+    that nobody knows."""
     gateway = gateway_of(request)
     content, _ = await read_json(request, gateway.config)
-    request_id = parse(schemas.RetrieveFuture, content).request_id
-    timeout_s = gateway.config.long_poll_s
+    body = parse(schemas.RetrieveFuture, content)
+    request_id = body.request_id
+    gateway.completions.settle([request_id])
     try:
-        try:
-            found = await gateway.futures.poll(request_id, timeout_s=timeout_s)
-        except Gone:
-            await gateway.operations.attach(request_id)
-            found = await gateway.futures.poll(request_id, timeout_s=timeout_s)
+        found = await _poll(gateway, request_id)
     except Gone:
         raise HTTPException(
             410, f"request_id: {request_id!r} is unknown, or its answer is no longer kept; submit the request again"
         ) from None
     if isinstance(found, Answer):
+        size = len(found.body)
+        if body.allow_metadata_only and size > gateway.config.metadata_only_bytes:
+            return json_response({"status": "complete_metadata", "response_payload_size": size})
         return await negotiate(request, found, gateway.config)
+    if (pending := gateway.futures.pending(request_id)) is not None:
+        found = await reports.explain(pending)
     return json_response(
         {
             "type": "try_again",
@@ -43,4 +46,57 @@ async def retrieve_future(request: Request) -> Response:
     )
 
 
-routes = [Route("/retrieve_future", retrieve_future, methods=["POST"])]
+async def _poll(gateway: Gateway, request_id: str) -> Answer | Progress:
+    timeout_s = gateway.config.long_poll_s
+    try:
+        return await gateway.futures.poll(request_id, timeout_s=timeout_s)
+    except Gone:
+        if ":loss:" in request_id:
+            await gateway.custom_losses.attach(request_id)
+        else:
+            await gateway.operations.attach(request_id)
+        return await gateway.futures.poll(request_id, timeout_s=timeout_s)
+
+
+async def retrieve_futures(request: Request) -> Response:
+    """Which samples of one client are done: one long poll for all of them."""
+    gateway = gateway_of(request)
+    content, _ = await read_json(request, gateway.config)
+    body = parse(schemas.RetrieveFutures, content)
+    sampling_session_id = body.target.sampling_session_id
+    if await gateway.store.sampling_session(sampling_session_id) is None:
+        raise HTTPException(404, f"target.sampling_session_id: there is no {sampling_session_id!r}")
+    ended = HTTPException(410, f"target.sampling_session_id: the session has ended of {sampling_session_id!r}")
+    if not gateway.store.sampling_session_lives(sampling_session_id):
+        raise ended
+    mine = [each for each in body.retrieved_request_ids if each.rpartition(":")[0] == sampling_session_id]
+    gateway.completions.settle(mine)
+    for request_id in mine:
+        gateway.futures.forget(request_id)
+    longest_s = gateway.config.long_poll_s
+    try:
+        completions, cursor = await gateway.completions.poll(
+            (sampling_session_id, body.target.cloned_sampler_id),
+            prev_cursor=body.prev_cursor,
+            timeout_s=longest_s if body.timeout is None else min(body.timeout, longest_s),
+        )
+    except Gone:
+        raise ended from None
+    return json_response({"completions": completions, "cursor": cursor})
+
+
+async def cancel_future(request: Request) -> Response:
+    """Stops a sample. One that is over, or unknown, is no error; other work is not stopped."""
+    gateway = gateway_of(request)
+    content, _ = await read_json(request, gateway.config)
+    request_id = parse(schemas.CancelFuture, content).request_id
+    gateway.futures.abandon(request_id, kind=samples.KIND)
+    gateway.completions.settle([request_id])
+    return json_response({})
+
+
+routes = [
+    Route("/retrieve_future", retrieve_future, methods=["POST"]),
+    Route("/retrieve_futures", retrieve_futures, methods=["POST"]),
+    Route("/cancel_future", cancel_future, methods=["POST"]),
+]

@@ -17,7 +17,7 @@ from gateway.errors import json_response
 from gateway.gateway import Gateway, gateway_of, owner_of
 from gateway.routes.models import check_session
 from gateway.tables import SamplingSession
-from tinsmith.rpc.errors import InvalidRequest, NotFound, SequenceConflict, ServiceError, Unsupported
+from tinsmith.rpc.errors import InvalidRequest, NotFound, SequenceConflict, ServiceError
 from tinsmith.v1 import sampler_pb2
 
 _SAMPLING_SESSION_ID = re.compile(r"[^/\s]+:sample:\d+")
@@ -39,10 +39,13 @@ async def create_sampling_session(request: Request) -> Response:
 
 
 async def _sampling_session(gateway: Gateway, body: schemas.CreateSamplingSession, *, owner: str) -> SamplingSession:
-    base_model, version_id, location = body.base_model, "", ""
+    base_model, version_id, location, inflight_run_id = body.base_model, "", "", None
     if body.model_path is not None:
-        checkpoint = await gateway.checkpoints.find(body.model_path, field="model_path", owner=owner)
+        checkpoint = await gateway.checkpoints.read(
+            body.model_path, field="model_path", owner=owner, purpose="sample"
+        )
         version_id, location = checkpoint.version_id, checkpoint.location
+        inflight_run_id = checkpoint.run_id if checkpoint.inflight else None
         base_model = base_model or checkpoint.base_model
         if not gateway.clients.are_same(base_model, checkpoint.base_model):
             raise InvalidRequest(
@@ -61,7 +64,26 @@ async def _sampling_session(gateway: Gateway, body: schemas.CreateSamplingSessio
         version_id=version_id,
         location=location,
         created_at=time.time(),
+        inflight_run_id=inflight_run_id,
     )
+
+
+async def join_sampling_session(request: Request) -> Response:
+    """A number for one more client of the sampling session: its seq_ids begin at a billion times this."""
+    gateway = gateway_of(request)
+    content, _ = await read_json(request, gateway.config)
+    sampling_session_id = parse(schemas.JoinSamplingSession, content).sampling_session_id
+    await _living_session(gateway, sampling_session_id)
+    client_counter = await gateway.store.join_sampling_session(sampling_session_id)
+    return json_response({"type": "join_sampling_session", "client_counter": client_counter})
+
+
+async def _living_session(gateway: Gateway, sampling_session_id: str) -> SamplingSession:
+    session = await gateway.store.sampling_session(sampling_session_id)
+    if session is None or not gateway.store.sampling_session_lives(sampling_session_id):
+        what = "there is no" if session is None else "the session has ended of"
+        raise NotFound(f"sampling_session_id: {what} {sampling_session_id!r}")
+    return session
 
 
 async def get_sampler(request: Request) -> Response:
@@ -81,21 +103,17 @@ async def asample(request: Request) -> Response:
     well_formed = _SAMPLING_SESSION_ID.fullmatch(ids.sampling_session_id) is not None
     request_id = f"{ids.sampling_session_id}:{ids.seq_id}" if well_formed else f"refused:{uuid4().hex}"
     try:
-        session = await gateway.store.sampling_session(ids.sampling_session_id)
-        if session is None or not gateway.store.sampling_session_lives(ids.sampling_session_id):
-            what = "there is no" if session is None else "the session has ended of"
-            raise NotFound(f"sampling_session_id: {what} {ids.sampling_session_id!r}")
+        session = await _living_session(gateway, ids.sampling_session_id)
+        await gateway.completions.reserve(request_id)
         version_id, limit = session.version_id, gateway.config.max_num_samples
 
-        def to_message() -> sampler_pb2.SampleRequest:
+        def to_message() -> tuple[sampler_pb2.SampleRequest, bool]:
             body = parse(schemas.Sample, content)
             if body.num_samples > limit:
                 raise InvalidRequest(f"num_samples: {body.num_samples} is above this server's max_num_samples {limit}")
-            if body.record_stability_info:
-                raise Unsupported("record_stability_info: true is not supported by this server; leave it out")
-            return convert.sample_request(body, version_id=version_id)
+            return convert.sample_request(body, version_id=version_id), bool(body.record_stability_info)
 
-        message = await off_loop(to_message, num_bytes=len(raw), config=gateway.config)
+        message, is_recorded = await off_loop(to_message, num_bytes=len(raw), config=gateway.config)
     except ServiceError as error:
         mark = fingerprint(raw)
         if gateway.futures.fingerprint(request_id) not in (None, mark):
@@ -104,14 +122,15 @@ async def asample(request: Request) -> Response:
         gateway.futures.fail(request_id, error, fingerprint=mark)
         sequence_ids: list[str] = []
     else:
-        mark = fingerprint(message.SerializeToString(deterministic=True))
-        gateway.samples.submit(request_id, message, session=session, fingerprint=mark)
+        mark = fingerprint(message.SerializeToString(deterministic=True), "recorded" if is_recorded else "")
+        gateway.samples.submit(request_id, message, session=session, fingerprint=mark, is_recorded=is_recorded)
         sequence_ids = [f"{request_id}:{i}" for i in range(message.num_samples)]
     return json_response({"request_id": request_id, "model_id": None, "sample_sequence_ids": sequence_ids})
 
 
 routes = [
     Route("/create_sampling_session", create_sampling_session, methods=["POST"]),
+    Route("/join_sampling_session", join_sampling_session, methods=["POST"]),
     Route("/samplers/{sampling_session_id}", get_sampler),
     Route("/asample", asample, methods=["POST"]),
 ]

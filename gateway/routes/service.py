@@ -26,12 +26,22 @@ async def metrics(request: Request) -> Response:
 
 
 async def client_config(request: Request) -> Response:
-    is_jwt_used = gateway_of(request).tokens.are_used
-    return json_response({"proto_compress_fwdbwd": False, "pjwt_auth_enabled": is_jwt_used})
+    """Flags that a client reads once."""
+    gateway = gateway_of(request)
+    return json_response(
+        {
+            "proto_compress_fwdbwd": False,
+            "pjwt_auth_enabled": gateway.tokens.are_used,
+            "sample_use_retrieve_futures": gateway.config.sample_use_retrieve_futures,
+            "sample_join_sampling_session": True,
+            "custom_loss_server_side": gateway.config.custom_loss_server_side,
+        }
+    )
 
 
 async def client_dynamic_config(request: Request) -> Response:
-    return json_response({})
+    """Flags that a client reads again and again."""
+    return json_response({"sample_cancel_enabled": gateway_of(request).config.sample_cancel_enabled})
 
 
 async def get_server_capabilities(request: Request) -> Response:

@@ -9,8 +9,9 @@ from starlette.routing import Route
 from gateway import convert, schemas
 from gateway.body import canonical, fingerprint, off_loop, parse, read_forward_backward, read_json
 from gateway.gateway import gateway_of
+from gateway.references import complete
 from gateway.submissions import Rpc, rpc_of, submit, submit_json
-from tinsmith.rpc.errors import ServiceError
+from tinsmith.rpc.errors import NotReady, ServiceError
 
 
 async def forward_backward(request: Request) -> Response:
@@ -32,14 +33,17 @@ async def _submit_batch(request: Request, *, forward_only: bool) -> Response:
         kind = "forward" if forward_only else "forward_backward"  # only the latter leaves gradients missing
         return await submit(gateway, kind=kind, ids=ids, rpc=message, mark=batch.refused_mark)
     body, num_tokens = await off_loop(lambda: canonical(message), num_bytes=batch.num_bytes, config=gateway.config)
-    return await submit(
-        gateway,
-        kind="forward_backward",
-        ids=ids,
-        rpc=Rpc("ForwardBackward", body),
-        mark=fingerprint("forward_backward", body),
-        num_tokens=num_tokens,
-    )
+    mark = fingerprint("forward_backward", body)  # of what the client sent, whatever is put into it here
+    kind, rpc = "forward_backward", Rpc("ForwardBackward", body)
+    try:
+        if await complete(gateway, message, num_bytes=batch.num_bytes):
+            body, _ = await off_loop(lambda: canonical(message), num_bytes=batch.num_bytes, config=gateway.config)
+            rpc = Rpc("ForwardBackward", body, is_completed=True)
+    except NotReady:
+        raise
+    except ServiceError as error:
+        kind, rpc = "forward" if message.forward_only else kind, error
+    return await submit(gateway, kind=kind, ids=ids, rpc=rpc, mark=mark, num_tokens=num_tokens)
 
 
 async def optim_step(request: Request) -> Response:

@@ -11,25 +11,30 @@ from gateway.body import parse, read_json
 from gateway.convert import check_ttl
 from gateway.errors import json_response
 from gateway.gateway import gateway_of, owner_of
-from gateway.routes.models import create_from_checkpoint
+from gateway.routes.models import check_session, create_from_checkpoint
 from gateway.submissions import Rpc, rpc_of, submit_json
 from tinsmith.rpc.errors import InvalidRequest, Unsupported
 from tinsmith.rpc.paths import TinkerPath, check_name
 from tinsmith.v1 import trainer_pb2, types_pb2
 
+_ACCESS_TOKEN = "X-Tinker-Weights-Access-Token"  # noqa: S105  # a header's name
+
 
 async def save_weights(request: Request) -> Response:
     async def to_rpc(body: schemas.SaveWeights) -> Rpc:
+        path = TinkerPath(body.model_id, "weights", check_name(body.path, field="path"))
+        if body.overwrite:
+            await gateway.checkpoints.keep_for_samplers(path)
         message = trainer_pb2.SaveCheckpointRequest(
             model_id=body.model_id,
             seq_id=body.seq_id,
             kind=types_pb2.CHECKPOINT_KIND_TRAINING,
-            name=check_name(body.path, field="path"),
+            name=path.name,
             overwrite=body.overwrite,
             ttl_seconds=check_ttl(body.ttl_seconds),
             user_metadata=body.user_metadata,
         )
-        return rpc_of("SaveCheckpoint", message, path=str(TinkerPath(body.model_id, "weights", body.path)))
+        return rpc_of("SaveCheckpoint", message, path=str(path))
 
     gateway = gateway_of(request)
     content, body = await read_json(request, gateway.config)
@@ -37,11 +42,11 @@ async def save_weights(request: Request) -> Response:
 
 
 async def save_weights_for_sampler(request: Request) -> Response:
-    """Named, or ephemeral: then it makes a sampling session and has no path."""
+    """Named, or ephemeral: then it makes a sampling session and has no path. With kind "inflight" all samplers of the
+    run that were made of such a save follow it to these weights."""
 
     async def to_rpc(body: schemas.SaveWeightsForSampler) -> Rpc:
-        if body.kind == "inflight":
-            raise Unsupported("kind: 'inflight' is not supported here; use 'snapshot'")
+        inflight = body.kind == "inflight"
         message = trainer_pb2.SaveCheckpointRequest(
             model_id=body.model_id,
             seq_id=body.seq_id,
@@ -54,15 +59,36 @@ async def save_weights_for_sampler(request: Request) -> Response:
             message.kind = types_pb2.CHECKPOINT_KIND_SAMPLER
             message.name = check_name(body.path, field="path")
             path = str(TinkerPath(body.model_id, "sampler_weights", body.path))
-            return rpc_of("SaveCheckpoint", message, path=path)
+            return rpc_of("SaveCheckpoint", message, path=path, inflight=inflight)
         message.kind = types_pb2.CHECKPOINT_KIND_EPHEMERAL
         session_id = body.model_id.rpartition(":train:")[0]
         sampling_session_id = f"{session_id}:sample:{body.sampling_session_seq_id}"
-        return rpc_of("SaveCheckpoint", message, sampling_session_id=sampling_session_id)
+        return rpc_of("SaveCheckpoint", message, sampling_session_id=sampling_session_id, inflight=inflight)
 
     gateway = gateway_of(request)
     content, body = await read_json(request, gateway.config)
     kind, schema = "save_weights_for_sampler", schemas.SaveWeightsForSampler
+    return await submit_json(gateway, content, body, kind=kind, schema=schema, convert=to_rpc)
+
+
+async def save_weights_external(request: Request) -> Response:
+    """Files for download; with age_encryption_recipients each of them is encrypted."""
+
+    async def to_rpc(body: schemas.SaveWeightsExternal) -> Rpc:
+        path = TinkerPath(body.model_id, "external_weights", check_name(body.path, field="path"))
+        message = trainer_pb2.SaveCheckpointRequest(
+            model_id=body.model_id,
+            seq_id=body.seq_id,
+            kind=types_pb2.CHECKPOINT_KIND_EXTERNAL,
+            name=path.name,
+            ttl_seconds=check_ttl(body.ttl_seconds),
+            age_recipients=body.age_encryption_recipients,
+        )
+        return rpc_of("SaveCheckpoint", message, path=str(path))
+
+    gateway = gateway_of(request)
+    content, body = await read_json(request, gateway.config)
+    kind, schema = "save_weights_external", schemas.SaveWeightsExternal
     return await submit_json(gateway, content, body, kind=kind, schema=schema, convert=to_rpc)
 
 
@@ -86,7 +112,9 @@ async def load_weights(request: Request) -> Response:
         ):
             if value is not None:
                 raise Unsupported(f"{field}: cannot be set when weights are loaded into a model that exists")
-        checkpoint = await gateway.checkpoints.find(body.path, field="path", owner=owner_of(request))
+        checkpoint = await gateway.checkpoints.read(
+            body.path, field="path", owner=owner_of(request), purpose="load"
+        )
         message = trainer_pb2.LoadCheckpointRequest(
             model_id=body.model_id,
             seq_id=body.seq_id,
@@ -111,14 +139,47 @@ async def weights_info(request: Request) -> Response:
             "train_unembed": checkpoint.train_unembed,
             "train_mlp": checkpoint.train_mlp,
             "train_attn": checkpoint.train_attn,
-            "optimizer_config": {"type": "adamw"},
+            "optimizer_config": {"type": checkpoint.optimizer},
         }
     )
+
+
+async def copy_weights(request: Request) -> Response:
+    """The copy belongs to a run that cannot be trained: in a new session of a project, or in a live session."""
+    gateway, owner = gateway_of(request), owner_of(request)
+    content, _ = await read_json(request, gateway.config)
+    body = parse(schemas.CopyWeights, content)
+    if body.weights_access_token is not None or _ACCESS_TOKEN in request.headers:
+        raise Unsupported(
+            f"weights_access_token (header {_ACCESS_TOKEN}): this server issues none; its keys share everything"
+        )
+    if (body.session_id is None) != (body.model_seq_id is None):
+        raise InvalidRequest("session_id, model_seq_id: go together")
+    if (body.destination_project_id is None) == (body.session_id is None):
+        raise InvalidRequest("destination_project_id, session_id: send exactly one of the two")
+    ttl_seconds = check_ttl(body.ttl_seconds)
+    if body.session_id is not None:
+        await check_session(gateway, body.session_id)
+    source = await gateway.checkpoints.find(body.source_path, field="source_path", owner=owner)
+    if body.destination_project_id is not None:
+        copy = await gateway.copies.into_project(
+            source,
+            body.destination_project_id,
+            ttl_seconds=ttl_seconds,
+            owner=owner,
+            idempotency_key=request.headers.get("x-idempotency-key"),
+        )
+    else:
+        run_id = f"{body.session_id}:train:{body.model_seq_id}"
+        copy = await gateway.copies.into_run(source, run_id, ttl_seconds=ttl_seconds, owner=owner)
+    return json_response({"tinker_path": copy.path})
 
 
 routes = [
     Route("/save_weights", save_weights, methods=["POST"]),
     Route("/save_weights_for_sampler", save_weights_for_sampler, methods=["POST"]),
+    Route("/save_weights_external", save_weights_external, methods=["POST"]),
     Route("/load_weights", load_weights, methods=["POST"]),
     Route("/weights_info", weights_info, methods=["POST"]),
+    Route("/copy_weights", copy_weights, methods=["POST"]),
 ]

@@ -1,0 +1,64 @@
+"""What the services report about work that they have: what it waits for, and when it ran."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+
+import grpc.aio
+
+from gateway.futures import Pending, Progress
+from tinsmith.v1 import types_pb2
+
+logger = logging.getLogger(__name__)
+
+RAN_METADATA = "x-tinsmith-ran"
+"""Trailing metadata "<start>:<end>", in seconds since 1970: when the service computed the call."""
+_ASK_TIMEOUT_S = 0.5
+
+
+def ran_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> tuple[float, float] | None:
+    """Start and end of the computation; None when the call's trailing metadata does not say."""
+    for key, value in metadata or ():
+        if key == RAN_METADATA:
+            start, _, end = str(value).partition(":")
+            try:
+                return float(start), float(end)
+            except ValueError:
+                logger.warning("%s: %r is not <start>:<end>", RAN_METADATA, value)
+    return None
+
+
+async def explain(pending: Pending) -> Progress:
+    """What it waits for now, as the service that has it says; what the gateway knows when that does not answer."""
+    if pending.ask is None:
+        return pending.progress
+    try:
+        async with asyncio.timeout(_ASK_TIMEOUT_S):
+            status = await pending.ask()
+    except (TimeoutError, grpc.aio.AioRpcError) as error:
+        logger.debug("what %s waits for cannot be told: %s", pending.request_id, error)
+        return pending.progress
+    return in_words(status)
+
+
+def in_words(status: types_pb2.QueueStatus) -> Progress:
+    """One sentence with what is ahead and how long it may take."""
+    facts = []
+    if status.position:
+        facts.append(f"position {status.position + 1}")
+    if status.tokens_ahead:
+        facts.append(f"{status.tokens_ahead:,} tokens ahead")
+    if status.HasField("expected_seconds"):
+        facts.append(f"done in about {_duration(status.expected_seconds)}")
+    reason = status.reason or ("it is computed now" if status.running else "it waits for its turn")
+    if facts:
+        reason += f" ({', '.join(facts)})"
+    return Progress("active" if status.running else "paused_capacity", reason)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 1:
+        return "1 s"
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
