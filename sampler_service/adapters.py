@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from sampler_service.engine import VersionInfo
@@ -16,6 +18,8 @@ logger = logging.getLogger(__name__)
 class Version:
     version_id: str
     adapter: Adapter
+    namespace: int
+    """Of its keys and values in the prefix cache: another one at each installation. 0 is the base model's."""
     num_running: int = 0
     """Generations that use it now."""
 
@@ -23,8 +27,11 @@ class Version:
 class AdapterStore:
     """Belongs to one thread, the event loop's. A version in use is never evicted."""
 
-    def __init__(self, *, max_bytes: int) -> None:
+    def __init__(self, *, max_bytes: int, on_gone: Callable[[Version], None]) -> None:
+        """`on_gone` hears of a version that is neither visible nor in use any more."""
         self.max_bytes = max_bytes
+        self._on_gone = on_gone
+        self._namespaces = itertools.count(1)
         self._visible: dict[str, Version] = {}
         """Least recently used first."""
         self._leaving: list[Version] = []
@@ -49,6 +56,7 @@ class AdapterStore:
         version.num_running -= 1
         if version.num_running == 0 and version in self._leaving:
             self._leaving.remove(version)
+            self._on_gone(version)
 
     def check_installable(self, version_id: str, num_bytes: int) -> None:
         """Raises AlreadyExists, OutOfCapacity while those in use leave no room, InvalidRequest if it is too large."""
@@ -75,13 +83,18 @@ class AdapterStore:
             if self.num_bytes + adapter.num_bytes <= self.max_bytes:
                 break
             del self._visible[version.version_id]
+            self._on_gone(version)
             logger.info("evicted version %s to make room for %s", version.version_id, version_id)
-        self._visible[version_id] = Version(version_id, adapter)
+        self._visible[version_id] = Version(version_id, adapter, next(self._namespaces))
 
     def remove(self, version_id: str) -> None:
         version = self._visible.pop(version_id, None)
-        if version is not None and version.num_running:
+        if version is None:
+            return
+        if version.num_running:
             self._leaving.append(version)
+        else:
+            self._on_gone(version)
 
     def versions(self) -> list[VersionInfo]:
         return [

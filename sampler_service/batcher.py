@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 
 from sampler_service.engine import Delta, Result
+from sampler_service.lanes import Lanes
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.sampling import draw, scaled_logprobs, uniforms
 from sampler_service.scheduler import Job, Scheduler
 from sampler_service.scoring import not_finite
+from sampler_service.sizing import Sizes
+from sampler_service.speed import Speed
 from sampler_service.step import Decoding, Rows, TaskPiece, runs_of
 from sampler_service.task import Task
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel
-from tinsmith.modeling.kv_cache import Cached, KVCache, Prefill
+from tinsmith.modeling.kv_cache import Cached, Prefill
 from tinsmith.modeling.logprobs import logits
 from tinsmith.rpc.errors import ServiceError
-
-IDLE_CACHE_BYTES = 64 * 1024 * 1024
-"""A larger cache is given back when nothing runs."""
 
 
 @dataclass(slots=True)
@@ -51,14 +51,22 @@ class Drawn:
 
 
 class Batcher:
-    def __init__(
-        self, base: BaseModel, *, max_running: int, max_kv_tokens: int, tokens_per_step: int, metrics: SamplerMetrics
-    ) -> None:
+    def __init__(self, base: BaseModel, sizes: Sizes, *, max_running: int, metrics: SamplerMetrics) -> None:
         self.base = base
-        self.scheduler: Scheduler[Task] = Scheduler(
-            max_running=max_running, max_kv_tokens=max_kv_tokens, tokens_per_step=tokens_per_step
+        self.lanes = Lanes(
+            max_lanes=max_running,
+            max_tokens=sizes.max_kv_tokens,
+            bytes_per_token=sizes.bytes_per_token,
+            prefix_bytes=sizes.prefix_cache_bytes,
+            metrics=metrics,
         )
-        self.cache = KVCache()
+        self.scheduler: Scheduler[Task] = Scheduler(
+            max_running=max_running,
+            max_kv_tokens=sizes.max_kv_tokens,
+            tokens_per_step=sizes.tokens_per_step,
+            reuse=self.lanes.reuse,
+        )
+        self.speed = Speed()
         self.metrics = metrics
         self._tasks: dict[Task, None] = {}
         """Requests that have not ended, in the order of their arrival."""
@@ -81,10 +89,10 @@ class Batcher:
             return
         partial = self.scheduler.partial
         if partial is not None and partial.owner is task:
-            self.cache.wipe(partial.lane)
+            self.lanes.cache.wipe(partial.lane)
         lanes = self.scheduler.drop(task)
         for lane in lanes:
-            self.cache.wipe(lane)
+            self.lanes.cache.wipe(lane)
         self._leave(lanes)
         self._end(task, outcome)
 
@@ -95,7 +103,12 @@ class Batcher:
             self._end(task, error)
         self.scheduler.running.clear()
         self._decoding = None
-        self.cache.clear()
+        self.lanes.clear()
+
+    def forget_warm_up(self) -> None:
+        """First steps are slow, and their prompts are nobody's."""
+        self.speed = Speed()
+        self.lanes.prefixes.clear()
 
     @torch.inference_mode()
     def check_alive(self) -> None:
@@ -121,42 +134,38 @@ class Batcher:
         if running or ending:
             drawn = self._draw(hidden_T_H, pieces, ending)
             self._advance(ending, drawn)
-        self.metrics.step_time.observe(time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        self.speed.observe(seconds, prefilled=sum(piece.length for piece in pieces))
+        self.metrics.step_time.observe(seconds)
         self.metrics.running.set(len(running))
-        self.metrics.cache_bytes.set(self.cache.num_bytes())
-        if self.idle and self.cache.num_bytes() > IDLE_CACHE_BYTES:
-            self.cache.clear()
+        self.lanes.observe(idle=self.idle)
 
     def _plan(self) -> list[TaskPiece]:
         if leaving := self.scheduler.grow():
             self.metrics.preemptions.inc(len(leaving))
+            for lane in leaving:
+                self.lanes.remember(self.scheduler.running[lane], lane)
             self._leave(leaving)
         pieces = self.scheduler.plan()
         for piece in pieces:
-            job = piece.job
-            if piece.came_from != job.lane:
-                self.cache.move(piece.came_from, job.lane, piece.start)
-            if not job.owner.planned:
-                job.owner.planned = True
-                self._deliveries.admitted.append(job.owner)
-                self.metrics.queue_time.observe(time.perf_counter() - job.owner.submitted)
-                self.metrics.prompt_tokens.inc(len(job.owner.request.prompt))
+            task = piece.job.owner
+            if piece.came_from != piece.job.lane:
+                self.lanes.cache.move(piece.came_from, piece.job.lane, piece.start)
+            if not task.planned:
+                task.planned = True
+                task.cache_hit_tokens = piece.start
+                self._deliveries.admitted.append(task)
+                self.metrics.queue_time.observe(time.perf_counter() - task.submitted)
+                self.metrics.prompt_tokens.inc(len(task.request.prompt))
+            if not task.begun:
+                task.prompt_done = piece.start + piece.length
         running = self.scheduler.running
         lanes = len(running) + sum(len(piece.job.sequences) for piece in pieces)
         lengths = [sequence.length for sequence in running] + [piece.start + piece.length for piece in pieces]
-        self._fit_cache(lanes, max(lengths))
+        self.lanes.fit(lanes, max(lengths))
+        for piece in pieces:
+            self.lanes.load(piece)
         return pieces
-
-    def _fit_cache(self, lanes: int, tokens: int) -> None:
-        """Grows by doubling, or to what is needed when the bound is near."""
-        cache, limit = self.cache, self.scheduler.max_kv_tokens
-        if lanes <= cache.num_lanes and tokens <= cache.capacity:
-            return
-        more_lanes = max(cache.num_lanes, min(_power_of_two(lanes), self.scheduler.max_running))
-        more_tokens = max(cache.capacity, _power_of_two(tokens))
-        if more_lanes * more_tokens > limit:
-            more_lanes, more_tokens = lanes, min(_power_of_two(tokens), limit // lanes)
-        cache.resize(more_lanes, more_tokens)
 
     def _forward(self, pieces: Sequence[TaskPiece]) -> Tensor:
         """Hidden states [T, H]: the running sequences' newest tokens, then the pieces."""
@@ -181,7 +190,7 @@ class Batcher:
             assert decoding is not None
             runs = decoding.runs
         layout = Cached(
-            self.cache, positions_B, [Prefill(piece.job.lane, piece.start, piece.length) for piece in pieces]
+            self.lanes.cache, positions_B, [Prefill(piece.job.lane, piece.start, piece.length) for piece in pieces]
         )
         return self.base.hidden_states(_joined(tokens), _joined(positions), layout, runs)
 
@@ -253,29 +262,27 @@ class Batcher:
             going_on = [sequence for n, sequence in enumerate(job.sequences, row) if n not in ended]
             row += len(job.sequences)
             if job.owner in broken:
-                self.cache.wipe(job.lane)
+                self.lanes.cache.wipe(job.lane)
                 continue
-            self._place(job, first, len(going_on))
+            if not job.scored or job.owner.scorer is None or job.owner.scorer.finite:
+                self.lanes.remember(job.sequences[0], job.lane)
+            self.lanes.place(job, first, len(going_on))
             running.extend(going_on)
             if not job.owner.begun:
                 job.owner.begun = True
                 self.metrics.first_token.observe(time.perf_counter() - job.owner.submitted)
         if ending:
             self._decoding = None
-        self._leave([row for row in ended if row < num_running])
+        leaving = [row for row in ended if row < num_running]
+        for row in leaving:
+            if sequences[row].owner not in broken:
+                self.lanes.remember(sequences[row], row)
+        self._leave(leaving)
         for task in dict.fromkeys(sequences[row].owner for row in sorted(ended)):
             if task.complete and task not in broken:
                 self._end(task, _outcome(task))
         for task in broken:
             self.cancel(task, not_finite(task.request.version_id))
-
-    def _place(self, job: Job[Task], first: int, count: int) -> None:
-        """Copies the prompt's keys and values to `count` lanes from `first` on, which lies at its own lane or below."""
-        below = slice(first, min(job.lane, first + count))
-        above = slice(job.lane + 1, first + count)
-        for lanes in (below, above):
-            if lanes.start < lanes.stop:
-                self.cache.fork(job.lane, lanes, job.length)
 
     def _leave(self, lanes: Sequence[int]) -> None:
         """Takes sequences out; the last ones move into their lanes, so that the rest stay dense."""
@@ -283,7 +290,7 @@ class Batcher:
         for lane in sorted(lanes, reverse=True):
             last = len(running) - 1
             if lane != last:
-                self.cache.move(last, lane, running[last].length)
+                self.lanes.cache.move(last, lane, running[last].length)
                 running[lane] = running[last]
             running.pop()
         if lanes:
@@ -301,16 +308,6 @@ def _outcome(task: Task) -> Result | ServiceError:
         return error
 
 
-@torch.inference_mode()
-def kv_bytes_per_token(base: BaseModel) -> int:
-    """Measured, because models differ in what their layers store."""
-    cache = KVCache()
-    cache.reserve(1, 1)
-    zero = torch.zeros(1, dtype=torch.int64, device=base.device)
-    base.hidden_states(zero, zero, Cached(cache, zero[:0], [Prefill(0, 0, 1)]), [])
-    return max(1, cache.num_bytes())
-
-
 def _take_tables(rows: Rows, logprobs_R_V: Tensor) -> None:
     most = min(max(k for _, k in rows.topk), logprobs_R_V.shape[1])
     wanted = torch.tensor([row for row, _ in rows.topk], device=logprobs_R_V.device)
@@ -322,7 +319,3 @@ def _take_tables(rows: Rows, logprobs_R_V: Tensor) -> None:
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()

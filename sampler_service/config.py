@@ -58,8 +58,8 @@ class SamplerConfig(BaseSettings):
     """Most tokens in the key/value cache, as sequences x the longest one's tokens; 0 takes what a quarter of the memory
     that is free after loading can hold."""
     prefix_cache_bytes: int | None = Field(default=None, ge=0)
-    """Memory for keys and values of earlier prompts and outputs, which requests that begin with the same tokens reuse; 0
-    switches it off; absent takes an eighth of the memory that is free after loading."""
+    """Memory for keys and values of earlier prompts and outputs, which requests that begin with the same tokens reuse:
+    0 switches it off; absent takes an eighth of the memory that is free after loading."""
     prefill_tokens_per_step: int = Field(default=0, ge=0)
     """Most prompt tokens that one step computes, so that a long prompt does not stall the running sequences; 0 is 512
     on a CPU and 8192 on CUDA."""

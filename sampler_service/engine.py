@@ -174,6 +174,20 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
+class QueueStatus:
+    """What a request waits for."""
+
+    running: bool
+    position: int
+    """Requests before it that have not ended; 0 while it runs."""
+    tokens_ahead: int
+    """Of those: tokens still to be computed, prompts and outputs."""
+    expected_seconds: float | None
+    """Until its end, at the measured speed; None while nothing was measured."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class VersionInfo:
     version_id: str
     config: AdapterConfig
@@ -202,8 +216,12 @@ class SamplingEngine(Protocol):
         """Layers that a version may change."""
         ...
 
-    async def submit(self, request: Request, *, stream: bool = False) -> Generation:
+    async def submit(self, request: Request, *, stream: bool = False, request_id: str = "") -> Generation:
         """Checks and queues a request. Raises InvalidRequest, VersionNotLoaded, OutOfCapacity or EngineDead."""
+        ...
+
+    def describe(self, request_id: str) -> QueueStatus | None:
+        """What the request of this id waits for, the youngest of them if it is shared; None when there is none."""
         ...
 
     def check_installable(self, version_id: str, num_bytes: int) -> None:

@@ -14,7 +14,7 @@ unfinished by a step, because pieces are handed out in order.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -65,6 +65,8 @@ class Job(Generic[Owner]):
     done: int = 0
     """Tokens computed."""
     lane: int = 0
+    blocks: list[int] = field(default_factory=list)
+    """Blocks of the prefix cache that its first `done` tokens come from, until they lie in its lane."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +85,19 @@ class Piece(Generic[Owner]):
 
 
 class Scheduler(Generic[Owner]):
-    def __init__(self, *, max_running: int, max_kv_tokens: int, tokens_per_step: int) -> None:
+    def __init__(
+        self,
+        *,
+        max_running: int,
+        max_kv_tokens: int,
+        tokens_per_step: int,
+        reuse: Callable[[Job[Owner]], int] = lambda job: 0,
+    ) -> None:
+        """`reuse` is asked at a job's admission how many of its tokens need not be computed; fewer than all of them."""
         self.max_running = max_running
         self.max_kv_tokens = max_kv_tokens
         self.tokens_per_step = tokens_per_step
+        self._reuse = reuse
         self.waiting: deque[Job[Owner]] = deque()
         self.partial: Job[Owner] | None = None
         """Admitted, with some pieces computed."""
@@ -105,7 +116,7 @@ class Scheduler(Generic[Owner]):
         job = self.partial or self._admit(pieces)
         while job is not None and budget > 0:
             length = min(budget, job.length - job.done)
-            pieces.append(Piece(job, job.done, length, came_from=job.lane if job.done else lane))
+            pieces.append(Piece(job, job.done, length, came_from=job.lane if job is self.partial else lane))
             job.lane = lane
             job.done += length
             budget -= length
@@ -126,6 +137,7 @@ class Scheduler(Generic[Owner]):
             return None
         for sequence in job.sequences:
             sequence.reserved = sequence.need
+        job.done = self._reuse(job)
         return self.waiting.popleft()
 
     def grow(self) -> list[int]:

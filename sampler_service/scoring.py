@@ -44,6 +44,26 @@ class PromptScorer:
         self.alt_tokens = AltTokens(np.zeros((length - 1, k), np.int64), np.zeros((length - 1, k), np.float32))
         self._alt_keys = stream_keys(seed, ALT_STREAM, k)
 
+    @property
+    def first_row(self) -> int:
+        """First row whose hidden state is needed; the prompt's length - 1, which scores nothing, when none is."""
+        request, rows = self.request, [self.length - 1]
+        if request.prompt_logprobs or request.topk_prompt_logprobs:
+            rows.append(self._first)
+        if request.targets is not None:
+            rows.append(int(request.targets.rows_M[request.targets.tokens_M >= 0].min(initial=self.length - 1)))
+        if request.prompt_alt_tokens_k:
+            rows.append(0)
+        return min(rows)
+
+    @property
+    def finite(self) -> bool:
+        """False when a score is no number; once all rows are added."""
+        scores = [self.targets_M, self.alt_tokens.logprobs]
+        if self.request.prompt_logprobs:
+            scores.append(self.logprobs[self._first + 1 :])
+        return not any(np.isnan(values).any() for values in scores)
+
     def add(self, head: Head, hidden_n_H: Tensor, *, start: int, adapter: Adapter | None) -> None:
         """Rows start .. start + n - 1 of the prompt."""
         every_row = self.request.targets is not None or self.request.prompt_alt_tokens_k > 0
@@ -97,10 +117,7 @@ class PromptScorer:
     def result(self) -> PromptScores:
         """Raises ServiceError when a score is no number."""
         request = self.request
-        scores = [self.targets_M, self.alt_tokens.logprobs]
-        if request.prompt_logprobs:
-            scores.append(self.logprobs[self._first + 1 :])
-        if any(np.isnan(values).any() for values in scores):
+        if not self.finite:
             raise not_finite(request.version_id)
         return PromptScores(
             logprobs=self.logprobs if request.prompt_logprobs else None,

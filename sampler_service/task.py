@@ -13,12 +13,14 @@ from sampler_service.engine import (
     Generation,
     Int64s,
     Ints,
+    PromptScores,
     Request,
     Result,
     SampledSequence,
     StopReason,
     TopkTable,
 )
+from sampler_service.prefix_cache import digests_of
 from sampler_service.sampling import Rule, UInt64s
 from sampler_service.scheduler import Job, Sequence
 from sampler_service.scoring import PromptScorer
@@ -37,6 +39,9 @@ class Task:
     keys: UInt64s
     """Of each sequence's random stream."""
     scorer: PromptScorer | None
+    request_id: str = ""
+    sequences: list[Sequence[Task]] = field(default_factory=list)
+    """All num_samples, by index."""
     submitted: float = field(default_factory=time.perf_counter)
     planned: bool = False
     """A piece of its prompt has been planned: for the compute thread."""
@@ -44,14 +49,24 @@ class Task:
     """The same, as the event loop has heard of it."""
     begun: bool = False
     """It has a first token."""
+    prompt_done: int = 0
+    """Prompt tokens that are there, computed or reused."""
+    cache_hit_tokens: int = 0
+    """Prompt tokens that came from the prefix cache."""
     finished: dict[int, SampledSequence] = field(default_factory=dict)
     """By index."""
     tables: dict[int, list[TopkRow]] = field(default_factory=dict)
     """Rows of topk_sample_logprobs, by index."""
+    _prompt_digests: list[bytes] | None = None
 
     @property
     def adapter(self) -> Adapter | None:
         return None if self.version is None else self.version.adapter
+
+    @property
+    def namespace(self) -> int:
+        """In the prefix cache."""
+        return 0 if self.version is None else self.version.namespace
 
     @property
     def rule(self) -> Rule:
@@ -68,10 +83,25 @@ class Task:
 
     def tokens_of(self, job: Job[Task], start: int, stop: int) -> Int64s:
         """Tokens start .. stop - 1 of a job: the prompt, and for an interrupted sequence what it has generated."""
+        tokens = self.request.prompt if stop <= len(self.request.prompt) else self._tokens(job.sequences[0])
+        return tokens[start:stop].astype(np.int64)
+
+    def prompt_digests(self) -> list[bytes]:
+        """Of the prompt's full blocks, for the prefix cache."""
+        if self._prompt_digests is None:
+            self._prompt_digests = digests_of(self.namespace, self.request.prompt)
+        return self._prompt_digests
+
+    def digests(self, sequence: Sequence[Task]) -> list[bytes]:
+        """Of the full blocks of a sequence's tokens, without the newest, whose keys and values are not computed."""
+        if not sequence.tokens:
+            return self.prompt_digests()
+        return digests_of(self.namespace, self._tokens(sequence)[:-1], self.prompt_digests())
+
+    def _tokens(self, sequence: Sequence[Task]) -> Ints:
+        """Prompt and output."""
         prompt = self.request.prompt
-        if stop > len(prompt):
-            prompt = np.concatenate([prompt, np.array(job.sequences[0].tokens, prompt.dtype)])
-        return prompt[start:stop].astype(np.int64)
+        return np.concatenate([prompt, np.array(sequence.tokens, prompt.dtype)])
 
     def take(self, sequence: Sequence[Task], token: int, logprob: float) -> bool:
         """Adds a token to one of its sequences. True when the sequence has ended."""
@@ -100,6 +130,5 @@ class Task:
     def result(self) -> Result:
         """Once complete. Raises ServiceError when a prompt score is no number."""
         sequences = [self.finished[index] for index in range(self.request.num_samples)]
-        if self.scorer is None:
-            return Result(sequences)
-        return Result(sequences, self.scorer.result())
+        prompt = PromptScores() if self.scorer is None else self.scorer.result()
+        return Result(sequences, prompt, self.cache_hit_tokens)

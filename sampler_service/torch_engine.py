@@ -11,46 +11,36 @@ import itertools
 import logging
 import secrets
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 import numpy as np
-import psutil
 import torch
 from transformers import GenerationConfig
 
-from sampler_service.adapters import AdapterStore
-from sampler_service.batcher import Batcher, Deliveries, kv_bytes_per_token
+from sampler_service.adapters import AdapterStore, Version
+from sampler_service.batcher import Batcher, Deliveries
 from sampler_service.config import SamplerConfig
-from sampler_service.engine import Generation, Params, Request, Result, StopCondition, VersionInfo
+from sampler_service.engine import Generation, Params, QueueStatus, Request, Result, StopCondition, VersionInfo
 from sampler_service.metrics import SamplerMetrics
+from sampler_service.prefix_cache import BLOCK_TOKENS
+from sampler_service.queue_status import status_of
 from sampler_service.sampling import stream_keys
 from sampler_service.scheduler import Job
 from sampler_service.scheduler import Sequence as RunningSequence
 from sampler_service.scoring import PromptScorer, wants_scores
+from sampler_service.sizing import Sizes, resolve_device, resolve_dtype
 from sampler_service.stops import Decode, StopRule, load_decode
 from sampler_service.task import Task
 from sampler_service.threads import in_thread
 from sampler_service.validation import Limits
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, Target
 from tinsmith.modeling.base_model import BaseModel
-from tinsmith.rpc.errors import EngineDead, NotReady, OutOfCapacity, ServiceError
+from tinsmith.rpc.errors import Cancelled, EngineDead, NotReady, OutOfCapacity, ServiceError
 
 logger = logging.getLogger(__name__)
 
 SAMPLE_STREAM = 0
-
-
-class Cancelled(ServiceError):
-    """The outcome of a request whose caller has left."""
-
-    reason = "CANCELLED"
-
-
-@dataclass(frozen=True, slots=True)
-class _Cancel:
-    task: Task
 
 
 class TorchEngine:
@@ -66,12 +56,14 @@ class TorchEngine:
         """Set when the compute thread cannot go on."""
         self._config = config
         self._batcher = batcher
-        self._store = AdapterStore(max_bytes=config.adapter_memory_bytes)
+        self._store = AdapterStore(max_bytes=config.adapter_memory_bytes, on_gone=self._forget)
         self._eos = _eos_token_ids(base)
         self._decode: Decode | None = None
         self._loop = asyncio.get_running_loop()
-        self._inbox: SimpleQueue[list[Job[Task]] | _Cancel | None] = SimpleQueue()
-        self._tasks: set[Task] = set()
+        self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        """Work on the batch, for the compute thread; None ends it."""
+        self._tasks: dict[Task, None] = {}
+        """Requests that have not ended, in the order of their arrival."""
         self._num_waiting = 0
         self._stopping = False
         self._orders = itertools.count()
@@ -83,25 +75,19 @@ class TorchEngine:
 
         Raises UnsupportedModel, or OSError when there is no such model.
         """
-        device = torch.device(_resolve_device(config.device))
-        dtype = _resolve_dtype(config.dtype, device)
+        device = torch.device(resolve_device(config.device))
+        dtype = resolve_dtype(config.dtype, device)
         base = await in_thread(lambda: BaseModel.load(config.base_model, device=device, dtype=dtype))
-        max_kv_tokens = config.max_kv_tokens or _default_kv_tokens(base, max_running=config.max_running)
-        batcher = Batcher(
-            base,
-            max_running=config.max_running,
-            max_kv_tokens=max_kv_tokens,
-            tokens_per_step=config.prefill_tokens_per_step or (8192 if device.type == "cuda" else 512),
-            metrics=metrics,
-        )
+        sizes = Sizes.of(base, config)
+        batcher = Batcher(base, sizes, max_running=config.max_running, metrics=metrics)
         limits = Limits(
             vocab_size=base.vocab_size,
             max_context_length=base.max_context_length,
-            max_kv_tokens=max_kv_tokens,
+            max_kv_tokens=sizes.max_kv_tokens,
             max_num_samples=config.max_num_samples,
             max_topk_logprobs=config.max_topk_logprobs,
         )
-        logger.info("%s on %s in %s, max_kv_tokens %d", base.architecture, device, dtype, max_kv_tokens)
+        logger.info("%s on %s in %s, %s", base.architecture, device, dtype, sizes)
         engine = cls(base, batcher, limits, config)
         engine._thread.start()
         await engine._warm_up()
@@ -119,7 +105,7 @@ class TorchEngine:
     def targets(self) -> Sequence[Target]:
         return self.base.targets
 
-    async def submit(self, request: Request, *, stream: bool = False) -> Generation:
+    async def submit(self, request: Request, *, stream: bool = False, request_id: str = "") -> Generation:
         self.limits.check(request)
         stop = await self._stop_rule(request.params.stop)
         if self.died.is_set():
@@ -130,7 +116,7 @@ class TorchEngine:
             raise OutOfCapacity(f"{self._num_waiting} requests wait already, the most that max_waiting allows")
         version = self._store.acquire(request.version_id) if request.version_id else None
         seed = secrets.randbits(63) if request.params.seed is None else request.params.seed
-        generation = Generation(stream=stream, on_cancel=lambda: self._inbox.put(_Cancel(task)))
+        generation = Generation(stream=stream, on_cancel=lambda: self._cancel(task))
         task = Task(
             request=request,
             generation=generation,
@@ -138,11 +124,17 @@ class TorchEngine:
             stop=stop,
             keys=stream_keys(seed, SAMPLE_STREAM, request.num_samples),
             scorer=PromptScorer(request, seed=seed) if wants_scores(request) else None,
+            request_id=request_id,
         )
-        self._tasks.add(task)
+        jobs = self._jobs(task)
+        self._tasks[task] = None
         self._count_waiting(1)
-        self._inbox.put(self._jobs(task))
+        self._inbox.put(lambda: self._batcher.add(jobs))
         return generation
+
+    def describe(self, request_id: str) -> QueueStatus | None:
+        batcher = self._batcher
+        return status_of(request_id, list(self._tasks), batcher.scheduler.running, batcher.speed)
 
     def check_installable(self, version_id: str, num_bytes: int) -> None:
         self._store.check_installable(version_id, num_bytes)
@@ -184,7 +176,7 @@ class TorchEngine:
         request, limits = task.request, self.limits
         length, max_tokens = len(request.prompt), request.params.max_tokens
         order = next(self._orders)
-        sequences = [
+        task.sequences = sequences = [
             RunningSequence(
                 owner=task,
                 index=index,
@@ -202,7 +194,7 @@ class TorchEngine:
 
     async def _warm_up(self) -> None:
         """A short request on the base model and one on an adapter, so that no user meets a first-time pause."""
-        prompt = np.arange(min(16, self.limits.vocab_size, self.limits.max_length - 4), dtype=np.int32)
+        prompt = np.arange(min(BLOCK_TOKENS, self.limits.vocab_size, self.limits.max_length - 4), dtype=np.int32)
         groups = {target.group for target in self.base.targets}
         config = AdapterConfig(
             rank=1, train_attn="attn" in groups, train_mlp="mlp" in groups, train_unembed="unembed" in groups, seed=0
@@ -219,6 +211,14 @@ class TorchEngine:
         ]
         await asyncio.gather(*(generation.result() for generation in generations))
         self._store.remove("warm-up")
+        self._inbox.put(self._batcher.forget_warm_up)
+
+    def _cancel(self, task: Task) -> None:
+        self._inbox.put(lambda: self._batcher.cancel(task, Cancelled("the caller has left")))
+
+    def _forget(self, version: Version) -> None:
+        """Its requests have ended, so nothing more of it comes into the prefix cache."""
+        self._inbox.put(lambda: self._batcher.lanes.prefixes.forget(version.namespace))
 
     # The compute thread.
 
@@ -240,17 +240,14 @@ class TorchEngine:
             self._loop.call_soon_threadsafe(self._die, error)
 
     def _take(self) -> bool:
-        """Takes in what has been submitted, waiting for a message when nothing runs. False: stop after this step."""
+        """Does the work that has come in, waiting for some when nothing runs. False: stop after this step."""
         wait = self._batcher.idle
         while wait or not self._inbox.empty():
             wait = False
-            message = self._inbox.get()
-            if message is None:
+            work = self._inbox.get()
+            if work is None:
                 return False
-            if isinstance(message, _Cancel):
-                self._batcher.cancel(message.task, Cancelled("the caller has left"))
-            else:
-                self._batcher.add(message)
+            work()
         return True
 
     def _recover(self, error: Exception) -> None:
@@ -287,7 +284,7 @@ class TorchEngine:
         if task not in self._tasks:
             return
         self._admitted(task)
-        self._tasks.remove(task)
+        del self._tasks[task]
         if task.version is not None:
             self._store.release(task.version)
         self.metrics.requests.labels(outcome.reason if isinstance(outcome, ServiceError) else "ok").inc()
@@ -305,27 +302,6 @@ class TorchEngine:
     def _count_versions(self) -> None:
         self.metrics.versions.set(len(self._store.versions()))
         self.metrics.version_bytes.set(self._store.num_bytes)
-
-
-def _resolve_device(device: str) -> str:
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return device
-
-
-def _resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    return names[dtype] if dtype != "auto" else torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
-def _default_kv_tokens(base: BaseModel, *, max_running: int) -> int:
-    """Tokens that a quarter of the free memory holds, and no more than could ever be used."""
-    if base.device.type == "cuda":
-        free_bytes, _ = torch.cuda.mem_get_info(base.device)
-    else:
-        free_bytes = psutil.virtual_memory().available
-    fitting = free_bytes // 4 // kv_bytes_per_token(base)
-    return max(1, min(fitting, max_running * base.max_context_length))
 
 
 def _eos_token_ids(base: BaseModel) -> frozenset[int]:

@@ -140,3 +140,37 @@ class Cached:
             q = q_B_N_D.view(batch, k.shape[1], -1, head_dim)
             return masked(q, k, v, heads, mask).reshape(batch, num_heads, -1)
         return masked(q_B_N_D[:, :, None], k, v, heads, mask)[:, :, 0]
+
+
+class KVBlocks:
+    """Keys and values apart from the lanes, in numbered blocks of `block_tokens` tokens: what outlives a generation.
+
+    A layer's tensors, [num_blocks, K, block_tokens, D], are made at their full size when the layer is first saved; on a
+    CPU the system gives the memory as blocks are written.
+    """
+
+    def __init__(self, num_blocks: int, block_tokens: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_tokens = block_tokens
+        self._keys: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+
+    def save(self, cache: KVCache, lane: int, first: int, ids: Sequence[int]) -> None:
+        """Copies a lane's blocks first, first + 1, ... to the blocks `ids`."""
+        start, stop = first * self.block_tokens, (first + len(ids)) * self.block_tokens
+        for pools, store in ((self._keys, cache.keys), (self._values, cache.values)):
+            for layer, lanes_S_K_C_D in store.items():
+                lane_K_T_D = lanes_S_K_C_D[lane, :, start:stop]
+                if layer not in pools:
+                    num_heads, _, head_dim = lane_K_T_D.shape
+                    pools[layer] = lane_K_T_D.new_empty(self.num_blocks, num_heads, self.block_tokens, head_dim)
+                where = torch.tensor(ids, device=lane_K_T_D.device)
+                pools[layer][where] = lane_K_T_D.unflatten(1, (-1, self.block_tokens)).transpose(0, 1)
+
+    def load(self, cache: KVCache, lane: int, ids: Sequence[int], length: int) -> None:
+        """Copies the first `length` tokens of the blocks `ids`, end to end, to the start of a lane."""
+        for layer, pool in self._keys.items():
+            lanes = cache.layer(layer, pool[0].transpose(0, 1))
+            for lanes_S_K_C_D, pool_n_K_t_D in zip(lanes, (pool, self._values[layer]), strict=True):
+                blocks = pool_n_K_t_D[torch.tensor(ids, device=pool.device)]
+                lanes_S_K_C_D[lane, :, :length] = blocks.transpose(0, 1).flatten(1, 2)[:, :length]

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from sampler_service.adapters import AdapterStore
+from sampler_service.adapters import AdapterStore, Version
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, Target
 from tinsmith.rpc.errors import AlreadyExists, OutOfCapacity, VersionNotLoaded
 
@@ -10,12 +10,16 @@ CONFIG = AdapterConfig(rank=1, train_mlp=False, train_unembed=False)
 SIZE = 40
 
 
+def store_of(count: int, gone: list[Version] | None = None) -> AdapterStore:
+    return AdapterStore(max_bytes=count * SIZE, on_gone=([] if gone is None else gone).append)
+
+
 def adapter() -> Adapter:
     return Adapter(CONFIG, [TARGET], torch.zeros(10))
 
 
 def test_the_least_recently_used_version_leaves_first() -> None:
-    store = AdapterStore(max_bytes=2 * SIZE)
+    store = store_of(2)
     store.install("a", adapter())
     store.install("b", adapter())
     store.release(store.acquire("a"))
@@ -26,7 +30,7 @@ def test_the_least_recently_used_version_leaves_first() -> None:
 
 
 def test_a_version_in_use_stays_and_a_full_store_refuses() -> None:
-    store = AdapterStore(max_bytes=2 * SIZE)
+    store = store_of(2)
     for name in ("a", "b"):
         store.install(name, adapter())
     held = store.acquire("a")
@@ -40,14 +44,14 @@ def test_a_version_in_use_stays_and_a_full_store_refuses() -> None:
 
 
 def test_a_version_is_immutable() -> None:
-    store = AdapterStore(max_bytes=2 * SIZE)
+    store = store_of(2)
     store.install("a", adapter())
     with pytest.raises(AlreadyExists, match="resident already"):
         store.install("a", adapter())
 
 
 def test_a_removed_version_is_hidden_at_once_and_freed_after_its_last_use() -> None:
-    store = AdapterStore(max_bytes=2 * SIZE)
+    store = store_of(2)
     store.install("a", adapter())
     held = store.acquire("a")
     store.remove("a")
@@ -56,3 +60,20 @@ def test_a_removed_version_is_hidden_at_once_and_freed_after_its_last_use() -> N
     assert store.num_bytes == SIZE
     store.release(held)
     assert store.num_bytes == 0
+
+
+def test_a_version_is_gone_when_it_is_evicted_or_removed_and_nobody_uses_it() -> None:
+    gone: list[Version] = []
+    store = store_of(1, gone)
+    for name in ("a", "b"):
+        store.install(name, adapter())
+    assert [version.version_id for version in gone] == ["a"]
+    held = store.acquire("b")
+    store.remove("b")
+    assert len(gone) == 1
+    store.release(held)
+    assert gone[1:] == [held]
+    store.install("b", adapter())
+    store.remove("b")
+    assert [version.version_id for version in gone] == ["a", "b", "b"]
+    assert len({version.namespace for version in gone}) == 3

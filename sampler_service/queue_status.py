@@ -1,0 +1,60 @@
+"""What a request waits for, in numbers and in words. Read on the event loop while the compute thread goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from sampler_service import scheduler
+from sampler_service.engine import QueueStatus
+from sampler_service.speed import Speed
+from sampler_service.task import Task
+
+
+def status_of(
+    request_id: str, tasks: Sequence[Task], running: Iterable[scheduler.Sequence[Task]], speed: Speed
+) -> QueueStatus | None:
+    """Of the youngest of `tasks`, which are in the order of their arrival, that has this id; None when none has."""
+    place = max((n for n, task in enumerate(tasks) if task.request_id == request_id), default=None)
+    if place is None:
+        return None
+    task, ahead, running = tasks[place], tasks[:place], list(running)
+    beside = sum(sequence.owner is not task for sequence in running)
+    if task.admitted:
+        expected = speed.seconds(prompt_tokens=_prompt_left(task), steps=max(_outputs_left(task), default=0))
+        return QueueStatus(True, 0, 0, expected, f"{_progress(task)}, {beside} sequences run beside it")
+    prompts = sum(_prompt_left(one) for one in ahead)
+    outputs = sum(sum(_outputs_left(one)) for one in ahead)
+    expected = speed.seconds(
+        prompt_tokens=prompts + _prompt_left(task),
+        # A step gives a token to each running sequence; when it waits, as many run as can.
+        steps=outputs / max(1, len(running)) + max(_outputs_left(task)),
+    )
+    waiting = sum(not one.admitted for one in ahead)
+    reason = f"waits for a place: {waiting} requests wait before it, {beside} sequences run"
+    return QueueStatus(False, len(ahead), prompts + outputs, expected, reason)
+
+
+def _prompt_left(task: Task) -> int:
+    return len(task.request.prompt) - task.prompt_done
+
+
+def _outputs_left(task: Task) -> list[int]:
+    """Of each sequence that has not ended. One without max_tokens counts with what it may reserve at first."""
+    return [
+        sequence.max_length - sequence.length
+        if sequence.bounded
+        else min(sequence.max_length - sequence.length, scheduler.HEADROOM)
+        for sequence in task.sequences
+        if sequence.index not in task.finished
+    ]
+
+
+def _progress(task: Task) -> str:
+    length = len(task.request.prompt)
+    if not task.begun:
+        return f"reading the prompt: {task.prompt_done} of {length} tokens"
+    done = sum(len(sequence.tokens) for sequence in task.sequences)
+    most = task.request.params.max_tokens
+    of_all = "" if most is None else f" of {most * len(task.sequences)}"
+    sequences = f" in {len(task.sequences)} sequences" if len(task.sequences) > 1 else ""
+    return f"generating: {done}{of_all} tokens{sequences}"

@@ -1,0 +1,62 @@
+"""What the engine takes of the machine, where the settings leave it open."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from sampler_service.config import SamplerConfig
+from tinsmith.modeling.base_model import BaseModel
+from tinsmith.modeling.kv_cache import Cached, KVCache, Prefill
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    bytes_per_token: int
+    """Of keys and values."""
+    max_kv_tokens: int
+    prefix_cache_bytes: int
+    tokens_per_step: int
+
+    @classmethod
+    def of(cls, base: BaseModel, config: SamplerConfig) -> Sizes:
+        """With the model loaded."""
+        bytes_per_token = kv_bytes_per_token(base)
+        free_bytes = _free_bytes(base.device)
+        fitting = min(free_bytes // 4 // bytes_per_token, config.max_running * base.max_context_length)
+        prefix_bytes = config.prefix_cache_bytes
+        return cls(
+            bytes_per_token=bytes_per_token,
+            max_kv_tokens=config.max_kv_tokens or max(1, fitting),
+            prefix_cache_bytes=free_bytes // 8 if prefix_bytes is None else prefix_bytes,
+            tokens_per_step=config.prefill_tokens_per_step or (8192 if base.device.type == "cuda" else 512),
+        )
+
+
+@torch.inference_mode()
+def kv_bytes_per_token(base: BaseModel) -> int:
+    """Measured, because models differ in what their layers store."""
+    cache = KVCache()
+    cache.reserve(1, 1)
+    zero = torch.zeros(1, dtype=torch.int64, device=base.device)
+    base.hidden_states(zero, zero, Cached(cache, zero[:0], [Prefill(0, 0, 1)]), [])
+    return max(1, cache.num_bytes())
+
+
+def resolve_device(device: str) -> str:
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    return names[dtype] if dtype != "auto" else torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available
