@@ -1,0 +1,97 @@
+"""Runs one recipe of tinker-cookbook as a user does: `python -m`, settings on the command line, no network."""
+
+import json
+import os
+import re
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PYTHON = Path(os.environ.get("TINSMITH_COOKBOOK_PYTHON", ROOT / ".venv-cookbook/bin/python"))
+HUB = Path(os.environ.get("TINSMITH_OFFLINE_HUB", ROOT / ".cache/offline-hub"))
+MODEL = "Qwen/Qwen3-8B"
+"""A name that the recipes know; the weights are the hub's tiny model."""
+TEACHER = "Qwen/Qwen3.6-35B-A3B"
+"""The name that prompt_distillation has in its code; the weights answer its prompt."""
+
+
+def run_module(name: str, settings: dict[str, object], *, base_url: str, output: Path) -> subprocess.Popen[bytes]:
+    """Starts `python -m tinker_cookbook.recipes.NAME`; its output goes to a file."""
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))},
+        "HF_HOME": str(HUB / "hf_home"),
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1",
+        "TINKER_API_KEY": "tml-recipes",
+        "TINKER_BASE_URL": base_url,
+    }
+    with output.open("wb") as log:
+        return subprocess.Popen(
+            [PYTHON, "-m", f"tinker_cookbook.recipes.{name}", *(f"{key}={value}" for key, value in settings.items())],
+            env=environment,
+            cwd=HUB / "work",
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def check_log(log: Path) -> None:
+    """No recipe may hide trouble in its log."""
+    text = log.read_text()
+    assert not re.search(r"Traceback|\bERROR\b|failed", text), text[-5000:]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One recipe and its settings, with the folder in which it keeps its metrics and checkpoints."""
+
+    name: str
+    settings: dict[str, object]
+    log_path: Path
+    base_url: str
+
+    def start(self, output: Path) -> subprocess.Popen[bytes]:
+        settings = {**self.settings, "base_url": self.base_url, "log_path": self.log_path}
+        return run_module(self.name, settings, base_url=self.base_url, output=output)
+
+    def run(self, output: Path) -> str:
+        """To its end, which has to be a good one. Returns what it printed."""
+        assert self.start(output).wait() == 0, output.read_text()[-5000:]
+        check_log(output)
+        text = output.read_text()
+        assert re.search(r"[Tt]raining completed", text), text[-5000:]
+        assert self.checkpoints()[-1] == "final"
+        return text
+
+    def kill_after_checkpoint(self, name: str, output: Path) -> None:
+        """Starts it, and kills it without warning once that checkpoint is saved."""
+        process = self.start(output)
+        try:
+            while name not in self.checkpoints():
+                assert process.poll() is None, output.read_text()
+                time.sleep(0.1)
+        finally:
+            process.kill()
+            process.wait()
+        check_log(output)
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        path = self.log_path / name
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def checkpoints(self) -> list[str]:
+        return [row["name"] for row in self.rows("checkpoints.jsonl")]
+
+    def metric(self, name: str) -> list[float]:
+        """One value for each step; a step that was done again after a crash counts with its later value."""
+        values = {row["step"]: row[name] for row in self.rows("metrics.jsonl") if name in row}
+        assert list(values) == list(range(len(values)))
+        print(name, [round(value, 4) for value in values.values()])
+        return list(values.values())
