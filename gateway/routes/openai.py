@@ -1,7 +1,88 @@
-"""To be written."""
+"""The OpenAI API: models, completions, chat completions."""
 
 from __future__ import annotations
 
-from starlette.routing import BaseRoute
+import functools
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
-routes: list[BaseRoute] = []
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from gateway.body import read_json
+from gateway.errors import json_response
+from gateway.gateway import gateway_of, owner_of
+from gateway.openai import errors, schemas, sources
+from gateway.openai.chat import chat
+from gateway.openai.completions import complete
+from tinsmith.rpc.errors import ServiceError
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+Schema = TypeVar("Schema", bound=BaseModel)
+
+CLIENT_LEFT = 499
+"""As nginx has it; nobody reads it but the metrics."""
+
+
+def _openai(endpoint: Endpoint) -> Endpoint:
+    """Errors in OpenAI's form."""
+
+    @functools.wraps(endpoint)
+    async def answer(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except ServiceError as error:
+            return errors.service_error(error)
+        except HTTPException as error:
+            return errors.http_error(error)
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_LEFT)
+
+    return answer
+
+
+async def _body(request: Request, schema: type[Schema]) -> Schema:
+    content, _ = await read_json(request, gateway_of(request).config)
+    try:
+        return schema.model_validate(content)
+    except ValidationError as error:
+        raise errors.invalid(error) from None
+
+
+@_openai
+async def list_models(request: Request) -> Response:
+    """Base models, and the caller's newest checkpoints."""
+    data = await sources.list_models(gateway_of(request), owner=owner_of(request))
+    return json_response({"object": "list", "data": data})
+
+
+@_openai
+async def get_model(request: Request) -> Response:
+    found = await sources.get_model(gateway_of(request), request.path_params["model"], owner=owner_of(request))
+    return json_response(found)
+
+
+@_openai
+async def completions(request: Request) -> Response:
+    body = await _body(request, schemas.Completion)
+    return await complete(gateway_of(request), request, body, owner=owner_of(request))
+
+
+@_openai
+async def chat_completions(request: Request) -> Response:
+    body = await _body(request, schemas.Chat)
+    return await chat(gateway_of(request), request, body, owner=owner_of(request))
+
+
+routes: list[BaseRoute] = [
+    Route("/models", list_models),
+    Route("/models/{model:path}", get_model),
+    Route("/completions", completions, methods=["POST"]),
+    Route("/chat/completions", chat_completions, methods=["POST"]),
+    Route(
+        "/{path:path}", errors.no_such_path, methods=["GET", "POST", "PUT", "PATCH", "DELETE"], include_in_schema=False
+    ),
+]

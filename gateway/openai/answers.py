@@ -1,0 +1,79 @@
+"""What is sent to clients: lists of log-probabilities, choices, chunks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from typing import Any, TypeAlias
+
+from gateway.openai.draws import Draw, Entry, Update, Usage
+from gateway.openai.generator import Source
+from gateway.openai.text import Vocabulary
+
+Json: TypeAlias = dict[str, Any]
+
+
+def chat_logprobs(entries: Sequence[Entry], vocabulary: Vocabulary) -> Json:
+    def named(token: int, logprob: float | None) -> Json:
+        return {"token": vocabulary.text_of(token), "logprob": logprob, "bytes": list(vocabulary.bytes_of(token))}
+
+    return {
+        "content": [
+            named(entry.token, entry.logprob) | {"top_logprobs": [named(*each) for each in entry.top]}
+            for entry in entries
+        ],
+        "refusal": None,
+    }
+
+
+def completion_logprobs(entries: Sequence[Entry], vocabulary: Vocabulary, *, has_top: bool) -> Json:
+    """The parallel lists of the older endpoint. A top list has the token itself too, whatever its rank."""
+    tops: list[Json | None] = []
+    for entry in entries:
+        own = {} if entry.logprob is None else {vocabulary.text_of(entry.token): entry.logprob}
+        tops.append({vocabulary.text_of(token): logprob for token, logprob in entry.top} | own or None)
+    return {
+        "tokens": [vocabulary.text_of(entry.token) for entry in entries],
+        "token_logprobs": [entry.logprob for entry in entries],
+        "top_logprobs": tops if has_top else None,
+        "text_offset": [entry.offset for entry in entries],
+    }
+
+
+def head_of(request_id: str, source: Source, *, kind: str) -> Json:
+    """What all chunks of one answer share."""
+    return {
+        "id": request_id,
+        "object": kind,
+        "created": int(time.time()),
+        "model": source.name,
+        "version": source.version_id or None,
+    }
+
+
+def usage_of(draws: Sequence[Draw]) -> Usage:
+    total = Usage()
+    for draw in draws:
+        total.add(draw.usage)
+    return total
+
+
+async def chunks_of(
+    updates: AsyncIterator[Update],
+    *,
+    head: Json,
+    choices: Callable[[Update], list[Json]],
+    draws: Sequence[Draw],
+    include_usage: bool,
+    first: Json | None = None,
+) -> AsyncGenerator[Json, None]:
+    """A chunk for each choice that an update makes, and one with the usage. `first`: only in the first one."""
+    if include_usage:
+        head = head | {"usage": None}
+    extra = first or {}
+    async for update in updates:
+        for choice in choices(update):
+            yield head | extra | {"choices": [choice]}
+            extra = {}
+    if include_usage:
+        yield head | {"choices": [], "usage": usage_of(draws).to_json()}

@@ -1,0 +1,127 @@
+"""POST /v1/chat/completions: a conversation, rendered by the model's own template."""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import uuid4
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.errors import json_response
+from gateway.gateway import Gateway
+from gateway.openai.answers import Json, chat_logprobs, chunks_of, head_of
+from gateway.openai.completions import token_bytes
+from gateway.openai.draws import Draw, Update, sample_request
+from gateway.openai.events import event_stream, while_connected
+from gateway.openai.generator import Source
+from gateway.openai.schemas import Chat, Message
+from gateway.openai.sources import find_source
+from tinsmith.rpc.errors import InvalidRequest
+from tinsmith.v1 import sampler_pb2 as pb
+
+
+def _message(message: Message) -> dict[str, Any]:
+    """As chat templates want it: content is text, arguments of tool calls are objects."""
+    made = message.model_dump(exclude_none=True)
+    content = message.content
+    made["content"] = "".join(part.text for part in content) if isinstance(content, list) else content or ""
+    for call in made.get("tool_calls", ()):
+        arguments = call["function"]["arguments"]
+        if isinstance(arguments, str):
+            try:
+                call["function"]["arguments"] = orjson.loads(arguments)
+            except orjson.JSONDecodeError as error:
+                raise InvalidRequest(
+                    f"messages: the arguments of a tool call are not JSON: {arguments[:100]!r}", field="messages"
+                ) from error
+    return made
+
+
+def chat_of(body: Chat) -> pb.Chat:
+    """Raises InvalidRequest."""
+    tools = [tool.model_dump() for tool in body.tools or ()] if body.tool_choice != "none" else []
+    continues = bool(body.continue_final_message)
+    opens = body.add_generation_prompt if body.add_generation_prompt is not None else not continues
+    if opens and continues:
+        raise InvalidRequest(
+            "continue_final_message: is not possible together with add_generation_prompt",
+            field="continue_final_message",
+        )
+    return pb.Chat(
+        messages=orjson.dumps([_message(message) for message in body.messages]).decode(),
+        tools=orjson.dumps(tools).decode() if tools else "",
+        add_generation_prompt=opens,
+        continue_final_message=continues,
+        template_kwargs=orjson.dumps(body.chat_template_kwargs).decode() if body.chat_template_kwargs else "",
+    )
+
+
+async def _prompt(gateway: Gateway, source: Source, body: Chat) -> bytes:
+    if body.prompt_token_ids is not None:
+        return token_bytes(body.prompt_token_ids, field="prompt_token_ids")
+    return await gateway.generator.tokenize(source, pb.TokenizeRequest(chat=chat_of(body)))
+
+
+async def chat(gateway: Gateway, request: Request, body: Chat, *, owner: str) -> Response:
+    """Raises ServiceError, and ClientDisconnect when the client has left."""
+    limit = gateway.config.max_num_samples
+    if body.num_choices > limit:
+        raise InvalidRequest(f"n: {body.num_choices} is above this server's max_num_samples {limit}", field="n")
+    gateway.generator.check_capacity()
+    source = await find_source(gateway, body.model, owner=owner)
+    tokenizer = await gateway.generator.tokenizer(source)
+    sample = sample_request(
+        body,
+        source,
+        tokenizer,
+        await _prompt(gateway, source, body),
+        max_tokens=body.limit,
+        topk=body.top_logprobs or 0,
+    )
+    request_id = f"chatcmpl-{uuid4().hex}"
+    draw = Draw(gateway.generator, source, tokenizer, sample, request_id=request_id)
+    prompt = {"prompt_token_ids": draw.prompt} if body.return_token_ids else {}
+
+    def choice(update: Update, **content: Json) -> Json:
+        logprobs = chat_logprobs(update.entries, tokenizer.vocabulary) if body.logprobs else None
+        token_ids = {"token_ids": update.tokens} if body.return_token_ids else {}
+        return {
+            "index": update.index,
+            **content,
+            "logprobs": logprobs,
+            "finish_reason": update.finish_reason,
+            **token_ids,
+        }
+
+    if not body.stream:
+        updates = await while_connected(request, draw.result())
+        made = [
+            choice(update, message={"role": "assistant", "content": update.text, "refusal": None}) for update in updates
+        ]
+        head = head_of(request_id, source, kind="chat.completion")
+        return json_response(head | prompt | {"choices": made, "usage": draw.usage.to_json()})
+
+    begun: set[int] = set()
+
+    def choices(update: Update) -> list[Json]:
+        made = []
+        if update.index not in begun:
+            begun.add(update.index)
+            made.append(choice(Update(update.index), delta={"role": "assistant", "content": ""}))
+        if update.text or (update.entries and (body.logprobs or body.return_token_ids)):
+            part = Update(update.index, update.text, update.tokens, update.entries)
+            made.append(choice(part, delta={"content": update.text}))
+        if update.finish_reason is not None:
+            made.append(choice(Update(update.index, finish_reason=update.finish_reason), delta={}))
+        return made
+
+    head = head_of(request_id, source, kind="chat.completion.chunk")
+    return await event_stream(
+        request,
+        [draw],
+        lambda updates: chunks_of(
+            updates, head=head, choices=choices, draws=[draw], include_usage=body.include_usage, first=prompt
+        ),
+    )

@@ -1,0 +1,133 @@
+"""POST /v1/completions: text or tokens in, text and tokens out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+from uuid import uuid4
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.convert import check_int32
+from gateway.errors import json_response
+from gateway.gateway import Gateway
+from gateway.openai.answers import Json, chunks_of, completion_logprobs, head_of, usage_of
+from gateway.openai.draws import Draw, Update, sample_request
+from gateway.openai.events import event_stream, together, while_connected
+from gateway.openai.generator import Source
+from gateway.openai.schemas import DEFAULT_MAX_TOKENS, Completion
+from gateway.openai.sources import find_source
+from gateway.openai.text import Vocabulary
+from tinsmith.rpc.errors import InvalidRequest
+from tinsmith.v1 import sampler_pb2 as pb
+
+Prompt = str | list[int]
+
+
+def prompts_of(body: Completion) -> list[Prompt]:
+    """One for each text or list of tokens. A list of numbers is one prompt."""
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if prompt and isinstance(prompt[0], int):
+        return [cast(list[int], prompt)]
+    return list(cast(Sequence[Prompt], prompt))
+
+
+def token_bytes(tokens: Sequence[int], *, field: str) -> bytes:
+    """int32, little endian. Raises InvalidRequest for what does not fit."""
+    return np.array([check_int32(token, field=field) for token in tokens], np.dtype("<i4")).tobytes()
+
+
+async def _tokens(gateway: Gateway, source: Source, prompt: Prompt, *, add_special_tokens: bool) -> bytes:
+    if not isinstance(prompt, str):
+        return token_bytes(prompt, field="prompt")
+    request = pb.TokenizeRequest(text=prompt, add_special_tokens=add_special_tokens)
+    return await gateway.generator.tokenize(source, request)
+
+
+async def complete(gateway: Gateway, request: Request, body: Completion, *, owner: str) -> Response:
+    """Raises ServiceError, and ClientDisconnect when the client has left."""
+    prompts = prompts_of(body)
+    num_choices, limit = len(prompts) * body.num_choices, gateway.config.max_num_samples
+    if not 1 <= num_choices <= limit:
+        raise InvalidRequest(
+            f"prompt, n: {len(prompts)} prompts of {body.num_choices} choices each are outside 1 .. {limit} choices",
+            field="prompt",
+        )
+    gateway.generator.check_capacity()
+    source = await find_source(gateway, body.model, owner=owner)
+    tokenizer = await gateway.generator.tokenizer(source)
+    add_special_tokens = body.add_special_tokens is not False
+    tokens = await together(
+        [_tokens(gateway, source, prompt, add_special_tokens=add_special_tokens) for prompt in prompts]
+    )
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    request_id = f"cmpl-{uuid4().hex}"
+    draws = [
+        Draw(
+            gateway.generator,
+            source,
+            tokenizer,
+            sample_request(
+                body,
+                source,
+                tokenizer,
+                prompt_tokens,
+                max_tokens=max(1, max_tokens),
+                topk=body.logprobs or 0,
+                prompt_logprobs=bool(body.echo) and body.logprobs is not None,
+            ),
+            request_id=f"{request_id}:{n}",
+            first_index=n * body.num_choices,
+            scores_only=max_tokens == 0,
+            echo=bool(body.echo),
+            prompt_text=prompt if isinstance(prompt, str) else "",
+        )
+        for n, (prompt, prompt_tokens) in enumerate(zip(prompts, tokens, strict=True))
+    ]
+    head = head_of(request_id, source, kind="text_completion")
+    begun: set[int] = set()
+
+    def choice(update: Update) -> Json:
+        made = _choice(update, body, tokenizer.vocabulary)
+        if body.return_token_ids:
+            made["token_ids"] = update.tokens
+            if update.index not in begun:
+                made["prompt_token_ids"] = draws[update.index // body.num_choices].prompt
+                begun.add(update.index)
+        return made
+
+    def choices(update: Update) -> list[Json]:
+        says = (
+            update.text
+            or update.finish_reason
+            or ((body.return_token_ids or body.logprobs is not None) and update.entries)
+        )
+        return [choice(update)] if says else []
+
+    if body.stream:
+        return await event_stream(
+            request,
+            draws,
+            lambda updates: chunks_of(
+                updates, head=head, choices=choices, draws=draws, include_usage=body.include_usage
+            ),
+        )
+    results = await while_connected(request, together([draw.result() for draw in draws]))
+    made = [choice(update) for updates in results for update in updates]
+    return json_response(head | {"choices": made, "usage": usage_of(draws).to_json()})
+
+
+def _choice(update: Update, body: Completion, vocabulary: Vocabulary) -> Json:
+    logprobs = None
+    if body.logprobs is not None:
+        logprobs = completion_logprobs(update.entries, vocabulary, has_top=body.logprobs > 0)
+    return {
+        "index": update.index,
+        "text": update.text,
+        "logprobs": logprobs,
+        "finish_reason": update.finish_reason,
+    }

@@ -1,0 +1,254 @@
+"""One prompt and the choices drawn for it: from a request's fields to tokens, text and log-probabilities.
+
+Shapes: L tokens of a sequence, k columns of a table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from gateway.convert import check_int32, fold_seed
+from gateway.openai.generator import Generator, Source, TokenizerInfo
+from gateway.openai.schemas import Generate
+from gateway.openai.text import TextStream
+from tinsmith.v1 import sampler_pb2 as pb
+from tinsmith.v1 import types_pb2
+
+_INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
+_EMPTY_LOGPROB = -99999.0
+"""What the wire puts into an empty cell of a top-k table."""
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A token in a list of log-probabilities."""
+
+    token: int
+    logprob: float | None
+    """None for a prompt's first token."""
+    top: Sequence[tuple[int, float]]
+    """Most probable tokens, best first."""
+    offset: int
+    """Where its text begins in the text of the choice."""
+
+
+@dataclass(slots=True)
+class Update:
+    """What is new in a choice."""
+
+    index: int
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(slots=True)
+class Usage:
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+    def add(self, other: Usage) -> None:
+        self.prompt_tokens += other.prompt_tokens
+        self.cached_tokens += other.cached_tokens
+        self.completion_tokens += other.completion_tokens
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+def sample_request(
+    body: Generate,
+    source: Source,
+    tokenizer: TokenizerInfo,
+    prompt: bytes,
+    *,
+    max_tokens: int | None,
+    topk: int = 0,
+    prompt_logprobs: bool = False,
+) -> pb.SampleRequest:
+    """`prompt`: int32 tokens, little endian. A stop of the client's is added to the model's own."""
+    stop = None
+    if body.stop_strings or body.stop_token_ids:
+        token_ids = [check_int32(token, field="stop_token_ids") for token in body.stop_token_ids or ()]
+        stop = pb.StopCondition(strings=body.stop_strings, token_ids=[*tokenizer.eos_token_ids, *token_ids])
+    topk = check_int32(topk, field="logprobs")
+    return pb.SampleRequest(
+        version_id=source.version_id,
+        prompt=[types_pb2.Chunk(encoded_text=types_pb2.EncodedText(tokens=prompt))],
+        num_samples=check_int32(body.num_choices, field="n"),
+        sampling_params=pb.SamplingParams(
+            max_tokens=None if max_tokens is None else check_int32(max_tokens, field="max_tokens"),
+            seed=None if body.seed is None else fold_seed(body.seed),
+            temperature=body.temperature,
+            top_k=check_int32(body.top_k or 0, field="top_k"),
+            top_p=body.top_p,
+            stop=stop,
+        ),
+        topk_sample_logprobs=topk,
+        prompt_logprobs=prompt_logprobs,
+        topk_prompt_logprobs=topk if prompt_logprobs else 0,
+    )
+
+
+Tops = Sequence[Sequence[tuple[int, float]]]
+
+
+class _Choice:
+    """The text of one sequence, token by token, after that of its prompt where this is wanted too."""
+
+    def __init__(self, index: int, text: TextStream, prompt_text: TextStream | None) -> None:
+        self.num_tokens = 0
+        self._index = index
+        self._text = text
+        self._prompt_text = prompt_text
+        self._start = 0
+
+    def echo(self, tokens: Sequence[int], logprobs: Sequence[float | None], tops: Tops) -> Update:
+        """The prompt; nothing when it is not wanted, or was given before."""
+        update = Update(self._index)
+        if self._prompt_text is not None:
+            _push(update, self._prompt_text, tokens, logprobs, tops)
+            update.text += self._prompt_text.flush()
+            self._start = len(update.text)
+            self._prompt_text = None
+        return update
+
+    def push(self, update: Update, tokens: Sequence[int], logprobs: Sequence[float], tops: Tops) -> None:
+        _push(update, self._text, tokens, logprobs, tops, start=self._start)
+        update.tokens += tokens
+        self.num_tokens += len(tokens)
+
+    def finish(self, update: Update, reason: FinishReason) -> None:
+        update.text += self._text.flush()
+        update.finish_reason = "stop" if self._text.stopped else reason
+
+
+def _push(
+    update: Update,
+    text: TextStream,
+    tokens: Sequence[int],
+    logprobs: Sequence[float | None],
+    tops: Tops,
+    *,
+    start: int = 0,
+) -> None:
+    for token, logprob, top in zip(tokens, logprobs, tops, strict=True):
+        offset = text.num_chars
+        update.text += text.push(token)
+        # A token of a stop string begins where the text ends.
+        update.entries.append(Entry(token, logprob, top, start + min(offset, text.num_chars)))
+
+
+class Draw:
+    """The choices of one prompt, numbered from `first_index`."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        source: Source,
+        tokenizer: TokenizerInfo,
+        request: pb.SampleRequest,
+        *,
+        request_id: str,
+        first_index: int = 0,
+        scores_only: bool = False,
+        echo: bool = False,
+        prompt_text: str = "",
+    ) -> None:
+        """`scores_only`: what is drawn is thrown away. `echo`: the prompt is part of the text; of its special tokens
+        those that `prompt_text` holds."""
+        self.usage = Usage()
+        """Once it is over."""
+        self.prompt: list[int] = np.frombuffer(request.prompt[0].encoded_text.tokens, _INT32).tolist()
+        self._generator = generator
+        self._source = source
+        self._request = request
+        self._request_id = request_id
+        self._scores_only = scores_only
+        # Tables come with the result only: then nothing can be shown before it.
+        self._waits = bool(request.topk_sample_logprobs or request.prompt_logprobs or scores_only)
+        vocabulary = tokenizer.vocabulary
+        stop = request.sampling_params.stop
+        hidden = {*tokenizer.eos_token_ids, *stop.token_ids}
+        shown = [token for token in set(self.prompt) if vocabulary.text_of(token) in prompt_text]
+        self._choices = [
+            _Choice(
+                first_index + n,
+                TextStream(vocabulary, stops=stop.strings, hidden=hidden),
+                TextStream(vocabulary, shown=shown) if echo else None,
+            )
+            for n in range(request.num_samples)
+        ]
+
+    async def result(self) -> list[Update]:
+        """Each choice as a whole."""
+        response = await self._generator.sample(self._source, self._request, request_id=self._request_id)
+        return list(self._finished(response))
+
+    @contextlib.asynccontextmanager
+    async def updates(self) -> AsyncIterator[AsyncIterator[Update]]:
+        """Pieces of the choices as they come. Once it is entered, the sampler has begun."""
+        async with self._generator.stream(self._source, self._request, request_id=self._request_id) as pieces:
+            yield self._updates(pieces)
+
+    async def _updates(self, pieces: AsyncIterator[pb.StreamSampleResponse]) -> AsyncIterator[Update]:
+        async for piece in pieces:
+            if piece.HasField("result"):
+                for update in self._finished(piece.result):
+                    yield update
+            elif not self._waits:
+                delta = piece.delta
+                tokens = np.frombuffer(delta.tokens, _INT32).tolist()
+                choice = self._choices[delta.index]
+                update = choice.echo(self.prompt, [None] * len(self.prompt), [()] * len(self.prompt))
+                choice.push(update, tokens, np.frombuffer(delta.logprobs, _FLOAT32).tolist(), [()] * len(tokens))
+                yield update
+
+    def _finished(self, response: pb.SampleResponse) -> Iterator[Update]:
+        """What the deltas have not brought, and the ends."""
+        num_prompt = len(self.prompt)
+        prompt_logprobs: list[float | None] = [None] * num_prompt
+        if response.HasField("prompt_logprobs"):
+            values = np.frombuffer(response.prompt_logprobs, _FLOAT32).tolist()
+            prompt_logprobs = [None if math.isnan(value) else value for value in values]
+        for choice, sequence in zip(self._choices, response.sequences, strict=True):
+            update = choice.echo(self.prompt, prompt_logprobs, _rows(response.topk_prompt_logprobs, num_prompt))
+            if self._scores_only:
+                choice.finish(update, "length")
+            else:
+                seen = choice.num_tokens
+                tokens = np.frombuffer(sequence.tokens, _INT32).tolist()
+                logprobs = np.frombuffer(sequence.logprobs, _FLOAT32).tolist()
+                tops = _rows(sequence.topk_sampled_logprobs, len(tokens))
+                choice.push(update, tokens[seen:], logprobs[seen:], tops[seen:])
+                choice.finish(update, "stop" if sequence.stop_reason == types_pb2.STOP_REASON_STOP else "length")
+            yield update
+        num_sampled = sum(choice.num_tokens for choice in self._choices)
+        self.usage = Usage(num_prompt, response.prompt_cache_hit_tokens, num_sampled)
+
+
+def _rows(table: types_pb2.TopkLogprobs, length: int) -> Tops:
+    """A top-k table [length, k] without its empty cells; empty rows when there is none."""
+    if not table.k:
+        return [()] * length
+    token_ids = np.frombuffer(table.token_ids, _INT32).reshape(table.length, table.k).tolist()
+    logprobs = np.frombuffer(table.logprobs, _FLOAT32).reshape(table.length, table.k).tolist()
+    return [
+        [(token, logprob) for token, logprob in zip(*row, strict=True) if logprob > _EMPTY_LOGPROB]
+        for row in zip(token_ids, logprobs, strict=True)
+    ]

@@ -1,0 +1,71 @@
+"""Errors in the form of the OpenAI API: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.errors import json_response, status_of
+from gateway.openai.schemas import UNSUPPORTED
+from tinsmith.rpc.errors import InvalidRequest, ServiceError, Unsupported
+
+_TYPES = {401: "invalid_request_error", 429: "rate_limit_error"}
+
+_PARAMS = {
+    "num_samples": "n",
+    "text": "prompt",
+    "template_kwargs": "chat_template_kwargs",
+    "topk_sample_logprobs": "top_logprobs",
+    "topk_prompt_logprobs": "logprobs",
+}
+"""Our name of a field -> OpenAI's."""
+
+
+def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def body_of(error: ServiceError) -> tuple[int, dict[str, Any]]:
+    """Status and body. What cannot be honoured is the caller's mistake: 400."""
+    status = 400 if isinstance(error, Unsupported) else status_of(error)
+    field = error.metadata.get("field")
+    param = None if field is None else _PARAMS.get(field, field)
+    code = "model_not_found" if status == 404 else error.reason.lower()
+    return status, error_body(status, error.message, param=param, code=code)
+
+
+def service_error(error: ServiceError) -> Response:
+    status, body = body_of(error)
+    return json_response(body, status=status, headers={"Retry-After": "1"} if status in (429, 503) else None)
+
+
+def http_error(error: HTTPException) -> Response:
+    headers = dict(error.headers or {})
+    return json_response(error_body(error.status_code, error.detail), status=error.status_code, headers=headers)
+
+
+async def no_such_path(request: Request) -> Response:
+    """404 for everything else below /v1."""
+    return json_response(error_body(404, f"this server has no {request.method} {request.url.path}"), status=404)
+
+
+def invalid(error: ValidationError) -> ServiceError:
+    """Names the first field that is wrong, its value, and what would be right."""
+    # Of a union, the branches that do not fit at all come first: the deepest location says most.
+    found = max(error.errors(include_url=False), key=lambda each: len(each["loc"]))
+    field = ".".join(str(part) for part in found["loc"]) or None
+    message, value = found["msg"], repr(found["input"])[:100]
+    if found["type"] == "extra_forbidden":
+        return Unsupported(f"{field}: is not supported by this server; leave it out", field=field)
+    if field is None:  # a rule about several fields, which the message names
+        field = found["type"]
+    elif found["type"] == "missing":
+        message = f"{field}: {message}"
+    else:
+        message = f"{field}: {message}, not {value}"
+    return (Unsupported if found["type"] == UNSUPPORTED else InvalidRequest)(message, field=field)

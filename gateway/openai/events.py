@@ -1,0 +1,132 @@
+"""Server-sent events, and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import orjson
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from gateway.openai.draws import Draw, Update
+from gateway.openai.errors import body_of
+from tinsmith.rpc.errors import ServiceError
+
+T = TypeVar("T")
+
+MEDIA_TYPE = "text/event-stream"
+
+
+async def while_connected(request: Request, work: Awaitable[T]) -> T:
+    """The result of the work, which is cancelled when the client leaves. Raises ClientDisconnect then.
+
+    The body must have been read.
+    """
+
+    async def wait_until_gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.create_task(wait_until_gone())
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientDisconnect
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def event_stream(
+    request: Request,
+    draws: list[Draw],
+    chunks: Callable[[AsyncIterator[Update]], AsyncGenerator[dict[str, Any], None]],
+) -> StreamingResponse:
+    """Begins all draws; then a response that sends what `chunks` makes of their updates, as they come.
+
+    Raises what a draw fails with before its first token. A later failure is sent as an event, because the status has
+    been sent.
+    """
+    stack = contextlib.AsyncExitStack()
+    begun = together([stack.enter_async_context(draw.updates()) for draw in draws])
+    try:
+        sources = await while_connected(request, begun)
+    except BaseException:
+        await stack.aclose()
+        raise
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        try:
+            async with aclosing(_merge(sources)) as updates, aclosing(chunks(updates)) as parts:
+                async for part in parts:
+                    yield b"data: " + orjson.dumps(part) + b"\n\n"
+        except ServiceError as error:
+            yield b"data: " + orjson.dumps(body_of(error)[1]) + b"\n\n"
+        else:
+            yield b"data: [DONE]\n\n"
+
+    return _Stream(events(), stack)
+
+
+class _Stream(StreamingResponse):
+    """Ends the draws whatever happens to the client."""
+
+    def __init__(self, events: AsyncGenerator[bytes, None], stack: contextlib.AsyncExitStack) -> None:
+        super().__init__(events, media_type=MEDIA_TYPE, headers={"Cache-Control": "no-store"})
+        self._events = events
+        self._stack = stack
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._stack, aclosing(self._events):
+            await super().__call__(scope, receive, send)
+
+
+async def together(works: Sequence[Awaitable[T]]) -> list[T]:
+    """All results, in order. When one fails, the others are cancelled, and its exception is raised."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _merge(sources: list[AsyncIterator[T]]) -> AsyncGenerator[T, None]:
+    """Items of all sources in the order in which they come. Raises what one of them raises."""
+    if len(sources) == 1:
+        async for item in sources[0]:
+            yield item
+        return
+    queue: asyncio.Queue[T | BaseException | None] = asyncio.Queue()
+
+    async def drain(source: AsyncIterator[T]) -> None:
+        try:
+            async for item in source:
+                queue.put_nowait(item)
+            queue.put_nowait(None)
+        except Exception as error:
+            queue.put_nowait(error)
+
+    tasks = [asyncio.create_task(drain(source)) for source in sources]
+    try:
+        num_left = len(tasks)
+        while num_left:
+            item = await queue.get()
+            if item is None:
+                num_left -= 1
+            elif isinstance(item, BaseException):
+                raise item
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

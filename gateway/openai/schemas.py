@@ -1,0 +1,228 @@
+"""JSON bodies of the OpenAI API. A field that is not here is refused: nothing that a client sets is dropped.
+
+Fields that OpenAI does not have are marked as extensions.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+UNSUPPORTED = "unsupported"
+"""Type of the validation errors that say that this server cannot honour a value."""
+
+DEFAULT_MAX_TOKENS = 16
+"""Of a completion, as OpenAI has it; a chat goes on to the end of the context."""
+
+
+class _Only:
+    """Marks a field that may be sent as long as it changes nothing: with one of these values, or null."""
+
+    def __init__(self, *values: Any) -> None:
+        self._values = values
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._check)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"enum": [None, *self._values]}
+
+    def _check(self, value: Any) -> Any:
+        # JSON's true is no 1, but 0.0 is 0.
+        if value is not None and not any(
+            value == known and isinstance(value, bool) == isinstance(known, bool) for known in self._values
+        ):
+            accepted = " or ".join(repr(known) for known in self._values)
+            raise PydanticCustomError(UNSUPPORTED, "this server supports only {accepted} here", {"accepted": accepted})
+        return value
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(
+        strict=True, extra="forbid", protected_namespaces=(), frozen=True, use_attribute_docstrings=True
+    )
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    """Send a last chunk with the usage."""
+    include_obfuscation: Annotated[Any, _Only(False)] = None
+
+
+class Generate(Body):
+    """What both endpoints take."""
+
+    model: str = Field(min_length=1, max_length=1000)
+    """Public name of a base model, or tinker:// path of a checkpoint."""
+    n: int | None = Field(default=None, ge=1)
+    """Choices for each prompt; 1 unless given."""
+    temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Divides the logits; 0 is greedy; 1 unless given. Log-probabilities are those after it."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Draw from the most probable tokens that together reach this probability."""
+    top_k: int | None = None
+    """Extension: draw from the k most probable tokens; 0 or -1 means all."""
+    seed: int | None = None
+    """Makes the draws reproducible."""
+    stop: str | list[str] | None = None
+    """End before one of these, as well as at the model's own end."""
+    stop_token_ids: list[int] | None = None
+    """Extension: end at one of these tokens too; their text is not shown."""
+    stream: bool | None = None
+    """Send server-sent events, token by token."""
+    stream_options: StreamOptions | None = None
+    """Only with stream."""
+    user: str | None = None
+    """Goes into the log."""
+    return_token_ids: bool | None = None
+    """Extension: answer with prompt_token_ids and, in each choice, token_ids."""
+    frequency_penalty: Annotated[Any, _Only(0)] = None
+    presence_penalty: Annotated[Any, _Only(0)] = None
+    logit_bias: Annotated[Any, _Only({})] = None
+
+    @model_validator(mode="after")
+    def _stream_options_need_stream(self) -> Generate:
+        if self.stream_options is not None and not self.stream:
+            raise PydanticCustomError("stream_options", "stream_options is only allowed when stream is true")
+        return self
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def stop_strings(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+
+class Completion(Generate):
+    prompt: str | list[str] | list[int] | list[list[int]]
+    """Text, token ids, or a list of either: n choices are drawn for each."""
+    max_tokens: int | None = Field(default=None, ge=0)
+    """Longest output; 16 unless given. 0 scores the prompt, with echo and logprobs."""
+    logprobs: int | None = Field(default=None, ge=0)
+    """Log-probability of each token, and of so many most probable ones."""
+    echo: bool | None = None
+    """Begin the text with the prompt."""
+    best_of: int | None = None
+    """Only as many as n."""
+    add_special_tokens: bool | None = None
+    """Extension: put the tokenizer's own tokens around a prompt of text; true unless given."""
+    suffix: Annotated[Any, _Only("")] = None
+
+    @model_validator(mode="after")
+    def _best_of_is_n(self) -> Completion:
+        if self.best_of is not None and self.best_of != self.num_choices:
+            raise PydanticCustomError("best_of", "best_of is supported only when it equals n")
+        return self
+
+    @model_validator(mode="after")
+    def _no_tokens_needs_echo(self) -> Completion:
+        if self.max_tokens == 0 and not self.echo:
+            raise PydanticCustomError("max_tokens", "max_tokens 0 is only allowed with echo")
+        return self
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class ToolCallFunction(Body):
+    name: str
+    arguments: str | dict[str, Any]
+
+
+class ToolCall(Body):
+    type: Literal["function"] = "function"
+    id: str | None = None
+    function: ToolCallFunction
+
+
+class Message(Body):
+    """What the model's chat template makes of it is the template's choice."""
+
+    role: str = Field(min_length=1)
+    content: str | list[TextPart] | None = None
+    """Text; parts are put together."""
+    reasoning_content: str | None = None
+    """Extension: what the assistant thought."""
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class FunctionTool(Body):
+    type: Literal["function"]
+    function: dict[str, Any]
+
+
+class TextFormat(Body):
+    type: Literal["text"]
+
+
+class Chat(Generate):
+    messages: list[Message]
+    """Rendered by the model's chat template."""
+    prompt_token_ids: list[int] | None = None
+    """Extension: the prompt as tokens; then messages is []."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Longest output; to the end of the context unless given."""
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    """The newer name of max_tokens."""
+    logprobs: bool | None = None
+    """Log-probability of each token."""
+    top_logprobs: int | None = Field(default=None, ge=0)
+    """And of so many most probable ones; only with logprobs."""
+    tools: list[FunctionTool] | None = None
+    """Given to the chat template. Calls are not parsed: they stay in the content as the model wrote them."""
+    tool_choice: Annotated[Any, _Only("auto", "none")] = None
+    """"none" does not show the tools to the model."""
+    parallel_tool_calls: Annotated[Any, _Only(True)] = None
+    response_format: TextFormat | None = None
+    """Only text."""
+    modalities: Annotated[Any, _Only(["text"])] = None
+    service_tier: Annotated[Any, _Only("auto", "default")] = None
+    store: Annotated[Any, _Only(False)] = None
+    add_generation_prompt: bool | None = None
+    """Extension: open the assistant's next message; true unless given, or continue_final_message."""
+    continue_final_message: bool | None = None
+    """Extension: leave the last message open, so that it is continued."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Extension: further variables of the chat template."""
+
+    @model_validator(mode="after")
+    def _one_maximum(self) -> Chat:
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            raise PydanticCustomError("max_tokens", "max_tokens and max_completion_tokens differ; send one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _top_logprobs_need_logprobs(self) -> Chat:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise PydanticCustomError("top_logprobs", "top_logprobs is only allowed when logprobs is true")
+        return self
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> Chat:
+        if self.prompt_token_ids is None:
+            if not self.messages:
+                raise PydanticCustomError("messages", "messages is empty; send at least one message")
+            return self
+        template = (self.tools, self.add_generation_prompt, self.continue_final_message, self.chat_template_kwargs)
+        if self.messages or any(value is not None for value in template):
+            raise PydanticCustomError(
+                "prompt_token_ids", "prompt_token_ids is the whole prompt: messages must be [], and tools and settings "
+                "of the chat template must be left out"
+            )  # fmt: skip
+        return self
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens

@@ -1,0 +1,75 @@
+"""Model names: base models, and checkpoints by their tinker:// path."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from sqlalchemy import or_, select
+
+from gateway.gateway import Gateway
+from gateway.openai.generator import Source
+from gateway.tables import Checkpoint
+from tinsmith.rpc.errors import InvalidRequest, ModelNotFound
+from tinsmith.rpc.paths import KINDS, SCHEME
+
+MAX_LISTED = 100
+"""Checkpoints in the list of models; the newest."""
+
+
+async def find_source(gateway: Gateway, model: str, *, owner: str) -> Source:
+    """Raises ModelNotFound for an unknown name, InvalidRequest for what is no path, and NotReady when the service that
+    may know it cannot be reached."""
+    version_id = location = ""
+    base_model = model
+    if model.startswith(SCHEME):
+        checkpoint = await gateway.checkpoints.find(model, field="model", owner=owner)
+        if checkpoint.version_id not in gateway.generator.known_versions:  # once for the audit log, not at each request
+            await gateway.checkpoints.read(model, field="model", owner=owner, purpose="sample")
+            gateway.generator.known_versions.add(checkpoint.version_id)
+        base_model, version_id, location = checkpoint.base_model, checkpoint.version_id, checkpoint.location
+        run = await gateway.store.model(checkpoint.run_id) if checkpoint.inflight else None
+        if run is not None and run.inflight_version_id is not None:  # the newest of those that the path stands for
+            version_id, location = run.inflight_version_id, run.inflight_location or ""
+    try:
+        await gateway.clients.settle(
+            lambda: gateway.clients.check_sampled(base_model), timeout_s=gateway.config.submit_timeout_s
+        )
+    except InvalidRequest as error:
+        raise ModelNotFound(error.message.replace("base_model:", "model:", 1), field="model") from error
+    return Source(model, base_model, owner, version_id, location)
+
+
+def _model(name: str, *, created: float, parent: str | None = None) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": int(created), "owned_by": "tinsmith", "parent": parent}
+
+
+async def list_models(gateway: Gateway, *, owner: str) -> list[dict[str, Any]]:
+    """Base models, then the caller's newest checkpoints."""
+    infos = gateway.clients.sampler_infos()
+    names = sorted({name for info in infos for name in info.base_models})
+    mine = (
+        select(Checkpoint)
+        .where(
+            Checkpoint.owner == owner,
+            Checkpoint.kind.in_(KINDS),
+            or_(Checkpoint.expires_at.is_(None), Checkpoint.expires_at > time.time()),
+        )
+        .order_by(Checkpoint.created_at.desc())
+        .limit(MAX_LISTED)
+    )
+    async with gateway.store.begin() as db:
+        checkpoints = list(await db.scalars(mine))
+    return [
+        *(_model(name, created=0) for name in names),
+        *(_model(row.path, created=row.created_at, parent=row.base_model) for row in checkpoints),
+    ]
+
+
+async def get_model(gateway: Gateway, name: str, *, owner: str) -> dict[str, Any]:
+    """Raises what find_source raises."""
+    await find_source(gateway, name, owner=owner)
+    if not name.startswith(SCHEME):
+        return _model(name, created=0)
+    row = await gateway.checkpoints.find(name, field="model", owner=owner)
+    return _model(name, created=row.created_at, parent=row.base_model)

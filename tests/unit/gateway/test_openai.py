@@ -1,0 +1,542 @@
+"""The OpenAI endpoints, in front of a sampler that says what it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.unit.gateway.stack import ALIAS, BASE_MODEL, Client, Stack
+from tests.unit.gateway.talking import END, START, TalkingSampler, logprob
+from tinsmith.rpc.errors import InvalidRequest, OutOfCapacity, ServiceError
+
+CHAT: dict[str, Any] = {"model": BASE_MODEL, "messages": [{"role": "user", "content": "Hi"}]}
+COMPLETION: dict[str, Any] = {"model": BASE_MODEL, "prompt": "Hi", "max_tokens": 100}
+SAYS = "the snow ❄ and the sand"
+
+
+@pytest.fixture
+async def stack(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> AsyncIterator[Stack]:
+    stack = Stack(tmp_path)
+    stack.sampler = stack.sampler_backend.servicer = TalkingSampler()
+    stack.trainer.samplers[:] = [stack.sampler]
+    await stack.trainer_backend.start()
+    await stack.sampler_backend.start()
+    await stack.start_gateway(openai_wait_s=0.3)
+    yield stack
+    await stack.stop_gateway()
+    await stack.trainer_backend.stop()
+    await stack.sampler_backend.stop()
+    assert [record.getMessage() for record in caplog.get_records("call") if record.levelname == "ERROR"] == []
+
+
+@pytest.fixture
+def sampler(stack: Stack) -> TalkingSampler:
+    assert isinstance(stack.sampler, TalkingSampler)
+    return stack.sampler
+
+
+@pytest.fixture
+async def client(stack: Stack) -> AsyncIterator[Client]:
+    async with Client(base_url=stack.url, timeout=20, headers={"authorization": "Bearer tml-test"}) as client:
+        yield client
+
+
+async def ask(client: Client, endpoint: str, body: dict[str, Any], *, status: int = 200, **fields: Any) -> Any:
+    reply = await client.post(f"/v1/{endpoint}", json=body | fields)
+    assert reply.status_code == status, reply.text
+    return reply.json()
+
+
+async def refusal(client: Client, endpoint: str, body: dict[str, Any], *, status: int = 400, **fields: Any) -> Any:
+    error = (await ask(client, endpoint, body, status=status, **fields))["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    return error
+
+
+async def until(done: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while True:
+            if done():
+                return
+            await asyncio.sleep(0.01)
+
+
+async def events(client: Client, endpoint: str, body: dict[str, Any], **fields: Any) -> list[Any]:
+    """Of a stream that ends well."""
+    async with client.stream("POST", f"/v1/{endpoint}", json=body | fields | {"stream": True}) as reply:
+        assert reply.status_code == 200, await reply.aread()
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        lines = [line async for line in reply.aiter_lines() if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+async def saved(client: Client, *, kind: str = "sampler") -> str:
+    """A tinker:// path."""
+    model_id = await client.model(await client.session())
+    endpoint = "save_weights_for_sampler" if kind == "sampler" else "save_weights"
+    receipt = await client.call(endpoint, {"model_id": model_id, "seq_id": 1, "path": "step1"})
+    return (await client.result(receipt))["path"]
+
+
+# What is there
+
+
+async def test_models_are_the_base_models_and_the_callers_checkpoints(client: Client) -> None:
+    path = await saved(client)
+    listed = (await ask_models(client))["data"]
+    assert [each["id"] for each in listed] == [BASE_MODEL, ALIAS, path]
+    assert listed[2]["parent"] == BASE_MODEL
+    for each in listed:
+        assert (await client.get(f"/v1/models/{each['id']}")).json() == each
+        quoted = str(each["id"]).replace("/", "%2F").replace(":", "%3A")
+        assert (await client.get(f"/v1/models/{quoted}")).json() == each
+
+
+async def ask_models(client: Client) -> Any:
+    return (await client.get("/v1/models")).json()
+
+
+async def test_unknown_models_are_404_by_name(client: Client) -> None:
+    for name in ("no/model", "tinker://nobody/weights/x", "tinker://a:train:0/sampler_weights/x"):
+        error = await refusal(client, "chat/completions", CHAT, model=name, status=404)
+        assert (error["param"], error["code"], error["type"]) == ("model", "model_not_found", "invalid_request_error")
+        assert name in error["message"]
+        reply = await client.get(f"/v1/models/{name}")
+        assert reply.status_code == 404
+        assert reply.json()["error"]["param"] == "model"
+    assert (await refusal(client, "completions", COMPLETION, model="tinker://x"))["param"] == "model"
+
+
+async def test_other_paths_answer_in_openais_form(client: Client) -> None:
+    for method, path in (("POST", "/v1/embeddings"), ("DELETE", "/v1/models/x"), ("GET", "/v1/completions")):
+        reply = await client.request(method, path)
+        assert reply.status_code == 404
+        assert path in reply.json()["error"]["message"]
+
+
+async def test_a_key_is_needed_where_there_are_keys(stack: Stack) -> None:
+    await stack.restart_gateway(api_keys=["tml-one"])
+    async with httpx.AsyncClient(base_url=stack.url) as client:
+        reply = await client.get("/v1/models")
+        assert reply.status_code == 401
+        assert reply.json()["error"]["code"] == "invalid_api_key"
+        for headers in ({"authorization": "Bearer tml-one"}, {"x-api-key": "tml-one"}):
+            assert (await client.get("/v1/models", headers=headers)).status_code == 200
+
+
+# Answers
+
+
+async def test_a_chat(client: Client, sampler: TalkingSampler) -> None:
+    answer = await ask(client, "chat/completions", CHAT)
+    assert answer["object"] == "chat.completion"
+    assert answer["model"] == BASE_MODEL
+    assert answer["version"] is None
+    (choice,) = answer["choices"]
+    assert choice["message"] == {"role": "assistant", "content": SAYS, "refusal": None}
+    assert choice["finish_reason"] == "stop"
+    assert choice["logprobs"] is None
+    num_prompt = len(sampler.tokenizer.encode(f"{START}user:Hi{END}").ids)
+    num_sampled = len(sampler.tokenizer.encode(SAYS).ids) + 1
+    assert answer["usage"] == {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_sampled,
+        "total_tokens": num_prompt + num_sampled,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
+    assert sampler.chat.add_generation_prompt
+    assert not sampler.requests[-1].sampling_params.HasField("max_tokens")
+
+
+async def test_every_sampling_field_reaches_the_sampler(client: Client, sampler: TalkingSampler) -> None:
+    fields = {"n": 2, "temperature": 0.5, "top_p": 0.75, "top_k": 7, "seed": -1, "max_tokens": 5}
+    answer = await ask(client, "chat/completions", CHAT, **fields, stop=["sand", "zzz"], stop_token_ids=[3])
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    request = sampler.requests[-1]
+    params = request.sampling_params
+    assert request.num_samples == 2
+    assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (0.5, 0.75, 7, 5)
+    assert params.seed == 2**63 - 1
+    assert list(params.stop.strings) == ["sand", "zzz"]
+    assert list(params.stop.token_ids) == [sampler.end, 3]  # a stop is added to the model's own
+    await ask(client, "chat/completions", CHAT, max_completion_tokens=6)
+    assert sampler.requests[-1].sampling_params.max_tokens == 6
+    assert not sampler.requests[-1].sampling_params.HasField("stop")
+    await ask(client, "completions", {"model": BASE_MODEL, "prompt": "Hi"})
+    assert sampler.requests[-1].sampling_params.max_tokens == 16
+
+
+async def test_the_chat_goes_to_the_template_as_it_came(client: Client, sampler: TalkingSampler) -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "system", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "kind."}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "3", "tool_call_id": "1"},
+        {"role": "assistant", "content": "It is"},
+    ]
+    fields = {"messages": messages, "tools": [tool], "chat_template_kwargs": {"enable_thinking": False}}
+    await ask(client, "chat/completions", CHAT, **fields, continue_final_message=True)
+    sent = json.loads(sampler.chat.messages)
+    assert sent[0]["content"] == "Be kind."
+    assert sent[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
+    assert sent[2] == messages[2]
+    assert json.loads(sampler.chat.tools) == [tool]
+    assert json.loads(sampler.chat.template_kwargs) == {"enable_thinking": False}
+    assert sampler.chat.continue_final_message
+    assert not sampler.chat.add_generation_prompt
+    await ask(client, "chat/completions", CHAT, **fields, tool_choice="none")
+    assert sampler.chat.tools == ""  # the model does not hear of them, so it cannot call them
+
+
+async def test_a_completion_of_text_has_the_tokenizers_own_tokens(client: Client, sampler: TalkingSampler) -> None:
+    answer = await ask(client, "completions", COMPLETION)
+    assert answer["object"] == "text_completion"
+    assert answer["choices"] == [{"index": 0, "text": SAYS, "logprobs": None, "finish_reason": "stop"}]
+    assert prompt_of(sampler) == sampler.tokenizer.encode(f"{START}Hi").ids
+    await ask(client, "completions", COMPLETION, add_special_tokens=False)
+    assert prompt_of(sampler) == sampler.tokenizer.encode("Hi").ids
+
+
+def prompt_of(sampler: TalkingSampler, n: int = -1) -> list[int]:
+    return [token for (token,) in struct.iter_unpack("<i", sampler.requests[n].prompt[0].encoded_text.tokens)]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens"), [([5, 6], [[5, 6]]), ([[5, 6], [7]], [[5, 6], [7]]), (["a", "b"], None), ("a", None)]
+)
+async def test_prompts_are_text_or_tokens_or_lists_of_them(
+    client: Client, sampler: TalkingSampler, prompt: Any, tokens: list[list[int]] | None
+) -> None:
+    answer = await ask(client, "completions", COMPLETION, prompt=prompt, n=2, return_token_ids=True)
+    given = [choice["prompt_token_ids"] for choice in answer["choices"]]
+    if tokens is None:
+        tokens = [sampler.tokenizer.encode(f"{START}{text}").ids for text in ([prompt] if prompt == "a" else prompt)]
+    assert given == [each for each in tokens for _ in range(2)]
+    assert [choice["index"] for choice in answer["choices"]] == list(range(2 * len(tokens)))
+    assert answer["usage"]["prompt_tokens"] == sum(len(each) for each in tokens)
+    streamed = await events(client, "completions", COMPLETION, prompt=prompt, n=2)
+    for index in range(2 * len(tokens)):
+        own = [event["choices"][0] for event in streamed if event["choices"][0]["index"] == index]
+        assert "".join(choice["text"] for choice in own) == SAYS
+        assert [choice["finish_reason"] for choice in own if choice["finish_reason"]] == ["stop"]
+
+
+async def test_length_and_stop_are_told_apart(client: Client) -> None:
+    cut = (await ask(client, "completions", COMPLETION, max_tokens=2))["choices"][0]
+    assert (cut["text"], cut["finish_reason"]) == ("the snow"[: len(cut["text"])], "length")
+    for stop, text in (("❄", "the snow "), (["sand", " the s"], "the snow ❄ and"), ("and", "the snow ❄ ")):
+        for chunk in ({}, {"stream": True}):
+            if chunk:
+                parts = await events(client, "completions", COMPLETION, stop=stop)
+                found = "".join(part["choices"][0]["text"] for part in parts)
+                reason = parts[-1]["choices"][0]["finish_reason"]
+            else:
+                choice = (await ask(client, "completions", COMPLETION, stop=stop))["choices"][0]
+                found, reason = choice["text"], choice["finish_reason"]
+            assert (found, reason) == (text, "stop")
+
+
+async def test_tokens_in_and_tokens_out(client: Client, sampler: TalkingSampler) -> None:
+    """What RL needs: the exact prompt and output, one log-probability for each token, the version."""
+    fields = {"messages": [], "prompt_token_ids": [5, 6, 7], "return_token_ids": True, "logprobs": True}
+    answer = await ask(client, "chat/completions", CHAT, **fields)
+    assert answer["prompt_token_ids"] == [5, 6, 7]
+    (choice,) = answer["choices"]
+    assert choice["token_ids"] == [*sampler.tokenizer.encode(SAYS).ids, sampler.end]
+    entries = choice["logprobs"]["content"]
+    assert [entry["logprob"] for entry in entries] == [logprob(n) for n in range(len(choice["token_ids"]))]
+    parts = await events(client, "chat/completions", CHAT, **fields)
+    assert [part.get("prompt_token_ids") for part in parts] == [[5, 6, 7], *[None] * (len(parts) - 1)]
+    pieces = [part["choices"][0] for part in parts]
+    assert [token for piece in pieces for token in piece["token_ids"]] == choice["token_ids"]
+    assert [entry for piece in pieces for entry in piece["logprobs"]["content"]] == entries
+
+
+async def test_log_probabilities_of_a_chat(client: Client, sampler: TalkingSampler) -> None:
+    answer = await ask(client, "chat/completions", CHAT, logprobs=True, top_logprobs=3)
+    entries = answer["choices"][0]["logprobs"]["content"]
+    assert bytes(byte for entry in entries for byte in entry["bytes"]).decode() == SAYS + END
+    snow = next(n for n, entry in enumerate(entries) if entry["bytes"][0] > 127)
+    assert entries[snow]["token"].startswith(r"\xe2")  # a part of a character
+    own, other = entries[0]["top_logprobs"]  # without the empty cell
+    assert own == {key: entries[0][key] for key in ("token", "logprob", "bytes")}
+    assert (other["token"], other["logprob"]) == (END, logprob(0) - 1)
+    parts = await events(client, "chat/completions", CHAT, logprobs=True, top_logprobs=3)
+    assert [entry for part in parts for entry in part["choices"][0]["logprobs"]["content"]] == entries
+    assert "".join(part["choices"][0]["delta"].get("content", "") for part in parts) == SAYS
+
+
+async def test_log_probabilities_of_a_completion(client: Client, sampler: TalkingSampler) -> None:
+    choice = (await ask(client, "completions", COMPLETION, logprobs=1, stop="❄"))["choices"][0]
+    listed = choice["logprobs"]
+    assert choice["text"] == "the snow "
+    assert len({len(listed[name]) for name in listed}) == 1
+    assert listed["token_logprobs"][:2] == [logprob(0), logprob(1)]
+    assert listed["top_logprobs"][0] == {listed["tokens"][0]: logprob(0)}
+    for token, offset in zip(listed["tokens"], listed["text_offset"], strict=True):
+        assert choice["text"][offset:].startswith(token) or offset == len(choice["text"])
+    plain = (await ask(client, "completions", COMPLETION, logprobs=0))["choices"][0]["logprobs"]
+    assert plain["top_logprobs"] is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_echo_begins_with_the_prompt_and_its_log_probabilities(
+    client: Client, sampler: TalkingSampler, stream: bool
+) -> None:
+    async def choice_of(**fields: Any) -> Any:
+        if not stream:
+            return (await ask(client, "completions", COMPLETION, **fields))["choices"][0]
+        parts = [part["choices"][0] for part in await events(client, "completions", COMPLETION, **fields)]
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        logprobs = None
+        if parts[0]["logprobs"] is not None:
+            logprobs = {name: [x for part in parts for x in part["logprobs"][name] or []] for name in names}
+        return {"text": "".join(part["text"] for part in parts), "logprobs": logprobs}
+
+    assert (await choice_of(echo=True))["text"] == f"Hi{SAYS}"
+    assert (await choice_of(echo=True, prompt=f"Hi{END}"))["text"] == f"Hi{END}{SAYS}"
+    scored = await choice_of(echo=True, logprobs=2)
+    listed = scored["logprobs"]
+    assert listed["tokens"][:3] == [START, "H", "i"]
+    assert listed["token_logprobs"][:4] == [None, -1.0, -1.0, logprob(0)]
+    assert listed["text_offset"][:4] == [0, 0, 1, 2]
+    assert listed["top_logprobs"][1]["H"] == -1.0
+    only = await choice_of(echo=True, logprobs=2, max_tokens=0)
+    assert only["text"] == "Hi"
+    assert only["logprobs"]["token_logprobs"] == [None, -1.0, -1.0]
+
+
+# Streams
+
+
+async def test_a_streamed_chat(client: Client) -> None:
+    parts = await events(client, "chat/completions", CHAT, n=2, stream_options={"include_usage": True})
+    *parts, last = parts
+    assert {part["object"] for part in parts} == {"chat.completion.chunk"}
+    assert len({part["id"] for part in parts}) == 1
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] > 0
+    assert all(part["usage"] is None for part in parts)
+    for index in (0, 1):
+        own = [part["choices"][0] for part in parts if part["choices"][0]["index"] == index]
+        assert own[0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(choice["delta"].get("content", "") for choice in own) == SAYS
+        assert [choice["finish_reason"] for choice in own] == [*[None] * (len(own) - 1), "stop"]
+    assert not any("�" in json.dumps(part, ensure_ascii=False) for part in parts)
+    without = await events(client, "chat/completions", CHAT)
+    assert all("usage" not in part for part in without)
+
+
+async def test_tokens_are_sent_as_they_come(client: Client, sampler: TalkingSampler) -> None:
+    sampler.pauses = True
+    sampler.go.clear()
+    seen = ""
+    async with client.stream("POST", "/v1/completions", json=COMPLETION | {"stream": True}) as reply:
+        async for line in reply.aiter_lines():
+            if line.startswith("data: {"):
+                seen += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+                if seen.startswith("the"):
+                    sampler.go.set()
+    assert seen == SAYS
+
+
+@pytest.mark.parametrize("fields", [{"stream": True}, {}, {"stream": True, "prompt": ["a", "b"]}])
+async def test_a_client_that_leaves_stops_the_generation(
+    client: Client, stack: Stack, sampler: TalkingSampler, fields: dict[str, Any]
+) -> None:
+    sampler.pauses = True
+    sampler.go.clear()
+    request = client.build_request("POST", "/v1/completions", json=COMPLETION | fields)
+    if "stream" in fields:
+        reply = await client.send(request, stream=True)
+        await anext(reply.aiter_lines())
+        await reply.aclose()
+    else:
+        sending = asyncio.create_task(client.send(request))
+        await until(lambda: bool(sampler.requests))
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+    await asyncio.wait_for(sampler.stopped.wait(), 5)
+    assert stack.server is not None
+    generator = stack.server.app.state.gateway.generator
+    await until(lambda: generator.num_running == 0)
+
+
+async def test_a_failure_in_the_middle_of_a_stream_is_an_event(client: Client, sampler: TalkingSampler) -> None:
+    sampler.error, sampler.error_after = ServiceError("the engine has died"), 2
+    async with client.stream("POST", "/v1/chat/completions", json=CHAT | {"stream": True}) as reply:
+        lines = [line async for line in reply.aiter_lines() if line]
+    assert reply.status_code == 200
+    last = json.loads(lines[-1].removeprefix("data: "))
+    assert last["error"]["message"] == "the engine has died"
+    assert last["error"]["type"] == "server_error"
+
+
+# What is refused
+
+
+REFUSED_IN_A_CHAT: list[tuple[dict[str, Any], str | None, str]] = [
+    ({"frequency_penalty": 0.5}, "frequency_penalty", "supports only 0"),
+    ({"presence_penalty": True}, "presence_penalty", "True"),
+    ({"logit_bias": {"5": 1}}, "logit_bias", "supports only"),
+    ({"response_format": {"type": "json_object"}}, "response_format.type", "json_object"),
+    ({"tools": [], "tool_choice": "required"}, "tool_choice", "required"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "supports only"),
+    ({"parallel_tool_calls": False}, "parallel_tool_calls", "False"),
+    ({"functions": []}, "functions", "not supported"),
+    ({"reasoning_effort": "low"}, "reasoning_effort", "not supported"),
+    ({"store": True}, "store", "True"),
+    ({"wrong": 1}, "wrong", "not supported"),
+    ({"temperature": -1}, "temperature", "-1"),
+    ({"temperature": "hot"}, "temperature", "hot"),
+    ({"top_p": 0}, "top_p", "0"),
+    ({"n": 0}, "n", "0"),
+    ({"n": 2000}, "n", "max_num_samples 1024"),
+    ({"max_tokens": 0}, "max_tokens", "0"),
+    ({"max_tokens": 2**40}, "max_tokens", "1099511627776"),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "differ"),
+    ({"top_logprobs": 2}, "top_logprobs", "logprobs"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "stream"),
+    ({"messages": []}, "messages", "empty"),
+    ({"messages": [{"content": "Hi"}]}, "messages.0.role", "Field required"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None, "image_url"),
+    ({"messages": [{"role": "martian", "content": "Hi"}]}, "messages", "martian"),
+    ({"prompt_token_ids": [1]}, "prompt_token_ids", "messages"),
+    ({"prompt_token_ids": [2**31], "messages": []}, "prompt_token_ids", "2147483648"),
+    ({"prompt_token_ids": [], "messages": []}, "prompt", "empty"),
+    ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message", "together"),
+    ({"stop_token_ids": [2**40]}, "stop_token_ids", "1099511627776"),
+]
+
+
+async def test_what_a_chat_cannot_have_is_refused_by_name(client: Client) -> None:
+    for fields, param, part in REFUSED_IN_A_CHAT:
+        error = await refusal(client, "chat/completions", CHAT, **fields)
+        assert error["type"] == "invalid_request_error", fields
+        assert part in error["message"], fields
+        assert param in (None, error["param"]), fields
+
+
+REFUSED_IN_A_COMPLETION: list[tuple[dict[str, Any], str | None, str]] = [
+    ({"best_of": 3}, "best_of", "equals n"),
+    ({"suffix": "x"}, "suffix", "supports only ''"),
+    ({"max_tokens": 0}, "max_tokens", "echo"),
+    ({"prompt": []}, "prompt", "0 prompts"),
+    ({"prompt": ""}, "prompt", "empty"),
+    ({"prompt": ["a"] * 600, "n": 2}, "prompt", "1024"),
+    ({"prompt": [2**31]}, "prompt", "2147483648"),
+    ({"prompt": None}, None, "prompt"),
+    ({"prompt": [1, "a"]}, None, "prompt"),
+    ({"logprobs": -1}, "logprobs", "-1"),
+    ({"logprobs": 2**31}, "logprobs", "2147483648"),
+]
+
+
+async def test_what_a_completion_cannot_have_is_refused_by_name(client: Client) -> None:
+    for fields, param, part in REFUSED_IN_A_COMPLETION:
+        error = await refusal(client, "completions", COMPLETION | {"add_special_tokens": False}, **fields)
+        assert error["type"] == "invalid_request_error", fields
+        assert part in error["message"], fields
+        assert param in (None, error["param"]), fields
+
+
+async def test_what_changes_nothing_is_accepted(client: Client) -> None:
+    nothing = {"frequency_penalty": 0.0, "presence_penalty": 0, "logit_bias": {}, "user": "me", "n": 1}
+    await ask(client, "completions", COMPLETION, **nothing, best_of=1, suffix=None)
+    chat = {"response_format": {"type": "text"}, "tool_choice": "auto", "store": False, "modalities": ["text"]}
+    await ask(client, "chat/completions", CHAT, **nothing, **chat, parallel_tool_calls=True, service_tier="auto")
+
+
+async def test_a_body_that_is_no_json_object_is_400(client: Client) -> None:
+    for content in (b"{", b"[]", b"\xff"):
+        reply = await client.post("/v1/completions", content=content)
+        assert reply.status_code == 400
+        assert reply.json()["error"]["type"] == "invalid_request_error"
+
+
+# What a request waits for
+
+
+async def test_a_checkpoint_is_published_when_the_sampler_lacks_it(
+    client: Client, stack: Stack, sampler: TalkingSampler
+) -> None:
+    for kind in ("sampler", "training"):
+        path = await saved(client, kind=kind)
+        sampler.versions.clear()
+        answer = await ask(client, "chat/completions", CHAT, model=path)
+        assert answer["model"] == path
+        assert answer["version"] == stack.trainer.published[-1] == sampler.requests[-1].version_id
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_full_sampler_is_429_after_a_while(client: Client, sampler: TalkingSampler, stream: bool) -> None:
+    sampler.error = OutOfCapacity("the queue is full")
+    reply = await client.post("/v1/completions", json=COMPLETION | {"stream": stream})
+    assert reply.status_code == 429
+    assert reply.headers["retry-after"] == "1"
+    assert reply.json()["error"]["type"] == "rate_limit_error"
+    assert len(sampler.requests) > 1
+    sampler.error = None
+    await ask(client, "completions", COMPLETION)
+
+
+async def test_a_sampler_that_is_gone_is_503_after_a_while(client: Client, stack: Stack) -> None:
+    await ask(client, "completions", COMPLETION)
+    await stack.sampler_backend.stop()
+    reply = await client.post("/v1/completions", json=COMPLETION)
+    assert reply.status_code == 503
+    assert reply.headers["retry-after"] == "1"
+    await stack.sampler_backend.start()
+    await stack.restart_gateway(openai_wait_s=20)  # it waits for the connection that comes back
+    await ask(client, "completions", COMPLETION)
+
+
+async def test_too_many_requests_at_once_are_429(client: Client, stack: Stack, sampler: TalkingSampler) -> None:
+    await stack.restart_gateway(max_pending_samples=1)
+    sampler.go.clear()
+    first = asyncio.create_task(ask(client, "completions", COMPLETION))
+    await until(lambda: bool(sampler.requests))
+    assert "max_pending_samples" in (await refusal(client, "completions", COMPLETION, status=429))["message"]
+    sampler.go.set()
+    await first
+
+
+async def test_what_the_sampler_refuses_names_the_field_of_this_api(client: Client, sampler: TalkingSampler) -> None:
+    sampler.error = InvalidRequest("topk_sample_logprobs: 500 is outside 0..128", field="topk_sample_logprobs")
+    assert (await refusal(client, "completions", COMPLETION))["param"] == "top_logprobs"
+
+
+async def test_the_tokenizer_is_asked_for_once(client: Client, sampler: TalkingSampler) -> None:
+    await asyncio.gather(*[ask(client, "completions", COMPLETION) for _ in range(5)])
+    assert sampler.num_tokenizers == 1
+
+
+async def test_tokens_are_counted_also_for_clients_that_leave(
+    client: Client, stack: Stack, sampler: TalkingSampler
+) -> None:
+    await ask(client, "completions", COMPLETION, prompt=[1, 2, 3])
+    sampler.pauses = True
+    sampler.go.clear()
+    reply = await client.send(
+        client.build_request("POST", "/v1/completions", json=COMPLETION | {"prompt": [1, 2, 3], "stream": True}),
+        stream=True,
+    )
+    await anext(reply.aiter_lines())
+    await reply.aclose()
+    await asyncio.wait_for(sampler.stopped.wait(), 5)
+    assert stack.server is not None
+    gateway = stack.server.app.state.gateway
+    await until(lambda: gateway.generator.num_running == 0)
+    num_sampled = len(sampler.tokenizer.encode(SAYS).ids) + 1
+    assert gateway.metrics.sampled_tokens._value.get() >= num_sampled + 1
+    assert gateway.metrics.prompt_tokens._value.get() == 6
