@@ -17,8 +17,13 @@ def datum(tokens: Sequence[int], **inputs: object) -> types_pb2.Datum:
     )
 
 
-def random_datum(length: int, seed: int, *, vocab_size: int, policy: bool = False) -> types_pb2.Datum:
-    """Random tokens and targets; with weights, or (policy) advantages and the logprobs of a near-uniform sampler."""
+def random_datum(
+    length: int, seed: int, *, vocab_size: int, policy: bool = False, positive: bool = False
+) -> types_pb2.Datum:
+    """Random tokens and targets; with weights, or (policy) advantages and the logprobs of a near-uniform sampler.
+
+    Weights are random, or (positive) ones.
+    """
     rng = np.random.default_rng(seed)
     tokens = rng.integers(vocab_size, size=length)
     targets = rng.integers(vocab_size, size=length)
@@ -29,7 +34,8 @@ def random_datum(length: int, seed: int, *, vocab_size: int, policy: bool = Fals
             logprobs=rng.normal(-np.log(vocab_size), 0.3, length).astype(np.float32),
             advantages=rng.normal(size=length).astype(np.float32),
         )
-    return datum(tokens.tolist(), target_tokens=targets, weights=rng.normal(size=length).astype(np.float32))
+    weights = np.ones(length) if positive else rng.normal(size=length)
+    return datum(tokens.tolist(), target_tokens=targets, weights=weights.astype(np.float32))
 
 
 def request(

@@ -14,9 +14,13 @@ import numpy.typing as npt
 from tinsmith.rpc import tensors
 from tinsmith.rpc.errors import InvalidRequest, UnknownLossFn
 from tinsmith.v1 import trainer_pb2, types_pb2
-from trainer_service.losses import LOSS_FNS, Loss
+from trainer_service.custom_loss import CustomLoss
+from trainer_service.losses import LOSS_FNS, Arrays, Loss, Objective
 
 Floats = npt.NDArray[np.float32]
+
+CUSTOM = "custom"
+LOSS_FN_NAMES = (*LOSS_FNS, CUSTOM)
 
 _TYPE = "TorchLossReturn"
 
@@ -37,8 +41,8 @@ class Datum:
     tokens_N: npt.NDArray[np.int32]
     targets: npt.NDArray[np.int64]
     """[N] or [N, K]."""
-    inputs: Mapping[str, Floats]
-    """The loss's arrays, of the targets' shape."""
+    inputs: Arrays
+    """What the loss reads beside the targets."""
 
     @property
     def length(self) -> int:
@@ -50,6 +54,7 @@ class Batch:
     """The data of one forward_backward request."""
 
     loss_fn: str
+    loss: Objective
     loss_config: Mapping[str, float]
     """Complete: defaults are filled in."""
     forward_only: bool
@@ -59,29 +64,48 @@ class Batch:
     def num_tokens(self) -> int:
         return sum(datum.length for datum in self.datums)
 
-    @property
-    def loss(self) -> Loss:
-        return LOSS_FNS[self.loss_fn]
-
     @classmethod
     def from_proto(cls, request: trainer_pb2.ForwardBackwardRequest, limits: Limits) -> Batch:
         """Raises InvalidRequest or UnknownLossFn, naming the field and the value."""
-        if request.loss_fn not in LOSS_FNS:
+        if request.loss_fn not in LOSS_FN_NAMES:
             raise UnknownLossFn(
-                f"loss_fn: {request.loss_fn!r} is not one of {', '.join(LOSS_FNS)}", loss_fn=request.loss_fn
+                f"loss_fn: {request.loss_fn!r} is not one of {', '.join(LOSS_FN_NAMES)}", loss_fn=request.loss_fn
             )
         if not 1 <= len(request.data) <= limits.max_datums:
             raise InvalidRequest(f"data: {len(request.data)} datums are outside 1..{limits.max_datums}", field="data")
+        if request.loss_fn == CUSTOM:
+            return cls._custom(request, limits)
+        if request.HasField("custom_loss"):
+            raise InvalidRequest(
+                f"custom_loss: goes with loss_fn {CUSTOM!r} only, not with {request.loss_fn!r}", field="custom_loss"
+            )
         loss = LOSS_FNS[request.loss_fn]
+        config = _config(request, loss)
         return cls(
             loss_fn=request.loss_fn,
-            loss_config=_config(request, loss),
+            loss=loss,
+            loss_config=config,
             forward_only=request.forward_only,
             datums=[
-                _datum(datum, request.loss_fn, loss, limits, field=f"data[{index}]")
+                _datum(datum, request.loss_fn, loss, config, limits, field=f"data[{index}]")
                 for index, datum in enumerate(request.data)
             ],
         )
+
+    @classmethod
+    def _custom(cls, request: trainer_pb2.ForwardBackwardRequest, limits: Limits) -> Batch:
+        if not request.HasField("custom_loss"):
+            raise InvalidRequest(f"custom_loss: missing; loss_fn {CUSTOM!r} needs it", field="custom_loss")
+        settings = [*request.loss_fn_config, *request.loss_fn_config_v2]
+        if settings:
+            raise InvalidRequest(
+                f"loss_fn_config[{settings[0]!r}]: a custom loss takes no settings; custom_loss holds all of it",
+                field="loss_fn_config",
+            )
+        loss = CustomLoss.from_proto(request.custom_loss)
+        datums = [_custom_datum(one, loss, limits, field=f"data[{index}]") for index, one in enumerate(request.data)]
+        loss.check_shapes([(datum.targets.shape, datum.inputs) for datum in datums])
+        return cls(loss_fn=request.loss_fn, loss=loss, loss_config={}, forward_only=request.forward_only, datums=datums)
 
 
 def _config(request: trainer_pb2.ForwardBackwardRequest, loss: Loss) -> Mapping[str, float]:
@@ -100,6 +124,8 @@ def _config(request: trainer_pb2.ForwardBackwardRequest, loss: Loss) -> Mapping[
             )
         if not math.isfinite(number):
             raise InvalidRequest(f"loss_fn_config[{key!r}]: {number} is not finite", field="loss_fn_config", key=key)
+        if number < 0 and key in loss.not_negative:
+            raise InvalidRequest(f"loss_fn_config[{key!r}]: {number} is below 0", field="loss_fn_config", key=key)
     config = {**loss.config, **given}
     low, high = config.get("clip_low_threshold", 0.0), config.get("clip_high_threshold", math.inf)
     if low > high:
@@ -110,7 +136,53 @@ def _config(request: trainer_pb2.ForwardBackwardRequest, loss: Loss) -> Mapping[
     return config
 
 
-def _datum(datum: types_pb2.Datum, loss_fn: str, loss: Loss, limits: Limits, *, field: str) -> Datum:
+def _datum(
+    datum: types_pb2.Datum, loss_fn: str, loss: Loss, config: Mapping[str, float], limits: Limits, *, field: str
+) -> Datum:
+    tokens = _tokens(datum, limits, field=field)
+    unknown = set(datum.loss_fn_inputs) - {"target_tokens", *loss.arrays}
+    if unknown:
+        name = min(unknown)
+        raise InvalidRequest(
+            f"{field}.loss_fn_inputs[{name!r}]: {loss_fn} takes target_tokens, {', '.join(loss.arrays)}", field=name
+        )
+    targets = _targets(datum, tokens.size, loss_fn, tuple(range(1, loss.max_dims + 1)), limits, field=field)
+    inputs: dict[str, Floats] = {}
+    for name in loss.arrays:
+        if name in datum.loss_fn_inputs or name in loss.required:
+            inputs[name] = _floats(datum, name, targets, field=field)
+        else:
+            inputs[name] = np.full(targets.shape, config.get(name, 1.0), np.float32)
+    if loss.check is not None:
+        loss.check(inputs, f"{field}.loss_fn_inputs")
+    return Datum(tokens, targets, inputs)
+
+
+def _custom_datum(datum: types_pb2.Datum, loss: CustomLoss, limits: Limits, *, field: str) -> Datum:
+    """Inputs keep their type and may have any shape of the declared rank. What the loss does not name is not read."""
+    tokens = _tokens(datum, limits, field=field)
+    logprobs, *others = loss.inputs
+    targets = _targets(datum, tokens.size, f"loss {loss.name!r}", (logprobs.rank,), limits, field=field)
+    inputs: dict[str, npt.NDArray[Any]] = {}
+    for declared in others:
+        where = f"{field}.loss_fn_inputs[{declared.name!r}]"
+        if declared.name not in datum.loss_fn_inputs:
+            raise InvalidRequest(f"{where}: missing; loss {loss.name!r} reads it", field=declared.name)
+        tensor = datum.loss_fn_inputs[declared.name]
+        values = tensors.to_numpy(tensor, field=where)
+        if declared.rank == 0 and values.size == 1 and not tensor.shape:  # on the wire a scalar has no shape
+            values = values.reshape(())
+        if values.ndim != declared.rank:
+            raise InvalidRequest(
+                f"{where}: shape {list(values.shape)} has {values.ndim} dimensions, "
+                f"but loss {loss.name!r} declares rank {declared.rank}",
+                field=declared.name,
+            )
+        inputs[declared.name] = values
+    return Datum(tokens, targets, inputs)
+
+
+def _tokens(datum: types_pb2.Datum, limits: Limits, *, field: str) -> npt.NDArray[np.int32]:
     tokens = tensors.text_tokens(datum.model_input, field=f"{field}.model_input")
     if not 1 <= tokens.size <= limits.max_context_length:
         raise InvalidRequest(
@@ -118,27 +190,20 @@ def _datum(datum: types_pb2.Datum, loss_fn: str, loss: Loss, limits: Limits, *, 
             field=f"{field}.model_input",
         )
     tensors.check_tokens(tokens, limits.vocab_size, field=f"{field}.model_input")
-    unknown = set(datum.loss_fn_inputs) - {"target_tokens", *loss.inputs}
-    if unknown:
-        name = min(unknown)
-        raise InvalidRequest(
-            f"{field}.loss_fn_inputs[{name!r}]: {loss_fn} takes target_tokens, {', '.join(loss.inputs)}", field=name
-        )
-    targets = _targets(datum, tokens.size, loss_fn, loss, limits, field=field)
-    return Datum(tokens, targets, {name: _floats(datum, name, targets, loss, field=field) for name in loss.inputs})
+    return tokens
 
 
 def _targets(
-    datum: types_pb2.Datum, num_tokens: int, loss_fn: str, loss: Loss, limits: Limits, *, field: str
+    datum: types_pb2.Datum, num_tokens: int, reader: str, ranks: tuple[int, ...], limits: Limits, *, field: str
 ) -> npt.NDArray[np.int64]:
     where = f"{field}.loss_fn_inputs['target_tokens']"
     if "target_tokens" not in datum.loss_fn_inputs:
-        raise InvalidRequest(f"{where}: missing; {loss_fn} needs it", field="target_tokens")
+        raise InvalidRequest(f"{where}: missing; {reader} needs it", field="target_tokens")
     targets = tensors.to_numpy(datum.loss_fn_inputs["target_tokens"], field=where)
     if targets.dtype.kind != "i":
         raise InvalidRequest(f"{where}: dtype {targets.dtype} must be int64", field="target_tokens")
-    if not 1 <= targets.ndim <= loss.max_dims or targets.shape[0] != num_tokens or 0 in targets.shape:
-        shapes = f"[{num_tokens}]" + (f" or [{num_tokens}, K]" if loss.max_dims == 2 else "")
+    if targets.ndim not in ranks or targets.shape[0] != num_tokens or 0 in targets.shape:
+        shapes = " or ".join(f"[{num_tokens}{', K' * (rank - 1)}]" for rank in ranks)
         raise InvalidRequest(
             f"{where}: shape {list(targets.shape)} must be {shapes}, one row for each token of the model input",
             field="target_tokens",
@@ -147,11 +212,9 @@ def _targets(
     return targets.astype(np.int64, copy=False)
 
 
-def _floats(datum: types_pb2.Datum, name: str, targets: npt.NDArray[np.int64], loss: Loss, *, field: str) -> Floats:
+def _floats(datum: types_pb2.Datum, name: str, targets: npt.NDArray[np.int64], *, field: str) -> Floats:
     where = f"{field}.loss_fn_inputs[{name!r}]"
     if name not in datum.loss_fn_inputs:
-        if name in loss.optional:
-            return np.ones(targets.shape, np.float32)
         raise InvalidRequest(f"{where}: missing", field=name)
     values = tensors.to_numpy(datum.loss_fn_inputs[name], field=where)
     if values.shape != targets.shape:

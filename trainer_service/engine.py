@@ -20,11 +20,19 @@ from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of
 from tinsmith.modeling.logprobs import target_logprobs
 from tinsmith.modeling.lora import Run
-from tinsmith.rpc.errors import FailedPrecondition, InvalidRequest, ServiceError, Unsupported
+from tinsmith.rpc.errors import FailedPrecondition, InvalidRequest, ServiceError
 from trainer_service.batch import Batch, Datum, Floats, Limits, Output
-from trainer_service.optimizers import AdamParams, AdamW, clip_gradient
+from trainer_service.optimizers import OPTIMIZERS, Optimizer, Params, check_kind, clip_gradient
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerState:
+    """A copy, in host memory, of an optimizer."""
+
+    kind: str
+    tensors: dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,23 +43,25 @@ class State:
     adapter: Adapter
     step: int
     """Optimizer steps that the adapter has seen."""
-    optimizer: dict[str, Tensor] | None
+    optimizer: OptimizerState | None
 
 
 @dataclass(slots=True)
 class _Model:
     adapter: Adapter
     gradient: Adapter
-    optimizer: AdamW
+    optimizer_kind: str
+    optimizer: Optimizer
     step: int = 0
     tainted: str = ""
     """Why the accumulated gradients are not those that the client thinks; empty when they are."""
 
     @classmethod
-    def of(cls, adapter: Adapter) -> _Model:
+    def of(cls, adapter: Adapter, optimizer_kind: str) -> _Model:
         for tensor in adapter.tensors():
             tensor.requires_grad_(True)
-        return cls(adapter, adapter.like(torch.zeros_like(adapter.flat)), AdamW(adapter.flat))
+        gradient = adapter.like(torch.zeros_like(adapter.flat))
+        return cls(adapter, gradient, optimizer_kind, OPTIMIZERS[optimizer_kind](adapter))
 
     def clear_gradient(self) -> None:
         self.gradient.flat.zero_()
@@ -74,6 +84,8 @@ class _Pending:
 
     logprobs: list[list[Floats]]
     losses: list[float]
+    metrics: list[dict[str, float]]
+    """Sums over the datums of each work."""
     gradients: dict[str, Adapter] = field(default_factory=dict)
 
 
@@ -87,10 +99,9 @@ class TrainingEngine:
         self._models: dict[str, _Model] = {}
 
     def create_model(self, model_id: str, config: AdapterConfig, optimizer: str) -> None:
-        """Raises Unsupported for an optimizer other than "adamw", or layers that the base model does not have."""
-        if optimizer != "adamw":
-            raise Unsupported(f"optimizer_config.type: {optimizer!r} is not supported; use 'adamw'")
-        self._models[model_id] = _Model.of(Adapter.create(config, self.base.targets, self.base.device))
+        """Raises InvalidRequest for an unknown optimizer, Unsupported for layers that the base model does not have."""
+        adapter = Adapter.create(config, self.base.targets, self.base.device)
+        self._models[model_id] = _Model.of(adapter, check_kind(optimizer))
 
     def delete_model(self, model_id: str) -> None:
         self._models.pop(model_id, None)
@@ -112,7 +123,9 @@ class TrainingEngine:
 
     def _forward_backward(self, works: Sequence[tuple[str, Batch]]) -> list[Output]:
         pending = _Pending(
-            logprobs=[[np.empty(0, np.float32)] * len(batch.datums) for _, batch in works], losses=[0.0] * len(works)
+            logprobs=[[np.empty(0, np.float32)] * len(batch.datums) for _, batch in works],
+            losses=[0.0] * len(works),
+            metrics=[{} for _ in works],
         )
         for forward_only in (True, False):
             items = [
@@ -136,6 +149,7 @@ class TrainingEngine:
                     "loss:sum": pending.losses[work],
                     "num_sequences:sum": len(batch.datums),
                     "num_tokens:sum": batch.num_tokens,
+                    **_reduced(pending.metrics[work], num_datums=len(batch.datums)),
                 },
             )
             for work, (_, batch) in enumerate(works)
@@ -173,17 +187,20 @@ class TrainingEngine:
             runs,
         )
 
-        sizes = [item.datum.targets.size for item in items]
-        pieces = logprobs_M.split(sizes)
-        for item, piece in zip(items, pieces, strict=True):
-            array = piece.detach().cpu().numpy().reshape(item.datum.targets.shape)
-            pending.logprobs[item.work][item.index] = array
+        pieces = logprobs_M.split([item.datum.targets.size for item in items])
+        shaped = [piece.view(item.datum.targets.shape) for item, piece in zip(items, pieces, strict=True)]
+        for item, piece in zip(items, shaped, strict=True):
+            pending.logprobs[item.work][item.index] = piece.detach().cpu().numpy()
         total = torch.zeros((), dtype=torch.float64, device=device)
         for work, group in groupby(range(len(items)), key=lambda n: items[n].work):
             mine = list(group)
-            loss = self._loss(works[work][1], [items[n].datum for n in mine], torch.cat([pieces[n] for n in mine]))
-            pending.losses[work] += loss.item()
-            total = total + loss
+            batch = works[work][1]
+            inputs = [items[n].datum.inputs for n in mine]
+            term = batch.loss.evaluate([shaped[n] for n in mine], inputs, batch.loss_config)
+            pending.losses[work] += term.value
+            for key, value in term.metrics.items():
+                pending.metrics[work][key] = pending.metrics[work].get(key, 0.0) + value
+            total = total + term.differentiable
         if torch.is_grad_enabled():
             self._backward(total, runs, [item.model_id for item in items], pending)
 
@@ -191,16 +208,6 @@ class TrainingEngine:
         for model_id, group in groupby(range(len(items)), key=lambda n: items[n].model_id):
             mine = list(group)
             yield Run(self._models[model_id].adapter, slice(int(starts[mine[0]]), int(starts[mine[-1] + 1])))
-
-    def _loss(self, batch: Batch, datums: Sequence[Datum], logprobs_M: Tensor) -> Tensor:
-        inputs = {
-            name: torch.from_numpy(np.concatenate([datum.inputs[name].ravel() for datum in datums])).to(
-                self.base.device
-            )
-            for name in batch.loss.inputs
-        }
-        # The sum is float64: a batch has many more tokens than float32 has digits.
-        return batch.loss.fn(logprobs_M, inputs, batch.loss_config).sum(dtype=torch.float64)
 
     def _backward(self, total: Tensor, runs: Sequence[Run], model_ids: Sequence[str], pending: _Pending) -> None:
         parameters = [tensor for run in runs for tensor in run.adapter.tensors()]
@@ -225,12 +232,19 @@ class TrainingEngine:
         """Says that a forward_backward of this accumulation has failed: the next optim_step fails with `reason`."""
         self._models[model_id].tainted = reason
 
-    def optim_step(self, model_id: str, params: AdamParams) -> Mapping[str, float]:
+    def optim_step(self, model_id: str, params: Params) -> Mapping[str, float]:
         """Applies and clears the gradients. Without any, it is a step with a gradient of zero.
 
-        Raises FailedPrecondition, and clears the gradients, when a forward_backward since the last step has failed.
+        Raises InvalidRequest when the parameters are not those of the model's optimizer, and FailedPrecondition, which
+        clears the gradients, when a forward_backward since the last step has failed.
         """
         model = self._models[model_id]
+        if params.kind != model.optimizer_kind:
+            raise InvalidRequest(
+                f"{params.field}: are for optimizer {params.kind!r}, but the model was made with "
+                f"optimizer {model.optimizer_kind!r}",
+                field=params.field,
+            )
         if model.tainted:
             reason = model.tainted
             model.clear_gradient()
@@ -250,13 +264,14 @@ class TrainingEngine:
             config=model.adapter.config,
             adapter=model.adapter.like(model.adapter.flat.detach().to("cpu", copy=True)),
             step=model.step,
-            optimizer=model.optimizer.state() if with_optimizer else None,
+            optimizer=OptimizerState(model.optimizer_kind, model.optimizer.state()) if with_optimizer else None,
         )
 
     def restore(self, model_id: str, state: State, *, with_optimizer: bool) -> None:
         """Replaces the adapter's weights, drops its gradients, and restores the optimizer or starts it anew.
 
-        Raises InvalidRequest when the state's configuration is another, or it holds no optimizer but one is wanted.
+        Raises InvalidRequest when the state's configuration is another, or an optimizer is wanted but it holds none or
+        one of another kind.
         """
         model = self._models[model_id]
         ours, theirs = model.adapter.config, state.config
@@ -267,12 +282,22 @@ class TrainingEngine:
             )
         if with_optimizer and state.optimizer is None:
             raise InvalidRequest("the checkpoint holds no optimizer state; load it without the optimizer")
+        if with_optimizer and state.optimizer is not None and state.optimizer.kind != model.optimizer_kind:
+            raise InvalidRequest(
+                f"the checkpoint's optimizer is {state.optimizer.kind!r}, the model's {model.optimizer_kind!r}; "
+                "load it without the optimizer"
+            )
         model.adapter.flat.copy_(state.adapter.flat)
         model.clear_gradient()
         model.step = state.step
-        model.optimizer = AdamW(model.adapter.flat)
+        model.optimizer = OPTIMIZERS[model.optimizer_kind](model.adapter)
         if with_optimizer and state.optimizer is not None:
-            model.optimizer.load(state.optimizer)
+            model.optimizer.load(state.optimizer.tensors)
+
+
+def _reduced(sums: Mapping[str, float], *, num_datums: int) -> Mapping[str, float]:
+    """A loss's own metrics: those whose key ends in ":mean" are means over the datums, the others sums."""
+    return {key: value / num_datums if key.endswith(":mean") else value for key, value in sums.items()}
 
 
 def _rows(datum: Datum, start: int) -> np.ndarray:

@@ -1,53 +1,162 @@
 """Losses: pure functions from logprobs to a loss for each target. The loss of a batch is their plain sum.
 
 Notation of the Tinker API: p the logprobs of the targets now, q those under the policy that sampled them, A the
-advantages, w the weights, r = exp(p - q). Shapes: M targets of all datums, end to end.
+advantages, w the weights, r = exp(p - q). Shapes: M targets of some datums, end to end; a datum is never split.
+docs/algorithms.md has the formulas and their sources.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-LossFn = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, float]], Tensor]
+from tinsmith.rpc.errors import InvalidRequest
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+"""The loss_fn_inputs of one datum, without target_tokens."""
 
 
-def cross_entropy(p_M: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Term:
+    """The share of a batch's loss that some of its datums have."""
+
+    differentiable: Tensor
+    """float64 scalar on the logprobs' device. Its gradient is the loss's; its value need not be."""
+    value: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Sums over these datums, by the keys of the response."""
+
+
+class Objective(Protocol):
+    """What a batch is trained on."""
+
+    def evaluate(self, logprobs: Sequence[Tensor], inputs: Sequence[Arrays], config: Mapping[str, float]) -> Term:
+        """Logprobs and inputs of whole datums; the logprobs have the shapes of the datums' targets."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What a loss function sees."""
+
+    p_M: Tensor
+    arrays: Mapping[str, Tensor]
+    """[M] each."""
+    config: Mapping[str, float]
+    sizes: Sequence[int]
+    """Targets of each datum; M in all."""
+
+    @property
+    def ratio_M(self) -> Tensor:
+        return torch.exp(self.p_M - self.arrays["logprobs"])
+
+
+LossFn = Callable[[Targets], Tensor]
+
+
+def cross_entropy(x: Targets) -> Tensor:
     """-w p. Weights may be any real numbers: client-side custom losses send gradients in them."""
-    return -inputs["weights"] * p_M
+    return -x.arrays["weights"] * x.p_M
 
 
-def importance_sampling(p_M: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+def importance_sampling(x: Targets) -> Tensor:
     """-r A: REINFORCE, corrected for the gap between the sampling and the training policy."""
-    return -_ratio(p_M, inputs) * inputs["advantages"]
+    return -x.ratio_M * x.arrays["advantages"]
 
 
-def ppo(p_M: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+def ppo(x: Targets) -> Tensor:
     """-min(r A, clip(r) A); the thresholds bound the ratio itself (Schulman et al. 2017, arXiv:1707.06347)."""
-    ratio, advantages = _ratio(p_M, inputs), inputs["advantages"]
-    return -torch.minimum(ratio * advantages, _clip(ratio, config) * advantages)
+    return _pessimistic(x, x.ratio_M)
 
 
-def cispo(p_M: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+def gspo(x: Targets) -> Tensor:
+    """ppo with s_i = exp(mean over the mask of p - q) of the datum as every target's ratio.
+
+    It is the GSPO-token form (Zheng et al. 2025, arXiv:2507.18071): s has no gradient of its own, p of each target has.
+    """
+    mask_M = (x.arrays["sequence_ratio_mask"] != 0).to(x.p_M.dtype)
+    gap_M = (x.p_M.detach() - x.arrays["logprobs"]) * mask_M
+    sizes_D = torch.tensor(x.sizes, device=x.p_M.device)
+    totals_D, counts_D = (torch.segment_reduce(values_M, "sum", lengths=sizes_D) for values_M in (gap_M, mask_M))
+    ratio_M = torch.exp(totals_D / counts_D).repeat_interleave(sizes_D, output_size=x.p_M.shape[0])
+    return _pessimistic(x, ratio_M * torch.exp(x.p_M - x.p_M.detach()))
+
+
+def cispo(x: Targets) -> Tensor:
     """-stop_gradient(clip(r)) p A: every token keeps a gradient (MiniMax-M1, arXiv:2506.13585)."""
-    return -_clip(_ratio(p_M, inputs), config).detach() * p_M * inputs["advantages"]
+    return -_clip(x, x.ratio_M).detach() * x.p_M * x.arrays["advantages"]
 
 
-def dro(p_M: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+def dro(x: Targets) -> Tensor:
     """-(p A - beta/2 (p - q)^2): direct reward optimisation (Richemond et al. 2024, arXiv:2405.19107)."""
-    gap = p_M - inputs["logprobs"]
-    return -(p_M * inputs["advantages"] - 0.5 * config["beta"] * gap.square())
+    gap = x.p_M - x.arrays["logprobs"]
+    return -(x.p_M * x.arrays["advantages"] - 0.5 * x.config["beta"] * gap.square())
 
 
-def _ratio(p_M: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    return torch.exp(p_M - inputs["logprobs"])
+def stable_reinforce(x: Targets) -> Tensor:
+    """m (-stop_gradient(min(r, cap)) p A + kl/2 (p - q)^2): Tinsmith's own definition.
+
+    No exponential of p - q reaches the gradient: at a target it is at most cap |A| + kl |p - q|. REINFORCE with
+    truncated importance weights (Ionides 2008; Espeholt et al. 2018, arXiv:1802.01561), and the squared log-ratio whose
+    gradient on samples of the policy is that of KL(p || q) (Tang and Munos 2025, arXiv:2506.09477).
+    """
+    mask_M = (x.arrays["sampled_mask"] != 0).to(x.p_M.dtype)
+    weight_M = x.ratio_M.detach().clamp(max=x.config["ratio_cap"])
+    penalty_M = 0.5 * x.config["kl_coeff"] * (x.p_M - x.arrays["logprobs"]).square()
+    return mask_M * (penalty_M - weight_M * x.arrays["advantages"] * x.p_M)
 
 
-def _clip(ratio_M: Tensor, config: Mapping[str, float]) -> Tensor:
-    return ratio_M.clamp(config["clip_low_threshold"], config["clip_high_threshold"])
+def _pessimistic(x: Targets, ratio_M: Tensor) -> Tensor:
+    """The smaller of the clipped and the unclipped objective, negated."""
+    advantages = x.arrays["advantages"]
+    return -torch.minimum(ratio_M * advantages, _clip(x, ratio_M) * advantages)
+
+
+def _clip(x: Targets, ratio_M: Tensor) -> Tensor:
+    return ratio_M.clamp(x.arrays["clip_low_threshold"], x.arrays["clip_high_threshold"])
+
+
+# What the arrays of one datum must fulfil together. `where` names its loss_fn_inputs.
+
+Check = Callable[[Arrays, str], None]
+
+
+def _ordered_thresholds(arrays: Arrays, where: str) -> None:
+    low, high = arrays["clip_low_threshold"], arrays["clip_high_threshold"]
+    if (low > high).any():
+        n = int(np.argmax(low > high))
+        raise InvalidRequest(
+            f"{where}: clip_low_threshold[{n}] {low[n]} is above clip_high_threshold[{n}] {high[n]}; "
+            "both bound the ratio",
+            field="clip_low_threshold",
+        )
+
+
+def _sequence_ratio(arrays: Arrays, where: str) -> None:
+    _ordered_thresholds(arrays, where)
+    if not arrays["sequence_ratio_mask"].any():
+        raise InvalidRequest(
+            f"{where}['sequence_ratio_mask']: is zero everywhere; gspo needs a target to take the ratio from",
+            field="sequence_ratio_mask",
+        )
+
+
+def _only_sampled_targets(arrays: Arrays, where: str) -> None:
+    advantages = arrays["advantages"]
+    bad = (advantages != 0) & (arrays["sampled_mask"] == 0)
+    if bad.any():
+        n = int(np.argmax(bad))
+        raise InvalidRequest(
+            f"{where}['advantages'][{n}]: {advantages[n]} is at a target that was not sampled (sampled_mask is 0); "
+            "stable_reinforce trains sampled targets only",
+            field="advantages",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,23 +164,54 @@ class Loss:
     """A loss and what it takes."""
 
     fn: LossFn
-    inputs: tuple[str, ...]
+    required: tuple[str, ...] = ()
     """Arrays beside target_tokens, of the same shape."""
+    optional: tuple[str, ...] = ()
+    """More of them. An absent one is everywhere the setting of its name, or 1 when there is no such setting."""
     config: Mapping[str, float] = field(default_factory=dict)
     """Settings and their defaults."""
-    optional: tuple[str, ...] = ()
-    """Those of `inputs` that are all ones when absent."""
+    not_negative: tuple[str, ...] = ()
+    """Settings that must be 0 or more."""
     max_dims: int = 1
     """2 when a position may have several targets."""
+    check: Check | None = None
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        return self.required + self.optional
+
+    def evaluate(self, logprobs: Sequence[Tensor], inputs: Sequence[Arrays], config: Mapping[str, float]) -> Term:
+        p_M = torch.cat([piece.reshape(-1) for piece in logprobs])
+        arrays = {
+            name: torch.from_numpy(np.concatenate([datum[name].ravel() for datum in inputs])).to(p_M.device)
+            for name in self.arrays
+        }
+        loss_M = self.fn(Targets(p_M, arrays, config, [piece.numel() for piece in logprobs]))
+        # The sum is float64: a batch has many more tokens than float32 has digits.
+        total = loss_M.sum(dtype=torch.float64)
+        return Term(total, total.item())
 
 
+_POLICY = ("logprobs", "advantages")
 _CLIP = ("clip_low_threshold", "clip_high_threshold")
-_POLICY_INPUTS = ("logprobs", "advantages")
+
+
+def _clipped(fn: LossFn, low: float, high: float, *more: str, check: Check = _ordered_thresholds) -> Loss:
+    return Loss(fn, (*_POLICY, *more), _CLIP, dict(zip(_CLIP, (low, high), strict=True)), check=check)
+
 
 LOSS_FNS: Mapping[str, Loss] = {
-    "cross_entropy": Loss(cross_entropy, ("weights",), optional=("weights",), max_dims=2),
-    "importance_sampling": Loss(importance_sampling, _POLICY_INPUTS),
-    "ppo": Loss(ppo, _POLICY_INPUTS, dict(zip(_CLIP, (0.8, 1.2), strict=True))),
-    "cispo": Loss(cispo, _POLICY_INPUTS, dict(zip(_CLIP, (0.0, 4.0), strict=True))),
-    "dro": Loss(dro, _POLICY_INPUTS, {"beta": 0.05}),
+    "cross_entropy": Loss(cross_entropy, optional=("weights",), max_dims=2),
+    "importance_sampling": Loss(importance_sampling, _POLICY),
+    "ppo": _clipped(ppo, 0.8, 1.2),
+    "cispo": _clipped(cispo, 0.0, 4.0),
+    "dro": Loss(dro, _POLICY, config={"beta": 0.05}),
+    "gspo": _clipped(gspo, 0.8, 1.2, "sequence_ratio_mask", check=_sequence_ratio),
+    "stable_reinforce": Loss(
+        stable_reinforce,
+        (*_POLICY, "sampled_mask"),
+        config={"kl_coeff": 0.1, "ratio_cap": 2.0},
+        not_negative=("kl_coeff", "ratio_cap"),
+        check=_only_sampled_targets,
+    ),
 }

@@ -11,12 +11,13 @@ from tests.models import VOCAB_SIZE
 from tests.oracle import Oracle
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
-from tinsmith.rpc.errors import FailedPrecondition, InvalidRequest, Unsupported
+from tinsmith.rpc.errors import FailedPrecondition, InvalidRequest
+from tinsmith.rpc.tensors import from_numpy
 from tinsmith.v1 import types_pb2
 from trainer_service.batch import Batch, Output
 from trainer_service.engine import TrainingEngine
-from trainer_service.losses import LOSS_FNS
-from trainer_service.optimizers import AdamParams
+from trainer_service.losses import LOSS_FNS, Targets
+from trainer_service.optimizers import AdamParams, DimuonParams
 
 ADAM = AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, grad_clip_norm=0.0)
 LENGTHS = (9, 4, 4, 17)
@@ -80,6 +81,9 @@ def test_every_loss_and_gradient_equals_the_oracle(
             random_datum(n, seed, vocab_size=VOCAB_SIZE, policy=name != "cross_entropy")
             for seed, n in enumerate(LENGTHS)
         ]
+        for one in data:
+            for mask in {"sequence_ratio_mask", "sampled_mask"} & {*LOSS_FNS[name].required}:
+                one.loss_fn_inputs[mask].CopyFrom(from_numpy(np.ones(one.loss_fn_inputs["advantages"].shape[0], "f4")))
     ours = batch(engine, data, name)
     output = run(engine, "m", ours)
 
@@ -90,8 +94,8 @@ def test_every_loss_and_gradient_equals_the_oracle(
         total = torch.zeros(())
         for one in datums:
             p = oracle.logprobs(one.tokens_N.tolist(), torch.tensor(one.targets))
-            inputs = {key: torch.tensor(value).ravel() for key, value in one.inputs.items()}
-            total = total + loss_spec.fn(p.ravel(), inputs, ours.loss_config).sum()
+            arrays = {key: torch.tensor(value).ravel() for key, value in one.inputs.items()}
+            total = total + loss_spec.fn(Targets(p.ravel(), arrays, ours.loss_config, [p.numel()])).sum()
         return total
 
     theirs = loss().item()
@@ -248,5 +252,55 @@ def test_a_captured_state_does_not_move_with_the_model(engine: TrainingEngine) -
 
 
 def test_an_unknown_optimizer_is_refused(engine: TrainingEngine) -> None:
-    with pytest.raises(Unsupported, match="'dimuon'"):
-        engine.create_model("m", AdapterConfig(rank=4), "dimuon")
+    with pytest.raises(InvalidRequest, match="optimizer: 'sgd' is not one of adamw, dimuon"):
+        engine.create_model("m", AdapterConfig(rank=4), "sgd")
+
+
+DIMUON = DimuonParams(learning_rate=1e-2, beta1=0.9, grad_clip_norm=0.0)
+
+
+def test_models_of_both_optimizers_train_in_one_engine_and_refuse_each_others_parameters(
+    engine: TrainingEngine,
+) -> None:
+    steps = {"adam": ADAM, "dimuon": DIMUON}
+    for model_id, params in steps.items():
+        engine.create_model(model_id, AdapterConfig(rank=4, seed=1), params.kind)
+    works = [
+        (model_id, batch(engine, [random_datum(n, n, vocab_size=VOCAB_SIZE, positive=True) for n in LENGTHS]))
+        for model_id in steps
+    ]
+    losses = {model_id: [] for model_id in steps}
+    for _ in range(6):
+        for (model_id, _), output in zip(works, engine.forward_backward(works), strict=True):
+            assert isinstance(output, Output)
+            losses[model_id].append(output.metrics["loss:sum"])
+            assert engine.optim_step(model_id, steps[model_id])["grad_norm:mean"] > 0
+    for model_id, values in losses.items():
+        assert values[-1] < 0.9 * values[0], model_id
+    for model_id, other in (("adam", DIMUON), ("dimuon", ADAM)):
+        run(engine, model_id, works[0][1])
+        mine = steps[model_id].kind
+        with pytest.raises(InvalidRequest, match=f"are for optimizer '{other.kind}', but .* optimizer '{mine}'"):
+            engine.optim_step(model_id, other)
+        assert gradient(engine, model_id).any()
+
+
+def test_a_restored_dimuon_continues_as_the_first_would_have_and_is_not_loaded_into_adamw(
+    engine: TrainingEngine,
+) -> None:
+    data = [random_datum(7, 0, vocab_size=VOCAB_SIZE)]
+    engine.create_model("m", AdapterConfig(rank=4, seed=1), "dimuon")
+    for _ in range(2):
+        run(engine, "m", batch(engine, data))
+        engine.optim_step("m", DIMUON)
+    state = engine.capture("m", with_optimizer=True)
+    engine.create_model("copy", AdapterConfig(rank=4), "dimuon")
+    engine.restore("copy", state, with_optimizer=True)
+    for model_id in ("m", "copy"):
+        run(engine, model_id, batch(engine, data))
+        engine.optim_step(model_id, DIMUON)
+    assert torch.equal(engine._models["m"].adapter.flat, engine._models["copy"].adapter.flat)
+    engine.create_model("adam", AdapterConfig(rank=4), "adamw")
+    with pytest.raises(InvalidRequest, match="the checkpoint's optimizer is 'dimuon', the model's 'adamw'"):
+        engine.restore("adam", state, with_optimizer=True)
+    engine.restore("adam", state, with_optimizer=False)

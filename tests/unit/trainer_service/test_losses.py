@@ -1,8 +1,9 @@
 """Each loss against its formula, gradient derived by hand."""
 
+import pytest
 import torch
 
-from trainer_service.losses import LOSS_FNS
+from trainer_service.losses import LOSS_FNS, Targets
 
 P = torch.tensor([-1.0, -2.0, -0.5, -3.0], requires_grad=True)
 Q = torch.tensor([-1.0, -1.0, -1.5, -3.2])
@@ -10,9 +11,17 @@ A = torch.tensor([1.0, -2.0, 0.5, 3.0])
 RATIO = torch.exp(P.detach() - Q)  # 1, 0.37, 2.72, 1.22
 
 
-def gradient(name: str, inputs: dict[str, torch.Tensor], **config: float) -> torch.Tensor:
+def evaluated(name: str, inputs: dict[str, torch.Tensor], config: dict[str, float], sizes: list[int]) -> torch.Tensor:
     loss = LOSS_FNS[name]
-    return torch.autograd.grad(loss.fn(P, inputs, {**loss.config, **config}).sum(), P)[0]
+    settings = {**loss.config, **config}
+    arrays = {key: torch.full_like(P, settings.get(key, 1.0)) for key in loss.optional} | inputs
+    return loss.fn(Targets(P, arrays, settings, sizes))
+
+
+def gradient(
+    name: str, inputs: dict[str, torch.Tensor], sizes: tuple[int, ...] = (4,), **config: float
+) -> torch.Tensor:
+    return torch.autograd.grad(evaluated(name, inputs, config, list(sizes)).sum(), P)[0]
 
 
 def test_cross_entropy_gradient_is_minus_the_weights() -> None:
@@ -46,3 +55,63 @@ def test_cispo_keeps_a_gradient_for_clipped_tokens() -> None:
 def test_dro_pulls_towards_the_sampling_policy() -> None:
     expected = -(A - 0.1 * (P.detach() - Q))
     torch.testing.assert_close(gradient("dro", {"logprobs": Q, "advantages": A}, beta=0.1), expected)
+
+
+THRESHOLDS = {"clip_low_threshold": torch.tensor([0.8, 0.1, 0.8, 0.8]), "clip_high_threshold": torch.full((4,), 3.0)}
+
+
+@pytest.mark.parametrize("name", ["ppo", "cispo"])
+def test_thresholds_of_a_target_replace_the_setting_there(name: str) -> None:
+    got = gradient(name, {"logprobs": Q, "advantages": A, **THRESHOLDS})
+    wide = gradient(name, {"logprobs": Q, "advantages": A}, clip_low_threshold=0.1, clip_high_threshold=3.0)
+    torch.testing.assert_close(got, wide)
+    # The same thresholds everywhere are the setting, bit for bit.
+    same = {key: torch.full((4,), value) for key, value in LOSS_FNS[name].config.items()}
+    given = gradient(name, {"logprobs": Q, "advantages": A, **same})
+    assert torch.equal(given, gradient(name, {"logprobs": Q, "advantages": A}))
+
+
+def gspo_by_hand(p: torch.Tensor, q: torch.Tensor, a: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """One datum, word for word from tinker-api.md 6.7."""
+    m = (mask != 0).float()
+    s = torch.exp((m * (p - q)).sum() / m.sum())
+    rho = s.detach() * p.exp() / p.exp().detach()
+    return -torch.minimum(rho * a, rho.clamp(0.8, 1.2) * a).sum()
+
+
+def test_gspo_takes_the_ratio_of_each_datum_from_its_masked_targets() -> None:
+    inputs = {"logprobs": Q, "advantages": A, "sequence_ratio_mask": torch.tensor([1.0, 0.0, 0.0, 2.0])}
+    for sizes in ((4,), (1, 3), (3, 1)):
+        p = P.detach().clone().requires_grad_(True)
+        parts = zip(*(t.split(sizes) for t in (p, Q, A, inputs["sequence_ratio_mask"])), strict=True)
+        expected = sum((gspo_by_hand(*part) for part in parts), torch.zeros(()))
+        total = evaluated("gspo", inputs, {}, list(sizes)).sum()
+        torch.testing.assert_close(total, expected)
+        torch.testing.assert_close(gradient("gspo", inputs, sizes), torch.autograd.grad(expected, p)[0])
+
+
+def test_gspo_clips_a_whole_datum_and_honours_thresholds_of_a_target() -> None:
+    inputs = {"logprobs": P.detach() - 1, "advantages": A.abs(), "sequence_ratio_mask": torch.ones(4)}  # s = e
+    assert not gradient("gspo", inputs).any()
+    wide = {"clip_high_threshold": torch.tensor([1.2, 3.0, 1.2, 3.0])}
+    expected = torch.where(wide["clip_high_threshold"] > 2, -torch.e * A.abs(), 0.0)
+    torch.testing.assert_close(gradient("gspo", {**inputs, **wide}), expected)
+
+
+def test_stable_reinforce_truncates_the_weight_and_pulls_towards_the_sampler() -> None:
+    inputs = {"logprobs": Q, "advantages": A, "sampled_mask": torch.tensor([1.0, 1.0, 1.0, 0.0])}
+    expected = -RATIO.clamp(max=2.0) * A + 0.3 * (P.detach() - Q)
+    expected[3] = 0  # not sampled
+    torch.testing.assert_close(gradient("stable_reinforce", inputs, kl_coeff=0.3), expected)
+
+
+def test_stable_reinforce_on_policy_is_reinforce() -> None:
+    inputs = {"logprobs": P.detach(), "advantages": A, "sampled_mask": torch.ones(4)}
+    torch.testing.assert_close(gradient("stable_reinforce", inputs), -A)
+
+
+def test_stable_reinforce_has_no_exponential_in_its_gradient() -> None:
+    far = {"logprobs": torch.full((4,), -200.0), "advantages": A, "sampled_mask": torch.ones(4)}
+    assert gradient("importance_sampling", far).isinf().all()
+    bound = 2.0 * A.abs() + 0.1 * (P.detach() + 200)
+    assert (gradient("stable_reinforce", far, kl_coeff=0.1).abs() <= bound).all()

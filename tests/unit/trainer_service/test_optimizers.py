@@ -5,7 +5,8 @@ import torch
 
 from tinsmith.rpc.errors import InvalidRequest
 from tinsmith.v1 import trainer_pb2
-from trainer_service.optimizers import AdamParams, AdamW, clip_gradient
+from trainer_service.newton_schulz import orthogonalize
+from trainer_service.optimizers import AdamParams, AdamW, Dimuon, DimuonParams, clip_gradient, params_from_proto
 
 
 def params(**fields: float) -> AdamParams:
@@ -95,3 +96,92 @@ def test_clip_scales_to_the_limit_and_reports_the_norm_before() -> None:
 def test_a_field_out_of_range_is_named(field: str, value: float) -> None:
     with pytest.raises(InvalidRequest, match=rf"adam_params\.{field}: {value}"):
         params(**{field: value})
+
+
+SHAPES = ((4, 10), (12, 4), (4, 4), (4, 12), (3, 4))
+"""A and B matrices of rank 4; the last is narrower than the rank."""
+
+
+def dimuon_params(**fields: float) -> DimuonParams:
+    return DimuonParams.from_proto(trainer_pb2.DimuonParams(**{"learning_rate": 0.1, "beta1": 0.9, **fields}))
+
+
+def matrices(flat: torch.Tensor) -> list[torch.Tensor]:
+    return [part.view(s) for part, s in zip(flat.split([math.prod(s) for s in SHAPES]), SHAPES, strict=True)]
+
+
+@pytest.fixture
+def flat() -> torch.Tensor:
+    torch.manual_seed(0)
+    return torch.randn(sum(math.prod(shape) for shape in SHAPES))
+
+
+def test_orthogonalize_gives_the_polar_factor() -> None:
+    torch.manual_seed(0)
+    for n in (4, 9, 200):
+        matrix = torch.randn(3, 4, n)
+        u, _, vt = torch.linalg.svd(matrix, full_matrices=False)
+        for scale in (1.0, 1e-25, 1e25):
+            torch.testing.assert_close(orthogonalize(scale * matrix), u @ vt, atol=1e-3, rtol=0)
+
+
+def test_orthogonalize_keeps_the_null_space_and_lifts_small_singular_values() -> None:
+    u, v = (torch.linalg.qr(torch.randn(n, 4, generator=torch.Generator().manual_seed(n))).Q for n in (4, 50))
+    out = u.mT @ orthogonalize((u * torch.tensor([1.0, 0.1, 1e-2, 0.0])) @ v.mT[None])[0] @ v
+    torch.testing.assert_close(out, torch.diag(torch.tensor([1.0, 1.0, 1.0, 0.0])), atol=1e-3, rtol=0)
+    assert not orthogonalize(torch.zeros(1, 4, 5)).any()
+
+
+def test_dimuon_moves_each_matrix_by_an_orthogonal_update_of_norm_sqrt_rank(flat: torch.Tensor) -> None:
+    before, gradient = flat.clone(), torch.randn_like(flat)
+    dimuon = Dimuon(flat, SHAPES, rank=4)
+    dimuon.step(flat, gradient, dimuon_params())
+    for moved, grad in zip(matrices((before - flat) / 0.1), matrices(gradient), strict=True):
+        torch.testing.assert_close(moved.norm(), torch.tensor(2.0), atol=1e-4, rtol=0)
+        u, _, vt = torch.linalg.svd(grad, full_matrices=False)
+        torch.testing.assert_close(moved, u @ vt * 2.0 / math.sqrt(min(grad.shape)), atol=5e-3, rtol=0)
+
+
+def test_dimuon_averages_gradients_and_has_no_weight_decay(flat: torch.Tensor) -> None:
+    first, second = torch.randn_like(flat), torch.randn_like(flat)
+    dimuon = Dimuon(flat, SHAPES, rank=4)
+    dimuon.step(flat, first, dimuon_params(beta1=0.9))
+    dimuon.step(flat, second, dimuon_params(beta1=0.5))
+    torch.testing.assert_close(dimuon.momentum, 0.5 * (0.1 * first) + 0.5 * second)
+    before = flat.clone()
+    Dimuon(flat, SHAPES, rank=4).step(flat, torch.zeros_like(flat), dimuon_params(learning_rate=1.0))
+    assert torch.equal(flat, before)
+
+
+def test_dimuon_does_not_depend_on_the_scale_of_the_gradient_or_on_its_neighbours(flat: torch.Tensor) -> None:
+    gradient, other = torch.randn_like(flat), flat.clone()
+    Dimuon(flat, SHAPES, rank=4).step(flat, gradient, dimuon_params())
+    scaled = torch.cat([gradient[:40] * 1e-12, torch.zeros(flat.numel() - 40)])
+    Dimuon(other, SHAPES, rank=4).step(other, scaled, dimuon_params())
+    torch.testing.assert_close(other[:40], flat[:40], atol=1e-5, rtol=0)
+
+
+def test_dimuon_state_continues_where_it_was_taken(flat: torch.Tensor) -> None:
+    dimuon = Dimuon(flat, SHAPES, rank=4)
+    dimuon.step(flat, torch.randn_like(flat), dimuon_params())
+    copy, other = flat.clone(), Dimuon(flat, SHAPES, rank=4)
+    state = dimuon.state()
+    assert set(state) == {"momentum"}
+    other.load(state)
+    gradient = torch.randn_like(flat)
+    dimuon.step(flat, gradient, dimuon_params())
+    other.step(copy, gradient, dimuon_params())
+    assert torch.equal(flat, copy)
+
+
+@pytest.mark.parametrize(("field", "value"), [("learning_rate", -1.0), ("beta1", 1.0), ("grad_clip_norm", math.inf)])
+def test_a_dimuon_field_out_of_range_is_named(field: str, value: float) -> None:
+    with pytest.raises(InvalidRequest, match=rf"dimuon_params\.{field}: {value} is outside"):
+        dimuon_params(**{field: value})
+
+
+def test_a_step_needs_parameters() -> None:
+    request = trainer_pb2.OptimStepRequest(dimuon_params=trainer_pb2.DimuonParams(learning_rate=0.5, beta1=0.1))
+    assert params_from_proto(request) == DimuonParams(0.5, 0.1, 0.0)
+    with pytest.raises(InvalidRequest, match="params: missing"):
+        params_from_proto(trainer_pb2.OptimStepRequest())
