@@ -10,6 +10,7 @@ from sampler_service.config import SamplerConfig
 from sampler_service.engine import EngineSlot
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.servicer import SamplerServicer
+from sampler_service.tokenizer import TokenizerSlot
 from sampler_service.torch_engine import TorchEngine
 from sampler_service.weight_sync import WeightSyncServicer
 from tinsmith.modeling.base_model import UnsupportedModel
@@ -29,7 +30,13 @@ def make_server(config: SamplerConfig, slot: EngineSlot, metrics: SamplerMetrics
     files = [sampler_pb2.DESCRIPTOR, weight_sync_pb2.DESCRIPTOR]
     server = Server(config.listen, files, api_keys=config.accepted_keys)
     sampler_pb2_grpc.add_SamplerServiceServicer_to_server(
-        SamplerServicer(slot, model_names=config.model_names, max_lora_rank=config.max_lora_rank), server.grpc
+        SamplerServicer(
+            slot,
+            TokenizerSlot(config.base_model),
+            model_names=config.model_names,
+            max_lora_rank=config.max_lora_rank,
+        ),
+        server.grpc,
     )
     weight_sync_pb2_grpc.add_WeightSyncServiceServicer_to_server(
         WeightSyncServicer(

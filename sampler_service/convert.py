@@ -8,7 +8,9 @@ from sampler_service.engine import (
     AltTokens,
     Delta,
     Floats,
+    Ints,
     Params,
+    QueueStatus,
     Request,
     Result,
     SampledSequence,
@@ -16,6 +18,7 @@ from sampler_service.engine import (
     Targets,
     TopkTable,
 )
+from sampler_service.tokenizer import Chat
 from tinsmith.rpc.errors import InvalidRequest
 from tinsmith.rpc.tensors import from_numpy, text_tokens, to_numpy
 from tinsmith.v1 import sampler_pb2 as pb
@@ -89,6 +92,30 @@ def response_to_proto(result: Result, request: pb.SampleRequest) -> pb.SampleRes
         else _scores(prompt.targets_M, request.target_prompt_logprobs),
         prompt_alt_tokens=None if prompt.alt_tokens is None else _alternatives(prompt.alt_tokens),
     )
+
+
+def status_to_proto(status: QueueStatus) -> types.QueueStatus:
+    return types.QueueStatus(
+        running=status.running,
+        position=status.position,
+        tokens_ahead=status.tokens_ahead,
+        expected_seconds=status.expected_seconds,
+        reason=status.reason,
+    )
+
+
+def chat_from_proto(chat: pb.Chat) -> Chat:
+    return Chat(
+        messages=chat.messages,
+        tools=chat.tools,
+        add_generation_prompt=chat.add_generation_prompt,
+        continue_final_message=chat.continue_final_message,
+        template_kwargs=chat.template_kwargs,
+    )
+
+
+def tokens_to_proto(tokens: Ints) -> pb.TokenizeResponse:
+    return pb.TokenizeResponse(tokens=tokens.astype(_INT32).tobytes())
 
 
 def delta_to_proto(delta: Delta) -> pb.SampleDelta:

@@ -6,7 +6,7 @@ Shapes: P prompt tokens, L tokens of a sequence, k columns of a table, M named c
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -210,6 +210,11 @@ class SamplingEngine(Protocol):
 
     @property
     def max_context_length(self) -> int: ...
+
+    @property
+    def eos_token_ids(self) -> Collection[int]:
+        """Tokens that end a sequence when the request has no stop of its own."""
+        ...
 
     @property
     def targets(self) -> Sequence[Target]:

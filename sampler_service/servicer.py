@@ -5,14 +5,17 @@ from __future__ import annotations
 import bisect
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
 import grpc.aio
 
 from sampler_service import convert
-from sampler_service.engine import EngineSlot, VersionInfo
-from tinsmith.rpc.errors import InvalidRequest
+from sampler_service.engine import EngineSlot, Generation, VersionInfo
+from sampler_service.tokenizer import ChatTokenizer, TokenizerSlot
+from tinsmith.rpc import logs
+from tinsmith.rpc.errors import InvalidRequest, NotFound
 from tinsmith.v1 import sampler_pb2 as pb
 from tinsmith.v1 import sampler_pb2_grpc
 
@@ -22,8 +25,11 @@ DEFAULT_PAGE_SIZE = 1000
 
 
 class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
-    def __init__(self, slot: EngineSlot, *, model_names: Sequence[str], max_lora_rank: int) -> None:
+    def __init__(
+        self, slot: EngineSlot, tokenizer: TokenizerSlot, *, model_names: Sequence[str], max_lora_rank: int
+    ) -> None:
         self.slot = slot
+        self.tokenizer = tokenizer
         self.model_names = model_names
         self.max_lora_rank = max_lora_rank
         self.boot_id = uuid4().hex
@@ -40,18 +46,55 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
         )
 
     async def Sample(self, request: pb.SampleRequest, context: Context) -> pb.SampleResponse:
-        generation = await self.slot.get().submit(convert.request_from_proto(request))
+        generation = await self._submit(request, stream=False)
         return convert.response_to_proto(await generation.result(), request)
 
     async def StreamSample(
         self, request: pb.StreamSampleRequest, context: Context
     ) -> AsyncIterator[pb.StreamSampleResponse]:
-        generation = await self.slot.get().submit(convert.request_from_proto(request.request), stream=True)
+        generation = await self._submit(request.request, stream=True)
         async with aclosing(generation.deltas()) as deltas:
             async for delta in deltas:
                 yield pb.StreamSampleResponse(delta=convert.delta_to_proto(delta))
         result = await generation.result()
         yield pb.StreamSampleResponse(result=convert.response_to_proto(result, request.request))
+
+    async def DescribeRequest(self, request: pb.DescribeRequestRequest, context: Context) -> pb.DescribeRequestResponse:
+        if not request.request_id:
+            raise InvalidRequest("request_id: is empty; it is the x-request-id of a call", field="request_id")
+        status = self.slot.get().describe(request.request_id)
+        if status is None:
+            raise NotFound(
+                f"no Sample or StreamSample with the x-request-id {request.request_id!r} waits or runs here",
+                request_id=request.request_id,
+            )
+        return pb.DescribeRequestResponse(status=convert.status_to_proto(status))
+
+    async def GetTokenizer(self, request: pb.GetTokenizerRequest, context: Context) -> pb.GetTokenizerResponse:
+        eos_token_ids = sorted(self.slot.get().eos_token_ids)
+        return await self.tokenizer.run(
+            lambda tokenizer: pb.GetTokenizerResponse(
+                tokenizer_json=tokenizer.to_json(),
+                has_chat_template=tokenizer.has_chat_template,
+                eos_token_ids=eos_token_ids,
+            )
+        )
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        special = request.add_special_tokens
+        match request.WhichOneof("input"):
+            case "text":
+                work = partial(ChatTokenizer.tokens, text=request.text, add_special_tokens=special)
+            case "chat" if special:
+                raise InvalidRequest(
+                    "add_special_tokens: is for text; a chat has the special tokens of its template",
+                    field="add_special_tokens",
+                )
+            case "chat":
+                work = partial(ChatTokenizer.chat_tokens, chat=convert.chat_from_proto(request.chat))
+            case _:
+                raise InvalidRequest("input: needs a text or a chat", field="input")
+        return convert.tokens_to_proto(await self.tokenizer.run(work))
 
     async def ListVersions(self, request: pb.ListVersionsRequest, context: Context) -> pb.ListVersionsResponse:
         if request.page_size < 0:
@@ -69,6 +112,11 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
     async def RemoveVersion(self, request: pb.RemoveVersionRequest, context: Context) -> pb.RemoveVersionResponse:
         self.slot.get().remove(request.version_id)
         return pb.RemoveVersionResponse()
+
+    async def _submit(self, request: pb.SampleRequest, *, stream: bool) -> Generation:
+        return await self.slot.get().submit(
+            convert.request_from_proto(request), stream=stream, request_id=logs.request_id.get()
+        )
 
 
 def _version(version: VersionInfo) -> pb.VersionInfo:

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from transformers import AutoTokenizer
-
+from sampler_service.tokenizer import load_tokenizer
 from tinsmith.rpc.errors import Unsupported
 
 Decode = Callable[[Sequence[int]], str]
@@ -42,19 +41,12 @@ class StopRule:
 
 def load_decode(path: str) -> Decode:
     """The tokenizer's decoder, special tokens included. Raises Unsupported when the model has none that is fast."""
-    missing = f"sampling_params.stop: stop strings need a tokenizer, and {path!r} has none; use stop token ids"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise Unsupported(f"{missing} ({error})") from error
-    if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers makes up an empty one where there are no files
-        raise Unsupported(missing)
-    if not tokenizer.is_fast:
+        backend = cast(Any, load_tokenizer(path)).backend_tokenizer
+    except Unsupported as error:
         raise Unsupported(
-            f"sampling_params.stop: stop strings need a tokenizer of the tokenizers library, and that of {path!r} is "
-            "another; use stop token ids"
-        )
-    backend = cast(Any, tokenizer).backend_tokenizer
+            f"sampling_params.stop: stop strings need a tokenizer, and {error}; use stop token ids"
+        ) from error
 
     def decode(tokens: Sequence[int]) -> str:
         return backend.decode(list(tokens), skip_special_tokens=False)

@@ -57,7 +57,7 @@ class TorchEngine:
         self._config = config
         self._batcher = batcher
         self._store = AdapterStore(max_bytes=config.adapter_memory_bytes, on_gone=self._forget)
-        self._eos = _eos_token_ids(base)
+        self.eos_token_ids = _eos_token_ids(base)
         self._decode: Decode | None = None
         self._loop = asyncio.get_running_loop()
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -163,7 +163,7 @@ class TorchEngine:
 
     async def _stop_rule(self, stop: StopCondition | None) -> StopRule:
         if stop is None:
-            return StopRule(self._eos)
+            return StopRule(self.eos_token_ids)
         token_ids = frozenset(stop.token_ids)
         if not stop.strings:
             return StopRule(token_ids)

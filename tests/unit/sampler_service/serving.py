@@ -19,6 +19,8 @@ from sampler_service.engine import Params, Request, Result, StopCondition
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.torch_engine import TorchEngine
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, Target
+from tinsmith.v1 import sampler_pb2 as pb
+from tinsmith.v1 import types_pb2 as types
 
 NO_STOP = StopCondition()
 
@@ -73,3 +75,20 @@ async def until(true: Callable[[], bool]) -> None:
     """Waits for what is known by metrics only."""
     while not true():  # noqa: ASYNC110
         await asyncio.sleep(0.01)
+
+
+def sample(tokens: Any, *, stop: pb.StopCondition | None = None, **fields: Any) -> pb.SampleRequest:
+    params = {name: fields.pop(name) for name in list(fields) if name in pb.SamplingParams.DESCRIPTOR.fields_by_name}
+    return pb.SampleRequest(
+        prompt=[types.Chunk(encoded_text=types.EncodedText(tokens=np.asarray(tokens, "<i4").tobytes()))],
+        sampling_params=pb.SamplingParams(stop=pb.StopCondition() if stop is None else stop, **params),
+        **{"num_samples": 1, **fields},
+    )
+
+
+def ints(data: bytes) -> list[int]:
+    return np.frombuffer(data, "<i4").tolist()
+
+
+def floats(data: bytes) -> np.ndarray:
+    return np.frombuffer(data, "<f4")

@@ -4,65 +4,36 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
 import numpy as np
 import pytest
-import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
 from sampler_service.__main__ import make_server, serve
 from sampler_service.config import SamplerConfig
 from sampler_service.engine import EngineSlot
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.torch_engine import TorchEngine
-from tests.unit.sampler_service.serving import make_adapter, metric, plain_logits, prompt, serving, until
+from tests.unit.sampler_service.conftest import Service
+from tests.unit.sampler_service.serving import (
+    floats,
+    ints,
+    make_adapter,
+    metric,
+    plain_logits,
+    prompt,
+    sample,
+    serving,
+    until,
+)
 from tinsmith.rpc.channel import connect, is_serving, wait_serving
 from tinsmith.rpc.errors import InvalidRequest, NotReady, ServiceError, VersionNotLoaded, from_rpc_error
 from tinsmith.rpc.tensors import from_numpy, to_numpy
 from tinsmith.v1 import sampler_pb2 as pb
 from tinsmith.v1 import sampler_pb2_grpc
 from tinsmith.v1 import types_pb2 as types
-
-
-class Service:
-    def __init__(self, engine: TorchEngine, port: int, channel: grpc.aio.Channel) -> None:
-        self.engine = engine
-        self.port = port
-        self.stub = sampler_pb2_grpc.SamplerServiceStub(channel)
-
-
-@pytest_asyncio.fixture
-async def service(text_model_folder: Path) -> AsyncIterator[Service]:
-    async with serving(text_model_folder, max_lora_rank=16) as engine:
-        config = SamplerConfig(
-            base_model=str(text_model_folder), model_names=("one", "two"), listen="127.0.0.1:0", max_lora_rank=16
-        )
-        server = make_server(config, EngineSlot(engine), engine.metrics)
-        await server.start()
-        async with connect(f"127.0.0.1:{server.port}") as channel:
-            yield Service(engine, server.port, channel)
-        await server.stop(0)
-
-
-def sample(tokens: Any, *, stop: pb.StopCondition | None = None, **fields: Any) -> pb.SampleRequest:
-    params = {name: fields.pop(name) for name in list(fields) if name in pb.SamplingParams.DESCRIPTOR.fields_by_name}
-    return pb.SampleRequest(
-        prompt=[types.Chunk(encoded_text=types.EncodedText(tokens=np.asarray(tokens, "<i4").tobytes()))],
-        sampling_params=pb.SamplingParams(stop=pb.StopCondition() if stop is None else stop, **params),
-        **{"num_samples": 1, **fields},
-    )
-
-
-def ints(data: bytes) -> list[int]:
-    return np.frombuffer(data, "<i4").tolist()
-
-
-def floats(data: bytes) -> np.ndarray:
-    return np.frombuffer(data, "<f4")
 
 
 async def test_info(service: Service) -> None:

@@ -1,0 +1,184 @@
+"""The base model's tokenizer and its chat template, for clients that speak text."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import numpy as np
+from jinja2 import Environment, nodes
+from jinja2.ext import Extension
+from jinja2.meta import find_undeclared_variables
+from jinja2.parser import Parser
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from sampler_service.engine import Ints
+from sampler_service.threads import in_thread
+from tinsmith.rpc.errors import FailedPrecondition, InvalidRequest, Unsupported
+
+T = TypeVar("T")
+
+MAX_TEXT_BYTES = 4 * 1024 * 1024
+"""Longest text, and longest rendered chat: some seconds of one core."""
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """Raises Unsupported when the model has none, or one that is not of the tokenizers library."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise Unsupported(f"the model {path!r} has no tokenizer ({error})") from error
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers makes up an empty one where there are no files
+        raise Unsupported(f"the model {path!r} has no tokenizer")
+    if not tokenizer.is_fast:
+        raise Unsupported(f"the tokenizer of {path!r} is not one of the tokenizers library")
+    return tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation, in JSON; empty means absent."""
+
+    messages: str
+    tools: str = ""
+    add_generation_prompt: bool = False
+    continue_final_message: bool = False
+    template_kwargs: str = ""
+
+
+class ChatTokenizer:
+    """Blocking; see TokenizerSlot."""
+
+    def __init__(self, path: str) -> None:
+        """Raises Unsupported."""
+        self._path = path
+        self._tokenizer = load_tokenizer(path)
+        self._backend: Tokenizer = cast(Any, self._tokenizer).backend_tokenizer
+        # Settings that a tokenizer.json may bring along: a prompt that is cut or filled up is another prompt.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._tokenizer.chat_template)
+
+    def to_json(self) -> str:
+        return self._backend.to_str()
+
+    def tokens(self, text: str, *, add_special_tokens: bool, field: str = "text") -> Ints:
+        try:
+            size = len(text.encode())
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(f"{field}: is no text ({error})", field=field) from error
+        if size > MAX_TEXT_BYTES:
+            raise InvalidRequest(f"{field}: {size} bytes of text are above the limit of {MAX_TEXT_BYTES}", field=field)
+        return np.array(self._backend.encode(text, add_special_tokens=add_special_tokens).ids, np.int32)
+
+    def chat_tokens(self, chat: Chat) -> Ints:
+        """Raises FailedPrecondition without a template, InvalidRequest for what it cannot render."""
+        if not self.has_chat_template:
+            raise FailedPrecondition(f"the model {self._path!r} has no chat template; send text or tokens")
+        messages = _objects(chat.messages, "messages")
+        tools: Any = _objects(chat.tools or "[]", "tools") or None
+        if not messages:
+            raise InvalidRequest("messages: is empty; a chat has at least one message", field="messages")
+        kwargs = _object(chat.template_kwargs or "{}", "template_kwargs")
+        self._check_variables(tools, kwargs)
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                add_generation_prompt=chat.add_generation_prompt,
+                continue_final_message=chat.continue_final_message,
+                tokenize=False,
+                **kwargs,
+            )
+        except Exception as error:  # a template is a program, and what it raises is its answer to these messages
+            raise InvalidRequest(
+                f"messages: the model's chat template does not render them: {error or type(error).__name__}",
+                field="messages",
+            ) from error
+        return self.tokens(cast(str, text), add_special_tokens=False, field="messages")
+
+    def _check_variables(self, tools: Any, kwargs: dict[str, Any]) -> None:
+        """Refuses what the template would drop without a word."""
+        template = self._tokenizer.get_chat_template(tools=tools)
+        variables = find_undeclared_variables(_PARSER.parse(template))
+        if tools and "tools" not in variables:
+            raise InvalidRequest("tools: the model's chat template has no place for them", field="tools")
+        for name in kwargs:
+            if name in _OWN_FIELDS or name not in variables:
+                known = sorted(variables - _OWN_FIELDS)
+                raise InvalidRequest(
+                    f"template_kwargs: {name!r} is not a variable of the model's chat template; it has {known}",
+                    field="template_kwargs",
+                )
+
+
+class TokenizerSlot:
+    """The tokenizer beside the event loop: loaded at its first use, and busy with one text at a time, so that texts do
+    not take the compute thread's cores."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._tokenizer: ChatTokenizer | None = None
+        self._lock = asyncio.Lock()
+
+    async def run(self, work: Callable[[ChatTokenizer], T]) -> T:
+        """Raises Unsupported when the model has no tokenizer, and what `work` raises."""
+        async with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = await in_thread(lambda: ChatTokenizer(self._path))
+            tokenizer = self._tokenizer
+            return await in_thread(lambda: work(tokenizer))
+
+
+class _Generation(Extension):
+    """The block by which templates of transformers mark the assistant's part; it prints what is in it."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+# Only parses, to find the names of variables.
+_PARSER = Environment(extensions=["jinja2.ext.loopcontrols", _Generation])  # noqa: S701
+
+_OWN_FIELDS = {
+    *("messages", "raise_exception", "strftime_now"),
+    *(set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"documents"}),
+}
+"""Not for template_kwargs: fields of the request, functions, and arguments of transformers that would be taken for its
+own."""
+
+
+def _load(text: str, field: str) -> Any:
+    if len(text) > MAX_TEXT_BYTES:
+        raise InvalidRequest(
+            f"{field}: {len(text)} characters of JSON are above the limit of {MAX_TEXT_BYTES}", field=field
+        )
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{field}: is not JSON ({error})", field=field) from error
+
+
+def _objects(text: str, field: str) -> list[dict[str, Any]]:
+    value = _load(text, field)
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        raise InvalidRequest(f"{field}: is not a JSON list of objects", field=field)
+    return value
+
+
+def _object(text: str, field: str) -> dict[str, Any]:
+    value = _load(text, field)
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{field}: is not a JSON object", field=field)
+    return value

@@ -1,0 +1,126 @@
+"""What a request waits for, and text, over real gRPC."""
+
+import asyncio
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+
+from tests.unit.sampler_service.conftest import Service
+from tests.unit.sampler_service.serving import ints, make_adapter, metric, prompt, sample, until
+from tinsmith.rpc.errors import InvalidRequest, NotFound, from_rpc_error
+from tinsmith.v1 import sampler_pb2 as pb
+from tinsmith.v1 import types_pb2 as types
+
+
+def begin(service: Service, request_id: str, **fields: Any) -> Any:
+    asked = sample(prompt(6, vocab_size=200), **{"max_tokens": 240, **fields})
+    return service.stub.Sample(asked, metadata=[("x-request-id", request_id)])
+
+
+async def describe(service: Service, request_id: str) -> types.QueueStatus:
+    return (await service.stub.DescribeRequest(pb.DescribeRequestRequest(request_id=request_id))).status
+
+
+@pytest.mark.parametrize("settings", [{"max_running": 3}], indirect=True)
+async def test_a_request_says_what_it_waits_for_and_how_far_it_is(service: Service) -> None:
+    engine = service.engine
+    calls = [begin(service, "first", num_samples=3)]
+    await until(lambda: metric(engine, "running_sequences") == 3 and metric(engine, "step_seconds_count") > 20)
+    calls += [begin(service, "second", num_samples=2), begin(service, "third", max_tokens=10)]
+    await until(lambda: metric(engine, "waiting_requests") == 2)
+    first, second, third = [await describe(service, name) for name in ("first", "second", "third")]
+
+    assert (first.running, first.position, first.tokens_ahead) == (True, 0, 0)
+    done = re.fullmatch(r"generating: (\d+) of 720 tokens in 3 sequences, 0 sequences run beside it", first.reason)
+    assert done is not None
+    assert 3 * 10 < int(done[1]) < 720
+    assert (second.running, second.position, third.position) == (False, 1, 2)
+    assert second.reason == "waits for a place: 0 requests wait before it, 3 sequences run"
+    assert third.reason == "waits for a place: 1 requests wait before it, 3 sequences run"
+    assert 0 < second.tokens_ahead < 720
+    assert third.tokens_ahead > 2 * 240 + 6
+    assert 0 < first.expected_seconds < second.expected_seconds < 600
+    assert first.expected_seconds < third.expected_seconds < 600
+
+    for call in calls:
+        call.cancel()
+    await until(lambda: metric(engine, "requests_total", outcome="CANCELLED") == 3)
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await describe(service, "first")
+    assert isinstance(from_rpc_error(raised.value), NotFound)
+
+
+async def test_of_a_shared_id_the_youngest_is_described(service: Service) -> None:
+    calls = [begin(service, "shared")]
+    await until(lambda: metric(service.engine, "running_sequences") == 1)
+    calls.append(begin(service, "shared", max_tokens=None))
+    await until(lambda: metric(service.engine, "running_sequences") == 2)
+    await until(lambda: metric(service.engine, "waiting_requests") == 0)
+    status = await describe(service, "shared")
+    assert re.fullmatch(r"generating: \d+ tokens, 1 sequences run beside it", status.reason)
+    for call in calls:
+        call.cancel()
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await describe(service, "")
+    assert isinstance(from_rpc_error(raised.value), InvalidRequest)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["unary", "stream"])
+async def test_a_cancelled_call_stops_computing_and_lets_go_of_its_version(service: Service, stream: bool) -> None:
+    engine = service.engine
+    await engine.install("v", make_adapter(engine.targets, seed=1))
+    before = metric(engine, "sampled_tokens_total")
+    asked = sample(prompt(6, vocab_size=200), version_id="v", num_samples=16, max_tokens=240)
+    call = service.stub.StreamSample(pb.StreamSampleRequest(request=asked)) if stream else service.stub.Sample(asked)
+    await until(lambda: metric(engine, "sampled_tokens_total") > before + 16)
+    assert [version.num_running for version in engine.versions()] == [1]
+    call.cancel()
+    await until(lambda: engine.versions()[0].num_running == 0)
+    stopped = metric(engine, "sampled_tokens_total")
+    assert stopped - before < 16 * 240
+    await asyncio.sleep(0.05)
+    assert metric(engine, "sampled_tokens_total") == stopped
+
+
+async def test_the_tokenizer_and_its_ends_are_handed_out(service: Service, text_model_folder: Path) -> None:
+    stock = AutoTokenizer.from_pretrained(text_model_folder)
+    reply = await service.stub.GetTokenizer(pb.GetTokenizerRequest())
+    assert Tokenizer.from_str(reply.tokenizer_json).encode("the cat").ids == stock.encode("the cat")
+    assert reply.has_chat_template
+    assert list(reply.eos_token_ids) == sorted(service.engine.eos_token_ids)
+
+
+async def test_text_and_chats_are_tokenized(service: Service, text_model_folder: Path) -> None:
+    stock = AutoTokenizer.from_pretrained(text_model_folder)
+    reply = await service.stub.Tokenize(pb.TokenizeRequest(text="the cat", add_special_tokens=True))
+    assert ints(reply.tokens) == stock.encode("the cat")
+    messages = [{"role": "user", "content": "sat"}]
+    asked = pb.Chat(messages=json.dumps(messages), add_generation_prompt=True, template_kwargs='{"thinking": false}')
+    reply = await service.stub.Tokenize(pb.TokenizeRequest(chat=asked))
+    expected = stock.apply_chat_template(messages, add_generation_prompt=True, thinking=False, return_dict=False)
+    assert ints(reply.tokens) == expected
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (pb.TokenizeRequest(), "input: needs a text or a chat"),
+        (pb.TokenizeRequest(chat=pb.Chat(messages="{")), "messages: is not JSON"),
+        (pb.TokenizeRequest(chat=pb.Chat(messages="[]"), add_special_tokens=True), "add_special_tokens: is for text"),
+    ],
+    ids=["nothing", "json", "special"],
+)
+async def test_what_cannot_be_tokenized_is_refused(
+    service: Service, request_: pb.TokenizeRequest, message: str
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await service.stub.Tokenize(request_)
+    found = from_rpc_error(raised.value)
+    assert isinstance(found, InvalidRequest)
+    assert found.message.startswith(message)

@@ -1,0 +1,135 @@
+"""Text and chats become the tokens that transformers itself would make, or are refused by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from sampler_service import tokenizer as module
+from sampler_service.tokenizer import Chat, ChatTokenizer
+from tests.unit.sampler_service.conftest import CHAT_TEMPLATE
+from tinsmith.rpc.errors import FailedPrecondition, InvalidRequest, Unsupported
+
+MESSAGES = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat on"}]
+TOOLS = [{"type": "function", "function": {"name": "log", "parameters": {}}}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(text_model_folder: Path) -> ChatTokenizer:
+    return ChatTokenizer(str(text_model_folder))
+
+
+@pytest.fixture(scope="module")
+def stock(text_model_folder: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(text_model_folder)
+
+
+def chat(messages: Any = MESSAGES, **fields: Any) -> Chat:
+    made = {name: value if isinstance(value, bool | str) else json.dumps(value) for name, value in fields.items()}
+    return Chat(messages if isinstance(messages, str) else json.dumps(messages), **made)
+
+
+def test_text_is_encoded_with_its_special_tokens(tokenizer: ChatTokenizer, stock: PreTrainedTokenizerBase) -> None:
+    text = "the dog<|end|> sat \U0001f600"
+    tokens = tokenizer.tokens(text, add_special_tokens=True)
+    assert tokens.tolist() == stock.encode(text)
+    assert stock.eos_token_id in tokens
+    assert tokenizer.tokens("", add_special_tokens=False).tolist() == []
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"add_generation_prompt": True},
+        {"continue_final_message": True},
+        {"tools": TOOLS},
+        {"add_generation_prompt": True, "template_kwargs": {"thinking": False}},
+    ],
+    ids=str,
+)
+def test_a_chat_is_what_transformers_makes_of_it(
+    tokenizer: ChatTokenizer, stock: PreTrainedTokenizerBase, how: dict[str, Any]
+) -> None:
+    theirs = {**how, **how.get("template_kwargs", {})}
+    theirs.pop("template_kwargs", None)
+    expected = stock.apply_chat_template(MESSAGES, return_dict=False, **theirs)
+    assert tokenizer.chat_tokens(chat(**how)).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "field", "message"),
+    [
+        (chat("["), "messages", "is not JSON"),
+        (chat("[" * 100_000), "messages", "is not JSON"),
+        (chat("{}"), "messages", "is not a JSON list of objects"),
+        (chat([[{"role": "user", "content": "a"}]]), "messages", "is not a JSON list of objects"),
+        (chat([]), "messages", "is empty"),
+        (chat([{"role": "martian", "content": ""}]), "messages", "does not render them: no martians"),
+        (chat([{"role": "user", "content": None}]), "messages", "does not render them: "),
+        (chat([{"role": "user"}]), "messages", "does not render them: "),
+        (chat([{"role": "user", "content": "\ud800"}]), "messages", "is no text"),
+        (chat(add_generation_prompt=True, continue_final_message=True), "messages", "not compatible"),
+        (chat(tools="nothing"), "tools", "is not JSON"),
+        (chat(tools={}), "tools", "is not a JSON list of objects"),
+        (chat(template_kwargs=[1]), "template_kwargs", "is not a JSON object"),
+        (chat(template_kwargs={"mood": 1}), "template_kwargs", r"'mood' is not a variable .* it has \['thinking'\]"),
+        (chat(template_kwargs={"chat_template": "x"}), "template_kwargs", "'chat_template' is not a variable"),
+        (chat(template_kwargs={"messages": []}), "template_kwargs", "'messages' is not a variable"),
+    ],
+    ids=lambda value: None if isinstance(value, Chat) else value[:30],
+)
+def test_what_cannot_be_rendered_is_refused_by_name(
+    tokenizer: ChatTokenizer, asked: Chat, field: str, message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=rf"^{field}: .*{message}") as raised:
+        tokenizer.chat_tokens(asked)
+    assert raised.value.metadata == {"field": field}
+
+
+def test_text_is_bounded_as_it_comes_and_as_it_is_rendered(
+    tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_TEXT_BYTES", 100)
+    with pytest.raises(InvalidRequest, match="text: 101 bytes of text are above the limit of 100"):
+        tokenizer.tokens("a" * 99 + "é", add_special_tokens=False)
+    with pytest.raises(InvalidRequest, match=r"messages: .* characters of JSON are above"):
+        tokenizer.chat_tokens(chat(MESSAGES * 3))
+    with pytest.raises(InvalidRequest, match=r"messages: .* bytes of text are above"):
+        tokenizer.chat_tokens(chat(MESSAGES[:1], tools=[{"a": "b" * 85}]))
+
+
+def test_tools_that_the_template_would_drop_are_refused(
+    text_model_folder: Path, tmp_path: Path, stock: PreTrainedTokenizerBase
+) -> None:
+    stock.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE.replace("tools", "no_tools"))
+    with pytest.raises(InvalidRequest, match="tools: the model's chat template has no place for them"):
+        ChatTokenizer(str(tmp_path)).chat_tokens(chat(tools=TOOLS))
+
+
+def test_no_template_and_no_tokenizer_are_said(
+    tmp_path: Path, stock: PreTrainedTokenizerBase, model_folder: Path
+) -> None:
+    stock.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    plain = ChatTokenizer(str(tmp_path))
+    assert not plain.has_chat_template
+    with pytest.raises(FailedPrecondition, match="has no chat template; send text or tokens"):
+        plain.chat_tokens(chat())
+    with pytest.raises(Unsupported, match="has no tokenizer"):
+        ChatTokenizer(str(model_folder))
+
+
+def test_settings_that_cut_or_fill_up_are_left_out(tmp_path: Path, stock: PreTrainedTokenizerBase) -> None:
+    stock.save_pretrained(tmp_path)
+    file = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    file.enable_truncation(3)
+    file.enable_padding(length=8)
+    file.save(str(tmp_path / "tokenizer.json"))
+    whole = ChatTokenizer(str(tmp_path))
+    assert whole.tokens("the cat sat", add_special_tokens=False).tolist() == stock.encode("the cat sat")
+    assert Tokenizer.from_str(whole.to_json()).encode("the cat sat").ids == stock.encode("the cat sat")
