@@ -1,0 +1,179 @@
+"""Who may call, and how a refusal looks."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import jwt
+import pytest
+from pydantic import SecretStr, ValidationError
+
+from gateway.auth import LOCAL, Callers, owner_of
+from gateway.config import GatewayConfig
+from gateway.store import Store
+from gateway.tokens import InvalidToken, Tokens
+from tests.unit.gateway.stack import Stack
+from tinsmith.rpc.auth import ApiKey
+
+RIGHT = "tml-right"
+NAMED = {"key": "tml-named", "name": "laptop", "note": "for tests", "email": "ada@example.org"}
+SECRET = "a secret of at least 64 characters, which is what HS512 asks for"
+
+
+@pytest.fixture
+async def http(stack: Stack) -> AsyncIterator[httpx.AsyncClient]:
+    """No header but those that a test gives."""
+    async with httpx.AsyncClient(base_url=stack.url) as http:
+        yield http
+
+
+async def with_keys(stack: Stack, **settings: Any) -> None:
+    await stack.restart_gateway(api_keys=[RIGHT, NAMED], **settings)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"x-api-key": RIGHT}, 200),
+        ({"authorization": f"Bearer {RIGHT}"}, 200),
+        ({"authorization": "bearer tml-named"}, 200),
+        ({"x-api-key": RIGHT, "authorization": "Bearer tml-wrong"}, 200),
+        ({"x-api-key": "tml-wrong", "authorization": f"Bearer {RIGHT}"}, 401),
+        ({"authorization": f"Basic {RIGHT}"}, 401),
+        ({"authorization": RIGHT}, 401),
+        ({"x-api-key": "tml-right, tml-wrong"}, 401),
+        ({"x-api-key": "tml-\xe4"}, 401),
+        ({}, 401),
+    ],
+    ids=str,
+)
+async def test_a_key_comes_in_either_header(
+    stack: Stack, http: httpx.AsyncClient, headers: dict[str, str], status: int
+) -> None:
+    await with_keys(stack)
+    encoded = {name.encode(): value.encode("latin-1") for name, value in headers.items()}
+    for path in ("/api/v1/get_server_capabilities", "/api/v1/auth/apikey/me"):
+        reply = await http.get(path, headers=encoded)
+        assert reply.status_code == status
+        if status == 401:
+            what = "holds no key of this server" if headers and "Basic" not in str(headers) else "is missing"
+            assert what in reply.json()["detail"] or headers == {"authorization": RIGHT}
+            assert reply.headers["www-authenticate"] == "Bearer"  # and no invalid_token: the SDK gives up at once
+
+
+async def test_a_refusal_below_v1_has_openais_form(stack: Stack, http: httpx.AsyncClient) -> None:
+    await with_keys(stack)
+    reply = await http.get("/v1/models", headers={"authorization": "Bearer tml-wrong"})
+    assert reply.status_code == 401
+    error = reply.json()["error"]
+    assert (error["type"], error["code"], error["param"]) == ("invalid_request_error", "invalid_api_key", None)
+    assert "holds no key of this server" in error["message"]
+
+
+@pytest.mark.parametrize("path", ["/api/v1/healthz", "/metrics", "/download/none", "/openapi.json"])
+async def test_these_need_no_key(stack: Stack, http: httpx.AsyncClient, path: str) -> None:
+    await with_keys(stack)
+    assert (await http.get(path)).status_code not in (401, 500)
+
+
+@pytest.mark.parametrize(
+    "path", ["/api/v1/training_runs/healthz", "/api/v1/x/healthz", "/api/v1/healthz/", "/v1/healthz"]
+)
+async def test_a_path_that_only_looks_like_healthz_needs_one(stack: Stack, http: httpx.AsyncClient, path: str) -> None:
+    await with_keys(stack)
+    assert (await http.get(path)).status_code == 401
+
+
+async def test_without_keys_anyone_is_the_local_caller(stack: Stack, http: httpx.AsyncClient) -> None:
+    for headers in ({}, {"x-api-key": "tml-any"}, {"x-api-key": "eyJ.not.jwt"}):
+        reply = await http.get("/api/v1/auth/apikey/me", headers=headers)
+        assert (reply.status_code, reply.json()["key_id"]) == (200, 0)
+
+
+def test_a_key_keeps_its_id_wherever_it_stands_and_does_not_show() -> None:
+    one, other = (ApiKey(key=SecretStr(key)) for key in ("tml-one", "tml-other"))
+    first, second = Callers([one, other]), Callers([other, one])
+    found, moved = first.by_key("tml-one"), second.by_key("tml-one")
+    assert found is not None
+    assert moved is not None
+    assert found.key_id == moved.key_id < 2**53  # JSON numbers are doubles in many a client
+    assert (found.name, moved.name) == ("api_keys[0]", "api_keys[1]")
+    assert "tml-one" not in repr(found)
+    assert first.by_key("tml-none") is first.by_key("") is None
+    assert first.by_owner(owner_of("tml-other")) == first.by_key("tml-other")
+    assert first.by_owner(LOCAL) is None
+
+
+# JWTs
+
+
+def tokens(**settings: Any) -> Tokens:
+    return Tokens(GatewayConfig(jwt_auth=True, jwt_secret=SecretStr(SECRET), **settings))
+
+
+def claims(**changes: Any) -> dict[str, Any]:
+    now = int(time.time())
+    given = {"iat": now, "exp": now + 60, "sub": "tml:organization_user:x", "org_id": "o", "email": ""} | changes
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def test_a_token_names_its_owner_until_it_expires(monkeypatch: pytest.MonkeyPatch) -> None:
+    token = tokens(jwt_lifetime_s=100, organization="lab").issue("abc", email="a@b")
+    read = jwt.decode(token, options={"verify_signature": False})
+    assert read["exp"] - read["iat"] == 100
+    assert (read["sub"], read["org_id"], read["email"]) == ("tml:organization_user:abc", "lab", "a@b")
+    assert tokens().owner_of(token) == "abc"
+    then = time.time() - 200
+    monkeypatch.setattr(time, "time", lambda: then)
+    old = tokens(jwt_lifetime_s=100).issue("abc", email="")
+    monkeypatch.undo()
+    with pytest.raises(InvalidToken, match="has expired"):
+        tokens().owner_of(old)
+
+
+@pytest.mark.parametrize(
+    "token",
+    [
+        jwt.encode(claims(), "b" * 32, algorithm="HS256"),
+        jwt.encode(claims(), SECRET, algorithm="HS512"),
+        jwt.encode(claims(), None, algorithm="none"),
+        jwt.encode(claims(exp=None), SECRET, algorithm="HS256"),
+        jwt.encode(claims(sub=None), SECRET, algorithm="HS256"),
+        jwt.encode(claims(sub=7), SECRET, algorithm="HS256"),
+        jwt.encode(claims(), SECRET, algorithm="HS256")[:-2],
+        "eyJ",
+        "eyJ.eyJ.x",
+    ],
+    ids=["other secret", "other algorithm", "unsigned", "no end", "no subject", "number", "cut", "no JWT", "garbage"],
+)
+def test_a_token_that_was_not_issued_here_is_refused(token: str) -> None:
+    assert tokens().owner_of(jwt.encode(claims(), SECRET, algorithm="HS256")) == "x"
+    with pytest.raises(InvalidToken, match="was not issued by this server"):
+        tokens().owner_of(token)
+
+
+def test_a_short_secret_is_refused() -> None:
+    with pytest.raises(ValidationError, match="at least 32 characters"):
+        GatewayConfig(jwt_secret=SecretStr("short"))
+    with pytest.raises(ValidationError, match="organization"):
+        GatewayConfig(organization="two words")
+
+
+async def test_gateways_of_one_database_share_a_secret_that_none_was_given(stack: Stack) -> None:
+    first, second = (Tokens(GatewayConfig(jwt_auth=True)) for _ in range(2))
+    assert stack.server is not None
+    store: Store = stack.server.app.state.gateway.store
+    await first.start(store)
+    await second.start(store)
+    assert second.owner_of(first.issue("abc", email="")) == "abc"
+
+
+async def test_others_on_this_machine_cannot_read_the_database(stack: Stack) -> None:
+    files = list(stack.state_dir.glob("gateway.db*"))
+    assert files
+    assert {stat.S_IMODE(os.stat(file).st_mode) for file in files} == {0o600}

@@ -1,0 +1,236 @@
+"""A caller's own key: over HTTP, with the SDK's whoami, and with `tinker auth`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from pydantic import SecretStr
+
+from gateway.auth import owner_of
+from gateway.tokens import Tokens
+from tests.unit.gateway.stack import BASE_MODEL, Client, Stack
+from tests.unit.gateway.test_auth import NAMED, RIGHT, SECRET, with_keys
+
+ME = "/api/v1/auth/apikey/me"
+TOKEN = "/api/v1/auth/token"
+
+
+@pytest.fixture
+async def http(stack: Stack) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=stack.url, headers={"x-api-key": NAMED["key"]}) as http:
+        yield http
+
+
+async def test_a_key_is_described_as_the_configuration_names_it(stack: Stack, http: httpx.AsyncClient) -> None:
+    await with_keys(stack, organization="lab")
+    named = (await http.get(ME)).json()
+    assert named.pop("key_id") == int(owner_of(NAMED["key"])[:12], 16)
+    details = {"org_details": {"name": "lab"}, "user_details": {"email": "ada@example.org"}}
+    assert named == {"name": "laptop", "note": "for tests", "details": details}
+    plain = (await http.get(ME, headers={"x-api-key": RIGHT})).json()
+    assert (plain["name"], plain["note"], plain["details"]["user_details"]) == ("api_keys[0]", "", {"email": ""})
+
+
+async def test_where_any_key_is_accepted_the_answer_says_so(http: httpx.AsyncClient) -> None:
+    found = (await http.get(ME)).json()
+    assert (found["key_id"], found["name"]) == (0, "any key")
+    assert "accepts any key" in found["note"]
+
+
+async def test_a_key_cannot_be_deleted_and_stays_valid(stack: Stack, http: httpx.AsyncClient) -> None:
+    await with_keys(stack)
+    refused = await http.delete(ME)
+    assert refused.status_code == 403
+    assert "'laptop' stays valid" in refused.json()["detail"]
+    assert (await http.get(ME)).status_code == 200
+
+
+async def test_no_token_is_issued_unless_the_setting_is_on(stack: Stack, http: httpx.AsyncClient) -> None:
+    reply = await http.post(TOKEN, json={})
+    assert reply.status_code == 404
+    assert "jwt_auth is off" in reply.json()["detail"]
+    await with_keys(stack, jwt_auth=True)
+    config = await http.post("/api/v1/client/config", json={"sdk_version": "0.38.0"})
+    assert config.json()["pjwt_auth_enabled"] is True
+
+
+async def test_a_token_stands_for_its_key_beside_the_key_itself(stack: Stack, http: httpx.AsyncClient) -> None:
+    await with_keys(stack, jwt_auth=True)
+    token = (await http.post(TOKEN, json={})).json()["jwt"]
+    for headers in ({"x-api-key": token}, {"authorization": f"Bearer {token}"}, {}):
+        assert (await http.get(ME, headers=headers)).json()["name"] == "laptop"
+    # What one has made the other finds: both are one owner.
+    created = await http.post("/api/v1/create_session", json={}, headers={"x-api-key": token, "x-idempotency-key": "i"})
+    again = await http.post("/api/v1/create_session", json={}, headers={"x-idempotency-key": "i"})
+    assert created.json() == again.json()
+
+
+async def test_a_token_is_not_renewed_by_itself(stack: Stack, http: httpx.AsyncClient) -> None:
+    await with_keys(stack, jwt_auth=True)
+    token = (await http.post(TOKEN, json={})).json()["jwt"]
+    await asyncio.sleep(1.1)  # claims count whole seconds
+    assert (await http.post(TOKEN, json={}, headers={"x-api-key": token})).json()["jwt"] == token
+    assert (await http.post(TOKEN, json={})).json()["jwt"] != token
+
+
+@pytest.mark.parametrize("has_keys", [True, False])
+async def test_a_bad_token_is_answered_with_the_challenge_that_makes_the_sdk_ask_again(
+    stack: Stack, http: httpx.AsyncClient, has_keys: bool
+) -> None:
+    settings: dict[str, Any] = {"jwt_auth": True, "jwt_secret": SecretStr(SECRET)}
+    await stack.restart_gateway(**settings, api_keys=[RIGHT, NAMED] if has_keys else [])
+    assert stack.server is not None
+    mint: Tokens = stack.server.app.state.gateway.tokens
+    for token in (mint.issue(owner_of("tml-removed"), email=""), "eyJ.forged.x", mint.issue("x", email="") + "x"):
+        reply = await http.get(ME, headers={"x-api-key": token})
+        assert reply.status_code == 401
+        assert reply.headers["www-authenticate"] == 'Bearer error="invalid_token"'
+        assert "JWT" in reply.json()["detail"]
+    owner = owner_of(RIGHT) if has_keys else "local"
+    assert (await http.get(ME, headers={"x-api-key": mint.issue(owner, email="")})).status_code == 200
+
+
+# The SDK and its command line, each in a process of its own
+
+
+@dataclass(frozen=True)
+class Done:
+    status: int
+    output: str
+
+
+async def run(*argv: str, url: str, home: Path, key: str = "", given: str = "") -> Done:
+    """Runs Python with a home folder of its own, and `key` in the environment unless it is empty."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("TINKER_")}
+    env |= {"HOME": str(home), "TINKER_BASE_URL": url, "TINKER_TELEMETRY": "0"}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *argv,
+        env=env | ({"TINKER_API_KEY": key} if key else {}),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    try:
+        async with asyncio.timeout(60):
+            output, _ = await process.communicate(given.encode())
+    except TimeoutError:
+        process.kill()
+        raise
+    assert process.returncode is not None
+    return Done(process.returncode, output.decode())
+
+
+async def tinker(*argv: str, stack: Stack, home: Path, key: str = "", given: str = "") -> Done:
+    return await run("-m", "tinker.cli", *argv, url=stack.url, home=home, key=key, given=given)
+
+
+WHOAMI = """
+import sys, tinker
+for key in sys.argv[1:]:
+    identity = tinker.RestClient(api_key=key).whoami().result()
+    print(identity.user_urn, identity.org_urn, identity.email)
+"""
+
+
+async def test_whoami_of_the_sdk_reads_the_keys_holder(stack: Stack, tmp_path: Path) -> None:
+    await with_keys(stack, jwt_auth=True, organization="lab")
+    done = await run("-c", WHOAMI, NAMED["key"], RIGHT, url=stack.url, home=tmp_path)
+    assert done.status == 0, done.output
+    assert done.output.splitlines() == [
+        f"tml:organization_user:{owner_of(NAMED['key'])} tml:organization:lab ada@example.org",
+        f"tml:organization_user:{owner_of(RIGHT)} tml:organization:lab None",
+    ]
+
+
+RENEW = f"""
+import sys, tinker
+from tinker import types
+
+service = tinker.ServiceClient()
+training = service.create_lora_training_client(base_model={BASE_MODEL!r}, rank=8).result()
+print("trained", flush=True)
+sys.stdin.readline()  # by now the gateway has another secret: all that it had issued is invalid
+step = training.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+print("renewed", flush=True)
+"""
+
+
+async def test_the_sdk_asks_for_another_token_when_its_own_is_refused(stack: Stack, tmp_path: Path) -> None:
+    await with_keys(stack, jwt_auth=True, jwt_secret=SecretStr(SECRET))
+    env = os.environ | {"TINKER_BASE_URL": stack.url, "TINKER_API_KEY": NAMED["key"], "TINKER_TELEMETRY": "0"}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", RENEW, env=env | {"HOME": str(tmp_path)},
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(60):
+            assert await process.stdout.readline() == b"trained\n"
+            await stack.restart_gateway(jwt_secret=SecretStr(SECRET[::-1]))
+            process.stdin.write(b"\n")
+            output, _ = await process.communicate()
+    except TimeoutError:
+        process.kill()
+        raise
+    assert (process.returncode, output) == (0, b"renewed\n")
+
+
+async def test_tinker_auth_whoami(stack: Stack, tmp_path: Path) -> None:
+    await with_keys(stack, jwt_auth=True)
+    done = await tinker("--format", "json", "auth", "whoami", stack=stack, home=tmp_path, key=NAMED["key"])
+    assert done.status == 0, done.output
+    assert json.loads(done.output)["email"] == "ada@example.org"
+
+
+async def test_tinker_auth_login_status_logout(stack: Stack, tmp_path: Path) -> None:
+    await with_keys(stack)
+    done = await tinker("auth", "login", stack=stack, home=tmp_path, given="tml-wrong\n")
+    assert done.status == 1
+    assert "holds no key of this server" in done.output
+
+    done = await tinker("auth", "login", stack=stack, home=tmp_path, given=f"{NAMED['key']}\n")
+    assert done.status == 0, done.output
+    assert "Logged in as ada@example.org (tinsmith). Stored API key 'laptop'" in done.output
+    stored = json.loads((tmp_path / ".tinker/credentials.json").read_text())
+    assert stored["default"] == str(int(owner_of(NAMED["key"])[:12], 16))
+
+    done = await tinker("auth", "status", stack=stack, home=tmp_path)
+    assert done.status == 0, done.output
+    assert "Tinker accessible: yes" in done.output
+
+    done = await tinker("auth", "logout", stack=stack, home=tmp_path)
+    assert done.status == 0, done.output
+    assert "The API key is still active" in done.output  # which is true
+
+
+async def test_tinker_auth_logout_does_not_claim_that_a_generated_key_was_deleted(stack: Stack, tmp_path: Path) -> None:
+    """Only old command lines have stored such keys; logout wants to delete them on the server."""
+    await with_keys(stack)
+    details = {"org_details": {"name": "tinsmith"}, "user_details": {"email": ""}}
+    record = {"type": "generated", "key": RIGHT, "name": "old", "details": details}
+    (tmp_path / ".tinker").mkdir()
+    stored = tmp_path / ".tinker/credentials.json"
+    stored.write_text(json.dumps({"version": 1, "default": "1", "keys": {"1": record}}))
+    done = await tinker("auth", "logout", stack=stack, home=tmp_path)
+    assert done.status == 1
+    assert "Could not delete the API key on the server" in done.output
+    assert json.loads(stored.read_text())["keys"] == {}
+
+
+async def test_tinker_auth_status_tells_a_wrong_key(stack: Stack, client: Client, tmp_path: Path) -> None:
+    await with_keys(stack)
+    done = await tinker("auth", "status", stack=stack, home=tmp_path, key="tml-wrong")
+    assert done.status == 1
+    assert "Tinker accessible: no" in done.output
+    assert "holds no key of this server" in done.output
