@@ -22,6 +22,7 @@ from tinsmith.weight_group import Backend
 from trainer_service.checkpoints import CheckpointStore
 from trainer_service.config import TrainerConfig
 from trainer_service.engine import TrainingEngine
+from trainer_service.imports import Importer
 from trainer_service.journal import Journal
 from trainer_service.metrics import Metrics
 from trainer_service.operations import Operations
@@ -101,7 +102,8 @@ async def start(config: TrainerConfig, journal: Journal, metrics: Metrics, *, po
         max_models=config.max_models,
         metrics=metrics,
     )
-    return Trainer(uuid.uuid4().hex, operations, scheduler, journal, checkpoints)
+    importer = Importer(base, checkpoints, max_rank=config.max_lora_rank, max_bytes=config.max_import_bytes)
+    return Trainer(uuid.uuid4().hex, operations, scheduler, journal, checkpoints, importer)
 
 
 def load(config: TrainerConfig) -> BaseModel:

@@ -54,6 +54,8 @@ class TrainerConfig(BaseSettings):
     """Tokens that go through the base model at once; bounds the memory of a step."""
     max_queued_operations: int = Field(default=1024, ge=1)
     """Most operations of one model that wait for their turn."""
+    max_import_bytes: int = Field(default=16 * 1024**3, ge=1)
+    """Largest archive of an adapter to import, also after decompression. The gateway has a bound of its own."""
     channel_host: str = "127.0.0.1"
     """Address of this machine that the samplers can reach, for the weight channel."""
     channel_backend: Literal["auto", "gloo", "nccl"] = "auto"

@@ -84,7 +84,7 @@ class Operations:
         if request.optimizer:
             check_kind(request.optimizer)
         if request.base_model or not request.from_location:
-            self._check_base_model(request.base_model, field="base_model")
+            self.check_base_model(request.base_model, field="base_model")
         if request.from_location:
             location = Location.parse(request.from_location, field="from_location")
             if request.HasField("lora_config"):
@@ -291,10 +291,10 @@ class Operations:
         info, state = await asyncio.to_thread(
             self.checkpoints.load, location, self.engine.base.targets, with_optimizer=with_optimizer
         )
-        self._check_base_model(info.base_model, field=f"{field} {location}: base_model")
+        self.check_base_model(info.base_model, field=f"{field} {location}: base_model")
         return info, state
 
-    def _check_base_model(self, base_model: str, *, field: str) -> None:
+    def check_base_model(self, base_model: str, *, field: str) -> None:
         if base_model not in self.base_models:
             raise InvalidRequest(
                 f"{field}: {base_model!r} is not served by this trainer; it serves {', '.join(self.base_models)}",

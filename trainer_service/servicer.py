@@ -19,6 +19,7 @@ from tinsmith.v1 import trainer_pb2_grpc
 from trainer_service.batch import LOSS_FN_NAMES
 from trainer_service.checkpoints import CheckpointStore
 from trainer_service.custom_loss import CustomLoss
+from trainer_service.imports import Importer
 from trainer_service.journal import Body, Journal
 from trainer_service.locations import Location
 from trainer_service.operations import Operations, refused
@@ -46,6 +47,7 @@ class Trainer:
     scheduler: Scheduler
     journal: Journal
     checkpoints: CheckpointStore
+    importer: Importer
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
@@ -137,6 +139,23 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 yield pb.ReadCheckpointFileResponse(data=data)
         finally:
             file.close()
+
+    async def ImportCheckpoint(
+        self, request_iterator: AsyncIterator[pb.ImportCheckpointRequest], context: Context
+    ) -> pb.ImportCheckpointResponse:
+        trainer = self._ready
+        first = await anext(request_iterator, pb.ImportCheckpointRequest())
+        if first.WhichOneof("piece") != "header":
+            raise InvalidRequest("header: the first message must hold it", field="header")
+        trainer.operations.check_base_model(first.header.base_model, field="base_model")
+
+        async def pieces() -> AsyncIterator[bytes]:
+            async for request in request_iterator:
+                if request.WhichOneof("piece") != "archive":
+                    raise InvalidRequest("archive: every message but the first must hold it", field="archive")
+                yield request.archive
+
+        return await trainer.importer.run(first.header, pieces())
 
     async def CopyCheckpoint(self, request: pb.CopyCheckpointRequest, context: Context) -> pb.CopyCheckpointResponse:
         copied = await asyncio.to_thread(

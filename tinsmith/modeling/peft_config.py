@@ -1,0 +1,175 @@
+"""adapter_config.json of a PEFT folder: what scales each layer, and a refusal by name of all that is no plain LoRA."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import regex
+
+from tinsmith.modeling.peft_files import CONFIG
+from tinsmith.rpc.errors import InvalidRequest
+
+_MAX_CONFIG_BYTES = 2**20
+_MAX_PATTERNS = 1000
+_MAX_PATTERN_LENGTH = 300
+_MATCHING_TIMEOUT_S = 2.0
+_MAX_FLOAT = 1e300
+_MAX_RANK = 2**20
+
+_WITHOUT_EFFECT = {
+    "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "exclude_modules", "inference_mode",
+    "layers_pattern", "layers_to_transform", "loftq_config", "lora_ga_config", "megatron_core", "peft_version",
+    "qalora_group_size", "revision", "runtime_config", "target_modules",
+}  # fmt: skip
+"""Keys that do not change what the tensors compute: the names of the tensors say which layers they are for."""
+_HARMLESS_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
+"""The others change the base model's weights too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Low:
+    """W + scaling * B A."""
+
+    rank: int
+    scaling: float
+
+
+@dataclass(frozen=True, slots=True)
+class PeftConfig:
+    rank: int
+    alpha: float
+    rslora: bool
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+    made_for: str
+    """Name of the base model, or empty."""
+    notes: Sequence[str]
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Raises InvalidRequest, naming the key."""
+        if not path.exists():
+            raise InvalidRequest(f"{CONFIG} is missing", field=CONFIG)
+        if path.stat().st_size > _MAX_CONFIG_BYTES:
+            raise InvalidRequest(f"{CONFIG} has more than {_MAX_CONFIG_BYTES} bytes", field=CONFIG)
+        try:
+            content = json.loads(path.read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest(f"{CONFIG} is not JSON: {error}", field=CONFIG) from None
+        if not isinstance(content, dict):
+            raise InvalidRequest(f"{CONFIG} must be a JSON object, not {type(content).__name__}", field=CONFIG)
+        keys: dict[str, Any] = dict(content)
+        notes: list[str] = []
+        _expect(keys, "peft_type", ("LORA",))
+        _expect(keys, "task_type", (None, "CAUSAL_LM"))
+        _expect(keys, "bias", (None, "none"))
+        _expect(keys, "init_lora_weights", _HARMLESS_INITS)
+        if _number(keys, "lora_dropout", 0.0, low=0.0):
+            notes.append("lora_dropout is not applied in training here")
+        keys.pop("fan_in_fan_out", None)  # PEFT turns it off for nn.Linear, and all layers here are that
+        config = cls(
+            rank=_rank(keys.pop("r", 8), "r"),
+            alpha=_number(keys, "lora_alpha", 8.0),
+            rslora=_expect(keys, "use_rslora", (None, False, True)) is True,
+            rank_pattern={
+                key: _rank(value, f"rank_pattern[{key!r}]") for key, value in _patterns(keys, "rank_pattern")
+            },
+            alpha_pattern={
+                key: _as_number(value, f"alpha_pattern[{key!r}]") for key, value in _patterns(keys, "alpha_pattern")
+            },
+            made_for=str(keys.get("base_model_name_or_path") or ""),
+            notes=notes,
+        )
+        for key, value in keys.items():
+            if key not in _WITHOUT_EFFECT and value not in (None, False, [], {}, ""):
+                raise InvalidRequest(
+                    f"{CONFIG}: {key} = {_shown(value)} cannot be imported; only plain LoRA of linear layers can "
+                    "(remove the key if the tensors do not depend on it)",
+                    field=key,
+                )
+        return config
+
+    def lows(self, modules: Sequence[str]) -> dict[str, Low]:
+        """Of each module, by its name in the model. Raises InvalidRequest for a bad or slow regular expression."""
+        deadline_s = time.monotonic() + _MATCHING_TIMEOUT_S
+        found: dict[str, Low] = {}
+        for module in modules:
+            rank = _first_match(self.rank_pattern, module, deadline_s, key="rank_pattern", otherwise=self.rank)
+            alpha = _first_match(self.alpha_pattern, module, deadline_s, key="alpha_pattern", otherwise=self.alpha)
+            found[module] = Low(rank, alpha / (math.sqrt(rank) if self.rslora else rank))
+        return found
+
+
+def _expect(keys: dict[str, Any], key: str, allowed: Sequence[object]) -> object:
+    value = keys.pop(key, None)
+    if not any(value is one or (isinstance(value, str) and value == one) for one in allowed):
+        raise InvalidRequest(
+            f"{CONFIG}: {key} = {_shown(value)} cannot be imported; it must be one of "
+            f"{', '.join(json.dumps(one) for one in allowed)}",
+            field=key,
+        )
+    return value
+
+
+def _rank(value: object, key: str) -> int:
+    if type(value) is not int or not 1 <= value <= _MAX_RANK:
+        raise InvalidRequest(f"{CONFIG}: {key} = {_shown(value)} is not a rank of 1 or more", field=key)
+    return value
+
+
+def _number(keys: dict[str, Any], key: str, default: float, *, low: float = -math.inf) -> float:
+    value = keys.pop(key, default)
+    number = _as_number(value, key)
+    if number < low:
+        raise InvalidRequest(f"{CONFIG}: {key} = {_shown(value)} is below {low:g}", field=key)
+    return number
+
+
+def _as_number(value: object, key: str) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MAX_FLOAT:
+        return float(value)
+    raise InvalidRequest(f"{CONFIG}: {key} = {_shown(value)} is not a finite number", field=key)
+
+
+def _patterns(keys: dict[str, Any], key: Literal["rank_pattern", "alpha_pattern"]) -> list[tuple[str, object]]:
+    value = keys.pop(key, None) or {}
+    if (
+        not isinstance(value, dict)
+        or len(value) > _MAX_PATTERNS
+        or max(map(len, value), default=0) > _MAX_PATTERN_LENGTH
+    ):
+        raise InvalidRequest(
+            f"{CONFIG}: {key} must be an object of at most {_MAX_PATTERNS} keys of {_MAX_PATTERN_LENGTH} characters",
+            field=key,
+        )
+    return list(value.items())
+
+
+def _first_match(patterns: Mapping[str, Any], module: str, deadline_s: float, *, key: str, otherwise: Any) -> Any:
+    """The value of the first regular expression that matches the module's name or the end of it, as in PEFT.
+
+    They are the user's, and there are some that take for ever: Python's own `re` would hold everything up.
+    """
+    for pattern, value in patterns.items():
+        try:
+            left_s = max(deadline_s - time.monotonic(), 1e-6)
+            if regex.match(rf"(.*\.)?({pattern})$", module, timeout=left_s, concurrent=True):
+                return value
+        except TimeoutError:
+            raise InvalidRequest(f"{CONFIG}: {key}[{pattern!r}] takes too long to match", field=key) from None
+        except regex.error as error:
+            raise InvalidRequest(
+                f"{CONFIG}: {key}[{pattern!r}] is not a regular expression: {error}", field=key
+            ) from None
+    return otherwise
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."

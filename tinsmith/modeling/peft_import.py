@@ -1,0 +1,168 @@
+"""Any stock PEFT LoRA folder as an adapter of ours that computes the same function.
+
+    W + s B A,  s = lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora     what PEFT applies to a layer
+    W + (32 / R) B' A'                                                          what every layer gets here
+
+R is the largest r of the adapter. B' = s R / 32 B. A layer with r < R gets rows of A' as in a new adapter and columns
+of zero in B'; one without any adapter gets all of A' so, and B' = 0. Training can use all of them.
+
+Everything else that such a folder may hold is refused by name. References: LoRA, arXiv:2106.09685; rank-stabilised
+scaling, arXiv:2312.03732; the file format is that of huggingface/peft.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tinsmith.modeling.adapter import ALPHA, Adapter, AdapterConfig, LoraWeights, Target
+from tinsmith.modeling.peft_config import Low, PeftConfig
+from tinsmith.modeling.peft_files import CONFIG, TensorFile, open_tensors
+from tinsmith.rpc.errors import InvalidRequest
+
+_NUM_SHOWN = 4
+
+_FOREIGN = {
+    "lora_embedding_": "adapters of embeddings",
+    "lora_magnitude_vector": "DoRA",
+    "lora_B.bias": "lora_bias",
+    "modules_to_save": "whole modules (modules_to_save)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    adapter: Adapter
+    """In host memory."""
+    notes: Sequence[str]
+    """What the user should know."""
+
+
+def import_peft(
+    folder: Path, targets: Sequence[Target], frozen: Mapping[str, Tensor], *, base_model: str, max_rank: int
+) -> Imported:
+    """Reads adapter_config.json and adapter_model.safetensors (or .bin).
+
+    `targets` are the base model's; `frozen` holds its head and its embedding by the ends of their names: PEFT stores
+    copies of them beside an adapted head. Raises InvalidRequest, naming the tensor or the key of the config.
+    """
+    config = PeftConfig.read(folder / CONFIG)
+    with open_tensors(folder) as file:
+        pairs = _pairs(file, {target.name: target for target in targets}, frozen)
+        lows = config.lows([target.name for target in pairs])
+        for target in pairs:
+            _check_pair(file, target, lows[target.name].rank)
+        rank = max(low.rank for low in lows.values())
+        if rank > max_rank:
+            raise InvalidRequest(f"{CONFIG}: rank {rank} is above {max_rank}, this server's max_lora_rank", field="r")
+        groups = {target.group for target in pairs}
+        ours = AdapterConfig(
+            rank, train_attn="attn" in groups, train_mlp="mlp" in groups, train_unembed="unembed" in groups
+        )
+        adapter = Adapter.create(ours, targets, torch.device("cpu"))
+        for target in pairs:
+            _copy(file, target, lows[target.name], adapter.weights[target.name])
+        dtypes = {file.dtype(name) for target in pairs for name in _names(target)} - {torch.float32}
+    notes = list(config.notes)
+    if config.made_for not in ("", base_model):
+        notes.append(f"the adapter says that it was made for {config.made_for!r}; it was imported for {base_model!r}")
+    return Imported(adapter, [*notes, *_notes(adapter, lows, dtypes)])
+
+
+def _names(target: Target) -> tuple[str, str]:
+    prefix = f"base_model.model.{target.name}"
+    return f"{prefix}.lora_A.weight", f"{prefix}.lora_B.weight"
+
+
+def _pairs(file: TensorFile, targets: Mapping[str, Target], frozen: Mapping[str, Tensor]) -> list[Target]:
+    """The targets that the file has an A and a B for."""
+    sides: dict[str, list[str]] = defaultdict(list)
+    for name in file.names:
+        match = re.fullmatch(r"base_model\.model\.(.+)\.lora_[AB]\.weight", name)
+        if match is not None:
+            if match[1] not in targets:
+                raise InvalidRequest(
+                    f"tensor {name!r}: the base model has no layer {match[1]!r} that can be adapted here", field=name
+                )
+            sides[match[1]].append(name)
+        else:
+            _check_frozen(file, name, frozen)
+    if not sides:
+        raise InvalidRequest(f"{file.path.name} holds no tensor of a LoRA adapter", field=file.path.name)
+    for names in sides.values():
+        if len(names) != 2:
+            raise InvalidRequest(f"tensor {names[0]!r} is only one of a lora_A and a lora_B", field=names[0])
+    return [target for name, target in targets.items() if name in sides]
+
+
+def _check_frozen(file: TensorFile, name: str, frozen: Mapping[str, Tensor]) -> None:
+    """Raises InvalidRequest unless the tensor is a copy of a weight of the base model."""
+    for mark, what in _FOREIGN.items():
+        if mark in name:
+            raise InvalidRequest(f"tensor {name!r}: {what} cannot be imported, only low-rank matrices", field=name)
+    module = name.removesuffix(".weight").removesuffix(".base_layer")
+    for end, weight in frozen.items():
+        if name.endswith(".weight") and module.endswith(f".{end}"):
+            stored = file.read(name) if file.shape(name) == tuple(weight.shape) else None
+            if stored is not None and torch.equal(stored.to(weight), weight):
+                return
+            raise InvalidRequest(
+                f"tensor {name!r} is a whole weight that differs from the base model's: only low-rank changes can be "
+                "imported",
+                field=name,
+            )
+    raise InvalidRequest(f"tensor {name!r} is not one of a LoRA adapter of linear layers", field=name)
+
+
+def _check_pair(file: TensorFile, target: Target, rank: int) -> None:
+    wanted = (rank, target.in_features), (target.out_features, rank)
+    for name, shape in zip(_names(target), wanted, strict=True):
+        if file.shape(name) != shape:
+            raise InvalidRequest(
+                f"tensor {name!r} has shape {list(file.shape(name))}, not {list(shape)} (r is {rank} there)", field=name
+            )
+        if not file.dtype(name).is_floating_point:
+            raise InvalidRequest(f"tensor {name!r} holds {file.dtype(name)}, which is no float", field=name)
+
+
+def _copy(file: TensorFile, target: Target, low: Low, ours: LoraWeights) -> None:
+    a_name, b_name = _names(target)
+    a_r_I, b_O_r = (_finite(file.read(name).float(), name) for name in (a_name, b_name))
+    ours.a_R_I[: low.rank] = a_r_I
+    ours.b_O_R[:, : low.rank] = b_O_r * (low.scaling * ours.a_R_I.shape[0] / ALPHA)
+    _finite(ours.b_O_R, b_name)
+
+
+def _finite(tensor: Tensor, name: str) -> Tensor:
+    if not torch.isfinite(tensor).all():
+        raise InvalidRequest(f"tensor {name!r} holds a number that is not finite in float32", field=name)
+    return tensor
+
+
+def _notes(adapter: Adapter, lows: Mapping[str, Low], dtypes: set[torch.dtype]) -> list[str]:
+    notes: list[str] = []
+    rank = adapter.config.rank
+    missing = [target.name for target in adapter.targets if target.name not in lows]
+    smaller = [name for name, low in lows.items() if low.rank < rank]
+    if missing:
+        notes.append(f"{_listed(missing)}: not in the adapter; they start at zero, and are trained too")
+    if smaller:
+        notes.append(f"{_listed(smaller)}: padded to rank {rank}, which changes nothing that is computed")
+    if any(not math.isclose(low.scaling, ALPHA / rank) for low in lows.values()):
+        notes.append(f"lora_alpha is {ALPHA} here, with rank {rank}: B was scaled so that the function is the same")
+    if dtypes:
+        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        notes.append(f"{names} was converted to float32")
+    return notes
+
+
+def _listed(modules: Sequence[str]) -> str:
+    shown = ", ".join(modules[:_NUM_SHOWN])
+    return shown if len(modules) <= _NUM_SHOWN else f"{shown} and {len(modules) - _NUM_SHOWN} more layers"
