@@ -2,8 +2,8 @@
 
 A target is one client of a sampling session: the samples whose seq_id // 10**9 is its clone id. Its completions are a
 list that grows; the client names the position up to which it knows them, so an answer that was lost on its way can be
-asked for again. The list is made when the client first asks, and can be made anew at any time: from the samples that
-may concern the client and are not in work. So it may be forgotten, and a restarted gateway has it too: how far the
+asked for again. The list is made when the client first asks, and can be made anew at any time, from its samples that
+are not in work. So it may be forgotten, and a restarted gateway has it too: how far the
 seq_ids had come is in the database, and what was in work then is reported as failed. The client asks for each of those
 with retrieve_future, is told 410, and samples again. One that was reported too often does no harm: retrieve_future
 waits for the work that there is.
@@ -29,6 +29,7 @@ _MARKED_AHEAD = 256
 """One write to the database in so many samples."""
 _MAX_LISTS = 1024
 _MAX_OPEN = 100_000
+_MAX_SETTLED = 4096
 _KEPT = MAX_PAGE
 """Completions that a client has confirmed and that are kept all the same."""
 
@@ -52,6 +53,8 @@ class _Samples:
     """Largest seq_id that the database covers."""
     open: dict[int, None] = field(default_factory=dict)
     """seq_ids that the client may wait for with its poller, in the order in which they came."""
+    settled: dict[int, None] = field(default_factory=dict)
+    """The latest of those that it need not be told of any more."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -87,18 +90,19 @@ class Completions:
         futures.listener = self
 
     async def reserve(self, request_id: str) -> None:
-        """To be awaited before the receipt of a sample: from then on no restart hides from its client that it is lost."""
+        """To be awaited before the receipt of a sample: no restart hides from then on that it is lost."""
         if (found := _target_of(request_id)) is None:
             return
         target, seq_id = found
         samples = await self._load(target)
+        samples.settled.pop(seq_id, None)
         samples.open[seq_id] = None
         while len(samples.open) > _MAX_OPEN:  # abandoned without a word; more than that is never in work
             del samples.open[next(iter(samples.open))]
         if seq_id > samples.high:
             async with samples.lock:
                 if seq_id > samples.high:
-                    low, high = min(samples.open), seq_id + _MARKED_AHEAD
+                    low, high = min(samples.open, default=seq_id), seq_id + _MARKED_AHEAD
                     await self._store.put_sample_mark(
                         SampleMark(sampling_session_id=target[0], clone_id=target[1], low=low, high=high)
                     )
@@ -119,7 +123,12 @@ class Completions:
         """The client no longer needs to be told of these: it has asked for them, has them, or has given them up."""
         for request_id in request_ids:
             if (found := _target_of(request_id)) is not None and found[0] in self._samples:
-                self._samples[found[0]].open.pop(found[1], None)
+                samples, seq_id = self._samples[found[0]], found[1]
+                if seq_id in samples.open:
+                    del samples.open[seq_id]
+                    samples.settled[seq_id] = None
+                if len(samples.settled) > _MAX_SETTLED:
+                    del samples.settled[next(iter(samples.settled))]
 
     def cancelled(self, of: Callable[[str], bool]) -> None:
         """Ends the polls of these sampling sessions, and frees what is kept for them."""
@@ -160,8 +169,10 @@ class Completions:
         samples = await self._load(target)
         completions = self._lists.get(target)
         if completions is None or prev_cursor > completions.end:
-            ids = (f"{target[0]}:{seq_id}" for seq_id in samples.open)
-            over = [request_id for request_id in ids if self._futures.pending(request_id) is None]
+            settled = [f"{target[0]}:{seq_id}" for seq_id in samples.settled]
+            over = [request_id for request_id in settled if self._futures.answer(request_id) is not None]
+            waited_for = [f"{target[0]}:{seq_id}" for seq_id in samples.open]
+            over += [request_id for request_id in waited_for if self._futures.pending(request_id) is None]
             completions = self._lists[target] = _List(prev_cursor, over)
             if len(self._lists) > _MAX_LISTS:
                 self._lists.popitem(last=False)[1].grown.set()

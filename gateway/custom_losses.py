@@ -5,6 +5,7 @@ What a graph may contain is the trainer's business; the gateway only carries it.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 
@@ -75,13 +76,16 @@ class CustomLosses:
                 "create a loss once, and use its handle again"
             )
         # All trainers check alike.
-        trainer = await self._clients.settle(self._clients.any_trainer, timeout_s=self._config.submit_timeout_s)
+        timeout_s = self._config.submit_timeout_s
+        trainer = await self._clients.settle(self._clients.any_trainer, timeout_s=timeout_s)
+        request = trainer_pb2.CheckCustomLossRequest(custom_loss=message)
         try:
-            await trainer.stub.CheckCustomLoss(trainer_pb2.CheckCustomLossRequest(custom_loss=message))
+            async with asyncio.timeout(timeout_s):
+                await trainer.stub.CheckCustomLoss(request, wait_for_ready=True)
+        except TimeoutError:
+            raise NotReady(f"the trainer at {trainer.address} cannot be asked now") from None
         except grpc.aio.AioRpcError as error:
-            if is_lost(error):
-                raise NotReady(f"the trainer at {trainer.address} cannot be asked now") from error
-            raise from_rpc_error(error) from error
+            raise NotReady(error.details() or "") if is_lost(error) else from_rpc_error(error) from error
 
     async def attach(self, request_id: str) -> None:
         """Makes a future of a loss that is stored. Raises Gone when there is none."""

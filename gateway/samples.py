@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
+from functools import partial
 
 import grpc.aio
 
@@ -122,10 +123,11 @@ class Samples:
         self._metrics.prompt_tokens.inc(num_prompt)
         self._metrics.sampled_tokens.inc(num_sampled)
         pending.num_tokens = num_prompt + num_sampled
-        whose = {"base_model": session.base_model, "session_id": session.session_id}
-        self._ledger.use("sampling_prefill", num_prompt - response.prompt_cache_hit_tokens, **whose)
-        self._ledger.use("sampling_prefill_cached", response.prompt_cache_hit_tokens, **whose)
-        self._ledger.use("sampling_sample", num_sampled, **whose)
+        num_cached = response.prompt_cache_hit_tokens
+        use = partial(self._ledger.use, base_model=session.base_model, session_id=session.session_id)
+        use("sampling_prefill", num_prompt - num_cached)
+        use("sampling_prefill_cached", num_cached)
+        use("sampling_sample", num_sampled)
         return Answer(response.SerializeToString(), PROTOBUF, json_forms.sample_result)
 
     async def _sample(

@@ -31,7 +31,7 @@ async def retrieve_future(request: Request) -> Response:
         ) from None
     if isinstance(found, Answer):
         size = len(found.body)
-        if body.allow_metadata_only and size > gateway.config.metadata_only_bytes:
+        if body.allow_metadata_only and not found.is_failure and size > gateway.config.metadata_only_bytes:
             return json_response({"status": "complete_metadata", "response_payload_size": size})
         return await negotiate(request, found, gateway.config)
     if (pending := gateway.futures.pending(request_id)) is not None:

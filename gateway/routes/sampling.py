@@ -41,9 +41,7 @@ async def create_sampling_session(request: Request) -> Response:
 async def _sampling_session(gateway: Gateway, body: schemas.CreateSamplingSession, *, owner: str) -> SamplingSession:
     base_model, version_id, location, inflight_run_id = body.base_model, "", "", None
     if body.model_path is not None:
-        checkpoint = await gateway.checkpoints.read(
-            body.model_path, field="model_path", owner=owner, purpose="sample"
-        )
+        checkpoint = await gateway.checkpoints.read(body.model_path, field="model_path", owner=owner, purpose="sample")
         version_id, location = checkpoint.version_id, checkpoint.location
         inflight_run_id = checkpoint.run_id if checkpoint.inflight else None
         base_model = base_model or checkpoint.base_model

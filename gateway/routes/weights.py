@@ -112,9 +112,7 @@ async def load_weights(request: Request) -> Response:
         ):
             if value is not None:
                 raise Unsupported(f"{field}: cannot be set when weights are loaded into a model that exists")
-        checkpoint = await gateway.checkpoints.read(
-            body.path, field="path", owner=owner_of(request), purpose="load"
-        )
+        checkpoint = await gateway.checkpoints.read(body.path, field="path", owner=owner_of(request), purpose="load")
         message = trainer_pb2.LoadCheckpointRequest(
             model_id=body.model_id,
             seq_id=body.seq_id,

@@ -14,6 +14,7 @@ import httpx
 from gateway.config import GatewayConfig
 from gateway.server import GatewayServer
 from tinsmith.rpc.errors import (
+    CheckpointExists,
     CheckpointNotFound,
     InvalidRequest,
     ModelNotFound,
@@ -23,6 +24,7 @@ from tinsmith.rpc.errors import (
     SequenceConflict,
     ServiceError,
     UnknownLossFn,
+    VersionGone,
     VersionNotLoaded,
 )
 from tinsmith.rpc.server import Server
@@ -34,7 +36,14 @@ KINDS = {
     types_pb2.CHECKPOINT_KIND_TRAINING: "weights",
     types_pb2.CHECKPOINT_KIND_SAMPLER: "sampler_weights",
     types_pb2.CHECKPOINT_KIND_EPHEMERAL: "ephemeral",
+    types_pb2.CHECKPOINT_KIND_EXTERNAL: "external_weights",
 }
+FILES = {
+    "adapter_config.json": b"{}",
+    "adapter_model.safetensors": bytes(range(256)) * 3,
+    "optimizer.safetensors": b"o",
+}
+"""Of every checkpoint of the fake trainer; those of kind TRAINING alone have the last."""
 
 
 @dataclass
@@ -61,6 +70,10 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self.go = asyncio.Event()
         """Operations wait for it after their acknowledgement."""
         self.go.set()
+        self.status = types_pb2.QueueStatus(running=True)
+        """What an operation waits for."""
+        self.checked: list[str] = []
+        """Names of the custom losses that were checked; one of the name "bad" is refused."""
         self.is_loading = False
         self.is_full = False
 
@@ -88,6 +101,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         if model.requests.setdefault(seq_id, body) != body:
             raise SequenceConflict(f"seq_id {seq_id} has another body")
         await context.send_initial_metadata(())
+        context.set_trailing_metadata((("x-tinsmith-ran", "1.5:2.5"),))
         asyncio.get_running_loop().create_task(self._execute(model, seq_id, work))
         return await self._result(model, seq_id)
 
@@ -121,13 +135,13 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             lora = self._checkpoint(request.from_location).lora_config
         elif not 0 < lora.rank <= 64:
             raise InvalidRequest(f"lora_config.rank: {lora.rank} is outside 1 .. 64")
-        if request.optimizer not in ("", "adamw"):
-            raise InvalidRequest(f"optimizer: {request.optimizer!r} is not one of adamw")
+        if request.optimizer not in ("", "adamw", "dimuon"):
+            raise InvalidRequest(f"optimizer: {request.optimizer!r} is not one of adamw, dimuon")
         info = trainer_pb2.ModelInfo(
             model_id=request.model_id,
             base_model=request.base_model,
             lora_config=lora,
-            optimizer="adamw",
+            optimizer=request.optimizer or "adamw",
             user_metadata=request.user_metadata,
         )
         self.models.setdefault(request.model_id, FakeModel(info))
@@ -149,7 +163,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def ForwardBackward(self, request: Any, context: Any) -> Any:
         def work() -> Any:
-            if request.loss_fn != "cross_entropy":
+            if request.loss_fn not in ("cross_entropy", "custom", "stable_reinforce"):
                 raise UnknownLossFn(f"loss_fn: {request.loss_fn!r} is not one of cross_entropy")
             data, offsets = b"", [0]
             for datum in request.data:
@@ -188,6 +202,8 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         def work() -> Any:
             name = request.name or f"e{request.seq_id}"
             location = f"{request.model_id}/{KINDS[request.kind]}/{name}"
+            if location in self.checkpoints and not request.overwrite:
+                raise CheckpointExists(f"checkpoint {location} exists; use another name")
             model = self.models[request.model_id].info
             info = types_pb2.CheckpointInfo(
                 location=location,
@@ -195,7 +211,9 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
                 model_id=request.model_id,
                 base_model=model.base_model,
                 lora_config=model.lora_config,
-                version_id=f"v-{location}-{request.seq_id}",
+                optimizer=model.optimizer,
+                encrypted=bool(request.age_recipients),
+                version_id=f"{request.model_id}@{request.seq_id}",
                 size_bytes=100,
                 created_at=time.time(),
                 step=1,
@@ -204,7 +222,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
                 user_metadata=request.user_metadata,
             )
             self.checkpoints[location] = info
-            if request.kind != types_pb2.CHECKPOINT_KIND_TRAINING:
+            if request.kind in (types_pb2.CHECKPOINT_KIND_SAMPLER, types_pb2.CHECKPOINT_KIND_EPHEMERAL):
                 for sampler in self.samplers:
                     sampler.versions.add(info.version_id)
             return trainer_pb2.SaveCheckpointResponse(checkpoint=info, num_samplers=len(self.samplers))
@@ -223,19 +241,54 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         return await self._run(request, context, work, seq_id=request.seq_id)
 
     async def PublishCheckpoint(self, request: Any, context: Any) -> Any:
-        self._checkpoint(request.location)
+        if self._checkpoint(request.location).version_id != request.version_id:
+            raise VersionGone(f"{request.location} holds another version")
         self.published.append(request.version_id)
         for sampler in self.samplers:
             sampler.versions.add(request.version_id)
         return trainer_pb2.PublishCheckpointResponse(num_samplers=len(self.samplers))
 
     async def GetCheckpoint(self, request: Any, context: Any) -> Any:
-        return trainer_pb2.GetCheckpointResponse(checkpoint=self._checkpoint(request.location))
+        info = self._checkpoint(request.location)
+        files = [types_pb2.CheckpointFile(name=name, size_bytes=len(FILES[name])) for name in self._file_names(info)]
+        return trainer_pb2.GetCheckpointResponse(checkpoint=info, files=files)
+
+    def _file_names(self, info: types_pb2.CheckpointInfo) -> list[str]:
+        is_training = info.kind == types_pb2.CHECKPOINT_KIND_TRAINING
+        return [name for name in FILES if is_training or name.startswith("adapter_")]
+
+    async def ReadCheckpointFile(self, request: Any, context: Any) -> Any:
+        if request.name not in self._file_names(self._checkpoint(request.location)):
+            raise CheckpointNotFound(f"no file {request.name} of {request.location}")
+        content = FILES[request.name]
+        for begin in range(0, len(content), 100):
+            yield trainer_pb2.ReadCheckpointFileResponse(data=content[begin : begin + 100])
+
+    async def CopyCheckpoint(self, request: Any, context: Any) -> Any:
+        if request.destination in self.checkpoints:
+            raise CheckpointExists(f"{request.destination} is taken")
+        info = types_pb2.CheckpointInfo()
+        info.CopyFrom(self._checkpoint(request.source))
+        info.location, info.created_at = request.destination, time.time()
+        info.ClearField("ttl_seconds")
+        if request.HasField("ttl_seconds"):
+            info.ttl_seconds = request.ttl_seconds
+        self.checkpoints[request.destination] = info
+        return trainer_pb2.CopyCheckpointResponse(checkpoint=info)
 
     async def DeleteCheckpoint(self, request: Any, context: Any) -> Any:
         self.checkpoints.pop(request.location, None)
         self.deletion.set()
         return trainer_pb2.DeleteCheckpointResponse()
+
+    async def CheckCustomLoss(self, request: Any, context: Any) -> Any:
+        self.checked.append(request.custom_loss.name)
+        if request.custom_loss.name == "bad":
+            raise InvalidRequest("graph.nodes[0]: 'os.system' is not an allowed target")
+        return trainer_pb2.CheckCustomLossResponse()
+
+    async def DescribeOperation(self, request: Any, context: Any) -> Any:
+        return trainer_pb2.DescribeOperationResponse(status=self.status)
 
     async def WaitResult(self, request: Any, context: Any) -> Any:
         model = self.models.get(request.model_id)
@@ -252,6 +305,10 @@ class FakeSampler(sampler_pb2_grpc.SamplerServiceServicer):
     def __init__(self) -> None:
         self.versions = {""}
         self.requests: list[sampler_pb2.SampleRequest] = []
+        self.called = asyncio.Event()
+        self.cancelled = asyncio.Event()
+        self.status = types_pb2.QueueStatus(running=True)
+        """What a sample waits for."""
         self.go = asyncio.Event()
         self.go.set()
 
@@ -262,9 +319,15 @@ class FakeSampler(sampler_pb2_grpc.SamplerServiceServicer):
 
     async def Sample(self, request: Any, context: Any) -> Any:
         self.requests.append(request)
+        self.called.set()
         if request.version_id not in self.versions:
             raise VersionNotLoaded(f"version {request.version_id} is not resident")
-        await self.go.wait()
+        try:
+            await self.go.wait()
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        context.set_trailing_metadata((("x-tinsmith-ran", "3.5:4.5"),))
         num_tokens = sum(len(chunk.encoded_text.tokens) // 4 for chunk in request.prompt)
         sequence = types_pb2.SampledSequence(
             stop_reason=types_pb2.STOP_REASON_LENGTH,
@@ -277,6 +340,9 @@ class FakeSampler(sampler_pb2_grpc.SamplerServiceServicer):
             if request.prompt_logprobs
             else None,
         )
+
+    async def DescribeRequest(self, request: Any, context: Any) -> Any:
+        return sampler_pb2.DescribeRequestResponse(status=self.status)
 
 
 @dataclass

@@ -125,7 +125,6 @@ async def test_too_many_samples_get_429(stack: Stack, client: Client) -> None:
         ({"sampling_params": {"max_tokens": 2**40}}, "max_tokens: 1099511627776"),
         ({"sampling_params": {"stop": [1.5]}}, "sampling_params.stop"),
         ({"model_path": "tinker://a/weights/b"}, "model_path"),
-        ({"record_stability_info": True}, "record_stability_info"),
     ],
 )
 async def test_what_is_wrong_in_a_sample_fails_its_future(client: Client, fields: dict[str, Any], part: str) -> None:

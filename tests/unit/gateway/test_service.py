@@ -17,8 +17,14 @@ from tests.unit.gateway.stack import ALIAS, BASE_MODEL, Client, Stack
 async def test_service_endpoints(client: Client) -> None:
     assert (await client.get("/api/v1/healthz")).json() == {"status": "ok"}
     flags = await client.call("client/config", {"sdk_version": "0.38.0"})
-    assert flags == {"proto_compress_fwdbwd": False, "pjwt_auth_enabled": False}
-    assert await client.call("client/dynamic_config", {"sdk_version": "0.38.0"}) == {}
+    assert flags == {
+        "proto_compress_fwdbwd": False,
+        "pjwt_auth_enabled": False,
+        "sample_use_retrieve_futures": True,
+        "sample_join_sampling_session": True,
+        "custom_loss_server_side": True,
+    }
+    assert await client.call("client/dynamic_config", {"sdk_version": "0.38.0"}) == {"sample_cancel_enabled": True}
     assert await client.call("telemetry", {"events": []}) == {"status": "accepted"}
     models = (await client.get("/api/v1/get_server_capabilities")).json()["supported_models"]
     assert {"model_name": ALIAS, "max_context_length": 2048, "trainable": True, "sampleable": True} in models
