@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from sampler_service.engine import EMPTY_LOGPROB, Targets
+from tests.models import make_model
 from tests.unit.sampler_service.serving import generate, make_adapter, metric, plain_logits, prompt, serving
 
 
@@ -89,3 +90,21 @@ async def test_a_prompt_of_one_token_has_nothing_to_score(model_folder: Path) ->
         result = await generate(engine, prompt(1), max_tokens=1, prompt_logprobs=True, prompt_alt_tokens_k=2)
     assert np.isnan(result.prompt.logprobs).all()
     assert result.prompt.alt_tokens.tokens.shape == (0, 2)
+
+
+async def test_a_table_wider_than_the_vocabulary_ends_with_empty_cells(tmp_path: Path) -> None:
+    folder, asked = make_model(tmp_path, vocab_size=100), prompt(5, vocab_size=100)
+    async with serving(folder) as engine:
+        result = await generate(
+            engine, asked, max_tokens=2, topk_prompt_logprobs=128, topk_sample_logprobs=128, prompt_alt_tokens_k=128
+        )
+    sampled = result.sequences[0].topk
+    assert result.prompt.topk.token_ids.shape == (5, 128)
+    assert sampled.token_ids.shape == (2, 128)
+    for rows in (slice(1, 5), slice(0, 2)):
+        table = result.prompt.topk if rows.start else sampled
+        assert (np.sort(table.token_ids[rows, :100]) == np.arange(100)).all()
+        assert (table.token_ids[rows, 100:] == 0).all()
+        assert (table.logprobs[rows, :100] > EMPTY_LOGPROB).all()
+        assert (table.logprobs[rows, 100:] == EMPTY_LOGPROB).all()
+    assert result.prompt.alt_tokens.tokens.max() < 100
