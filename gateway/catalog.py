@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, Select, func, or_, select
+from sqlalchemy import ColumnElement, SelectBase, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from gateway.store import Store
@@ -80,7 +80,7 @@ class Catalog:
             return list(await db.scalars(page)), await _count(db, query)
 
 
-async def _count(db: AsyncSession, query: Select[*tuple[object, ...]]) -> int:
+async def _count(db: AsyncSession, query: SelectBase) -> int:
     return await db.scalar(select(func.count()).select_from(query.subquery())) or 0
 
 
@@ -97,6 +97,4 @@ async def _last_checkpoints(db: AsyncSession, run_ids: Sequence[str]) -> dict[tu
 
 
 def _run(model: Model, owner: str, last: dict[tuple[str, str], Checkpoint]) -> Run:
-    return Run(
-        model, owner, last.get((model.model_id, "weights")), last.get((model.model_id, "sampler_weights"))
-    )
+    return Run(model, owner, last.get((model.model_id, "weights")), last.get((model.model_id, "sampler_weights")))

@@ -66,6 +66,8 @@ class GatewayConfig(BaseSettings):
     """How long a request waits for the trainer's acknowledgement, or for a service that is not up yet, before a 503."""
     sample_timeout_s: float = Field(default=3600.0, gt=0)
     """How long a sample may take, waiting for a sampler that is unreachable or full included, before it fails."""
+    openai_wait_s: float = Field(default=60.0, ge=0)
+    """How long a request to /v1 waits for a sampler that is unreachable or full, before a 503 or a 429."""
     session_timeout_s: float = Field(default=1800.0, gt=0)
     """A session without a heartbeat for so long is ended."""
     reap_interval_s: float = Field(default=30.0, gt=0)
@@ -78,6 +80,19 @@ class GatewayConfig(BaseSettings):
     """Training operations of one model in work at once; above it a submission is answered 429."""
     result_cache_bytes: int = Field(default=256 * 2**20, gt=0)
     """Memory for answers that can be asked for again; the least recently used ones go first."""
+    metadata_only_bytes: int = Field(default=2**20, gt=0)
+    """A larger answer is announced with its size first, to clients that allow it, so that they can limit what they load
+    at once."""
+    sample_use_retrieve_futures: bool = True
+    """Clients wait for all samples of a sampling session with one poll, instead of one for each."""
+    sample_cancel_enabled: bool = True
+    """Clients tell which samples they no longer wait for, and those are stopped."""
+    custom_loss_server_side: bool = True
+    """Clients send traced losses to be computed by the trainer, instead of computing them themselves."""
+    max_custom_losses: int = Field(default=256, gt=0)
+    """Custom losses that one session may create."""
+    record_retention_s: float = Field(default=86400.0, gt=0)
+    """How long what was sampled with record_stability_info is kept after its last use."""
     public_url: str = ""
     """Address under which clients reach the gateway, such as https://tinker.example.org; download addresses begin with
     it. Empty: that of the request which asks for one."""

@@ -210,6 +210,7 @@ def checkpoint_row(info: types_pb2.CheckpointInfo, *, owner: str) -> Checkpoint:
         kind=kind,
         owner=owner,
         base_model=info.base_model,
+        optimizer=info.optimizer or "adamw",
         version_id=info.version_id,
         lora_rank=info.lora_config.rank,
         train_unembed=info.lora_config.train_unembed,

@@ -11,16 +11,27 @@ from sqlalchemy.exc import SQLAlchemyError
 from starlette.requests import Request
 
 from gateway.auth import Callers
+from gateway.billing import Billing
+from gateway.catalog import Catalog
 from gateway.checkpoints import Checkpoints
 from gateway.clients import Clients
+from gateway.completions import Completions
 from gateway.config import DATABASE, GatewayConfig
+from gateway.copies import Copies
+from gateway.custom_losses import CustomLosses
+from gateway.downloads import Downloads
 from gateway.futures import Futures
+from gateway.inflight import Inflight
 from gateway.ledger import Ledger
 from gateway.metrics import Metrics
+from gateway.openai.generator import Generator
 from gateway.operations import Operations
 from gateway.reaper import Reaper
+from gateway.records import Records
 from gateway.results import Results
+from gateway.retirement import Retirement
 from gateway.samples import Samples
+from gateway.session_search import SessionSearch
 from gateway.store import Store
 from gateway.tokens import Tokens
 from tinsmith.rpc.auth import named
@@ -41,19 +52,55 @@ class Gateway:
         self.clients = Clients(
             trainers=config.trainers, samplers=config.samplers, api_key=config.service_key.get_secret_value()
         )
-        self.futures = Futures(cache_bytes=config.result_cache_bytes, metrics=self.metrics)
-        self.checkpoints = Checkpoints(self.store, self.clients, timeout_s=config.submit_timeout_s)
+        self.futures = Futures(cache_bytes=config.result_cache_bytes, metrics=self.metrics, ledger=self.ledger)
+        self.completions = Completions(self.store, self.futures)
+        self.inflight = Inflight(self.store)
+        self.records = Records(self.store, retention_s=config.record_retention_s)
+        self.custom_losses = CustomLosses(config, store=self.store, clients=self.clients, futures=self.futures)
+        self.retirement = Retirement(self.store, self.clients)
+        self.checkpoints = Checkpoints(
+            self.store,
+            self.clients,
+            ledger=self.ledger,
+            retirement=self.retirement,
+            timeout_s=config.submit_timeout_s,
+        )
+        self.copies = Copies(self.store, self.clients, self.checkpoints)
+        self.catalog = Catalog(self.store)
+        self.session_search = SessionSearch(self.store)
+        self.billing = Billing(config, store=self.store, ledger=self.ledger)
+        self.downloads = Downloads(config)
         self.operations = Operations(
             config,
             clients=self.clients,
             futures=self.futures,
-            results=Results(self.store),
+            results=Results(self.store, self.inflight, self.ledger),
             store=self.store,
             metrics=self.metrics,
+            ledger=self.ledger,
         )
-        self.samples = Samples(config, clients=self.clients, futures=self.futures, metrics=self.metrics)
+        self.samples = Samples(
+            config,
+            clients=self.clients,
+            futures=self.futures,
+            inflight=self.inflight,
+            records=self.records,
+            retirement=self.retirement,
+            ledger=self.ledger,
+            metrics=self.metrics,
+        )
+        self.generator = Generator(
+            config, clients=self.clients, samples=self.samples, ledger=self.ledger, metrics=self.metrics
+        )
         self.reaper = Reaper(
-            config, store=self.store, clients=self.clients, futures=self.futures, checkpoints=self.checkpoints
+            config,
+            store=self.store,
+            clients=self.clients,
+            futures=self.futures,
+            checkpoints=self.checkpoints,
+            retirement=self.retirement,
+            billing=self.billing,
+            records=self.records,
         )
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -65,6 +112,7 @@ class Gateway:
                 (self.config.state_dir / DATABASE).touch(mode=0o600)  # it holds secrets that sign
             await self.store.migrate()
             await self.tokens.start(self.store)
+            await self.downloads.start(self.store)
         except (OSError, SQLAlchemyError) as error:
             url = make_url(self.config.resolved_database_url).render_as_string(hide_password=True)
             raise StartError(f"the database {url} cannot be used: {error}") from error

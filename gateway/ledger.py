@@ -19,6 +19,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.store import Store
 from gateway.tables import AuditEvent, Model, Session, Span, Usage
+from gateway.tasks import to_its_end
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class Ledger:
         self._rows: list[AuditEvent | Span] = []
         self._touched: dict[str, float] = {}
         self._owners: dict[str, str] = {}
+        self._flushing = asyncio.Lock()
 
     def use(
         self,
@@ -67,23 +69,24 @@ class Ledger:
         while True:
             await asyncio.sleep(FLUSH_S)
             try:
-                await self.flush()
+                await to_its_end(self.flush())
             except SQLAlchemyError:
                 logger.exception("the ledger cannot be written; it is tried again")
 
     async def flush(self) -> None:
-        """Writes what has gathered; it stays gathered when that fails."""
-        usage, rows, touched = self._usage, self._rows, self._touched
-        if not usage and not rows and not touched:
-            return
-        self._usage, self._rows, self._touched = Counter(), [], {}
-        try:
-            await self._write(usage, rows, touched)
-        except BaseException:
-            self._usage.update(usage)
-            self._rows = rows + self._rows
-            self._touched = touched | self._touched
-            raise
+        """Writes what has gathered; it stays gathered when that fails. Afterwards all of it can be read."""
+        async with self._flushing:
+            usage, rows, touched = self._usage, self._rows, self._touched
+            if not usage and not rows and not touched:
+                return
+            self._usage, self._rows, self._touched = Counter(), [], {}
+            try:
+                await self._write(usage, rows, touched)
+            except BaseException:
+                self._usage.update(usage)
+                self._rows = rows + self._rows
+                self._touched = touched | self._touched
+                raise
 
     async def _write(
         self,

@@ -1,4 +1,4 @@
-"""Ends sessions, frees what the trainer holds for ended ones, and deletes expired checkpoints."""
+"""Ends sessions, frees what the trainer holds for ended ones, deletes what has expired, and counts what is stored."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ import logging
 import time
 
 import grpc.aio
+from sqlalchemy import delete
 
+from gateway.billing import Billing
 from gateway.checkpoints import Checkpoints
 from gateway.clients import Clients
 from gateway.config import GatewayConfig
 from gateway.futures import Futures
+from gateway.records import Records
+from gateway.retirement import Retirement
 from gateway.store import Store
-from gateway.tables import Model
+from gateway.tables import Checkpoint, Model, Span
+from gateway.tasks import to_its_end
 from tinsmith.rpc.errors import FailedPrecondition, InvalidRequest, NotReady, ServiceError, from_rpc_error
 from tinsmith.v1 import trainer_pb2
 
@@ -25,13 +30,25 @@ EXPIRED = "expired"
 
 class Reaper:
     def __init__(
-        self, config: GatewayConfig, *, store: Store, clients: Clients, futures: Futures, checkpoints: Checkpoints
+        self,
+        config: GatewayConfig,
+        *,
+        store: Store,
+        clients: Clients,
+        futures: Futures,
+        checkpoints: Checkpoints,
+        retirement: Retirement,
+        billing: Billing,
+        records: Records,
     ) -> None:
         self._config = config
         self._store = store
         self._clients = clients
         self._futures = futures
         self._checkpoints = checkpoints
+        self._retirement = retirement
+        self._billing = billing
+        self._records = records
         self._started_at = time.time()
         self._wake = asyncio.Event()
 
@@ -47,9 +64,17 @@ class Reaper:
     async def run(self) -> None:
         """Reaps every reap_interval_s, and when a session ends."""
         while True:
-            for step in (self._end_silent_sessions, self._release_models, self._delete_expired):
+            for step in (
+                self._end_silent_sessions,
+                self._release_models,
+                self._billing.meter_storage,  # before what it counts is deleted
+                self._delete_expired,
+                self._retirement.delete_unused,
+                self._records.delete_expired,
+                self._forget_spans,
+            ):
                 try:
-                    await step()
+                    await to_its_end(step())
                 except Exception:
                     logger.exception("a step of the reaper failed; it is tried again")
             try:
@@ -79,6 +104,7 @@ class Reaper:
     async def _release(self, model: Model) -> None:
         try:
             trainer = self._clients.find_trainer(model.base_model)
+            await self._keep_inflight(model)
             await trainer.stub.DeleteModel(trainer_pb2.DeleteModelRequest(model_id=model.model_id))
         except InvalidRequest:
             pass  # its base model is not served any more, or never was
@@ -92,11 +118,23 @@ class Reaper:
         error = FailedPrecondition(f"the session of {model.model_id} has ended")
         self._futures.cancel(model.model_id.__eq__, error=error)
 
+    async def _keep_inflight(self, model: Model) -> None:
+        """Samplers of other sessions that follow the run go on with its last version, which may lie in its own folder
+        of ephemeral saves."""
+        location, version_id = model.inflight_location, model.inflight_version_id
+        if location is not None and location.startswith(f"{model.model_id}/ephemeral/"):
+            last = Checkpoint(location=location, version_id=version_id, base_model=model.base_model)
+            await self._retirement.keep_for_samplers(last)
+
     async def _delete_expired(self) -> None:
         for checkpoint in await self._store.expired_checkpoints():
             try:
-                await self._checkpoints.delete(checkpoint)
+                await self._checkpoints.expire(checkpoint)
             except ServiceError as error:
                 logger.warning("%s cannot be deleted now: %s", checkpoint.path, error.message)
             else:
                 logger.info("%s has expired and was deleted", checkpoint.path)
+
+    async def _forget_spans(self) -> None:
+        async with self._store.begin() as db:
+            await db.execute(delete(Span).where(Span.ended_at < time.time() - self._config.span_retention_s))

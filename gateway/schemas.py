@@ -170,6 +170,41 @@ class Sample(SampleIds):
 
 class RetrieveFuture(Body):
     request_id: str
+    allow_metadata_only: bool = False
+
+
+class CancelFuture(Body):
+    request_id: str
+
+
+class FuturesTarget(Body):
+    type: Literal["sampling_session"]
+    sampling_session_id: str
+    cloned_sampler_id: int = Field(default=0, ge=0, lt=2**53)
+
+
+class RetrieveFutures(Body):
+    target: FuturesTarget
+    prev_cursor: int = Field(default=0, ge=0, lt=2**53)
+    timeout: float | None = Field(default=None, ge=0)
+    retrieved_request_ids: list[str] = []
+
+
+class JoinSamplingSession(Body):
+    sampling_session_id: str
+
+
+class CustomLossInput(Body):
+    name: str
+    rank: int = Field(ge=0, le=2)
+
+
+class CreateCustomLoss(Body):
+    session_id: str
+    custom_loss_seq_id: int = Field(ge=0, lt=2**63)
+    name: str = Field(max_length=200)
+    inputs: list[CustomLossInput]
+    graph: dict[str, Any]
 
 
 # Management

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, and_, func, or_, select
+from sqlalchemy import ColumnElement, and_, false, func, or_, select
 
 from gateway import schemas
 from gateway.catalog import exists_now, in_project
@@ -53,7 +53,7 @@ class SessionSearch:
             case schemas.UserSearch(owner_urns=urns):
                 query = query.where(Session.owner.in_([owner_of_urn(urn) for urn in urns]))
         if asked.project_ids is not None:
-            query = query.where(or_(*[in_project(project_id) for project_id in asked.project_ids]))
+            query = query.where(or_(false(), *[in_project(project_id) for project_id in asked.project_ids]))
         if asked.statuses is not None:
             query = query.where(or_(*[_has_status(status) for status in asked.statuses]))
         if asked.session_id is not None and asked.display_name is None:
@@ -95,9 +95,7 @@ class SessionSearch:
 
 def _comes_after(created_at: float, session_id: str) -> ColumnElement[bool]:
     """In the order newest first."""
-    return or_(
-        Session.created_at < created_at, and_(Session.created_at == created_at, Session.session_id < session_id)
-    )
+    return or_(Session.created_at < created_at, and_(Session.created_at == created_at, Session.session_id < session_id))
 
 
 def _has_status(status: schemas.StatusQuery) -> ColumnElement[bool]:

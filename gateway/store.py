@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,11 @@ from uuid import uuid4
 
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import Connection, delete, event, select, update
+from sqlalchemy import Connection, delete, event, func, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 
-from gateway.tables import Base, Checkpoint, Model, Operation, SampleMark, SamplingSession, Session, Setting
+from gateway.tables import Base, Checkpoint, CustomLoss, Model, Operation, SampleMark, SamplingSession, Session, Setting
 
 MIGRATIONS = Path(__file__).parent / "migrations"
 
@@ -104,6 +104,10 @@ class Store:
         self._samplers = {key: row for key, row in self._samplers.items() if row.session_id != session_id}
         return ended
 
+    async def assign_project(self, session_id: str, project_id: str) -> None:
+        async with self.begin() as db:
+            await db.execute(update(Session).where(Session.session_id == session_id).values(project_id=project_id))
+
     async def silent_sessions(self, *, seen_before: float) -> list[str]:
         query = select(Session.session_id).where(Session.ended_at.is_(None), Session.last_seen_at < seen_before)
         async with self.begin() as db:
@@ -129,6 +133,23 @@ class Store:
     async def complete_model(self, model_id: str, **facts: Any) -> None:
         async with self.begin() as db:
             await db.execute(update(Model).where(Model.model_id == model_id).values(**facts))
+        self._models.pop(model_id, None)
+
+    async def move_inflight(
+        self, model_id: str, version_id: str, location: str, *, is_newer: Callable[[str, str], bool]
+    ) -> None:
+        """Inflight samplers of the model follow it to this version, unless they are at a newer one."""
+        moved = False
+        while not moved:
+            async with self.begin() as db:
+                model = await db.get_one(Model, model_id)
+                seen = model.inflight_version_id
+                if seen is not None and not is_newer(version_id, seen):
+                    return
+                unchanged = Model.inflight_version_id.is_(None) if seen is None else Model.inflight_version_id == seen
+                query = update(Model).where(Model.model_id == model_id, unchanged)
+                result = await db.execute(query.values(inflight_version_id=version_id, inflight_location=location))
+                moved = result.rowcount > 0  # type: ignore[attr-defined]
         self._models.pop(model_id, None)
 
     async def unreleased_models(self) -> list[tuple[Model, Session]]:
@@ -230,11 +251,30 @@ class Store:
             result = await db.execute(query.values(value=new))
             return result.rowcount > 0  # type: ignore[attr-defined]
 
+    # Custom losses
+
+    async def add_custom_loss(self, loss: CustomLoss) -> None:
+        """Adds it; a repeat changes nothing."""
+        await self._add_once(loss)
+
+    async def custom_loss(self, loss_id: str) -> CustomLoss | None:
+        async with self.begin() as db:
+            return await db.get(CustomLoss, loss_id)
+
+    async def num_custom_losses(self, session_id: str) -> int:
+        query = select(func.count()).select_from(CustomLoss).where(CustomLoss.session_id == session_id)
+        async with self.begin() as db:
+            return await db.scalar(query) or 0
+
     # Operations
 
     async def add_operation(self, operation: Operation) -> None:
         """Adds it; a repeat changes nothing."""
         await self._add_once(operation)
+
+    async def delete_operation(self, request_id: str) -> None:
+        async with self.begin() as db:
+            await db.execute(delete(Operation).where(Operation.request_id == request_id))
 
     async def operation(self, request_id: str) -> Operation | None:
         async with self.begin() as db:

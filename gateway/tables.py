@@ -118,6 +118,9 @@ class RetiredCheckpoint(Base):
 
     location: Mapped[str] = mapped_column(primary_key=True)
     """Where the files lie now."""
+    source: Mapped[str]
+    """Where they lay when the samplers were made."""
+    version_id: Mapped[str]
     base_model: Mapped[str]
     retired_at: Mapped[float]
 

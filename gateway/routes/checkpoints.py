@@ -1,7 +1,90 @@
-"""To be written."""
+"""What can be done with a checkpoint: delete it, publish it, let it expire, download it.
+
+Every key may do so: keys share everything.
+"""
 
 from __future__ import annotations
 
-from starlette.routing import BaseRoute
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
-routes: list[BaseRoute] = []
+from gateway import schemas
+from gateway.body import parse, read_json
+from gateway.convert import check_ttl
+from gateway.errors import json_response
+from gateway.gateway import gateway_of, owner_of
+from gateway.tables import Checkpoint
+from gateway.views import time_text
+from tinsmith.rpc.errors import InvalidRequest
+from tinsmith.rpc.paths import SCHEME
+
+_ONE = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
+
+
+def _path(request: Request) -> str:
+    return SCHEME + "/".join(request.path_params[part] for part in ("run_id", "kind", "name"))
+
+
+async def _find(request: Request) -> Checkpoint:
+    return await gateway_of(request).checkpoints.find(_path(request), field="path", owner=owner_of(request))
+
+
+async def delete(request: Request) -> Response:
+    await gateway_of(request).checkpoints.delete(_path(request), owner=owner_of(request))
+    return json_response({})
+
+
+async def publish(request: Request) -> Response:
+    checkpoint = await _find(request)
+    await gateway_of(request).checkpoints.publish(checkpoint, public=True, owner=owner_of(request))
+    return json_response({})
+
+
+async def unpublish(request: Request) -> Response:
+    checkpoint = await _find(request)
+    await gateway_of(request).checkpoints.publish(checkpoint, public=False, owner=owner_of(request))
+    return json_response({})
+
+
+async def set_ttl(request: Request) -> Response:
+    gateway = gateway_of(request)
+    content, _ = await read_json(request, gateway.config)
+    ttl_seconds = check_ttl(parse(schemas.SetTtl, content).ttl_seconds)
+    await gateway.checkpoints.set_ttl(await _find(request), ttl_seconds, owner=owner_of(request))
+    return json_response({})
+
+
+async def external_weights_urls(request: Request) -> Response:
+    """An address for each file."""
+    gateway = gateway_of(request)
+    path, owner = _path(request), owner_of(request)
+    if request.path_params["kind"] != "external_weights":
+        raise InvalidRequest(f"path: {path} is not of kind external_weights; save_weights_external makes one")
+    checkpoint = await gateway.checkpoints.read(path, field="path", owner=owner, purpose="download")
+    signed = {
+        file.name: gateway.downloads.sign(request, "files", *checkpoint.location.split("/"), file.name)
+        for file in await gateway.checkpoints.files(checkpoint)
+    }
+    expires_at = min(download.expires_at for download in signed.values())
+    urls = {name: download.url for name, download in signed.items()}
+    return json_response({"urls": urls, "expires": time_text(expires_at)})
+
+
+async def archive(request: Request) -> Response:
+    """The address of a tar archive of the adapter's files; SDKs up to 0.30 download those."""
+    gateway = gateway_of(request)
+    path, owner = _path(request), owner_of(request)
+    checkpoint = await gateway.checkpoints.read(path, field="path", owner=owner, purpose="download")
+    download = gateway.downloads.sign(request, "archives", *checkpoint.location.split("/"))
+    return json_response({"url": download.url, "expires": time_text(download.expires_at)})
+
+
+routes = [
+    Route(_ONE, delete, methods=["DELETE"]),
+    Route(f"{_ONE}/publish", publish, methods=["POST"]),
+    Route(f"{_ONE}/publish", unpublish, methods=["DELETE"]),
+    Route(f"{_ONE}/ttl", set_ttl, methods=["PUT"]),
+    Route(f"{_ONE}/external_weights_urls", external_weights_urls),
+    Route(f"{_ONE}/archive", archive),
+]

@@ -1,4 +1,4 @@
-"""The life of a session."""
+"""The life of a session, and what sessions there are."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from gateway import schemas
 from gateway.body import parse, read_json
 from gateway.errors import json_response
 from gateway.gateway import gateway_of, owner_of
+from gateway.routes.runs import owner_in_scope
+from gateway.tables import Session
+from gateway.views import session_view
 from tinsmith import __version__
 
 
@@ -31,7 +34,8 @@ async def create_session(request: Request) -> Response:
         {
             "type": "create_session",
             "session_id": session.session_id,
-            "info_message": f"connected to Tinsmith {__version__}",
+            "info_message": f"connected to Tinsmith {__version__}. The loss stable_reinforce and the optimizer dimuon "
+            "are Tinsmith's own definitions: docs/algorithms.md",
         }
     )
 
@@ -59,8 +63,85 @@ async def finish_session(request: Request) -> Response:
     return json_response({})
 
 
+async def list_sessions(request: Request) -> Response:
+    query = parse(schemas.SessionsQuery, dict(request.query_params))
+    ids = await gateway_of(request).session_search.ids(
+        owner=owner_in_scope(request, query), limit=query.limit, offset=query.offset
+    )
+    return json_response({"sessions": ids})
+
+
+async def _find(request: Request) -> Session:
+    session_id = request.path_params["session_id"]
+    session = await gateway_of(request).store.session(session_id)
+    if session is None:
+        raise HTTPException(404, f"session_id: there is no session {session_id!r}")
+    return session
+
+
+async def get_session(request: Request) -> Response:
+    owner = owner_in_scope(request, parse(schemas.ScopedQuery, dict(request.query_params)))
+    session = await _find(request)
+    if owner is not None and session.owner != owner:
+        raise HTTPException(404, f"session_id: {session.session_id!r} is another user's; access_scope=accessible")
+    runs, samplers = await gateway_of(request).session_search.members(session.session_id)
+    return json_response(
+        {
+            "training_run_ids": runs,
+            "sampler_ids": samplers,
+            "user_metadata": session.user_metadata or None,
+            "display_name": session.display_name,
+        }
+    )
+
+
+async def search_sessions(request: Request) -> Response:
+    gateway = gateway_of(request)
+    content, _ = await read_json(request, gateway.config)
+    asked = parse(schemas.SearchSessions, content)
+    found, has_more = await gateway.session_search.search(asked, owner=owner_of(request))
+    sessions = [
+        session_view(one.session, num_checkpoints=one.num_checkpoints, num_bytes=one.num_bytes) for one in found
+    ]
+    cursor = None
+    if has_more:
+        last = sessions[-1]
+        cursor = {"last_created_at": last["created_at"], "last_session_id": last["session_id"]}
+    return json_response({"sessions": sessions, "next_cursor": cursor})
+
+
+async def assign_project(request: Request) -> Response:
+    gateway = gateway_of(request)
+    content, _ = await read_json(request, gateway.config)
+    project_id = parse(schemas.AssignProject, content).project_id
+    session = await _find(request)
+    if session.project_id != project_id:
+        await gateway.store.assign_project(session.session_id, project_id)
+        gateway.ledger.audit(
+            "project_assign",
+            owner=owner_of(request),
+            category="projects",
+            session_id=session.session_id,
+            project_id=project_id,
+            previous_project_id=session.project_id,
+        )
+    return json_response({})
+
+
+async def trace_export(request: Request) -> Response:
+    """Always ready: the file is made while it is downloaded."""
+    session = await _find(request)
+    download = gateway_of(request).downloads.sign(request, "traces", session.session_id)
+    return json_response({"status": "ready", "url": download.url})
+
+
 routes = [
     Route("/create_session", create_session, methods=["POST"]),
     Route("/session_heartbeat", session_heartbeat, methods=["POST"]),
+    Route("/sessions", list_sessions),
+    Route("/sessions/search", search_sessions, methods=["POST"]),
+    Route("/sessions/{session_id}", get_session),
     Route("/sessions/{session_id}/finish", finish_session, methods=["POST"]),
+    Route("/sessions/{session_id}/project", assign_project, methods=["PUT"]),
+    Route("/sessions/{session_id}/trace_export", trace_export),
 ]

@@ -28,6 +28,8 @@ def upgrade() -> None:
     op.create_table(
         "retired_checkpoints",
         sa.Column("location", sa.String(), nullable=False),
+        sa.Column("source", sa.String(), nullable=False),
+        sa.Column("version_id", sa.String(), nullable=False),
         sa.Column("base_model", sa.String(), nullable=False),
         sa.Column("retired_at", sa.Double(), nullable=False),
         sa.PrimaryKeyConstraint("location"),
