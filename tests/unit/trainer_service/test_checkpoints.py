@@ -1,12 +1,17 @@
 """Checkpoints are there whole or not at all, and a damaged one is named."""
 
 import errno
+import hashlib
 import json
+import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import peft
+import pyrage
 import pytest
+import safetensors.torch
 import torch
 from prometheus_client import CollectorRegistry
 from safetensors import SafetensorError
@@ -19,15 +24,18 @@ from tinsmith.rpc.errors import (
     CheckpointNotFound,
     DataCorrupted,
     InvalidRequest,
+    NotFound,
     OutOfCapacity,
 )
 from tinsmith.v1 import types_pb2 as pb
 from trainer_service.checkpoints import CheckpointStore
-from trainer_service.engine import State
+from trainer_service.encryption import parse_recipients
+from trainer_service.engine import OptimizerState, State
 from trainer_service.locations import Location
 from trainer_service.metrics import Metrics
 
 RUN = "s:train:0"
+age: Any = pyrage  # it comes without types
 
 
 @pytest.fixture
@@ -40,7 +48,7 @@ def make_state(base: BaseModel, *, value: float = 0.5, optimizer: bool = True) -
     adapter = Adapter.create(config, base.targets, base.device)
     adapter.flat.add_(value)
     moments = {"exp_avg": torch.full_like(adapter.flat, value), "exp_avg_sq": torch.ones_like(adapter.flat)}
-    state = {**moments, "num_steps": torch.tensor([3.0])} if optimizer else None
+    state = OptimizerState("adamw", {**moments, "num_steps": torch.tensor([3.0])}) if optimizer else None
     return State(config=config, adapter=adapter, step=3, optimizer=state)
 
 
@@ -62,6 +70,28 @@ def make_info(state: State, name: str = "one") -> pb.CheckpointInfo:
     )
 
 
+EXTERNAL = Location(RUN, "external_weights", "one")
+
+
+def external_info(base: BaseModel) -> pb.CheckpointInfo:
+    info = make_info(make_state(base, optimizer=False))
+    info.location, info.kind = str(EXTERNAL), pb.CHECKPOINT_KIND_EXTERNAL
+    return info
+
+
+def content(store: CheckpointStore, name: str) -> bytes:
+    with store.open_file(EXTERNAL, name) as file:
+        return file.read()
+
+
+def assert_same_in_peft(state: State, model_folder: Path, adapter_folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    adapted = peft.PeftModel.from_pretrained(model, adapter_folder)
+    loaded = {name.replace(".default", ""): tensor for name, tensor in adapted.named_parameters()}
+    for (name, _), tensor in zip(state.adapter.specs(), state.adapter.tensors(), strict=True):
+        assert torch.equal(loaded[name], tensor)
+
+
 def at(name: str, kind: str = "weights") -> Location:
     return Location(RUN, kind, name)
 
@@ -78,7 +108,9 @@ def test_a_checkpoint_comes_back_bit_for_bit(store: CheckpointStore, base: BaseM
     assert torch.equal(loaded.adapter.flat, state.adapter.flat)
     assert state.optimizer is not None
     assert loaded.optimizer is not None
-    assert all(torch.equal(loaded.optimizer[name], tensor) for name, tensor in state.optimizer.items())
+    assert loaded.optimizer.kind == "adamw"
+    tensors = state.optimizer.tensors
+    assert all(torch.equal(loaded.optimizer.tensors[name], tensor) for name, tensor in tensors.items())
 
 
 def test_sampler_weights_are_a_plain_peft_folder(
@@ -86,11 +118,119 @@ def test_sampler_weights_are_a_plain_peft_folder(
 ) -> None:
     state = make_state(base, optimizer=False)
     store.save(make_info(state), state, overwrite=False)
-    model = AutoModelForCausalLM.from_pretrained(model_folder)
-    adapted = peft.PeftModel.from_pretrained(model, tmp_path / "root" / RUN / "sampler_weights" / "one")
-    loaded = {name.replace(".default", ""): tensor for name, tensor in adapted.named_parameters()}
-    for (name, _), tensor in zip(state.adapter.specs(), state.adapter.tensors(), strict=True):
-        assert torch.equal(loaded[name], tensor)
+    assert_same_in_peft(state, model_folder, tmp_path / "root" / RUN / "sampler_weights" / "one")
+
+
+def test_external_weights_are_a_plain_peft_folder_too(
+    store: CheckpointStore, base: BaseModel, model_folder: Path
+) -> None:
+    state, info = make_state(base, optimizer=False), external_info(base)
+    saved = store.save(info, state, overwrite=False)
+    files = store.manifest(EXTERNAL).files
+    assert list(files) == ["adapter_config.json", "adapter_model.safetensors"]
+    config = json.loads(content(store, "adapter_config.json"))
+    assert config["lora_alpha"] == 32
+    data = content(store, "adapter_model.safetensors")
+    assert files["adapter_model.safetensors"].sha256 == hashlib.sha256(data).hexdigest()
+    assert saved.size_bytes == sum(file.size_bytes for file in files.values())
+    tensors = safetensors.torch.load(data)
+    assert all(name.startswith("base_model.model.") for name in tensors)
+    assert_same_in_peft(state, model_folder, store._path(EXTERNAL))
+    assert torch.equal(store.load(EXTERNAL, base.targets, with_optimizer=False)[1].adapter.flat, state.adapter.flat)
+
+
+def test_encrypted_weights_can_be_read_by_each_recipient_and_not_by_the_trainer(
+    store: CheckpointStore, base: BaseModel, model_folder: Path, tmp_path: Path
+) -> None:
+    identities = [age.x25519.Identity.generate() for _ in range(2)]
+    recipients = parse_recipients([str(identity.to_public()) for identity in identities], field="r")
+    state = make_state(base, optimizer=False)
+    saved = store.save(external_info(base), state, overwrite=False, recipients=recipients)
+    assert saved.encrypted
+    files = store.manifest(EXTERNAL).files
+    assert list(files) == ["adapter_config.json.age", "adapter_model.safetensors.age"]
+    for identity in identities:
+        for name, file in files.items():
+            data = content(store, name)
+            assert (file.size_bytes, file.sha256) == (len(data), hashlib.sha256(data).hexdigest())
+            (tmp_path / name.removesuffix(".age")).write_bytes(age.decrypt(data, [identity]))
+        assert_same_in_peft(state, model_folder, tmp_path)
+    with pytest.raises(InvalidRequest, match="external_weights/one is encrypted with age"):
+        store.load(EXTERNAL, base.targets, with_optimizer=False)
+
+
+def test_recipients_may_be_ssh_keys_and_a_malformed_one_is_named() -> None:
+    ssh = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIHsKLqeplhpW+uObz5dvMgjz1OxfM/XXUB+VHtZ6isGN alice@rust"
+    good = str(age.x25519.Identity.generate().to_public())
+    assert len(parse_recipients([good, ssh], field="age_recipients")) == 2
+    for bad in ("age1xyz", "", "ssh-ed25519 AAAA", good[:-1] + "é"):
+        with pytest.raises(InvalidRequest, match=r"age_recipients\[1\]") as caught:
+            parse_recipients([good, bad], field="age_recipients")
+        assert repr(bad) in caught.value.message
+    with pytest.raises(InvalidRequest, match="11 recipients; at most 10"):
+        parse_recipients([good] * 11, field="age_recipients")
+
+
+def test_a_copy_shares_the_bytes_and_outlives_its_source(store: CheckpointStore, base: BaseModel) -> None:
+    state, other = make_state(base, value=0.1), make_state(base, value=0.2)
+    saved = store.save(make_info(state), state, overwrite=False)
+    copied = store.copy(at("one"), Location("t:train:0", "weights", "two"), ttl_seconds=7200)
+    kept = store.copy(at("one"), at("7", "ephemeral"), ttl_seconds=None)
+    data = "adapter_model.safetensors"
+    assert os.path.samestat(*(os.stat(store._path(place) / data) for place in (at("one"), at("7", "ephemeral"))))
+    store.save(make_info(other), other, overwrite=True)
+    store.delete(at("one"))
+
+    info, loaded = store.load(Location("t:train:0", "weights", "two"), base.targets, with_optimizer=True)
+    assert torch.equal(loaded.adapter.flat, state.adapter.flat)
+    assert info == copied
+    assert (copied.location, copied.ttl_seconds) == ("t:train:0/weights/two", 7200)
+    assert copied.created_at > saved.created_at
+    for field in ("model_id", "version_id", "step", "user_metadata", "lora_config", "optimizer", "size_bytes"):
+        assert getattr(copied, field) == getattr(saved, field)
+
+    info, loaded = store.load(at("7", "ephemeral"), base.targets, with_optimizer=False)
+    assert torch.equal(loaded.adapter.flat, state.adapter.flat)
+    assert info == kept
+    assert (kept.kind, kept.has_optimizer, kept.HasField("ttl_seconds")) == (pb.CHECKPOINT_KIND_EPHEMERAL, False, False)
+    assert kept.size_bytes < copied.size_bytes  # without the optimizer
+
+
+def test_a_copy_works_where_the_file_system_has_no_links(
+    store: CheckpointStore, base: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def link(source: Path, destination: Path) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    state = make_state(base)
+    store.save(make_info(state), state, overwrite=False)
+    monkeypatch.setattr(os, "link", link)
+    store.copy(at("one"), at("two"), ttl_seconds=None)
+    assert torch.equal(store.load(at("two"), base.targets, with_optimizer=True)[1].adapter.flat, state.adapter.flat)
+
+
+def test_a_copy_is_refused_by_name(store: CheckpointStore, base: BaseModel) -> None:
+    state = make_state(base)
+    store.save(make_info(state), state, overwrite=False)
+    store.copy(at("one"), at("two"), ttl_seconds=None)
+    with pytest.raises(CheckpointExists, match="weights/two"):
+        store.copy(at("one"), at("two"), ttl_seconds=None)
+    with pytest.raises(InvalidRequest, match=r"'sampler_weights' .* is not that of the source"):
+        store.copy(at("one"), at("three", "sampler_weights"), ttl_seconds=None)
+    with pytest.raises(CheckpointNotFound, match="weights/none"):
+        store.copy(at("none"), at("three"), ttl_seconds=None)
+    (store._path(at("one")) / "optimizer.safetensors").unlink()
+    with pytest.raises(DataCorrupted, match=r"optimizer\.safetensors is missing"):
+        store.copy(at("one"), at("three"), ttl_seconds=None)
+    assert not store.exists(at("three"))
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "../one/adapter_config.json", "/etc/passwd", "", "none"])
+def test_only_a_checkpoints_own_files_can_be_opened(store: CheckpointStore, base: BaseModel, name: str) -> None:
+    state = make_state(base)
+    store.save(make_info(state), state, overwrite=False)
+    with pytest.raises(NotFound, match="has no file"):
+        store.open_file(at("one"), name)
 
 
 def test_the_optimizer_is_refused_by_name_when_there_is_none(store: CheckpointStore, base: BaseModel) -> None:

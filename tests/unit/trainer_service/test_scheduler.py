@@ -1,15 +1,10 @@
-"""The scheduler's promises, with a real journal and an engine that only writes down what it is asked."""
+"""The scheduler's promises."""
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
 
+from tests.unit.trainer_service.scheduling import Bench, MakeBench
 from tinsmith.rpc.errors import (
     InvalidRequest,
     ModelLost,
@@ -20,113 +15,7 @@ from tinsmith.rpc.errors import (
     ServiceError,
 )
 from tinsmith.v1 import trainer_pb2 as pb
-from trainer_service.journal import Body, Journal
-from trainer_service.metrics import Metrics
-from trainer_service.scheduler import Scheduler
-from trainer_service.work import Answer, Operation, RunBatch, Turn, Work
-
-
-@dataclass(frozen=True)
-class FakeBatch:
-    name: str
-    num_tokens: int = 10
-    forward_only: bool = False
-
-
-@dataclass(frozen=True)
-class FakeOutput:
-    name: str
-
-    def to_proto(self) -> pb.ForwardBackwardResponse:
-        return pb.ForwardBackwardResponse(loss_fn_output_type=self.name)
-
-
-@dataclass
-class FakeEngine:
-    calls: list[list[tuple[str, str]]] = field(default_factory=list)
-    tainted: list[tuple[str, str]] = field(default_factory=list)
-    gate: threading.Event = field(default_factory=threading.Event)
-    """Closed by the tests that want operations to pile up."""
-
-    def __post_init__(self) -> None:
-        self.gate.set()
-
-    def forward_backward(self, works: Sequence[tuple[str, Any]]) -> list[FakeOutput | ServiceError]:
-        self.gate.wait(10)
-        self.calls.append([(model_id, batch.name) for model_id, batch in works])
-        if any(batch.name == "explode" for _, batch in works):
-            raise RuntimeError("boom")
-        return [InvalidRequest("not finite") if batch.name == "bad" else FakeOutput(batch.name) for _, batch in works]
-
-    def taint(self, model_id: str, reason: str) -> None:
-        self.tainted.append((model_id, reason))
-
-
-@dataclass
-class Bench:
-    engine: FakeEngine
-    journal: Journal
-    scheduler: Scheduler
-    registry: CollectorRegistry
-    ran: list[tuple[str, int]] = field(default_factory=list)
-
-    async def create(self, *model_ids: str) -> None:
-        for model_id in model_ids:
-            await (await self.step(model_id, 0)).wait()
-        self.ran.clear()
-
-    async def batch(self, model_id: str, seq_id: int, name: str = "", **settings: Any) -> Operation:
-        batch = FakeBatch(name or f"{model_id}{seq_id}", **settings)
-        return await self.accept(model_id, seq_id, "forward_backward", RunBatch(batch), text=batch.name)
-
-    async def step(self, model_id: str, seq_id: int, *, error: Exception | None = None, text: str = "") -> Operation:
-        async def work(turn: Turn) -> Answer:
-            await turn.run(lambda: self.ran.append((model_id, seq_id)))
-            if error is not None:
-                raise error
-            return Answer(optim_step=pb.OptimStepResponse(metrics={"seq:mean": seq_id}))
-
-        return await self.accept(model_id, seq_id, "optim_step", work, text=text)
-
-    async def accept(self, model_id: str, seq_id: int, kind: str, work: Work, *, text: str = "") -> Operation:
-        async def build() -> Work:
-            return work
-
-        body = Body.pack(kind, pb.GetModelRequest(model_id=f"{model_id}/{seq_id}/{text}"))
-        return await self.scheduler.accept(model_id, seq_id, body, build)
-
-    def queue_length(self) -> float:
-        kinds = ("optim_step", "forward_backward")
-        return sum(self.registry.get_sample_value("trainer_queue_length", {"kind": kind}) or 0 for kind in kinds)
-
-
-MakeBench = Callable[..., Awaitable[Bench]]
-
-
-@pytest.fixture
-async def make_bench(tmp_path: Path) -> AsyncIterator[MakeBench]:
-    benches: list[Bench] = []
-
-    async def make(**settings: int) -> Bench:
-        registry = CollectorRegistry()
-        metrics = Metrics(registry)
-        journal = Journal(tmp_path / "journal", max_bytes=1 << 20, result_retention_s=60, metrics=metrics)
-        engine = FakeEngine()
-        options = {"max_tokens_per_call": 100, "max_queued_operations": 50, "max_models": 10, **settings}
-        scheduler = Scheduler(engine, journal, metrics=metrics, **options)
-        benches.append(Bench(engine, journal, scheduler, registry))
-        return benches[-1]
-
-    yield make
-    for bench in benches:
-        bench.engine.gate.set()
-        await bench.scheduler.close(timeout_s=5)
-        await asyncio.to_thread(bench.journal.close)
-
-
-@pytest.fixture
-async def bench(make_bench: MakeBench) -> Bench:
-    return await make_bench()
+from trainer_service.work import Answer, Turn
 
 
 async def test_operations_that_arrive_in_reverse_run_in_order(bench: Bench) -> None:

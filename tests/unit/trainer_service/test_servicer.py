@@ -1,18 +1,26 @@
 """TrainerService end to end: real gRPC, the real engine on a tiny model, a real journal and real files."""
 
 import asyncio
+import hashlib
+import io
+import tarfile
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import grpc.aio
 import numpy as np
+import pyrage
 import pytest
+import torch
 from prometheus_client import CollectorRegistry
 
 from tests.batches import datum, random_datum, request
 from tests.models import VOCAB_SIZE
+from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc import errors
 from tinsmith.rpc.channel import connect
@@ -21,14 +29,18 @@ from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import trainer_pb2_grpc, types_pb2
 from trainer_service.checkpoints import CheckpointStore
 from trainer_service.engine import TrainingEngine
+from trainer_service.imports import Importer
 from trainer_service.journal import Journal
+from trainer_service.locations import Location
 from trainer_service.metrics import Metrics
 from trainer_service.operations import Operations
 from trainer_service.scheduler import Scheduler
 from trainer_service.servicer import Trainer, TrainerServicer
-from trainer_service.weight_sync import WeightSender
+from trainer_service.weight_sync import Version, WeightSender
 
 MODEL = "s:train:0"
+EXTERNAL = types_pb2.CHECKPOINT_KIND_EXTERNAL
+age: Any = pyrage  # it comes without types
 LORA = types_pb2.LoraConfig(rank=4, seed=1, train_attn=True, train_mlp=True)
 ADAM = pb.AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8)
 
@@ -70,8 +82,9 @@ async def start(base: BaseModel, tmp_path: Path) -> AsyncIterator[StartService]:
         scheduler = Scheduler(
             engine, journal, max_tokens_per_call=64, max_queued_operations=20, max_models=4, metrics=metrics
         )
+        importer = Importer(base, checkpoints, max_rank=16, max_bytes=1 << 22)
         servicer = TrainerServicer()
-        servicer.trainer = Trainer("boot", operations, scheduler, journal, checkpoints)
+        servicer.trainer = Trainer("boot", operations, scheduler, journal, checkpoints, importer)
         server = Server("127.0.0.1:0", [pb.DESCRIPTOR])
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server.grpc)
         await server.start()
@@ -139,6 +152,11 @@ class Accepted:
 
     async def result(self) -> Any:
         return await self.call.read()
+
+
+async def read_file(stub: Any, location: str, name: str) -> bytes:
+    call = stub.ReadCheckpointFile(pb.ReadCheckpointFileRequest(location=location, name=name))
+    return b"".join([piece.data async for piece in call])
 
 
 async def fails(call: Awaitable[object], error: type[errors.ServiceError], match: str) -> None:
@@ -255,8 +273,8 @@ async def test_a_wrong_creation_names_what_is_wrong(service: Service, fields: di
     await service.stub.CreateModel(creation())
 
 
-async def test_an_unknown_optimizer_is_unsupported(service: Service) -> None:
-    await fails(service.stub.CreateModel(creation(optimizer="sgd")), errors.Unsupported, "'sgd'")
+async def test_an_unknown_optimizer_is_refused(service: Service) -> None:
+    await fails(service.stub.CreateModel(creation(optimizer="sgd")), errors.InvalidRequest, "'sgd'")
 
 
 async def test_wrong_seq_ids_and_settings_are_named(stub: Any) -> None:
@@ -364,6 +382,193 @@ async def test_checkpoint_calls_refuse_paths_and_deleting_is_idempotent(stub: An
         errors.CheckpointNotFound,
         "weights/one",
     )
+
+
+async def test_an_external_checkpoint_is_not_published_and_its_files_can_be_read(stub: Any) -> None:
+    identity = age.x25519.Identity.generate()
+    saved = await stub.SaveCheckpoint(save(1, kind=EXTERNAL, age_recipients=[str(identity.to_public())], ttl_seconds=9))
+    info = saved.checkpoint
+    assert (info.location, info.encrypted, info.ttl_seconds) == (f"{MODEL}/external_weights/one", True, 9)
+    got = await stub.GetCheckpoint(pb.GetCheckpointRequest(location=info.location))
+    assert got.checkpoint == info
+    assert [file.name for file in got.files] == ["adapter_config.json.age", "adapter_model.safetensors.age"]
+    for file in got.files:
+        data = await read_file(stub, info.location, file.name)
+        assert (len(data), hashlib.sha256(data).hexdigest()) == (file.size_bytes, file.sha256)
+        age.decrypt(data, [identity])
+    await fails(read_file(stub, info.location, "manifest.json"), errors.NotFound, "has no file 'manifest.json'")
+    await fails(read_file(stub, f"{MODEL}/external_weights/two", "x"), errors.CheckpointNotFound, "two")
+    load = pb.LoadCheckpointRequest(model_id=MODEL, seq_id=2, location=info.location)
+    await fails(stub.LoadCheckpoint(load), errors.InvalidRequest, "encrypted with age")
+    wanted = pb.PublishCheckpointRequest(location=info.location, version_id=info.version_id)
+    await fails(stub.PublishCheckpoint(wanted), errors.InvalidRequest, "encrypted with age")
+
+
+async def test_an_unencrypted_external_checkpoint_can_be_loaded(stub: Any) -> None:
+    saved = (await stub.SaveCheckpoint(save(1, kind=EXTERNAL))).checkpoint
+    await stub.LoadCheckpoint(pb.LoadCheckpointRequest(model_id=MODEL, seq_id=2, location=saved.location))
+
+
+async def test_recipients_are_refused_by_name(stub: Any) -> None:
+    wrong = save(1, kind=EXTERNAL, age_recipients=["age1x"])
+    await fails(stub.SaveCheckpoint(wrong), errors.InvalidRequest, "age_recipients[0]: 'age1x'")
+    good = str(age.x25519.Identity.generate().to_public())
+    await fails(stub.SaveCheckpoint(save(2, age_recipients=[good])), errors.InvalidRequest, "only kind EXTERNAL")
+
+
+async def test_a_large_file_comes_in_pieces(stub: Any, service: Service) -> None:
+    saved = (await stub.SaveCheckpoint(save(1, kind=EXTERNAL))).checkpoint
+    with mock.patch("trainer_service.servicer._PIECE_BYTES", 1000):
+        name = "adapter_model.safetensors"
+        call = stub.ReadCheckpointFile(pb.ReadCheckpointFileRequest(location=saved.location, name=name))
+        pieces = [piece.data async for piece in call]
+    assert {len(piece) for piece in pieces[:-1]} == {1000}
+    with service.trainer.checkpoints.open_file(Location.parse(saved.location, field="x"), name) as file:
+        assert b"".join(pieces) == file.read()
+
+
+async def test_a_copy_stays_when_its_source_goes(stub: Any) -> None:
+    saved = (await stub.SaveCheckpoint(save(1))).checkpoint
+    request = pb.CopyCheckpointRequest(source=saved.location, destination="t:train:0/weights/two", ttl_seconds=7200)
+    copied = (await stub.CopyCheckpoint(request)).checkpoint
+    await stub.DeleteCheckpoint(pb.DeleteCheckpointRequest(location=saved.location))
+    got = await stub.GetCheckpoint(pb.GetCheckpointRequest(location=copied.location))
+    assert (got.checkpoint, got.checkpoint.version_id) == (copied, saved.version_id)
+    request.source = copied.location
+    await fails(stub.CopyCheckpoint(request), errors.CheckpointExists, "weights/two")
+    request.destination = "../x"
+    await fails(stub.CopyCheckpoint(request), errors.InvalidRequest, "destination")
+
+
+async def test_overwriting_keeps_a_version_that_samplers_have_while_its_run_lives(
+    service: Service, stub: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published: list[torch.Tensor] = []
+
+    async def publish(version: Version) -> int:
+        published.append(version.adapter.flat.clone())
+        return 1
+
+    monkeypatch.setattr(service.trainer.operations.sender, "publish", publish)
+    first = (await stub.SaveCheckpoint(save(1))).checkpoint
+    wanted = pb.PublishCheckpointRequest(location=first.location, version_id=first.version_id)
+    await stub.PublishCheckpoint(wanted)
+    await stub.ForwardBackward(batch(2))
+    await stub.OptimStep(step(3))
+    # Nobody has asked for the second one, so its files go with the third.
+    second, third = [(await stub.SaveCheckpoint(save(seq_id, overwrite=True))).checkpoint for seq_id in (4, 5)]
+    await stub.PublishCheckpoint(wanted)
+    assert torch.equal(published[0], published[1])
+    gone = pb.PublishCheckpointRequest(location=second.location, version_id=second.version_id)
+    await fails(stub.PublishCheckpoint(gone), errors.VersionGone, f"holds version '{third.version_id}' by now")
+    await stub.DeleteCheckpoint(pb.DeleteCheckpointRequest(location=first.location))
+    await stub.PublishCheckpoint(wanted)
+    await stub.DeleteModel(pb.DeleteModelRequest(model_id=MODEL))
+    await fails(stub.PublishCheckpoint(wanted), errors.CheckpointNotFound, first.location)
+
+
+async def test_saves_that_replace_each_other_end_in_their_order(stub: Any) -> None:
+    saves = [stub.SaveCheckpoint(save(seq_id, overwrite=True)) for seq_id in range(1, 9)]
+    await asyncio.gather(*saves)
+    got = await stub.GetCheckpoint(pb.GetCheckpointRequest(location=f"{MODEL}/weights/one"))
+    assert got.checkpoint.version_id == f"{MODEL}@8"
+
+
+def archive(folder: Path) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
+        tar.add(folder, arcname="adapter")
+    return buffer.getvalue()
+
+
+async def import_pieces(stub: Any, *pieces: Any) -> pb.ImportCheckpointResponse:
+    async def requests() -> AsyncIterator[pb.ImportCheckpointRequest]:
+        for piece in pieces:
+            name = "archive" if isinstance(piece, bytes) else "header"
+            yield pb.ImportCheckpointRequest(**{name: piece})
+
+    return await stub.ImportCheckpoint(requests())
+
+
+IMPORTED = "i:train:0/weights/made-elsewhere"
+HEADER = pb.ImportCheckpointHeader(location=IMPORTED, base_model="tiny", ttl_seconds=3600, user_metadata={"from": "x"})
+
+
+@pytest.fixture
+def peft_archive(base: BaseModel, tmp_path: Path) -> bytes:
+    adapter = Adapter.create(AdapterConfig(rank=4, train_mlp=False, train_unembed=False), base.targets, base.device)
+    adapter.flat.normal_(std=0.1)
+    (tmp_path / "peft").mkdir()
+    adapter.save_peft(tmp_path / "peft", base_model="elsewhere")
+    return archive(tmp_path / "peft")
+
+
+async def test_an_imported_adapter_is_trained_on(stub: Any, peft_archive: bytes) -> None:
+    half = len(peft_archive) // 2
+    reply = await import_pieces(stub, HEADER, peft_archive[:half], peft_archive[half:])
+    info = reply.checkpoint
+    assert (info.location, info.kind) == (IMPORTED, types_pb2.CHECKPOINT_KIND_TRAINING)
+    assert info.lora_config == types_pb2.LoraConfig(rank=4, train_attn=True)
+    assert (info.base_model, info.ttl_seconds, dict(info.user_metadata)) == ("tiny", 3600, {"from": "x"})
+    assert list(reply.notes) == ["the adapter says that it was made for 'elsewhere'; it was imported for 'tiny'"]
+    start = pb.CreateModelRequest(model_id="s:train:1", from_location=IMPORTED)
+    assert (await stub.CreateModel(start)).model.lora_config == info.lora_config
+    losses = []
+    for seq_id in (1, 3):
+        operation = batch(seq_id)
+        operation.model_id = "s:train:1"
+        losses.append((await stub.ForwardBackward(operation)).metrics["loss:sum"])
+        await stub.OptimStep(pb.OptimStepRequest(model_id="s:train:1", seq_id=seq_id + 1, adam_params=ADAM))
+    assert losses[1] < losses[0]
+    start.model_id, start.load_optimizer = "s:train:2", True
+    await fails(stub.CreateModel(start), errors.InvalidRequest, "holds no optimizer state")
+    await fails(import_pieces(stub, HEADER, peft_archive), errors.CheckpointExists, IMPORTED)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "match"),
+    [
+        ([], "header: the first message"),
+        ([b"data"], "header: the first message"),
+        ([HEADER, HEADER], "archive: every message but the first"),
+        ([HEADER], "archive: it cannot be read"),
+        ([HEADER, b"x" * (1 << 21), b"x" * (1 << 21), b"x"], "archive: more than 4194304 bytes"),
+        ([pb.ImportCheckpointHeader(location=IMPORTED, base_model="huge")], "'huge' is not served"),
+        ([pb.ImportCheckpointHeader(location="i:train:0/weights/..", base_model="tiny")], "location"),
+        ([pb.ImportCheckpointHeader(location="i:train:0/ephemeral/1", base_model="tiny")], "not of kind 'weights'"),
+        ([pb.ImportCheckpointHeader(location=IMPORTED, base_model="tiny", ttl_seconds=0)], "ttl_seconds: 0"),
+    ],
+)
+async def test_a_wrong_import_names_what_is_wrong_and_leaves_nothing(
+    service: Service, pieces: list[Any], match: str, tmp_path: Path
+) -> None:
+    await fails(import_pieces(service.stub, *pieces), errors.InvalidRequest, match)
+    assert list((tmp_path / "checkpoints" / "~tmp").iterdir()) == []
+    assert not (tmp_path / "checkpoints" / "i:train:0").exists()
+
+
+async def test_an_operation_says_when_it_was_computed(stub: Any) -> None:
+    before = time.time()
+    call = stub.ForwardBackward(batch(1))
+    await call
+    metadata = dict(await call.trailing_metadata())
+    start, end = map(float, metadata["x-tinsmith-ran"].split(":"))
+    assert before - 1e-3 <= start <= end <= time.time()
+    waited = stub.WaitResult(pb.WaitResultRequest(model_id=MODEL, seq_id=1))
+    await waited  # from the journal, perhaps, which does not know
+    assert dict(await waited.trailing_metadata()).get("x-tinsmith-ran") in (None, metadata["x-tinsmith-ran"])
+    failed = stub.ForwardBackward(batch(2, loss_fn="nope"))
+    await fails(failed, errors.UnknownLossFn, "'nope'")  # its details come through beside it
+    assert "x-tinsmith-ran" in dict(await failed.trailing_metadata())
+
+
+async def test_an_operation_says_what_it_waits_for(service: Service, stub: Any) -> None:
+    await Accepted.of(service, batch(2))
+    request = pb.DescribeOperationRequest(model_id=MODEL, seq_id=2)
+    status = (await stub.DescribeOperation(request)).status
+    assert status.reason == "waits for seq_id 1 of this model, which has not arrived"
+    request.seq_id = 9
+    await fails(stub.DescribeOperation(request), errors.ResultNotFound, "seq_id 9")
 
 
 async def test_deleting_a_model_frees_it_and_its_ephemeral_checkpoints(stub: Any) -> None:

@@ -1,0 +1,130 @@
+"""What an operation waits for, as the scheduler tells it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from tests.unit.trainer_service.scheduling import Bench
+from tinsmith.rpc.errors import ResultNotFound
+from trainer_service.speed import Speed
+from trainer_service.work import Answer, RunBatch, Turn
+
+
+@asynccontextmanager
+async def held(bench: Bench) -> AsyncIterator[None]:
+    """What the compute thread has begun does not end before the block."""
+    bench.engine.gate.clear()
+    yield
+    bench.engine.gate.set()
+
+
+async def test_works_ahead_are_counted_with_their_tokens(bench: Bench) -> None:
+    await bench.create("a", "b")
+    async with held(bench):
+        for model_id, seq_id, num_tokens in (("a", 1, 10), ("a", 2, 20), ("a", 3, 30), ("b", 1, 100), ("b", 2, 200)):
+            await bench.batch(model_id, seq_id, num_tokens=num_tokens)
+        await bench.step("a", 4)
+        running = await bench.scheduler.describe("a", 1)
+        assert (running.running, running.position, running.reason) == (True, 0, "is being computed")
+        second = await bench.scheduler.describe("a", 2)
+        assert (second.position, second.tokens_ahead) == (1, 10)
+        # Models take turns: b's first goes before a's third, and both of b's before a's fourth.
+        assert (await bench.scheduler.describe("b", 1)).tokens_ahead == 10 + 20
+        assert (await bench.scheduler.describe("a", 3)).tokens_ahead == 10 + 20 + 100
+        step = await bench.scheduler.describe("a", 4)
+        assert (step.running, step.position, step.tokens_ahead) == (False, 5, 10 + 20 + 30 + 100 + 200)
+        assert step.reason == "waits for its turn: 5 operations with 360 tokens are computed before it"
+
+
+async def test_the_time_is_expected_from_the_measured_speed(bench: Bench) -> None:
+    await bench.create("a")  # which measures what other operations take
+    async with held(bench):
+        await bench.batch("a", 1, num_tokens=10)
+        second = await bench.batch("a", 2, num_tokens=1000)
+        assert not (await bench.scheduler.describe("a", 2)).HasField("expected_seconds")
+        await asyncio.sleep(0.05)
+    await second.wait()
+    async with held(bench):
+        await bench.batch("a", 3, num_tokens=10)
+        await bench.batch("a", 4, num_tokens=10)
+        await bench.batch("a", 5, num_tokens=4000)
+        soon, late = [(await bench.scheduler.describe("a", seq_id)).expected_seconds for seq_id in (4, 5)]
+        assert 0 <= soon < late
+
+
+def test_speed_weighs_calls_by_their_tokens() -> None:
+    speed = Speed()
+    assert speed.seconds(num_tokens=0, num_calls=0) == 0
+    assert speed.seconds(num_tokens=1, num_calls=0) is None
+    speed.observe(1.0, num_tokens=1000)
+    assert speed.seconds(num_tokens=500, num_calls=0) == pytest.approx(0.5)
+    assert speed.seconds(num_tokens=500, num_calls=1) is None
+    speed.observe(0.1, num_tokens=0)
+    assert speed.seconds(num_tokens=500, num_calls=2) == pytest.approx(0.7)
+    for _ in range(100):  # it follows a change
+        speed.observe(2.0, num_tokens=1000)
+    assert speed.seconds(num_tokens=500, num_calls=0) == pytest.approx(1.0, rel=1e-3)
+
+
+async def test_a_number_that_has_not_arrived_is_named(bench: Bench) -> None:
+    await bench.create("a")
+    for seq_id in (1, 2, 5, 9):
+        await bench.step("a", seq_id)
+    assert (await bench.scheduler.describe("a", 5)).reason == "waits for seq_id 3 of this model, which has not arrived"
+    status = await bench.scheduler.describe("a", 9)
+    assert status.reason == "waits for seq_id 3 of this model, which has not arrived"
+    assert not status.HasField("expected_seconds")
+
+
+async def test_a_save_that_is_being_written_and_what_waits_for_it_say_so(bench: Bench) -> None:
+    await bench.create("a")
+    captured, written = asyncio.Event(), asyncio.Event()
+
+    async def save(turn: Turn) -> Answer:
+        await turn.run(lambda: None)
+        captured.set()
+        await written.wait()
+        return Answer()
+
+    async def load(turn: Turn) -> Answer:
+        await turn.settled()
+        await turn.run(lambda: None)
+        return Answer()
+
+    saving = await bench.accept("a", 1, "save_checkpoint", save)
+    loading = await bench.accept("a", 2, "load_checkpoint", load)
+    after = await bench.step("a", 3)
+    await captured.wait()
+    status = await bench.scheduler.describe("a", 1)
+    assert (status.running, status.position, status.reason) == (False, 0, "the checkpoint is being written")
+    assert (await bench.scheduler.describe("a", 2)).reason == "the checkpoint is being read"
+    assert (await bench.scheduler.describe("a", 3)).position == 1
+    written.set()
+    for operation in (saving, loading, after):
+        await operation.wait()
+    assert (await bench.scheduler.describe("a", 1)).reason == "has finished"
+
+
+async def test_an_operation_knows_when_it_was_computed(bench: Bench) -> None:
+    await bench.create("a")
+    operations = [await bench.batch("a", 1), await bench.step("a", 2)]
+    early = await bench.accept("a", 4, "forward_backward", RunBatch(_Empty()))
+    for operation in operations:
+        await operation.wait()
+    assert early.ran is None
+    (start_1, end_1), (start_2, end_2) = [operation.ran or (0.0, 0.0) for operation in operations]
+    assert 0 < start_1 <= end_1 <= start_2 <= end_2
+
+
+class _Empty:
+    num_tokens = 0
+    forward_only = True
+
+
+async def test_what_was_never_accepted_is_not_found(bench: Bench) -> None:
+    await bench.create("a")
+    for model_id, seq_id in (("a", 1), ("ghost", 0)):
+        with pytest.raises(ResultNotFound, match=f"{model_id}: no operation with seq_id {seq_id}"):
+            await bench.scheduler.describe(model_id, seq_id)
