@@ -1,0 +1,68 @@
+"""JWT mode in front of a real trainer and sampler: tokens expire while the SDK works, and it does not notice."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tinker
+
+from tests.integration.examples import ADAM, PROMPT, batch, new_model
+from tests.stack import Stack
+
+KEY = {"key": "tml-jwt", "name": "laptop", "email": "ada@example.org"}
+LIFETIME_S = 2
+
+
+@pytest.fixture
+def url(stack: Stack, tmp_path: Path) -> Iterator[str]:
+    """A gateway of its own, before the services of the shared stack."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    settings = {
+        "GATEWAY_PORT": str(port),
+        "GATEWAY_TRAINERS": json.dumps(stack.trainers),
+        "GATEWAY_SAMPLERS": json.dumps(stack.samplers),
+        "GATEWAY_STATE_DIR": str(tmp_path),
+        "GATEWAY_API_KEYS": json.dumps([KEY]),
+        "GATEWAY_JWT_AUTH": "true",
+        "GATEWAY_JWT_LIFETIME_S": str(LIFETIME_S),
+        "GATEWAY_LONG_POLL_S": "1",
+    }
+    process = subprocess.Popen([sys.executable, "-m", "gateway"], env=os.environ | settings)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(600):
+            try:
+                urllib.request.urlopen(f"{url}/api/v1/healthz", timeout=5).close()
+                break
+            except (urllib.error.URLError, ConnectionError):
+                assert process.poll() is None
+                time.sleep(0.1)
+        yield url
+    finally:
+        process.terminate()
+        assert process.wait(15) == 0
+
+
+def test_a_run_outlives_its_tokens(url: str) -> None:
+    identity = tinker.RestClient(base_url=url, api_key=KEY["key"]).whoami().result()
+    assert (identity.email, identity.org_urn) == ("ada@example.org", "tml:organization:tinsmith")
+    with tinker.ServiceClient(base_url=url, api_key=KEY["key"]) as service:
+        training = new_model(service, rank=4)
+        for _ in range(2):
+            training.forward_backward(batch(1), "cross_entropy").result()
+            training.optim_step(ADAM).result()
+            time.sleep(LIFETIME_S)
+        sampler = training.save_weights_and_get_sampling_client().result()
+        sampled = sampler.sample(tinker.ModelInput.from_ints(PROMPT), 1, tinker.SamplingParams(max_tokens=2)).result()
+        assert len(sampled.sequences) == 1
