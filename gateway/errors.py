@@ -29,7 +29,7 @@ def detail(status: int, text: str, *, headers: dict[str, str] | None = None) -> 
     return json_response({"detail": text}, status=status, headers=headers)
 
 
-def _status(error: ServiceError) -> int:
+def status_of(error: ServiceError) -> int:
     match error:
         case NotFound():
             return 404
@@ -44,7 +44,7 @@ def _status(error: ServiceError) -> int:
 
 async def service_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServiceError)
-    status = _status(error)
+    status = status_of(error)
     return detail(status, error.message, headers={"Retry-After": "1"} if status in (429, 503) else None)
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.errors import json_response, status_of
@@ -47,11 +46,6 @@ def service_error(error: ServiceError) -> Response:
 def http_error(error: HTTPException) -> Response:
     headers = dict(error.headers or {})
     return json_response(error_body(error.status_code, error.detail), status=error.status_code, headers=headers)
-
-
-async def no_such_path(request: Request) -> Response:
-    """404 for everything else below /v1."""
-    return json_response(error_body(404, f"this server has no {request.method} {request.url.path}"), status=404)
 
 
 def invalid(error: ValidationError) -> ServiceError:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute, Match, Route
 
 from gateway.body import read_json
 from gateway.errors import json_response
@@ -77,12 +77,22 @@ async def chat_completions(request: Request) -> Response:
     return await chat(gateway_of(request), request, body, owner=owner_of(request))
 
 
-routes: list[BaseRoute] = [
+@_openai
+async def no_such_path(request: Request) -> Response:
+    """Everything else below /v1: 405 where another method is answered, 404 otherwise."""
+    others = [route for route in _ROUTES if route.matches(request.scope)[0] is Match.PARTIAL]
+    what = f"{request.method} {request.url.path}"
+    if others:
+        allowed = ", ".join(sorted(method for route in others for method in route.methods or ()))
+        raise HTTPException(405, f"this server has no {what}, only {allowed}", headers={"Allow": allowed})
+    raise HTTPException(404, f"this server has no {what}")
+
+
+_ROUTES = [
     Route("/models", list_models),
     Route("/models/{model:path}", get_model),
     Route("/completions", completions, methods=["POST"]),
     Route("/chat/completions", chat_completions, methods=["POST"]),
-    Route(
-        "/{path:path}", errors.no_such_path, methods=["GET", "POST", "PUT", "PATCH", "DELETE"], include_in_schema=False
-    ),
 ]
+_METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+routes: list[BaseRoute] = [*_ROUTES, Route("/{path:path}", no_such_path, methods=_METHODS, include_in_schema=False)]

@@ -117,10 +117,12 @@ async def test_unknown_models_are_404_by_name(client: Client) -> None:
 
 
 async def test_other_paths_answer_in_openais_form(client: Client) -> None:
-    for method, path in (("POST", "/v1/embeddings"), ("DELETE", "/v1/models/x"), ("GET", "/v1/completions")):
+    paths = (("POST", "/v1/embeddings", 404), ("DELETE", "/v1/models/x", 405), ("GET", "/v1/completions", 405))
+    for method, path, status in paths:
         reply = await client.request(method, path)
-        assert reply.status_code == 404
+        assert reply.status_code == status
         assert path in reply.json()["error"]["message"]
+        assert ("allow" in reply.headers) == (status == 405)
 
 
 async def test_a_key_is_needed_where_there_are_keys(stack: Stack) -> None:
