@@ -58,16 +58,21 @@ def lora_config(config: schemas.LoraConfig) -> types_pb2.LoraConfig:
 
 
 def optim_step(body: schemas.OptimStep) -> trainer_pb2.OptimStepRequest:
-    if body.optimizer_params is not None:
-        kind = body.optimizer_params.get("type")
-        raise Unsupported(f"optimizer_params: type {kind!r} is not supported here; send adam_params")
-    if body.adam_params is None:
-        raise InvalidRequest("adam_params: is missing", field="adam_params")
-    return trainer_pb2.OptimStepRequest(
-        model_id=body.model_id,
-        seq_id=body.seq_id,
-        adam_params=trainer_pb2.AdamParams(**body.adam_params.model_dump()),
-    )
+    """That the parameters are those of the model's optimizer, the trainer checks."""
+    request = trainer_pb2.OptimStepRequest(model_id=body.model_id, seq_id=body.seq_id)
+    match body.adam_params, body.optimizer_params:
+        case None, None:
+            raise InvalidRequest("adam_params: is missing", field="adam_params")
+        case adam, None:
+            request.adam_params.CopyFrom(trainer_pb2.AdamParams(**adam.model_dump()))
+        case None, dimuon:
+            request.dimuon_params.CopyFrom(trainer_pb2.DimuonParams(**dimuon.model_dump(exclude={"type"})))
+        case _:
+            raise InvalidRequest(
+                "optimizer_params: was sent together with adam_params; an optim_step takes one of them",
+                field="optimizer_params",
+            )
+    return request
 
 
 # Samples
@@ -91,9 +96,15 @@ def _base64(value: Any, *, field: str) -> bytes:
         raise InvalidRequest(f"{field}: {repr(value)[:100]} is not base64", field=field) from None
 
 
+def _implied_type(value: dict[str, Any]) -> str | None:
+    """Of a chunk without one: early SDKs send no field that has its default."""
+    kinds = {"tokens": "encoded_text", "location": "image_asset_pointer", "data": "image"}
+    return next((kind for key, kind in kinds.items() if key in value), None)
+
+
 def chunk(value: dict[str, Any], *, field: str) -> types_pb2.Chunk:
     """One piece of a prompt."""
-    match value.get("type"):
+    match value.get("type", _implied_type(value)):
         case "encoded_text":
             tokens = value.get("tokens")
             if not isinstance(tokens, list):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import date
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, model_validator
 
 
 def _storable(text: str) -> str:
@@ -52,7 +52,18 @@ class LoraConfig(Body):
 
 
 class OptimizerConfig(Body):
+    """The trainer knows which types there are."""
+
+    model_config = ConfigDict(extra="forbid")
+
     type: str = "adamw"
+    version: Literal[1] | None = None
+
+    @model_validator(mode="after")
+    def _version_is_dimuons(self) -> OptimizerConfig:
+        if self.version is not None and self.type != "dimuon":
+            raise ValueError(f"version: is of dimuon only; {self.type!r} has none")
+        return self
 
 
 class NewModelIds(Body):
@@ -81,9 +92,18 @@ class AdamParams(Body):
     grad_clip_norm: float = 0.0
 
 
+class DimuonParams(Body):
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["dimuon"]
+    learning_rate: float
+    beta1: float = 0.9
+    grad_clip_norm: float = 0.0
+
+
 class OptimStep(OperationIds):
     adam_params: AdamParams | None = None
-    optimizer_params: dict[str, Any] | None = None
+    optimizer_params: DimuonParams | None = None
 
 
 class SaveWeights(OperationIds):
@@ -105,7 +125,7 @@ class LoadWeights(Body):
     """Both forms; the ids of either are checked before."""
 
     path: str
-    optimizer: bool
+    optimizer: bool = False
     base_model: str | None = None
     user_metadata: dict[Text, Text] | None = None
     optimizer_config: OptimizerConfig | None = None
@@ -242,6 +262,14 @@ class Query(BaseModel):
 
 class ScopedQuery(Query):
     access_scope: Literal["owned", "accessible"] = "owned"
+
+
+class ImportQuery(Query):
+    model_config = ConfigDict(extra="forbid")
+
+    base_model: str
+    name: str
+    ttl_seconds: int | None = None
 
 
 class PageQuery(Query):

@@ -124,15 +124,9 @@ def _config(request: trainer_pb2.ForwardBackwardRequest, loss: Loss) -> Mapping[
             )
         if not math.isfinite(number):
             raise InvalidRequest(f"loss_fn_config[{key!r}]: {number} is not finite", field="loss_fn_config", key=key)
-        if number < 0 and key in loss.not_negative:
-            raise InvalidRequest(f"loss_fn_config[{key!r}]: {number} is below 0", field="loss_fn_config", key=key)
     config = {**loss.config, **given}
-    low, high = config.get("clip_low_threshold", 0.0), config.get("clip_high_threshold", math.inf)
-    if low > high:
-        raise InvalidRequest(
-            f"loss_fn_config: clip_low_threshold {low} is above clip_high_threshold {high}; both bound the ratio",
-            field="loss_fn_config",
-        )
+    if loss.check_config is not None:
+        loss.check_config(config)
     return config
 
 

@@ -7,6 +7,7 @@ docs/algorithms.md has the formulas and their sources.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -100,16 +101,18 @@ def dro(x: Targets) -> Tensor:
 
 
 def stable_reinforce(x: Targets) -> Tensor:
-    """m (-stop_gradient(min(r, cap)) p A + kl/2 (p - q)^2): Tinsmith's own definition.
+    """m (-min(r, cap) A + kl/2 (p - q)^2): Tinsmith's own definition.
 
-    No exponential of p - q reaches the gradient: at a target it is at most cap |A| + kl |p - q|. REINFORCE with
-    truncated importance weights (Ionides 2008; Espeholt et al. 2018, arXiv:1802.01561), and the squared log-ratio whose
-    gradient on samples of the policy is that of KL(p || q) (Tang and Munos 2025, arXiv:2506.09477).
+    The truncated importance sampling estimate of the expected advantage (Ionides 2008; as weights of REINFORCE in
+    Espeholt et al. 2018, arXiv:1802.01561), and the squared log-ratio, whose gradient on samples of the policy is that
+    of KL(p || q) (Tang and Munos 2025, arXiv:2506.09477). Beyond the cap a target pushes no more, only the penalty
+    pulls: a gradient is at most cap |A| + kl |p - q|, on data of any age.
     """
     mask_M = (x.arrays["sampled_mask"] != 0).to(x.p_M.dtype)
-    weight_M = x.ratio_M.detach().clamp(max=x.config["ratio_cap"])
-    penalty_M = 0.5 * x.config["kl_coeff"] * (x.p_M - x.arrays["logprobs"]).square()
-    return mask_M * (penalty_M - weight_M * x.arrays["advantages"] * x.p_M)
+    # Where r is capped it must not be computed: it may be infinite, and 0 times infinity is no gradient.
+    gap_M = x.p_M - x.arrays["logprobs"]
+    weight_M = torch.exp(gap_M.clamp(max=math.log(x.config["ratio_cap"])))
+    return mask_M * (0.5 * x.config["kl_coeff"] * gap_M.square() - weight_M * x.arrays["advantages"])
 
 
 def _pessimistic(x: Targets, ratio_M: Tensor) -> Tensor:
@@ -122,9 +125,22 @@ def _clip(x: Targets, ratio_M: Tensor) -> Tensor:
     return ratio_M.clamp(x.arrays["clip_low_threshold"], x.arrays["clip_high_threshold"])
 
 
-# What the arrays of one datum must fulfil together. `where` names its loss_fn_inputs.
-
 Check = Callable[[Arrays, str], None]
+
+
+def _ordered_settings(config: Mapping[str, float]) -> None:
+    low, high = config["clip_low_threshold"], config["clip_high_threshold"]
+    if low > high:
+        raise InvalidRequest(
+            f"loss_fn_config: clip_low_threshold {low} is above clip_high_threshold {high}; both bound the ratio",
+            field="loss_fn_config",
+        )
+
+
+def _stable_settings(config: Mapping[str, float]) -> None:
+    for name, least in (("kl_coeff", 0.0), ("ratio_cap", 1.0)):
+        if config[name] < least:
+            raise InvalidRequest(f"loss_fn_config[{name!r}]: {config[name]} is below {least}", field="loss_fn_config")
 
 
 def _ordered_thresholds(arrays: Arrays, where: str) -> None:
@@ -170,11 +186,11 @@ class Loss:
     """More of them. An absent one is everywhere the setting of its name, or 1 when there is no such setting."""
     config: Mapping[str, float] = field(default_factory=dict)
     """Settings and their defaults."""
-    not_negative: tuple[str, ...] = ()
-    """Settings that must be 0 or more."""
     max_dims: int = 1
     """2 when a position may have several targets."""
+    check_config: Callable[[Mapping[str, float]], None] | None = None
     check: Check | None = None
+    """Of the arrays of one datum; its second argument names its loss_fn_inputs."""
 
     @property
     def arrays(self) -> tuple[str, ...]:
@@ -197,7 +213,14 @@ _CLIP = ("clip_low_threshold", "clip_high_threshold")
 
 
 def _clipped(fn: LossFn, low: float, high: float, *more: str, check: Check = _ordered_thresholds) -> Loss:
-    return Loss(fn, (*_POLICY, *more), _CLIP, dict(zip(_CLIP, (low, high), strict=True)), check=check)
+    return Loss(
+        fn,
+        (*_POLICY, *more),
+        _CLIP,
+        dict(zip(_CLIP, (low, high), strict=True)),
+        check_config=_ordered_settings,
+        check=check,
+    )
 
 
 LOSS_FNS: Mapping[str, Loss] = {
@@ -211,7 +234,7 @@ LOSS_FNS: Mapping[str, Loss] = {
         stable_reinforce,
         (*_POLICY, "sampled_mask"),
         config={"kl_coeff": 0.1, "ratio_cap": 2.0},
-        not_negative=("kl_coeff", "ratio_cap"),
+        check_config=_stable_settings,
         check=_only_sampled_targets,
     ),
 }

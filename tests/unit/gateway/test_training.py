@@ -74,17 +74,17 @@ async def test_unknown_models_fail_the_future(client: Client) -> None:
 
 async def test_a_refused_operation_uses_up_its_number(stack: Stack, client: Client) -> None:
     model_id = await client.model(await client.session())
-    bad = {"model_id": model_id, "seq_id": 1, "optimizer_params": {"type": "dimuon", "learning_rate": 0.1}}
+    bad = {"model_id": model_id, "seq_id": 1, "optimizer_params": {"type": "sgd", "learning_rate": 0.1}}
     receipt = await client.call("optim_step", bad)
     await client.call("optim_step", {"model_id": model_id, "seq_id": 2, "adam_params": {"learning_rate": "fast"}})
     await client.call("optim_step", {"model_id": model_id, "seq_id": 3, "adam_params": {}})
     assert await client.result({"request_id": f"{model_id}:3"}) == {"metrics": {"grad_norm:mean": "nan"}}
-    for seq_id, part in ((1, "'dimuon'"), (2, "learning_rate")):
+    for seq_id, part in ((1, "'sgd'"), (2, "learning_rate")):
         failure = await client.result({"request_id": f"{model_id}:{seq_id}"})
         assert failure["category"] == "user"
         assert part in failure["error"]
     await stack.restart_gateway()
-    assert "'dimuon'" in (await client.result(receipt))["error"]
+    assert "'sgd'" in (await client.result(receipt))["error"]
 
 
 async def test_bodies_that_are_parsed_in_a_thread_do_the_same(stack: Stack, client: Client) -> None:

@@ -14,6 +14,13 @@ LIMITS = Limits(vocab_size=100, max_context_length=8, max_datums=4)
 GOOD = {"target_tokens": [2, 3], "weights": np.float32([0, 1])}
 POLICY = {"target_tokens": [2, 3], "logprobs": np.float32([-1, -1]), "advantages": np.float32([1, 1])}
 
+GSPO = {**POLICY, "sequence_ratio_mask": np.float32([0, 1])}
+STABLE = {**POLICY, "sampled_mask": np.float32([1, 1])}
+
+
+def clip(low: list[float], high: list[float]) -> dict[str, object]:
+    return {"clip_low_threshold": np.float32(low), "clip_high_threshold": np.float32(high)}
+
 
 @pytest.mark.parametrize(
     ("data", "loss_fn", "config", "message"),
@@ -44,6 +51,53 @@ POLICY = {"target_tokens": [2, 3], "logprobs": np.float32([-1, -1]), "advantages
         ([datum([1, 2], **POLICY)], "ppo", {"clip_low_threshold": math.nan}, "nan is not finite"),
         ([datum([1, 2], **POLICY)], "ppo", {"clip_low_threshold": 2.0}, "clip_low_threshold 2.0 is above"),
         ([datum([1, 2], **GOOD)], "cross_entropy", {"beta": 1.0}, "takes no settings"),
+        (
+            [datum([1, 2], **GSPO, **clip([0.8, 1.3], [1.2, 1.2]))],
+            "gspo",
+            {},
+            r"clip_low_threshold\[1\] 1.29.* is above",
+        ),
+        ([datum([1, 2], **POLICY, **clip([0.8, 2], [1.2, 1]))], "ppo", {}, r"clip_low_threshold\[1\] 2.0 is above"),
+        (
+            [datum([1, 2], **POLICY, clip_high_threshold=np.float32([1, 0.5]))],
+            "ppo",
+            {},
+            r"low_threshold\[1\] 0.8.* is above",
+        ),
+        (
+            [datum([1, 2], **POLICY, **clip([0], [1]))],
+            "cispo",
+            {},
+            r"'clip_low_threshold'\]: shape \[1\] is not that of",
+        ),
+        (
+            [datum([1, 2], **POLICY, **clip([0, 0], [1, 1]))],
+            "dro",
+            {},
+            r"'clip_high_threshold'\]: dro takes target_tokens",
+        ),
+        ([datum([1, 2], **POLICY)], "gspo", {}, r"'sequence_ratio_mask'\]: missing"),
+        (
+            [datum([1, 2], **{**GSPO, "sequence_ratio_mask": np.float32([0, 0])})],
+            "gspo",
+            {},
+            r"data\[0\].loss_fn_inputs\['sequence_ratio_mask'\]: is zero everywhere",
+        ),
+        ([datum([1, 2], **POLICY)], "stable_reinforce", {}, r"'sampled_mask'\]: missing"),
+        (
+            [datum([1, 2], **POLICY, sampled_mask=np.float32([1, 0]))],
+            "stable_reinforce",
+            {},
+            r"'advantages'\]\[1\]: 1.0 is at a target that was not sampled",
+        ),
+        ([datum([1, 2], **STABLE)], "stable_reinforce", {"kl_coeff": -0.1}, r"\['kl_coeff'\]: -0.1 is below 0"),
+        ([datum([1, 2], **STABLE)], "stable_reinforce", {"ratio_cap": 0.5}, r"\['ratio_cap'\]: 0.5 is below 1"),
+        (
+            [datum([1, 2], **STABLE)],
+            "stable_reinforce",
+            {"mode": 1},
+            r"\['mode'\]: stable_reinforce takes kl_coeff, ratio_cap",
+        ),
     ],
 )
 def test_bad_input_is_named(data, loss_fn, config, message) -> None:
@@ -84,6 +138,18 @@ def test_the_second_config_map_wins_and_refuses_words() -> None:
     one.loss_fn_config_v2["clip_low_threshold"].text = "low"
     with pytest.raises(InvalidRequest, match="'low' is not a number"):
         Batch.from_proto(one, LIMITS)
+    stable = request([datum([1, 2], **STABLE)], "stable_reinforce", config={"kl_coeff": 0.01})
+    stable.loss_fn_config_v2["mode"].text = "x"
+    with pytest.raises(InvalidRequest, match=r"loss_fn_config\['mode'\]: 'x' is not a number"):
+        Batch.from_proto(stable, LIMITS)
+
+
+def test_thresholds_of_a_target_default_to_the_settings() -> None:
+    data = [datum([1, 2], **POLICY, clip_high_threshold=np.float32([2, 3])), datum([1, 2], **POLICY)]
+    first, second = Batch.from_proto(request(data, "ppo", config={"clip_low_threshold": 0.5}), LIMITS).datums
+    assert first.inputs["clip_high_threshold"].tolist() == [2, 3]
+    assert second.inputs["clip_high_threshold"].tolist() == pytest.approx([1.2, 1.2])
+    assert first.inputs["clip_low_threshold"].tolist() == [0.5, 0.5]
 
 
 def test_sparse_inputs_are_densified_each_on_its_own() -> None:
