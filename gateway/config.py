@@ -58,6 +58,8 @@ class GatewayConfig(BaseSettings):
 
     max_body_bytes: int = Field(default=64 * 2**20, gt=0)
     """Largest request body, also after decompression; a larger one is answered 413."""
+    max_import_bytes: int = Field(default=4 * 2**30, gt=0)
+    """Largest archive of an adapter to import; a larger one is answered 413. The trainer has a bound of its own."""
     thread_body_bytes: int = Field(default=256 * 2**10, gt=0)
     """Bodies above this are decompressed and parsed in a thread, so that other requests go on."""
     long_poll_s: float = Field(default=30.0, gt=0, le=40)

@@ -64,7 +64,7 @@ class Copies:
                 raise cause from error
             return await self._made_before(source, path, owner=owner)
         row = checkpoint_row(reply.checkpoint, owner=owner)
-        await self._add_run(row, user_metadata={})
+        await self.add_run(row, user_metadata={})
         if await self._store.put_checkpoint(row):
             self._checkpoints.record("checkpoint_copy", source, owner=owner, copy=row.path)
         return row
@@ -73,10 +73,10 @@ class Copies:
         found = await self._checkpoints.find(str(path), field="source_path", owner=owner)
         if found.version_id != source.version_id:
             raise AlreadyExists(f"model_seq_id: {path} is taken by another checkpoint")
-        await self._add_run(found, user_metadata={})
+        await self.add_run(found, user_metadata={})
         return found
 
-    async def _add_run(self, checkpoint: Checkpoint, *, user_metadata: dict[str, str]) -> None:
+    async def add_run(self, checkpoint: Checkpoint, *, user_metadata: dict[str, str]) -> None:
         """The trainer never has it, so it is released from its beginning."""
         now = time.time()
         await self._store.add_model(

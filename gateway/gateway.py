@@ -21,6 +21,7 @@ from gateway.copies import Copies
 from gateway.custom_losses import CustomLosses
 from gateway.downloads import Downloads
 from gateway.futures import Futures
+from gateway.imports import Imports
 from gateway.inflight import Inflight
 from gateway.ledger import Ledger
 from gateway.metrics import Metrics
@@ -66,6 +67,9 @@ class Gateway:
             timeout_s=config.submit_timeout_s,
         )
         self.copies = Copies(self.store, self.clients, self.checkpoints)
+        self.imports = Imports(
+            config, store=self.store, clients=self.clients, checkpoints=self.checkpoints, copies=self.copies
+        )
         self.catalog = Catalog(self.store)
         self.session_search = SessionSearch(self.store)
         self.billing = Billing(config, store=self.store, ledger=self.ledger)

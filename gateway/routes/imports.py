@@ -1,7 +1,34 @@
-"""To be written."""
+"""Importing adapters: Tinsmith's own endpoint."""
 
 from __future__ import annotations
 
-from starlette.routing import BaseRoute
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
 
-routes: list[BaseRoute] = []
+from gateway import schemas
+from gateway.body import parse
+from gateway.convert import check_ttl
+from gateway.errors import json_response
+from gateway.gateway import gateway_of, owner_of
+from tinsmith.rpc.paths import check_name
+
+
+async def import_checkpoint(request: Request) -> Response:
+    """The body is a tar archive with adapter_config.json and adapter_model.safetensors, plain or compressed."""
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding != "identity":
+        raise HTTPException(400, f"content-encoding {encoding!r} is not supported; send the archive as it is")
+    query = parse(schemas.ImportQuery, dict(request.query_params))
+    imported = await gateway_of(request).imports.run(
+        request.stream(),
+        base_model=query.base_model,
+        name=check_name(query.name, field="name"),
+        ttl_seconds=check_ttl(query.ttl_seconds),
+        owner=owner_of(request),
+    )
+    return json_response({"path": imported.checkpoint.path, "notes": imported.notes})
+
+
+routes: list[BaseRoute] = [Route("/checkpoints/import", import_checkpoint, methods=["POST"])]

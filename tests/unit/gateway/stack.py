@@ -62,6 +62,8 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self.orders: dict[str, list[int]] = {}
         """Operations of each model in the order in which they ran."""
         self.checkpoints: dict[str, types_pb2.CheckpointInfo] = {}
+        self.imported: list[bytes] = []
+        """Pieces of the newest import."""
         self.deleted_models: list[str] = []
         self.deletion = asyncio.Event()
         """Set by every DeleteModel and DeleteCheckpoint."""
@@ -275,6 +277,26 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             info.ttl_seconds = request.ttl_seconds
         self.checkpoints[request.destination] = info
         return trainer_pb2.CopyCheckpointResponse(checkpoint=info)
+
+    async def ImportCheckpoint(self, request_iterator: Any, context: Any) -> Any:
+        header = (await anext(request_iterator)).header
+        if header.location.endswith("/refused"):
+            raise InvalidRequest("tensor 'x': DoRA cannot be imported")
+        self.imported.clear()
+        async for request in request_iterator:
+            self.imported.append(request.archive)
+        info = types_pb2.CheckpointInfo(
+            location=header.location,
+            kind=types_pb2.CHECKPOINT_KIND_TRAINING,
+            model_id=header.location.split("/")[0],
+            base_model=header.base_model,
+            lora_config=types_pb2.LoraConfig(rank=8, train_attn=True),
+            version_id=f"{header.location}@1",
+            created_at=time.time(),
+            ttl_seconds=header.ttl_seconds if header.HasField("ttl_seconds") else None,
+        )
+        self.checkpoints[header.location] = info
+        return trainer_pb2.ImportCheckpointResponse(checkpoint=info, notes=["bfloat16 was converted to float32"])
 
     async def DeleteCheckpoint(self, request: Any, context: Any) -> Any:
         self.checkpoints.pop(request.location, None)
