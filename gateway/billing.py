@@ -108,7 +108,8 @@ class Billing:
         match usage.kind:
             case "storage":
                 gigabyte_hours = usage.amount / GIGABYTE
-                event["event_info"] = {"type": "storage", "gigabyte_hours": gigabyte_hours, "free": False}
+                # Without `free`, which is false: SDKs before 0.33 refuse what they do not know in an event.
+                event["event_info"] = {"type": "storage", "gigabyte_hours": gigabyte_hours}
                 event["effective_rate_usd_per_gigabyte_month"] = self._storage_price
                 event["estimated_cost_usd"] = self._storage_price * gigabyte_hours / HOURS_OF_MONTH
             case "checkpoint":

@@ -12,11 +12,14 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 
 from gateway import convert
 from tinsmith.rpc.errors import InvalidRequest, Unsupported
 from tinsmith.v1 import sampler_pb2, trainer_pb2, types_pb2
+
+Array = npt.NDArray[Any]
 
 _EMPTY_LOGPROB = np.float32(-99999.0)
 """Marks, with token 0, a cell of a top-k table that holds nothing."""
@@ -96,7 +99,7 @@ def _tensor(value: Mapping[str, Any], *, field: str) -> types_pb2.Tensor:
     return types_pb2.Tensor(sparse_csr=csr, dtype=number, shape=sizes)
 
 
-def _numbers(values: Any, dtype: np.dtype[Any], *, field: str) -> np.ndarray[Any, Any]:
+def _numbers(values: Any, dtype: np.dtype[Any], *, field: str) -> Array:
     """A flat JSON list as an array; integers must be whole and fit."""
     if not isinstance(values, list):
         raise InvalidRequest(f"{field}: {_shown(values)} is not a list of numbers", field=field)
@@ -167,7 +170,7 @@ def _split(tensor: types_pb2.BatchedTensor) -> list[dict[str, Any]]:
     ]
 
 
-def _values(data: bytes, dtype: types_pb2.Dtype) -> tuple[np.ndarray[Any, Any], str, int]:
+def _values(data: bytes, dtype: types_pb2.Dtype) -> tuple[Array, str, int]:
     """The values, the public name of their type, and the bytes of one on our wire."""
     if dtype == types_pb2.DTYPE_BFLOAT16:
         return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32), "float32", 2
@@ -176,8 +179,8 @@ def _values(data: bytes, dtype: types_pb2.Dtype) -> tuple[np.ndarray[Any, Any], 
 
 
 def _floats(
-    values: np.ndarray[Any, Any], *, nan: str | None = "nan"
-) -> np.ndarray[Any, Any] | list[float | str | None]:
+    values: Array, *, nan: str | None = "nan"
+) -> Array | list[float | str | None]:
     """For orjson, which writes null for what JSON has no number for."""
     if np.isfinite(values).all():
         return values

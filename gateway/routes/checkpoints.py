@@ -5,6 +5,8 @@ Every key may do so: keys share everything.
 
 from __future__ import annotations
 
+from email.utils import formatdate
+
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -72,12 +74,13 @@ async def external_weights_urls(request: Request) -> Response:
 
 
 async def archive(request: Request) -> Response:
-    """The address of a tar archive of the adapter's files; SDKs up to 0.30 download those."""
+    """The address of a tar archive of the adapter's files; SDKs up to 0.30 download those, early ones only by a 302."""
     gateway = gateway_of(request)
     path, owner = _path(request), owner_of(request)
     checkpoint = await gateway.checkpoints.read(path, field="path", owner=owner, purpose="download")
     download = gateway.downloads.sign(request, "archives", *checkpoint.location.split("/"))
-    return json_response({"url": download.url, "expires": time_text(download.expires_at)})
+    headers = {"Location": download.url, "Expires": formatdate(download.expires_at, usegmt=True)}
+    return json_response({"url": download.url, "expires": time_text(download.expires_at)}, status=302, headers=headers)
 
 
 routes = [

@@ -87,5 +87,6 @@ routes = [
     Route("/training_runs", list_training_runs),
     Route("/training_runs/{run_id}", get_training_run),
     Route("/training_runs/{run_id}/checkpoints", list_checkpoints_of_run),
+    Route("/models/{run_id}/checkpoints", list_checkpoints_of_run),  # its name in SDK 0.3
     Route("/checkpoints", list_checkpoints),
 ]
