@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import time
 
+import orjson
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.routing import Mount, Route
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway import errors
@@ -16,6 +20,7 @@ from gateway.auth import Authentication
 from gateway.config import GatewayConfig
 from gateway.gateway import Gateway
 from gateway.metrics import Metrics
+from gateway.openapi.document import document
 from gateway.routes import (
     admin,
     checkpoints,
@@ -55,6 +60,25 @@ GROUPS = (
 """Modules of routes below /api/v1."""
 
 
+@functools.cache
+def _document() -> bytes:
+    return orjson.dumps(document(ROUTES))
+
+
+async def openapi(request: Request) -> Response:
+    """The OpenAPI document of all routes; needs no key."""
+    return Response(_document(), media_type="application/json")
+
+
+ROUTES: list[BaseRoute] = [
+    Route("/metrics", service.metrics),
+    Route("/openapi.json", openapi, include_in_schema=False),
+    Mount("/api/v1", routes=[route for group in GROUPS for route in group.routes]),
+    Mount("/v1", routes=openai.routes),
+    Mount("/download", routes=downloads.routes),
+]
+
+
 class CountRequests:
     """ASGI middleware: number and time of requests, by route."""
 
@@ -87,14 +111,8 @@ class CountRequests:
 def create_app(config: GatewayConfig) -> Starlette:
     """The application. Whoever serves it starts and stops its parts: `app.state.gateway`."""
     gateway = Gateway(config)
-    api = [route for group in GROUPS for route in group.routes]
     app = Starlette(
-        routes=[
-            Route("/metrics", service.metrics),
-            Mount("/api/v1", routes=api),
-            Mount("/v1", routes=openai.routes),
-            Mount("/download", routes=downloads.routes),
-        ],
+        routes=ROUTES,
         middleware=[
             Middleware(CountRequests, metrics=gateway.metrics),
             Middleware(Authentication, callers=gateway.callers, tokens=gateway.tokens),

@@ -1,0 +1,81 @@
+"""The OpenAPI document says what there is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from jsonschema import Draft202012Validator
+
+from gateway.app import ROUTES
+from gateway.openapi.document import document, routes_of
+from gateway.openapi.operations import OPERATIONS
+from tests.unit.gateway.stack import Stack
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[str, Any]:
+    return document(ROUTES)
+
+
+def operations(made: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for path, methods in made["paths"].items():
+        for method, operation in methods.items():
+            yield method, path, operation
+
+
+def test_every_route_is_described_and_nothing_else() -> None:
+    served = {route.endpoint for *_, route in routes_of(ROUTES)}
+    missing = {f"{each.__module__}.{each.__name__}" for each in served - OPERATIONS.keys()}
+    assert missing == set(), "gateway/openapi/operations.py lacks them"
+    stale = {f"{each.__module__}.{each.__name__}" for each in OPERATIONS.keys() - served}
+    assert stale == set(), "no route has them any more"
+
+
+def test_ids_of_operations_are_unique(made: dict[str, Any]) -> None:
+    ids = [operation["operationId"] for *_, operation in operations(made)]
+    assert len(ids) == len(set(ids)) > 50
+
+
+def test_schemas_are_valid_and_references_lead_somewhere(made: dict[str, Any]) -> None:
+    for schema in made["components"]["schemas"].values():
+        Draft202012Validator.check_schema(schema)
+
+    def references(value: Any) -> Iterator[str]:
+        if isinstance(value, dict):
+            if isinstance(value.get("$ref"), str):
+                yield value["$ref"]
+            for each in value.values():
+                yield from references(each)
+        elif isinstance(value, list):
+            for each in value:
+                yield from references(each)
+
+    for reference in references(made):
+        assert reference.removeprefix("#/components/schemas/") in made["components"]["schemas"]
+
+
+def test_every_field_of_a_path_is_a_parameter(made: dict[str, Any]) -> None:
+    for _, path, operation in operations(made):
+        named = {each["name"] for each in operation["parameters"] if each["in"] == "path"}
+        assert named == set(re.findall(r"\{(.*?)\}", path))
+
+
+def test_what_an_openai_client_cannot_have_shows_in_the_schema(made: dict[str, Any]) -> None:
+    chat = made["components"]["schemas"]["Chat"]
+    assert chat["additionalProperties"] is False
+    assert chat["properties"]["frequency_penalty"]["enum"] == [None, 0]
+    assert "Extension" in chat["properties"]["prompt_token_ids"]["description"]
+
+
+async def test_it_is_served_without_a_key_and_tells_who_needs_one(stack: Stack, made: dict[str, Any]) -> None:
+    await stack.restart_gateway(api_keys=["tml-one"])
+    async with httpx.AsyncClient(base_url=stack.url) as client:
+        reply = await client.get("/openapi.json")
+        assert reply.json() == made
+        for method, path, operation in operations(made):
+            reply = await client.request(method, re.sub(r"\{.*?\}", "x", path))
+            assert (reply.status_code == 401) == ("security" not in operation), path
