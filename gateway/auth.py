@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.errors import detail, json_response
+from gateway.openai.errors import error_body
 from gateway.tokens import InvalidToken, Tokens
 from tinsmith.rpc.auth import ApiKey, KeyRing, given_key
 
@@ -107,6 +108,5 @@ def _refusal(scope: Scope, text: str, *, challenge: str = "") -> Response:
     """401. The SDK asks for a new JWT, once, when it reads the challenge "invalid_token" (RFC 6750)."""
     headers = {"WWW-Authenticate": f'Bearer error="{challenge}"' if challenge else "Bearer"}
     if scope["path"].startswith(_OPENAI):
-        error = {"message": text, "type": "invalid_request_error", "param": None, "code": "invalid_api_key"}
-        return json_response({"error": error}, status=401, headers=headers)
+        return json_response(error_body(401, text, code="invalid_api_key"), status=401, headers=headers)
     return detail(401, text, headers=headers)
