@@ -9,24 +9,23 @@ from collections.abc import Iterable
 import grpc.aio
 
 from gateway.futures import Pending, Progress
+from tinsmith.rpc.server import RAN
 from tinsmith.v1 import types_pb2
 
 logger = logging.getLogger(__name__)
 
-RAN_METADATA = "x-tinsmith-ran"
-"""Trailing metadata "<start>:<end>", in seconds since 1970: when the service computed the call."""
 _ASK_TIMEOUT_S = 0.5
 
 
 def ran_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> tuple[float, float] | None:
     """Start and end of the computation; None when the call's trailing metadata does not say."""
     for key, value in metadata or ():
-        if key == RAN_METADATA:
+        if key == RAN:
             start, _, end = str(value).partition(":")
             try:
                 return float(start), float(end)
             except ValueError:
-                logger.warning("%s: %r is not <start>:<end>", RAN_METADATA, value)
+                logger.warning("%s: %r is not <start>:<end>", RAN, value)
     return None
 
 
@@ -44,18 +43,13 @@ async def explain(pending: Pending) -> Progress:
 
 
 def in_words(status: types_pb2.QueueStatus) -> Progress:
-    """One sentence with what is ahead and how long it may take."""
-    facts = []
-    if status.position:
-        facts.append(f"position {status.position + 1}")
-    if status.tokens_ahead:
-        facts.append(f"{status.tokens_ahead:,} tokens ahead")
+    """The service's own words, with the place in the queue and the time that it may take. Only what waits behind other
+    work is paused: what waits for its client is not."""
+    facts = [f"position {status.position + 1}"] if status.position else []
     if status.HasField("expected_seconds"):
         facts.append(f"done in about {_duration(status.expected_seconds)}")
-    reason = status.reason or ("it is computed now" if status.running else "it waits for its turn")
-    if facts:
-        reason += f" ({', '.join(facts)})"
-    return Progress("active" if status.running else "paused_capacity", reason)
+    reason = f"{status.reason} ({', '.join(facts)})" if facts else status.reason
+    return Progress("paused_capacity" if status.position else "active", reason)
 
 
 def _duration(seconds: float) -> str:

@@ -79,6 +79,14 @@ def fail_and_go_on(url: str) -> None:
             service.create_lora_training_client(base_model=BASE_MODEL, rank=999).result()
 
 
+def sample_and_wait(url: str) -> None:
+    with service_client(url) as service:
+        sampling = service.create_sampling_client(base_model=BASE_MODEL).result()
+        prompt, params = types.ModelInput.from_ints([1, 2, 3]), types.SamplingParams(max_tokens=2)
+        for future in [sampling.sample(prompt, 1, params) for _ in range(5)]:
+            assert future.result().sequences[0].tokens == [5, 6]
+
+
 def capabilities(url: str) -> None:
     warnings.simplefilter("ignore", FutureWarning)
     client = tinker.ServiceClient(base_url=url, api_key="tml-test")
@@ -88,6 +96,7 @@ def capabilities(url: str) -> None:
 PROGRAMS = {
     "train_save_load_and_sample": train_save_load_and_sample,
     "fail_and_go_on": fail_and_go_on,
+    "sample_and_wait": sample_and_wait,
     "capabilities": capabilities,
 }
 

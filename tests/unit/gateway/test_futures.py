@@ -196,22 +196,22 @@ async def test_only_samples_in_work_can_be_cancelled(stack: Stack, client: Clien
 @pytest.mark.parametrize(
     ("status", "state", "reason"),
     [
-        (types_pb2.QueueStatus(running=True), "active", "it is computed now"),
+        (types_pb2.QueueStatus(running=True, reason="is computed"), "active", "is computed"),
         (
-            types_pb2.QueueStatus(running=True, reason="generating", expected_seconds=0.2),
+            types_pb2.QueueStatus(running=True, reason="generates", expected_seconds=0.2),
             "active",
-            "generating (done in about 1 s)",
+            "generates (done in about 1 s)",
         ),
         (
-            types_pb2.QueueStatus(position=3, tokens_ahead=5120, expected_seconds=12.3, reason="it waits its turn"),
+            types_pb2.QueueStatus(position=3, expected_seconds=12.3, reason="waits: 5120 tokens are before it"),
             "paused_capacity",
-            "it waits its turn (position 4, 5,120 tokens ahead, done in about 12 s)",
+            "waits: 5120 tokens are before it (position 4, done in about 12 s)",
         ),
-        (types_pb2.QueueStatus(reason="seq_id 1 has not arrived"), "paused_capacity", "seq_id 1 has not arrived"),
+        (types_pb2.QueueStatus(reason="seq_id 1 has not arrived"), "active", "seq_id 1 has not arrived"),
         (
-            types_pb2.QueueStatus(expected_seconds=600),
+            types_pb2.QueueStatus(position=1, expected_seconds=600, reason="waits"),
             "paused_capacity",
-            "it waits for its turn (done in about 10 min)",
+            "waits (position 2, done in about 10 min)",
         ),
     ],
 )

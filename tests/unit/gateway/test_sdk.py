@@ -6,6 +6,8 @@ import asyncio
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.unit.gateway.stack import Stack
 
 
@@ -42,6 +44,19 @@ async def test_close_frees_the_models(stack: Stack) -> None:
 
 async def test_sdk_sees_failed_futures_and_goes_on(stack: Stack) -> None:
     await run_program("fail_and_go_on", stack.url)
+
+
+@pytest.mark.parametrize("with_one_poll", [True, False])
+async def test_a_restart_in_the_middle_of_its_samples_is_a_delay_for_the_sdk(
+    stack: Stack, *, with_one_poll: bool
+) -> None:
+    await stack.restart_gateway(sample_use_retrieve_futures=with_one_poll)
+    stack.sampler.go.clear()
+    program = asyncio.create_task(run_program("sample_and_wait", stack.url))
+    await stack.sampler.called.wait()
+    await stack.restart_gateway()
+    stack.sampler.go.set()
+    await program
 
 
 async def test_sdk_lists_the_models(stack: Stack) -> None:
