@@ -102,6 +102,7 @@ class Batcher:
             self.scheduler.drop(task)
             self._end(task, error)
         self.scheduler.running.clear()
+        self.metrics.running.set(0)
         self._decoding = None
         self.lanes.clear()
 
@@ -153,6 +154,7 @@ class Batcher:
                 self.lanes.cache.move(piece.came_from, piece.job.lane, piece.start)
             if not task.planned:
                 task.planned = True
+                task.generation.started_at = time.time()
                 task.cache_hit_tokens = piece.start
                 self._deliveries.admitted.append(task)
                 self.metrics.queue_time.observe(time.perf_counter() - task.submitted)
@@ -295,6 +297,7 @@ class Batcher:
             running.pop()
         if lanes:
             self._decoding = None
+            self.metrics.running.set(len(running))  # no step may follow that would
 
     def _end(self, task: Task, outcome: Result | ServiceError) -> None:
         del self._tasks[task]
