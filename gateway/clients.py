@@ -139,6 +139,13 @@ class Clients:
         if any(service.info is None for service in (*self._trainers, *self._samplers)):
             raise NotReady("not every service has been reached yet")
 
+    def any_trainer(self) -> Trainer:
+        """One that has been reached. Raises NotReady when none has."""
+        for trainer in self._trainers:
+            if trainer.info is not None:
+                return trainer
+        raise NotReady("no trainer has been reached yet")
+
     def find_trainer(self, base_model: str) -> Trainer:
         """The first that serves it. Raises NotReady while one that is not known yet may do so, then InvalidRequest."""
         for trainer in self._trainers:
