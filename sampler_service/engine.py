@@ -134,6 +134,8 @@ class Generation:
 
     def __init__(self, *, stream: bool, on_cancel: Callable[[], None]) -> None:
         self.stream = stream
+        self.started_at: float | None = None
+        """When its computation began, in seconds since 1970; set by the engine."""
         self._on_cancel = on_cancel
         self._deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
         self._result: asyncio.Future[Result] = asyncio.get_running_loop().create_future()

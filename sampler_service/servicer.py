@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -16,6 +17,7 @@ from sampler_service.engine import EngineSlot, Generation, VersionInfo
 from sampler_service.tokenizer import ChatTokenizer, TokenizerSlot
 from tinsmith.rpc import logs
 from tinsmith.rpc.errors import InvalidRequest, NotFound
+from tinsmith.rpc.server import RAN
 from tinsmith.v1 import sampler_pb2 as pb
 from tinsmith.v1 import sampler_pb2_grpc
 
@@ -47,7 +49,10 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
 
     async def Sample(self, request: pb.SampleRequest, context: Context) -> pb.SampleResponse:
         generation = await self._submit(request, stream=False)
-        return convert.response_to_proto(await generation.result(), request)
+        result = await generation.result()
+        if generation.started_at is not None:
+            context.set_trailing_metadata(((RAN, f"{generation.started_at:.6f}:{time.time():.6f}"),))
+        return convert.response_to_proto(result, request)
 
     async def StreamSample(
         self, request: pb.StreamSampleRequest, context: Context

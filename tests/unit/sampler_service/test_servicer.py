@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from tests.unit.sampler_service.serving import (
 )
 from tinsmith.rpc.channel import connect, is_serving, wait_serving
 from tinsmith.rpc.errors import InvalidRequest, NotReady, ServiceError, VersionNotLoaded, from_rpc_error
+from tinsmith.rpc.server import RAN
 from tinsmith.rpc.tensors import from_numpy, to_numpy
 from tinsmith.v1 import sampler_pb2 as pb
 from tinsmith.v1 import sampler_pb2_grpc
@@ -122,6 +124,15 @@ async def test_what_cannot_be_served_is_refused_and_the_next_request_works(
     with pytest.raises(error, match=message):
         raise found
     assert (await service.stub.Sample(sample(prompt(4, vocab_size=200), max_tokens=2))).sequences
+
+
+async def test_a_sample_says_when_it_was_computed(service: Service) -> None:
+    before = time.time()
+    call = service.stub.Sample(sample(prompt(5, vocab_size=200), max_tokens=3))
+    await call
+    trailer = dict(await call.trailing_metadata())
+    begin, end = (float(at) for at in trailer[RAN].split(":"))
+    assert before <= begin < end <= time.time()
 
 
 async def test_a_stop_string_over_the_wire(service: Service) -> None:
