@@ -121,6 +121,7 @@ _SPELLED_OTHERWISE: Mapping[str, Op] = {
     "torch._C._nn.gelu": functional.gelu,
     "torch._C._nn.log_sigmoid": functional.logsigmoid,
     "torch._C._nn.softplus": functional.softplus,
+    "torch.cosine_similarity": functional.cosine_similarity,
     "torch.functional.norm": torch.norm,
 }
 """Names under which torch.fx records some of them."""

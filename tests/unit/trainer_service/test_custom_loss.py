@@ -1,6 +1,7 @@
 """A custom loss on the server is the SDK's own computation, in one pass."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from tinker.lib.public_interfaces.custom_loss import run_loss_handle
 from torch import Tensor
+from torch.fx.node import _get_qualified_name
 
 from tests.batches import datum, request
 from tests.models import VOCAB_SIZE
@@ -20,6 +22,7 @@ from tinsmith.rpc.tensors import to_numpy
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 from trainer_service.batch import Batch, Output
+from trainer_service.custom_loss_ops import FUNCTIONS, METHODS
 from trainer_service.engine import TrainingEngine
 
 LENGTHS = (9, 4, 17, 4)
@@ -233,3 +236,19 @@ def test_the_loss_and_its_graph_go_together(engine: TrainingEngine) -> None:
         Batch.from_proto(message, engine.limits)
     with pytest.raises(InvalidRequest, match=r"loss_fn_config\['beta'\]: a custom loss takes no settings"):
         Batch.from_proto(custom(data, loss, config={"beta": 1.0}), engine.limits)
+
+
+def test_every_allowed_function_is_known_under_the_name_that_the_sdk_sends() -> None:
+    for name in FUNCTIONS:
+        module, _, attribute = name.rpartition(".")
+        if module in ("torch", "torch.nn.functional", "math"):
+            function = getattr({"torch": torch, "torch.nn.functional": F, "math": math}[module], attribute)
+            assert _get_qualified_name(function) in FUNCTIONS
+
+
+def test_the_documents_list_is_the_list() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
+    section = text[text.index("What a graph may call") : text.index("## Optimizers")]
+    listed = {word for line in section.splitlines() if line.startswith("    ") for word in line.split()}
+    names = {name.rpartition(".")[2] for name in FUNCTIONS if not name.startswith(("operator.", "torch._C", "getattr"))}
+    assert listed == names | set(METHODS)

@@ -14,10 +14,12 @@ from tests.unit.trainer_service.custom_losses import custom_loss, graph, node, r
 from tinsmith.rpc.errors import InvalidRequest
 from trainer_service import custom_loss as module
 from trainer_service.custom_loss import CustomLoss
-from trainer_service.custom_loss_graph import MAX_JSON_BYTES, MAX_NODES
+from trainer_service.custom_loss_graph import MAX_JSON_BYTES, MAX_NODES, check_result
 from trainer_service.custom_loss_ops import FUNCTIONS, METHODS
 
 LOGPROBS = ref("logprobs")
+
+NUM_EXAMPLES = 60
 
 
 def call(target: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -269,10 +271,19 @@ def graphs(draw: st.DrawFn) -> dict[str, Any]:
     return made
 
 
+def sizes(loss: CustomLoss, x: torch.Tensor, *, device: str) -> list[int]:
+    """Bytes of every result."""
+    found: list[int] = []
+    inputs = [torch.full((4,), -1.0, device=device), x.to(device)]
+    with torch.device(device):
+        loss.graph.run(inputs, before=lambda _: None, after=lambda result: found.append(check_result(result)))
+    return found
+
+
 @pytest.mark.filterwarnings("ignore")
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=NUM_EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(graphs())
-def test_calls_with_any_arguments_are_run_or_refused(sent: dict[str, Any]) -> None:
+def test_calls_with_any_arguments_are_run_or_refused_and_need_what_was_foreseen(sent: dict[str, Any]) -> None:
     x = np.array([[1, 2], [3, -(2**63)]])
     try:
         loss = CustomLoss.from_proto(custom_loss(sent, {"logprobs": 1, "x": 2}))
@@ -280,12 +291,13 @@ def test_calls_with_any_arguments_are_run_or_refused(sent: dict[str, Any]) -> No
         loss.evaluate([torch.full((4,), -1.0, requires_grad=True)], [{"x": x}], {})
     except InvalidRequest:
         return
+    assert sizes(loss, torch.from_numpy(x), device="cpu") == sizes(loss, torch.from_numpy(x), device="meta")
 
 
 JSON = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=NUM_EXAMPLES, deadline=None, derandomize=True)
 @given(
     st.text(max_size=60) | JSON.map(json.dumps) | JSON.map(lambda value: json.dumps({"format": 1, "nodes": [value]}))
 )
