@@ -113,7 +113,9 @@ class Gateway:
         try:
             if not self.config.database_url.get_secret_value():
                 self.config.state_dir.mkdir(parents=True, exist_ok=True)
-                (self.config.state_dir / DATABASE).touch(mode=0o600)  # it holds secrets that sign
+                database = self.config.state_dir / DATABASE
+                database.touch(mode=0o600)  # it holds secrets that sign
+                database.chmod(0o600)
             await self.store.migrate()
             await self.tokens.start(self.store)
             await self.downloads.start(self.store)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import stat
 import time
@@ -14,11 +15,14 @@ import pytest
 from pydantic import SecretStr, ValidationError
 
 from gateway.auth import LOCAL, Callers, owner_of
+from gateway.clients import Clients
 from gateway.config import GatewayConfig
 from gateway.store import Store
 from gateway.tokens import InvalidToken, Tokens
-from tests.unit.gateway.stack import Stack
+from tests.unit.gateway.stack import BASE_MODEL, FakeTrainer, Stack
 from tinsmith.rpc.auth import ApiKey
+from tinsmith.rpc.server import Server
+from tinsmith.v1 import trainer_pb2, trainer_pb2_grpc
 
 RIGHT = "tml-right"
 NAMED = {"key": "tml-named", "name": "laptop", "note": "for tests", "email": "ada@example.org"}
@@ -109,6 +113,25 @@ def test_a_key_keeps_its_id_wherever_it_stands_and_does_not_show() -> None:
     assert first.by_owner(LOCAL) is None
 
 
+async def test_a_service_key_that_a_trainer_does_not_know_is_told_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    server = Server("127.0.0.1:0", [trainer_pb2.DESCRIPTOR], api_keys=["tml-service"])
+    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(FakeTrainer(), server.grpc)
+    await server.start()
+    address = f"127.0.0.1:{server.port}"
+    right, wrong = (Clients(trainers=[address], samplers=[], api_key=key) for key in ("tml-service", "tml-other"))
+    with caplog.at_level("INFO"):
+        for clients in (right, wrong):
+            clients.start()
+        assert (await right.trainer(BASE_MODEL)).address == address
+        async with asyncio.timeout(5):
+            while f"{address} does not say yet what it serves: the metadata x-api-key" not in caplog.text:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    assert wrong.unreached == [address]
+    for clients in (right, wrong):
+        await clients.close()
+    await server.stop(0)
+
+
 # JWTs
 
 
@@ -174,6 +197,9 @@ async def test_gateways_of_one_database_share_a_secret_that_none_was_given(stack
 
 
 async def test_others_on_this_machine_cannot_read_the_database(stack: Stack) -> None:
+    await stack.stop_gateway()
+    (stack.state_dir / "gateway.db").chmod(0o644)  # as earlier versions made it
+    await stack.start_gateway()
     files = list(stack.state_dir.glob("gateway.db*"))
     assert files
     assert {stat.S_IMODE(os.stat(file).st_mode) for file in files} == {0o600}
