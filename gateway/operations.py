@@ -12,19 +12,16 @@ import logging
 import re
 import time
 from dataclasses import dataclass
-from typing import Any
 
-import grpc.aio
-
-from gateway.clients import Clients, is_lost
+from gateway.clients import Clients
 from gateway.config import GatewayConfig
 from gateway.futures import Answer, Futures, Gone, Pending
 from gateway.ledger import Ledger
 from gateway.metrics import Metrics
-from gateway.reports import ran_of
 from gateway.results import Results
 from gateway.store import Store
 from gateway.tables import Operation
+from gateway.trainer_calls import TrainerCalls
 from tinsmith.rpc.errors import (
     InvalidRequest,
     NotReady,
@@ -32,11 +29,8 @@ from tinsmith.rpc.errors import (
     ResultNotFound,
     SequenceConflict,
     ServiceError,
-    from_rpc_error,
 )
-from tinsmith.rpc.server import ACCEPTED
 from tinsmith.v1 import trainer_pb2 as pb
-from tinsmith.v1 import types_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +96,7 @@ class Operations:
     ) -> None:
         self._config = config
         self._ledger = ledger
-        self._clients = clients
+        self._calls = TrainerCalls(clients, timeout_s=config.submit_timeout_s)
         self._futures = futures
         self._results = results
         self._store = store
@@ -145,7 +139,9 @@ class Operations:
         try:
             if submission.kind not in _SELF_EXPLAINING or submission.is_completed or submission.error is not None:
                 known = await self._remember(submission)
-            call = await self._accept(submission)
+            call = await self._calls.accept(
+                submission.rpc, submission.body, base_model=submission.base_model, request_id=submission.request_id
+            )
         except (NotReady, OutOfCapacity) as error:
             accepted.set_exception(error)
             raise Gone from error
@@ -153,7 +149,7 @@ class Operations:
             if known is None or known.fingerprint != submission.fingerprint:
                 if known is None:
                     await self._store.delete_operation(submission.request_id)
-                accepted.set_exception(error)
+                accepted.set_exception(_conflict(submission))
                 raise Gone from error
             accepted.set_result(None)  # it is a repeat: what the gateway puts into the body has changed since
             if known.error is not None:
@@ -167,9 +163,11 @@ class Operations:
             raise
         self._metrics.accept_seconds.observe(time.monotonic() - pending.started_at)
         accepted.set_result(None)
-        self._is_at_trainer(pending, submission.base_model, submission.seq_id)
+        self._calls.watch(pending, submission.base_model, submission.seq_id)
         try:
-            reply = await self._reply(submission, call, pending=pending)
+            reply = await self._calls.reply(
+                call, base_model=submission.base_model, seq_id=submission.seq_id, pending=pending
+            )
         except ServiceError as error:
             raise submission.error or error from error
         if submission.error is not None:
@@ -182,16 +180,6 @@ class Operations:
             session_id=submission.model_id.rpartition(":train:")[0],
         )
         return await self._results.answer(submission.request_id, submission.model_id, reply)
-
-    def _is_at_trainer(self, pending: Pending, base_model: str, seq_id: int) -> None:
-        request = pb.DescribeOperationRequest(model_id=pending.group, seq_id=seq_id)
-
-        async def ask() -> types_pb2.QueueStatus:
-            trainer = await self._clients.trainer(base_model)
-            return (await trainer.stub.DescribeOperation(request)).status
-
-        pending.progress.active("the trainer is working on it")
-        pending.ask = ask
 
     async def _remember(self, submission: Submission) -> Operation | None:
         """What was remembered under this id before."""
@@ -213,72 +201,6 @@ class Operations:
         )
         return None
 
-    async def _accept(self, submission: Submission) -> Any:
-        """The call, once it is acknowledged or has ended in a way that a repeat would not change."""
-        lost = NotReady("the trainer did not acknowledge the operation in time; send it again")
-        try:
-            async with asyncio.timeout(self._config.submit_timeout_s):
-                trainer = await self._clients.trainer(submission.base_model)
-                while True:
-                    call = trainer.start(submission.rpc, submission.body, request_id=submission.request_id)
-                    try:
-                        metadata = await call.initial_metadata()
-                    except asyncio.CancelledError:
-                        call.cancel()
-                        raise
-                    if not call.done():
-                        return call
-                    error = await _error(call)
-                    if isinstance(error, SequenceConflict):
-                        raise _conflict(submission) from error
-                    if isinstance(error, OutOfCapacity) and ACCEPTED not in tuple(metadata):
-                        raise error  # its queue is full: the client is to send the same again
-                    if not isinstance(error, NotReady):
-                        return call
-                    lost = error
-                    await asyncio.sleep(0.2)
-        except TimeoutError:
-            raise lost from None
-
-    async def _reply(self, submission: Submission, call: Any, *, pending: Pending) -> Any:
-        """The trainer's reply message."""
-        try:
-            async for reply in call:
-                pending.ran = ran_of(await call.trailing_metadata())
-                return reply
-            raise ServiceError(f"the trainer ended {submission.rpc} without a reply")
-        except grpc.aio.AioRpcError as error:
-            if not is_lost(error):
-                pending.ran = ran_of(error.trailing_metadata())
-                raise from_rpc_error(error) from error
-        pending.progress.paused("the trainer is unreachable; it goes on from its journal when it is back")
-        try:
-            return await self._wait_result(submission.base_model, submission.seq_id, pending=pending)
-        except ResultNotFound as error:
-            raise ServiceError(f"the trainer has lost {submission.request_id}: {error.message}") from error
-        finally:
-            call.cancel()
-
-    async def _wait_result(self, base_model: str, seq_id: int, *, pending: Pending) -> Any:
-        """The reply of an operation that the trainer has accepted before. Raises ResultNotFound when it has not."""
-        request = pb.WaitResultRequest(model_id=pending.group, seq_id=seq_id)
-        pause_s = 0.1
-        while True:
-            trainer = await self._clients.trainer(base_model)
-            call = trainer.stub.WaitResult(request, wait_for_ready=True)
-            try:
-                found = await call
-            except grpc.aio.AioRpcError as error:
-                if not is_lost(error):
-                    pending.ran = ran_of(error.trailing_metadata())
-                    raise from_rpc_error(error) from error
-                pending.progress.paused("the trainer is unreachable; it goes on from its journal when it is back")
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, 2.0)
-                continue
-            pending.ran = ran_of(await call.trailing_metadata())
-            return getattr(found, found.WhichOneof("result"))
-
     async def attach(self, request_id: str) -> None:
         """Makes a future for an operation that this process did not submit. Raises Gone when it cannot be one."""
         match = _REQUEST_ID.fullmatch(request_id)
@@ -291,24 +213,15 @@ class Operations:
             self._futures.fail(request_id, InvalidRequest(operation.error), fingerprint=operation.fingerprint)
             return
         pending = Pending(request_id, "attach", model.model_id, fingerprint=None)
-        self._is_at_trainer(pending, model.base_model, int(match[2]))
+        self._calls.watch(pending, model.base_model, int(match[2]))
         self._futures.start(pending, self._attached(pending, model.base_model, int(match[2])))
 
     async def _attached(self, pending: Pending, base_model: str, seq_id: int) -> Answer:
         try:
-            reply = await self._wait_result(base_model, seq_id, pending=pending)
+            reply = await self._calls.wait_result(base_model, seq_id, pending=pending)
         except ResultNotFound as error:
             raise Gone from error
         return await self._results.answer(pending.request_id, pending.group, reply)
-
-
-async def _error(call: Any) -> ServiceError | None:
-    """What a call that is done has failed with; None when it has not."""
-    try:
-        await call.wait_for_connection()
-    except grpc.aio.AioRpcError as error:
-        return NotReady(error.details() or "") if is_lost(error) else from_rpc_error(error)
-    return None
 
 
 def _conflict(submission: Submission) -> SequenceConflict:

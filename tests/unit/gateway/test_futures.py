@@ -135,6 +135,26 @@ async def test_a_page_of_completions_is_bounded(stack: Stack, client: Client, mo
     assert sorted(ids) == [f"{sampler_id}:{seq_id}" for seq_id in range(5)]
 
 
+async def test_what_nobody_reads_is_not_kept_for_ever(
+    stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.completions._MAX_OPEN", 3)
+    monkeypatch.setattr("gateway.completions._MAX_SETTLED", 2)
+    sampler_id = await sampler_of(client)
+    await completions(client, sampler_id, 0, timeout=0)
+    for seq_id in range(4):
+        await client.result(await sample(client, sampler_id, seq_id))
+    receipts = [await sample(client, sampler_id, seq_id) for seq_id in range(4, 8)]
+    assert stack.server is not None
+    known = stack.server.app.state.gateway.completions
+    (samples,) = known._samples.values()
+    assert (len(samples.open), len(samples.settled)) == (3, 2)
+    assert all(len(each.request_ids) <= 3 for each in known._lists.values())
+    page = await completions(client, sampler_id, 100)
+    assert finished(receipts[-1]) in page["completions"]
+    assert page["cursor"] == 100 + len(page["completions"])
+
+
 async def test_completions_of_unknown_and_ended_sampling_sessions_do_not_hang(stack: Stack, client: Client) -> None:
     await completions(client, "nobody:sample:0", 0, status=404)
     await completions(client, "nobody:sample:0", -1, status=400)
@@ -153,6 +173,15 @@ async def test_a_stop_ends_the_polls_for_completions(stack: Stack, client: Clien
     await asyncio.sleep(0.05)
     await asyncio.wait_for(stack.stop_gateway(), 2)
     assert await waiting == {"completions": [], "cursor": 0}
+
+
+async def test_what_the_operator_turns_off_is_not_offered(stack: Stack, client: Client) -> None:
+    await stack.restart_gateway(
+        sample_use_retrieve_futures=False, sample_cancel_enabled=False, custom_loss_server_side=False
+    )
+    flags = await client.call("client/config", {"sdk_version": "0.38.0"})
+    assert (flags["sample_use_retrieve_futures"], flags["custom_loss_server_side"]) == (False, False)
+    assert await client.call("client/dynamic_config", {}) == {"sample_cancel_enabled": False}
 
 
 # Cancelling

@@ -156,6 +156,21 @@ async def test_unknown_samples_are_gone_after_a_restart(stack: Stack, client: Cl
     await client.result(await client.call("asample", sample_body(sampler_id, 1)))
 
 
+async def test_every_client_that_joins_gets_a_number_of_its_own(stack: Stack, client: Client) -> None:
+    session_id = await client.session()
+    join = {"sampling_session_id": await client.sampling_session(session_id), "type": "join_sampling_session"}
+    replies = await asyncio.gather(*[client.call("join_sampling_session", join) for _ in range(5)])
+    assert sorted(reply["client_counter"] for reply in replies) == [1, 2, 3, 4, 5]
+    await stack.restart_gateway()
+    expected = {"type": "join_sampling_session", "client_counter": 6}
+    assert await client.call("join_sampling_session", join) == expected
+    await client.call("join_sampling_session", {"sampling_session_id": "nobody:sample:0"}, status=404)
+    await client.call("join_sampling_session", {}, status=400)
+    await client.call(f"sessions/{session_id}/finish", {"reason": {"type": "success"}})
+    detail = (await client.call("join_sampling_session", join, status=404))["detail"]
+    assert "has ended" in detail
+
+
 async def test_sampling_sessions(client: Client) -> None:
     session_id = await client.session()
     assert await client.sampling_session(session_id) == await client.sampling_session(session_id)

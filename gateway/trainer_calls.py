@@ -1,0 +1,121 @@
+"""Calls of the trainer's operations: accepted, then answered, whatever happens to the connection in between."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc.aio
+
+from gateway.clients import Clients, is_lost
+from gateway.futures import Pending
+from gateway.reports import ran_of
+from tinsmith.rpc.errors import (
+    NotReady,
+    OutOfCapacity,
+    ResultNotFound,
+    SequenceConflict,
+    ServiceError,
+    from_rpc_error,
+)
+from tinsmith.rpc.server import ACCEPTED
+from tinsmith.v1 import trainer_pb2 as pb
+from tinsmith.v1 import types_pb2
+
+_UNREACHABLE = "the trainer is unreachable; it goes on from its journal when it is back"
+
+
+class TrainerCalls:
+    def __init__(self, clients: Clients, *, timeout_s: float) -> None:
+        """`timeout_s`: for the trainer's acknowledgement."""
+        self._clients = clients
+        self._timeout_s = timeout_s
+
+    async def accept(self, rpc: str, body: bytes, *, base_model: str, request_id: str) -> Any:
+        """The call, once it is acknowledged or has ended in a way that a repeat would not change.
+
+        Raises NotReady, OutOfCapacity, and SequenceConflict when the trainer has another body under this number.
+        """
+        lost = NotReady("the trainer did not acknowledge the operation in time; send it again")
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                trainer = await self._clients.trainer(base_model)
+                while True:
+                    call = trainer.start(rpc, body, request_id=request_id)
+                    try:
+                        metadata = await call.initial_metadata()
+                    except asyncio.CancelledError:
+                        call.cancel()
+                        raise
+                    if not call.done():
+                        return call
+                    error = await _error(call)
+                    if isinstance(error, SequenceConflict):
+                        raise error
+                    if isinstance(error, OutOfCapacity) and ACCEPTED not in tuple(metadata):
+                        raise error  # its queue is full: the client is to send the same again
+                    if not isinstance(error, NotReady):
+                        return call
+                    lost = error
+                    await asyncio.sleep(0.2)
+        except TimeoutError:
+            raise lost from None
+
+    async def reply(self, call: Any, *, base_model: str, seq_id: int, pending: Pending) -> Any:
+        """The trainer's reply message, also when the call is lost on the way."""
+        try:
+            async for reply in call:
+                pending.ran = ran_of(await call.trailing_metadata())
+                return reply
+            raise ServiceError(f"the trainer ended {pending.request_id} without a reply")
+        except grpc.aio.AioRpcError as error:
+            if not is_lost(error):
+                pending.ran = ran_of(error.trailing_metadata())
+                raise from_rpc_error(error) from error
+        pending.progress.paused(_UNREACHABLE)
+        try:
+            return await self.wait_result(base_model, seq_id, pending=pending)
+        except ResultNotFound as error:
+            raise ServiceError(f"the trainer has lost {pending.request_id}: {error.message}") from error
+        finally:
+            call.cancel()
+
+    async def wait_result(self, base_model: str, seq_id: int, *, pending: Pending) -> Any:
+        """The reply of an operation that the trainer has accepted before. Raises ResultNotFound when it has not."""
+        request = pb.WaitResultRequest(model_id=pending.group, seq_id=seq_id)
+        pause_s = 0.1
+        while True:
+            trainer = await self._clients.trainer(base_model)
+            call = trainer.stub.WaitResult(request, wait_for_ready=True)
+            try:
+                found = await call
+            except grpc.aio.AioRpcError as error:
+                if not is_lost(error):
+                    pending.ran = ran_of(error.trailing_metadata())
+                    raise from_rpc_error(error) from error
+                pending.progress.paused(_UNREACHABLE)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, 2.0)
+                continue
+            pending.ran = ran_of(await call.trailing_metadata())
+            return getattr(found, found.WhichOneof("result"))
+
+    def watch(self, pending: Pending, base_model: str, seq_id: int) -> None:
+        """The trainer has it: from now on it says what it waits for."""
+        request = pb.DescribeOperationRequest(model_id=pending.group, seq_id=seq_id)
+
+        async def ask() -> types_pb2.QueueStatus:
+            trainer = await self._clients.trainer(base_model)
+            return (await trainer.stub.DescribeOperation(request)).status
+
+        pending.progress.active("the trainer is working on it")
+        pending.ask = ask
+
+
+async def _error(call: Any) -> ServiceError | None:
+    """What a call that is done has failed with; None when it has not."""
+    try:
+        await call.wait_for_connection()
+    except grpc.aio.AioRpcError as error:
+        return NotReady(error.details() or "") if is_lost(error) else from_rpc_error(error)
+    return None
