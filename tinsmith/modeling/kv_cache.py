@@ -158,19 +158,22 @@ class KVBlocks:
     def save(self, cache: KVCache, lane: int, first: int, ids: Sequence[int]) -> None:
         """Copies a lane's blocks first, first + 1, ... to the blocks `ids`."""
         start, stop = first * self.block_tokens, (first + len(ids)) * self.block_tokens
+        where = None
         for pools, store in ((self._keys, cache.keys), (self._values, cache.values)):
             for layer, lanes_S_K_C_D in store.items():
                 lane_K_T_D = lanes_S_K_C_D[lane, :, start:stop]
                 if layer not in pools:
                     num_heads, _, head_dim = lane_K_T_D.shape
                     pools[layer] = lane_K_T_D.new_empty(self.num_blocks, num_heads, self.block_tokens, head_dim)
-                where = torch.tensor(ids, device=lane_K_T_D.device)
+                where = torch.tensor(ids, device=lane_K_T_D.device) if where is None else where
                 pools[layer][where] = lane_K_T_D.unflatten(1, (-1, self.block_tokens)).transpose(0, 1)
 
     def load(self, cache: KVCache, lane: int, ids: Sequence[int], length: int) -> None:
         """Copies the first `length` tokens of the blocks `ids`, end to end, to the start of a lane."""
+        where = None
         for layer, pool in self._keys.items():
+            where = torch.tensor(ids, device=pool.device) if where is None else where
             lanes = cache.layer(layer, pool[0].transpose(0, 1))
             for lanes_S_K_C_D, pool_n_K_t_D in zip(lanes, (pool, self._values[layer]), strict=True):
-                blocks = pool_n_K_t_D[torch.tensor(ids, device=pool.device)]
-                lanes_S_K_C_D[lane, :, :length] = blocks.transpose(0, 1).flatten(1, 2)[:, :length]
+                blocks_K_T_D = pool_n_K_t_D[where].transpose(0, 1).flatten(1, 2)
+                lanes_S_K_C_D[lane, :, :length] = blocks_K_T_D[:, :length]

@@ -91,3 +91,16 @@ def test_dropping_a_request_names_its_lanes() -> None:
     assert s.drop("c") == []
     assert s.partial is None
     assert not s.waiting
+
+
+def test_a_job_starts_behind_what_need_not_be_computed_also_when_it_takes_several_steps() -> None:
+    s: Scheduler[str] = Scheduler(
+        max_running=8, max_kv_tokens=10_000, tokens_per_step=100, reuse=lambda job: {"a": 64, "b": 32}[job.owner]
+    )
+    s.waiting.extend([job("a", 65, samples=2), job("b", 200)])
+    one, two = s.plan()
+    assert (one.start, one.length, one.job.lane, one.came_from) == (64, 1, 0, 0)
+    assert (two.start, two.length, two.job.lane, two.came_from) == (32, 99, 2, 2)
+    s.running.extend(one.job.sequences[:1])
+    (rest,) = s.plan()
+    assert (rest.start, rest.length, rest.job.lane, rest.came_from) == (131, 69, 1, 2)
