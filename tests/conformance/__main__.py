@@ -67,7 +67,7 @@ def main() -> int:
     )
     parser.add_argument("--base-url", help="a server that runs; default: a stack with a tiny model, started for this")
     parser.add_argument("--sdk", action="append", metavar="VERSION", help="repeatable; default: those of the table")
-    parser.add_argument("--only", default="", help="features whose name holds this text")
+    parser.add_argument("--only", default="", help="features whose name matches this expression")
     parser.add_argument("--api-key", help="default: TINKER_API_KEY, or any")
     parser.add_argument("--base-model", help="default: the first that the server names")
     parser.add_argument("--cache", type=Path, default=REPOSITORY / ".cache" / "conformance", help="of environments")

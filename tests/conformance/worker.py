@@ -12,6 +12,7 @@ import dataclasses
 import json
 import logging
 import os
+import re
 import sys
 import time
 import warnings
@@ -22,7 +23,7 @@ def main() -> None:
     parser.add_argument("--base-url", required=True)
     parser.add_argument("--api-key", default=os.environ.get("TINKER_API_KEY", "tml-conformance"))
     parser.add_argument("--base-model", default="", help="default: the first that the server names")
-    parser.add_argument("--only", default="", help="run the features whose name holds this text")
+    parser.add_argument("--only", default="", help="features whose name matches this expression")
     parser.add_argument("--limit-s", type=float, default=60.0, help="time for one case (default %(default)s)")
     args = parser.parse_args()
     logging.disable(logging.CRITICAL)  # the SDK logs what the cases provoke
@@ -38,7 +39,7 @@ def main() -> None:
     assert tests.conformance.cases
     world = World(base_url=args.base_url.rstrip("/"), api_key=args.api_key, base_model=args.base_model)
     for case in CASES:
-        if args.only in case.feature:
+        if re.search(args.only, case.feature):
             started_at = time.monotonic()
             outcome = run_case(case, world, limit_s=args.limit_s)
             outcome = dataclasses.replace(outcome, seconds=round(time.monotonic() - started_at, 3))
