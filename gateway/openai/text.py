@@ -64,10 +64,12 @@ class Vocabulary:
         return token in self._special
 
     def bytes_of(self, token: int) -> bytes:
-        """Nothing for an id that the tokenizer does not have: models may have more rows than that."""
+        """Nothing for an id that the tokenizer does not have: models may have more rows than that, and clients send
+        what they like."""
         found = self._bytes.get(token)
         if found is None:
-            found = self._bytes[token] = self._bytes_of(self._tokenizer.id_to_token(token))
+            text = self._tokenizer.id_to_token(token) if token >= 0 else None
+            found = self._bytes[token] = self._bytes_of(text)
         return found
 
     def _bytes_of(self, text: str | None) -> bytes:

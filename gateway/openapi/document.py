@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from http import HTTPStatus
 from typing import Any, Literal
@@ -70,9 +71,14 @@ def document(routes: Sequence[BaseRoute]) -> Json:
     found = list(routes_of(routes))
     schemas = _Schemas([OPERATIONS[route.endpoint] for *_, route in found])
     paths: Json = {}
+    names: Counter[str] = Counter()
     for method, path, route in found:
-        shown = _PARAMETER.sub(r"{\1}", path)
-        paths.setdefault(shown, {})[method] = _operation(method, path, route, schemas)
+        operation = _operation(path, route, schemas)
+        name = operation["operationId"]
+        names[name] += 1
+        if names[name] > 1:  # a function that serves another path too
+            operation["operationId"] = f"{name}.{names[name]}"
+        paths.setdefault(_PARAMETER.sub(r"{\1}", path), {})[method] = operation
     return {
         "openapi": "3.1.0",
         "info": {
@@ -92,7 +98,7 @@ def document(routes: Sequence[BaseRoute]) -> Json:
     }
 
 
-def _operation(method: str, path: str, route: Route, schemas: _Schemas) -> Json:
+def _operation(path: str, route: Route, schemas: _Schemas) -> Json:
     operation = OPERATIONS[route.endpoint]
     module = route.endpoint.__module__.rpartition(".")[2]
     made: Json = {

@@ -209,13 +209,13 @@ OPERATIONS: dict[Callable[..., Any], Operation] = {
         answers.Completion,
         openai_schemas.Completion,
         errors=(404, 429, 503),
-        also_answers={"text/event-stream": {"type": "string"}},
+        also_answers={"text/event-stream": {}},
     ),
     openai.chat_completions: Operation(
         "Answer in a conversation",
         answers.ChatCompletion,
         openai_schemas.Chat,
         errors=(404, 429, 503),
-        also_answers={"text/event-stream": {"type": "string"}},
+        also_answers={"text/event-stream": {}},
     ),
 }

@@ -120,7 +120,7 @@ def test_the_text_of_one_token(tokenizer: Tokenizer, vocabulary: Vocabulary) -> 
     assert vocabulary.bytes_of(first) == b"\xf0"
     assert vocabulary.text_of(first) == r"\xf0"
     assert vocabulary.text_of(id_of(tokenizer, "Ġ")) == " "
-    assert vocabulary.text_of(10**6) == ""
+    assert vocabulary.text_of(10**6) == vocabulary.text_of(-1) == ""
     assert "".join(streamed(TextStream(vocabulary), [10**6])) == ""
 
 
