@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--api-key", default=os.environ.get("TINKER_API_KEY", "tml-conformance"))
     parser.add_argument("--base-model", default="", help="default: the first that the server names")
     parser.add_argument("--only", default="", help="features whose name matches this expression")
-    parser.add_argument("--limit-s", type=float, default=60.0, help="time for one case (default %(default)s)")
+    parser.add_argument("--limit-s", type=float, default=180.0, help="time for one case (default %(default)s)")
     args = parser.parse_args()
     logging.disable(logging.CRITICAL)  # the SDK logs what the cases provoke
     warnings.simplefilter("ignore")

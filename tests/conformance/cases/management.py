@@ -133,6 +133,6 @@ def tinker_command(world: World, *arguments: str) -> str:
         raise Absent
     env = {**os.environ, "TINKER_BASE_URL": world.base_url, "TINKER_API_KEY": world.api_key, "COLUMNS": "400"}
     command = [str(program), "--format", "json", *arguments]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, f"tinker {' '.join(arguments)}: {done.stdout}{done.stderr}"
     return done.stdout
