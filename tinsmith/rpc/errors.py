@@ -139,11 +139,31 @@ _BY_REASON = {cls.reason: cls for cls in _subclasses(ServiceError)}
 _CODE_NUMBERS = {code: code.value[0] for code in grpc.StatusCode}
 
 
+# A status travels in trailing metadata, its message twice. gRPC drops what is above 8 KiB of them, status and all.
+_MAX_MESSAGE_BYTES = 1200
+_MAX_METADATA_BYTES = 200
+
+
+def _shortened(text: str, *, limit: int) -> str:
+    """At most `limit` bytes of it: the beginning says what is wrong, the end often what would be right."""
+    data = text.encode(errors="replace")
+    if len(data) <= limit:
+        return text
+    end = limit // 4
+    start = limit - end - len(" ... ")
+    return f"{data[:start].decode(errors='ignore')} ... {data[-end:].decode(errors='ignore')}"
+
+
 def to_proto(error: ServiceError) -> status_pb2.Status:
-    """google.rpc.Status with one ErrorInfo: the form in which errors travel and lie in the journal."""
+    """google.rpc.Status with one ErrorInfo: the form in which errors travel and lie in the journal.
+
+    Messages that quote a long value are cut in the middle.
+    """
     detail = any_pb2.Any()
-    detail.Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata))
-    return status_pb2.Status(code=_CODE_NUMBERS[error.code], message=error.message, details=[detail])
+    metadata = {key: _shortened(value, limit=_MAX_METADATA_BYTES) for key, value in error.metadata.items()}
+    detail.Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata))
+    message = _shortened(error.message, limit=_MAX_MESSAGE_BYTES)
+    return status_pb2.Status(code=_CODE_NUMBERS[error.code], message=message, details=[detail])
 
 
 def from_proto(status: status_pb2.Status) -> ServiceError:

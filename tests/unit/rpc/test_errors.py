@@ -54,6 +54,20 @@ async def test_an_error_arrives_as_the_class_that_was_raised(failing, cls) -> No
     assert (error.message, error.metadata, error.category) == ("rank 96 is too large", {"rank": "96"}, cls.category)
 
 
+@pytest.mark.parametrize("value", ["x" * 20_000, "é" * 20_000, "😀" * 20_000, "%\0" * 20_000])
+async def test_an_error_that_quotes_a_long_value_arrives_cut_in_its_middle(failing, value: str) -> None:
+    servicer, channel, _ = failing
+    servicer.error = errors.UnknownLossFn(f"loss_fn: {value} is not one of cross_entropy", loss_fn=value, model_id="m")
+    for _ in range(5):  # gRPC drops what is somewhat too large at random
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await sampler_pb2_grpc.SamplerServiceStub(channel).Sample(sampler_pb2.SampleRequest())
+        error = errors.from_rpc_error(caught.value)
+        assert type(error) is errors.UnknownLossFn
+        assert error.message.startswith(f"loss_fn: {value[:50]}")
+        assert error.message.endswith("is not one of cross_entropy")
+        assert error.metadata["model_id"] == "m"
+
+
 async def test_an_unexpected_exception_tells_the_client_nothing_but_internal(failing) -> None:
     _, channel, _ = failing
     with pytest.raises(grpc.aio.AioRpcError) as caught:
