@@ -107,20 +107,28 @@ class CustomLoss:
         before = self._deadline()
         value, sums = 0.0, dict.fromkeys(self.graph.metrics, 0.0)
         gradients: list[Tensor] = []
-        for piece, arrays in zip(logprobs, inputs, strict=True):
-            p = piece.detach().to("cpu", copy=True).requires_grad_(torch.is_grad_enabled())
+        p_M = torch.cat([piece.reshape(-1) for piece in logprobs])
+        on_host = p_M.detach().cpu().split([piece.numel() for piece in logprobs])
+        for piece, host, arrays in zip(logprobs, on_host, inputs, strict=True):
+            p = host.reshape(piece.shape).clone().requires_grad_(torch.is_grad_enabled())
             others = [torch.tensor(arrays[one.name]) for one in self.inputs[1:]]
             loss, metrics = self.graph.run([p, *others], before=before, after=lambda _: None)
             value += loss.item()
             for key, metric in metrics.items():
                 sums[key] += float(metric.detach() if isinstance(metric, Tensor) else metric)
             if torch.is_grad_enabled():
-                gradients += [gradient.reshape(-1) for gradient in torch.autograd.grad(loss, p)]
-        p_M = torch.cat([piece.reshape(-1) for piece in logprobs])
+                gradients.append(self._gradient(loss, p).reshape(-1))
         if not gradients:
             return Term(torch.zeros((), dtype=torch.float64, device=p_M.device), value, sums)
         linear = (torch.cat(gradients).to(p_M.device) * p_M).sum(dtype=torch.float64)
         return Term(linear, value, sums)
+
+    def _gradient(self, loss: Tensor, p: Tensor) -> Tensor:
+        try:
+            (gradient,) = torch.autograd.grad(loss, p)
+        except RuntimeError as error:  # of operations that have no derivative
+            raise self._refused(f"its gradient cannot be computed: {str(error).splitlines()[0][:300]}") from error
+        return gradient
 
     def _deadline(self) -> Callable[[Node], None]:
         end = time.monotonic() + TIME_LIMIT_S

@@ -64,7 +64,9 @@ def _get_item(container: Any, index: Any) -> Any:
             raise TypeError(
                 "a boolean mask as an index makes a shape that depends on values; multiply by it, or use torch.where"
             )
-    if isinstance(container, Tensor) or (isinstance(container, tuple) and isinstance(index, (int, slice))):
+    if isinstance(container, Tensor):
+        return container[index]
+    if isinstance(container, tuple) and isinstance(index, (int, slice)):
         return container[index]
     raise TypeError(f"indexes tensors, shapes and results, not {type(container).__name__} by {type(index).__name__}")
 
@@ -149,5 +151,7 @@ FUNCTIONS: Mapping[str, Op] = {
 DTYPES = {name: getattr(torch, name) for name in _names("bfloat16 bool float16 float32 float64 int32 int64")}
 WORDS = frozenset({"floor", "none", "mean", "sum", "batchmean", "tanh", *TENSOR_ATTRIBUTES, *RESULT_ATTRIBUTES})
 """Text arguments: roundings, reductions, GELU's form, and the attributes above."""
-FORBIDDEN_KEYWORDS = frozenset({"out", "generator", "requires_grad", "pin_memory", "names", "inplace", "layout"})
+FORBIDDEN_KEYWORDS = frozenset(
+    {"out", "generator", "requires_grad", "pin_memory", "names", "inplace", "layout", "output_size"}
+)
 """May be None or False."""

@@ -29,6 +29,7 @@ from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 from trainer_service.batch import Batch
 from trainer_service.checkpoints import CheckpointStore
+from trainer_service.custom_loss import CustomLoss
 from trainer_service.encryption import Recipient, parse_recipients
 from trainer_service.engine import State, TrainingEngine
 from trainer_service.locations import KINDS, Location
@@ -131,6 +132,10 @@ class Operations:
             return RunBatch(Batch.from_proto(request, self.engine.limits))
         except ServiceError as error:
             return refused(error) if request.forward_only else self._taint(request.model_id, error)
+
+    def check_custom_loss(self, request: pb.CheckCustomLossRequest) -> None:
+        """Raises InvalidRequest for what can be seen without data."""
+        CustomLoss.from_proto(request.custom_loss)
 
     def skip(self, request: pb.SkipOperationRequest) -> Work:
         error = InvalidRequest(request.reason)

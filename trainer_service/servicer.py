@@ -18,7 +18,6 @@ from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import trainer_pb2_grpc
 from trainer_service.batch import LOSS_FN_NAMES
 from trainer_service.checkpoints import CheckpointStore
-from trainer_service.custom_loss import CustomLoss
 from trainer_service.imports import Importer
 from trainer_service.journal import Body, Journal
 from trainer_service.locations import Location
@@ -174,7 +173,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return pb.DeleteCheckpointResponse()
 
     async def CheckCustomLoss(self, request: pb.CheckCustomLossRequest, context: Context) -> pb.CheckCustomLossResponse:
-        await asyncio.to_thread(CustomLoss.from_proto, request.custom_loss)
+        await asyncio.to_thread(self._ready.operations.check_custom_loss, request)
         return pb.CheckCustomLossResponse()
 
     async def WaitResult(self, request: pb.WaitResultRequest, context: Context) -> pb.WaitResultResponse:

@@ -285,7 +285,7 @@ async def test_create_model_refusals(client: Client) -> None:
             ({"base_model": "nobody/nothing"}, "'nobody/nothing'"),
             ({"lora_config": {"rank": 0}}, "rank: 0"),
             ({"lora_config": {"rank": "many"}}, "'many'"),
-            ({"optimizer_config": {"type": "dimuon", "version": 1}}, "'dimuon'"),
+            ({"optimizer_config": {"type": "dimuon", "version": 2}}, "optimizer_config.version"),
             ({"user_metadata": {"a": 1}}, "user_metadata.a"),
         ]
     ):

@@ -160,6 +160,10 @@ CALLS = {
         r"node 'b' \(operator.getitem\): a boolean mask",
     ),
     "truth": (call("torch.where", LOGPROBS), r"node 'a' \(torch.where\)"),
+    "sizes that values make": (
+        call("torch.repeat_interleave", LOGPROBS, LOGPROBS, output_size=4),
+        "argument 'output_size' is not allowed",
+    ),
     "a huge power": (call("operator.pow", 10, 10**9), "integer exponent 1000000000"),
     "a power too large": (call("operator.pow", 10, 60), "does not fit into 64 bits"),
     "a complex number": (call("operator.pow", -8.0, 0.5), "a complex, is not a tensor or a number"),
@@ -196,6 +200,12 @@ def test_a_hostile_graph_is_refused_by_name(case: str) -> None:
 def test_a_loss_that_is_no_loss_is_refused(loss: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         run(graph(loss, loss="a"))
+
+
+def test_a_loss_without_a_derivative_is_refused() -> None:
+    step = node("call_function", "a", "torch.heaviside", LOGPROBS, LOGPROBS)
+    with pytest.raises(InvalidRequest, match=r"custom loss 'mine': its gradient cannot be computed: .*heaviside"):
+        run(graph(step, node("call_method", "b", "sum", ref("a")), loss="b"))
 
 
 def test_a_metric_must_be_a_scalar() -> None:
@@ -266,7 +276,13 @@ def graphs(draw: st.DrawFn) -> dict[str, Any]:
         op, table = draw(st.sampled_from([("call_function", FUNCTIONS), ("call_method", METHODS)]))
         args = [draw(REFS), *draw(st.lists(ARGUMENTS, max_size=3))]
         calls.append(node(op, f"n{number}", draw(st.sampled_from(sorted(table))), *args, **draw(KEYWORDS)))
-    made = graph(*calls, node("call_method", "total", "sum", LOGPROBS), loss="total")
+    ending = [node("call_method", "total", "sum", LOGPROBS)]
+    if draw(st.booleans()):  # what was called has a gradient too, if it can have one
+        ending += [
+            node("call_method", "part", "sum", ref(calls[-1]["name"])),
+            node("call_function", "both", "operator.add", ref("total"), ref("part")),
+        ]
+    made = graph(*calls, *ending, loss=ending[-1]["name"])
     made["nodes"].insert(1, node("placeholder", "x", "x"))
     return made
 
