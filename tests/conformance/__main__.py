@@ -13,7 +13,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from tests.conformance.environments import environment
@@ -26,6 +27,11 @@ VERSIONS = (
     "0.36.0", "0.38.0",
 )  # fmt: skip
 """0.3 is the first with sessions: those before it speak another protocol, which this server does not."""
+MODES = {
+    "": ({}, ""),
+    "in JWT mode: ": ({"GATEWAY_JWT_AUTH": "true"}, "^(server cap|forward agrees|sample: several|whoami)|auth status"),
+}
+"""Settings of our own stack, and what is run with them; the key stands before the features' names in the table."""
 LIMIT_S = 1800.0
 """For all cases of one SDK."""
 
@@ -48,15 +54,28 @@ def run_cases(python: Path, base_url: str, *, arguments: list[str]) -> list[Outc
     return outcomes
 
 
+def run_all(
+    base_url: str, results: dict[str, list[Outcome]], *, cache: Path, arguments: list[str], mode: str = ""
+) -> None:
+    """Adds the outcomes of each version, and prints what fails."""
+    for version, outcomes in results.items():
+        found = run_cases(environment(cache, version), base_url, arguments=arguments)
+        outcomes += [replace(outcome, feature=mode + outcome.feature) for outcome in found]
+        failed = [outcome for outcome in found if outcome.status == FAILED]
+        print(f"{mode}{version}: {len(found) - len(failed)} of {len(found)} cases", flush=True)
+        for outcome in failed:
+            print(f"  {outcome.feature}: {outcome.reason}", flush=True)
+
+
 @contextlib.contextmanager
-def own_stack(cache: Path) -> Iterator[str]:
+def own_stack(cache: Path, settings: Mapping[str, str]) -> Iterator[str]:
     """Address of a stack with a tiny model."""
     from tests.stack import Stack, make_base_model
 
     model = make_base_model(cache / "toy", pretrain_steps=20)
     with (
         tempfile.TemporaryDirectory() as folder,
-        Stack(Path(folder), base_models=[f"conformance/tiny={model}"]) as stack,
+        Stack(Path(folder), base_models=[f"conformance/tiny={model}"], env=settings) as stack,
     ):
         yield stack.base_url
 
@@ -73,18 +92,18 @@ def main() -> int:
     parser.add_argument("--cache", type=Path, default=REPOSITORY / ".cache" / "conformance", help="of environments")
     parser.add_argument("--out", type=Path, help="write the table there, as Markdown")
     args = parser.parse_args()
-    arguments = ["--only", args.only]
+    arguments: list[str] = []
     for name in ("api_key", "base_model"):
         if value := getattr(args, name):
             arguments += [f"--{name.replace('_', '-')}", value]
-    results: dict[str, list[Outcome]] = {}
-    with contextlib.nullcontext(args.base_url) if args.base_url else own_stack(args.cache) as base_url:
-        for version in args.sdk or VERSIONS:
-            results[version] = run_cases(environment(args.cache, version), base_url, arguments=arguments)
-            failed = [outcome for outcome in results[version] if outcome.status == FAILED]
-            print(f"{version}: {len(results[version]) - len(failed)} of {len(results[version])} cases", flush=True)
-            for outcome in failed:
-                print(f"  {outcome.feature}: {outcome.reason}", flush=True)
+    results: dict[str, list[Outcome]] = {version: [] for version in args.sdk or VERSIONS}
+    if args.base_url:
+        run_all(args.base_url, results, cache=args.cache, arguments=[*arguments, "--only", args.only])
+    else:
+        for mode, (settings, only) in MODES.items():
+            with own_stack(args.cache, settings) as base_url:
+                chosen = [*arguments, "--only", args.only or only]
+                run_all(base_url, results, cache=args.cache, arguments=chosen, mode=mode)
     if args.out is not None:
         args.out.write_text(page(results))
     return 1 if failures(results) else 0
