@@ -56,8 +56,9 @@ def _resolve_datum(datum: types_pb2.Datum, records: Mapping[str, SequenceRecord]
             field="target_tokens",
         )
     tokens = _model_input(datum, where=where)
-    _runs(datum.model_input_spans, tokens, records, where=f"{where}.model_input_spans")
-    runs = _runs(datum.loss_fn_input_spans, targets, records, where=f"{where}.loss_fn_input_spans")
+    _runs(datum.model_input_spans, tokens, records, padded=False, where=f"{where}.model_input_spans")
+    # Programs fill the targets of a prompt with zeros: nothing is learnt there.
+    runs = _runs(datum.loss_fn_input_spans, targets, records, padded=True, where=f"{where}.loss_fn_input_spans")
     logprobs = np.concatenate([run.logprobs for run in runs]) if runs else np.zeros(0, _FLOAT32)
     mask = np.concatenate([np.full(len(run.logprobs), run.is_sampled, _FLOAT32) for run in runs]) if runs else logprobs
     if "logprobs" in inputs:
@@ -92,9 +93,10 @@ def _runs(
     tokens: npt.NDArray[Any],
     records: Mapping[str, SequenceRecord],
     *,
+    padded: bool,
     where: str,
 ) -> list[_Run]:
-    """The spans must tile the tokens, and say the truth about each of them."""
+    """The spans must tile the tokens, and say the truth about each of them; `padded`: about each sampled one."""
     if not spans and len(tokens):
         raise InvalidRequest(f"{where}: stable_reinforce needs to know where each token comes from; {_HOW}")
     lengths = [_origin(span, where=f"{where}[{i}]").length for i, span in enumerate(spans)]
@@ -103,7 +105,8 @@ def _runs(
     runs, start = [], 0
     for index, span in enumerate(spans):
         length = lengths[index]
-        runs.append(_run(span, tokens[start : start + length], records, start=start, where=f"{where}[{index}]"))
+        mine = tokens[start : start + length]
+        runs.append(_run(span, mine, records, padded=padded, start=start, where=f"{where}[{index}]"))
         start += length
     return runs
 
@@ -122,6 +125,7 @@ def _run(
     tokens: npt.NDArray[Any],
     records: Mapping[str, SequenceRecord],
     *,
+    padded: bool,
     start: int,
     where: str,
 ) -> _Run:
@@ -141,7 +145,7 @@ def _run(
             f"which has {len(recorded)} tokens"
         )
     recorded = recorded[origin.offset : end]
-    if not np.array_equal(recorded, tokens):
+    if (is_sampled or not padded) and not np.array_equal(recorded, tokens):
         at = int(np.argmax(recorded != tokens))
         raise InvalidRequest(
             f"{where}: position {start + at} holds token {tokens[at]}, but token {origin.offset + at} of the {what} of "

@@ -85,6 +85,13 @@ def test_targets_of_a_sequence_get_what_the_sampler_recorded() -> None:
     assert whole == ([0, 0, -0.25, -0.5, -0.75], [0, 0, 1, 1, 1])
 
 
+def test_targets_of_a_prompt_may_be_filled_with_zeros() -> None:
+    """As the cookbook's rl_loop does: there is nothing to learn at them."""
+    assert resolved(datum([1, 2, 3, 4, 5], [0, 0, 4, 5, 6], WHOLE)) == resolved(
+        datum([1, 2, 3, 4, 5], [2, 3, 4, 5, 6], WHOLE)
+    )
+
+
 def test_spans_may_mix_sequences_and_take_parts_of_them() -> None:
     """A second turn: what was sampled in the first is in its prompt."""
     turns = (
@@ -121,7 +128,10 @@ def test_logprobs_that_the_client_sends_must_be_the_recorded_ones() -> None:
         (([WHOLE[0][0], ("sampled_tokens", "a", 2, 2)], WHOLE[1]), "positions 2 to 4 .*output.*has 3 tokens"),
         (([WHOLE[0][0], ("sampled_tokens", "a", -1, 2)], WHOLE[1]), "positions -1 to 1"),
         (([WHOLE[0][0], ("sampled_tokens", "a", 1, 2)], WHOLE[1]), "position 3 holds token 4, but token 1 .* is 5"),
-        ((WHOLE[0], [("prompt_tokens", "a", 0, 2), WHOLE[1][1]]), "loss_fn_input_spans.* position 0 holds token 2"),
+        (
+            (WHOLE[0], [WHOLE[1][0], ("sampled_tokens", "a", 0, 2), ("sampled_tokens", "a", 1, 1)]),
+            "position 4 holds token",
+        ),
     ],
 )
 def test_spans_that_do_not_hold_are_refused_by_name(spans: tuple[list[Span], list[Span]], part: str) -> None:
