@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from sqlalchemy import case, func, select
+from sqlalchemy import case, func, literal_column, select
 
 from gateway.catalog import exists_now, in_project
 from gateway.config import GatewayConfig, TokenKind
@@ -60,7 +60,8 @@ class Billing:
 
     async def stored_now(self, project_id: str | None) -> list[tuple[str, str, int, int]]:
         """Project, owner, number and bytes of the checkpoints."""
-        project = func.coalesce(Session.project_id, DEFAULT_PROJECT)
+        # A literal: PostgreSQL does not see that the parameters of SELECT and GROUP BY are one.
+        project = func.coalesce(Session.project_id, literal_column(f"'{DEFAULT_PROJECT}'"))
         query = (
             select(project, Checkpoint.owner, func.count(), func.sum(Checkpoint.size_bytes))
             .outerjoin(Model, Model.model_id == Checkpoint.run_id)

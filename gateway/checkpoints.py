@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -17,6 +18,8 @@ from gateway.tables import Checkpoint
 from tinsmith.rpc.errors import CheckpointNotFound, InvalidRequest, NotFound, NotReady, from_rpc_error
 from tinsmith.rpc.paths import TinkerPath
 from tinsmith.v1 import trainer_pb2, types_pb2
+
+logger = logging.getLogger(__name__)
 
 Purpose = Literal["load", "sample", "copy", "download"]
 """Why somebody reads weights."""
@@ -112,10 +115,10 @@ class Checkpoints:
             await self._retirement.keep_for_samplers(known)
 
     async def delete(self, path: str, *, owner: str) -> None:
-        """It is gone for everyone at once. One that was deleted before, but whose files are still there, is no error.
+        """It is gone for everyone at once; its files are too, or when the trainer can be reached again.
 
-        Raises InvalidRequest for what is no path, CheckpointNotFound, and NotReady when the trainer is unreachable;
-        then it is not deleted, or the reaper does the rest.
+        Raises InvalidRequest for what is no path, or a base model that no trainer serves; CheckpointNotFound; and
+        NotReady when that cannot be known yet.
         """
         known = await self._store.checkpoint(str(TinkerPath.parse(path, field="path")))
         if known is None:
@@ -124,7 +127,10 @@ class Checkpoints:
         if known.expires_at != _DELETED_AT:
             await self._store.update_checkpoint(known.path, expires_at=_DELETED_AT)
             self.record("checkpoint_delete", known, owner=owner)
-        await self._remove(known)
+        try:
+            await self._remove(known)
+        except NotReady as error:
+            logger.warning("%s is deleted, but the reaper must remove its files: %s", known.path, error.message)
 
     async def expire(self, checkpoint: Checkpoint) -> None:
         """Frees the disk of an expired checkpoint, or of one whose deletion did not come to its end."""

@@ -93,8 +93,8 @@ async def submit(
     """The receipt, once the trainer has the operation, or the refusal, in its journal."""
     model = await gateway.store.model(ids.model_id)
     if model is None or model.released_at is not None:
-        what = "there is no model" if model is None else "the session has ended of model"
-        error = ModelNotFound(f"model_id: {what} {ids.model_id!r}", model_id=ids.model_id)
+        why = "there is no such model" if model is None else "its session has ended, or it is a copy"
+        error = ModelNotFound(f"model_id: {ids.model_id!r} cannot be trained: {why}", model_id=ids.model_id)
         # An id of another form must not take the place of one that a sample may get.
         well_formed = _MODEL_ID.fullmatch(ids.model_id) is not None
         request_id = request_id_of(ids.model_id, ids.seq_id) if well_formed else f"refused:{uuid4().hex}"

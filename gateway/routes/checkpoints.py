@@ -5,6 +5,7 @@ Every key may do so: keys share everything.
 
 from __future__ import annotations
 
+import time
 from email.utils import formatdate
 
 from starlette.requests import Request
@@ -68,7 +69,7 @@ async def external_weights_urls(request: Request) -> Response:
         file.name: gateway.downloads.sign(request, "files", *checkpoint.location.split("/"), file.name)
         for file in await gateway.checkpoints.files(checkpoint)
     }
-    expires_at = min(download.expires_at for download in signed.values())
+    expires_at = min((download.expires_at for download in signed.values()), default=time.time())
     urls = {name: download.url for name, download in signed.items()}
     return json_response({"urls": urls, "expires": time_text(expires_at)})
 
