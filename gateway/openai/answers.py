@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any, TypeAlias
@@ -9,8 +10,17 @@ from typing import Any, TypeAlias
 from gateway.openai.draws import Draw, Entry, Update, Usage
 from gateway.openai.generator import Source
 from gateway.openai.text import Vocabulary
+from tinsmith.rpc import logs
+
+logger = logging.getLogger(__name__)
 
 Json: TypeAlias = dict[str, Any]
+
+
+def log_begin(request_id: str, source: Source, *, user: str | None) -> None:
+    """`user`: what the client calls its user."""
+    logs.request_id.set(request_id)
+    logger.info("samples from %s%s", source.name, "" if user is None else f" for user {user[:200]!r}")
 
 
 def chat_logprobs(entries: Sequence[Entry], vocabulary: Vocabulary) -> Json:

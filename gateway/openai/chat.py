@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from gateway.errors import json_response
 from gateway.gateway import Gateway
-from gateway.openai.answers import Json, chat_logprobs, chunks_of, head_of
+from gateway.openai.answers import Json, chat_logprobs, chunks_of, head_of, log_begin
 from gateway.openai.completions import token_bytes
 from gateway.openai.draws import Draw, Update, sample_request
 from gateway.openai.events import event_stream, while_connected
@@ -81,6 +81,7 @@ async def chat(gateway: Gateway, request: Request, body: Chat, *, owner: str) ->
         topk=body.top_logprobs or 0,
     )
     request_id = f"chatcmpl-{uuid4().hex}"
+    log_begin(request_id, source, user=body.user)
     draw = Draw(gateway.generator, source, tokenizer, sample, request_id=request_id)
     prompt = {"prompt_token_ids": draw.prompt} if body.return_token_ids else {}
 

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from gateway.convert import check_int32
 from gateway.errors import json_response
 from gateway.gateway import Gateway
-from gateway.openai.answers import Json, chunks_of, completion_logprobs, head_of, usage_of
+from gateway.openai.answers import Json, chunks_of, completion_logprobs, head_of, log_begin, usage_of
 from gateway.openai.draws import Draw, Update, sample_request
 from gateway.openai.events import event_stream, together, while_connected
 from gateway.openai.generator import Source
@@ -66,6 +66,7 @@ async def complete(gateway: Gateway, request: Request, body: Completion, *, owne
     )
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     request_id = f"cmpl-{uuid4().hex}"
+    log_begin(request_id, source, user=body.user)
     draws = [
         Draw(
             gateway.generator,

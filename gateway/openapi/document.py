@@ -133,7 +133,7 @@ def _query(query: type[BaseModel]) -> list[Json]:
 def _responses(path: str, operation: Operation, schemas: _Schemas) -> Json:
     content: Json = {} if operation.answer is None else {JSON: {"schema": schemas.of(operation.answer)}}
     content |= {media_type: {"schema": schema} for media_type, schema in operation.also_answers.items()}
-    responses: Json = {"200": {"description": "Done", "content": content}} if content else {}
+    responses: Json = {str(operation.status): {"description": "Done", "content": content}} if content else {}
     statuses = {*operation.errors}
     if operation.body is not None:
         statuses |= {400, 413}

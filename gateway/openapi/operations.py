@@ -41,15 +41,17 @@ class Operation:
 
     summary: str
     answer: Any = None
-    """Type of the JSON of status 200; None when it has none."""
+    """Type of the JSON of success; None when it has none."""
     body: type[BaseModel] | None = None
     """Of the JSON that is sent."""
     query: type[BaseModel] | None = None
     errors: tuple[int, ...] = ()
-    """Statuses beside 200, and those of all operations with a body or a key."""
+    """Statuses beside success, and those of all operations with a body or a key."""
     also_takes: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     """Further media types of the body, and their schemas."""
     also_answers: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    status: int = 200
+    """Of success."""
     needs_key: bool = True
     unready: Any = None
     """Type of the JSON of status 503, where it is no error."""
@@ -176,7 +178,7 @@ OPERATIONS: dict[Callable[..., Any], Operation] = {
     checkpoints.unpublish: Operation("Take a publication back", answers.Empty, errors=_CHECKPOINT),
     checkpoints.set_ttl: Operation("When a checkpoint expires", answers.Empty, schemas.SetTtl, errors=(404, 503)),
     checkpoints.external_weights_urls: Operation("Addresses of files", answers.SignedUrls, errors=_CHECKPOINT),
-    checkpoints.archive: Operation("Address of an archive", answers.SignedUrl, errors=_CHECKPOINT),
+    checkpoints.archive: Operation("Address of an archive", answers.SignedUrl, errors=_CHECKPOINT, status=302),
     downloads.checkpoint_file: Operation(
         "A file, by its signed address",
         query=bodies.SignedQuery,

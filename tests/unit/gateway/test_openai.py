@@ -459,6 +459,15 @@ async def test_what_changes_nothing_is_accepted(client: Client) -> None:
     await ask(client, "chat/completions", CHAT, **nothing, **chat, parallel_tool_calls=True, service_tier="auto")
 
 
+async def test_the_user_goes_into_the_log(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="gateway.openai"):
+        await ask(client, "completions", COMPLETION, user="someone")
+        await ask(client, "chat/completions", CHAT, user="someone")
+    assert [record.getMessage() for record in caplog.records if "someone" in record.getMessage()] == [
+        f"samples from {BASE_MODEL} for user 'someone'"
+    ] * 2
+
+
 async def test_a_body_that_is_no_json_object_is_400(client: Client) -> None:
     for content in (b"{", b"[]", b"\xff"):
         reply = await client.post("/v1/completions", content=content)
