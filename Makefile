@@ -98,7 +98,7 @@ conformance: setup $(SDKS)/shared/installed ## The same cases with every SDK ver
 	$(BIN)/python -m tests.conformance $(or $(ARGS),--out docs/conformance.md)
 
 # What all versions see: torch is large, and the same for all of them.
-$(SDKS)/shared/installed: Makefile
+$(SDKS)/shared/installed:
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip $(INSTALL_TORCH)
 	$(@D)/bin/pip install --quiet numpy transformers
