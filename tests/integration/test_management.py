@@ -22,7 +22,7 @@ import safetensors.torch
 import tinker
 from tinker import types
 
-from tests.integration.examples import PROMPT, batch, forward, new_model, sample, score, train
+from tests.integration.examples import BASE_MODEL, PROMPT, batch, forward, new_model, sample, score, train
 from tests.integration.wire import Wire
 from tests.stack import Stack
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc
@@ -306,6 +306,8 @@ async def test_every_async_twin_does_the_same(
     await rest.delete_checkpoint_from_tinker_path_async(copy)
     assert run_id in (await rest.get_session_async(session_id)).training_run_ids
     assert (await rest.list_sessions_async(limit=1)).sessions
+    sampler = await trained.create_sampling_client((await trained.save_weights_for_sampler("twin")).path)
+    assert (await rest.get_sampler_async(sampler._sampling_session_id)).base_model == BASE_MODEL
     await rest.assign_session_project_async(session_id, "twins")
     assert (await rest.export_session_trace_async(session_id)).startswith("http")
     hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)

@@ -15,17 +15,24 @@ from tests.stack import Stack, make_base_model
 @pytest.mark.slow  # five processes
 def test_names_share_a_folder_and_folders_do_not_share_a_trainer(toy: Path, tmp_path: Path) -> None:
     other = make_base_model(tmp_path / "other", seed=1)
-    models = [f"first/name={toy}", f"second/name={toy}", f"third/name={other}"]
+    models = [f"first/name={toy}", f"second/name={toy}", f"third/name={other}", f"{toy}={toy}"]
     with (
         Stack(tmp_path / "state", base_models=models) as stack,
         tinker.ServiceClient(base_url=stack.base_url, api_key="tml-test") as service,
     ):
         names = ["first/name", "second/name", "third/name"]
-        assert stack.models == names
+        assert set(stack.models) == {*names, str(toy)}
         modules = [process.cmdline()[3] for process in stack.processes()]
         assert sorted(modules) == ["gateway", *["sampler_service"] * 2, *["trainer_service"] * 2]
         rest = tinker.RestClient(base_url=stack.base_url, api_key="tml-test")
-        assert [model.model_name for model in rest.get_server_capabilities().result().supported_models] == names
+        served = [model.model_name for model in rest.get_server_capabilities().result().supported_models]
+        assert served == sorted([*names, str(toy)])
+
+        # A name that is a folder: the SDK finds the tokenizer there, without a hub.
+        by_folder = service.create_lora_training_client(str(toy), rank=4, seed=0).result()
+        sampler = service.create_sampling_client(base_model=str(toy)).result()
+        for tokenizer in (by_folder.get_tokenizer(), sampler.get_tokenizer()):
+            assert tokenizer.decode(tokenizer.encode("one text")) == "one text"
 
         clients = [service.create_lora_training_client(name, rank=4, seed=0).result() for name in names]
         assert [client.get_info().model_data.model_name for client in clients] == names

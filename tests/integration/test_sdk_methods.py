@@ -10,6 +10,7 @@ import pytest
 import tinker
 import torch
 from tinker import ModelInput, SamplingParams
+from tinker.lib.api_future_impl import QueueState
 
 from tests.integration.examples import ADAM, BASE_MODEL, PROMPT, batch, forward, new_model, sample, score, train
 from tests.integration.wire import Wire
@@ -91,6 +92,7 @@ async def test_every_async_twin_does_the_same(service: tinker.ServiceClient) -> 
     await (await client.load_state_async(state))
     await (await client.load_state_with_optimizer_async(state))
     path = (await (await client.save_weights_for_sampler_async("twin"))).path
+    assert (await (await client.save_weights_external_async("twin"))).path.endswith("/external_weights/twin")
     params = SamplingParams(max_tokens=3, temperature=0.0, stop=[])
     prompt = ModelInput.from_ints(PROMPT)
     tokens = []
@@ -298,6 +300,20 @@ def test_a_sampling_client_travels_to_other_processes(
     assert sample(named, PROMPT, seed=1)[0].tokens == wanted
 
 
-def test_inflight_weights_are_refused_by_name(trained: tinker.TrainingClient) -> None:
-    with pytest.raises(tinker.RequestFailedError, match=r"inflight.*snapshot"):
-        trained.save_weights_and_get_sampling_client(kind="inflight").result()
+def test_what_needs_no_server_works_all_the_same(
+    service: tinker.ServiceClient,
+    trained: tinker.TrainingClient,
+    rest: tinker.RestClient,
+    base_sampler: tinker.SamplingClient,
+    stack: Stack,
+) -> None:
+    assert trained.model_id.partition(":")[0] in service.get_console_url()
+    assert trained.model_id.partition(":")[0] in trained.get_console_url()
+    admin = tinker.AdminClient(base_url=stack.base_url, api_key="tml-test")
+    telemetry = [client.get_telemetry() for client in (service, trained, base_sampler, rest, admin)]
+    assert telemetry[:3] == [service.holder.get_telemetry()] * 3
+    made = tinker.SamplingClient.create(service.holder, base_model=BASE_MODEL).result()
+    made.on_queue_state_change(QueueState.PAUSED_CAPACITY, "the sampler is full")
+    assert len(score(made, PROMPT)) == len(PROMPT) - 1
+    with pytest.warns(FutureWarning, match="create_rest_client"):
+        assert service.create_rest_client().get_server_capabilities().result().supported_models
