@@ -178,9 +178,7 @@ def _values(data: bytes, dtype: types_pb2.Dtype) -> tuple[Array, str, int]:
     return np.frombuffer(data, kind), name, kind.itemsize
 
 
-def _floats(
-    values: Array, *, nan: str | None = "nan"
-) -> Array | list[float | str | None]:
+def _floats(values: Array, *, nan: str | None = "nan") -> Array | list[float | str | None]:
     """For orjson, which writes null for what JSON has no number for."""
     if np.isfinite(values).all():
         return values
