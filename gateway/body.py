@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +27,8 @@ from tinsmith.v1 import trainer_pb2
 _IDS_BYTES = 4096
 """Enough of a forward_backward to hold its ids, which are its first fields in protobuf and its last ones in JSON."""
 _MAX_DRAINED_BYTES = 2**30
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Schema = TypeVar("Schema", bound=BaseModel)
@@ -229,8 +233,19 @@ def decompress(body: bytes, *, limit: int) -> bytes:
 
 
 def parse(schema: type[Schema], content: dict[str, Any]) -> Schema:
-    """Raises InvalidRequest, naming the field and the value."""
+    """Raises InvalidRequest, naming the field and the value. What is not known is ignored, with a word in the log."""
     try:
-        return schema.model_validate(content)
+        parsed = schema.model_validate(content)
     except ValidationError as error:
         raise invalid(error) from None
+    if schema.__name__.endswith("Ids"):  # the rest of the body has a schema of its own
+        return parsed
+    for name in content.keys() - schema.model_fields.keys() - {"type"}:
+        _warn_of_unknown(schema.__name__, name[:100])
+    return parsed
+
+
+@functools.lru_cache(maxsize=1000)
+def _warn_of_unknown(schema: str, name: str) -> None:
+    """Once for each: a client sends them with every request."""
+    logger.warning("%s: the field %r is not known here and is ignored", schema, name)

@@ -27,6 +27,8 @@ Purpose = Literal["load", "sample", "copy", "download"]
 _DELETED_AT = 0.0
 """As a time of expiry: it was deleted, and its files go as soon as the trainer does it."""
 
+_MAX_DELETIONS = 10_000
+
 
 class Checkpoints:
     def __init__(
@@ -38,6 +40,7 @@ class Checkpoints:
         self._clients = clients
         self._ledger = ledger
         self._retirement = retirement
+        self._deletions: dict[tuple[str, str | None, str], None] = {}  # owner, idempotency key and path; oldest first
 
     async def find(self, path: str, *, field: str, owner: str) -> Checkpoint:
         """Raises InvalidRequest for what is no path, CheckpointNotFound for a missing or expired one, and NotReady
@@ -114,12 +117,16 @@ class Checkpoints:
         if known is not None:
             await self._retirement.keep_for_samplers(known)
 
-    async def delete(self, path: str, *, owner: str) -> None:
-        """It is gone for everyone at once; its files are too, or when the trainer can be reached again.
+    async def delete(self, path: str, *, owner: str, idempotency_key: str | None = None) -> None:
+        """It is gone for everyone at once; its files are too, or when the trainer can be reached again. The same key
+        again changes nothing: this process remembers the newest _MAX_DELETIONS.
 
         Raises InvalidRequest for what is no path, or a base model that no trainer serves; CheckpointNotFound; and
         NotReady when that cannot be known yet.
         """
+        deletion = (owner, idempotency_key, path)
+        if deletion in self._deletions:
+            return
         known = await self._store.checkpoint(str(TinkerPath.parse(path, field="path")))
         if known is None:
             known = await self.find(path, field="path", owner=owner)
@@ -127,6 +134,10 @@ class Checkpoints:
         if known.expires_at != _DELETED_AT:
             await self._store.update_checkpoint(known.path, expires_at=_DELETED_AT)
             self.record("checkpoint_delete", known, owner=owner)
+        if idempotency_key is not None:
+            self._deletions[deletion] = None
+            if len(self._deletions) > _MAX_DELETIONS:
+                del self._deletions[next(iter(self._deletions))]
         try:
             await self._remove(known)
         except NotReady as error:

@@ -25,6 +25,8 @@ CLONE_BLOCK = 10**9
 """seq_ids of one client; the first of client n is n times this."""
 MAX_PAGE = 1000
 """Completions of one answer."""
+_LAST = 2**63 - 1
+"""The largest seq_id, and what a database can hold."""
 _MARKED_AHEAD = 256
 """One write to the database in so many samples."""
 _MAX_LISTS = 1024
@@ -102,7 +104,7 @@ class Completions:
         if seq_id > samples.high:
             async with samples.lock:
                 if seq_id > samples.high:
-                    low, high = min(samples.open, default=seq_id), seq_id + _MARKED_AHEAD
+                    low, high = min(samples.open, default=seq_id), min(seq_id + _MARKED_AHEAD, _LAST)
                     await self._store.put_sample_mark(
                         SampleMark(sampling_session_id=target[0], clone_id=target[1], low=low, high=high)
                     )

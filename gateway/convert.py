@@ -81,7 +81,14 @@ def optim_step(body: schemas.OptimStep) -> trainer_pb2.OptimStepRequest:
 def _int32_bytes(values: Sequence[Any], *, field: str) -> bytes:
     with contextlib.suppress(ValueError, OverflowError):
         array = np.array(values)
-        if array.ndim == 1 and array.dtype.kind == "i" and _INT32.min <= array.min() and array.max() <= _INT32.max:
+        are_numbers = bool not in set(map(type, values))  # numpy takes true for 1
+        if (
+            are_numbers
+            and array.ndim == 1
+            and array.dtype.kind == "i"
+            and _INT32.min <= array.min()
+            and array.max() <= _INT32.max
+        ):
             return array.astype(np.dtype("<i4")).tobytes()
     for index, value in enumerate(values):
         if type(value) is not int or not _INT32.min <= value <= _INT32.max:

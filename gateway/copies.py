@@ -6,12 +6,20 @@ import time
 
 import grpc.aio
 
+from gateway.body import fingerprint
 from gateway.checkpoints import Checkpoints
 from gateway.clients import Clients
 from gateway.convert import checkpoint_row
 from gateway.store import Store
-from gateway.tables import Checkpoint, Model
-from tinsmith.rpc.errors import AlreadyExists, CheckpointExists, InvalidRequest, SequenceConflict, from_rpc_error
+from gateway.tables import Checkpoint, Model, Operation
+from tinsmith.rpc.errors import (
+    AlreadyExists,
+    CheckpointExists,
+    CheckpointNotFound,
+    InvalidRequest,
+    SequenceConflict,
+    from_rpc_error,
+)
 from tinsmith.rpc.paths import TinkerPath
 from tinsmith.v1 import trainer_pb2
 
@@ -23,35 +31,43 @@ class Copies:
         self._checkpoints = checkpoints
 
     async def into_project(
-        self, source: Checkpoint, project_id: str, *, ttl_seconds: int | None, owner: str, idempotency_key: str | None
+        self, source_path: str, project_id: str, *, ttl_seconds: int | None, owner: str, idempotency_key: str | None
     ) -> Checkpoint:
-        """A new session of the project owns it. The same key again gives the same copy."""
-        name = f"copy of {source.path}"
-        session = await self._store.create_session(
-            owner=owner,
-            idempotency_key=None if idempotency_key is None else f"copy:{idempotency_key}",
-            project_id=project_id,
-            display_name=name,
-            sdk_version=None,
-            tags=[],
-            user_metadata={},
-        )
+        """A new session of the project owns it. The same key again gives the same copy, also without its source."""
+        name = f"copy of {TinkerPath.parse(source_path, field='source_path')}"
+        key = None if idempotency_key is None else f"copy:{idempotency_key}"
+        session = await self._store.session_of_key(owner, key)
+        if session is None:
+            await self._checkpoints.find(source_path, field="source_path", owner=owner)
+            session = await self._store.create_session(
+                owner=owner,
+                idempotency_key=key,
+                project_id=project_id,
+                display_name=name,
+                sdk_version=None,
+                tags=[],
+                user_metadata={},
+            )
         if (session.display_name, session.project_id) != (name, project_id):
             raise InvalidRequest(f"X-Idempotency-Key: {idempotency_key!r} was used for another copy before")
         # Nobody sends its heartbeats: it has ended as soon as it has begun.
         await self._store.end_session(session.session_id, reason="success", detail=None)
-        return await self.into_run(source, f"{session.session_id}:train:0", ttl_seconds=ttl_seconds, owner=owner)
+        return await self.into_run(source_path, f"{session.session_id}:train:0", ttl_seconds=ttl_seconds, owner=owner)
 
-    async def into_run(self, source: Checkpoint, run_id: str, *, ttl_seconds: int | None, owner: str) -> Checkpoint:
-        """A new run of an existing session owns it. Raises SequenceConflict when the run is taken by something else.
+    async def into_run(self, source_path: str, run_id: str, *, ttl_seconds: int | None, owner: str) -> Checkpoint:
+        """A new run of an existing session owns it; the same again gives the same copy while there is one.
 
-        What it raises otherwise comes from the trainer.
+        Raises AlreadyExists when the run or the copy's path is taken by something else, and CheckpointNotFound. What it
+        raises otherwise comes from the trainer.
         """
-        _, kind, name = source.location.split("/")
-        path = TinkerPath(run_id, kind, name)
+        asked = TinkerPath.parse(source_path, field="source_path")
+        path = TinkerPath(run_id, asked.kind, asked.name)
         known = await self._store.model(run_id)
         if known is not None and known.released_at is None:
             raise SequenceConflict(f"model_seq_id: {run_id} is a training run already")
+        if (copy := await self._copied(asked, path, ttl_seconds=ttl_seconds, owner=owner)) is not None:
+            return copy
+        source = await self._checkpoints.find(source_path, field="source_path", owner=owner)
         trainer = self._clients.find_trainer(source.base_model)
         request = trainer_pb2.CopyCheckpointRequest(
             source=source.location, destination=path.location, ttl_seconds=ttl_seconds
@@ -62,17 +78,54 @@ class Copies:
             cause = from_rpc_error(error)
             if not isinstance(cause, CheckpointExists):
                 raise cause from error
-            return await self._made_before(source, path, owner=owner)
+            return await self._made_before(source, path, ttl_seconds=ttl_seconds, owner=owner)
         row = checkpoint_row(reply.checkpoint, owner=owner)
+        await self._remember(source, path, ttl_seconds)
         await self.add_run(row, user_metadata={})
         if await self._store.put_checkpoint(row):
             self._checkpoints.record("checkpoint_copy", source, owner=owner, copy=row.path)
         return row
 
-    async def _made_before(self, source: Checkpoint, path: TinkerPath, *, owner: str) -> Checkpoint:
+    async def _copied(
+        self, source: TinkerPath, path: TinkerPath, *, ttl_seconds: int | None, owner: str
+    ) -> Checkpoint | None:
+        """The copy at `path`, if it was made there and still is. Raises AlreadyExists when it was made otherwise."""
+        known = await self._store.operation(str(path))
+        if known is None:
+            return None
+        try:
+            copy = await self._checkpoints.find(str(path), field="source_path", owner=owner)
+        except CheckpointNotFound:
+            await self._store.delete_operation(known.request_id)
+            return None
+        if known.path != str(source):
+            raise AlreadyExists(f"model_seq_id: {path} is taken by another checkpoint, a copy of {known.path}")
+        if known.fingerprint != _mark(ttl_seconds):
+            raise _other_ttl(path, ttl_seconds)
+        return copy
+
+    async def _remember(self, source: Checkpoint, path: TinkerPath, ttl_seconds: int | None) -> None:
+        await self._store.add_operation(
+            Operation(
+                request_id=str(path),
+                model_id=path.run_id,
+                kind="copy_weights",
+                path=source.path,
+                fingerprint=_mark(ttl_seconds),
+                created_at=time.time(),
+            )
+        )
+
+    async def _made_before(
+        self, source: Checkpoint, path: TinkerPath, *, ttl_seconds: int | None, owner: str
+    ) -> Checkpoint:
+        """The copy that the trainer has and the database does not remember."""
         found = await self._checkpoints.find(str(path), field="source_path", owner=owner)
         if found.version_id != source.version_id:
             raise AlreadyExists(f"model_seq_id: {path} is taken by another checkpoint")
+        if ttl_seconds != (None if found.expires_at is None else round(found.expires_at - found.created_at)):
+            raise _other_ttl(path, ttl_seconds)
+        await self._remember(source, path, ttl_seconds)
         await self.add_run(found, user_metadata={})
         return found
 
@@ -94,3 +147,14 @@ class Copies:
                 released_at=now,
             )
         )
+
+
+def _mark(ttl_seconds: int | None) -> str:
+    return fingerprint("copy_weights", str(ttl_seconds))
+
+
+def _other_ttl(path: TinkerPath, ttl_seconds: int | None) -> AlreadyExists:
+    return AlreadyExists(
+        f"ttl_seconds: {path} was made with another value than {ttl_seconds}; a repeat (the same X-Idempotency-Key, or "
+        "session_id and model_seq_id) sends the same one"
+    )

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from tarfile import BLOCKSIZE, GNU_FORMAT, TarInfo
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import grpc.aio
 from starlette.exceptions import HTTPException
@@ -40,26 +40,32 @@ class Downloads:
         if not self._secret:
             self._secret = await store.setting("download_secret", default=secrets.token_hex(32))
 
-    def sign(self, request: Request, *parts: str) -> Download:
-        """The address of /download/PART/PART/..., as the sender of `request` can reach it."""
+    def sign(self, request: Request, *parts: str, version: str = "") -> Download:
+        """The address of /download/PART/PART/..., as the sender of `request` can reach it.
+
+        `version`: what lies there now; the address is good for nothing else that comes to lie there.
+        """
         base_url = self._public_url or str(request.base_url).rstrip("/")
         expires_at = int(time.time() + self._lifetime_s)
         path = "/".join(quote(part, safe=":") for part in parts)
-        signature = self._signature(parts, expires_at)
-        return Download(f"{base_url}/download/{path}?expires={expires_at}&signature={signature}", expires_at)
+        signature = self._signature(parts, version, expires_at)
+        query = urlencode({"version": version, "expires": expires_at, "signature": signature})
+        return Download(f"{base_url}/download/{path}?{query}", expires_at)
 
-    def check(self, request: Request, *parts: str) -> None:
-        """403 unless it was signed for these parts, 410 when its time is over."""
-        expires, signature = (request.query_params.get(name, "") for name in ("expires", "signature"))
+    def check(self, request: Request, *parts: str) -> str:
+        """The version that it was signed for. 403 unless it was signed for these parts, 410 when its time is over."""
+        names = ("version", "expires", "signature")
+        version, expires, signature = (request.query_params.get(name, "") for name in names)
         is_time = expires.isascii() and expires.isdigit() and len(expires) < 12
-        expected = self._signature(parts, int(expires)) if is_time else ""
+        expected = self._signature(parts, version, int(expires)) if is_time else ""
         if not is_time or not hmac.compare_digest(signature.encode(), expected.encode()):
             raise HTTPException(403, "this address was not signed by this server, or was changed")
         if int(expires) <= time.time():
             raise HTTPException(410, "this address has expired; ask the server for a new one")
+        return version
 
-    def _signature(self, parts: Sequence[str], expires_at: int) -> str:
-        text = "\0".join([*parts, str(expires_at)])
+    def _signature(self, parts: Sequence[str], version: str, expires_at: int) -> str:
+        text = "\0".join([*parts, version, str(expires_at)])
         return hmac.new(self._secret.encode(), text.encode(), hashlib.sha256).hexdigest()
 
 

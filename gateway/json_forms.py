@@ -45,6 +45,11 @@ def forward_backward(
     """The body of forward_backward or, with `forward_only`, of forward. Raises InvalidRequest, naming the field."""
     key = "forward_input" if forward_only else "forward_backward_input"
     batch = _object(content.get(key), field=key)
+    _refuse_others(batch, {"data", "loss_fn", "loss_fn_config", "forward_only"}, field=key)
+    for asked in (content.get("forward_only"), batch.get("forward_only")):
+        if asked is not None and not isinstance(asked, bool):
+            raise InvalidRequest(f"forward_only: {_shown(asked)} is neither true nor false", field="forward_only")
+        forward_only = forward_only or bool(asked)
     loss_fn = batch.get("loss_fn")
     if not isinstance(loss_fn, str):
         raise InvalidRequest(f"{key}.loss_fn: {_shown(loss_fn)} is not the name of a loss", field="loss_fn")
@@ -63,10 +68,20 @@ def forward_backward(
     return message
 
 
+def _refuse_others(value: Mapping[str, Any], known: set[str], *, field: str) -> None:
+    """A misspelt field would train with its default."""
+    for name, content in value.items():
+        if name not in known and name != "type" and content is not None:
+            raise InvalidRequest(
+                f"{field}.{name}: is not a field of it; those are {', '.join(sorted(known))}", field=name
+            )
+
+
 def _datum(value: Mapping[str, Any], *, field: str) -> types_pb2.Datum:
     for spans in ("model_input_spans", "loss_fn_input_spans"):
         if value.get(spans):
             raise Unsupported(f"{field}.{spans}: the JSON form has no spans; send protobuf")
+    _refuse_others(value, {"model_input", "loss_fn_inputs", "model_input_spans", "loss_fn_input_spans"}, field=field)
     datum = types_pb2.Datum()
     model_input = _object(value.get("model_input"), field=f"{field}.model_input")
     for index, chunk in enumerate(_list(model_input.get("chunks"), field=f"{field}.model_input.chunks")):

@@ -132,6 +132,20 @@ class Operations:
         if pending is not None and pending.accepted is not None:
             await asyncio.shield(pending.accepted)
 
+    async def is_repeat(self, request_id: str, mark: str) -> bool:
+        """This very CreateModel was submitted before: a receipt may be given. Raises what `submit` raised for it."""
+        if self._futures.fingerprint(request_id) == mark:
+            pending = self._futures.pending(request_id)
+            if pending is not None and pending.accepted is not None:
+                await asyncio.shield(pending.accepted)
+            return True
+        operation = await self._store.operation(request_id)
+        if operation is None or operation.fingerprint != mark:
+            return False
+        # It is written down before the trainer has it; the model's facts come from the trainer.
+        model = await self._store.model(operation.model_id)
+        return model is not None and model.lora_rank is not None
+
     async def _run(self, submission: Submission, pending: Pending) -> Answer:
         accepted = pending.accepted
         assert accepted is not None

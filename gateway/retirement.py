@@ -19,18 +19,16 @@ from gateway.clients import Clients
 from gateway.store import Store
 from gateway.tables import Checkpoint, Model, RetiredCheckpoint, SamplingSession, Session
 from tinsmith.rpc.errors import CheckpointExists, CheckpointNotFound, ServiceError, from_rpc_error
+from tinsmith.rpc.paths import RETIRED
 from tinsmith.v1 import trainer_pb2
 
 logger = logging.getLogger(__name__)
-
-RUN_ID = "retired"
-"""Not the id of any training run, so that no run takes the copies with it when it is freed."""
 
 
 def _retired(location: str, version_id: str) -> str:
     """The same at every try: one that a crash has interrupted leaves nothing behind."""
     mark = hashlib.sha256(f"{location}\n{version_id}".encode()).hexdigest()[:32]
-    return f"{RUN_ID}/ephemeral/{mark}"
+    return f"{RETIRED}/ephemeral/{mark}"
 
 
 class Retirement:

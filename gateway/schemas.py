@@ -44,6 +44,8 @@ class FinishSession(Body):
 
 
 class LoraConfig(Body):
+    model_config = ConfigDict(extra="forbid")
+
     rank: int
     seed: int | None = None
     train_unembed: bool = True
@@ -84,6 +86,8 @@ class OperationIds(Body):
 
 
 class AdamParams(Body):
+    model_config = ConfigDict(extra="forbid")
+
     learning_rate: float = 1e-4
     beta1: float = 0.9
     beta2: float = 0.95
@@ -149,7 +153,7 @@ class CreateSamplingSession(Body):
 
 class SampleIds(Body):
     sampling_session_id: str = Field(min_length=1, max_length=300)
-    seq_id: int = Field(ge=0)
+    seq_id: int = Field(ge=0, lt=2**63)
 
 
 class ModelInput(Body):
@@ -165,6 +169,8 @@ class TensorData(Body):
 
 
 class SamplingParams(Body):
+    model_config = ConfigDict(extra="forbid")
+
     max_tokens: int | None = None
     seed: int | None = None
     stop: str | list[str] | list[int] | None = None
@@ -343,10 +349,12 @@ class SearchCursor(Body):
 
 class SearchSessions(Body):
     session_id: str | None = None
-    project_ids: list[str] | None = None
+    project_ids: list[str] | None = Field(default=None, max_length=100)
     user_metadata: dict[str, str] = {}
     display_name: str | None = Field(default=None, min_length=1)
     owner: Annotated[OwnSearch | AccessibleSearch | UserSearch, Field(discriminator="type")] = OwnSearch(type="own")
-    statuses: list[Annotated[StatusQuery, Field(discriminator="type")]] | None = Field(default=None, min_length=1)
+    statuses: list[Annotated[StatusQuery, Field(discriminator="type")]] | None = Field(
+        default=None, min_length=1, max_length=16
+    )
     limit: int = Field(default=50, ge=1, le=200)
     cursor: SearchCursor | None = None

@@ -79,9 +79,17 @@ class Store:
         )
         if await self._add_once(session):
             return session
+        known = await self.session_of_key(owner, idempotency_key)
+        assert known is not None
+        return known
+
+    async def session_of_key(self, owner: str, idempotency_key: str | None) -> Session | None:
+        """The session that the owner made with this key."""
+        if idempotency_key is None:
+            return None
         query = select(Session).where(Session.owner == owner, Session.idempotency_key == idempotency_key)
         async with self.begin() as db:
-            return (await db.scalars(query)).one()
+            return (await db.scalars(query)).one_or_none()
 
     async def session(self, session_id: str) -> Session | None:
         async with self.begin() as db:

@@ -57,9 +57,8 @@ def receipt(request_id: str, model_id: str) -> Response:
     return json_response({"request_id": request_id, "model_id": model_id})
 
 
-def failed_receipt(gateway: Gateway, request_id: str, model_id: str, error: ServiceError, *, body: bytes) -> Response:
+def failed_receipt(gateway: Gateway, request_id: str, model_id: str, error: ServiceError, *, mark: str) -> Response:
     """A receipt for what has failed already, and that the trainer need not know of."""
-    mark = fingerprint(body)
     if gateway.futures.fingerprint(request_id) not in (None, mark):
         raise SequenceConflict(f"{request_id} was used by another request before; this one was not run ({error})")
     gateway.futures.fail(request_id, error, fingerprint=mark)
@@ -98,7 +97,7 @@ async def submit(
         # An id of another form must not take the place of one that a sample may get.
         well_formed = _MODEL_ID.fullmatch(ids.model_id) is not None
         request_id = request_id_of(ids.model_id, ids.seq_id) if well_formed else f"refused:{uuid4().hex}"
-        return failed_receipt(gateway, request_id, ids.model_id, error, body=mark.encode())
+        return failed_receipt(gateway, request_id, ids.model_id, error, mark=mark)
     error = rpc if isinstance(rpc, ServiceError) else None
     if isinstance(rpc, ServiceError):
         rpc = Rpc("SkipOperation", refusal_body(kind, ids.model_id, ids.seq_id, rpc))

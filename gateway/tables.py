@@ -244,9 +244,10 @@ class Operation(Base):
     request_id: Mapped[str] = mapped_column(primary_key=True)
     model_id: Mapped[str]
     kind: Mapped[str]
-    """Endpoint: create_model, load_weights, save_weights, save_weights_for_sampler, or another that was refused."""
+    """Endpoint: create_model, load_weights, save_weights, save_weights_for_sampler, or another that was refused;
+    copy_weights, which is over, and whose request_id is the path of the copy."""
     path: Mapped[str | None]
-    """Path that was loaded, or is being saved."""
+    """Path that was loaded or copied, or is being saved."""
     sampling_session_id: Mapped[str | None]
     """Set for an ephemeral save."""
     inflight: Mapped[bool] = mapped_column(server_default=false())

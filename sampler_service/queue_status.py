@@ -30,7 +30,9 @@ def status_of(
         steps=outputs / max(1, len(running)) + max(_outputs_left(task)),
     )
     waiting = sum(not one.admitted for one in ahead)
-    reason = f"waits for a place: {waiting} requests wait before it, {beside} sequences run"
+    reason = (
+        f"waits for a place: {len(ahead)} requests are before it, {waiting} of them wait too; {beside} sequences run"
+    )
     return QueueStatus(False, len(ahead), prompts + outputs, expected, reason)
 
 

@@ -145,6 +145,12 @@ def _datum(
     for name in loss.arrays:
         if name in datum.loss_fn_inputs or name in loss.required:
             inputs[name] = _floats(datum, name, targets, field=field)
+        elif name == "weights" and datum.loss_fn_inputs["target_tokens"].WhichOneof("layout") == "sparse_csr":
+            # An absent cell is token 0, which ones would train towards; a target of token 0 is an absent cell, too.
+            raise InvalidRequest(
+                f"{field}.loss_fn_inputs['weights']: missing; sparse target_tokens do not say which cells count",
+                field="weights",
+            )
         else:
             inputs[name] = np.full(targets.shape, config.get(name, 1.0), np.float32)
     if loss.check is not None:

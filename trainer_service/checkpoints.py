@@ -228,9 +228,8 @@ class CheckpointStore:
 
     def _refuse_taken(self, location: Location) -> None:
         if self.exists(location):
-            raise CheckpointExists(
-                f"checkpoint {location} exists; use another name, or overwrite=true", location=location
-            )
+            instead = ", or overwrite=true" if location.kind == KINDS[pb.CHECKPOINT_KIND_TRAINING] else ", or delete it"
+            raise CheckpointExists(f"checkpoint {location} exists; use another name{instead}", location=location)
 
     def _install(self, folder: Path, location: Location, *, overwrite: bool) -> None:
         target = self._path(location)

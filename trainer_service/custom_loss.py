@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tinsmith.rpc.errors import InvalidRequest
 from tinsmith.v1 import trainer_pb2
+from trainer_service.custom_loss_cost import CostLimit
 from trainer_service.custom_loss_graph import Graph, Node, check_result, parse
 from trainer_service.losses import Arrays, Term
 
@@ -38,6 +39,8 @@ _INPUT_NAME = re.compile(r"[a-z_][a-z0-9_]{0,63}")
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 Shape = tuple[int, ...]
+Deadline = Callable[[Node | None], None]
+"""Raises InvalidRequest when the time is over, naming the node that comes next, if any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +82,10 @@ class CustomLoss:
                 continue
             p = torch.empty(logprobs, device="meta", requires_grad=True)
             empty = [torch.empty(array.shape, dtype=_dtype(array), device="meta") for array in others]
-            self._check([p, *empty], before=deadline)
+            self._check([p, *empty], deadline=deadline)
             self._checked.add(kind)
 
-    def _check(self, inputs: Sequence[Tensor], *, before: Callable[[Node], None]) -> None:
+    def _check(self, inputs: Sequence[Tensor], *, deadline: Deadline) -> None:
         num_bytes = 0
 
         def bounded(result: Any) -> None:
@@ -93,8 +96,9 @@ class CustomLoss:
                 if used > limit:
                     raise InvalidRequest(f"{what} needs {used} bytes for one datum, this server allows {limit}")
 
-        with torch.device("meta"):  # what makes new tensors makes them there
-            loss, metrics = self.graph.run(inputs, before=before, after=bounded)
+        cost = CostLimit()
+        with torch.device("meta"), cost:  # what makes new tensors makes them there
+            loss, metrics = self.graph.run(inputs, before=deadline, after=bounded)
         if not isinstance(loss, Tensor) or loss.ndim != 0 or loss.dtype not in _FLOATS:
             raise self._refused(f"the loss must be a scalar tensor of floats, not {_described(loss)}")
         if not loss.requires_grad:
@@ -102,9 +106,12 @@ class CustomLoss:
         for key, value in metrics.items():
             if not isinstance(value, (int, float)) and not (isinstance(value, Tensor) and value.numel() == 1):
                 raise self._refused(f"metric {key!r} must be a scalar, not {_described(value)}")
+        with cost:
+            self._gradient(loss, inputs[0])
+        deadline(None)
 
     def evaluate(self, logprobs: Sequence[Tensor], inputs: Sequence[Arrays], config: Mapping[str, float]) -> Term:
-        before = self._deadline()
+        deadline = self._deadline()
         value, sums = 0.0, dict.fromkeys(self.graph.metrics, 0.0)
         gradients: list[Tensor] = []
         p_M = torch.cat([piece.reshape(-1) for piece in logprobs])
@@ -112,12 +119,13 @@ class CustomLoss:
         for piece, host, arrays in zip(logprobs, on_host, inputs, strict=True):
             p = host.reshape(piece.shape).clone().requires_grad_(torch.is_grad_enabled())
             others = [torch.tensor(arrays[one.name]) for one in self.inputs[1:]]
-            loss, metrics = self.graph.run([p, *others], before=before, after=lambda _: None)
+            loss, metrics = self.graph.run([p, *others], before=deadline, after=lambda _: None)
             value += loss.item()
             for key, metric in metrics.items():
                 sums[key] += float(metric.detach() if isinstance(metric, Tensor) else metric)
             if torch.is_grad_enabled():
                 gradients.append(self._gradient(loss, p).reshape(-1))
+            deadline(None)
         if not gradients:
             return Term(torch.zeros((), dtype=torch.float64, device=p_M.device), value, sums)
         linear = (torch.cat(gradients).to(p_M.device) * p_M).sum(dtype=torch.float64)
@@ -126,16 +134,21 @@ class CustomLoss:
     def _gradient(self, loss: Tensor, p: Tensor) -> Tensor:
         try:
             (gradient,) = torch.autograd.grad(loss, p)
+        except InvalidRequest as error:
+            raise self._refused(f"its gradient: {error.message}") from None
         except RuntimeError as error:  # of operations that have no derivative
             raise self._refused(f"its gradient cannot be computed: {str(error).splitlines()[0][:300]}") from error
         return gradient
 
-    def _deadline(self) -> Callable[[Node], None]:
+    def _deadline(self) -> Deadline:
         end = time.monotonic() + TIME_LIMIT_S
 
-        def check(node: Node) -> None:
-            if time.monotonic() > end:
+        def check(node: Node | None) -> None:
+            if time.monotonic() <= end:
+                return
+            if node is not None:
                 raise self.graph.refused(node, f"was not reached within {TIME_LIMIT_S:g} s, this server's limit")
+            raise self._refused(f"was not done within {TIME_LIMIT_S:g} s, this server's limit")
 
         return check
 

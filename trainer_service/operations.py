@@ -24,7 +24,7 @@ from tinsmith.rpc.errors import (
     ServiceError,
     VersionGone,
 )
-from tinsmith.rpc.paths import check_name, check_run_id
+from tinsmith.rpc.paths import check_model_id, check_name
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 from trainer_service.batch import Batch
@@ -81,7 +81,7 @@ class Operations:
 
     def create_model(self, request: pb.CreateModelRequest) -> Work:
         """Raises InvalidRequest for what is wrong on the face of it; a checkpoint is looked at in the work."""
-        check_run_id(request.model_id, field="model_id")
+        check_model_id(request.model_id, field="model_id")
         if request.optimizer:
             check_kind(request.optimizer)
         if request.base_model or not request.from_location:

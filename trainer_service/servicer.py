@@ -12,7 +12,7 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from tinsmith.rpc.errors import InvalidRequest, NotReady, ServiceError
-from tinsmith.rpc.paths import check_run_id
+from tinsmith.rpc.paths import check_model_id
 from tinsmith.rpc.server import ACCEPTED, RAN
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import trainer_pb2_grpc
@@ -87,7 +87,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return pb.GetModelResponse(model=model.to_proto(next_seq_id=trainer.scheduler.next_seq_id(request.model_id)))
 
     async def DeleteModel(self, request: pb.DeleteModelRequest, context: Context) -> pb.DeleteModelResponse:
-        model_id = check_run_id(request.model_id, field="model_id")
+        model_id = check_model_id(request.model_id, field="model_id")
         await asyncio.shield(asyncio.create_task(self._delete_model(self._ready, model_id)))
         return pb.DeleteModelResponse()
 

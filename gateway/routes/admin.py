@@ -16,7 +16,7 @@ from gateway.body import parse
 from gateway.errors import json_response
 from gateway.gateway import gateway_of
 from gateway.tables import AuditEvent
-from gateway.views import Json, time_text, urn_of
+from gateway.views import Json, owner_of_urn, time_text, urn_of
 from tinsmith.rpc.errors import InvalidRequest
 
 MAX_USAGE_DAYS = 14
@@ -72,6 +72,9 @@ async def billing_usage(request: Request) -> Response:
             field="ending_before",
         )
     events, sessions = await gateway.billing.usage(begin, end)
+    for event in events:
+        caller = gateway.callers.by_owner(owner_of_urn(event["user_id"]))
+        event["user_name"] = caller.name if caller is not None else None
     return json_response(
         {
             "data": events,

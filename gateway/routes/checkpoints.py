@@ -34,7 +34,9 @@ async def _find(request: Request) -> Checkpoint:
 
 
 async def delete(request: Request) -> Response:
-    await gateway_of(request).checkpoints.delete(_path(request), owner=owner_of(request))
+    await gateway_of(request).checkpoints.delete(
+        _path(request), owner=owner_of(request), idempotency_key=request.headers.get("x-idempotency-key")
+    )
     return json_response({})
 
 
@@ -66,7 +68,9 @@ async def external_weights_urls(request: Request) -> Response:
         raise InvalidRequest(f"path: {path} is not of kind external_weights; save_weights_external makes one")
     checkpoint = await gateway.checkpoints.read(path, field="path", owner=owner, purpose="download")
     signed = {
-        file.name: gateway.downloads.sign(request, "files", *checkpoint.location.split("/"), file.name)
+        file.name: gateway.downloads.sign(
+            request, "files", *checkpoint.location.split("/"), file.name, version=checkpoint.version_id
+        )
         for file in await gateway.checkpoints.files(checkpoint)
     }
     expires_at = min((download.expires_at for download in signed.values()), default=time.time())
@@ -79,7 +83,9 @@ async def archive(request: Request) -> Response:
     gateway = gateway_of(request)
     path, owner = _path(request), owner_of(request)
     checkpoint = await gateway.checkpoints.read(path, field="path", owner=owner, purpose="download")
-    download = gateway.downloads.sign(request, "archives", *checkpoint.location.split("/"))
+    download = gateway.downloads.sign(
+        request, "archives", *checkpoint.location.split("/"), version=checkpoint.version_id
+    )
     headers = {"Location": download.url, "Expires": formatdate(download.expires_at, usegmt=True)}
     return json_response({"url": download.url, "expires": time_text(download.expires_at)}, status=302, headers=headers)
 

@@ -20,10 +20,13 @@ _ADAPTER = "adapter_"
 """How the names of an adapter's own files begin; an archive has no optimizer."""
 
 
-async def _find(request: Request) -> tuple[Checkpoint, Sequence[types_pb2.CheckpointFile]]:
+async def _find(request: Request, *, version: str) -> tuple[Checkpoint, Sequence[types_pb2.CheckpointFile]]:
+    """410 when something else lies there by now."""
     gateway = gateway_of(request)
     path = SCHEME + "/".join(request.path_params[part] for part in ("run_id", "kind", "name"))
     checkpoint = await gateway.checkpoints.find(path, field="path", owner="")
+    if checkpoint.version_id != version:
+        raise HTTPException(410, f"{path} was replaced since this address was made; ask the server for a new one")
     return checkpoint, await gateway.checkpoints.files(checkpoint)
 
 
@@ -42,8 +45,8 @@ def _get(path: str, endpoint: Callable[[Request], Awaitable[Response]]) -> Route
 async def checkpoint_file(request: Request) -> Response:
     gateway = gateway_of(request)
     parts = [request.path_params[part] for part in ("run_id", "kind", "name", "file")]
-    gateway.downloads.check(request, "files", *parts)
-    checkpoint, files = await _find(request)
+    version = gateway.downloads.check(request, "files", *parts)
+    checkpoint, files = await _find(request, version=version)
     file = next((file for file in files if file.name == parts[-1]), None)
     if file is None:
         raise CheckpointNotFound(f"{checkpoint.path} has no file {parts[-1]!r} any more")
@@ -55,8 +58,8 @@ async def checkpoint_file(request: Request) -> Response:
 async def archive(request: Request) -> Response:
     gateway = gateway_of(request)
     parts = [request.path_params[part] for part in ("run_id", "kind", "name")]
-    gateway.downloads.check(request, "archives", *parts)
-    checkpoint, files = await _find(request)
+    version = gateway.downloads.check(request, "archives", *parts)
+    checkpoint, files = await _find(request, version=version)
     adapter = [file for file in files if file.name.startswith(_ADAPTER)]
     trainer = gateway.clients.find_trainer(checkpoint.base_model)
     content = downloads.tar(trainer, checkpoint.location, adapter, modified_at=checkpoint.created_at)

@@ -19,6 +19,7 @@ from gateway.operations import Submission, request_id_of
 from gateway.submissions import failed_receipt, receipt
 from gateway.tables import Model
 from tinsmith.rpc.errors import (
+    AlreadyExists,
     FailedPrecondition,
     InvalidRequest,
     ModelNotFound,
@@ -94,6 +95,10 @@ async def _create(
     await check_session(gateway, ids.session_id)
     model_id = f"{ids.session_id}:train:{ids.model_seq_id}"
     request_id = request_id_of(model_id, 0)
+    # The client's own bytes: what it loads may be gone when it repeats them.
+    mark = fingerprint(kind, body)
+    if await gateway.operations.is_repeat(request_id, mark):
+        return receipt(request_id, model_id)
     try:
         message, path = await to_message(model_id)
         base_model = message.base_model
@@ -103,7 +108,7 @@ async def _create(
     except NotReady:
         raise
     except ServiceError as error:
-        return failed_receipt(gateway, request_id, model_id, error, body=body)
+        return failed_receipt(gateway, request_id, model_id, error, mark=mark)
     await gateway.store.add_model(
         Model(
             model_id=model_id,
@@ -114,7 +119,10 @@ async def _create(
             created_at=time.time(),
         )
     )
-    canonical = message.SerializeToString(deterministic=True)
+    made = await gateway.store.model(model_id)
+    if made is not None and made.released_at is not None:
+        what = f"model_seq_id: {ids.model_seq_id} is taken: {model_id} holds copies, and is not trained; send another"
+        return failed_receipt(gateway, request_id, model_id, AlreadyExists(what), mark=mark)
     await gateway.operations.submit(
         Submission(
             kind=kind,
@@ -122,8 +130,8 @@ async def _create(
             seq_id=0,
             base_model=message.base_model,
             rpc="CreateModel",
-            body=canonical,
-            fingerprint=fingerprint(kind, canonical),
+            body=message.SerializeToString(deterministic=True),
+            fingerprint=mark,
             path=path,
         )
     )

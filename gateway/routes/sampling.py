@@ -29,13 +29,24 @@ async def create_sampling_session(request: Request) -> Response:
     content, _ = await read_json(request, gateway.config)
     body = parse(schemas.CreateSamplingSession, content)
     await check_session(gateway, body.session_id)
-    wanted = await _sampling_session(gateway, body, owner=owner_of(request))
-    made = await gateway.store.add_sampling_session(wanted)
-    if (made.base_model, made.model_path) != (wanted.base_model, wanted.model_path):
-        raise SequenceConflict(
-            f"sampling_session_seq_id: {made.sampling_session_id} samples from {made.model_path or made.base_model}"
+    if body.base_model is None and body.model_path is None:
+        raise InvalidRequest("base_model, model_path: send at least one of the two")
+    # A repeat is answered though its checkpoint may be gone since.
+    made = await gateway.store.sampling_session(_id_of(body))
+    if made is None:
+        made = await gateway.store.add_sampling_session(
+            await _sampling_session(gateway, body, owner=owner_of(request))
         )
+    # Without a path the base model was meant, and not an ephemeral save.
+    is_same = body.model_path == made.model_path and (body.model_path is not None or not made.location)
+    if not is_same or body.base_model not in (None, made.base_model):
+        what = made.model_path or made.location or made.base_model
+        raise SequenceConflict(f"sampling_session_seq_id: {made.sampling_session_id} samples from {what}")
     return json_response({"type": "create_sampling_session", "sampling_session_id": made.sampling_session_id})
+
+
+def _id_of(body: schemas.CreateSamplingSession) -> str:
+    return f"{body.session_id}:sample:{body.sampling_session_seq_id}"
 
 
 async def _sampling_session(gateway: Gateway, body: schemas.CreateSamplingSession, *, owner: str) -> SamplingSession:
@@ -49,13 +60,12 @@ async def _sampling_session(gateway: Gateway, body: schemas.CreateSamplingSessio
             raise InvalidRequest(
                 f"base_model: {base_model!r} is not that of {body.model_path}, {checkpoint.base_model!r}"
             )
-    if base_model is None:
-        raise InvalidRequest("base_model, model_path: send at least one of the two")
+    assert base_model is not None
     await gateway.clients.settle(
         lambda: gateway.clients.check_sampled(base_model), timeout_s=gateway.config.submit_timeout_s
     )
     return SamplingSession(
-        sampling_session_id=f"{body.session_id}:sample:{body.sampling_session_seq_id}",
+        sampling_session_id=_id_of(body),
         session_id=body.session_id,
         base_model=base_model,
         model_path=body.model_path,

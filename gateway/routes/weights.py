@@ -158,10 +158,9 @@ async def copy_weights(request: Request) -> Response:
     ttl_seconds = check_ttl(body.ttl_seconds)
     if body.session_id is not None:
         await check_session(gateway, body.session_id)
-    source = await gateway.checkpoints.find(body.source_path, field="source_path", owner=owner)
     if body.destination_project_id is not None:
         copy = await gateway.copies.into_project(
-            source,
+            body.source_path,
             body.destination_project_id,
             ttl_seconds=ttl_seconds,
             owner=owner,
@@ -169,7 +168,7 @@ async def copy_weights(request: Request) -> Response:
         )
     else:
         run_id = f"{body.session_id}:train:{body.model_seq_id}"
-        copy = await gateway.copies.into_run(source, run_id, ttl_seconds=ttl_seconds, owner=owner)
+        copy = await gateway.copies.into_run(body.source_path, run_id, ttl_seconds=ttl_seconds, owner=owner)
     return json_response({"tinker_path": copy.path})
 
 

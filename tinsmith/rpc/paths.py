@@ -32,6 +32,17 @@ def check_run_id(run_id: str, *, field: str) -> str:
     return run_id
 
 
+RETIRED = "retired"
+"""Takes the place of a run id where files lie that outlive their checkpoint. No model may have it."""
+
+
+def check_model_id(model_id: str, *, field: str) -> str:
+    """A run id that a model may have."""
+    if model_id == RETIRED:
+        raise InvalidRequest(f"{field}: {model_id!r} is kept for files without a run", field=field)
+    return check_run_id(model_id, field=field)
+
+
 @dataclass(frozen=True, slots=True)
 class TinkerPath:
     """tinker://{run_id}/{kind}/{name}"""

@@ -83,6 +83,18 @@ async def test_files_of_a_deleted_checkpoint_are_gone(client: Client) -> None:
     assert path in reply.json()["detail"]
 
 
+async def test_an_address_is_not_good_for_what_takes_its_place(client: Client) -> None:
+    path = await external(client)
+    url = (await ask(client, "GET", path, "external_weights_urls"))["urls"]["adapter_config.json"]
+    await ask(client, "DELETE", path)
+    run_id = path.removeprefix("tinker://").split("/")[0]
+    again = {"model_id": run_id, "seq_id": 2, "path": "x"}
+    assert (await client.result(await client.call("save_weights_external", again)))["path"] == path
+    reply = await fetch(url)
+    assert reply.status_code == 410
+    assert "replaced" in reply.json()["detail"]
+
+
 async def test_only_external_weights_have_addresses_of_files(client: Client) -> None:
     run_id = await client.model(await client.session())
     path = (await save(client, run_id, 1))["path"]

@@ -236,6 +236,31 @@ async def test_json_batches_run_and_answers_follow_the_accept_header(stack: Stac
     assert [request.forward_only for request in requests] == [False, True]
 
 
+async def test_forward_only_is_honoured_in_json(stack: Stack, client: Client) -> None:
+    model_id = await client.model(await client.session())
+    await client.call("forward_backward", body(model_id, 1) | {"forward_only": True})
+    await json_result(client, f"{model_id}:1")
+    sent = trainer_pb2.ForwardBackwardRequest.FromString(stack.trainer.models[model_id].requests[1])
+    assert sent.forward_only
+
+
+@pytest.mark.parametrize(
+    ("accept", "media_type"),
+    [
+        ("application/x-protobuf, application/json", "application/x-protobuf"),
+        ("application/x-protobuf;q=0, application/json", "application/json"),
+        ("application/x-protobuf;q=0.1, application/json", "application/json"),
+        ("application/x-protobuf; q=nonsense", "application/x-protobuf"),
+        ("*/*", "application/json"),
+    ],
+)
+async def test_the_form_that_is_wanted_more_is_sent(client: Client, accept: str, media_type: str) -> None:
+    model_id = await client.model(await client.session())
+    receipt = await client.call("forward_backward", body(model_id, 1))
+    reply = await client.post("/api/v1/retrieve_future", json=receipt, headers={"accept": accept})
+    assert reply.headers["content-type"] == media_type
+
+
 async def test_both_forms_of_one_batch_are_one_request(client: Client) -> None:
     model_id = await client.model(await client.session())
     content = body(model_id, 1)

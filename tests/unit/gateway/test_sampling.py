@@ -125,6 +125,8 @@ async def test_too_many_samples_get_429(stack: Stack, client: Client) -> None:
         ({"sampling_params": {"max_tokens": 2**40}}, "max_tokens: 1099511627776"),
         ({"sampling_params": {"stop": [1.5]}}, "sampling_params.stop"),
         ({"model_path": "tinker://a/weights/b"}, "model_path"),
+        ({"sampling_params": {"max_tokens": 1, "min_p": 0.5}}, "sampling_params.min_p"),
+        ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, True]}]}}, "tokens[1]: True"),
     ],
 )
 async def test_what_is_wrong_in_a_sample_fails_its_future(client: Client, fields: dict[str, Any], part: str) -> None:
@@ -139,6 +141,9 @@ async def test_what_is_wrong_in_a_sample_fails_its_future(client: Client, fields
 async def test_samples_need_ids_and_a_sampling_session_that_lives(client: Client) -> None:
     await client.call("asample", {"sampling_session_id": "x"}, status=400)
     await client.call("asample", sample_body("x", -1), status=400)
+    lasting = await client.sampling_session(await client.session())
+    await client.result(await client.call("asample", sample_body(lasting, 2**63 - 1)))
+    await client.call("asample", sample_body(lasting, 2**63), status=400)
     for sampler_id in ("a:sample:0", "nonsense"):
         failure = await client.result(await client.call("asample", sample_body(sampler_id, 0)))
         assert failure["category"] == "user"

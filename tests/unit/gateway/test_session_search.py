@@ -169,3 +169,10 @@ async def test_a_finish_for_another_reason_is_refused_by_name(client: Client) ->
 async def test_a_session_begins_with_what_its_user_must_know(client: Client) -> None:
     message = (await client.call("create_session", {}))["info_message"]
     assert all(word in message for word in ("Tinsmith", "stable_reinforce", "dimuon", "docs/algorithms.md"))
+
+
+@pytest.mark.parametrize("field", [{"project_ids": ["x"] * 101}, {"statuses": [{"type": "active"}] * 17}])
+async def test_a_search_is_bounded(client: Client, field: dict[str, Any]) -> None:
+    reply = await client.post("/api/v1/sessions/search", json=field)
+    assert reply.status_code == 400
+    assert next(iter(field)) in reply.json()["detail"]

@@ -41,8 +41,8 @@ async def test_a_request_says_what_it_waits_for_and_how_far_it_is(service: Servi
     assert done is not None
     assert 3 * 10 < int(done[1]) < 720
     assert (second.running, second.position, third.position) == (False, 1, 2)
-    assert second.reason == "waits for a place: 0 requests wait before it, 3 sequences run"
-    assert third.reason == "waits for a place: 1 requests wait before it, 3 sequences run"
+    assert second.reason == "waits for a place: 1 requests are before it, 0 of them wait too; 3 sequences run"
+    assert third.reason == "waits for a place: 2 requests are before it, 1 of them wait too; 3 sequences run"
     assert 0 < second.tokens_ahead < 720
     assert third.tokens_ahead > 2 * 240 + 6
     assert 0 < first.expected_seconds < second.expected_seconds < 600

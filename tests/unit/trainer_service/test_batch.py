@@ -172,6 +172,9 @@ def test_sparse_inputs_are_densified_each_on_its_own() -> None:
     (got,) = Batch.from_proto(request([one]), LIMITS).datums
     assert got.targets.tolist() == [[5, 0, 7], [0, 9, 0]]
     assert got.inputs["weights"].tolist() == [[0.5, 0.25, 0.0], [0.0, 0.0, 0.0]]
+    del one.loss_fn_inputs["weights"]  # ones would train the absent cells towards token 0
+    with pytest.raises(InvalidRequest, match=r"'weights'\]: missing; sparse target_tokens"):
+        Batch.from_proto(request([one]), LIMITS)
 
 
 @pytest.mark.parametrize(

@@ -581,6 +581,7 @@ async def test_deleting_a_model_frees_it_and_its_ephemeral_checkpoints(stub: Any
     gone = pb.GetCheckpointRequest(location=f"{MODEL}/ephemeral/2")
     await fails(stub.GetCheckpoint(gone), errors.CheckpointNotFound, "ephemeral/2")
     await fails(stub.DeleteModel(pb.DeleteModelRequest(model_id="../x")), errors.InvalidRequest, "'../x'")
+    await fails(stub.DeleteModel(pb.DeleteModelRequest(model_id="retired")), errors.InvalidRequest, "'retired'")
 
 
 async def test_after_a_restart_models_are_lost_results_stay_and_a_checkpoint_resumes(start: StartService) -> None:
