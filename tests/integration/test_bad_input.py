@@ -216,8 +216,8 @@ CASES: dict[str, tuple[Callable[[Client], str], tuple[str, ...]]] = {
     ),
     "an unknown base model": (lambda c: c.create_model("nobody/nothing"), ("base_model", "nobody/nothing", BASE_MODEL)),
     "an unknown optimizer": (
-        lambda c: c.create(base_model=BASE_MODEL, lora_config={"rank": 4}, optimizer_config={"type": "dimuon"}),
-        ("optimizer", "'dimuon'", "adamw"),
+        lambda c: c.create(base_model=BASE_MODEL, lora_config={"rank": 4}, optimizer_config={"type": "sgd"}),
+        ("optimizer", "'sgd'", "adamw", "dimuon"),
     ),
     "an unknown model": (
         lambda c: c.failed(c.wire.post("optim_step", model_id=f"{c.session_id}:train:99", seq_id=1, adam_params={})),

@@ -148,7 +148,7 @@ def test_all_that_carries_a_number_fails_as_a_future_and_the_model_goes_on(wire:
         post("save_weights", 6, path="a/b"),
         post("save_weights", 7, path="x", ttl_seconds=5),
         post("save_weights_for_sampler", 8, path="x", sampling_session_seq_id=1),
-        post("save_weights_for_sampler", 9, sampling_session_seq_id=1, kind="inflight"),
+        post("save_weights_for_sampler", 9, sampling_session_seq_id=1, kind="moving"),
         post("load_weights", 10, path="tinker://nobody:train:0/weights/none", optimizer=True),
         post("load_weights", 11, path="not a path", optimizer=True),
     ]

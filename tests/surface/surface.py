@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import click
 import tinker
@@ -12,8 +11,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from tinker.cli.__main__ import main_cli
 from tinker.lib.public_interfaces import AdminClient, RestClient
 
-from gateway.app import create_app
-from gateway.config import GatewayConfig
+from gateway.app import ROUTES
 
 CLIENTS = (tinker.ServiceClient, tinker.TrainingClient, tinker.SamplingClient, RestClient, AdminClient)
 
@@ -43,10 +41,9 @@ def _commands(command: click.Command, words: Sequence[str]) -> Iterator[str]:
         yield from _commands(found, [*words, name])
 
 
-def endpoints(state_dir: Path) -> list[str]:
+def endpoints() -> list[str]:
     """METHOD path of every route of the gateway."""
-    app = create_app(GatewayConfig(state_dir=state_dir))
-    return sorted(_endpoints(app.routes, ""), key=lambda endpoint: endpoint.split()[::-1])
+    return sorted(_endpoints(ROUTES, ""), key=lambda endpoint: endpoint.split()[::-1])
 
 
 def _endpoints(routes: Sequence[BaseRoute], prefix: str) -> Iterator[str]:

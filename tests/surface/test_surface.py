@@ -62,8 +62,8 @@ def test_the_proof_runs_the_command(name: str) -> None:
     check_proof(COMMANDS[name], r"[\s\"',\[\]]+".join(words))
 
 
-def test_every_endpoint_has_a_proof(tmp_path: Path) -> None:
-    known = surface.endpoints(tmp_path)
+def test_every_endpoint_has_a_proof() -> None:
+    known = surface.endpoints()
     assert not [name for name in known if name not in ENDPOINTS]
     assert not set(ENDPOINTS) - set(known), "not routes of the gateway"
 
@@ -73,10 +73,10 @@ def test_the_proof_of_the_endpoint_exists(name: str) -> None:
     check_proof(ENDPOINTS[name], "")
 
 
-def test_docs_show_the_table(tmp_path: Path) -> None:
+def test_docs_show_the_table() -> None:
     wanted = "\n".join(
         [
-            *_table("Endpoint", surface.endpoints(tmp_path), ENDPOINTS),
+            *_table("Endpoint", surface.endpoints(), ENDPOINTS),
             "",
             *_table("Method of the SDK", surface.methods(), METHODS),
             "",

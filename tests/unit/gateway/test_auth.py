@@ -141,7 +141,7 @@ def tokens(**settings: Any) -> Tokens:
 
 def claims(**changes: Any) -> dict[str, Any]:
     now = int(time.time())
-    given = {"iat": now, "exp": now + 60, "sub": "tml:organization_user:x", "org_id": "o", "email": ""} | changes
+    given = {"iat": now, "exp": now + 86400, "sub": "tml:organization_user:x", "org_id": "o", "email": ""} | changes
     return {name: value for name, value in given.items() if value is not None}
 
 
