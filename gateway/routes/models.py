@@ -25,6 +25,7 @@ from tinsmith.rpc.errors import (
     ModelNotFound,
     NotFound,
     NotReady,
+    SequenceConflict,
     ServiceError,
     Unsupported,
     from_rpc_error,
@@ -108,6 +109,12 @@ async def _create(
     except NotReady:
         raise
     except ServiceError as error:
+        made = await gateway.store.model(model_id)
+        if made is not None and made.lora_rank is not None and made.released_at is None:
+            # Its future may be forgotten, and must not fail in place of the other one.
+            raise SequenceConflict(
+                f"{request_id} was used by another request before; this one was not run ({error})"
+            ) from error
         return failed_receipt(gateway, request_id, model_id, error, mark=mark)
     await gateway.store.add_model(
         Model(

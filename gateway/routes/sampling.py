@@ -34,9 +34,7 @@ async def create_sampling_session(request: Request) -> Response:
     # A repeat is answered though its checkpoint may be gone since.
     made = await gateway.store.sampling_session(_id_of(body))
     if made is None:
-        made = await gateway.store.add_sampling_session(
-            await _sampling_session(gateway, body, owner=owner_of(request))
-        )
+        made = await gateway.store.add_sampling_session(await _sampling_session(gateway, body, owner=owner_of(request)))
     # Without a path the base model was meant, and not an ephemeral save.
     is_same = body.model_path == made.model_path and (body.model_path is not None or not made.location)
     if not is_same or body.base_model not in (None, made.base_model):

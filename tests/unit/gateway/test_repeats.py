@@ -1,0 +1,161 @@
+"""A repeat has the answer of the first request, also when what that needed is gone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, sample_body
+from tests.unit.gateway.test_checkpoints import ask, copy, gateway_of, save_for_sampler
+from tests.unit.gateway.test_runs import get
+from tests.unit.gateway.test_weights import save
+
+
+async def test_a_sampling_session_is_the_same_without_its_checkpoint(client: Client) -> None:
+    session_id = await client.session()
+    run_id = await client.model(session_id)
+    path = await save_for_sampler(client, run_id, 1)
+    body = {"session_id": session_id, "sampling_session_seq_id": 0, "model_path": path}
+    made = await client.call("create_sampling_session", body)
+    await ask(client, "DELETE", path)
+    assert await client.call("create_sampling_session", body) == made
+    assert await client.call("create_sampling_session", body | {"base_model": BASE_MODEL}) == made
+    for change in ({"model_path": f"{path}2"}, {"base_model": "other"}, {"model_path": None, "base_model": BASE_MODEL}):
+        detail = (await client.call("create_sampling_session", body | change, status=422))["detail"]
+        assert f"sampling_session_seq_id: {session_id}:sample:0 samples from {path}" in detail
+    sampled = await client.result(await client.call("asample", sample_body(made["sampling_session_id"], 0)))
+    assert isinstance(sampled, bytes)  # and no failure
+
+
+async def test_an_ephemeral_save_is_not_taken_for_the_base_model(client: Client) -> None:
+    session_id = await client.session()
+    run_id = await client.model(session_id)
+    save_body = {"model_id": run_id, "seq_id": 1, "sampling_session_seq_id": 4}
+    await client.result(await client.call("save_weights_for_sampler", save_body))
+    body = {"session_id": session_id, "sampling_session_seq_id": 4, "base_model": BASE_MODEL}
+    assert f"{run_id}/ephemeral" in (await client.call("create_sampling_session", body, status=422))["detail"]
+
+
+@pytest.mark.parametrize("form", ["project", "session"])
+@pytest.mark.parametrize("ttl", [{}, {"ttl_seconds": 7200}])
+async def test_a_copy_is_the_same_without_its_source_but_not_with_another_ttl(
+    client: Client, form: str, ttl: dict[str, Any]
+) -> None:
+    session_id = await client.session()
+    source = (await save(client, await client.model(session_id), 1))["path"]
+    into: dict[str, Any] = {"destination_project_id": "p"}
+    if form == "session":
+        into = {"session_id": session_id, "model_seq_id": 5}
+    made = await copy(client, source, **into, **ttl)
+    await ask(client, "DELETE", source)
+    assert await copy(client, source, **into, **ttl) == made
+    detail = (await copy(client, source, **into, ttl_seconds=3600, status=422))["detail"]
+    assert detail.startswith(f"ttl_seconds: {made['tinker_path']} was made with another value than 3600")
+    other = source.replace(":train:0", ":train:1")
+    status, part = (400, "X-Idempotency-Key") if form == "project" else (422, "is taken by another checkpoint")
+    assert part in (await copy(client, other, **into, **ttl, status=status))["detail"]
+
+
+async def test_a_copy_that_the_database_forgot_keeps_its_ttl(stack: Stack, client: Client) -> None:
+    session_id = await client.session()
+    source = (await save(client, await client.model(session_id), 1))["path"]
+    into: dict[str, Any] = {"session_id": session_id, "model_seq_id": 5}
+    made = await copy(client, source, **into, ttl_seconds=3600)
+    await gateway_of(stack).store.delete_operation(made["tinker_path"])
+    assert "ttl_seconds" in (await copy(client, source, **into, status=422))["detail"]
+    assert await copy(client, source, **into, ttl_seconds=3600) == made
+
+
+async def test_a_deleted_copy_can_be_made_again(client: Client) -> None:
+    session_id = await client.session()
+    source = (await save(client, await client.model(session_id), 1))["path"]
+    into: dict[str, Any] = {"session_id": session_id, "model_seq_id": 5}
+    made = await copy(client, source, **into)
+    await ask(client, "DELETE", made["tinker_path"])
+    assert await copy(client, source, **into, ttl_seconds=3600) == made
+    await client.call("weights_info", {"tinker_path": made["tinker_path"]})
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+async def test_a_model_that_was_loaded_is_the_same_without_its_checkpoint(
+    stack: Stack, client: Client, restarts: bool
+) -> None:
+    session_id = await client.session()
+    path = (await save(client, await client.model(session_id), 1))["path"]
+    body = {"session_id": session_id, "model_seq_id": 1, "path": path, "optimizer": False}
+    made = await client.call("load_weights", body)
+    answer = await client.result(made)
+    await ask(client, "DELETE", path)
+    if restarts:
+        await stack.restart_gateway()
+    assert await client.call("load_weights", body) == made
+    assert await client.result(made) == answer
+    assert stack.trainer.orders[made["model_id"]] == [0]
+    assert (
+        "was used by another" in (await client.call("load_weights", body | {"optimizer": True}, status=422))["detail"]
+    )
+
+
+async def test_a_load_that_the_trainer_never_had_is_not_taken_for_done(stack: Stack, client: Client) -> None:
+    session_id = await client.session()
+    path = (await save(client, await client.model(session_id), 1))["path"]
+    body = {"session_id": session_id, "model_seq_id": 1, "path": path, "optimizer": False}
+    stack.trainer.is_loading = True
+    await client.call("load_weights", body, status=503)
+    stack.trainer.is_loading = False
+    made = await client.call("load_weights", body)
+    assert (await client.result(made))["model_id"] in stack.trainer.models
+
+
+async def test_a_load_that_failed_stays_failed(client: Client) -> None:
+    session_id = await client.session()
+    run_id = await client.model(session_id)
+    body = {"session_id": session_id, "model_seq_id": 1, "path": f"tinker://{run_id}/weights/one"}
+    made = await client.call("load_weights", body)
+    await save(client, run_id, 1)
+    assert await client.call("load_weights", body) == made
+    assert "there is no checkpoint" in (await client.result(made))["error"]
+
+
+async def test_a_deletion_can_be_repeated_with_its_key(client: Client) -> None:
+    run_id = await client.model(await client.session())
+    path = (await save(client, run_id, 1))["path"]
+    url = f"/api/v1/training_runs/{run_id}/checkpoints/weights/one"
+
+    async def delete(key: str | None) -> int:
+        return (await client.delete(url, headers={} if key is None else {"x-idempotency-key": key})).status_code
+
+    assert [await delete(key) for key in ("a", "a", "b", None)] == [200, 200, 404, 404]
+    assert (await save(client, run_id, 2))["path"] == path
+    assert await delete("a") == 200
+    assert len((await get(client, f"training_runs/{run_id}/checkpoints"))["checkpoints"]) == 1
+
+
+async def test_only_the_newest_deletions_are_remembered(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.checkpoints._MAX_DELETIONS", 1)
+    run_id = await client.model(await client.session())
+    url = f"/api/v1/training_runs/{run_id}/checkpoints/weights/"
+    for seq_id, name in enumerate(("a", "b"), 1):
+        await save(client, run_id, seq_id, name)
+        await client.delete(url + name, headers={"x-idempotency-key": name})
+    again = [await client.delete(url + name, headers={"x-idempotency-key": name}) for name in ("a", "b")]
+    assert [reply.status_code for reply in again] == [404, 200]
+
+
+async def test_a_run_of_copies_cannot_become_a_model(stack: Stack, client: Client) -> None:
+    session_id = await client.session()
+    source = (await save(client, await client.model(session_id), 1))["path"]
+    ids: dict[str, Any] = {"session_id": session_id, "model_seq_id": 5}
+    await copy(client, source, **ids)
+    bodies: dict[str, Any] = {
+        "create_model": ids | {"base_model": BASE_MODEL, "lora_config": {"rank": 8}},
+        "load_weights": ids | {"path": source, "optimizer": False},
+    }
+    for endpoint, body in bodies.items():
+        receipt = await client.call(endpoint, body)
+        failure = await client.result(receipt)
+        assert failure["category"] == "user"
+        assert failure["error"].startswith("model_seq_id: 5 is taken")
+        await stack.restart_gateway()
+    assert list(stack.trainer.models) == [f"{session_id}:train:0"]
