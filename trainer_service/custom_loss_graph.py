@@ -17,7 +17,17 @@ import torch
 from torch import Tensor
 
 from tinsmith.rpc.errors import InvalidRequest
-from trainer_service.custom_loss_ops import DTYPES, FORBIDDEN_KEYWORDS, FUNCTIONS, METHODS, WORDS
+from trainer_service.custom_loss_ops import (
+    COMBINATIONS,
+    COMPARISONS,
+    DTYPES,
+    FORBIDDEN_KEYWORDS,
+    FUNCTIONS,
+    MASK_AS_INDEX,
+    METHODS,
+    WORDS,
+    named,
+)
 
 FORMAT = 1
 MAX_JSON_BYTES = 256 * 1024
@@ -117,6 +127,8 @@ class _Parser:
         self._inputs = inputs
         self._known: set[str] = set()
         """Names that a reference may use."""
+        self._masks: set[str] = set()
+        """Those of comparisons, and of what is made of comparisons alone."""
         self._where = "its graph"
 
     def _refused(self, problem: str) -> InvalidRequest:
@@ -191,12 +203,26 @@ class _Parser:
             raise self._refused("args must be a list and kwargs an object")
         decoded_args = [self._decoded(arg, MAX_DEPTH) for arg in args]
         decoded_kwargs = {key: self._decoded(value, MAX_DEPTH) for key, value in kwargs.items()}
-        for key, value in decoded_kwargs.items():
+        for key, value in {**named(call, decoded_args), **decoded_kwargs}.items():
             if not _NODE_NAME.fullmatch(key) or (key in FORBIDDEN_KEYWORDS and value not in (None, False)):
                 raise self._refused(f"argument {_shown(key)} is not allowed")
         if op == "call_method" and not (decoded_args and isinstance(decoded_args[0], _Ref)):
             raise self._refused("a method needs a node to be called on")
+        self._check_masks(name, target, decoded_args)
         return Node(name, target, call, decoded_args, decoded_kwargs)
+
+    def _check_masks(self, name: str, target: str, args: Sequence[Any]) -> None:
+        """Refuses a mask as an index as soon as the graph shows it; what only types show, fails when it runs."""
+
+        def is_mask(arg: Any) -> bool:
+            return isinstance(arg, _Ref) and arg.name in self._masks
+
+        if target in COMPARISONS or (target in COMBINATIONS and all(is_mask(arg) for arg in args)):
+            self._masks.add(name)
+        if target == "operator.getitem" and len(args) == 2:
+            index = args[1]
+            if any(is_mask(part) for part in (index if isinstance(index, (tuple, list)) else (index,))):
+                raise self._refused(MASK_AS_INDEX)
 
     def _decoded(self, value: Any, depth: int) -> Any:
         """An argument, with _Ref for nodes and _Device for devices."""

@@ -2,21 +2,24 @@
 
 Everything here is a function of tensors and numbers whose result's size follows from the shapes of its arguments. That
 rules out, among others, what draws random numbers, what works in place, what looks at values to find a shape (boolean
-masks as indices, nonzero), what makes lists of tensors (split, unbind), and what leaves torch (item, tolist).
+masks as indices, nonzero), what makes lists of tensors (split, unbind), what leaves torch (item, tolist), and
+kthvalue, whose time on the CPU is quadratic in the worst case.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+MASK_AS_INDEX = "a boolean mask as an index makes a shape that depends on values; multiply by it, or use torch.where"
 MAX_MULTIPLY_ADDS = 2**30
 """Of one matrix product."""
 _MAX_EXPONENT = 64
@@ -61,9 +64,7 @@ def _power(a: Any, b: Any) -> Any:
 def _get_item(container: Any, index: Any) -> Any:
     for part in index if isinstance(index, (tuple, list)) else (index,):
         if isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8):
-            raise TypeError(
-                "a boolean mask as an index makes a shape that depends on values; multiply by it, or use torch.where"
-            )
+            raise TypeError(MASK_AS_INDEX)
     if isinstance(container, Tensor):
         return container[index]
     if isinstance(container, tuple) and isinstance(index, (int, slice)):
@@ -92,7 +93,7 @@ _BOTH = _names("""
     abs absolute acos add addcdiv addcmul all amax amin any argmax argmin argsort asin atan atan2 bitwise_and
     bitwise_not bitwise_or bitwise_xor broadcast_to ceil clamp clamp_max clamp_min clip clone cos cosh cummax cummin
     cumprod cumsum detach diagonal div divide eq erf erfc exp exp2 expm1 fix flatten flip floor floor_divide fmax
-    fmin fmod frac gather ge greater greater_equal gt heaviside hypot index_select isfinite isinf isnan kthvalue le
+    fmin fmod frac gather ge greater greater_equal gt heaviside hypot index_select isfinite isinf isnan le
     lerp less less_equal log log10 log1p log2 log_softmax logaddexp logaddexp2 logcumsumexp logical_and logical_not
     logical_or logical_xor logit logsumexp lt masked_fill max maximum mean median min minimum moveaxis movedim mul
     multiply nan_to_num nanmean nansum narrow ne neg negative not_equal numel permute positive pow prod ravel
@@ -155,3 +156,26 @@ FORBIDDEN_KEYWORDS = frozenset(
     {"out", "generator", "requires_grad", "pin_memory", "names", "inplace", "layout", "output_size"}
 )
 """May be None or False."""
+COMPARISONS = frozenset(
+    f"{prefix}{name}"
+    for prefix in ("", "torch.", "operator.")
+    for name in _names("eq ge greater greater_equal gt isfinite isinf isnan le less less_equal lt ne not_equal")
+)
+"""Targets that make a boolean mask, whatever they get."""
+COMBINATIONS = frozenset(
+    [f"operator.{name}" for name in _names("and_ invert or_ xor")]
+    + [
+        f"{prefix}{kind}_{name}"
+        for prefix in ("", "torch.")
+        for kind in ("bitwise", "logical")
+        for name in _names("and not or xor")
+    ]
+)
+"""Targets that make a boolean mask of boolean masks."""
+
+
+def named(call: Op, args: Sequence[Any]) -> Mapping[str, Any]:
+    """Positional arguments by name, where `call` is Python's: torch's own take no forbidden ones by position."""
+    if not isinstance(call, FunctionType):
+        return {}
+    return dict(zip(call.__code__.co_varnames[: call.__code__.co_argcount], args, strict=False))

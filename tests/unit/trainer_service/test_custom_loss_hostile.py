@@ -120,6 +120,8 @@ CALLS = {
     "in place": (method("add_", 1), r"node 'a' \(add_\): is not on this server's list"),
     "in place by operator": (call("operator.iadd", LOGPROBS, 1), "is not on this server's list"),
     "in place by argument": (call("torch.nn.functional.relu", LOGPROBS, inplace=True), "'inplace' is not allowed"),
+    "in place by position": (call("torch.nn.functional.elu", LOGPROBS, 1.0, True), "'inplace' is not allowed"),
+    "out by position": (call("torch.norm", LOGPROBS, 2, 0, False, LOGPROBS), "'out' is not allowed"),
     "out": (call("torch.exp", LOGPROBS, out=LOGPROBS), "argument 'out' is not allowed"),
     "a generator": (call("torch.zeros", 3, generator=LOGPROBS), "argument 'generator' is not allowed"),
     "host values": (method("item"), "is not on this server's list"),
@@ -127,13 +129,21 @@ CALLS = {
     "backward": (method("backward"), "is not on this server's list"),
     "set_": (method("set_", LOGPROBS), "is not on this server's list"),
     "as_strided": (method("as_strided", [10**9], [1]), "is not on this server's list"),
-    "repeat": (method("repeat", 2**40), r"node 'a' \(repeat\): its result needs 35184372088832 bytes"),
+    "repeat": (method("repeat", 2**40), r"node 'a' \(repeat\): a step works on 8796093022208 elements"),
     "expand": (call("torch.broadcast_to", LOGPROBS, [10**9, 8]), "its result needs 32000000000 bytes"),
-    "arange": (call("torch.arange", 10**15), "its result needs 8000000000000000 bytes"),
+    "arange": (call("torch.arange", 10**15), "a step works on 1000000000000000 elements"),
+    "a long sort": (
+        graph(
+            node("call_method", "a", "new_zeros", LOGPROBS, 2**22),
+            node("call_function", "b", "torch.sort", ref("a")),
+            loss="b",
+        ),
+        r"node 'b' \(torch.sort\): a step works on 67108864 elements",
+    ),
     "arange of tiny steps": (call("torch.arange", 0, 1, 1e-300), r"node 'a' \(torch.arange\)"),
     "zeros": (call("torch.zeros", [2**62]), r"node 'a' \(torch.zeros\)"),
-    "zeros on the CPU": (call("torch.zeros", [2**40], device={"device": "cpu"}), "its result needs"),
-    "zeros on the CPU by name": (method("new_zeros", [2**40], device="cpu"), "its result needs"),
+    "zeros on the CPU": (call("torch.zeros", [2**40], device={"device": "cpu"}), "a step works on"),
+    "zeros on the CPU by name": (method("new_zeros", [2**40], device="cpu"), "a step works on"),
     "an overflow of sizes": (method("repeat", 2**62, 2**62), r"node 'a' \(repeat\)"),
     "a negative size": (call("torch.zeros", -1), r"node 'a' \(torch.zeros\)"),
     "a large matrix product": (
@@ -214,6 +224,63 @@ def test_a_metric_must_be_a_scalar() -> None:
         run(graph(total, loss="a", metrics={"custom/x:mean": LOGPROBS}))
 
 
+def wide(target: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Two tensors of 700 * 700 elements, broadcast together inside an operation to 700^3."""
+    return graph(
+        node("call_method", "s", "sum", LOGPROBS),
+        node("call_method", "z", "new_zeros", LOGPROBS, 700, 1, 700),
+        node("call_function", "a", "operator.add", ref("z"), ref("s")),
+        node("call_method", "b", "new_zeros", LOGPROBS, 1, 700, 1),
+        node("call_function", "c", target, ref("a"), ref("b"), *args, **kwargs),
+        node("call_method", "d", "sum", ref("c")),
+        loss="d",
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        ("cosine_similarity", {"dim": -1}),
+        *((name, {"reduction": "sum"}) for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div")),
+    ],
+)
+def test_what_a_node_makes_on_its_way_is_counted(name: str, kwargs: dict[str, Any]) -> None:
+    started = time.monotonic()
+    with pytest.raises(InvalidRequest, match=rf"node 'c' \(.*{name}\): a step works on 343000000 elements"):
+        run(wide(f"torch.nn.functional.{name}", **kwargs))
+    assert time.monotonic() - started < 5
+
+
+def test_what_is_small_is_not_counted_by_its_product() -> None:
+    """Concatenation and integer indices do not broadcast."""
+    calls = [
+        node("call_function", "i", "torch.zeros", 3000, 1, dtype={"dtype": "int64"}),
+        node("call_function", "a", "operator.getitem", LOGPROBS, ref("i")),
+        node("call_function", "b", "torch.cat", [LOGPROBS, LOGPROBS]),
+        node("call_method", "c", "sum", ref("a")),
+        node("call_method", "d", "sum", ref("b")),
+        node("call_function", "e", "operator.add", ref("c"), ref("d")),
+    ]
+    assert run(graph(*calls, loss="e"), size=10_000) == -23_000.0
+
+
+def test_the_work_of_many_nodes_with_small_results_is_counted_with_their_gradients() -> None:
+    """The gradient cannot be stopped on its way, so it must be known to be short."""
+
+    def sums(number: int) -> dict[str, Any]:
+        calls = [node("call_method", "w", "expand", LOGPROBS, 4000, 4000)]
+        for n in range(number):
+            calls.append(node("call_function", f"a{n}", "torch.logsumexp", ref("w"), {"tuple": [0, 1]}))
+            calls.append(node("call_function", f"t{n}", "operator.add", ref(f"t{n - 1}" if n else "a0"), ref(f"a{n}")))
+        return graph(*calls, loss=f"t{number - 1}")
+
+    with pytest.raises(InvalidRequest, match=r"node 'a16' \(torch.logsumexp\): the graph works on \d+ elements"):
+        CustomLoss.from_proto(custom_loss(sums(40), {"logprobs": 1})).check_shapes([((4000,), {})])
+    with pytest.raises(InvalidRequest, match=r"'mine': its gradient: the graph works on \d+ elements"):
+        CustomLoss.from_proto(custom_loss(sums(10), {"logprobs": 1})).check_shapes([((4000,), {})])
+
+
 def test_many_results_are_counted_together() -> None:
     calls = [node("call_function", f"a{n}", "torch.zeros", 15_000_000) for n in range(9)]
     with pytest.raises(InvalidRequest, match=r"node 'a8' \(torch.zeros\): the graph needs 540000000 bytes"):
@@ -233,6 +300,36 @@ def test_a_graph_that_takes_long_is_stopped(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(InvalidRequest, match=r"node 'a\d+' \(torch.exp\): was not reached within 0.001 s"):
         loss.evaluate([torch.full((8,), -1.0)] * 1000, [{}] * 1000, {})
     assert time.monotonic() - started < 5
+
+
+def test_the_last_node_and_the_gradient_count_in_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = CustomLoss.from_proto(custom_loss(call("torch.exp", LOGPROBS), {"logprobs": 1}))
+    loss.check_shapes([((8,), {})])
+    gradient = CustomLoss._gradient
+
+    def slow(self: CustomLoss, value: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.3)
+        return gradient(self, value, p)
+
+    monkeypatch.setattr(CustomLoss, "_gradient", slow)
+    monkeypatch.setattr(module, "TIME_LIMIT_S", 0.2)
+    with pytest.raises(InvalidRequest, match=r"custom loss 'mine': was not done within 0.2 s"):
+        loss.evaluate([torch.full((8,), -1.0, requires_grad=True)], [{}], {})
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [node("call_function", "m", "operator.gt", LOGPROBS, 0)],
+        [node("call_method", "m", "isnan", LOGPROBS)],
+        [node("call_function", "l", "torch.lt", LOGPROBS, 0), node("call_function", "m", "operator.invert", ref("l"))],
+    ],
+)
+@pytest.mark.parametrize("index", [ref("m"), {"tuple": [{"ellipsis": True}, ref("m")]}])
+def test_a_comparison_as_an_index_is_refused_when_the_loss_is_made(calls: list[dict[str, Any]], index: Any) -> None:
+    sent = graph(*calls, node("call_function", "b", "operator.getitem", LOGPROBS, index), loss="b")
+    with pytest.raises(InvalidRequest, match=r"node 'b' \(operator.getitem\): a boolean mask .*torch.where"):
+        CustomLoss.from_proto(custom_loss(sent, {"logprobs": 1}))
 
 
 @pytest.mark.parametrize(
@@ -297,7 +394,7 @@ def sizes(loss: CustomLoss, x: torch.Tensor, *, device: str) -> list[int]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@settings(max_examples=NUM_EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=NUM_EXAMPLES, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(graphs())
 def test_calls_with_any_arguments_are_run_or_refused_and_need_what_was_foreseen(sent: dict[str, Any]) -> None:
     x = np.array([[1, 2], [3, -(2**63)]])

@@ -1,0 +1,92 @@
+"""What a custom loss costs, seen while it runs without data: every operation inside its nodes, and its gradient.
+
+A node's result does not show it: `cosine_similarity` of (n, 1, k) and (1, n, k) has n^2 elements, and n^2 k on the way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tinsmith.rpc.errors import InvalidRequest
+
+MAX_STEP_ELEMENTS = 2**24
+"""Of one operation of torch inside a node: of its results, and of all its tensors broadcast together."""
+MAX_ELEMENTS = 2**28
+"""Of all operations for one datum, the gradient's included. Their results are all that torch allocates, and no
+operation on the list takes much longer than some 10 ns for an element (those of _SLOW: for an eighth of one)."""
+_MULTIPLY_ADDS_PER_ELEMENT = 64
+"""A matrix product does about as many in the time of an elementwise operation on one element."""
+
+_STEPS_OF_A_NODE = 64
+"""More than any node takes in its gradient, each on no more elements than the largest tensor has."""
+_SLOWNESS = 8
+
+_aten = torch.ops.aten
+_SLOW = (_aten.sort, _aten.argsort, _aten.logcumsumexp)
+_PRODUCTS = (_aten.mm, _aten.mv, _aten.dot)
+_NOT_BROADCAST = (
+    *(_aten.cat, _aten.stack, _aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_),
+    *(_aten.gather, _aten.scatter, _aten.scatter_add, _aten.scatter_add_, _aten.index_select, _aten.index_add),
+    *(_aten.index_add_, _aten.index_select_backward, _aten.value_selecting_reduction_backward),
+)
+
+
+class CostLimit(TorchDispatchMode):
+    """Sees the operations below autograd, so composite functions in their parts. Raises InvalidRequest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._total = 0
+        self._largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        inputs, results = _tensors((args, kwargs)), _tensors(result)
+        self._largest = max(self._largest, *(one.numel() for one in (*inputs, *results)), 0)
+        if not func.is_view:
+            self._count(func.overloadpacket, inputs, results)
+        return result
+
+    def gradient_is_small(self, num_nodes: int) -> bool:
+        """Of a graph that ran under this: whether its gradient is within the limits without running it too."""
+        return self._total + self._largest * num_nodes * _STEPS_OF_A_NODE <= MAX_ELEMENTS
+
+    def _count(self, operation: Any, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        if operation in _PRODUCTS:
+            a, b = inputs
+            columns = b.shape[1] if b.ndim == 2 else 1
+            step = max(a.numel(), b.numel(), a.numel() * columns // _MULTIPLY_ADDS_PER_ELEMENT)
+        elif operation in _NOT_BROADCAST:
+            step = max((one.numel() for one in inputs), default=0)
+        else:
+            step = _broadcast([tuple(one.shape) for one in inputs])
+        step = max(step, sum(one.numel() for one in results))
+        self._largest = max(self._largest, step)
+        if operation in _SLOW:
+            step *= _SLOWNESS
+        self._total += step
+        for what, used, limit in (("a step", step, MAX_STEP_ELEMENTS), ("the graph", self._total, MAX_ELEMENTS)):
+            if used > limit:
+                raise InvalidRequest(
+                    f"{what} works on {used} elements for one datum ({operation}), this server allows {limit}"
+                )
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _broadcast(shapes: Sequence[tuple[int, ...]]) -> int:
+    """Elements of the broadcast shape, or of all shapes together where there is none."""
+    rank = max(map(len, shapes), default=0)
+    sizes = [{shape[-axis] for shape in shapes if len(shape) >= axis} - {1} for axis in range(1, rank + 1)]
+    if any(len(found) > 1 for found in sizes):
+        return sum(math.prod(shape) for shape in shapes)
+    return math.prod(next(iter(found), 1) for found in sizes)
