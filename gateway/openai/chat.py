@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 from uuid import uuid4
 
@@ -50,11 +51,12 @@ def chat_of(body: Chat) -> pb.Chat:
             field="continue_final_message",
         )
     return pb.Chat(
-        messages=orjson.dumps([_message(message) for message in body.messages]).decode(),
-        tools=orjson.dumps(tools).decode() if tools else "",
+        # Not orjson: a tool's schema may hold integers of any size.
+        messages=json.dumps([_message(message) for message in body.messages]),
+        tools=json.dumps(tools) if tools else "",
         add_generation_prompt=opens,
         continue_final_message=continues,
-        template_kwargs=orjson.dumps(body.chat_template_kwargs).decode() if body.chat_template_kwargs else "",
+        template_kwargs=json.dumps(body.chat_template_kwargs) if body.chat_template_kwargs else "",
     )
 
 

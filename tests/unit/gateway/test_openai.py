@@ -178,7 +178,8 @@ async def test_every_sampling_field_reaches_the_sampler(client: Client, sampler:
 
 
 async def test_the_chat_goes_to_the_template_as_it_came(client: Client, sampler: TalkingSampler) -> None:
-    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    bounds = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 2**200}}}
+    tool = {"type": "function", "function": {"name": "add", "parameters": bounds}}
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     messages = [
         {"role": "system", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "kind."}]},
