@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.surface import surface
-from tests.surface.proofs import COMMANDS, ENDPOINTS, METHODS, NOT_PROVED, proof_of
+from tests.surface.proofs import COMMANDS, ENDPOINTS, METHODS, REMARKS, proof_of
 
 TESTS = Path(__file__).parents[1]
 DOCS = TESTS.parent / "docs" / "api.md"
@@ -52,7 +52,7 @@ def test_the_proof_calls_the_method(name: str) -> None:
 
 def test_every_command_of_the_cli_has_a_proof() -> None:
     known = surface.commands()
-    assert not [name for name in known if name not in NOT_PROVED and name not in COMMANDS]
+    assert not [name for name in known if name not in REMARKS and name not in COMMANDS]
     assert not set(COMMANDS) - set(known), "not commands of the installed CLI"
 
 
@@ -97,6 +97,6 @@ def _table(title: str, names: Sequence[str], proofs: dict[str, str]) -> list[str
     rows = [f"| {title} | | proved by `tests/` |", "|---|---|---|"]
     for name in names:
         proof = proof_of(name, proofs)
-        what = NOT_PROVED.get(name, "supported")
+        what = REMARKS.get(name, "supported")
         rows.append(f"| `{name}` | {what} | {f'`{proof}`' if proof else '-'} |")
     return rows
