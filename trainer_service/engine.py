@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
@@ -21,7 +21,9 @@ from tinsmith.modeling.base_model import BaseModel, positions_of
 from tinsmith.modeling.logprobs import target_logprobs
 from tinsmith.modeling.lora import Run
 from tinsmith.rpc.errors import FailedPrecondition, InvalidRequest, ServiceError
-from trainer_service.batch import Batch, Datum, Floats, Limits, Output
+from trainer_service.batch import Batch, Datum, Limits, Output
+from trainer_service.job import Job, Piece, whole
+from trainer_service.losses import Term
 from trainer_service.optimizers import OPTIMIZERS, Optimizer, Params, check_kind, clip_gradient
 
 logger = logging.getLogger(__name__)
@@ -72,21 +74,16 @@ class _Model:
 class _Item:
     """A datum on its way into a micro-batch."""
 
-    work: int
+    job: Job
     index: int
-    model_id: str
-    datum: Datum
 
+    @property
+    def datum(self) -> Datum:
+        return self.job.batch.datums[self.index]
 
-@dataclass(slots=True)
-class _Pending:
-    """Results of a call, kept apart until all of it has succeeded."""
-
-    logprobs: list[list[Floats]]
-    losses: list[float]
-    metrics: list[dict[str, float]]
-    """Sums over the datums of each work."""
-    gradients: dict[str, Adapter] = field(default_factory=dict)
+    @property
+    def model_id(self) -> str:
+        return self.job.model_id
 
 
 class TrainingEngine:
@@ -106,54 +103,45 @@ class TrainingEngine:
     def delete_model(self, model_id: str) -> None:
         self._models.pop(model_id, None)
 
-    def forward_backward(self, works: Sequence[tuple[str, Batch]]) -> list[Output | ServiceError]:
-        """Runs the batches together and adds each model's gradients to its own buffer: one result for each, in order.
+    def begin(self, model_id: str, batch: Batch) -> Job:
+        """A forward_backward of this model, of which nothing has run. Computes nothing."""
+        return Job(model_id, batch)
 
-        When something fails, each batch runs alone, so that only the guilty one fails; it adds no gradient.
+    def run(self, pieces: Sequence[Piece]) -> None:
+        """Puts datums of any jobs through the base model, and adds to each model's gradients.
+
+        What does not fit into one micro-batch becomes several. When one fails, each of its jobs runs alone, so that only
+        the guilty one fails: its `error` is set, and nothing of this micro-batch is added to its model's gradients.
         """
-        try:
-            return list(self._forward_backward(works))
-        except Exception as error:
-            if len(works) > 1:
-                return [result for work in works for result in self.forward_backward([work])]
-            if isinstance(error, ServiceError):
-                return [error]
-            logger.exception("forward_backward of %s failed", works[0][0])
-            return [ServiceError(f"forward_backward failed: {type(error).__name__}; the trainer's log has the cause")]
-
-    def _forward_backward(self, works: Sequence[tuple[str, Batch]]) -> list[Output]:
-        pending = _Pending(
-            logprobs=[[np.empty(0, np.float32)] * len(batch.datums) for _, batch in works],
-            losses=[0.0] * len(works),
-            metrics=[{} for _ in works],
-        )
         for forward_only in (True, False):
             items = [
-                _Item(work, index, model_id, datum)
-                for work, (model_id, batch) in enumerate(works)
-                if batch.forward_only == forward_only
-                for index, datum in enumerate(batch.datums)
+                _Item(piece.job, index)
+                for piece in pieces
+                if piece.job.batch.forward_only == forward_only
+                for index in piece.indices
             ]
             # One model's datums lie together, and equal lengths too: attention batches them.
             items.sort(key=lambda item: (item.model_id, item.datum.length))
             for micro_batch in self._micro_batches(items):
                 with torch.set_grad_enabled(not forward_only):
-                    self._run(micro_batch, works, pending)
-        self._check_finite(works, pending)
-        for model_id, gradient in pending.gradients.items():
-            self._models[model_id].gradient.flat.add_(gradient.flat)
-        return [
-            Output(
-                logprobs=pending.logprobs[work],
-                metrics={
-                    "loss:sum": pending.losses[work],
-                    "num_sequences:sum": len(batch.datums),
-                    "num_tokens:sum": batch.num_tokens,
-                    **_reduced(pending.metrics[work], num_datums=len(batch.datums)),
-                },
-            )
-            for work, (_, batch) in enumerate(works)
-        ]
+                    self._try(micro_batch)
+
+    def finish(self, job: Job) -> Output | ServiceError:
+        """The result of a job whose datums have all run, or that has failed.
+
+        After a failure the gradients are not what the client thinks: the model's next optim_step is refused.
+        """
+        if job.error is None:
+            return job.output()
+        if not job.batch.forward_only:
+            self.taint(job.model_id, job.error.message)
+        return job.error
+
+    def forward_backward(self, works: Sequence[tuple[str, Batch]]) -> list[Output | ServiceError]:
+        """Begins, runs and finishes batches together: one result for each, in order."""
+        jobs = [self.begin(model_id, batch) for model_id, batch in works]
+        self.run([whole(job) for job in jobs])
+        return [self.finish(job) for job in jobs]
 
     def _micro_batches(self, items: Iterable[_Item]) -> Iterable[list[_Item]]:
         """Cuts at the token budget; a longer datum goes alone."""
@@ -168,8 +156,28 @@ class TrainingEngine:
         if batch:
             yield batch
 
-    def _run(self, items: Sequence[_Item], works: Sequence[tuple[str, Batch]], pending: _Pending) -> None:
-        """One pass of the base model. Losses and gradients go into `pending`."""
+    def _try(self, items: Sequence[_Item]) -> None:
+        """Runs a micro-batch, job by job when it fails."""
+        items = [item for item in items if item.job.error is None]
+        if not items:
+            return
+        try:
+            self._run(items)
+        except Exception as error:
+            jobs = list(dict.fromkeys(item.job for item in items))
+            if len(jobs) > 1:
+                for job in jobs:
+                    self._try([item for item in items if item.job is job])
+            elif isinstance(error, ServiceError):
+                jobs[0].error = error
+            else:
+                logger.exception("forward_backward of %s failed", jobs[0].model_id)
+                jobs[0].error = ServiceError(
+                    f"forward_backward failed: {type(error).__name__}; the trainer's log has the cause"
+                )
+
+    def _run(self, items: Sequence[_Item]) -> None:
+        """One pass of the base model. Jobs and gradients change when all of it has succeeded."""
         device = self.base.device
         lengths = [item.datum.length for item in items]
         starts = np.cumsum([0, *lengths])
@@ -189,44 +197,39 @@ class TrainingEngine:
 
         pieces = logprobs_M.split([item.datum.targets.size for item in items])
         shaped = [piece.view(item.datum.targets.shape) for item, piece in zip(items, pieces, strict=True)]
-        for item, piece in zip(items, shaped, strict=True):
-            pending.logprobs[item.work][item.index] = piece.detach().cpu().numpy()
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        for work, group in groupby(range(len(items)), key=lambda n: items[n].work):
+        terms: list[tuple[Job, Term]] = []
+        for job, group in groupby(range(len(items)), key=lambda n: items[n].job):
             mine = list(group)
-            batch = works[work][1]
             inputs = [items[n].datum.inputs for n in mine]
-            term = batch.loss.evaluate([shaped[n] for n in mine], inputs, batch.loss_config)
-            pending.losses[work] += term.value
-            for key, value in term.metrics.items():
-                pending.metrics[work][key] = pending.metrics[work].get(key, 0.0) + value
-            total = total + term.differentiable
+            terms.append((job, job.batch.loss.evaluate([shaped[n] for n in mine], inputs, job.batch.loss_config)))
+        gradients: list[tuple[_Model, list[Tensor]]] = []
         if torch.is_grad_enabled():
-            self._backward(total, runs, [item.model_id for item in items], pending)
+            gradients = list(self._gradients(terms, runs, items))
+        largest = _largest([tensor for _, tensors in gradients for tensor in tensors])
+        for job, term in terms:
+            job.check_finite(term.value, largest)
+
+        for job, term in terms:
+            job.add(term)
+        for item, logprobs in zip(items, shaped, strict=True):
+            item.job.logprobs[item.index] = logprobs.detach().cpu().numpy()
+        for model, tensors in gradients:
+            torch._foreach_add_(model.gradient.tensors(), tensors)
 
     def _runs(self, items: Sequence[_Item], starts: np.ndarray) -> Iterable[Run]:
         for model_id, group in groupby(range(len(items)), key=lambda n: items[n].model_id):
             mine = list(group)
             yield Run(self._models[model_id].adapter, slice(int(starts[mine[0]]), int(starts[mine[-1] + 1])))
 
-    def _backward(self, total: Tensor, runs: Sequence[Run], model_ids: Sequence[str], pending: _Pending) -> None:
+    def _gradients(
+        self, terms: Sequence[tuple[Job, Term]], runs: Sequence[Run], items: Sequence[_Item]
+    ) -> Iterable[tuple[_Model, list[Tensor]]]:
+        """The gradient of the terms' sum for each run's model, tensor by tensor."""
+        total = torch.stack([term.differentiable for _, term in terms]).sum()
         parameters = [tensor for run in runs for tensor in run.adapter.tensors()]
         grads = iter(torch.autograd.grad(total, parameters, materialize_grads=True))
-        for model_id in dict.fromkeys(model_ids):
-            model = self._models[model_id]
-            if model_id not in pending.gradients:
-                pending.gradients[model_id] = model.adapter.like(torch.zeros_like(model.adapter.flat))
-            buffers = pending.gradients[model_id].tensors()
-            torch._foreach_add_(buffers, [next(grads) for _ in buffers])
-
-    def _check_finite(self, works: Sequence[tuple[str, Batch]], pending: _Pending) -> None:
-        for (model_id, batch), loss in zip(works, pending.losses, strict=True):
-            gradient = pending.gradients.get(model_id)
-            if not math.isfinite(loss) or (gradient is not None and not torch.isfinite(gradient.flat).all()):
-                raise InvalidRequest(
-                    f"{batch.loss_fn}: the loss ({loss}) or its gradient is not finite; nothing was added to the "
-                    "gradients. Look for sampling logprobs far from the model's own, or too large a learning rate"
-                )
+        for model_id, run in zip(dict.fromkeys(item.model_id for item in items), runs, strict=True):
+            yield self._models[model_id], [next(grads) for _ in run.adapter.tensors()]
 
     def taint(self, model_id: str, reason: str) -> None:
         """Says that a forward_backward of this accumulation has failed: the next optim_step fails with `reason`."""
@@ -295,9 +298,9 @@ class TrainingEngine:
             model.optimizer.load(state.optimizer.tensors)
 
 
-def _reduced(sums: Mapping[str, float], *, num_datums: int) -> Mapping[str, float]:
-    """A loss's own metrics: those whose key ends in ":mean" are means over the datums, the others sums."""
-    return {key: value / num_datums if key.endswith(":mean") else value for key, value in sums.items()}
+def _largest(tensors: Sequence[Tensor]) -> float:
+    """The largest magnitude in any of them; NaN when one is NaN."""
+    return torch.stack(torch._foreach_norm(tensors, math.inf)).max().item() if tensors else 0.0
 
 
 def _rows(datum: Datum, start: int) -> np.ndarray:
