@@ -110,8 +110,8 @@ class TrainingEngine:
     def run(self, pieces: Sequence[Piece]) -> None:
         """Puts datums of any jobs through the base model, and adds to each model's gradients.
 
-        What does not fit into one micro-batch becomes several. When one fails, each of its jobs runs alone, so that only
-        the guilty one fails: its `error` is set, and nothing of this micro-batch is added to its model's gradients.
+        What does not fit into one micro-batch becomes several. When one fails, each of its jobs runs alone, so that
+        only the guilty one fails: its `error` is set, and nothing of this micro-batch is added to its model's gradients.
         """
         for forward_only in (True, False):
             items = [
@@ -298,7 +298,7 @@ class TrainingEngine:
             model.optimizer.load(state.optimizer.tensors)
 
 
-def _largest(tensors: Sequence[Tensor]) -> float:
+def _largest(tensors: list[Tensor]) -> float:
     """The largest magnitude in any of them; NaN when one is NaN."""
     return torch.stack(torch._foreach_norm(tensors, math.inf)).max().item() if tensors else 0.0
 
