@@ -57,20 +57,28 @@ class BaseModel:
         config = AutoConfig.from_pretrained(path)
         model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, attn_implementation="eager")
         model.to(device)  # type: ignore[arg-type]  # transformers' decorated signature
+        return cls.of(model, path=str(path))
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, *, path: str) -> BaseModel:
+        """Takes over a causal LM with eager attention, on its device and in its dtype; `path` is what it is called.
+
+        Raises UnsupportedModel as `load` does.
+        """
         model = model.eval().requires_grad_(False)
         probe = _Probe.run(model)  # with its own attention
         model.set_attn_implementation(attention.NAME)
         active = ActiveRuns()
         targets = _adapt(model, active)
         base = cls(
-            path=str(path),
+            path=path,
             decoder=model.get_decoder(),
             head=_head(model),
             targets=targets,
             config=model.config.get_text_config(),
             active=active,
         )
-        probe.check(base, tolerance=_SELF_CHECK_TOLERANCE[dtype])
+        probe.check(base, tolerance=_SELF_CHECK_TOLERANCE[base.dtype])
         return base
 
     @property
