@@ -36,15 +36,26 @@ def load(folder: str, *, rank: int) -> peft.PeftModel:
         return peft.get_peft_model(base, config)
 
 
+MAX_TOKENS = 32768 if CUDA else 4096
+"""Padded tokens at once. More are cut into pieces, padded alike: the same work, in memory that there is."""
+
+
 def train(model: peft.PeftModel, *, lengths: list[int]) -> None:
-    """One forward and backward over sequences padded to the longest."""
-    shape = len(lengths), max(lengths)
+    """Forward and backward over sequences padded to the longest."""
+    longest = max(lengths)
+    rows = max(1, MAX_TOKENS // longest)
+    for first in range(0, len(lengths), rows):
+        _accumulate(model, lengths[first : first + rows], longest)
+    model.zero_grad()
+
+
+def _accumulate(model: peft.PeftModel, lengths: list[int], longest: int) -> None:
+    shape = len(lengths), longest
     tokens = torch.randint(model.config.vocab_size, shape, device=DEVICE)
     mask = torch.arange(shape[1], device=DEVICE) < torch.tensor(lengths, device=DEVICE)[:, None]
     targets = torch.randint(model.config.vocab_size, shape, device=DEVICE).masked_fill(~mask, IGNORED)
     logits = model(input_ids=tokens, attention_mask=mask.long(), use_cache=False).logits
     cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum").backward()
-    model.zero_grad()
 
 
 @torch.inference_mode()

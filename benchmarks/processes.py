@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-_TINSMITH = [sys.executable, "-m", "tinsmith.cli"]
+TINSMITH = [sys.executable, "-m", "tinsmith.cli"]
 _STOP_S = 20.0
 _SERVICES = ("trainer_service", "sampler_service", "gateway")
 
@@ -45,7 +45,7 @@ def started(size: str, *, models: Path, trainer_threads: int, sampler_threads: i
     """`tinsmith up` with a model of this size, free ports, and a state folder that goes away with it."""
     name, folder = f"bench/{size}", models.expanduser() / size
     # Does nothing when the model is there.
-    subprocess.run([*_TINSMITH, "make-base-model", "--size", size, "--out", str(folder)], check=True)  # noqa: S603
+    subprocess.run([*TINSMITH, "make-base-model", "--size", size, "--out", str(folder)], check=True)  # noqa: S603
     with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as state:
         flags = {
             "port": "0",
@@ -54,7 +54,7 @@ def started(size: str, *, models: Path, trainer_threads: int, sampler_threads: i
             "trainer-threads": str(trainer_threads),
             "sampler-threads": str(sampler_threads),
         }
-        command = [*_TINSMITH, "up", *(part for flag, value in flags.items() for part in (f"--{flag}", value))]
+        command = [*TINSMITH, "up", *(part for flag, value in flags.items() for part in (f"--{flag}", value))]
         # Its own session: Ctrl-C reaches this process alone, which then stops it once.
         up = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)  # noqa: S603
         try:
