@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from tinsmith.modeling.kernels import varlen
+
 NAME = "tinsmith"
 
 
@@ -44,12 +46,27 @@ class Layout(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Flash:
+    """A variable-length kernel, and where it finds the sequences."""
+
+    kernel: varlen.Kernel
+    segments: varlen.Segments
+
+
+@dataclass(frozen=True, slots=True)
 class Packed:
     """Whole sequences, end to end, each seeing only itself: training and scoring."""
 
     lengths: Sequence[int]
+    flash: Flash | None = None
+
+    def with_kernel(self, kernel: varlen.Kernel | None, device: torch.device) -> Packed:
+        """The same for one forward pass on this device: the kernel does the layers that it takes."""
+        return Packed(self.lengths, Flash(kernel, varlen.Segments.of(self.lengths, device)) if kernel else None)
 
     def attend(self, layer: int, q_T_N_D: Tensor, k_T_K_D: Tensor, v_T_K_D: Tensor, heads: Heads) -> Tensor:
+        if self.flash is not None and self.flash.kernel.takes(q_T_N_D, k_T_K_D, v_T_K_D, heads):
+            return varlen.attend(self.flash.kernel, q_T_N_D, k_T_K_D, v_T_K_D, self.flash.segments, heads)
         outputs = []
         start = 0
         # Neighbours of equal length go through one batched call.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tinsmith.modeling.adapter import Adapter
+from tinsmith.modeling.kernels.grouped_lora import Groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,8 @@ class ActiveRuns:
     """What the adapted layers of a base model apply at this moment; one compute thread sets and reads it."""
 
     runs: Sequence[Run] = field(default_factory=tuple)
+    groups: Groups | None = None
+    """The same runs, where grouped matrix products serve them."""
 
 
 class LoraLinear(nn.Module):
@@ -45,6 +48,10 @@ class LoraLinear(nn.Module):
         self.active = active
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.active.groups is not None:
+            y = self.active.groups.linear(x.flatten(0, -2), self.weight, self.bias, self.name)
+            if y is not None:
+                return y.unflatten(0, x.shape[:-1])
         pieces = [
             (run.rows, run.adapter.scaling, weights)
             for run in self.active.runs
