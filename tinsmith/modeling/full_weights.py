@@ -1,0 +1,182 @@
+"""All parameters of a base model as one flat buffer: what full-parameter training (LoRA rank 0) trains, stores, sends.
+
+The buffer is float32 where it is trained. It has each parameter once, row by row, in the order of the model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.utils import cached_file
+
+from tinsmith.modeling.adapter import Adapter, AdapterConfig, LoraWeights
+from tinsmith.modeling.base_model import BaseModel
+from tinsmith.rpc.errors import InvalidRequest, Unsupported
+from tinsmith.v1 import types_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+FULL = AdapterConfig(rank=0)
+"""The configuration of every full model."""
+
+_SHARD_SIZE = "5GB"
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+)
+
+
+class FullWeights:
+    """Values for every parameter of `base`, apart from the model's own. `flat` is [numel], of any floating type."""
+
+    config = FULL
+    weights: Mapping[str, LoraWeights] = {}
+    """No layer has a low-rank share."""
+
+    def __init__(self, base: BaseModel, flat: Tensor) -> None:
+        self.base = base
+        self.flat = flat
+
+    @property
+    def num_bytes(self) -> int:
+        return self.flat.nbytes
+
+    @property
+    def sent_dtype(self) -> torch.dtype:
+        """What the model computes in; the samplers need no more."""
+        return self.base.dtype
+
+    def like(self, flat: Tensor) -> FullWeights:
+        """The same layout over another buffer, such as a gradient or a moment."""
+        return FullWeights(self.base, flat)
+
+    def sync(self) -> None:
+        """Nobody reads these but through the buffer."""
+
+    def tensors(self) -> list[Tensor]:
+        """Views of the buffer, one for each parameter."""
+        shapes = [shape for _, shape in self.specs()]
+        parts = self.flat.split([prod(shape) for shape in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def specs(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Hugging Face name and shape of every parameter, in the order of the buffer."""
+        return [(name, tuple(parameter.shape)) for name, parameter in self.base.parameters.items()]
+
+    def save_model(self, folder: Path, *, dtype: torch.dtype) -> None:
+        """Writes the files of a Hugging Face model: configuration, safetensors (in shards if large), tokenizer."""
+        path = self.base.path
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(config)
+        names = [name for name, _ in self.specs()]
+        if names != [name for name, _ in skeleton.named_parameters()]:
+            raise Unsupported(f"a model made from the configuration of {path} has other parameters than the loaded one")
+        try:
+            skeleton.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+        except OSError:
+            logger.debug("%s has no generation_config.json", path)
+        skeleton.to(dtype)  # type: ignore[arg-type]  # transformers' decorated signature
+        tensors = {name: tensor.to(dtype) for name, tensor in zip(names, self.tensors(), strict=True)}
+        skeleton.save_pretrained(folder, state_dict=tensors, max_shard_size=_SHARD_SIZE)
+        for name in _TOKENIZER_FILES:
+            file = cached_file(
+                path, name, local_files_only=True, _raise_exceptions_for_missing_entries=False
+            )  # type: ignore[arg-type]
+            if file is not None:
+                (folder / name).write_bytes(Path(file).read_bytes())
+
+    @classmethod
+    def load_model(cls, folder: Path, base: BaseModel) -> FullWeights:
+        """float32 weights in host memory, from a folder that save_model wrote.
+
+        Raises InvalidRequest when it is not a model of the base model's parameters.
+        """
+        model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        found = dict(model.named_parameters())
+        weights = cls(base, torch.empty(sum(parameter.numel() for parameter in base.parameters.values())))
+        shapes = {name: tuple(parameter.shape) for name, parameter in found.items()}
+        if odd := sorted(set(shapes.items()) ^ set(weights.specs())) or sorted(report["missing_keys"]):
+            raise InvalidRequest(f"checkpoint tensors do not fit this base model: {odd[0]!r} is on one side only")
+        with torch.no_grad():
+            for tensor, (name, _) in zip(weights.tensors(), weights.specs(), strict=True):
+                tensor.copy_(found[name])
+        return weights
+
+
+class TrainedWeights(FullWeights):
+    """The parameters of `base` themselves.
+
+    Where the model computes in float32 they are views of the buffer. Elsewhere the buffer is the master copy, and the
+    parameters follow it at every sync(), rounded.
+    """
+
+    @classmethod
+    def take(cls, base: BaseModel) -> TrainedWeights:
+        """Their present values. Raises Unsupported for parameters that are not of one floating type."""
+        odd = [name for name, parameter in base.parameters.items() if parameter.dtype != base.dtype]
+        if odd:
+            raise Unsupported(
+                f"lora_config.rank: 0 cannot be had of this base model: its parameter {odd[0]!r} is "
+                f"{base.parameters[odd[0]].dtype}, not {base.dtype} as its output layer"
+            )
+        numel = sum(parameter.numel() for parameter in base.parameters.values())
+        weights = cls(base, torch.empty(numel, device=base.device))
+        with torch.no_grad():
+            for view, parameter in zip(FullWeights.tensors(weights), base.parameters.values(), strict=True):
+                view.copy_(parameter)
+                if parameter.dtype == view.dtype:
+                    parameter.data = view
+        return weights
+
+    def tensors(self) -> list[Tensor]:
+        """The parameters: gradients are taken with respect to them."""
+        return list(self.base.parameters.values())
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        """Call it when the buffer has changed."""
+        if self.base.dtype != self.flat.dtype:
+            torch._foreach_copy_(self.tensors(), FullWeights.tensors(self))
+
+
+Weights = Adapter | FullWeights
+"""What one model trains, and one version serves."""
+
+
+@torch.no_grad()
+def reload(base: BaseModel) -> None:
+    """Gives the parameters the values of the model's files again. Raises OSError when they are gone."""
+    model = AutoModelForCausalLM.from_pretrained(base.path, dtype=base.dtype, local_files_only=True)
+    stored = dict(model.named_parameters())
+    for name, parameter in base.parameters.items():
+        parameter.copy_(stored[name])
+
+
+def config_of(config: pb.LoraConfig, *, max_rank: int) -> AdapterConfig:
+    """Of an adapter, or FULL for rank 0, where there is nothing random that a seed could fix.
+
+    Raises InvalidRequest as AdapterConfig.from_proto does, and for rank 0 with a train_* flag that is false.
+    """
+    if config.rank != 0:
+        return AdapterConfig.from_proto(config, max_rank=max_rank)
+    for flag in ("train_attn", "train_mlp", "train_unembed"):
+        if not getattr(config, flag):
+            raise InvalidRequest(
+                f"lora_config.{flag}: false cannot be had with rank 0, which trains every parameter; set it to true, "
+                "or choose a rank",
+                field=flag,
+            )
+    return FULL
