@@ -9,9 +9,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from tinsmith.modeling.kernels.transfer import on_device
 from tinsmith.modeling.lora import Run, add_rows
 
 MAX_CHUNK_ELEMENTS = {"cpu": 4 * 1024 * 1024, "cuda": 128 * 1024 * 1024}
@@ -62,7 +64,7 @@ def logits(head: Head, hidden_T_H: Tensor, runs: Sequence[Run]) -> Tensor:
 
 def logprob_chunks(head: Head, hidden_T_H: Tensor, runs: Sequence[Run]) -> Iterator[tuple[slice, Tensor]]:
     """Rows and their float32 log-softmax [n, V], chunk by chunk. Runs must be slices. Not differentiable."""
-    for piece in _pieces(head, hidden_T_H.shape[0], runs):
+    for piece in _pieces(head, hidden_T_H.shape[0], _slices(runs)):
         run = None if piece.run is None else runs[piece.run]
         here = [] if run is None else [Run(run.adapter, slice(0, piece.rows.stop - piece.rows.start))]
         yield piece.rows, logits(head, hidden_T_H[piece.rows], here).log_softmax(-1)
@@ -71,70 +73,77 @@ def logprob_chunks(head: Head, hidden_T_H: Tensor, runs: Sequence[Run]) -> Itera
 def target_logprobs(head: Head, hidden_T_H: Tensor, rows_M: Tensor, tokens_M: Tensor, runs: Sequence[Run]) -> Tensor:
     """float32 [M]: log P(tokens_M[m] | row rows_M[m]), differentiable in the hidden states and the adapters' heads.
 
-    rows_M is int64 and must not fall; runs must be slices, in order, that do not overlap.
+    rows_M and tokens_M are int64 and in host memory, where the work is cut into chunks without waiting for the device.
+    rows_M must not fall; runs must be slices, in order, that do not overlap.
     """
     adapted = [run for run in runs if head.name in run.adapter.weights]
     parameters: list[Tensor] = []
     for run in adapted:
         weights = run.adapter.weights[head.name]
         parameters += [weights.a_R_I, weights.b_O_R]
-    return _TargetLogprobs.apply(hidden_T_H, rows_M, tokens_M, head, adapted, *parameters)
+    tokens_on_device_M = on_device(tokens_M, hidden_T_H.device)
+    return _TargetLogprobs.apply(hidden_T_H, rows_M.numpy(), tokens_on_device_M, head, adapted, *parameters)
 
 
 class _TargetLogprobs(torch.autograd.Function):
     """Forward keeps one log-sum-exp a row; backward computes each chunk's logits again, and only for rows that have a
-    gradient (prompt tokens have none)."""
+    gradient (prompt tokens have none), laid together."""
 
     @staticmethod
     def forward(
         ctx: Any,
         hidden_T_H: Tensor,
-        rows_M: Tensor,
+        rows_M: np.ndarray,
         tokens_M: Tensor,
         head: Head,
         runs: Sequence[Run],
         *parameters: Tensor,
     ) -> Tensor:
-        lse_T = torch.empty(hidden_T_H.shape[0], device=hidden_T_H.device)
-        picked_M = torch.empty(rows_M.shape[0], device=hidden_T_H.device)
-        pieces = _pieces(head, hidden_T_H.shape[0], runs)
+        device = hidden_T_H.device
+        where_M = on_device(torch.from_numpy(rows_M), device)
+        lse_T = torch.empty(hidden_T_H.shape[0], device=device)
+        picked_M = torch.empty(rows_M.shape[0], device=device)
+        pieces = _pieces(head, hidden_T_H.shape[0], _slices(runs))
         for piece, named in zip(pieces, _named(pieces, rows_M), strict=True):
             logits_n_V = _finish(head, _project(head, hidden_T_H[piece.rows], _lora(piece, runs, parameters)))
             lse_T[piece.rows] = logits_n_V.logsumexp(-1)
-            picked_M[named] = logits_n_V[rows_M[named] - piece.rows.start, tokens_M[named]]
-        ctx.save_for_backward(hidden_T_H, rows_M, tokens_M, lse_T, *parameters)
-        ctx.head, ctx.runs = head, runs
-        return picked_M - lse_T[rows_M]
+            picked_M[named] = logits_n_V[where_M[named] - piece.rows.start, tokens_M[named]]
+        ctx.save_for_backward(hidden_T_H, tokens_M, lse_T, *parameters)
+        ctx.rows_M, ctx.head, ctx.runs = rows_M, head, runs
+        return picked_M - lse_T[where_M]
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad_M,) = grad_outputs
         head, runs = ctx.head, ctx.runs
-        hidden_T_H, rows_M, tokens_M, lse_T, *parameters = ctx.saved_tensors
+        hidden_T_H, tokens_M, lse_T, *parameters = ctx.saved_tensors
         grad_hidden_T_H = torch.zeros_like(hidden_T_H) if ctx.needs_input_grad[0] else None
         grads = [torch.zeros_like(parameter) for parameter in parameters]
-        pieces = _pieces(head, hidden_T_H.shape[0], runs)
-        for piece, named in zip(pieces, _named(pieces, rows_M), strict=True):
-            wanted = grad_M[named] != 0
-            grad_m = grad_M[named][wanted]
-            if grad_m.numel() == 0:
-                continue
-            active_n, local_m = rows_M[named][wanted].unique_consecutive(return_inverse=True)
+        kept_K = (grad_M != 0).cpu().numpy().nonzero()[0]  # the only wait for the device
+        active_N, local_K = np.unique(ctx.rows_M[kept_K], return_inverse=True)
+        pieces = _pieces(head, len(active_N), [_among(active_N, rows) for rows in _slices(runs)])
+        named_pieces = _named(pieces, local_K)
+        kept, active, local = (
+            on_device(torch.from_numpy(numbers), hidden_T_H.device) for numbers in (kept_K, active_N, local_K)
+        )
+        grad_K, tokens_K = grad_M[kept], tokens_M[kept]
+        total_N = torch.zeros(len(active_N), device=grad_M.device).index_add_(0, local, grad_K)
+        for piece, named in zip(pieces, named_pieces, strict=True):
+            active_n = active[piece.rows]
             hidden_n_H = hidden_T_H[active_n]
             lora = _lora(piece, runs, parameters)
             logits_n_V = _finish(head, _project(head, hidden_n_H, lora))
             cap_n_V = None if head.softcap is None else 1 - (logits_n_V / head.softcap).square()
             # d(picked - lse)/d(logits) = onehot - softmax
-            total_n = torch.zeros(active_n.shape[0], device=grad_m.device).index_add_(0, local_m, grad_m)
-            grad_n_V = logits_n_V.sub_(lse_T[active_n, None]).exp_().mul_(-total_n[:, None])
-            grad_n_V.index_put_((local_m, tokens_M[named][wanted]), grad_m, accumulate=True)
+            grad_n_V = logits_n_V.sub_(lse_T[active_n, None]).exp_().mul_(-total_N[piece.rows, None])
+            grad_n_V.index_put_((local[named] - piece.rows.start, tokens_K[named]), grad_K[named], accumulate=True)
             if cap_n_V is not None:
                 grad_n_V.mul_(cap_n_V)
             if head.scale != 1.0:
                 grad_n_V.mul_(head.scale)
             grad_n_H = None
             if grad_hidden_T_H is not None:
-                grad_n_H = (grad_n_V.to(hidden_T_H.dtype) @ head.weight_V_H).float()
+                grad_n_H = _product(grad_n_V.to(hidden_T_H.dtype), head.weight_V_H)
             for a_R_H, b_V_R, scaling in lora:
                 assert piece.run is not None
                 low_n_R = hidden_n_H.float() @ a_R_H.T
@@ -148,15 +157,26 @@ class _TargetLogprobs(torch.autograd.Function):
         return grad_hidden_T_H, None, None, None, None, *grads
 
 
-def _pieces(head: Head, num_rows: int, runs: Sequence[Run]) -> list[_Piece]:
+def _slices(runs: Sequence[Run]) -> list[slice]:
+    rows = [run.rows for run in runs if isinstance(run.rows, slice)]
+    if len(rows) < len(runs):
+        raise TypeError("the head takes runs of consecutive rows")
+    return rows
+
+
+def _among(active_N: np.ndarray, rows: slice) -> slice:
+    """The slice of the rising row numbers active_N that lies in `rows`."""
+    first, stop = np.searchsorted(active_N, [rows.start, rows.stop]).tolist()
+    return slice(first, stop)
+
+
+def _pieces(head: Head, num_rows: int, runs: Sequence[slice]) -> list[_Piece]:
     """All rows, in order, cut at the runs' borders and at max_rows."""
     borders: list[tuple[int, int, int | None]] = []
     start = 0
-    for n, run in enumerate(runs):
-        if not isinstance(run.rows, slice):
-            raise TypeError("the head takes runs of consecutive rows")
-        borders += [(start, run.rows.start, None), (run.rows.start, run.rows.stop, n)]
-        start = run.rows.stop
+    for n, rows in enumerate(runs):
+        borders += [(start, rows.start, None), (rows.start, rows.stop, n)]
+        start = rows.stop
     borders.append((start, num_rows, None))
     return [
         _Piece(slice(first, min(first + head.max_rows, stop)), run)
@@ -165,10 +185,9 @@ def _pieces(head: Head, num_rows: int, runs: Sequence[Run]) -> list[_Piece]:
     ]
 
 
-def _named(pieces: Sequence[_Piece], rows_M: Tensor) -> list[slice]:
+def _named(pieces: Sequence[_Piece], rows_M: np.ndarray) -> list[slice]:
     """For each piece, the slice of M whose rows lie in it."""
-    borders = torch.tensor([piece.rows.stop for piece in pieces], device=rows_M.device)
-    stops = torch.searchsorted(rows_M, borders).tolist()
+    stops = np.searchsorted(rows_M, [piece.rows.stop for piece in pieces]).tolist()
     return [slice(first, stop) for first, stop in zip([0, *stops], stops, strict=False)]
 
 
@@ -180,10 +199,20 @@ def _lora(piece: _Piece, runs: Sequence[Run], parameters: Sequence[Tensor]) -> l
 
 def _project(head: Head, hidden_n_H: Tensor, lora: Sequence[tuple[Tensor, Tensor, float]]) -> Tensor:
     """float32 [n, V], before scale and softcap. The adapters' share is computed in float32."""
-    out = torch.nn.functional.linear(hidden_n_H, head.weight_V_H, head.bias_V).float()
+    out = _product(hidden_n_H, head.weight_V_H.T)
+    if head.bias_V is not None:
+        out.add_(head.bias_V)
     for a_R_H, b_V_R, scaling in lora:
         out.addmm_(hidden_n_H.float() @ a_R_H.T, b_V_R.T, alpha=scaling)
     return out
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right in float32. On CUDA the sums, which are in float32, are not rounded to a half precision first; no
+    other device has such a product."""
+    if left.is_cuda and left.dtype != torch.float32:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return (left @ right).float()
 
 
 def _finish(head: Head, raw_n_V: Tensor) -> Tensor:
