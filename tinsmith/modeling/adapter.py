@@ -6,6 +6,7 @@ One buffer means that an optimizer step is a few operations, a snapshot is one c
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -78,18 +79,64 @@ class AdapterConfig:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A linear layer that adapters may change."""
+    """A linear layer, or the same layer of all experts in one tensor, that adapters may change."""
 
     name: str
-    """Path of the module in the Hugging Face model."""
+    """Path of the module in the Hugging Face model, or of the parameter that holds all experts."""
     group: Group
     in_features: int
     out_features: int
+    num_experts: int | None = None
+    shared: Literal["A", "B"] | None = None
+    """Which of A and B all experts have in common; the other one has an expert dimension in front."""
+    peft_name: str | None = None
+    """The module that PEFT's names speak of, where it is not `name`."""
+
+    def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of A and B."""
+        a, b = (rank, self.in_features), (self.out_features, rank)
+        if self.num_experts is None:
+            return a, b
+        return (a if self.shared == "A" else (self.num_experts, *a)), (b if self.shared == "B" else (self.num_experts, *b))
+
+    @property
+    def peft_names(self) -> tuple[str, str]:
+        """Of A and B in PEFT's files."""
+        prefix = f"{_PEFT_PREFIX}{self.peft_name or self.name}"
+        return f"{prefix}.lora_A.weight", f"{prefix}.lora_B.weight"
+
+    def peft_shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of A and B in PEFT's files, where every expert has both: A is [E R, I], B is [O, R E]."""
+        rows = rank * (self.num_experts or 1)
+        return (rows, self.in_features), (self.out_features, rows)
+
+    def to_peft(self, weights: LoraWeights) -> tuple[Tensor, Tensor]:
+        """A and B as PEFT's files have them; what experts share is repeated."""
+        if self.num_experts is None:
+            return weights.a_R_I, weights.b_O_R
+        a_E_R_I = weights.a_R_I.expand(self.num_experts, -1, -1)
+        b_E_O_R = weights.b_O_R.expand(self.num_experts, -1, -1)
+        return a_E_R_I.flatten(0, 1), b_E_O_R.permute(1, 2, 0).flatten(1)
+
+    def from_peft(self, a: Tensor, b: Tensor) -> LoraWeights:
+        """The reverse of to_peft. Raises InvalidRequest when experts have their own of what they share here."""
+        if self.num_experts is None:
+            return LoraWeights(a, b)
+        a_E_R_I = a.unflatten(0, (self.num_experts, -1))
+        b_E_O_R = b.unflatten(1, (-1, self.num_experts)).permute(2, 0, 1)
+        shared, name = (a_E_R_I, self.peft_names[0]) if self.shared == "A" else (b_E_O_R, self.peft_names[1])
+        if not torch.equal(shared, shared[:1].expand_as(shared)):
+            raise InvalidRequest(
+                f"tensor {name!r}: the experts differ in lora_{self.shared}; adapters here have one lora_{self.shared} "
+                f"of {self.name!r} for all its experts",
+                field=name,
+            )
+        return LoraWeights(a_E_R_I[0], b_E_O_R) if self.shared == "A" else LoraWeights(a_E_R_I, b_E_O_R[0])
 
 
 @dataclass(frozen=True, slots=True)
 class LoraWeights:
-    """W + scaling * B A."""
+    """W + scaling * B A. Of experts, A is [E, R, I] or B is [E, O, R] (Target.shared)."""
 
     a_R_I: Tensor
     b_O_R: Tensor
@@ -109,9 +156,8 @@ class Adapter:
         parts = iter(flat.split([prod(shape) for _, shape in self._layout()]))
         for target in self.targets:
             a, b = next(parts), next(parts)
-            self.weights[target.name] = LoraWeights(
-                a.view(config.rank, target.in_features), b.view(target.out_features, config.rank)
-            )
+            a_shape, b_shape = target.shapes(config.rank)
+            self.weights[target.name] = LoraWeights(a.view(a_shape), b.view(b_shape))
 
     @classmethod
     def create(cls, config: AdapterConfig, targets: Sequence[Target], device: torch.device) -> Adapter:
@@ -140,6 +186,9 @@ class Adapter:
     def num_bytes(self) -> int:
         return self.flat.nbytes
 
+    def sync(self) -> None:
+        """The forward pass reads the buffer itself."""
+
     def like(self, flat: Tensor) -> Adapter:
         """The same layout over another buffer, such as a gradient or a moment."""
         return Adapter(self.config, self.targets, flat)
@@ -149,23 +198,28 @@ class Adapter:
         return [tensor for weights in self.weights.values() for tensor in (weights.a_R_I, weights.b_O_R)]
 
     def specs(self) -> list[tuple[str, tuple[int, ...]]]:
-        """PEFT name and shape of every tensor, in the order of the buffer."""
+        """Name and shape of every tensor, in the order of the buffer. The names of linear layers are those of PEFT."""
         return list(self._layout())
 
     def _layout(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         for target in self.targets:
-            yield f"{_PEFT_PREFIX}{target.name}.lora_A.weight", (self.config.rank, target.in_features)
-            yield f"{_PEFT_PREFIX}{target.name}.lora_B.weight", (target.out_features, self.config.rank)
+            for side, shape in zip("AB", target.shapes(self.config.rank), strict=True):
+                yield f"{_PEFT_PREFIX}{target.name}.lora_{side}.weight", shape
 
     def save_peft(self, folder: Path, *, base_model: str) -> None:
-        """Writes adapter_config.json and adapter_model.safetensors, which stock PEFT and vLLM load unchanged."""
-        names = [name for name, _ in self._layout()]
-        tensors = {name: t.detach().cpu().contiguous() for name, t in zip(names, self.tensors(), strict=True)}
+        """Writes adapter_config.json and adapter_model.safetensors, which stock PEFT loads unchanged."""
+        tensors = {
+            name: tensor.detach().cpu().contiguous()
+            for target in self.targets
+            for name, tensor in zip(target.peft_names, target.to_peft(self.weights[target.name]), strict=True)
+        }
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         (folder / "adapter_config.json").write_text(json.dumps(self._peft_config(base_model), indent=2) + "\n")
 
     def _peft_config(self, base_model: str) -> Mapping[str, object]:
-        return {
+        experts = {_last(target.name, 2) for target in self.targets if target.num_experts is not None}
+        layers = [target for target in self.targets if target.num_experts is None]
+        config = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": base_model,
@@ -173,9 +227,16 @@ class Adapter:
             "lora_alpha": ALPHA,
             "lora_dropout": 0.0,
             "bias": "none",
-            "target_modules": sorted({target.name.rsplit(".", 1)[-1] for target in self.targets}),
+            "target_modules": _modules(layers),
             "inference_mode": True,
         }
+        if experts:
+            # Beside fused experts, PEFT takes the name of a feed-forward layer for that of an expert's from the time
+            # when each was a module. Named by its weight it is what it is, with the same tensors.
+            config["target_modules"] = _modules([target for target in layers if target.group != "mlp"])
+            experts |= {f"{_last(t.name, 2)}.weight" for t in layers if t.group == "mlp"}
+            config["target_parameters"] = sorted(experts)
+        return config
 
     @classmethod
     def load_peft(cls, folder: Path, config: AdapterConfig, targets: Sequence[Target]) -> Adapter:
@@ -185,17 +246,40 @@ class Adapter:
         """
         stored = load_file(folder / "adapter_model.safetensors")
         adapter = cls(config, targets, torch.empty(num_elements(config, chosen_targets(config, targets))))
-        names = [name for name, _ in adapter._layout()]
-        if set(names) != set(stored):
-            odd = sorted(set(names) ^ set(stored))[0]
+        shapes = {
+            name: shape
+            for target in adapter.targets
+            for name, shape in zip(target.peft_names, target.peft_shapes(config.rank), strict=True)
+        }
+        if set(shapes) != set(stored):
+            odd = sorted(set(shapes) ^ set(stored))[0]
             raise InvalidRequest(f"checkpoint tensors do not fit this base model: {odd!r} is on one side only")
-        for name, tensor in zip(names, adapter.tensors(), strict=True):
-            if stored[name].shape != tensor.shape:
+        for name, shape in shapes.items():
+            if stored[name].shape != shape:
                 raise InvalidRequest(
-                    f"checkpoint tensor {name!r} has shape {list(stored[name].shape)}, not {list(tensor.shape)}"
+                    f"checkpoint tensor {name!r} has shape {list(stored[name].shape)}, not {list(shape)}"
                 )
-            tensor.copy_(stored[name])
+        for target in adapter.targets:
+            a_name, b_name = target.peft_names
+            theirs, ours = target.from_peft(stored[a_name], stored[b_name]), adapter.weights[target.name]
+            ours.a_R_I.copy_(theirs.a_R_I)
+            ours.b_O_R.copy_(theirs.b_O_R)
         return adapter
+
+
+def _modules(layers: Sequence[Target]) -> list[str] | str:
+    """For PEFT's target_modules: the last part of each name, or a regular expression of whole names."""
+    last = sorted({_last(target.name, 1) for target in layers})
+    nested = sorted({outer for target in layers if "." in (outer := target.name.partition(".layers.")[0])})
+    if not nested:
+        return last
+    # The model has other parts, such as an encoder of images, whose layers may have the same last names.
+    return rf"((?:{'|'.join(map(re.escape, nested))})\..*\.|)(?:{'|'.join(last)})"
+
+
+def _last(name: str, count: int) -> str:
+    """The last so many parts of a dotted name."""
+    return ".".join(name.split(".")[-count:])
 
 
 def chosen_targets(config: AdapterConfig, targets: Sequence[Target]) -> list[Target]:
@@ -210,4 +294,4 @@ def chosen_targets(config: AdapterConfig, targets: Sequence[Target]) -> list[Tar
 
 def num_elements(config: AdapterConfig, targets: Sequence[Target]) -> int:
     """Elements of the flat buffer of an adapter for these (already chosen) targets."""
-    return sum(config.rank * (target.in_features + target.out_features) for target in targets)
+    return sum(prod(shape) for target in targets for shape in target.shapes(config.rank))

@@ -6,25 +6,31 @@ Shapes: T packed tokens, H hidden.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging as transformers_logging
 
 from tinsmith.modeling import attention
-from tinsmith.modeling.adapter import Group, Target
-from tinsmith.modeling.attention import Layout, Packed
-from tinsmith.modeling.logprobs import Head, logits
+from tinsmith.modeling.adapter import GROUPS, Group, Target
+from tinsmith.modeling.attention import Layout
+from tinsmith.modeling.experts import LoraExperts, is_fused_experts
+from tinsmith.modeling.logprobs import Head
 from tinsmith.modeling.lora import ActiveRuns, LoraLinear, Run
+from tinsmith.modeling.self_check import TOLERANCE, Probe
+from tinsmith.rpc.errors import Unsupported
 
 logger = logging.getLogger(__name__)
-
-_SELF_CHECK_LENGTHS = (5, 3, 3)
-_SELF_CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
 
 
 class UnsupportedModel(Exception):
@@ -45,31 +51,44 @@ class BaseModel:
     """Every layer that an adapter may change, in the model's order."""
     config: PretrainedConfig
     active: ActiveRuns
+    parameters: Mapping[str, nn.Parameter]
+    """All of them by their Hugging Face names, tied ones once."""
+    refused_groups: Mapping[Group, str] = field(default_factory=dict)
+    """Groups whose adapters cannot be computed here, and why: they are not among the targets."""
 
     @classmethod
-    def load(cls, path: str | Path, *, device: torch.device, dtype: torch.dtype) -> BaseModel:
+    def load(
+        cls, path: str | Path, *, device: torch.device, dtype: torch.dtype, trainable: bool = False
+    ) -> BaseModel:
         """Loads a folder or a Hugging Face id.
+
+        `trainable`: for full-parameter training (full_weights.py). The layers stay as they are, so that autograd gives
+        the gradient of every parameter, and take no adapters.
 
         Raises UnsupportedModel when the model's own forward and the packed one disagree, or it has no plain output
         layer.
         """
         transformers_logging.disable_progress_bar()  # it would break up the service's log lines
         config = AutoConfig.from_pretrained(path)
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise UnsupportedModel(f"transformers has no causal language model for {type(config).__name__}")
         model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, attn_implementation="eager")
         model.to(device)  # type: ignore[arg-type]  # transformers' decorated signature
-        return cls.of(model, path=str(path))
+        return cls.of(model, path=str(path), trainable=trainable)
 
     @classmethod
-    def of(cls, model: PreTrainedModel, *, path: str) -> BaseModel:
+    def of(cls, model: PreTrainedModel, *, path: str, trainable: bool = False) -> BaseModel:
         """Takes over a causal LM with eager attention, on its device and in its dtype; `path` is what it is called.
 
         Raises UnsupportedModel as `load` does.
         """
-        model = model.eval().requires_grad_(False)
-        probe = _Probe.run(model)  # with its own attention
-        model.set_attn_implementation(attention.NAME)
+        model = model.eval().requires_grad_(trainable)
+        probe = Probe.run(model)  # with its own attention
         active = ActiveRuns()
-        targets = _adapt(model, active)
+        targets, refused = _adapt(model, active, replace=not trainable)
+        if not trainable:
+            probe.run_groups(model, targets)
+        model.set_attn_implementation(attention.NAME)
         base = cls(
             path=path,
             decoder=model.get_decoder(),
@@ -77,9 +96,23 @@ class BaseModel:
             targets=targets,
             config=model.config.get_text_config(),
             active=active,
+            parameters=dict(model.named_parameters()),
         )
-        probe.check(base, tolerance=_SELF_CHECK_TOLERANCE[base.dtype])
-        return base
+        try:
+            gaps = probe.gaps(base)
+        except (TypeError, AttributeError) as error:  # its modules do not hand on what attention needs
+            raise UnsupportedModel(f"{base.architecture} cannot be packed: {error}") from error
+        logger.info("self-check of %s: packed and plain forward differ by %s at most", path, gaps)
+        limit = TOLERANCE[base.dtype]
+        if not gaps.base <= limit:
+            raise UnsupportedModel(
+                f"{base.architecture} cannot be packed: its logprobs differ by {gaps.base:.3g} (limit {limit:g}) from "
+                "its own forward. Sequences probably see each other through a layer that is no attention"
+            )
+        refused |= gaps.refused(limit)
+        return replace(
+            base, targets=[target for target in targets if target.group not in refused], refused_groups=refused
+        )
 
     @property
     def device(self) -> torch.device:
@@ -88,6 +121,11 @@ class BaseModel:
     @property
     def dtype(self) -> torch.dtype:
         return self.head.weight_V_H.dtype
+
+    @property
+    def trainable(self) -> bool:
+        """All of its parameters can be trained, and it takes no adapters."""
+        return self.head.weight_V_H.requires_grad
 
     @property
     def vocab_size(self) -> int:
@@ -100,6 +138,21 @@ class BaseModel:
     @property
     def architecture(self) -> str:
         return (self.config.architectures or [type(self.config).__name__])[0]
+
+    @property
+    def groups(self) -> list[Group]:
+        """Those that adapters may change."""
+        return [group for group in GROUPS if any(target.group == group for target in self.targets)]
+
+    def check_groups(self, groups: Collection[Group]) -> None:
+        """Raises Unsupported for a group that adapters may not change here, with the reason."""
+        for group in GROUPS:
+            if group in groups and group not in self.groups:
+                raise Unsupported(f"lora_config.train_{group}: {self.why_not(group)}; set it to false")
+
+    def why_not(self, group: Group) -> str:
+        """Why the group is none of `groups`."""
+        return self.refused_groups.get(group) or "this base model has no such layers that can be adapted"
 
     def hidden_states(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout, runs: Sequence[Run]) -> Tensor:
         """The decoder's last hidden states [T, H], in the model's dtype.
@@ -122,29 +175,51 @@ def positions_of(lengths: Sequence[int], device: torch.device) -> Tensor:
     return torch.cat([torch.arange(length) for length in lengths]).to(device)
 
 
-def _adapt(model: PreTrainedModel, active: ActiveRuns) -> list[Target]:
-    """Puts a LoraLinear in the place of every linear layer that Tinker's train_* flags speak of."""
+def _adapt(
+    model: PreTrainedModel, active: ActiveRuns, *, replace: bool
+) -> tuple[Sequence[Target], dict[Group, str]]:
+    """Puts a LoraLinear or LoraExperts in the place of every layer that Tinker's train_* flags speak of.
+
+    Returns them, and groups that cannot be adapted, with the reason. Without `replace` it only lists the linear layers.
+    """
     output = model.get_output_embeddings()
-    found: list[tuple[str, nn.Linear, Group]] = []
-    for name, module in model.named_modules():
+    of_text = set(model.get_decoder().modules())  # an encoder of images beside it is not run here
+    targets: list[Target] = []
+    unknown: set[str] = set()
+    for name, module in list(model.named_modules()):
+        if module not in of_text and module is not output:
+            continue
         # Subclasses of Linear (quantised ones) have another forward; they stay as they are.
         if type(module) is nn.Linear:
             group = "unembed" if module is output else _group(model, name)
             if group is not None:
-                found.append((name, module, group))
-    targets = []
-    for name, module, group in found:
-        if group != "unembed":  # the head is run by logprobs.py, in chunks
-            model.set_submodule(name, LoraLinear(module, name, active))
-        targets.append(Target(name, group, module.in_features, module.out_features))
-    return targets
+                targets.append(Target(name, group, module.in_features, module.out_features))
+            if replace and group in ("attn", "mlp"):  # the head is run by logprobs.py, in chunks
+                model.set_submodule(name, LoraLinear(module, name, active))
+        elif is_fused_experts(module):
+            if replace:
+                experts = LoraExperts(module, name, active)
+                model.set_submodule(name, experts)
+                targets += [experts.up, experts.down]
+        elif "Expert" in type(module).__name__ and any(True for _ in module.parameters(recurse=False)):
+            unknown.add(type(module).__name__)
+    if not unknown:
+        return targets, {}
+    # Part of the feed-forward layers alone is not what train_mlp asks for.
+    reason = f"the experts of this base model ({', '.join(sorted(unknown))}) cannot be adapted here"
+    return [target for target in targets if target.group != "mlp"], {"mlp": reason}
 
 
 def _group(model: PreTrainedModel, name: str) -> Group | None:
-    parents = [type(model.get_submodule(name.rsplit(".", n)[0])).__name__ for n in range(1, name.count(".") + 1)]
-    if any("Attention" in parent for parent in parents):
+    parents = [model.get_submodule(name.rsplit(".", n)[0]) for n in range(1, name.count(".") + 1)]
+    names = [type(parent).__name__ for parent in parents]
+    if any("Attention" in parent for parent in names):
         return "attn"
-    if any("MLP" in parent or "Mlp" in parent or "FeedForward" in parent for parent in parents):
+    if any(hasattr(parent, "experts") for parent in parents[:1]) or any("Router" in parent for parent in names):
+        return None  # what chooses the experts is never adapted
+    if any("MLP" in parent or "Mlp" in parent or "FeedForward" in parent for parent in names):
+        return "mlp"
+    if name.endswith((".fc1", ".fc2")):  # OPT's and its likes', which have no module of their own
         return "mlp"
     return None
 
@@ -167,36 +242,3 @@ def _head(model: PreTrainedModel) -> Head:
         softcap=config.get("final_logit_softcapping"),
         scale=scale,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Probe:
-    """Logits of the model's own forward, one sequence at a time, kept to hold the packed forward against."""
-
-    sequences: Sequence[Tensor]
-    logits: Sequence[Tensor]
-
-    @classmethod
-    @torch.no_grad()
-    def run(cls, model: PreTrainedModel) -> _Probe:
-        generator = torch.Generator().manual_seed(0)
-        vocab_size = model.config.get_text_config().vocab_size
-        sequences = [
-            torch.randint(vocab_size, (length,), generator=generator).to(model.device) for length in _SELF_CHECK_LENGTHS
-        ]
-        return cls(sequences, [model(tokens[None], use_cache=False).logits[0].float() for tokens in sequences])
-
-    @torch.no_grad()
-    def check(self, base: BaseModel, *, tolerance: float) -> None:
-        lengths = [len(tokens) for tokens in self.sequences]
-        hidden = base.hidden_states(
-            torch.cat(list(self.sequences)), positions_of(lengths, base.device), Packed(lengths), []
-        )
-        packed = logits(base.head, hidden, []).log_softmax(-1)
-        gap = (packed - torch.cat(list(self.logits)).log_softmax(-1)).abs().max().item()
-        logger.info("self-check of %s: packed and plain forward differ by %.2g at most", base.path, gap)
-        if not gap <= tolerance:
-            raise UnsupportedModel(
-                f"{base.architecture} cannot be packed: its logprobs differ by {gap:.3g} (limit {tolerance:g}) from "
-                "its own forward. Sequences probably see each other through a layer that is no attention"
-            )

@@ -47,6 +47,8 @@ class PeftConfig:
     rslora: bool
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
+    parameters: Sequence[str]
+    """Ends of the names of those that PEFT adapts by themselves: fused experts, and weights of linear layers."""
     made_for: str
     """Name of the base model, or empty."""
     notes: Sequence[str]
@@ -83,6 +85,7 @@ class PeftConfig:
             alpha_pattern={
                 key: _as_number(value, f"alpha_pattern[{key!r}]") for key, value in _patterns(keys, "alpha_pattern")
             },
+            parameters=_names(keys, "target_parameters"),
             made_for=str(keys.get("base_model_name_or_path") or ""),
             notes=notes,
         )
@@ -100,8 +103,10 @@ class PeftConfig:
         deadline_s = time.monotonic() + _MATCHING_TIMEOUT_S
         found: dict[str, Low] = {}
         for module in modules:
-            rank = _first_match(self.rank_pattern, module, deadline_s, key="rank_pattern", otherwise=self.rank)
-            alpha = _first_match(self.alpha_pattern, module, deadline_s, key="alpha_pattern", otherwise=self.alpha)
+            weight = f"{module}.weight"
+            name = weight if any(f".{weight}".endswith(f".{end}") for end in self.parameters) else module
+            rank = _first_match(self.rank_pattern, name, deadline_s, key="rank_pattern", otherwise=self.rank)
+            alpha = _first_match(self.alpha_pattern, name, deadline_s, key="alpha_pattern", otherwise=self.alpha)
             found[module] = Low(rank, alpha / (math.sqrt(rank) if self.rslora else rank))
         return found
 
@@ -149,6 +154,13 @@ def _patterns(keys: dict[str, Any], key: Literal["rank_pattern", "alpha_pattern"
             field=key,
         )
     return list(value.items())
+
+
+def _names(keys: dict[str, Any], key: str) -> list[str]:
+    value = keys.pop(key, None) or []
+    if not isinstance(value, list) or len(value) > _MAX_PATTERNS or not all(isinstance(name, str) for name in value):
+        raise InvalidRequest(f"{CONFIG}: {key} must be a list of at most {_MAX_PATTERNS} names", field=key)
+    return value
 
 
 def _first_match(patterns: Mapping[str, Any], module: str, deadline_s: float, *, key: str, otherwise: Any) -> Any:

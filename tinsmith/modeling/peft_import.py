@@ -4,7 +4,8 @@
     W + (32 / R) B' A'                                                          what every layer gets here
 
 R is the largest r of the adapter. B' = s R / 32 B. A layer with r < R gets rows of A' as in a new adapter and columns
-of zero in B'; one without any adapter gets all of A' so, and B' = 0. Training can use all of them.
+of zero in B'; one without any adapter gets all of A' so, and B' = 0. Training can use all of them. Fused experts must
+share what adapters share here (experts.py).
 
 Everything else that such a folder may hold is refused by name. References: LoRA, arXiv:2106.09685; rank-stabilised
 scaling, arXiv:2312.03732; the file format is that of huggingface/peft.
@@ -55,7 +56,7 @@ def import_peft(
     """
     config = PeftConfig.read(folder / CONFIG)
     with open_tensors(folder) as file:
-        pairs = _pairs(file, {target.name: target for target in targets}, frozen)
+        pairs = _pairs(file, {target.peft_name or target.name: target for target in targets}, frozen)
         lows = config.lows([target.name for target in pairs])
         for target in pairs:
             _check_pair(file, target, lows[target.name].rank)
@@ -69,16 +70,11 @@ def import_peft(
         adapter = Adapter.create(ours, targets, torch.device("cpu"))
         for target in pairs:
             _copy(file, target, lows[target.name], adapter.weights[target.name])
-        dtypes = {file.dtype(name) for target in pairs for name in _names(target)} - {torch.float32}
+        dtypes = {file.dtype(name) for target in pairs for name in target.peft_names} - {torch.float32}
     notes = list(config.notes)
     if config.made_for not in ("", base_model):
         notes.append(f"the adapter says that it was made for {config.made_for!r}; it was imported for {base_model!r}")
     return Imported(adapter, [*notes, *_notes(adapter, lows, dtypes)])
-
-
-def _names(target: Target) -> tuple[str, str]:
-    prefix = f"base_model.model.{target.name}"
-    return f"{prefix}.lora_A.weight", f"{prefix}.lora_B.weight"
 
 
 def _pairs(file: TensorFile, targets: Mapping[str, Target], frozen: Mapping[str, Tensor]) -> list[Target]:
@@ -122,8 +118,7 @@ def _check_frozen(file: TensorFile, name: str, frozen: Mapping[str, Tensor]) -> 
 
 
 def _check_pair(file: TensorFile, target: Target, rank: int) -> None:
-    wanted = (rank, target.in_features), (target.out_features, rank)
-    for name, shape in zip(_names(target), wanted, strict=True):
+    for name, shape in zip(target.peft_names, target.peft_shapes(rank), strict=True):
         if file.shape(name) != shape:
             raise InvalidRequest(
                 f"tensor {name!r} has shape {list(file.shape(name))}, not {list(shape)} (r is {rank} there)", field=name
@@ -133,11 +128,11 @@ def _check_pair(file: TensorFile, target: Target, rank: int) -> None:
 
 
 def _copy(file: TensorFile, target: Target, low: Low, ours: LoraWeights) -> None:
-    a_name, b_name = _names(target)
-    a_r_I, b_O_r = (_finite(file.read(name).float(), name) for name in (a_name, b_name))
-    ours.a_R_I[: low.rank] = a_r_I
-    ours.b_O_R[:, : low.rank] = b_O_r * (low.scaling * ours.a_R_I.shape[0] / ALPHA)
-    _finite(ours.b_O_R, b_name)
+    a, b = (_finite(file.read(name).float(), name) for name in target.peft_names)
+    theirs = target.from_peft(a, b)
+    ours.a_R_I[..., : low.rank, :] = theirs.a_R_I
+    ours.b_O_R[..., : low.rank] = theirs.b_O_R * (low.scaling * ours.a_R_I.shape[-2] / ALPHA)
+    _finite(ours.b_O_R, target.peft_names[1])
 
 
 def _finite(tensor: Tensor, name: str) -> Tensor:
