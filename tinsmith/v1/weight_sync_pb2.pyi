@@ -30,7 +30,7 @@ class InitWeightTransferResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class StartWeightUpdateRequest(_message.Message):
-    __slots__ = ("trainer_id", "epoch", "version_id", "base_model", "lora_config", "tensors", "dtype")
+    __slots__ = ("trainer_id", "epoch", "version_id", "base_model", "lora_config", "tensors", "dtype", "bucket_bytes")
     TRAINER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     VERSION_ID_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +38,7 @@ class StartWeightUpdateRequest(_message.Message):
     LORA_CONFIG_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_BYTES_FIELD_NUMBER: _ClassVar[int]
     trainer_id: str
     epoch: int
     version_id: str
@@ -45,7 +46,8 @@ class StartWeightUpdateRequest(_message.Message):
     lora_config: _types_pb2.LoraConfig
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
     dtype: _types_pb2.Dtype
-    def __init__(self, trainer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., version_id: _Optional[str] = ..., base_model: _Optional[str] = ..., lora_config: _Optional[_Union[_types_pb2.LoraConfig, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., dtype: _Optional[_Union[_types_pb2.Dtype, str]] = ...) -> None: ...
+    bucket_bytes: int
+    def __init__(self, trainer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., version_id: _Optional[str] = ..., base_model: _Optional[str] = ..., lora_config: _Optional[_Union[_types_pb2.LoraConfig, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., dtype: _Optional[_Union[_types_pb2.Dtype, str]] = ..., bucket_bytes: _Optional[int] = ...) -> None: ...
 
 class TensorSpec(_message.Message):
     __slots__ = ("name", "shape")

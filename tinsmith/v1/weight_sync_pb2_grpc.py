@@ -78,14 +78,14 @@ class WeightSyncServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UpdateWeights(self, request, context):
-        """UpdateWeights receives the announced buffer; the call lasts as long as the broadcast.
+        """UpdateWeights receives the announced buffer, bucket after bucket; the call lasts as long as the broadcasts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FinishWeightUpdate(self, request, context):
-        """FinishWeightUpdate checks the buffer and makes the version visible, all of it or nothing.
+        """FinishWeightUpdate checks the whole buffer and makes the version visible, all of it or nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
