@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -32,6 +32,14 @@ class Limits:
     vocab_size: int
     max_context_length: int
     max_datums: int = 4096
+    context_reason: str = "its context"
+    """What max_context_length is."""
+
+    def bounded(self, longest_datum: int | None) -> Limits:
+        """Where memory allows less than the model does."""
+        if longest_datum is None or longest_datum >= self.max_context_length:
+            return self
+        return replace(self, max_context_length=longest_datum, context_reason="what fits into this trainer's memory")
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +194,8 @@ def _tokens(datum: types_pb2.Datum, limits: Limits, *, field: str) -> npt.NDArra
     tokens = tensors.text_tokens(datum.model_input, field=f"{field}.model_input")
     if not 1 <= tokens.size <= limits.max_context_length:
         raise InvalidRequest(
-            f"{field}.model_input: {tokens.size} tokens are outside 1..{limits.max_context_length}, its context",
+            f"{field}.model_input: {tokens.size} tokens are outside 1..{limits.max_context_length}, "
+            f"{limits.context_reason}",
             field=f"{field}.model_input",
         )
     tensors.check_tokens(tokens, limits.vocab_size, field=f"{field}.model_input")

@@ -25,6 +25,7 @@ from tinsmith.v1 import trainer_pb2
 from trainer_service.custom_loss_cost import CostLimit
 from trainer_service.custom_loss_graph import Graph, Node, check_result, parse
 from trainer_service.losses import Arrays, Term
+from trainer_service.memory import is_out_of_memory
 
 MAX_INPUTS = 16
 MAX_NODE_BYTES = 64 * 2**20
@@ -138,6 +139,8 @@ class CustomLoss:
         except InvalidRequest as error:
             raise self._refused(f"its gradient: {error.message}") from None
         except RuntimeError as error:  # of operations that have no derivative
+            if is_out_of_memory(error):
+                raise
             raise self._refused(f"its gradient cannot be computed: {str(error).splitlines()[0][:300]}") from error
         return gradient
 

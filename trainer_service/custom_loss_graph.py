@@ -28,6 +28,7 @@ from trainer_service.custom_loss_ops import (
     WORDS,
     named,
 )
+from trainer_service.memory import is_out_of_memory
 
 FORMAT = 1
 MAX_JSON_BYTES = 256 * 1024
@@ -91,6 +92,8 @@ class Graph:
             except InvalidRequest as error:
                 raise self.refused(node, error.message) from None
             except Exception as error:  # torch raises what it likes; whatever it is, the graph asked for it
+                if is_out_of_memory(error):  # but for this: the engine tries again with less at once
+                    raise
                 raise self.refused(node, str(error)) from error
             values[node.name] = result
         return values[self.loss.name], {key: values[ref.name] for key, ref in self.metrics.items()}

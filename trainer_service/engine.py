@@ -7,26 +7,40 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
+from prometheus_client import CollectorRegistry
 from torch import Tensor
 
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of
+from tinsmith.modeling.full_logprobs import full_target_logprobs
+from tinsmith.modeling.full_weights import TrainedWeights, Weights, reload
+from tinsmith.modeling.kernels.transfer import on_device
 from tinsmith.modeling.logprobs import target_logprobs
 from tinsmith.modeling.lora import Run
-from tinsmith.rpc.errors import FailedPrecondition, InvalidRequest, ServiceError
+from tinsmith.rpc.errors import FailedPrecondition, InvalidRequest, OutOfCapacity, ServiceError
+from trainer_service.activation_checkpointing import checkpointed, decoder_layers
 from trainer_service.batch import Batch, Datum, Limits, Output
+from trainer_service.budget import Lengths, Plan
 from trainer_service.job import Job, Piece, whole
-from trainer_service.losses import Term
-from trainer_service.optimizers import OPTIMIZERS, Optimizer, Params, check_kind, clip_gradient
+from trainer_service.losses import LOSS_FNS, Term
+from trainer_service.memory import drop_caches, is_out_of_memory
+from trainer_service.metrics import Metrics
+from trainer_service.micro_batch import Item, cut, halves, model_ids, num_tokens
+from trainer_service.model_state import ModelState, full_bytes
+from trainer_service.optimizers import Optimizer, Params, check_kind, clip_gradient
+from trainer_service.residency import Residency
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,66 +56,125 @@ class State:
     """A copy, in host memory, of everything that a checkpoint holds."""
 
     config: AdapterConfig
-    adapter: Adapter
+    adapter: Weights
     step: int
-    """Optimizer steps that the adapter has seen."""
+    """Optimizer steps that the weights have seen."""
     optimizer: OptimizerState | None
 
 
-@dataclass(slots=True)
-class _Model:
-    adapter: Adapter
-    gradient: Adapter
-    optimizer_kind: str
-    optimizer: Optimizer
-    step: int = 0
-    tainted: str = ""
-    """Why the accumulated gradients are not those that the client thinks; empty when they are."""
-
-    @classmethod
-    def of(cls, adapter: Adapter, optimizer_kind: str) -> _Model:
-        for tensor in adapter.tensors():
-            tensor.requires_grad_(True)
-        gradient = adapter.like(torch.zeros_like(adapter.flat))
-        return cls(adapter, gradient, optimizer_kind, OPTIMIZERS[optimizer_kind](adapter))
-
-    def clear_gradient(self) -> None:
-        self.gradient.flat.zero_()
-        self.tainted = ""
-
-
-@dataclass(frozen=True, slots=True)
-class _Item:
-    """A datum on its way into a micro-batch."""
-
-    job: Job
-    index: int
-
-    @property
-    def datum(self) -> Datum:
-        return self.job.batch.datums[self.index]
-
-    @property
-    def model_id(self) -> str:
-        return self.job.model_id
+Checkpointing = Literal["auto", "on", "off"]
 
 
 class TrainingEngine:
     """Adapters, their gradients and their optimizers."""
 
-    def __init__(self, base: BaseModel, *, max_tokens_per_microbatch: int) -> None:
+    def __init__(
+        self,
+        base: BaseModel,
+        *,
+        max_tokens_per_microbatch: int,
+        activation_checkpointing: Checkpointing = "auto",
+        residency: Residency | None = None,
+        metrics: Metrics | None = None,
+    ) -> None:
+        """Measures nothing: `max_tokens_per_microbatch` is the token budget until `follow` brings another plan.
+
+        Raises ValueError when activation checkpointing is asked for and the base model has no list of layers.
+        """
         self.base = base
-        self.max_tokens_per_microbatch = max_tokens_per_microbatch
         self.limits = Limits(vocab_size=base.vocab_size, max_context_length=base.max_context_length)
-        self._models: dict[str, _Model] = {}
+        self.plan = Plan(token_budget=max_tokens_per_microbatch)
+        self.residency = Residency.on(base.device) if residency is None else residency
+        self._models: dict[str, ModelState] = {}
+        self._base_changed = False
+        """A full model has trained the base model's own parameters."""
+        self._layers = decoder_layers(base)
+        self._checkpointing = activation_checkpointing
+        if activation_checkpointing == "on" and not self._layers:
+            raise ValueError(
+                f"activation_checkpointing: 'on' cannot be had of {base.architecture}: it has no list of "
+                f"{base.config.num_hidden_layers} layers; take 'auto' or 'off'"
+            )
+        self._too_long: int | None = None
+        """Tokens of the shortest datum that ran out of memory without activation checkpointing."""
+        self._metrics = Metrics(CollectorRegistry()) if metrics is None else metrics
+        self._metrics.token_budget.set(self.token_budget)
+
+    @property
+    def token_budget(self) -> int:
+        """Tokens that a micro-batch should have. It falls when memory runs out."""
+        return self.plan.token_budget
+
+    @property
+    def can_checkpoint(self) -> bool:
+        return bool(self._layers) and self._checkpointing != "off"
+
+    @property
+    def always_checkpoints(self) -> bool:
+        return self._checkpointing == "on"
+
+    @property
+    def num_layers(self) -> int:
+        return self.base.config.num_hidden_layers
+
+    def follow(self, plan: Plan) -> None:
+        """From now on. Datums that the plan says can never fit are refused when they are validated."""
+        self.plan = plan
+        self.limits = self.limits.bounded(plan.longest_datum)
+        self._metrics.token_budget.set(plan.token_budget)
 
     def create_model(self, model_id: str, config: AdapterConfig, optimizer: str) -> None:
-        """Raises InvalidRequest for an unknown optimizer, Unsupported for layers that the base model does not have."""
-        adapter = Adapter.create(config, self.base.targets, self.base.device)
-        self._models[model_id] = _Model.of(adapter, check_kind(optimizer))
+        """Raises InvalidRequest for an unknown optimizer, or a rank that this engine does not train, Unsupported for
+        layers that the base model does not have, and FailedPrecondition for a second full model."""
+        self.check_trainable(config, check_kind(optimizer))
+        weights = self._with_room(lambda: self._new_weights(config), what=f"a model of rank {config.rank}")
+        self.add_model(model_id, ModelState(weights, optimizer))
+
+    def add_model(self, model_id: str, model: ModelState) -> None:
+        self._models[model_id] = model
+        if model.movable:
+            self.residency.add(model_id, model)
+
+    def check_trainable(self, config: AdapterConfig, optimizer: str) -> None:
+        """Raises InvalidRequest, naming what would be right, for a rank that this engine does not train."""
+        if config.rank == 0 and not self.base.trainable:
+            raise InvalidRequest(
+                "lora_config.rank: 0 means full-parameter training, and this server was started without "
+                "--full-training; send a rank of 1 or more",
+                field="rank",
+            )
+        if config.rank != 0 and self.base.trainable:
+            raise InvalidRequest(
+                f"lora_config.rank: {config.rank} asks for an adapter, and this server was started with "
+                "--full-training: it trains all parameters, of one model at a time; send rank 0",
+                field="rank",
+            )
+        if config.rank == 0 and optimizer != "adamw":
+            raise InvalidRequest(
+                f"optimizer: {optimizer!r} is for the A and B of adapters; full-parameter training (rank 0) takes "
+                "'adamw'",
+                field="optimizer",
+            )
+
+    def _new_weights(self, config: AdapterConfig) -> Weights:
+        """Those that a model begins with: it equals the base model."""
+        if config.rank != 0:
+            return Adapter.create(config, self.base.targets, self.base.device)
+        if self._models:
+            live = next(iter(self._models))
+            raise FailedPrecondition(
+                f"model {live!r} is live, and a server that trains all parameters (--full-training) has one model at a "
+                "time; end its session first",
+                model_id=live,
+            )
+        if self._base_changed:
+            reload(self.base)
+        self._base_changed = True
+        return TrainedWeights.take(self.base)
 
     def delete_model(self, model_id: str) -> None:
         self._models.pop(model_id, None)
+        self.residency.remove(model_id)
 
     def begin(self, model_id: str, batch: Batch) -> Job:
         """A forward_backward of this model, of which nothing has run. Computes nothing."""
@@ -111,18 +184,18 @@ class TrainingEngine:
         """Puts datums of any jobs through the base model, and adds to each model's gradients.
 
         What does not fit into one micro-batch becomes several. When one fails, each of its jobs runs alone, so that
-        only the guilty one fails: its `error` is set, and nothing of this micro-batch is added to its model's gradients.
+        only the guilty one fails: its `error` is set, and nothing of this micro-batch is added to its gradients.
         """
         for forward_only in (True, False):
             items = [
-                _Item(piece.job, index)
+                Item(piece.job, index)
                 for piece in pieces
                 if piece.job.batch.forward_only == forward_only
                 for index in piece.indices
             ]
             # One model's datums lie together, and equal lengths too: attention batches them.
             items.sort(key=lambda item: (item.model_id, item.datum.length))
-            for micro_batch in self._micro_batches(items):
+            for micro_batch in cut(items, lambda: self.token_budget, self._go_together):
                 with torch.set_grad_enabled(not forward_only):
                     self._try(micro_batch)
 
@@ -143,87 +216,163 @@ class TrainingEngine:
         self.run([whole(job) for job in jobs])
         return [self.finish(job) for job in jobs]
 
-    def _micro_batches(self, items: Iterable[_Item]) -> Iterable[list[_Item]]:
-        """Cuts at the token budget; a longer datum goes alone."""
-        batch: list[_Item] = []
-        num_tokens = 0
-        for item in items:
-            if batch and num_tokens + item.datum.length > self.max_tokens_per_microbatch:
-                yield batch
-                batch, num_tokens = [], 0
-            batch.append(item)
-            num_tokens += item.datum.length
-        if batch:
-            yield batch
+    def probe(self, model_id: str, lengths: Lengths, *, checkpointing: bool) -> None:
+        """One forward and backward of sequences of these lengths, for what it takes. The model gets its gradients."""
+        loss = LOSS_FNS["cross_entropy"]
+        datums = [
+            Datum(np.zeros(n, np.int32), np.zeros(n, np.int64), {"weights": np.ones(n, np.float32)}) for n in lengths
+        ]
+        batch = Batch(loss_fn="cross_entropy", loss=loss, loss_config={}, forward_only=False, datums=datums)
+        job = self.begin(model_id, batch)
+        self._run([Item(job, index) for index in range(len(datums))], checkpointing=checkpointing)
 
-    def _try(self, items: Sequence[_Item]) -> None:
-        """Runs a micro-batch, job by job when it fails."""
+    def _try(self, items: Sequence[Item], *, checkpointing: bool = False) -> None:
+        """Runs a micro-batch: in halves when there is no memory for it, job by job when it fails otherwise."""
         items = [item for item in items if item.job.error is None]
         if not items:
             return
+        checkpointing = checkpointing or self._needs_checkpointing(items)
         try:
-            self._run(items)
-        except Exception as error:
-            jobs = list(dict.fromkeys(item.job for item in items))
-            if len(jobs) > 1:
-                for job in jobs:
-                    self._try([item for item in items if item.job is job])
-            elif isinstance(error, ServiceError):
-                jobs[0].error = error
-            else:
-                logger.exception("forward_backward of %s failed", jobs[0].model_id)
-                jobs[0].error = ServiceError(
-                    f"forward_backward failed: {type(error).__name__}; the trainer's log has the cause"
-                )
+            self._run(items, checkpointing=checkpointing)
+            return
+        except Exception as caught:
+            error = caught
+            if is_out_of_memory(error):
+                error = MemoryError()  # `caught` goes with what its frames hold, before anything else is tried
+            elif not isinstance(error, ServiceError) and len({item.job for item in items}) == 1:
+                logger.exception("forward_backward of %s failed", items[0].model_id)
+        jobs = list(dict.fromkeys(item.job for item in items))
+        if isinstance(error, MemoryError):
+            self._try_smaller(items, checkpointing=checkpointing)
+        elif len(jobs) > 1:
+            for job in jobs:
+                self._try([item for item in items if item.job is job], checkpointing=checkpointing)
+        elif isinstance(error, ServiceError):
+            jobs[0].error = error
+        else:
+            jobs[0].error = ServiceError(
+                f"forward_backward failed: {type(error).__name__}; the trainer's log has the cause"
+            )
 
-    def _run(self, items: Sequence[_Item]) -> None:
+    def _try_smaller(self, items: Sequence[Item], *, checkpointing: bool) -> None:
+        """After there was no memory for these. Nothing of them has been added to anything."""
+        self._ran_out(num_tokens(items), keep=model_ids(items))
+        if len(items) > 1:
+            for half in halves(items):
+                self._try(half, checkpointing=checkpointing)
+            return
+        (item,) = items
+        length = item.datum.length
+        if self.can_checkpoint and not checkpointing and torch.is_grad_enabled():
+            self._too_long = min(length, self._too_long or length)
+            self._try(items, checkpointing=True)
+            return
+        item.job.error = OutOfCapacity(
+            f"data[{item.index}].model_input: there is no memory for its {length} tokens at this moment, even alone",
+            field=f"data[{item.index}].model_input",
+        )
+
+    def _ran_out(self, tokens: int, *, keep: Sequence[str]) -> None:
+        """Lowers the budget, when it allowed so much, and frees what can be freed."""
+        self._metrics.out_of_memory.inc()
+        lower = max(1, tokens // 2)
+        if tokens <= self.token_budget and lower < self.token_budget:
+            self.plan = replace(self.plan, token_budget=lower)
+            self._metrics.token_budget.set(lower)
+        logger.warning("out of memory with %d tokens; the token budget is %d now", tokens, self.token_budget)
+        self._free(keep)
+
+    def _free(self, keep: Sequence[str]) -> None:
+        drop_caches(self.base.device)
+        self.residency.offload_all_but(keep)
+        drop_caches(self.base.device)
+
+    def _with_room(self, call: Callable[[], T], *, what: str, keep: Sequence[str] = ()) -> T:
+        """Runs it once more with all that can be freed, when there is no memory. Raises OutOfCapacity if that fails."""
+        for last in (False, True):
+            try:
+                return call()
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                if last:
+                    raise OutOfCapacity(f"there is no memory for {what} at this moment") from None
+            self._free(keep)
+        raise AssertionError
+
+    def _needs_checkpointing(self, items: Sequence[Item]) -> bool:
+        if self._checkpointing != "auto" or not self._layers:
+            return self._checkpointing == "on"
+        lengths = [item.datum.length for item in items]
+        known = self._too_long is not None and max(lengths) >= self._too_long
+        return known or self.plan.needs_checkpointing(lengths)
+
+    def _go_together(self, ids: Sequence[str]) -> bool:
+        """These models may be on the device at once, with their gradients on the way."""
+        room = self.plan.room_for_adapters([self.token_budget], checkpointing=self.always_checkpoints)
+        needed = sum(self._models[model_id].num_bytes + self._models[model_id].growth_bytes for model_id in ids)
+        return not self.residency.moves or room is None or needed <= room
+
+    def _have_on_device(self, items: Sequence[Item], *, checkpointing: bool) -> None:
+        room = self.plan.room_for_adapters([item.datum.length for item in items], checkpointing=checkpointing)
+        ids = model_ids(items)
+        if room is not None and torch.is_grad_enabled():
+            room -= sum(self._models[model_id].growth_bytes for model_id in ids)
+        self.residency.use(ids, max_bytes=room)
+
+    def _run(self, items: Sequence[Item], *, checkpointing: bool) -> None:
         """One pass of the base model. Jobs and gradients change when all of it has succeeded."""
+        self._have_on_device(items, checkpointing=checkpointing)
         device = self.base.device
         lengths = [item.datum.length for item in items]
         starts = np.cumsum([0, *lengths])
-        tokens_T = torch.from_numpy(np.concatenate([item.datum.tokens_N for item in items])).long().to(device)
+        tokens_T = on_device(torch.from_numpy(np.concatenate([item.datum.tokens_N for item in items])).long(), device)
         rows_M = np.concatenate([_rows(item.datum, start) for item, start in zip(items, starts, strict=False)])
         targets_M = np.concatenate([item.datum.targets.ravel() for item in items])
         runs = list(self._runs(items, starts))
 
-        hidden_T_H = self.base.hidden_states(tokens_T, positions_of(lengths, device), Packed(lengths), runs)
-        logprobs_M = target_logprobs(
-            self.base.head,
-            hidden_T_H,
-            torch.from_numpy(rows_M).to(device),
-            torch.from_numpy(targets_M).to(device),
-            runs,
-        )
+        adapted = [] if self.base.trainable else runs
+        layers = self._layers if checkpointing and torch.is_grad_enabled() else []
+        with checkpointed(layers, self.base.active):
+            hidden_T_H = self.base.hidden_states(tokens_T, positions_of(lengths, device), Packed(lengths), adapted)
+        named = torch.from_numpy(rows_M), torch.from_numpy(targets_M)
+        if self.base.trainable:
+            logprobs_M = full_target_logprobs(self.base.head, hidden_T_H, *(x.to(device) for x in named))
+        else:
+            logprobs_M = target_logprobs(self.base.head, hidden_T_H, *named, runs)
 
-        pieces = logprobs_M.split([item.datum.targets.size for item in items])
+        # Losses are many small operations whose values are asked for one by one: that is for the host, from one copy.
+        pieces = logprobs_M.cpu().split([item.datum.targets.size for item in items])
         shaped = [piece.view(item.datum.targets.shape) for item, piece in zip(items, pieces, strict=True)]
         terms: list[tuple[Job, Term]] = []
         for job, group in groupby(range(len(items)), key=lambda n: items[n].job):
             mine = list(group)
             inputs = [items[n].datum.inputs for n in mine]
             terms.append((job, job.batch.loss.evaluate([shaped[n] for n in mine], inputs, job.batch.loss_config)))
-        gradients: list[tuple[_Model, list[Tensor]]] = []
+        gradients: list[tuple[ModelState, list[Tensor]]] = []
         if torch.is_grad_enabled():
             gradients = list(self._gradients(terms, runs, items))
         largest = _largest([tensor for _, tensors in gradients for tensor in tensors])
         for job, term in terms:
             job.check_finite(term.value, largest)
 
+        # From here on nothing asks for memory: either all of the micro-batch is added, or nothing.
+        sums = [(model.need_gradient().tensors(), tensors) for model, tensors in gradients]
         for job, term in terms:
             job.add(term)
         for item, logprobs in zip(items, shaped, strict=True):
-            item.job.logprobs[item.index] = logprobs.detach().cpu().numpy()
-        for model, tensors in gradients:
-            torch._foreach_add_(model.gradient.tensors(), tensors)
+            item.job.logprobs[item.index] = logprobs.detach().numpy()
+        for totals, tensors in sums:
+            torch._foreach_add_(totals, tensors)
 
-    def _runs(self, items: Sequence[_Item], starts: np.ndarray) -> Iterable[Run]:
+    def _runs(self, items: Sequence[Item], starts: np.ndarray) -> Iterable[Run]:
         for model_id, group in groupby(range(len(items)), key=lambda n: items[n].model_id):
             mine = list(group)
             yield Run(self._models[model_id].adapter, slice(int(starts[mine[0]]), int(starts[mine[-1] + 1])))
 
     def _gradients(
-        self, terms: Sequence[tuple[Job, Term]], runs: Sequence[Run], items: Sequence[_Item]
-    ) -> Iterable[tuple[_Model, list[Tensor]]]:
+        self, terms: Sequence[tuple[Job, Term]], runs: Sequence[Run], items: Sequence[Item]
+    ) -> Iterable[tuple[ModelState, list[Tensor]]]:
         """The gradient of the terms' sum for each run's model, tensor by tensor."""
         total = torch.stack([term.differentiable for _, term in terms]).sum()
         parameters = [tensor for run in runs for tensor in run.adapter.tensors()]
@@ -255,11 +404,24 @@ class TrainingEngine:
                 "optim_step was not applied, because a forward_backward before it failed; "
                 f"its gradients were cleared. The failure: {reason}"
             )
-        norm = clip_gradient(model.gradient.flat, params.grad_clip_norm)
-        model.optimizer.step(model.adapter.flat, model.gradient.flat, params)
+        gradient, optimizer = self._with_room(
+            lambda: self._prepare_step(model_id), what=f"an optimizer step of {model_id}", keep=[model_id]
+        )
+        norm = clip_gradient(gradient.flat, params.grad_clip_norm)
+        optimizer.step(model.adapter.flat, gradient.flat, params)
+        model.adapter.sync()
         model.clear_gradient()
         model.step += 1
         return {"grad_norm:mean": norm}
+
+    def _prepare_step(self, model_id: str) -> tuple[Weights, Optimizer]:
+        """Makes what is missing, and sees that a step's temporaries will find room: half a step must never be."""
+        model = self._models[model_id]
+        room = self.plan.room_for_adapters([], checkpointing=False)
+        self.residency.use([model_id], max_bytes=None if room is None else room - full_bytes(model.adapter.num_bytes))
+        prepared = model.need_gradient(), model.need_optimizer()
+        torch.empty_like(model.adapter.flat)
+        return prepared
 
     def capture(self, model_id: str, *, with_optimizer: bool) -> State:
         model = self._models[model_id]
@@ -267,8 +429,13 @@ class TrainingEngine:
             config=model.adapter.config,
             adapter=model.adapter.like(model.adapter.flat.detach().to("cpu", copy=True)),
             step=model.step,
-            optimizer=OptimizerState(model.optimizer_kind, model.optimizer.state()) if with_optimizer else None,
+            optimizer=self._optimizer_state(model) if with_optimizer else None,
         )
+
+    def _optimizer_state(self, model: ModelState) -> OptimizerState:
+        """Of a model that has taken no step: the one that its first step will begin with."""
+        optimizer = model.new_optimizer() if model.optimizer is None else model.optimizer
+        return OptimizerState(model.optimizer_kind, optimizer.state())
 
     def restore(self, model_id: str, state: State, *, with_optimizer: bool) -> None:
         """Replaces the adapter's weights, drops its gradients, and restores the optimizer or starts it anew.
@@ -279,10 +446,7 @@ class TrainingEngine:
         model = self._models[model_id]
         ours, theirs = model.adapter.config, state.config
         if (ours.rank, ours.groups) != (theirs.rank, theirs.groups):
-            raise InvalidRequest(
-                f"the checkpoint has rank {theirs.rank} on {sorted(theirs.groups)}, "
-                f"this model has rank {ours.rank} on {sorted(ours.groups)}"
-            )
+            raise InvalidRequest(f"the checkpoint has {_extent(theirs)}, this model has {_extent(ours)}")
         if with_optimizer and state.optimizer is None:
             raise InvalidRequest("the checkpoint holds no optimizer state; load it without the optimizer")
         if with_optimizer and state.optimizer is not None and state.optimizer.kind != model.optimizer_kind:
@@ -291,11 +455,18 @@ class TrainingEngine:
                 "load it without the optimizer"
             )
         model.adapter.flat.copy_(state.adapter.flat)
+        model.adapter.sync()
         model.clear_gradient()
         model.step = state.step
-        model.optimizer = OPTIMIZERS[model.optimizer_kind](model.adapter)
+        model.optimizer = None
         if with_optimizer and state.optimizer is not None:
-            model.optimizer.load(state.optimizer.tensors)
+            model.need_optimizer().load(state.optimizer.tensors)
+
+
+def _extent(config: AdapterConfig) -> str:
+    if config.rank == 0:
+        return "all parameters (rank 0)"
+    return f"rank {config.rank} on {sorted(config.groups)}"
 
 
 def _largest(tensors: list[Tensor]) -> float:

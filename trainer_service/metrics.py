@@ -24,6 +24,8 @@ class Metrics:
         self.step_seconds = seconds("step", "Execution on the compute thread.", "kind")
         self.batches = counter("batches", "Calls of the engine's forward_backward; operations share them.")
         self.tokens = counter("tokens", "Tokens of executed forward_backward operations.")
+        self.token_budget = gauge("token_budget", "Tokens that a micro-batch should have.")
+        self.out_of_memory = counter("out_of_memory", "Micro-batches that ran out of memory, and were tried smaller.")
         self.models = gauge("models", "Live models.")
         self.publish_seconds = seconds("publish", "Publishing a version to the samplers.")
         self.publish_bytes = counter("publish_bytes", "Adapter bytes broadcast, once for each publish.")

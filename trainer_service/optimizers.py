@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from tinsmith.modeling.adapter import Adapter
+from tinsmith.modeling.full_weights import Weights
 from tinsmith.rpc.errors import InvalidRequest
 from tinsmith.v1 import trainer_pb2
 from trainer_service.newton_schulz import frobenius, orthogonalize
@@ -108,6 +108,10 @@ class Optimizer(Protocol):
 
     def load(self, state: Mapping[str, Tensor]) -> None: ...
 
+    def move(self, move: Callable[[Tensor], Tensor]) -> None:
+        """Puts the buffers of [numel] where `move` copies them: all of them, or none when one copy fails."""
+        ...
+
 
 class AdamW:
     """torch.optim.AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), with its settings given at every step."""
@@ -153,11 +157,15 @@ class AdamW:
         self.exp_avg_sq.copy_(state["exp_avg_sq"])
         self.num_steps.copy_(state["num_steps"].reshape(()))
 
+    def move(self, move: Callable[[Tensor], Tensor]) -> None:
+        self.exp_avg, self.exp_avg_sq = move(self.exp_avg), move(self.exp_avg_sq)
+
 
 class Dimuon:
     """Version 1 of Tinsmith's own matrix-orthogonalising momentum optimizer, of the Muon family.
 
-    For each A and each B of an adapter of rank r, with gradient G and momentum M, which is zero at first:
+    For each A and each B of an adapter of rank r (of each expert, where experts have their own), with gradient G and
+    momentum M, which is zero at first:
 
         M <- beta1 M + (1 - beta1) G
         O <- orthogonalize(M)
@@ -165,7 +173,7 @@ class Dimuon:
     """
 
     def __init__(self, like: Tensor, shapes: Sequence[tuple[int, ...]], *, rank: int) -> None:
-        """`like` is the flat buffer of matrices of these shapes, end to end."""
+        """`like` is the flat buffer of matrices, or stacks of them, of these shapes, end to end."""
         self.momentum = torch.zeros_like(like)
         self._shapes = shapes
         self._rank = rank
@@ -186,7 +194,11 @@ class Dimuon:
     def _matrices(self, flat: Tensor) -> list[Tensor]:
         """Views of the buffer's matrices, the shorter side first: those of equal shape take their step together."""
         parts = flat.split([math.prod(shape) for shape in self._shapes])
-        views = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        views = [
+            matrix  # one for each expert, where they do not share it
+            for part, shape in zip(parts, self._shapes, strict=True)
+            for matrix in part.view(-1, *shape[-2:])
+        ]
         return [view if view.shape[0] <= view.shape[1] else view.mT for view in views]
 
     def state(self) -> dict[str, Tensor]:
@@ -196,9 +208,12 @@ class Dimuon:
     def load(self, state: Mapping[str, Tensor]) -> None:
         self.momentum.copy_(state["momentum"])
 
+    def move(self, move: Callable[[Tensor], Tensor]) -> None:
+        self.momentum = move(self.momentum)
+
 
 DEFAULT_OPTIMIZER = "adamw"
-OPTIMIZERS: Mapping[str, Callable[[Adapter], Optimizer]] = {
+OPTIMIZERS: Mapping[str, Callable[[Weights], Optimizer]] = {
     "adamw": lambda adapter: AdamW(adapter.flat),
     "dimuon": lambda adapter: Dimuon(adapter.flat, [shape for _, shape in adapter.specs()], rank=adapter.config.rank),
 }

@@ -115,7 +115,7 @@ def run(engine: TrainingEngine, message: pb.ForwardBackwardRequest) -> tuple[Out
     """The output and the gradient, which is cleared."""
     (output,) = engine.forward_backward([("m", Batch.from_proto(message, engine.limits))])
     assert isinstance(output, Output), output
-    gradient = engine._models["m"].gradient.flat.clone()
+    gradient = engine._models["m"].need_gradient().flat.clone()
     engine._models["m"].clear_gradient()
     return output, gradient
 
@@ -189,7 +189,7 @@ def test_a_loss_that_is_not_finite_adds_nothing(engine: TrainingEngine) -> None:
     (refused,) = engine.forward_backward([("m", batch)])
     assert isinstance(refused, InvalidRequest)
     assert "custom: the loss (inf)" in str(refused)
-    assert not engine._models["m"].gradient.flat.any()
+    assert not engine._models["m"].need_gradient().flat.any()
 
 
 def test_what_only_values_can_show_fails_its_own_request_only(engine: TrainingEngine) -> None:

@@ -1,0 +1,127 @@
+"""Memory: how much the process may take, how much a computation takes, and what tells that there is none left."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_CPU_MESSAGES = ("can't allocate memory", "not enough memory", "std::bad_alloc")
+"""Of the RuntimeError that torch's CPU allocator raises."""
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of the storages that operations make on the CPU, from their making to their end.
+
+    The CPU allocator keeps no count of its own, and the process's resident size tells little: freed blocks stay in it,
+    and a small model's tensors come out of them. What a kernel takes for its own use within one operation is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.largest_bytes = 0
+        """Of one storage."""
+        self._seen: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if any(returned.alias_info is not None for returned in func._schema.returns):
+            return result  # views of what there was, and operations in place
+        for tensor in [result] if isinstance(result, Tensor) else _tensors(result):
+            storage = tensor.untyped_storage()
+            if storage not in self._seen:
+                self._count(storage)
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        self._seen.add(storage)
+        num_bytes = storage.nbytes()
+        self.live_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self.largest_bytes = max(self.largest_bytes, num_bytes)
+        weakref.finalize(storage, self._free, num_bytes)
+
+    def _free(self, num_bytes: int) -> None:
+        self.live_bytes -= num_bytes
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor))
+
+
+def peak_bytes(device: torch.device, call: Callable[[], object]) -> int:
+    """The most that `call` holds at once beyond what was held before it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    with Allocations() as allocations:
+        call()
+    return allocations.peak_bytes
+
+
+def available_bytes(device: torch.device) -> int:
+    """What could still be allocated: of the device's memory, or of the machine's within the limit of the cgroup."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return host_bytes()
+
+
+def host_bytes() -> int:
+    """Of the machine's memory, what this process could still allocate."""
+    return min([psutil.virtual_memory().available, *_cgroup_rooms(_CGROUPS, Path("/proc/self/cgroup"))])
+
+
+def _cgroup_rooms(root: Path, membership: Path) -> Iterator[int]:
+    """Limit less use, in each memory cgroup (version 1 or 2) that holds the process. Cached files count as free."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:  # no Linux
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            folder, limit, use, cached = root, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            folder, limit, use = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            cached = "total_inactive_file"
+        else:
+            continue
+        here = folder / path.lstrip("/")
+        # In a container the path may be the host's, of which nothing is mounted: then the root is the own group.
+        for group in [group for group in (here, *here.parents) if group.is_relative_to(folder)]:
+            try:
+                max_bytes = int((group / limit).read_text())
+                used_bytes = int((group / use).read_text())
+                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            except (OSError, ValueError):  # not there, or "max"
+                continue
+            yield max(0, max_bytes - used_bytes + int(stat.get(cached, 0)))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in _CPU_MESSAGES)
+
+
+def drop_caches(device: torch.device) -> None:
+    """Gives back what nobody uses. A traceback holds what its frames hold: it must be gone before."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

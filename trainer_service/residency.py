@@ -1,0 +1,105 @@
+"""Which models' tensors lie on the device: those used last. The others wait in host memory.
+
+Two copies never exist for longer than a move. On the CPU there is nothing to move: device and host are one memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+Move = Callable[[Tensor], Tensor]
+"""A copy somewhere else."""
+
+
+class Movable(Protocol):
+    @property
+    def num_bytes(self) -> int: ...
+
+    def move(self, move: Move) -> None: ...
+
+
+class Residency:
+    """Models by id. `to_device` and `to_host` copy a tensor; without them every model stays where it is."""
+
+    def __init__(self, *, to_device: Move | None, to_host: Move | None) -> None:
+        self._to_device = to_device
+        self._to_host = to_host
+        self._on_device: dict[str, Movable] = {}
+        """In the order of their last use."""
+        self._on_host: dict[str, Movable] = {}
+
+    @classmethod
+    def on(cls, device: torch.device) -> Residency:
+        if device.type == "cpu":
+            return cls(to_device=None, to_host=None)
+        return cls(to_device=lambda tensor: tensor.to(device, non_blocking=True), to_host=pinned)
+
+    @property
+    def moves(self) -> bool:
+        return self._to_device is not None
+
+    @property
+    def on_host(self) -> list[str]:
+        return list(self._on_host)
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(model.num_bytes for model in self._on_device.values())
+
+    def add(self, model_id: str, model: Movable) -> None:
+        """A model on the device."""
+        self._on_device[model_id] = model
+
+    def remove(self, model_id: str) -> None:
+        self._on_device.pop(model_id, None)
+        self._on_host.pop(model_id, None)
+
+    def use(self, model_ids: Iterable[str], *, max_bytes: int | None) -> None:
+        """Has these models on the device. The ones used longest ago make room, down to `max_bytes` for all on it.
+
+        Those that are asked for are never moved away, whatever they take. None is no limit.
+        """
+        if self._to_device is None:
+            return
+        wanted = dict.fromkeys(model_ids)
+        for model_id in wanted:
+            if model_id in self._on_device:
+                self._on_device[model_id] = self._on_device.pop(model_id)
+        coming = sum(self._on_host[model_id].num_bytes for model_id in wanted if model_id in self._on_host)
+        if max_bytes is not None:
+            self._offload(max_bytes - coming, keep=wanted)
+        for model_id in wanted:
+            if model_id in self._on_host:
+                self._on_host[model_id].move(self._to_device)
+                self._on_device[model_id] = self._on_host.pop(model_id)
+
+    def offload_all_but(self, model_ids: Iterable[str]) -> None:
+        """Frees what can be freed."""
+        self._offload(0, keep=dict.fromkeys(model_ids))
+
+    def _offload(self, max_bytes: int, *, keep: Iterable[str]) -> None:
+        if self._to_host is None:
+            return
+        kept = set(keep)
+        held = self.device_bytes
+        for model_id in [model_id for model_id in self._on_device if model_id not in kept]:
+            if held <= max_bytes:
+                return
+            model = self._on_device[model_id]
+            held -= model.num_bytes
+            model.move(self._to_host)
+            self._on_host[model_id] = self._on_device.pop(model_id)
+            logger.debug("%s waits in host memory", model_id)
+
+
+def pinned(tensor: Tensor) -> Tensor:
+    """A copy in page-locked host memory, from which a GPU reads at full speed. The copy is complete on return."""
+    host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    return host.copy_(tensor)
