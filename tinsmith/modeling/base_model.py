@@ -23,8 +23,10 @@ from transformers.utils import logging as transformers_logging
 
 from tinsmith.modeling import attention
 from tinsmith.modeling.adapter import GROUPS, Group, Target
-from tinsmith.modeling.attention import Layout
+from tinsmith.modeling.attention import Layout, Packed
 from tinsmith.modeling.experts import LoraExperts, is_fused_experts
+from tinsmith.modeling.kernels.choice import PLAIN, Kernels, Setting, choose
+from tinsmith.modeling.kernels.transfer import on_device
 from tinsmith.modeling.logprobs import Head
 from tinsmith.modeling.lora import ActiveRuns, LoraLinear, Run
 from tinsmith.modeling.self_check import TOLERANCE, Probe
@@ -53,12 +55,19 @@ class BaseModel:
     active: ActiveRuns
     parameters: Mapping[str, nn.Parameter]
     """All of them by their Hugging Face names, tied ones once."""
+    kernels: Kernels = PLAIN
     refused_groups: Mapping[Group, str] = field(default_factory=dict)
     """Groups whose adapters cannot be computed here, and why: they are not among the targets."""
 
     @classmethod
     def load(
-        cls, path: str | Path, *, device: torch.device, dtype: torch.dtype, trainable: bool = False
+        cls,
+        path: str | Path,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        trainable: bool = False,
+        kernels: Setting = "auto",
     ) -> BaseModel:
         """Loads a folder or a Hugging Face id.
 
@@ -66,7 +75,7 @@ class BaseModel:
         the gradient of every parameter, and take no adapters.
 
         Raises UnsupportedModel when the model's own forward and the packed one disagree, or it has no plain output
-        layer.
+        layer, and ValueError for kernels that do not work here.
         """
         transformers_logging.disable_progress_bar()  # it would break up the service's log lines
         config = AutoConfig.from_pretrained(path)
@@ -74,10 +83,10 @@ class BaseModel:
             raise UnsupportedModel(f"transformers has no causal language model for {type(config).__name__}")
         model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, attn_implementation="eager")
         model.to(device)  # type: ignore[arg-type]  # transformers' decorated signature
-        return cls.of(model, path=str(path), trainable=trainable)
+        return cls.of(model, path=str(path), trainable=trainable, kernels=kernels)
 
     @classmethod
-    def of(cls, model: PreTrainedModel, *, path: str, trainable: bool = False) -> BaseModel:
+    def of(cls, model: PreTrainedModel, *, path: str, trainable: bool = False, kernels: Setting = "auto") -> BaseModel:
         """Takes over a causal LM with eager attention, on its device and in its dtype; `path` is what it is called.
 
         Raises UnsupportedModel as `load` does.
@@ -97,7 +106,9 @@ class BaseModel:
             config=model.config.get_text_config(),
             active=active,
             parameters=dict(model.named_parameters()),
+            kernels=choose(kernels, model.device, model.dtype),
         )
+        logger.info("kernels of %s: %s", path, base.kernels)
         try:
             gaps = probe.gaps(base)
         except (TypeError, AttributeError) as error:  # its modules do not hand on what attention needs
@@ -160,24 +171,25 @@ class BaseModel:
         tokens_T and positions_T are int64 [T] on the model's device. Each run's rows get that run's adapter; rows of no
         run get the base model.
         """
+        if isinstance(layout, Packed):
+            layout = layout.with_kernel(self.kernels.attention, self.device)
         self.active.runs = runs
+        self.active.groups = self.kernels.groups(runs, tokens_T.shape[0], self.device)
         try:
             output = self.decoder(
                 input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, layout=layout
             )
         finally:
-            self.active.runs = ()
+            self.active.runs, self.active.groups = (), None
         return output.last_hidden_state[0]
 
 
 def positions_of(lengths: Sequence[int], device: torch.device) -> Tensor:
     """int64 [T]: 0, 1, 2, ... for each sequence, end to end."""
-    return torch.cat([torch.arange(length) for length in lengths]).to(device)
+    return on_device(torch.cat([torch.arange(length) for length in lengths]), device)
 
 
-def _adapt(
-    model: PreTrainedModel, active: ActiveRuns, *, replace: bool
-) -> tuple[Sequence[Target], dict[Group, str]]:
+def _adapt(model: PreTrainedModel, active: ActiveRuns, *, replace: bool) -> tuple[Sequence[Target], dict[Group, str]]:
     """Puts a LoraLinear or LoraExperts in the place of every layer that Tinker's train_* flags speak of.
 
     Returns them, and groups that cannot be adapted, with the reason. Without `replace` it only lists the linear layers.

@@ -1,0 +1,106 @@
+"""Which kernels a base model runs with."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from tinsmith.modeling.kernels.compiled import CannotCompile, compiled
+from tinsmith.modeling.kernels.elementwise import Elementwise
+from tinsmith.modeling.kernels.flash_attn import FlashAttn
+from tinsmith.modeling.kernels.grouped_lora import GroupedMM, Groups, torch_grouped_mm
+from tinsmith.modeling.kernels.liger import liger
+from tinsmith.modeling.kernels.varlen import Kernel, TorchVarlen
+
+if TYPE_CHECKING:
+    from tinsmith.modeling.lora import Run
+
+logger = logging.getLogger(__name__)
+
+Setting = Literal["auto", "plain", "compiled", "liger"]
+
+_GROUPED_MM_MAJORS = (9, 10)
+"""Major compute capabilities for which torch has a grouped product: for others it waits for the device, and loops."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """None is the plain way, which takes everything on every device."""
+
+    attention: Kernel | None = None
+    grouped_mm: GroupedMM | None = None
+    elementwise: Elementwise | None = None
+
+    def groups(self, runs: Sequence[Run], num_rows: int, device: torch.device) -> Groups | None:
+        """The runs for grouped products, when those are to be used."""
+        return Groups.of(runs, num_rows, device, self.grouped_mm) if self.grouped_mm is not None else None
+
+    def __str__(self) -> str:
+        attention = "SDPA by length" if self.attention is None else type(self.attention).__name__
+        lora = "one tenant after the other" if self.grouped_mm is None else "grouped"
+        elementwise = "eager" if self.elementwise is None else self.elementwise.name
+        return f"attention {attention}, LoRA {lora}, norms, rotations and SwiGLU {elementwise}"
+
+
+PLAIN = Kernels()
+
+
+def choose(setting: Setting, device: torch.device, dtype: torch.dtype) -> Kernels:
+    """What the setting means on this device.
+
+    `auto` takes what is there: on CUDA variable-length attention, grouped products, and Liger's elementwise kernels or
+    else torch.compile's. `plain` takes none. `compiled` and `liger` name the elementwise kernels.
+    Raises ValueError when what is named does not work here.
+    """
+    if setting == "plain":
+        return PLAIN
+    on_cuda = device.type == "cuda"
+    return Kernels(
+        attention=_attention() if on_cuda and dtype in (torch.bfloat16, torch.float16) else None,
+        grouped_mm=torch_grouped_mm if on_cuda and dtype == torch.bfloat16 and _has_grouped_mm(device) else None,
+        elementwise=_elementwise(setting, device, dtype),
+    )
+
+
+def _attention() -> Kernel:
+    try:
+        return FlashAttn(importlib.import_module("flash_attn.flash_attn_interface"))
+    except ImportError as error:
+        if not isinstance(error, ModuleNotFoundError):
+            logger.warning("flash-attn is installed but cannot be used, torch's own is: %s", error)
+        return TorchVarlen()
+
+
+def _has_grouped_mm(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] in _GROUPED_MM_MAJORS
+
+
+def _elementwise(setting: Setting, device: torch.device, dtype: torch.dtype) -> Elementwise | None:
+    reasons = []
+    if setting == "liger" or (setting == "auto" and device.type == "cuda"):
+        try:
+            return _liger(device)
+        except ImportError as error:
+            reasons.append(f"liger: {error}")
+    if setting == "compiled" or (setting == "auto" and device.type == "cuda"):
+        try:
+            return compiled(device, dtype)
+        except CannotCompile as error:
+            reasons.append(f"compiled: {error}")
+    if setting != "auto":
+        raise ValueError(f"kernels: {setting!r} does not work here: {'; '.join(reasons)}")
+    if reasons:
+        logger.info("norms, rotations and SwiGLU stay eager: %s", "; ".join(reasons))
+    return None
+
+
+def _liger(device: torch.device) -> Elementwise:
+    """Raises ImportError when there is none for this device."""
+    if device.type != "cuda":
+        raise ImportError(f"its kernels run on CUDA, not on {device.type}")
+    return liger(importlib.import_module("liger_kernel.ops"))

@@ -1,0 +1,68 @@
+"""The elementwise parts of a layer through torch.compile: each becomes one kernel forward and one backward.
+
+Not whole layers: which adapters run on which rows changes with every batch, and a compiled layer would be compiled anew
+each time. The number of tokens is dynamic, so that no length compiles anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tinsmith.modeling.kernels import elementwise
+from tinsmith.modeling.kernels.elementwise import Elementwise
+
+
+class CannotCompile(Exception):
+    """torch.compile does not work on this machine; the message says why."""
+
+
+def compiled(device: torch.device, dtype: torch.dtype) -> Elementwise:
+    """Tries each function on a few tokens, forward and backward.
+
+    Raises CannotCompile, for instance when there is no compiler.
+    """
+    norm, glu, turn = (_compile(f) for f in (elementwise.rms_norm, elementwise.swiglu, elementwise.rotary))
+
+    def rms_norm(x: Tensor, weight_F: Tensor, eps: float, *, gemma: bool) -> Tensor:
+        return norm(_dynamic(x.reshape(-1, x.shape[-1]), 0), weight_F, eps, gemma=gemma).view(x.shape)
+
+    def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+        rows = [_dynamic(x.reshape(-1, x.shape[-1]), 0) for x in (gate, up)]
+        return glu(*rows).view(gate.shape)
+
+    def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return turn(_dynamic(q, 2), _dynamic(k, 2), _dynamic(cos, 1), _dynamic(sin, 1))
+
+    backend = Elementwise("compiled", rms_norm, swiglu, rotary)
+    try:
+        _try(backend, device, dtype)
+    except Exception as error:  # torch raises as many kinds as there are things to miss
+        raise CannotCompile(str(error).strip().partition("\n")[0] or type(error).__name__) from error
+    return backend
+
+
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True, dynamic=None)
+
+
+def _dynamic(x: Tensor, dim: int) -> Tensor:
+    torch._dynamo.maybe_mark_dynamic(x, dim)
+    return x
+
+
+def _try(backend: Elementwise, device: torch.device, dtype: torch.dtype) -> None:
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype).requires_grad_()
+
+    with torch.enable_grad():
+        x, q, k = random(1, 3, 8), random(1, 2, 3, 8), random(1, 1, 3, 8)
+        outputs = [
+            backend.rms_norm(x, random(8).detach(), 1e-6, gemma=False),
+            backend.swiglu(x, x),
+            *backend.rotary(q, k, random(1, 3, 8).detach(), random(1, 3, 8).detach()),
+        ]
+        torch.autograd.grad(torch.stack([output.sum() for output in outputs]).sum(), [x, q, k])

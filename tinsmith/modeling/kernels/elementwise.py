@@ -1,0 +1,66 @@
+"""What lies between the matrix products of a decoder layer, as functions that several backends provide.
+
+Shapes: n rows, F features, T packed tokens, N query heads, K key/value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class RMSNorm(Protocol):
+    def __call__(self, x: Tensor, weight_F: Tensor, eps: float, *, gemma: bool) -> Tensor:
+        """x / rms(x) over the last dimension, computed in float32, of x's shape and dtype.
+
+        Times the weight, in x's dtype; as Gemma has it, times 1 + weight in float32, before it is rounded.
+        """
+        ...
+
+
+class SwiGLU(Protocol):
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) * up"""
+        ...
+
+
+class Rotary(Protocol):
+    def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotates the halves of each head: q [1, N, T, D], k [1, K, T, D], cos and sin [1, T, D]. It may write the
+        results where q and k were."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Elementwise:
+    """One backend. Differentiable in x, gate, up, q and k; the weight of a norm is frozen."""
+
+    name: str
+    rms_norm: RMSNorm
+    swiglu: SwiGLU
+    rotary: Rotary
+
+
+def rms_norm(x: Tensor, weight_F: Tensor, eps: float, *, gemma: bool) -> Tensor:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if gemma:
+        return (wide * (1.0 + weight_F.float())).to(x.dtype)
+    return weight_F * wide.to(x.dtype)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.nn.functional.silu(gate) * up
+
+
+def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return q * cos + _rotate_half(q) * sin, k * cos + _rotate_half(k) * sin
+
+
+def _rotate_half(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([-second, first], -1)
