@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import tinsmith
-from tinsmith.cli import checkpoints, make_base_model, up
+from tinsmith.cli import checkpoints, doctor, make_base_model, up
 from tinsmith.cli.base_models import UsageError
 
 
@@ -19,6 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     up.add_parser(commands)
     make_base_model.add_parser(commands)
     checkpoints.add_parser(commands)
+    doctor.add_parser(commands)
     arguments = parser.parse_args(argv)
     try:
         return arguments.run(arguments)

@@ -45,22 +45,23 @@ def parse(specs: Sequence[str], *, models_file: Path | None = None) -> list[Base
 def _parse_one(spec: str) -> tuple[str, str]:
     name, equals, value = spec.partition("=")
     if not equals:
-        source = _resolve(spec, spec=spec)
+        source = resolve(spec, spec=spec)
         return (Path(source).name if Path(source).is_absolute() else source), source
     if not name or not value:
         raise UsageError(f"--base-model: {spec!r} is not NAME=PATH; both sides must be given")
-    return name, _resolve(value, spec=spec)
+    return name, resolve(value, spec=spec)
 
 
-def _resolve(value: str, *, spec: str) -> str:
+def resolve(value: str, *, spec: str, flag: str = "--base-model") -> str:
+    """Absolute path of a folder that holds a model, or a hub id. Raises UsageError."""
     path = Path(value).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise UsageError(f"--base-model: {spec!r}: {path} holds no config.json, so it is not a Hugging Face model")
+            raise UsageError(f"{flag}: {spec!r}: {path} holds no config.json, so it is not a Hugging Face model")
         return str(path.resolve())
     if not value.startswith((".", "/", "~")) and _HUB_ID.fullmatch(value):
         return value
-    raise UsageError(f"--base-model: {spec!r}: {value} is neither a folder nor a hub id such as Qwen/Qwen3-0.6B")
+    raise UsageError(f"{flag}: {spec!r}: {value} is neither a folder nor a hub id such as Qwen/Qwen3-0.6B")
 
 
 def _read(models_file: Path) -> list[tuple[str, str]]:
@@ -70,4 +71,4 @@ def _read(models_file: Path) -> list[tuple[str, str]]:
         raise UsageError(f"--models-file: cannot read {models_file}: {error}") from None
     if not isinstance(models, dict) or not all(isinstance(value, str) for value in models.values()):
         raise UsageError(f'--models-file: {models_file} must hold one JSON object {{"name": "path", ...}}')
-    return [(name, _resolve(value, spec=f"{name}={value}")) for name, value in models.items()]
+    return [(name, resolve(value, spec=f"{name}={value}")) for name, value in models.items()]

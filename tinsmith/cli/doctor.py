@@ -1,0 +1,119 @@
+"""`tinsmith doctor MODEL`: what can be done with a model here. The work is in tinsmith.doctor."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tinsmith.cli.base_models import UsageError, resolve
+from tinsmith.cli.stack import usable_cores
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+_EXTRAS = "tinsmith[trainer,sampler]"
+
+
+def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="check what can be done with a model on this machine",
+        description="Loads a model and holds the training engine and each sampling engine against plain transformers, "
+        "on the same tokens: logprobs, gradients, a save and reload. Says what cannot be trained or served, and how "
+        "fast it is and how much fits. No service has to run. Exit status: 0 all is well, 1 it is not, 2 there is "
+        "nothing to examine. docs/doctor.md explains each line.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="folder, or hub id such as Qwen/Qwen3-0.6B")
+    parser.add_argument(
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: CUDA if there is one"
+    )
+    parser.add_argument(
+        "--dtype", choices=["auto", "float32", "bfloat16"], default="auto",
+        help="default: what the services take, float32 on a CPU and bfloat16 on CUDA",
+    )  # fmt: skip
+    parser.add_argument("--rank", type=_positive, default=8, metavar="R", help="rank of the adapters (default 8)")
+    parser.add_argument(
+        "--tokens", type=_positive, metavar="N",
+        help="tokens of all compared sequences together; more than a sliding window tests what is beyond it (default: "
+        "512, with --quick 128)",
+    )  # fmt: skip
+    parser.add_argument("--threads", type=_positive, metavar="N", help="CPU threads (default: half of the cores)")
+    parser.add_argument("--quick", action="store_true", help="fewer tokens, shorter measurements")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything to a file, too")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    path = resolve(arguments.model, flag="MODEL", spec=arguments.model)
+    if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
+        raise UsageError(f"--json: {arguments.json}: there is no folder {arguments.json.parent}")
+    try:
+        import torch
+
+        from tinsmith.doctor.examine import examine
+        from tinsmith.doctor.report import as_json, as_text
+        from tinsmith.doctor.subject import NotFound, Subject, Unloadable, read_config
+        from tinsmith.doctor.verdict import judge
+    except ModuleNotFoundError as error:
+        raise UsageError(f"doctor needs the trainer and the sampler ({error}): pip install '{_EXTRAS}'") from None
+    _be_quiet()
+    device = torch.device(_device(arguments.device, has_cuda=torch.cuda.is_available()))
+    threads = arguments.threads or (0 if "OMP_NUM_THREADS" in os.environ else max(1, usable_cores() // 2))
+    if threads:
+        torch.set_num_threads(threads)
+    dtype = arguments.dtype if arguments.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
+    try:
+        subject = Subject(
+            path=path,
+            config=read_config(path),
+            device=device,
+            dtype=getattr(torch, dtype),
+            rank=arguments.rank,
+            num_tokens=arguments.tokens or (128 if arguments.quick else 512),
+            num_threads=threads,
+            quick=arguments.quick,
+        )
+        with tempfile.TemporaryDirectory(prefix="tinsmith-doctor-") as scratch:
+            findings = examine(subject, Path(scratch), report=_progress)
+    except NotFound as error:
+        raise UsageError(str(error)) from None
+    except Unloadable as error:
+        print(f"tinsmith: {error}", file=sys.stderr)
+        return 1
+    verdict = judge(findings)
+    print(as_text(findings, verdict))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(as_json(findings, verdict), indent=2) + "\n")
+    return 0 if verdict.is_ok else 1
+
+
+def _device(name: str, *, has_cuda: bool) -> str:
+    if name == "cuda" and not has_cuda:
+        raise UsageError("--device: cuda: torch sees no CUDA device here; take cpu")
+    return name if name != "auto" else "cuda" if has_cuda else "cpu"
+
+
+def _be_quiet() -> None:
+    """Libraries would write between the lines."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    warnings.simplefilter("ignore")
+
+
+def _progress(line: str) -> None:
+    print(f"... {line}", file=sys.stderr, flush=True)
+
+
+def _positive(text: str) -> Any:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value

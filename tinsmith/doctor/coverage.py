@@ -1,0 +1,111 @@
+"""What of a model no adapter reaches, and what of it is missing or special."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from tinsmith.doctor.subject import Subject, first_line
+from tinsmith.modeling.adapter import GROUPS, Group
+from tinsmith.modeling.base_model import BaseModel
+
+
+@dataclass(frozen=True, slots=True)
+class Unreached:
+    pattern: str
+    """Name of a parameter, with * for the number of its layer."""
+    shape: Sequence[int]
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    groups: Mapping[Group, int]
+    """Adapted layers of each group; experts that are one tensor count once."""
+    missing: Mapping[Group, str]
+    """Groups that cannot be trained, and why."""
+    unreached: Sequence[Unreached]
+    """Matrices that no adapter changes. Vectors (norms, biases) and embeddings never have one, and are not named."""
+    foreign: Sequence[str]
+    """Classes of layers that hold weights and are no linear layers of torch: quantised ones, among others."""
+    notes: Sequence[str]
+
+    @classmethod
+    def of(cls, base: BaseModel, subject: Subject) -> Coverage:
+        """`base` is loaded: its layers are those that are served."""
+        counts = Counter(target.group for target in base.targets)
+        reached = {target.name for target in base.targets}
+        embedding = _embedding_names(base)
+        patterns: Counter[tuple[str, tuple[int, ...]]] = Counter()
+        for name, parameter in base.parameters.items():
+            owner = name.rpartition(".")[0]
+            if parameter.ndim > 1 and not {name, owner} & reached and name not in embedding:
+                patterns[re.sub(r"\.\d+(?=\.|$)", ".*", name), tuple(parameter.shape)] += 1
+        return cls(
+            groups={group: counts[group] for group in GROUPS if counts[group]},
+            missing={group: base.why_not(group) for group in GROUPS if not counts[group]},
+            unreached=[Unreached(name, shape, count) for (name, shape), count in patterns.items()],
+            foreign=sorted({type(module).__name__ for module in base.decoder.modules() if _is_foreign(module)}),
+            notes=_notes(base, subject),
+        )
+
+
+def _embedding_names(base: BaseModel) -> set[str]:
+    """Of the input, and of an output layer that is the same tensor."""
+    embeddings = {id(module.weight) for module in base.decoder.modules() if isinstance(module, nn.Embedding)}
+    return {name for name, parameter in base.parameters.items() if id(parameter) in embeddings}
+
+
+def _is_foreign(module: nn.Module) -> bool:
+    """A linear layer of another kind, or one whose weight is no parameter of floating point."""
+    name = type(module).__name__
+    if isinstance(module, nn.Linear):
+        return type(module) is not nn.Linear
+    weights = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    return "Linear" in name and name != "LoraLinear" and bool(weights)
+
+
+def _notes(base: BaseModel, subject: Subject) -> list[str]:
+    config = subject.text_config.to_dict()
+    notes = []
+    if config.get("tie_word_embeddings"):
+        notes.append("input and output embeddings are one tensor: an adapter on unembed changes the output only")
+    if config.get("attn_logit_softcapping"):
+        notes.append("attention scores are soft-capped: handled")
+    if config.get("final_logit_softcapping"):
+        notes.append("logits are soft-capped: handled")
+    if any(name.endswith("sinks") for name in base.parameters):
+        notes.append("attention has sinks: handled")
+    if window := subject.window:
+        length = max(sequence.tokens_N.size for sequence in subject.sequences())
+        reach = f"a sequence of {length} tokens " + ("reaches beyond it" if length > window else "does not reach it")
+        notes.append(f"sliding windows of {window} tokens: handled; {reach}")
+    if quantised := getattr(subject.config, "quantization_config", None):
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else type(quantised).__name__
+        notes.append(f"the files are quantised ({method})")
+    return notes
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """What clients that speak text need."""
+
+    has_tokenizer: bool
+    has_chat_template: bool
+    num_tokens: int
+    """Of the tokenizer's vocabulary; must not be above the model's."""
+    failure: str = ""
+
+    @classmethod
+    def of(cls, subject: Subject) -> Text:
+        try:
+            from sampler_service.tokenizer import load_tokenizer
+
+            tokenizer = load_tokenizer(subject.path)
+        except Exception as error:  # whatever is wrong with its files
+            return cls(False, False, 0, first_line(error))
+        return cls(True, bool(tokenizer.chat_template), len(tokenizer))

@@ -1,0 +1,33 @@
+"""The whole examination, phase by phase; one model is in memory at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tinsmith.doctor import oracle, samplers, trainer
+from tinsmith.doctor.coverage import Text
+from tinsmith.doctor.subject import Subject
+from tinsmith.doctor.verdict import Findings
+
+
+def examine(subject: Subject, scratch: Path, *, report: Callable[[str], None]) -> Findings:
+    """`scratch` is an empty folder. `report` hears what is going on.
+
+    Raises Unloadable when there is no engine that the model could be compared with.
+    """
+    sequences = subject.sequences()
+    not_there: dict[str, str] = {}
+    sampled: list[samplers.Findings] = []
+    for kind in samplers.KINDS:
+        if why := kind.missing():
+            not_there[kind.name] = why
+        else:
+            report(f"the {kind.name} sampler: loading, scoring, drawing")
+            sampled.append(samplers.examine(kind, subject, sequences))
+    report("the trainer: loading, scoring, gradients, speed")
+    drawn = [one for sampler in sampled for one in sampler.drawn]
+    trained = trainer.examine(subject, sequences, drawn, scratch)
+    report("the oracle: loading, scoring, gradients")
+    truth = oracle.examine(subject, sequences, trained.adapters, trained.saved)
+    return Findings(subject, truth, trained, sampled, not_there, Text.of(subject))

@@ -1,0 +1,172 @@
+"""What is right: plain transformers with eager attention, one sequence at a time, the adapter as W + scaling * B A.
+
+It needs no PEFT. That PEFT means the same by these files is a check of its own, where PEFT is installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tinsmith.doctor.subject import BASE, Logprobs, Sequence_, Subject, free, loading
+from tinsmith.modeling.adapter import Adapter
+from tinsmith.modeling.reference import adapted
+from trainer_service.memory import available_bytes
+
+GRADIENT_TOKENS = 80
+"""Autograd keeps every activation of the plain model: gradients are taken over so many tokens at most."""
+
+
+@dataclass(slots=True)
+class Truth:
+    """Of the base model, and with each adapter, by its name."""
+
+    logprobs: dict[str, Logprobs] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    """In the order of the adapter's buffer, in host memory."""
+
+
+@dataclass(slots=True)
+class Findings:
+    truth: Truth
+    wide: Truth | None
+    """In a wider type, where rounding does next to nothing; None for float32, and when memory does not allow it."""
+    why_not_wide: str
+    missing: Sequence[str]
+    """Parameters that the files do not hold: transformers draws them at random."""
+    peft: Logprobs | None
+    """With the saved adapter, as stock PEFT reads it."""
+    why_no_peft: str
+    why_no_gradients: str
+    num_parameters: int
+
+
+def examine(
+    subject: Subject, sequences: Sequence[Sequence_], adapters: Mapping[str, Adapter], saved: Path | None
+) -> Findings:
+    """`adapters` in host memory; `saved` is the PEFT folder of one of them. Raises Unloadable."""
+    model, missing = _load(subject)
+    placed = {name: adapter.like(adapter.flat.to(subject.device)) for name, adapter in adapters.items()}
+    why_no_gradients = _why_no_gradients(subject, list(adapters.values()))
+    with_gradients = not why_no_gradients
+    try:
+        truth = _truth(model, sequences, placed, with_gradients=with_gradients)
+        wide, why_not_wide = None, ""
+        if subject.dtype != torch.float32:
+            needed, room = 2 * _num_bytes(model), available_bytes(subject.device)
+            if needed <= room:
+                model.float()
+                wide = _truth(model, sequences, placed, with_gradients=with_gradients)
+                model.to(subject.dtype)
+            else:
+                why_not_wide = f"float32 weights would take {needed / 1e9:.0f} GB, {room / 1e9:.0f} GB are free"
+        peft, why_no_peft = None, "there is no adapter"
+        if saved is not None:
+            peft, why_no_peft = _peft(model, sequences, saved)
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    finally:
+        del model
+        free(subject.device)
+    return Findings(truth, wide, why_not_wide, missing, peft, why_no_peft, why_no_gradients, num_parameters)
+
+
+def gradient_sequences(sequences: Sequence[Sequence_]) -> list[Sequence_]:
+    """The first ones that have GRADIENT_TOKENS together."""
+    chosen: list[Sequence_] = []
+    for sequence in sequences:
+        if sum(one.tokens_N.size for one in chosen) + sequence.tokens_N.size <= GRADIENT_TOKENS:
+            chosen.append(sequence)
+    return chosen
+
+
+def _load(subject: Subject) -> tuple[PreTrainedModel, Sequence[str]]:
+    def load() -> tuple[PreTrainedModel, dict[str, Sequence[str]]]:
+        return AutoModelForCausalLM.from_pretrained(
+            subject.path, dtype=subject.dtype, attn_implementation="eager", output_loading_info=True
+        )
+
+    model, report = loading(subject.path, load)
+    model.to(subject.device)  # type: ignore[arg-type]  # transformers' decorated signature
+    return model.eval().requires_grad_(False), sorted(report["missing_keys"])
+
+
+def _truth(
+    model: PreTrainedModel,
+    sequences: Sequence[Sequence_],
+    adapters: Mapping[str, Adapter],
+    *,
+    with_gradients: bool,
+) -> Truth:
+    found = Truth()
+    found.logprobs[BASE] = _logprobs(model, sequences)
+    for name, adapter in adapters.items():
+        with adapted(model, adapter):
+            found.logprobs[name] = _logprobs(model, sequences)
+        if with_gradients:
+            found.gradients[name] = _gradient(model, gradient_sequences(sequences), adapter)
+    return found
+
+
+@torch.no_grad()
+def _logprobs(model: PreTrainedModel, sequences: Sequence[Sequence_]) -> Logprobs:
+    return [_score(model, sequence).cpu().numpy().astype(np.float32) for sequence in sequences]
+
+
+def _gradient(model: PreTrainedModel, sequences: Sequence[Sequence_], adapter: Adapter) -> Tensor:
+    """Of the sum of -weight * logprob, by autograd."""
+    leaf = adapter.like(adapter.flat.detach().clone())
+    for tensor in leaf.tensors():
+        tensor.requires_grad_(True)
+    total = [torch.zeros_like(tensor) for tensor in leaf.tensors()]
+    for sequence in sequences:
+        with adapted(model, leaf):
+            loss = -(_score(model, sequence) * torch.from_numpy(sequence.weights_N).to(model.device)).sum()
+            grads = torch.autograd.grad(loss, leaf.tensors(), materialize_grads=True)
+        torch._foreach_add_(total, grads)
+    return torch.cat([tensor.flatten() for tensor in total]).cpu()
+
+
+def _score(model: PreTrainedModel, sequence: Sequence_) -> Tensor:
+    tokens_N, targets_N = (torch.from_numpy(x).to(model.device) for x in (sequence.tokens_N, sequence.targets_N))
+    logits_N_V = model(tokens_N[None], use_cache=False).logits[0]
+    table_N_V = logits_N_V.to(torch.promote_types(logits_N_V.dtype, torch.float32)).log_softmax(-1)
+    return table_N_V.gather(1, targets_N[:, None])[:, 0]
+
+
+def _peft(model: PreTrainedModel, sequences: Sequence[Sequence_], folder: Path) -> tuple[Logprobs | None, str]:
+    """Changes the model."""
+    if importlib.util.find_spec("peft") is None:
+        return None, "peft is not installed"
+    import peft
+
+    try:
+        loaded = peft.PeftModel.from_pretrained(model, folder)
+    except (ValueError, RuntimeError, KeyError, NotImplementedError) as error:
+        return None, f"peft does not load it: {error}"
+    return _logprobs(loaded, sequences), ""  # type: ignore[arg-type]  # it answers as the model that it wraps
+
+
+def _why_no_gradients(subject: Subject, adapters: Sequence[Adapter]) -> str:
+    """Autograd keeps the whole weight of adapted experts, once more; of other layers it keeps activations only."""
+    experts = {
+        target.name: target.num_experts * target.in_features * target.out_features
+        for adapter in adapters
+        for target in adapter.targets
+        if target.num_experts is not None
+    }
+    needed = 2 * sum(experts.values()) * subject.dtype.itemsize
+    room = available_bytes(subject.device)
+    if needed > room:
+        return f"plain autograd through the experts would take {needed / 1e9:.0f} GB, {room / 1e9:.0f} GB are free"
+    return ""
+
+
+def _num_bytes(model: PreTrainedModel) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())

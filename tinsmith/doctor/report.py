@@ -1,0 +1,187 @@
+"""A verdict as text that fits 100 columns, and as JSON."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from itertools import groupby
+from typing import Any
+
+import torch
+
+import tinsmith
+from tinsmith.doctor.trainer import Room, Speed
+from tinsmith.doctor.verdict import Check, Findings, Verdict
+
+_WIDTH = 100
+_NAME = 44
+_TITLES = {
+    "weights": "weights",
+    "trainer": "trainer",
+    "logprobs": "logprobs: trainer (packed, with neighbours) and oracle (plain transformers)",
+    "gradients": "gradients: trainer and autograd on the oracle",
+    "save and reload": "save and reload",
+    "samplers": "other samplers",
+    "coverage": "what adapters do not reach",
+    "text": "text",
+}
+
+
+def as_text(findings: Findings, verdict: Verdict) -> str:
+    return "\n".join([*_head(findings), *_checks(verdict), *_measured(findings), "", *_end(verdict)])
+
+
+def _head(findings: Findings) -> Iterator[str]:
+    subject = findings.subject
+    sequences = subject.sequences()
+    lengths = ", ".join(str(one.tokens_N.size) for one in sequences)
+    threads = f" ({torch.get_num_threads()} threads)" if subject.device.type == "cpu" else ""
+    yield f"{subject.path}"
+    yield (
+        f"  {_architecture(findings)}, {findings.oracle.num_parameters / 1e6:,.1f} M parameters, {_dtype(findings)} on "
+        f"{subject.device}{threads}"
+    )
+    yield f"  compared on {len(sequences)} sequences of {lengths} tokens, adapters of rank {subject.rank}"
+
+
+def _architecture(findings: Findings) -> str:
+    config = findings.subject.config
+    return (config.architectures or [type(config).__name__])[0]
+
+
+def _dtype(findings: Findings) -> str:
+    return str(findings.subject.dtype).removeprefix("torch.")
+
+
+def _checks(verdict: Verdict) -> Iterator[str]:
+    for section, group in groupby(verdict.checks, key=lambda check: check.section):
+        checks = list(group)
+        yield ""
+        if section == "gradients":
+            heading = f"{'':10}{'error':>10}{'limit':>10}"
+        elif any("max" in check.numbers for check in checks):
+            heading = f"{'max gap':>10}{'mean gap':>10}{'limit':>10}"
+        else:
+            heading = ""
+        title = _TITLES.get(section, f"{section} and trainer")
+        if heading and len(title) > _NAME:
+            yield title
+            title = ""
+        yield f"{title:<{_NAME + 2}}{heading}".rstrip()
+        for check in checks:
+            yield from _check(check)
+        sources = list(dict.fromkeys(check.detail for check in checks if check.numbers and check.detail))
+        if section in ("logprobs", "gradients") and sources:
+            yield from textwrap.wrap(f"limits: {'; '.join(sources)}", _WIDTH - 2, initial_indent="  ")
+
+
+def _check(check: Check) -> Iterator[str]:
+    numbers = check.numbers
+    if "max" in numbers:
+        cells = [numbers["max"], numbers["mean"], numbers["limit"]]
+    elif "relative" in numbers:
+        cells = [None, numbers["relative"], numbers["limit"]]
+    else:
+        cells = []
+    if cells:
+        values = "".join(f"{'':10}" if cell is None else f"{cell:>10.2g}" for cell in cells)
+        yield f"  {check.name:<{_NAME}}{values}   {check.status}"
+    else:
+        text = check.name if not check.detail else f"{check.name}: {check.detail}"
+        yield from textwrap.wrap(
+            f"{check.status:<8} {text}", _WIDTH - 2, initial_indent="  ", subsequent_indent=" " * 11
+        )
+    if check.advice:
+        yield from textwrap.wrap(check.advice, _WIDTH - 4, initial_indent="    -> ", subsequent_indent="       ")
+
+
+def _measured(findings: Findings) -> Iterator[str]:
+    yield ""
+    yield "measured here, now"
+    for note in findings.trainer.coverage.notes:
+        yield from textwrap.wrap(f"note: {note}", _WIDTH - 2, initial_indent="  ", subsequent_indent=" " * 8)
+    speed, room = findings.trainer.speed, findings.trainer.room
+    if speed is not None:
+        yield from _training(speed)
+    for sampler in findings.samplers:
+        for size, tokens_per_s in sampler.tokens_per_s.items():
+            yield _line(f"decoding, {sampler.engine}, batch {size}", f"{tokens_per_s:,.0f} tokens/s")
+        if sampler.max_length:
+            yield _line(f"longest prompt and output, {sampler.engine}", f"{sampler.max_length:,} tokens")
+    if room is not None:
+        yield from _room(room)
+
+
+def _training(speed: Speed) -> Iterator[str]:
+    yield _line(
+        "training, forward and backward", f"{speed.tokens_per_s:,.0f} tokens/s, {speed.num_tokens:,} tokens at once"
+    )
+
+
+def _room(room: Room) -> Iterator[str]:
+    yield _line("token budget of a micro-batch", f"{room.token_budget:,} tokens")
+    yield _line("longest sequence to train on", f"{room.longest_sequence:,} tokens")
+    for rank in room.adapter_bytes:
+        served, trained = room.adapter_bytes[rank], room.training_bytes[rank]
+        fits = f"{room.device_bytes // trained:,} fit" if trained else "-"
+        if room.host_bytes is not None and trained:
+            fits += f", {room.host_bytes // trained:,} more wait in host memory"
+        yield _line(
+            f"an adapter of rank {rank} on all layers", f"{_size(served)}; in training {_size(trained)}, {fits}"
+        )
+
+
+def _line(name: str, value: str) -> str:
+    return f"  {name:<{_NAME}}{value}"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.1f} MB" if num_bytes < 1e9 else f"{num_bytes / 1e9:,.2f} GB"
+
+
+def _end(verdict: Verdict) -> Iterator[str]:
+    counts = {status: sum(check.status == status for check in verdict.checks) for status in ("FAILED", "warning")}
+    trained = f"yes, adapters on {', '.join(verdict.trainable)}" if verdict.trainable else "NO"
+    sampled = f"yes, with {', '.join(verdict.sampleable)}" if verdict.sampleable else "NO"
+    yield f"trainable:  {trained}"
+    yield f"sampleable: {sampled}"
+    yield f"{'ok' if verdict.is_ok else 'NOT OK'}: {counts['FAILED']} failed, {counts['warning']} warnings"
+
+
+def as_json(findings: Findings, verdict: Verdict) -> dict[str, Any]:
+    subject, trained = findings.subject, findings.trainer
+    return {
+        "tinsmith": tinsmith.__version__,
+        "torch": torch.__version__,
+        "model": subject.path,
+        "architecture": _architecture(findings),
+        "num_parameters": findings.oracle.num_parameters,
+        "device": str(subject.device),
+        "device_name": torch.cuda.get_device_name() if subject.device.type == "cuda" else "cpu",
+        "num_threads": torch.get_num_threads(),
+        "dtype": _dtype(findings),
+        "rank": subject.rank,
+        "sequence_lengths": [int(one.tokens_N.size) for one in subject.sequences()],
+        "ok": verdict.is_ok,
+        "trainable": bool(verdict.trainable),
+        "trainable_groups": list(verdict.trainable),
+        "sampleable": bool(verdict.sampleable),
+        "sampling_engines": list(verdict.sampleable),
+        "max_context_length": subject.context,
+        "checks": [_finite(asdict(check)) for check in verdict.checks],
+        "coverage": asdict(trained.coverage),
+        "text": asdict(findings.text),
+        "measured": {
+            "training": None if trained.speed is None else asdict(trained.speed),
+            "decoding_tokens_per_s": {one.engine: dict(one.tokens_per_s) for one in findings.samplers},
+            "room": None if trained.room is None else asdict(trained.room),
+        },
+    }
+
+
+def _finite(check: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN: a gap that is none is null."""
+    numbers = {key: value if math.isfinite(value) else None for key, value in check["numbers"].items()}
+    return {**check, "numbers": numbers}

@@ -1,0 +1,145 @@
+"""What is examined: a model, where and how it is run, and the tokens and adapters of every comparison.
+
+Shapes: N tokens of a sequence, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from huggingface_hub.errors import HfHubHTTPError
+from safetensors import SafetensorError
+from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from tinsmith.modeling.adapter import GROUPS, AdapterConfig, Group
+from tinsmith.modeling.base_model import UnsupportedModel
+from tinsmith.modeling.self_check import only
+from tinsmith.rpc.errors import ServiceError
+
+T = TypeVar("T")
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+Logprobs = Sequence[Floats]
+"""Of each sequence's targets."""
+
+BASE = "base model"
+ALL = "adapter on all"
+_SHORT = (1, 3, 3, 6, 17, 40)
+"""Lengths of the sequences besides the long one: two equal neighbours, which attention batches, and ragged ones."""
+
+
+class Unloadable(Exception):
+    """The model cannot be loaded; one line says why."""
+
+
+class NotFound(Unloadable):
+    """There is nothing to load, or it cannot be reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence_:
+    """Tokens, and for each the target that is scored after it."""
+
+    tokens_N: Ints
+    targets_N: Ints
+    weights_N: Floats
+    """Of the loss whose gradient is compared: the sum of -weight * logprob."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    path: str
+    config: PretrainedConfig
+    device: torch.device
+    dtype: torch.dtype
+    rank: int
+    num_tokens: int
+    """Of all sequences together, about."""
+    num_threads: int
+    """Of the CPU; 0 is torch's default."""
+    quick: bool
+
+    @property
+    def text_config(self) -> PretrainedConfig:
+        return self.config.get_text_config()
+
+    @property
+    def context(self) -> int:
+        return self.text_config.max_position_embeddings
+
+    @property
+    def window(self) -> int | None:
+        """The shortest sliding window of any layer."""
+        config = self.text_config.to_dict()
+        kinds = config.get("layer_types")
+        used = "sliding_attention" in kinds if kinds else config.get("use_sliding_window") is not False
+        return config.get("sliding_window") if used else None
+
+    def sequences(self) -> list[Sequence_]:
+        """Random tokens, and among them a token and a phrase that repeat. The last one is the longest."""
+        vocab_size = self.text_config.vocab_size
+        generator = np.random.default_rng(0)
+        found = []
+        for n, length in enumerate([*_SHORT, max(41, self.num_tokens - sum(_SHORT))]):
+            length = min(length, self.context - 1)  # the samplers draw one token after it
+            tokens = generator.integers(vocab_size, size=length + 1)
+            if n % 3 == 2:  # the second of the equal ones, and a ragged one
+                tokens[:] = tokens[0]
+            elif n > 3:
+                tokens[length // 2 :] = np.resize(tokens[:5], length + 1 - length // 2)
+            weights = generator.normal(size=length).astype(np.float32)
+            found.append(Sequence_(tokens[:-1], tokens[1:], weights))
+        return found
+
+    def adapters(self, groups: Collection[Group]) -> Mapping[str, AdapterConfig]:
+        """What is compared besides the base model: an adapter on each group alone, and one on all of them."""
+        found = {f"adapter on {group}": only(group, rank=self.rank, seed=n) for n, group in enumerate(GROUPS)}
+        found = {name: config for name, config in found.items() if config.groups <= set(groups)}
+        if len(groups) > 1:
+            flags = {f"train_{group}": group in groups for group in GROUPS}
+            found[ALL] = AdapterConfig(rank=self.rank, seed=len(GROUPS), **flags)
+        return found
+
+
+def read_config(path: str) -> PretrainedConfig:
+    """Raises NotFound when there is no such model, Unloadable when it is none that could be trained."""
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, HfHubHTTPError) as error:
+        raise NotFound(f"{path}: {first_line(error)}") from None
+    except ValueError as error:
+        raise Unloadable(f"{path}: {first_line(error)}") from None
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise Unloadable(f"{path}: {type(config).__name__} is no causal language model that transformers knows")
+    return config
+
+
+def loading(path: str, load: Callable[[], T]) -> T:
+    """What `load` returns. Raises Unloadable for what may be wrong with a model's files."""
+    try:
+        return load()
+    except (UnsupportedModel, ServiceError) as error:
+        raise Unloadable(f"{path}: {first_line(error)}") from None
+    except SafetensorError as error:
+        raise Unloadable(f"{path}: a file of weights is damaged ({first_line(error)}); fetch it again") from None
+    except (OSError, ValueError, RuntimeError, ImportError, KeyError) as error:
+        raise Unloadable(f"{path}: {type(error).__name__}: {first_line(error)}") from error
+
+
+def first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0] if len(lines[0]) <= 300 else f"{lines[0][:300]}..."
+
+
+def free(device: torch.device) -> None:
+    """After the last reference to a model is gone."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,257 @@
+"""What the training engine computes for the same tokens, saves and reads back, and how fast and how much it takes.
+
+Everything goes through the calls that the service makes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from prometheus_client import CollectorRegistry
+from torch import Tensor
+
+from tinsmith.doctor.coverage import Coverage
+from tinsmith.doctor.oracle import gradient_sequences
+from tinsmith.doctor.samplers import Drawn
+from tinsmith.doctor.subject import ALL, BASE, Logprobs, Sequence_, Subject, free, loading
+from tinsmith.modeling.adapter import Adapter, AdapterConfig, chosen_targets, num_elements
+from tinsmith.modeling.base_model import BaseModel
+from tinsmith.modeling.self_check import random_adapter
+from tinsmith.rpc.errors import ServiceError
+from tinsmith.v1 import types_pb2 as pb
+from trainer_service.batch import Batch, Datum
+from trainer_service.checkpoints import CheckpointStore
+from trainer_service.engine import State, TrainingEngine
+from trainer_service.locations import KINDS, Location
+from trainer_service.losses import LOSS_FNS
+from trainer_service.measure import Bounds, measure
+from trainer_service.memory import available_bytes, host_bytes
+from trainer_service.metrics import Metrics
+from trainer_service.model_state import full_bytes
+from trainer_service.optimizers import AdamParams
+
+MAX_RANK = 256
+"""The service's default."""
+RANKS = (8, 32, MAX_RANK)
+_MAX_TOKENS = 4096
+_SEQUENCE = 256
+_ALONE = "alone"
+_HUGE = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    tokens_per_s: float
+    num_tokens: int
+    """In the micro-batch that was timed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    token_budget: int
+    longest_sequence: int
+    """Tokens of the longest one that can be trained on."""
+    adapter_bytes: Mapping[int, int]
+    """Of one adapter on all layers, by its rank, as a sampler has it."""
+    training_bytes: Mapping[int, int]
+    """With its gradient and its moments, as the trainer has it."""
+    device_bytes: int
+    """What is free for adapters on the device, or, on a CPU, in memory."""
+    host_bytes: int | None
+    """What is free in host memory for those that wait there; None where that is the same memory."""
+
+
+@dataclass(slots=True)
+class Findings:
+    coverage: Coverage
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)
+    """In host memory."""
+    logprobs: dict[str, Logprobs] = field(default_factory=dict)
+    """Of every adapter in one batch with all the others."""
+    alone: Logprobs | None = None
+    """The last adapter's, in a batch of its own."""
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    drawn: list[tuple[Drawn, list[np.ndarray]]] = field(default_factory=list)
+    """The trainer's logprobs of what a sampler drew."""
+    saved: Path | None = None
+    is_same_after_load: bool | None = None
+    """All tensors of adapter and optimizer, bit for bit."""
+    reloaded: Logprobs | None = None
+    failure: str = ""
+    """Why the rest is missing."""
+    speed: Speed | None = None
+    room: Room | None = None
+
+    @property
+    def largest(self) -> str:
+        """Name of the adapter with the most groups."""
+        return ALL if ALL in self.adapters else next(iter(self.adapters), BASE)
+
+
+def examine(subject: Subject, sequences: Sequence[Sequence_], drawn: Sequence[Drawn], scratch: Path) -> Findings:
+    """Raises Unloadable when the model cannot be trained at all. `scratch` keeps the saved adapter."""
+    base = loading(subject.path, lambda: BaseModel.load(subject.path, device=subject.device, dtype=subject.dtype))
+    found = Findings(Coverage.of(base, subject))
+    try:
+        configs = subject.adapters(base.groups)
+        found.adapters = {
+            name: random_adapter(config, base.targets, torch.device("cpu")) for name, config in configs.items()
+        }
+        if found.adapters:
+            _compare(found, base, sequences, drawn, scratch, quick=subject.quick)
+    except ServiceError as error:
+        found.failure = error.message
+    finally:
+        del base
+        free(subject.device)
+    return found
+
+
+def _compare(
+    found: Findings,
+    base: BaseModel,
+    sequences: Sequence[Sequence_],
+    drawn: Sequence[Drawn],
+    scratch: Path,
+    *,
+    quick: bool,
+) -> None:
+    engine = TrainingEngine(base, max_tokens_per_microbatch=_MAX_TOKENS)
+    plan = measure(engine, Bounds(max_tokens_per_microbatch=_MAX_TOKENS, max_lora_rank=MAX_RANK))
+    engine.follow(plan)
+    _create(engine, BASE, AdapterConfig(rank=1, seed=0, **_flags(base)), None)
+    for name, adapter in found.adapters.items():
+        _create(engine, name, adapter.config, adapter)
+
+    names = [BASE, *found.adapters]
+    outputs = _run(engine, [(name, _batch(sequences, forward_only=True)) for name in names])
+    found.logprobs = dict(zip(names, outputs, strict=True))
+    (found.alone,) = _run(engine, [(found.largest, _batch(sequences, forward_only=True))])
+    found.drawn = [(one, *_run(engine, [(one.name, _scoring(one))])) for one in drawn if one.name in found.logprobs]
+
+    few = gradient_sequences(sequences)
+    _save_and_reload(found, engine, sequences, few, scratch)
+    _run(engine, [(name, _batch(few, forward_only=False)) for name in found.adapters])
+    for name, adapter in found.adapters.items():
+        found.gradients[name] = _gradient(engine, name, adapter)
+
+    found.speed = _speed(engine, found.largest, base.max_context_length, seconds=0.5 if quick else 3.0)
+    for name in names:
+        engine.delete_model(name)
+    found.room = _room(engine, plan.token_budget, plan.longest_datum)
+
+
+def _flags(base: BaseModel) -> dict[str, bool]:
+    return {f"train_{group}": group in base.groups for group in ("attn", "mlp", "unembed")}
+
+
+def _create(engine: TrainingEngine, name: str, config: AdapterConfig, adapter: Adapter | None) -> None:
+    engine.create_model(name, config, "adamw")
+    if adapter is not None:
+        engine.restore(name, State(config, adapter, step=0, optimizer=None), with_optimizer=False)
+
+
+def _batch(sequences: Sequence[Sequence_], *, forward_only: bool) -> Batch:
+    datums = [Datum(one.tokens_N.astype(np.int32), one.targets_N, {"weights": one.weights_N}) for one in sequences]
+    return Batch("cross_entropy", LOSS_FNS["cross_entropy"], {}, forward_only, datums)
+
+
+def _scoring(drawn: Drawn) -> Batch:
+    whole = np.concatenate([drawn.prompt_P, drawn.tokens_N])
+    tokens, targets = whole[:-1].astype(np.int32), whole[1:].astype(np.int64)
+    datum = Datum(tokens, targets, {"weights": np.ones(targets.size, np.float32)})
+    return Batch("cross_entropy", LOSS_FNS["cross_entropy"], {}, True, [datum])
+
+
+def _run(engine: TrainingEngine, works: Sequence[tuple[str, Batch]]) -> list[Logprobs]:
+    """Raises the ServiceError that one fails with."""
+    outputs: list[Logprobs] = []
+    for output in engine.forward_backward(works):
+        if isinstance(output, ServiceError):
+            raise output
+        outputs.append(output.logprobs)
+    return outputs
+
+
+def _gradient(engine: TrainingEngine, name: str, adapter: Adapter) -> Tensor:
+    """As an optimizer step sees it: AdamW without memory subtracts lr g / (|g| + eps), that is g if both are huge."""
+    engine.optim_step(name, AdamParams(_HUGE, beta1=0.0, beta2=0.0, eps=_HUGE, weight_decay=0.0, grad_clip_norm=0.0))
+    after = engine.capture(name, with_optimizer=False).adapter
+    return adapter.flat - after.flat.float()
+
+
+def _save_and_reload(
+    found: Findings, engine: TrainingEngine, sequences: Sequence[Sequence_], few: Sequence[Sequence_], scratch: Path
+) -> None:
+    _run(engine, [(found.largest, _batch(few, forward_only=False))])
+    # A step of size 0: the optimizer has moments to save, and the weights stay as they are.
+    engine.optim_step(found.largest, AdamParams(0.0, 0.9, 0.95, eps=1e-8, weight_decay=0.0, grad_clip_norm=0.0))
+    store = CheckpointStore(scratch, Metrics(CollectorRegistry()))
+    try:
+        state = engine.capture(found.largest, with_optimizer=True)
+        location = Location("doctor:train:0", KINDS[pb.CHECKPOINT_KIND_TRAINING], "checked")
+        info = pb.CheckpointInfo(
+            location=str(location), kind=pb.CHECKPOINT_KIND_TRAINING, model_id=location.run_id,
+            lora_config=state.config.to_proto(), has_optimizer=True, optimizer="adamw",
+        )  # fmt: skip
+        store.save(info, state, overwrite=False)
+        _, loaded = store.load(location, engine.base, with_optimizer=True)
+    finally:
+        store.close()
+    found.saved = scratch / str(location)
+    assert state.optimizer is not None
+    assert loaded.optimizer is not None
+    pairs = [(state.adapter.flat, loaded.adapter.flat)]
+    pairs += [(tensor, loaded.optimizer.tensors[key]) for key, tensor in state.optimizer.tensors.items()]
+    found.is_same_after_load = all(torch.equal(before, after) for before, after in pairs)
+    engine.create_model(_ALONE, loaded.config, "adamw")
+    engine.restore(_ALONE, loaded, with_optimizer=True)
+    (found.reloaded,) = _run(engine, [(_ALONE, _batch(sequences, forward_only=True))])
+    engine.delete_model(_ALONE)
+
+
+def _speed(engine: TrainingEngine, name: str, context: int, *, seconds: float) -> Speed:
+    """Of forward_backward, of the largest micro-batch up to the token budget that takes about so many seconds."""
+    generator = np.random.default_rng(0)
+    length = min(_SEQUENCE, context)
+    budget = engine.token_budget
+    num_tokens = min(length, budget)
+    while True:
+        batch = _random_batch(generator, engine.base.vocab_size, num_tokens, length)
+        started = time.perf_counter()
+        _run(engine, [(name, batch)])
+        if engine.base.device.type == "cuda":
+            torch.cuda.synchronize()
+        elapsed = time.perf_counter() - started
+        if 2 * num_tokens > budget or 3 * elapsed > seconds:
+            return Speed(num_tokens / elapsed, num_tokens)
+        num_tokens *= 2
+
+
+def _random_batch(generator: np.random.Generator, vocab_size: int, num_tokens: int, length: int) -> Batch:
+    whole, rest = divmod(num_tokens, length)
+    datums = []
+    for size in [length] * whole + ([rest] if rest else []):
+        tokens = generator.integers(vocab_size, size=size + 1)
+        datums.append(Datum(tokens[:-1].astype(np.int32), tokens[1:], {"weights": np.ones(size, np.float32)}))
+    return Batch("cross_entropy", LOSS_FNS["cross_entropy"], {}, False, datums)
+
+
+def _room(engine: TrainingEngine, token_budget: int, longest_datum: int | None) -> Room:
+    base = engine.base
+    config = AdapterConfig(rank=1, **_flags(base))
+    bytes_per_rank = 4 * num_elements(config, chosen_targets(config, base.targets))  # float32
+    on_cuda = base.device.type == "cuda"
+    return Room(
+        token_budget=token_budget,
+        longest_sequence=min(base.max_context_length, longest_datum or base.max_context_length),
+        adapter_bytes={rank: rank * bytes_per_rank for rank in RANKS},
+        training_bytes={rank: full_bytes(rank * bytes_per_rank) for rank in RANKS},
+        device_bytes=available_bytes(base.device),
+        host_bytes=host_bytes() if on_cuda else None,
+    )

@@ -1,0 +1,327 @@
+"""Gaps and limits become checks, checks become a verdict. Nothing here computes with a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+
+from tinsmith.doctor import oracle, samplers, trainer
+from tinsmith.doctor.coverage import Text
+from tinsmith.doctor.subject import BASE, Logprobs, Subject
+from tinsmith.modeling.adapter import GROUPS, Group
+
+Status = Literal["ok", "warning", "FAILED", "skipped"]
+
+_FLOORS = {
+    torch.float32: (2e-4, 2e-5, 1e-4),
+    torch.bfloat16: (0.05, 0.01, 0.02),
+    torch.float16: (0.02, 0.004, 0.01),
+}
+"""Largest and mean gap of logprobs, relative error of a gradient, that are always allowed.
+
+float32: an order of magnitude above what two correct implementations differ by (1e-6 to 1.3e-5 on models of 1 to 110 M
+parameters). Narrower types: a few units of the last place of logits of size 10 (2^-8 * 10 = 0.04 in bfloat16).
+"""
+_MARGIN = 3.0
+"""In narrow types, so many times what rounding does to the plain model (its gap to float32) is allowed, too."""
+_UNMEASURED = (0.5, 0.1, 0.2)
+"""In narrow types, when that could not be measured: largest and mean gap, and gradients."""
+_COMPANY = 1e-5
+"""float32: alone or in company, gaps are of rounding only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    largest: float
+    mean: float
+    gradient: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    section: str
+    name: str
+    status: Status
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    detail: str = ""
+    advice: str = ""
+    """What to do, when it is not ok."""
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    subject: Subject
+    oracle: oracle.Findings
+    trainer: trainer.Findings
+    samplers: Sequence[samplers.Findings]
+    not_there: Mapping[str, str]
+    """Engines that were not examined, and why."""
+    text: Text
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    checks: Sequence[Check]
+    trainable: Sequence[Group]
+    """Groups whose adapters can be trained; none: the model cannot."""
+    sampleable: Sequence[str]
+    """Engines that sample from it rightly."""
+
+    @property
+    def is_ok(self) -> bool:
+        return bool(self.trainable) and bool(self.sampleable) and all(one.status != "FAILED" for one in self.checks)
+
+
+def judge(findings: Findings) -> Verdict:
+    checks = [*_weights(findings), *_logprobs(findings), *_gradients(findings), *_reload(findings)]
+    for sampler in findings.samplers:
+        checks += _sampler(findings, sampler)
+    checks += [Check("samplers", name, "skipped", detail=why) for name, why in findings.not_there.items()]
+    checks += [*_coverage(findings), *_text(findings)]
+    failed = {(check.section, check.name) for check in checks if check.status == "FAILED"}
+    sound = not any(section in ("weights", "trainer") for section, _ in failed) and not findings.trainer.failure
+    wrong = {name for section, name in failed if section in ("logprobs", "gradients")}
+    base_is_right = BASE not in wrong and not any("all" in name or "company" in name for name in wrong)
+    return Verdict(
+        checks=checks,
+        trainable=[
+            group
+            for group in findings.trainer.coverage.groups
+            if sound and base_is_right and f"adapter on {group}" not in wrong
+        ],
+        sampleable=[
+            sampler.engine
+            for sampler in findings.samplers
+            if not any(section in (f"sampler {sampler.engine}", "weights") for section, _ in failed)
+        ],
+    )
+
+
+def gap(ours: Logprobs, theirs: Logprobs) -> tuple[float, float]:
+    """Largest and mean difference. Sequences of another length are a defect of the caller."""
+    differences = [np.abs(one.astype(np.float64) - other) for one, other in zip(ours, theirs, strict=True)]
+    whole = np.concatenate(differences)
+    return (float(whole.max()), float(whole.mean())) if whole.size else (0.0, 0.0)
+
+
+def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return ((ours - theirs).norm() / theirs.norm().clamp_min(1e-30)).item()
+
+
+def limits(findings: Findings, name: str) -> Limits:
+    """For one adapter, or the base model."""
+    dtype = findings.subject.dtype
+    floor = _FLOORS[dtype]
+    kind = str(dtype).removeprefix("torch.")
+    if dtype == torch.float32:
+        return Limits(*floor, source="float32")
+    truth, wide = findings.oracle.truth, findings.oracle.wide
+    if wide is None:
+        return Limits(*_UNMEASURED, source=f"{kind}, rounding not measured: {findings.oracle.why_not_wide}")
+    largest, mean = gap(truth.logprobs[name], wide.logprobs[name])
+    gradient = relative(truth.gradients[name], wide.gradients[name]) if name in truth.gradients else 0.0
+    allowed = [max(low, _MARGIN * noise) for low, noise in zip(floor, (largest, mean, gradient), strict=True)]
+    return Limits(*allowed, source=f"{_MARGIN:g} x the plain model's own rounding in {kind}")
+
+
+def _gap_check(section: str, name: str, ours: Logprobs, theirs: Logprobs, limit: Limits, advice: str) -> Check:
+    largest, mean = gap(ours, theirs)
+    passed = largest <= limit.largest and mean <= limit.mean
+    numbers = {"max": largest, "mean": mean, "limit": limit.largest, "mean_limit": limit.mean}
+    return Check(section, name, "ok" if passed else "FAILED", numbers, limit.source, "" if passed else advice)
+
+
+def _weights(findings: Findings) -> list[Check]:
+    missing = findings.oracle.missing
+    if not missing:
+        return [Check("weights", "all parameters are in the files", "ok")]
+    return [
+        Check(
+            "weights",
+            f"{len(missing)} parameters are not in the files, and were drawn at random",
+            "FAILED",
+            detail=", ".join(missing[:4]) + (", ..." if len(missing) > 4 else ""),
+            advice="fetch the files again; they are not complete, or of another architecture than config.json says",
+        )
+    ]
+
+
+def _logprobs(findings: Findings) -> list[Check]:
+    ours, theirs = findings.trainer, findings.oracle.truth
+    if ours.failure:
+        return [Check("trainer", "the engine refuses this", "FAILED", detail=ours.failure, advice="read the reason")]
+    checks = []
+    for name, logprobs in ours.logprobs.items():
+        advice = (
+            "do not train this model here: what it computes is not what the model says; report it with the --json file"
+            if name == BASE
+            else f"do not train with it: switch off {_flags(name)}, and report it with the --json file"
+        )
+        limit = limits(findings, name)
+        checks.append(_gap_check("logprobs", name, logprobs, theirs.logprobs[name], limit, advice))
+    if ours.alone is not None:
+        floor = _COMPANY if findings.subject.dtype == torch.float32 else limits(findings, ours.largest).largest
+        scale = max(1.0, max(float(np.abs(one).max()) for one in ours.alone))
+        limit = Limits(floor * scale, floor * scale, 0.0, "relative 1e-5" if floor == _COMPANY else "rounding")
+        advice = "sequences see their neighbours: do not train this model with several tenants; report it"
+        checks.append(
+            _gap_check("logprobs", "alone and in company", ours.logprobs[ours.largest], ours.alone, limit, advice)
+        )
+    return checks
+
+
+def _flags(name: str) -> str:
+    group = name.rpartition(" ")[2]
+    return f"train_{group}" if group in GROUPS else "the groups that fail alone"
+
+
+def _gradients(findings: Findings) -> list[Check]:
+    if findings.trainer.failure:
+        return []
+    if findings.oracle.why_no_gradients:
+        return [Check("gradients", "of all groups", "skipped", detail=findings.oracle.why_no_gradients)]
+    checks = []
+    for name, theirs in findings.oracle.truth.gradients.items():
+        limit = limits(findings, name)
+        error = relative(findings.trainer.gradients[name], theirs)
+        passed = error <= limit.gradient
+        advice = (
+            "" if passed else f"do not train with it: switch off {_flags(name)}, and report it with the --json file"
+        )
+        numbers = {"relative": error, "limit": limit.gradient}
+        checks.append(Check("gradients", name, "ok" if passed else "FAILED", numbers, limit.source, advice))
+    return checks
+
+
+def _reload(findings: Findings) -> list[Check]:
+    ours = findings.trainer
+    if ours.saved is None or ours.reloaded is None:
+        return []
+    same = bool(ours.is_same_after_load)
+    name, section = ours.largest, "save and reload"
+    checks = [
+        Check(
+            section, "every tensor of adapter and optimizer, bit for bit", "ok" if same else "FAILED",
+            advice="" if same else "checkpoints of this model do not hold what was trained; report it",
+        ),
+        _gap_check(
+            section, "logprobs of the reloaded adapter", ours.reloaded, ours.logprobs[name], limits(findings, name),
+            "checkpoints of this model do not hold what was trained; report it",
+        ),
+    ]  # fmt: skip
+    if findings.oracle.peft is None:
+        why = findings.oracle.why_no_peft
+        known = why.startswith("peft is not")
+        status: Status = "skipped" if known else "warning"
+        advice = "" if known else "adapters of this model cannot be used with that version of peft"
+        checks.append(Check(section, "logprobs of stock PEFT with the same files", status, detail=why, advice=advice))
+    else:
+        theirs = findings.oracle.truth.logprobs[name]
+        advice = "other programs will not read the exported adapter as it was trained; report it"
+        checks.append(
+            _gap_check(
+                section, "logprobs of stock PEFT with the same files", findings.oracle.peft, theirs,
+                limits(findings, name), advice,
+            )
+        )  # fmt: skip
+    return checks
+
+
+def _sampler(findings: Findings, sampler: samplers.Findings) -> list[Check]:
+    section = f"sampler {sampler.engine}"
+    if sampler.failure:
+        return [
+            Check(section, "it does not run", "FAILED", detail=sampler.failure, advice="this engine cannot serve it")
+        ]
+    advice = "do not sample from this model with this engine: it is not the model that is trained; report it"
+    checks = []
+    for name, logprobs in sampler.logprobs.items():
+        trained = findings.trainer.logprobs.get(name)
+        if trained is None:
+            checks.append(Check(section, f"prompts, {name}", "skipped", detail="the trainer has no such adapter"))
+            continue
+        pairs = list(zip(logprobs, trained, strict=True))
+        cut = [theirs[: ours.size] for ours, theirs in pairs]
+        checks.append(_gap_check(section, f"prompts, {name}", logprobs, cut, limits(findings, name), advice))
+    for name in sampler.logprobs:
+        for temperature, how in ((0.0, "greedy"), (1.0, "drawn")):
+            chosen = [
+                (one.logprobs_N, scored[0][-one.logprobs_N.size :])
+                for one, scored in findings.trainer.drawn
+                if one in sampler.drawn and one.name == name and one.temperature == temperature
+            ]
+            if chosen:
+                ours, theirs = zip(*chosen, strict=True)
+                checks.append(
+                    _gap_check(section, f"{how} tokens, {name}", ours, theirs, limits(findings, name), advice)
+                )
+    unserved = [group for group in findings.trainer.coverage.groups if group not in sampler.groups]
+    if unserved:
+        checks.append(
+            Check(
+                section, f"adapters on {', '.join(unserved)}", "warning", detail="it cannot serve them",
+                advice=f"train with {' and '.join(f'train_{group}=false' for group in unserved)} to sample with it",
+            )
+        )  # fmt: skip
+    return checks
+
+
+def _coverage(findings: Findings) -> list[Check]:
+    coverage = findings.trainer.coverage
+    checks = [
+        Check("coverage", f"adapters on {group}", "warning", detail=reason, advice=f"train with train_{group}=false")
+        for group, reason in coverage.missing.items()
+    ]
+    if coverage.foreign:
+        checks.append(
+            Check(
+                "coverage", "quantised or other layers", "warning", detail=", ".join(coverage.foreign),
+                advice="take files that are not quantised to train them",
+            )
+        )  # fmt: skip
+    checks += [
+        Check(
+            "coverage", f"{one.count} x {one.pattern}", "warning",
+            detail=f"{' x '.join(str(size) for size in one.shape)}: no adapter reaches it",
+        )
+        for one in coverage.unreached
+    ]  # fmt: skip
+    return checks
+
+
+def _text(findings: Findings) -> list[Check]:
+    text, vocab_size = findings.text, findings.subject.text_config.vocab_size
+    if not text.has_tokenizer:
+        advice = "put tokenizer.json and tokenizer_config.json beside the weights; until then send tokens, not text"
+        return [Check("text", "tokenizer", "warning", detail=text.failure, advice=advice)]
+    checks = []
+    if text.num_tokens > vocab_size:
+        checks.append(
+            Check(
+                "text", "tokenizer", "FAILED",
+                detail=f"it has {text.num_tokens} tokens, the model's embedding {vocab_size}",
+                advice="it is not this model's tokenizer: fetch the files again",
+            )
+        )  # fmt: skip
+    else:
+        checks.append(Check("text", "tokenizer", "ok", detail=f"{text.num_tokens} tokens of {vocab_size}"))
+    if text.has_chat_template:
+        checks.append(Check("text", "chat template", "ok"))
+    else:
+        checks.append(
+            Check("text", "chat template", "warning", detail="there is none", advice="send text or tokens, no chats")
+        )
+    eos = next((sampler.eos_token_ids for sampler in findings.samplers if not sampler.failure), None)
+    if eos is not None and not eos:
+        advice = (
+            "samples end at max_tokens or at a stop of the request only; set eos_token_id in generation_config.json"
+        )
+        checks.append(Check("text", "end-of-sequence token", "warning", detail="there is none", advice=advice))
+    elif eos:
+        checks.append(Check("text", "end-of-sequence token", "ok", detail=", ".join(str(token) for token in eos)))
+    return checks
