@@ -12,7 +12,14 @@ class GetTrainerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetTrainerInfoResponse(_message.Message):
-    __slots__ = ("base_models", "max_context_length", "max_lora_rank", "vocab_size", "architecture", "loss_fns", "device", "boot_id", "optimizers", "full_training")
+    __slots__ = ("base_models", "max_context_length", "max_lora_rank", "vocab_size", "architecture", "loss_fns", "device", "boot_id", "optimizers", "full_training", "trainable", "trainable_groups", "refused_groups")
+    class RefusedGroupsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     BASE_MODELS_FIELD_NUMBER: _ClassVar[int]
     MAX_CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     MAX_LORA_RANK_FIELD_NUMBER: _ClassVar[int]
@@ -23,6 +30,9 @@ class GetTrainerInfoResponse(_message.Message):
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZERS_FIELD_NUMBER: _ClassVar[int]
     FULL_TRAINING_FIELD_NUMBER: _ClassVar[int]
+    TRAINABLE_FIELD_NUMBER: _ClassVar[int]
+    TRAINABLE_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_GROUPS_FIELD_NUMBER: _ClassVar[int]
     base_models: _containers.RepeatedScalarFieldContainer[str]
     max_context_length: int
     max_lora_rank: int
@@ -33,7 +43,10 @@ class GetTrainerInfoResponse(_message.Message):
     boot_id: str
     optimizers: _containers.RepeatedScalarFieldContainer[str]
     full_training: bool
-    def __init__(self, base_models: _Optional[_Iterable[str]] = ..., max_context_length: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., vocab_size: _Optional[int] = ..., architecture: _Optional[str] = ..., loss_fns: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., boot_id: _Optional[str] = ..., optimizers: _Optional[_Iterable[str]] = ..., full_training: _Optional[bool] = ...) -> None: ...
+    trainable: bool
+    trainable_groups: _containers.RepeatedScalarFieldContainer[str]
+    refused_groups: _containers.ScalarMap[str, str]
+    def __init__(self, base_models: _Optional[_Iterable[str]] = ..., max_context_length: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., vocab_size: _Optional[int] = ..., architecture: _Optional[str] = ..., loss_fns: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., boot_id: _Optional[str] = ..., optimizers: _Optional[_Iterable[str]] = ..., full_training: _Optional[bool] = ..., trainable: _Optional[bool] = ..., trainable_groups: _Optional[_Iterable[str]] = ..., refused_groups: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class CreateModelRequest(_message.Message):
     __slots__ = ("model_id", "base_model", "lora_config", "optimizer", "from_location", "load_optimizer", "user_metadata")
