@@ -37,6 +37,7 @@ from trainer_service.micro_batch import Item, cut, halves, model_ids, num_tokens
 from trainer_service.model_state import ModelState, full_bytes
 from trainer_service.optimizers import Optimizer, Params, check_kind, clip_gradient
 from trainer_service.residency import Residency
+from trainer_service.team import Alone, Team
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +77,11 @@ class TrainingEngine:
         activation_checkpointing: Checkpointing = "auto",
         residency: Residency | None = None,
         metrics: Metrics | None = None,
+        team: Team | None = None,
     ) -> None:
         """Measures nothing: `max_tokens_per_microbatch` is the token budget until `follow` brings another plan.
+
+        The token budget is that of the whole team.
 
         Raises ValueError when activation checkpointing is asked for and the base model has no list of layers.
         """
@@ -88,6 +92,7 @@ class TrainingEngine:
         self._models: dict[str, ModelState] = {}
         self._base_changed = False
         """A full model has trained the base model's own parameters."""
+        self._team = Alone() if team is None else team
         self._layers = decoder_layers(base)
         self._checkpointing = activation_checkpointing
         if activation_checkpointing == "on" and not self._layers:
@@ -136,7 +141,8 @@ class TrainingEngine:
             self.residency.add(model_id, model)
 
     def check_trainable(self, config: AdapterConfig, optimizer: str) -> None:
-        """Raises InvalidRequest, naming what would be right, for a rank that this engine does not train."""
+        """Raises InvalidRequest, naming what would be right, for a rank that this engine does not train, and Unsupported
+        for a group of layers whose adapters the base model does not take, with the reason."""
         if config.rank == 0 and not self.base.trainable:
             raise InvalidRequest(
                 "lora_config.rank: 0 means full-parameter training, and this server was started without "
@@ -149,6 +155,8 @@ class TrainingEngine:
                 "--full-training: it trains all parameters, of one model at a time; send rank 0",
                 field="rank",
             )
+        if config.rank != 0:
+            self.base.check_groups(config.groups)
         if config.rank == 0 and optimizer != "adamw":
             raise InvalidRequest(
                 f"optimizer: {optimizer!r} is for the A and B of adapters; full-parameter training (rank 0) takes "
@@ -224,7 +232,8 @@ class TrainingEngine:
         ]
         batch = Batch(loss_fn="cross_entropy", loss=loss, loss_config={}, forward_only=False, datums=datums)
         job = self.begin(model_id, batch)
-        self._run([Item(job, index) for index in range(len(datums))], checkpointing=checkpointing)
+        items = [Item(job, index) for index in range(len(datums))]
+        self._run(items, items, checkpointing=checkpointing)  # all of it on every rank
 
     def _try(self, items: Sequence[Item], *, checkpointing: bool = False) -> None:
         """Runs a micro-batch: in halves when there is no memory for it, job by job when it fails otherwise."""
@@ -233,7 +242,7 @@ class TrainingEngine:
             return
         checkpointing = checkpointing or self._needs_checkpointing(items)
         try:
-            self._run(items, checkpointing=checkpointing)
+            self._run(items, self._team.mine(items), checkpointing=checkpointing)
             return
         except Exception as caught:
             error = caught
@@ -303,13 +312,14 @@ class TrainingEngine:
     def _needs_checkpointing(self, items: Sequence[Item]) -> bool:
         if self._checkpointing != "auto" or not self._layers:
             return self._checkpointing == "on"
-        lengths = [item.datum.length for item in items]
-        known = self._too_long is not None and max(lengths) >= self._too_long
-        return known or self.plan.needs_checkpointing(lengths)
+        lengths = [[item.datum.length for item in share] for share in self._team.shares(items)]
+        known = self._too_long is not None and max(length for share in lengths for length in share) >= self._too_long
+        return known or any(self.plan.needs_checkpointing(share) for share in lengths)
 
     def _go_together(self, ids: Sequence[str]) -> bool:
         """These models may be on the device at once, with their gradients on the way."""
-        room = self.plan.room_for_adapters([self.token_budget], checkpointing=self.always_checkpoints)
+        tokens = self.token_budget // self._team.num_shares
+        room = self.plan.room_for_adapters([tokens], checkpointing=self.always_checkpoints)
         needed = sum(self._models[model_id].num_bytes + self._models[model_id].growth_bytes for model_id in ids)
         return not self.residency.moves or room is None or needed <= room
 
@@ -320,8 +330,23 @@ class TrainingEngine:
             room -= sum(self._models[model_id].growth_bytes for model_id in ids)
         self.residency.use(ids, max_bytes=room)
 
-    def _run(self, items: Sequence[Item], *, checkpointing: bool) -> None:
-        """One pass of the base model. Jobs and gradients change when all of it has succeeded."""
+    def _run(self, items: Sequence[Item], mine: Sequence[Item], *, checkpointing: bool) -> None:
+        """One pass of the base model, of which this rank computes `mine`.
+
+        Jobs and gradients change when all of it has succeeded, on all ranks.
+        """
+        with self._team.one_pass():
+            keep = self._compute(mine, checkpointing=checkpointing)
+            if torch.is_grad_enabled():
+                for model_id in model_ids(items):  # the next step adds them up over the ranks
+                    self._models[model_id].need_gradient()
+        keep()
+
+    def _compute(self, items: Sequence[Item], *, checkpointing: bool) -> Callable[[], None]:
+        """Forward and backward of these. What it returns keeps the results, asks for no memory and does not fail."""
+        if not items:
+            self._team.halfway()
+            return lambda: None
         self._have_on_device(items, checkpointing=checkpointing)
         device = self.base.device
         lengths = [item.datum.length for item in items]
@@ -349,6 +374,7 @@ class TrainingEngine:
             mine = list(group)
             inputs = [items[n].datum.inputs for n in mine]
             terms.append((job, job.batch.loss.evaluate([shaped[n] for n in mine], inputs, job.batch.loss_config)))
+        self._team.halfway()
         gradients: list[tuple[ModelState, list[Tensor]]] = []
         if torch.is_grad_enabled():
             gradients = list(self._gradients(terms, runs, items))
@@ -356,14 +382,18 @@ class TrainingEngine:
         for job, term in terms:
             job.check_finite(term.value, largest)
 
-        # From here on nothing asks for memory: either all of the micro-batch is added, or nothing.
         sums = [(model.need_gradient().tensors(), tensors) for model, tensors in gradients]
-        for job, term in terms:
-            job.add(term)
-        for item, logprobs in zip(items, shaped, strict=True):
-            item.job.logprobs[item.index] = logprobs.detach().numpy()
-        for totals, tensors in sums:
-            torch._foreach_add_(totals, tensors)
+        results = [logprobs.detach().numpy() for logprobs in shaped]
+
+        def keep() -> None:
+            for job, term in terms:
+                job.add(term)
+            for item, logprobs in zip(items, results, strict=True):
+                item.job.logprobs[item.index] = logprobs
+            for totals, tensors in sums:
+                torch._foreach_add_(totals, tensors)
+
+        return keep
 
     def _runs(self, items: Sequence[Item], starts: np.ndarray) -> Iterable[Run]:
         for model_id, group in groupby(range(len(items)), key=lambda n: items[n].model_id):
@@ -404,9 +434,12 @@ class TrainingEngine:
                 "optim_step was not applied, because a forward_backward before it failed; "
                 f"its gradients were cleared. The failure: {reason}"
             )
-        gradient, optimizer = self._with_room(
-            lambda: self._prepare_step(model_id), what=f"an optimizer step of {model_id}", keep=[model_id]
+        gradient, optimizer = self._team.all_or_none(
+            lambda: self._with_room(
+                lambda: self._prepare_step(model_id), what=f"an optimizer step of {model_id}", keep=[model_id]
+            )
         )
+        self._team.sum_(gradient.flat)
         norm = clip_gradient(gradient.flat, params.grad_clip_norm)
         optimizer.step(model.adapter.flat, gradient.flat, params)
         model.adapter.sync()
