@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 VOCAB_SIZE = 512
 CONTEXT = 256
@@ -28,4 +28,16 @@ def make_model(folder: Path, **overrides: Any) -> Path:
     }
     torch.manual_seed(0)
     Qwen3ForCausalLM(Qwen3Config(**{**settings, **overrides})).save_pretrained(folder)
+    return folder
+
+
+def make_sparse_model(folder: Path) -> Path:
+    """A Qwen3-MoE of two layers with four experts, of which each token takes two."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=CONTEXT, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+        tie_word_embeddings=False, initializer_range=0.1,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
     return folder

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tinsmith.modeling.adapter import Adapter
+from tinsmith.modeling.adapter import Adapter, Target
 
 
 class Oracle:
@@ -21,7 +21,7 @@ class Oracle:
         adapter.save_peft(scratch, base_model=str(model_folder))
         model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32, attn_implementation="eager")
         self.model = peft.PeftModel.from_pretrained(model, scratch, is_trainable=True)
-        self.names = [name for name, _ in adapter.specs()]
+        self.targets = adapter.targets
 
     def logprobs(self, tokens: Sequence[int], targets: Tensor) -> Tensor:
         """log P(target | tokens up to its position), of the shape of targets: [N] or [N, K]."""
@@ -32,5 +32,16 @@ class Oracle:
         """Gradient of a scalar with respect to every A and B, in the order of the adapter's buffer."""
         self.model.zero_grad()
         loss().backward()
-        named = {name.replace(".default", ""): p for name, p in self.model.named_parameters() if p.requires_grad}
-        return [named[name].grad for name in self.names]
+        named = {name.replace(".default", ""): p.grad for name, p in self.model.named_parameters() if p.requires_grad}
+        return [grad for target in self.targets for grad in _gradients(target, *(named[n] for n in target.peft_names))]
+
+
+def _gradients(target: Target, a: Tensor | None, b: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Of a factor that all experts share, PEFT has a copy for each: the gradient is the sum of theirs."""
+    assert a is not None
+    assert b is not None
+    if target.num_experts is None:
+        return a, b
+    a_E_R_I = a.reshape(target.num_experts, -1, target.in_features)
+    b_E_O_R = b.reshape(target.out_features, -1, target.num_experts).permute(2, 0, 1)
+    return (a_E_R_I.sum(0), b_E_O_R) if target.shared == "A" else (a_E_R_I, b_E_O_R.sum(0))

@@ -97,7 +97,7 @@ class Target:
         a, b = (rank, self.in_features), (self.out_features, rank)
         if self.num_experts is None:
             return a, b
-        return (a if self.shared == "A" else (self.num_experts, *a)), (b if self.shared == "B" else (self.num_experts, *b))
+        return (a, (self.num_experts, *b)) if self.shared == "A" else ((self.num_experts, *a), b)
 
     @property
     def peft_names(self) -> tuple[str, str]:
@@ -185,6 +185,11 @@ class Adapter:
     @property
     def num_bytes(self) -> int:
         return self.flat.nbytes
+
+    @property
+    def sent_dtype(self) -> torch.dtype:
+        """What the samplers get."""
+        return self.flat.dtype
 
     def sync(self) -> None:
         """The forward pass reads the buffer itself."""

@@ -1,9 +1,9 @@
 """Mixture-of-experts layers whose experts are one fused tensor, with the adapters of many runs on them.
 
-transformers 5 keeps all experts of a layer in `gate_up_proj` and `down_proj`. Their products run here as grouped matrix
-products over pairs of a row and one of its experts, sorted by expert; an adapter's share is a low-rank grouped product of
-the same kind over the pairs of its own rows. `gate_up_proj` has one A for all experts and a B for each, `down_proj` an A
-for each and one B for all.
+transformers 5 keeps all experts of a layer in `gate_up_proj` and `down_proj`. Their products run here as grouped
+matrix products over pairs of a row and one of its experts, sorted by expert; an adapter's share is a low-rank grouped
+product of the same kind over the pairs of its own rows. `gate_up_proj` has one A for all experts and a B for each,
+`down_proj` an A for each and one B for all.
 
 Shapes: T packed tokens, K experts of a token, S = T K pairs, E experts, H hidden, I inputs, O outputs, R rank.
 """

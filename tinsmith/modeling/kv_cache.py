@@ -68,8 +68,9 @@ class KVCache:
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for store in (self.keys, self.values) for tensor in store.values())
 
-    def layer(self, layer: int, like_T_K_D: Tensor) -> tuple[Tensor, Tensor]:
-        for store in (self.keys, self.values):
+    def layer(self, layer: int, k_T_K_D: Tensor, v_T_K_D: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's keys and values, made like these if there are none. Their head dimensions may differ."""
+        for store, like_T_K_D in ((self.keys, k_T_K_D), (self.values, v_T_K_D)):
             if layer not in store:
                 num_heads, head_dim = like_T_K_D.shape[1:]
                 store[layer] = like_T_K_D.new_zeros(self.num_lanes, num_heads, self.capacity, head_dim)
@@ -91,24 +92,28 @@ class Prefill:
 
 
 class Cached:
-    """Layout of one engine step: first one new token for each of lanes 0 .. B-1, then pieces of prompts.
+    """Layout of one forward pass: first one new token for each of lanes 0 .. B-1, then pieces of prompts.
 
-    `positions_B` is int64 [B]: where each decoding lane's new token goes.
+    `positions_B` is int64 [B]: where each decoding lane's new token goes. `lanes_B`, int64 [B], names other lanes than
+    the first ones; their keys and values are gathered.
     """
 
-    def __init__(self, cache: KVCache, positions_B: Tensor, prefills: Sequence[Prefill]) -> None:
+    def __init__(
+        self, cache: KVCache, positions_B: Tensor, prefills: Sequence[Prefill], *, lanes_B: Tensor | None = None
+    ) -> None:
         self.cache = cache
         self.positions_B = positions_B
         self.prefills = prefills
         self.num_decoding = positions_B.shape[0]
         self.num_keys = int(positions_B.max()) + 1 if self.num_decoding else 0
-        self._lanes_B = torch.arange(self.num_decoding, device=positions_B.device)
+        self._lanes_B = torch.arange(self.num_decoding, device=positions_B.device) if lanes_B is None else lanes_B
+        self._gathers = lanes_B is not None
         keys = torch.arange(self.num_keys, device=positions_B.device)
         self._mask_B_1_1_L = (keys <= positions_B[:, None])[:, None, None]
         self._keys = keys
 
     def attend(self, layer: int, q_T_N_D: Tensor, k_T_K_D: Tensor, v_T_K_D: Tensor, heads: Heads) -> Tensor:
-        keys_S_K_C_D, values_S_K_C_D = self.cache.layer(layer, k_T_K_D)
+        keys_S_K_C_D, values_S_K_C_D = self.cache.layer(layer, k_T_K_D, v_T_K_D)
         outputs = []
         if self.num_decoding:
             rows = slice(0, self.num_decoding)
@@ -130,8 +135,9 @@ class Cached:
 
     def _decode(self, q_B_N_D: Tensor, keys_S_K_C_D: Tensor, values_S_K_C_D: Tensor, heads: Heads) -> Tensor:
         batch, num_heads, head_dim = q_B_N_D.shape
-        k = keys_S_K_C_D[:batch, :, : self.num_keys]
-        v = values_S_K_C_D[:batch, :, : self.num_keys]
+        lanes = self._lanes_B if self._gathers else slice(0, batch)
+        k = keys_S_K_C_D[:, :, : self.num_keys][lanes]
+        v = values_S_K_C_D[:, :, : self.num_keys][lanes]
         mask = self._mask_B_1_1_L
         if heads.window is not None:
             mask = mask & (self._keys > self.positions_B[:, None] - heads.window)[:, None, None]
@@ -173,7 +179,7 @@ class KVBlocks:
         where = None
         for layer, pool in self._keys.items():
             where = torch.tensor(ids, device=pool.device) if where is None else where
-            lanes = cache.layer(layer, pool[0].transpose(0, 1))
+            lanes = cache.layer(layer, pool[0].transpose(0, 1), self._values[layer][0].transpose(0, 1))
             for lanes_S_K_C_D, pool_n_K_t_D in zip(lanes, (pool, self._values[layer]), strict=True):
                 blocks_K_T_D = pool_n_K_t_D[where].transpose(0, 1).flatten(1, 2)
                 lanes_S_K_C_D[lane, :, :length] = blocks_K_T_D[:, :length]

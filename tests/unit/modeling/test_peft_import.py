@@ -155,7 +155,7 @@ def plain(base: BaseModel, model_folder: Path, tmp_path: Path) -> Path:
     [
         ("peft_type", "IA3"), ("task_type", "SEQ_CLS"), ("bias", "all"), ("lora_bias", True), ("use_dora", True),
         ("modules_to_save", ["lm_head"]), ("init_lora_weights", "pissa"), ("layer_replication", [[0, 2], [1, 2]]),
-        ("trainable_token_indices", [1]), ("target_parameters", ["experts.down"]), ("use_qalora", True),
+        ("trainable_token_indices", [1]), ("target_parameters", [1]), ("use_qalora", True),
         ("alora_invocation_tokens", [1, 2]), ("something_new", {"a": 1}), ("r", 0), ("r", 10**30), ("r", "8"),
         ("lora_alpha", "16"), ("lora_alpha", float("nan")), ("lora_alpha", 10**400), ("use_rslora", "yes"),
         ("lora_dropout", -1), ("rank_pattern", [1]), ("rank_pattern", {"q_proj": 1.5}), ("rank_pattern", {"(": 4}),

@@ -10,7 +10,7 @@ from tinsmith.modeling.kv_cache import KVCache
 def cache() -> KVCache:
     cache = KVCache()
     cache.reserve(4, 8)
-    keys, values = cache.layer(0, torch.zeros(1, 2, 3))
+    keys, values = cache.layer(0, torch.zeros(1, 2, 3), torch.zeros(1, 2, 5))
     keys.copy_(torch.randn(keys.shape))
     values.copy_(torch.randn(values.shape))
     return cache

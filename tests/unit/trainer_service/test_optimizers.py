@@ -142,6 +142,15 @@ def test_dimuon_moves_each_matrix_by_an_orthogonal_update_of_norm_sqrt_rank(flat
         torch.testing.assert_close(moved, u @ vt * 2.0 / math.sqrt(min(grad.shape)), atol=5e-3, rtol=0)
 
 
+def test_dimuon_takes_each_experts_matrix_for_itself(flat: torch.Tensor) -> None:
+    flat, gradient = flat[:96].clone(), torch.randn(96)
+    stacked, plain = flat.clone(), flat.clone()
+    Dimuon(stacked, [(4, 10), (2, 4, 7)], rank=4).step(stacked, gradient, dimuon_params())
+    Dimuon(plain, [(4, 10), (4, 7), (4, 7)], rank=4).step(plain, gradient, dimuon_params())
+    assert torch.equal(stacked, plain)
+    assert not torch.equal(stacked, flat)
+
+
 def test_dimuon_averages_gradients_and_has_no_weight_decay(flat: torch.Tensor) -> None:
     first, second = torch.randn_like(flat), torch.randn_like(flat)
     dimuon = Dimuon(flat, SHAPES, rank=4)
