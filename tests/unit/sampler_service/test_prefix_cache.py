@@ -18,7 +18,7 @@ def lanes(*rows: np.ndarray) -> KVCache:
     """One lane for each row of tokens; a value is its key's negative."""
     cache = KVCache()
     cache.reserve(len(rows), max(len(row) for row in rows))
-    keys, values = cache.layer(0, torch.zeros(1, 1, 1))
+    keys, values = cache.layer(0, torch.zeros(1, 1, 1), torch.zeros(1, 1, 1))
     for lane, row in enumerate(rows):
         keys[lane, 0, : len(row), 0] = torch.from_numpy(row)
         values[lane] = -keys[lane]
