@@ -15,6 +15,7 @@ import grpc.aio
 from sampler_service import convert
 from sampler_service.engine import EngineSlot, Generation, VersionInfo
 from sampler_service.tokenizer import ChatTokenizer, TokenizerSlot
+from tinsmith.modeling.adapter import GROUPS
 from tinsmith.rpc import logs
 from tinsmith.rpc.errors import InvalidRequest, NotFound
 from tinsmith.rpc.server import RAN
@@ -45,6 +46,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
             engine=engine.name,
             device=engine.device,
             boot_id=self.boot_id,
+            adapter_groups=[group for group in GROUPS if any(target.group == group for target in engine.targets)],
         )
 
     async def Sample(self, request: pb.SampleRequest, context: Context) -> pb.SampleResponse:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import grpc.aio
 from google.protobuf.message import Message
 
+from tinsmith.modeling.adapter import GROUPS
 from tinsmith.rpc.errors import InvalidRequest, NotReady, ServiceError
 from tinsmith.rpc.paths import check_model_id
 from tinsmith.rpc.server import ACCEPTED, RAN
@@ -63,6 +64,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def GetTrainerInfo(self, request: pb.GetTrainerInfoRequest, context: Context) -> pb.GetTrainerInfoResponse:
         trainer = self._ready
         engine = trainer.operations.engine
+        full, groups = engine.base.trainable, engine.base.groups
         return pb.GetTrainerInfoResponse(
             base_models=trainer.operations.base_models,
             max_context_length=engine.limits.max_context_length,
@@ -73,6 +75,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             optimizers=list(OPTIMIZERS),
             device=engine.base.device.type,
             boot_id=trainer.boot_id,
+            full_training=full,
+            trainable=full or bool(groups),
+            trainable_groups=[] if full else groups,
+            refused_groups={} if full else {one: engine.base.why_not(one) for one in GROUPS if one not in groups},
         )
 
     async def CreateModel(self, request: pb.CreateModelRequest, context: Context) -> pb.CreateModelResponse:

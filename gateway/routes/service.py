@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
@@ -12,6 +13,7 @@ from starlette.routing import Route
 from gateway.errors import json_response
 from gateway.gateway import gateway_of
 from tinsmith.rpc.errors import NotReady
+from tinsmith.v1 import sampler_pb2, trainer_pb2
 
 
 async def healthz(request: Request) -> Response:
@@ -45,22 +47,37 @@ async def client_dynamic_config(request: Request) -> Response:
 
 
 async def get_server_capabilities(request: Request) -> Response:
-    """Every name that a base model is known by, of the services that have been reached since the start."""
+    """Every name that a base model is known by, of the services that have been reached since the start.
+
+    What a service has said stays true while it is down, because its requests wait for it; it is asked anew when it is
+    back.
+    """
     clients = gateway_of(request).clients
     with contextlib.suppress(NotReady):
         await clients.settle(clients.check_all_known, timeout_s=1.0)
-    trainable = {name: info.max_context_length for info in clients.trainer_infos() for name in info.base_models}
-    sampleable = {name: info.max_context_length for info in clients.sampler_infos() for name in info.base_models}
-    models = [
-        {
-            "model_name": name,
-            "max_context_length": min(side[name] for side in (trainable, sampleable) if name in side),
-            "trainable": name in trainable,
-            "sampleable": name in sampleable,
-        }
-        for name in sorted(trainable | sampleable)
-    ]
-    return json_response({"supported_models": models})
+    trainers, samplers = list(clients.trainer_infos()), list(clients.sampler_infos())
+    names = {name for info in (*trainers, *samplers) for name in info.base_models}
+    return json_response({"supported_models": [_supported(name, trainers, samplers) for name in sorted(names)]})
+
+
+def _supported(
+    name: str,
+    trainers: Sequence[trainer_pb2.GetTrainerInfoResponse],
+    samplers: Sequence[sampler_pb2.GetSamplerInfoResponse],
+) -> dict[str, object]:
+    """What fits into every service that a request for this model may go to."""
+    trainer = next((info for info in trainers if name in info.base_models), None)  # as Clients.find_trainer chooses
+    trainable = trainer is not None and trainer.trainable
+    limits = [info.max_context_length for info in samplers if name in info.base_models]
+    sampleable = bool(limits)
+    if trainer is not None and (trainable or not sampleable):
+        limits.append(trainer.max_context_length)
+    return {
+        "model_name": name,
+        "max_context_length": min(limits),
+        "trainable": trainable,
+        "sampleable": sampleable,
+    }
 
 
 routes = [

@@ -78,6 +78,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         """Names of the custom losses that were checked; one of the name "bad" is refused."""
         self.is_loading = False
         self.is_full = False
+        self.trainable_groups = ["attn", "mlp", "unembed"]
 
     async def GetTrainerInfo(self, request: Any, context: Any) -> Any:
         return trainer_pb2.GetTrainerInfoResponse(
@@ -89,6 +90,8 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             loss_fns=["cross_entropy"],
             device="cpu",
             boot_id=str(id(context)),
+            trainable=bool(self.trainable_groups),
+            trainable_groups=self.trainable_groups,
         )
 
     async def _run(self, request: Any, context: Any, work: Any, *, seq_id: int) -> Any:

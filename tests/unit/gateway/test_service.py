@@ -141,3 +141,31 @@ async def test_fields_that_nobody_knows_are_ignored_with_a_word(
 ) -> None:
     await client.call("create_session", {"tags": [], "sdk_version": "9", "colour": "red", "type": "create_session"})
     assert "CreateSession: the field 'colour' is not known here and is ignored" in caplog.text
+
+
+async def supported(client: Client) -> dict[str, dict[str, object]]:
+    models = (await client.get("/api/v1/get_server_capabilities")).json()["supported_models"]
+    return {model["model_name"]: model for model in models}
+
+
+async def test_a_model_that_its_trainer_cannot_train_is_sampled_only(stack: Stack, client: Client) -> None:
+    assert (await supported(client))[BASE_MODEL]["trainable"] is True
+    stack.trainer.trainable_groups = []
+    await stack.restart_gateway()
+    model = (await supported(client))[BASE_MODEL]
+    # The sampler's context: the trainer's, which is larger, does not matter.
+    assert model == {"model_name": BASE_MODEL, "max_context_length": 2048, "trainable": False, "sampleable": True}
+
+
+async def test_capabilities_stay_while_a_service_is_down_and_follow_it_when_it_is_back(
+    stack: Stack, client: Client
+) -> None:
+    before = await supported(client)
+    await stack.trainer_backend.stop()
+    await stack.sampler_backend.stop()
+    assert await supported(client) == before
+    stack.trainer.trainable_groups = []
+    await stack.trainer_backend.start()
+    async with asyncio.timeout(20):
+        while (await supported(client))[BASE_MODEL]["trainable"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)

@@ -1,6 +1,7 @@
 """TrainerService end to end: real gRPC, the real engine on a tiny model, a real journal and real files."""
 
 import asyncio
+import dataclasses
 import hashlib
 import io
 import tarfile
@@ -619,3 +620,37 @@ async def test_the_trainer_describes_itself(service: Service) -> None:
     assert (info.vocab_size, info.max_lora_rank, info.device) == (VOCAB_SIZE, 16, "cpu")
     assert info.architecture == "Qwen3ForCausalLM"
     assert "importance_sampling" in info.loss_fns
+
+
+async def test_a_group_that_failed_the_check_at_load_is_refused_with_the_reason_and_the_others_train(
+    start: StartService, base: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = await start()
+    info = await service.stub.GetTrainerInfo(pb.GetTrainerInfoRequest())
+    assert info.trainable
+    assert list(info.trainable_groups) == ["attn", "mlp", "unembed"]
+    assert not info.refused_groups
+    targets = [target for target in base.targets if target.group != "mlp"]
+    partly = dataclasses.replace(base, targets=targets, refused_groups={"mlp": "its adapters are wrong by 3"})
+    monkeypatch.setattr(service.trainer.operations.engine, "base", partly)
+    info = await service.stub.GetTrainerInfo(pb.GetTrainerInfoRequest())
+    assert info.trainable
+    assert list(info.trainable_groups) == ["attn", "unembed"]
+    assert dict(info.refused_groups) == {"mlp": "its adapters are wrong by 3"}
+    await fails(
+        service.stub.CreateModel(creation()),
+        errors.Unsupported,
+        "lora_config.train_mlp: its adapters are wrong by 3; set it to false",
+    )
+    attention = types_pb2.LoraConfig(rank=4, train_attn=True)
+    await service.stub.CreateModel(creation("s:train:1", lora_config=attention))
+
+
+async def test_a_base_model_without_anything_to_adapt_is_not_trainable(
+    service: Service, base: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service.trainer.operations.engine, "base", dataclasses.replace(base, targets=[]))
+    info = await service.stub.GetTrainerInfo(pb.GetTrainerInfoRequest())
+    assert not info.trainable
+    assert set(info.refused_groups) == {"attn", "mlp", "unembed"}
+    await fails(service.stub.CreateModel(creation()), errors.Unsupported, "no such layers")
