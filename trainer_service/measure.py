@@ -20,7 +20,7 @@ _SHARE = {"cpu": 0.5, "cuda": 0.9}
 """Of the memory that is free. A CPU's is shared with the samplers, the gateway and the cache of files."""
 _ACTIVATIONS_SHARE = 0.5
 """Of the memory for training; the other half is for adapters."""
-_ALLOWANCE_S = 2.0
+_ALLOWANCE_S = 1.0
 """For all sizes that are tried for speed."""
 _PROBE = ""
 """Id of the model that is probed; no client can choose it."""
@@ -45,13 +45,16 @@ class Bounds:
 
 def measure(engine: TrainingEngine, bounds: Bounds) -> Plan:
     """A plan for this engine on this machine, to be given to `engine.follow`."""
+    if not (engine.base.targets or engine.base.trainable):  # nothing can be trained, and so there is nothing to measure
+        return Plan(token_budget=bounds.token_budget or bounds.max_tokens_per_microbatch)
     started_s = time.perf_counter()
     device = engine.base.device
     memory_bytes = bounds.memory_bytes or int(_SHARE[device.type] * available_bytes(device))
     probe = _Probe(engine, bounds.max_lora_rank)
     try:
-        plain, checkpointed = probe.footprints()
         activation_bytes = int(memory_bytes * _ACTIVATIONS_SHARE)
+        room = _room_for_one(engine, memory_bytes, probe.max_adapter_bytes)
+        plain, checkpointed = probe.footprints(room)
         usual = checkpointed if plain is None else plain
         assert usual is not None
         fitting = max(1, usual.longest(activation_bytes - probe.max_adapter_bytes))
@@ -70,39 +73,36 @@ def measure(engine: TrainingEngine, bounds: Bounds) -> Plan:
         adapter_device_bytes=bounds.adapter_device_bytes or None,
         plain=plain,
         checkpointed=checkpointed,
-        longest_datum=_longest(engine, plain, checkpointed, memory_bytes, probe.max_adapter_bytes),
+        longest_datum=max(footprint.longest(room) for footprint in (plain, checkpointed) if footprint is not None),
     )
     logger.info(
-        "token budget %d (memory allows %d, %.0f tokens/s), %.1f GB for training, %.3f MB per token, "
-        "%s with activation checkpointing; the longest datum that fits has %d tokens; measured in %.2f s",
+        "token budget %d (%s; memory allows %d); %.1f GB for training; activations of a token: %s MB, %s MB with "
+        "checkpointing; the longest datum that fits has %d tokens; measured in %.2f s",
         token_budget,
+        f"{speed:.0f} tokens/s" if speed else "as set",
         fitting,
-        speed,
         memory_bytes / 1e9,
-        usual.bytes_per_token / 1e6,
-        "none" if checkpointed is None else f"{checkpointed.bytes_per_token / 1e6:.3f}",
+        _megabytes(plain),
+        _megabytes(checkpointed),
         plan.longest_datum,
         time.perf_counter() - started_s,
     )
     return plan
 
 
-def _longest(
-    engine: TrainingEngine,
-    plain: Footprint | None,
-    checkpointed: Footprint | None,
-    memory_bytes: int,
-    max_adapter_bytes: int,
-) -> int:
-    """Of one datum that goes alone, for a model of the largest rank.
+def _megabytes(footprint: Footprint | None) -> str:
+    return "unknown" if footprint is None else f"{footprint.bytes_per_token / 1e6:.3f}"
+
+
+def _room_for_one(engine: TrainingEngine, memory_bytes: int, max_adapter_bytes: int) -> float:
+    """For the activations of one datum that goes alone, of a model of the largest rank.
 
     Where models can be moved away, it may have all the memory but its own model's; on the CPU the others stay.
     """
     room = memory_bytes * _ACTIVATIONS_SHARE
     if engine.residency.moves:
         room = max(room, memory_bytes - full_bytes(max_adapter_bytes))
-    room -= max_adapter_bytes  # the gradient on its way
-    return max(footprint.longest(room) for footprint in (plain, checkpointed) if footprint is not None)
+    return room - max_adapter_bytes  # the gradient on its way
 
 
 class _Probe:
@@ -140,24 +140,27 @@ class _Probe:
         if self._engine.base.device.type == "cuda":
             torch.cuda.synchronize(self._engine.base.device)
 
-    def footprints(self) -> tuple[Footprint | None, Footprint | None]:
-        """Without and with activation checkpointing; None for what the settings or the model exclude."""
+    def footprints(self, room_bytes: float) -> tuple[Footprint | None, Footprint | None]:
+        """Without and with activation checkpointing; None for what the settings or the model exclude.
+
+        The second one is not measured either when the model's whole context fits without.
+        """
         num_tokens = min(_MEMORY_TOKENS[self._engine.base.device.type], max(2, self._max_length // 2))
         while True:
             try:
-                return self._footprints(num_tokens)
+                return self._footprints(num_tokens, room_bytes)
             except Exception as error:
                 if not is_out_of_memory(error) or num_tokens <= 8:
                     raise
             drop_caches(self._engine.base.device)
             num_tokens //= 2
 
-    def _footprints(self, num_tokens: int) -> tuple[Footprint | None, Footprint | None]:
+    def _footprints(self, num_tokens: int, room_bytes: float) -> tuple[Footprint | None, Footprint | None]:
         self.run([num_tokens], checkpointing=self._engine.always_checkpoints)  # what only the first run takes
         plain = checkpointed = None
         if not self._engine.always_checkpoints:
             plain = self._footprint(num_tokens, checkpointing=False, with_pairs=True)
-        if self._engine.can_checkpoint:
+        if self._engine.can_checkpoint and (plain is None or plain.longest(room_bytes) < self._max_length):
             with_pairs = plain is None or plain.bytes_per_pair > 0
             checkpointed = self._footprint(num_tokens, checkpointing=True, with_pairs=with_pairs)
         return plain, checkpointed
