@@ -8,6 +8,7 @@ import os
 import sys
 import tempfile
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,13 +85,18 @@ def run(arguments: argparse.Namespace) -> int:
     except NotFound as error:
         raise UsageError(str(error)) from None
     except Unloadable as error:
+        _write(arguments.json, {"model": path, "ok": False, "error": str(error)})
         print(f"tinsmith: {error}", file=sys.stderr)
         return 1
     verdict = judge(findings)
     print(as_text(findings, verdict))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(as_json(findings, verdict), indent=2) + "\n")
+    _write(arguments.json, as_json(findings, verdict))
     return 0 if verdict.is_ok else 1
+
+
+def _write(file: Path | None, content: Mapping[str, object]) -> None:
+    if file is not None:
+        file.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _device(name: str, *, has_cuda: bool) -> str:

@@ -43,7 +43,8 @@ class Coverage:
         patterns: Counter[tuple[str, tuple[int, ...]]] = Counter()
         for name, parameter in base.parameters.items():
             owner = name.rpartition(".")[0]
-            if parameter.ndim > 1 and not {name, owner} & reached and name not in embedding:
+            is_matrix = parameter.ndim > 1 and not name.endswith("bias")  # experts' biases are stacked
+            if is_matrix and not {name, owner} & reached and name not in embedding:
                 patterns[re.sub(r"\.\d+(?=\.|$)", ".*", name), tuple(parameter.shape)] += 1
         return cls(
             groups={group: counts[group] for group in GROUPS if counts[group]},
@@ -107,5 +108,5 @@ class Text:
 
             tokenizer = load_tokenizer(subject.path)
         except Exception as error:  # whatever is wrong with its files
-            return cls(False, False, 0, first_line(error))
+            return cls(False, False, 0, first_line(error).partition(" (")[0])
         return cls(True, bool(tokenizer.chat_template), len(tokenizer))

@@ -9,6 +9,7 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,9 +63,9 @@ def examine(
         if subject.dtype != torch.float32:
             needed, room = 2 * _num_bytes(model), available_bytes(subject.device)
             if needed <= room:
-                model.float()
+                model.to(torch.float32)  # type: ignore[arg-type]  # transformers' decorated signature
                 wide = _truth(model, sequences, placed, with_gradients=with_gradients)
-                model.to(subject.dtype)
+                model.to(subject.dtype)  # type: ignore[arg-type]
             else:
                 why_not_wide = f"float32 weights would take {needed / 1e9:.0f} GB, {room / 1e9:.0f} GB are free"
         peft, why_no_peft = None, "there is no adapter"
@@ -87,7 +88,7 @@ def gradient_sequences(sequences: Sequence[Sequence_]) -> list[Sequence_]:
 
 
 def _load(subject: Subject) -> tuple[PreTrainedModel, Sequence[str]]:
-    def load() -> tuple[PreTrainedModel, dict[str, Sequence[str]]]:
+    def load() -> Any:
         return AutoModelForCausalLM.from_pretrained(
             subject.path, dtype=subject.dtype, attn_implementation="eager", output_loading_info=True
         )

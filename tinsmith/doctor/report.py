@@ -37,7 +37,7 @@ def _head(findings: Findings) -> Iterator[str]:
     subject = findings.subject
     sequences = subject.sequences()
     lengths = ", ".join(str(one.tokens_N.size) for one in sequences)
-    threads = f" ({torch.get_num_threads()} threads)" if subject.device.type == "cpu" else ""
+    threads = f", CPU threads: {torch.get_num_threads()}" if subject.device.type == "cpu" else ""
     yield f"{subject.path}"
     yield (
         f"  {_architecture(findings)}, {findings.oracle.num_parameters / 1e6:,.1f} M parameters, {_dtype(findings)} on "
@@ -100,7 +100,8 @@ def _check(check: Check) -> Iterator[str]:
 def _measured(findings: Findings) -> Iterator[str]:
     yield ""
     yield "measured here, now"
-    for note in findings.trainer.coverage.notes:
+    coverage = findings.trainer.coverage
+    for note in () if coverage is None else coverage.notes:
         yield from textwrap.wrap(f"note: {note}", _WIDTH - 2, initial_indent="  ", subsequent_indent=" " * 8)
     speed, room = findings.trainer.speed, findings.trainer.room
     if speed is not None:
@@ -171,7 +172,7 @@ def as_json(findings: Findings, verdict: Verdict) -> dict[str, Any]:
         "sampling_engines": list(verdict.sampleable),
         "max_context_length": subject.context,
         "checks": [_finite(asdict(check)) for check in verdict.checks],
-        "coverage": asdict(trained.coverage),
+        "coverage": None if trained.coverage is None else asdict(trained.coverage),
         "text": asdict(findings.text),
         "measured": {
             "training": None if trained.speed is None else asdict(trained.speed),

@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 from sampler_service.config import SamplerConfig
 from sampler_service.engine import Ints, Params, Request, Result, SamplingEngine, StopCondition
 from sampler_service.metrics import SamplerMetrics
-from tinsmith.doctor.subject import ALL, BASE, Logprobs, Sequence_, Subject, Unloadable, first_line, free, loading
+from tinsmith.doctor.subject import ALL, BASE, Logprobs, Sequence_, Subject, Unloadable, failed, free
 from tinsmith.modeling.adapter import GROUPS, Group
 from tinsmith.modeling.self_check import random_adapter
 from tinsmith.rpc.errors import ServiceError
@@ -109,26 +109,11 @@ async def _examine(found: Findings, kind: Kind, subject: Subject, sequences: Seq
     try:
         engine: Any = await load(config, SamplerMetrics(CollectorRegistry()))
     except Exception as error:
-        raise loading_failure(subject.path, error) from error
+        raise failed(subject.path, error) from error
     try:
         await _ask(found, engine, subject, sequences)
     finally:
         await engine.stop()
-
-
-def loading_failure(path: str, error: Exception) -> Unloadable:
-    """Its one line."""
-
-    def again() -> None:
-        raise error
-
-    try:
-        loading(path, again)
-    except Unloadable as failure:
-        return failure
-    except Exception as other:
-        return Unloadable(f"{path}: {type(other).__name__}: {first_line(other)}")
-    raise AssertionError("unreachable") from error
 
 
 async def _ask(found: Findings, engine: SamplingEngine, subject: Subject, sequences: Sequence[Sequence_]) -> None:

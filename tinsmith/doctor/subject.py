@@ -43,6 +43,10 @@ class NotFound(Unloadable):
     """There is nothing to load, or it cannot be reached."""
 
 
+class Unfit(Unloadable):
+    """Its files are right, but an engine cannot run it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sequence_:
     """Tokens, and for each the target that is scored after it."""
@@ -72,7 +76,8 @@ class Subject:
 
     @property
     def context(self) -> int:
-        return self.text_config.max_position_embeddings
+        """Tokens; a model without positions has no limit of its own."""
+        return getattr(self.text_config, "max_position_embeddings", None) or 2**20
 
     @property
     def window(self) -> int | None:
@@ -122,15 +127,24 @@ def read_config(path: str) -> PretrainedConfig:
 
 
 def loading(path: str, load: Callable[[], T]) -> T:
-    """What `load` returns. Raises Unloadable for what may be wrong with a model's files."""
+    """What `load` returns. Raises Unloadable."""
     try:
         return load()
-    except (UnsupportedModel, ServiceError) as error:
-        raise Unloadable(f"{path}: {first_line(error)}") from None
-    except SafetensorError as error:
-        raise Unloadable(f"{path}: a file of weights is damaged ({first_line(error)}); fetch it again") from None
-    except (OSError, ValueError, RuntimeError, ImportError, KeyError) as error:
-        raise Unloadable(f"{path}: {type(error).__name__}: {first_line(error)}") from error
+    except Exception as error:
+        raise failed(path, error) from error
+
+
+def failed(path: str, error: Exception) -> Unloadable:
+    """One line for what went wrong while a model was loaded: its files may hold anything, and its code may be any."""
+    match error:
+        case UnsupportedModel() | ServiceError():
+            return Unfit(first_line(error))
+        case SafetensorError():
+            return Unloadable(f"{path}: a file of weights is damaged ({first_line(error)}); fetch it again")
+        case OSError() | ValueError():
+            return Unloadable(f"{path}: {first_line(error)}")
+        case _:
+            return Unloadable(f"{path}: {type(error).__name__}: {first_line(error)}")
 
 
 def first_line(error: BaseException) -> str:

@@ -18,13 +18,14 @@ from torch import Tensor
 from tinsmith.doctor.coverage import Coverage
 from tinsmith.doctor.oracle import gradient_sequences
 from tinsmith.doctor.samplers import Drawn
-from tinsmith.doctor.subject import ALL, BASE, Logprobs, Sequence_, Subject, free, loading
+from tinsmith.doctor.subject import ALL, BASE, Logprobs, Sequence_, Subject, Unfit, free, loading
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, chosen_targets, num_elements
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.self_check import random_adapter
 from tinsmith.rpc.errors import ServiceError
 from tinsmith.v1 import types_pb2 as pb
 from trainer_service.batch import Batch, Datum
+from trainer_service.budget import Plan
 from trainer_service.checkpoints import CheckpointStore
 from trainer_service.engine import State, TrainingEngine
 from trainer_service.locations import KINDS, Location
@@ -61,14 +62,15 @@ class Room:
     training_bytes: Mapping[int, int]
     """With its gradient and its moments, as the trainer has it."""
     device_bytes: int
-    """What is free for adapters on the device, or, on a CPU, in memory."""
+    """For adapters in training, beside one micro-batch: the trainer's share of what is free on the device."""
     host_bytes: int | None
     """What is free in host memory for those that wait there; None where that is the same memory."""
 
 
 @dataclass(slots=True)
 class Findings:
-    coverage: Coverage
+    coverage: Coverage | None = None
+    """None when the model is not loaded."""
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
     """In host memory."""
     logprobs: dict[str, Logprobs] = field(default_factory=dict)
@@ -76,7 +78,7 @@ class Findings:
     alone: Logprobs | None = None
     """The last adapter's, in a batch of its own."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    drawn: list[tuple[Drawn, list[np.ndarray]]] = field(default_factory=list)
+    drawn: list[tuple[Drawn, Logprobs]] = field(default_factory=list)
     """The trainer's logprobs of what a sampler drew."""
     saved: Path | None = None
     is_same_after_load: bool | None = None
@@ -94,10 +96,15 @@ class Findings:
 
 
 def examine(subject: Subject, sequences: Sequence[Sequence_], drawn: Sequence[Drawn], scratch: Path) -> Findings:
-    """Raises Unloadable when the model cannot be trained at all. `scratch` keeps the saved adapter."""
-    base = loading(subject.path, lambda: BaseModel.load(subject.path, device=subject.device, dtype=subject.dtype))
-    found = Findings(Coverage.of(base, subject))
+    """Raises Unloadable when something is wrong with the model's files. `scratch` keeps the saved adapter."""
+    found = Findings()
     try:
+        base = loading(subject.path, lambda: BaseModel.load(subject.path, device=subject.device, dtype=subject.dtype))
+    except Unfit as error:
+        found.failure = str(error)
+        return found
+    try:
+        found.coverage = Coverage.of(base, subject)
         configs = subject.adapters(base.groups)
         found.adapters = {
             name: random_adapter(config, base.targets, torch.device("cpu")) for name, config in configs.items()
@@ -132,7 +139,7 @@ def _compare(
     outputs = _run(engine, [(name, _batch(sequences, forward_only=True)) for name in names])
     found.logprobs = dict(zip(names, outputs, strict=True))
     (found.alone,) = _run(engine, [(found.largest, _batch(sequences, forward_only=True))])
-    found.drawn = [(one, *_run(engine, [(one.name, _scoring(one))])) for one in drawn if one.name in found.logprobs]
+    found.drawn = [(one, _run(engine, [(one.name, _scoring(one))])[0]) for one in drawn if one.name in found.logprobs]
 
     few = gradient_sequences(sequences)
     _save_and_reload(found, engine, sequences, few, scratch)
@@ -143,7 +150,7 @@ def _compare(
     found.speed = _speed(engine, found.largest, base.max_context_length, seconds=0.5 if quick else 3.0)
     for name in names:
         engine.delete_model(name)
-    found.room = _room(engine, plan.token_budget, plan.longest_datum)
+    found.room = _room(engine, plan)
 
 
 def _flags(base: BaseModel) -> dict[str, bool]:
@@ -242,16 +249,17 @@ def _random_batch(generator: np.random.Generator, vocab_size: int, num_tokens: i
     return Batch("cross_entropy", LOSS_FNS["cross_entropy"], {}, False, datums)
 
 
-def _room(engine: TrainingEngine, token_budget: int, longest_datum: int | None) -> Room:
+def _room(engine: TrainingEngine, plan: Plan) -> Room:
     base = engine.base
+    room = plan.room_for_adapters([plan.token_budget], checkpointing=engine.always_checkpoints)
     config = AdapterConfig(rank=1, **_flags(base))
     bytes_per_rank = 4 * num_elements(config, chosen_targets(config, base.targets))  # float32
     on_cuda = base.device.type == "cuda"
     return Room(
-        token_budget=token_budget,
-        longest_sequence=min(base.max_context_length, longest_datum or base.max_context_length),
+        token_budget=plan.token_budget,
+        longest_sequence=engine.limits.max_context_length,
         adapter_bytes={rank: rank * bytes_per_rank for rank in RANKS},
         training_bytes={rank: full_bytes(rank * bytes_per_rank) for rank in RANKS},
-        device_bytes=available_bytes(base.device),
+        device_bytes=available_bytes(base.device) if room is None else room,
         host_bytes=host_bytes() if on_cuda else None,
     )

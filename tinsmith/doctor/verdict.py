@@ -14,7 +14,7 @@ from tinsmith.doctor.coverage import Text
 from tinsmith.doctor.subject import BASE, Logprobs, Subject
 from tinsmith.modeling.adapter import GROUPS, Group
 
-Status = Literal["ok", "warning", "FAILED", "skipped"]
+Status = Literal["ok", "note", "warning", "FAILED", "skipped"]
 
 _FLOORS = {
     torch.float32: (2e-4, 2e-5, 1e-4),
@@ -90,9 +90,7 @@ def judge(findings: Findings) -> Verdict:
     return Verdict(
         checks=checks,
         trainable=[
-            group
-            for group in findings.trainer.coverage.groups
-            if sound and base_is_right and f"adapter on {group}" not in wrong
+            group for group in _groups(findings) if sound and base_is_right and f"adapter on {group}" not in wrong
         ],
         sampleable=[
             sampler.engine
@@ -100,6 +98,12 @@ def judge(findings: Findings) -> Verdict:
             if not any(section in (f"sampler {sampler.engine}", "weights") for section, _ in failed)
         ],
     )
+
+
+def _groups(findings: Findings) -> list[Group]:
+    """Whose adapters the trainer takes."""
+    coverage = findings.trainer.coverage
+    return [] if coverage is None else list(coverage.groups)
 
 
 def gap(ours: Logprobs, theirs: Logprobs) -> tuple[float, float]:
@@ -154,7 +158,8 @@ def _weights(findings: Findings) -> list[Check]:
 def _logprobs(findings: Findings) -> list[Check]:
     ours, theirs = findings.trainer, findings.oracle.truth
     if ours.failure:
-        return [Check("trainer", "the engine refuses this", "FAILED", detail=ours.failure, advice="read the reason")]
+        advice = "it cannot be trained here; an engine that samples from it may still serve it"
+        return [Check("trainer", "the training engine", "FAILED", detail=ours.failure, advice=advice)]
     checks = []
     for name, logprobs in ours.logprobs.items():
         advice = (
@@ -235,18 +240,16 @@ def _reload(findings: Findings) -> list[Check]:
 def _sampler(findings: Findings, sampler: samplers.Findings) -> list[Check]:
     section = f"sampler {sampler.engine}"
     if sampler.failure:
-        return [
-            Check(section, "it does not run", "FAILED", detail=sampler.failure, advice="this engine cannot serve it")
-        ]
+        return [Check(section, "the engine", "FAILED", detail=sampler.failure, advice="it cannot serve this model")]
     advice = "do not sample from this model with this engine: it is not the model that is trained; report it"
     checks = []
     for name, logprobs in sampler.logprobs.items():
-        trained = findings.trainer.logprobs.get(name)
-        if trained is None:
+        # Where the trainer fails, the oracle still says what is right.
+        right = findings.trainer.logprobs.get(name) or findings.oracle.truth.logprobs.get(name)
+        if right is None:
             checks.append(Check(section, f"prompts, {name}", "skipped", detail="the trainer has no such adapter"))
             continue
-        pairs = list(zip(logprobs, trained, strict=True))
-        cut = [theirs[: ours.size] for ours, theirs in pairs]
+        cut = [theirs[: ours.size] for ours, theirs in zip(logprobs, right, strict=True)]
         checks.append(_gap_check(section, f"prompts, {name}", logprobs, cut, limits(findings, name), advice))
     for name in sampler.logprobs:
         for temperature, how in ((0.0, "greedy"), (1.0, "drawn")):
@@ -260,7 +263,7 @@ def _sampler(findings: Findings, sampler: samplers.Findings) -> list[Check]:
                 checks.append(
                     _gap_check(section, f"{how} tokens, {name}", ours, theirs, limits(findings, name), advice)
                 )
-    unserved = [group for group in findings.trainer.coverage.groups if group not in sampler.groups]
+    unserved = [group for group in _groups(findings) if group not in sampler.groups]
     if unserved:
         checks.append(
             Check(
@@ -273,6 +276,8 @@ def _sampler(findings: Findings, sampler: samplers.Findings) -> list[Check]:
 
 def _coverage(findings: Findings) -> list[Check]:
     coverage = findings.trainer.coverage
+    if coverage is None:
+        return []
     checks = [
         Check("coverage", f"adapters on {group}", "warning", detail=reason, advice=f"train with train_{group}=false")
         for group, reason in coverage.missing.items()
@@ -286,8 +291,8 @@ def _coverage(findings: Findings) -> list[Check]:
         )  # fmt: skip
     checks += [
         Check(
-            "coverage", f"{one.count} x {one.pattern}", "warning",
-            detail=f"{' x '.join(str(size) for size in one.shape)}: no adapter reaches it",
+            "coverage", f"{one.count} x {one.pattern}", "note",
+            detail=f"{list(one.shape)}, is never changed",
         )
         for one in coverage.unreached
     ]  # fmt: skip
