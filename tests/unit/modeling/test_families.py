@@ -180,6 +180,12 @@ def test_what_chooses_the_experts_is_no_target_and_shared_experts_are(tmp_path: 
     assert targets["1.mlp.experts.down_proj"].shapes(8) == ((4, 8, 32), (64, 8))
 
 
+@pytest.mark.parametrize("family", SPARSE)
+def test_rounding_that_chooses_another_expert_refuses_nothing(family: str, tmp_path: Path) -> None:
+    base = BaseModel.load(make(tmp_path, family, SPARSE[family]), device=CPU, dtype=torch.bfloat16)
+    assert base.groups == ["attn", "mlp", "unembed"], base.refused_groups
+
+
 def test_unknown_experts_are_refused_and_not_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base_model, "is_fused_experts", lambda module: False)
     base = load(tmp_path, "Qwen2Moe")  # whose shared experts alone could be adapted
