@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -120,9 +121,10 @@ class Setup:
         return make_adapter(self.engine.targets, seed=seed, **config)
 
 
-@pytest_asyncio.fixture
-async def setup(model_folder: Path) -> AsyncIterator[Setup]:
-    async with serving(model_folder, adapter_memory_bytes=200_000) as engine:
+@asynccontextmanager
+async def receiving(model_folder: Path, **settings: Any) -> AsyncIterator[Setup]:
+    """A sampler with a weight channel; `settings` are its engine's."""
+    async with serving(model_folder, **settings) as engine:
         config = SamplerConfig(
             base_model=str(model_folder),
             model_names=("base",),
@@ -135,6 +137,12 @@ async def setup(model_folder: Path) -> AsyncIterator[Setup]:
         async with connect(f"127.0.0.1:{server.port}") as channel:
             yield Setup(engine, weight_sync_pb2_grpc.WeightSyncServiceStub(channel))
         await server.stop(0)
+
+
+@pytest_asyncio.fixture
+async def setup(model_folder: Path) -> AsyncIterator[Setup]:
+    async with receiving(model_folder, adapter_memory_bytes=200_000) as setup:
+        yield setup
 
 
 async def test_a_published_version_samples_like_the_trainers_adapter(setup: Setup) -> None:
