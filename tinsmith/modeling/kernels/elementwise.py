@@ -64,3 +64,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
 def _rotate_half(x: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     return torch.cat([-second, first], -1)
+
+
+EAGER = Elementwise("eager", rms_norm, swiglu, rotary)
+"""Plain torch: what every backend computes."""
