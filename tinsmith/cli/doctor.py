@@ -8,7 +8,8 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,24 +64,23 @@ def run(arguments: argparse.Namespace) -> int:
         from tinsmith.doctor.verdict import judge
     except ModuleNotFoundError as error:
         raise UsageError(f"doctor needs the trainer and the sampler ({error}): pip install '{_EXTRAS}'") from None
-    _be_quiet()
     device = torch.device(_device(arguments.device, has_cuda=torch.cuda.is_available()))
     threads = arguments.threads or (0 if "OMP_NUM_THREADS" in os.environ else max(1, usable_cores() // 2))
     if threads:
         torch.set_num_threads(threads)
     dtype = arguments.dtype if arguments.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
     try:
-        subject = Subject(
-            path=path,
-            config=read_config(path),
-            device=device,
-            dtype=getattr(torch, dtype),
-            rank=arguments.rank,
-            num_tokens=arguments.tokens or (128 if arguments.quick else 512),
-            num_threads=threads,
-            quick=arguments.quick,
-        )
-        with tempfile.TemporaryDirectory(prefix="tinsmith-doctor-") as scratch:
+        with _quiet(), tempfile.TemporaryDirectory(prefix="tinsmith-doctor-") as scratch:
+            subject = Subject(
+                path=path,
+                config=read_config(path),
+                device=device,
+                dtype=getattr(torch, dtype),
+                rank=arguments.rank,
+                num_tokens=arguments.tokens or (128 if arguments.quick else 512),
+                num_threads=threads,
+                quick=arguments.quick,
+            )
             findings = examine(subject, Path(scratch), report=_progress)
     except NotFound as error:
         raise UsageError(str(error)) from None
@@ -105,13 +105,17 @@ def _device(name: str, *, has_cuda: bool) -> str:
     return name if name != "auto" else "cuda" if has_cuda else "cpu"
 
 
-def _be_quiet() -> None:
+@contextmanager
+def _quiet() -> Iterator[None]:
     """Libraries would write between the lines."""
     from transformers.utils import logging
 
+    verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
+        yield
+    logging.set_verbosity(verbosity)
 
 
 def _progress(line: str) -> None:

@@ -128,14 +128,13 @@ def _compare(
     *,
     quick: bool,
 ) -> None:
-    engine = TrainingEngine(base, max_tokens_per_microbatch=_MAX_TOKENS)
-    plan = measure(engine, Bounds(max_tokens_per_microbatch=_MAX_TOKENS, max_lora_rank=MAX_RANK))
-    engine.follow(plan)
+    names = [BASE, *found.adapters]
+    together = len(names) * sum(sequence.tokens_N.size for sequence in sequences)
+    engine = TrainingEngine(base, max_tokens_per_microbatch=together)  # so that all are neighbours
     _create(engine, BASE, AdapterConfig(rank=1, seed=0, **_flags(base)), None)
     for name, adapter in found.adapters.items():
         _create(engine, name, adapter.config, adapter)
 
-    names = [BASE, *found.adapters]
     outputs = _run(engine, [(name, _batch(sequences, forward_only=True)) for name in names])
     found.logprobs = dict(zip(names, outputs, strict=True))
     (found.alone,) = _run(engine, [(found.largest, _batch(sequences, forward_only=True))])
@@ -147,9 +146,12 @@ def _compare(
     for name, adapter in found.adapters.items():
         found.gradients[name] = _gradient(engine, name, adapter)
 
-    found.speed = _speed(engine, found.largest, base.max_context_length, seconds=0.5 if quick else 3.0)
-    for name in names:
+    for name in names[:-1]:
         engine.delete_model(name)
+    plan = measure(engine, Bounds(max_tokens_per_microbatch=_MAX_TOKENS, max_lora_rank=MAX_RANK))
+    engine.follow(plan)
+    found.speed = _speed(engine, names[-1], base.max_context_length, seconds=0.5 if quick else 3.0)
+    engine.delete_model(names[-1])
     found.room = _room(engine, plan)
 
 

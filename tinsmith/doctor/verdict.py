@@ -170,9 +170,10 @@ def _logprobs(findings: Findings) -> list[Check]:
         limit = limits(findings, name)
         checks.append(_gap_check("logprobs", name, logprobs, theirs.logprobs[name], limit, advice))
     if ours.alone is not None:
-        floor = _COMPANY if findings.subject.dtype == torch.float32 else limits(findings, ours.largest).largest
-        scale = max(1.0, max(float(np.abs(one).max()) for one in ours.alone))
-        limit = Limits(floor * scale, floor * scale, 0.0, "relative 1e-5" if floor == _COMPANY else "rounding")
+        limit = limits(findings, ours.largest)
+        if findings.subject.dtype == torch.float32:
+            allowed = _COMPANY * max(1.0, max(float(np.abs(one).max()) for one in ours.alone))
+            limit = Limits(allowed, allowed, 0.0, f"in company {_COMPANY:g} of the largest logprob")
         advice = "sequences see their neighbours: do not train this model with several tenants; report it"
         checks.append(
             _gap_check("logprobs", "alone and in company", ours.logprobs[ours.largest], ours.alone, limit, advice)

@@ -1,0 +1,169 @@
+"""Models and engines that are really broken, through the command line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from tests.models import make_model
+from tinsmith.cli import main
+from tinsmith.doctor import oracle
+from tinsmith.doctor.subject import Subject, read_config
+from tinsmith.modeling import attention, kv_cache
+
+Doctor = Callable[..., tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture
+def doctor(tmp_path: Path) -> Doctor:
+    def run(model: Path, *flags: str) -> tuple[int, dict[str, Any]]:
+        file = tmp_path / "doctor.json"
+        status = main(["doctor", str(model), "--quick", "--threads", "1", "--rank", "4", "--json", str(file), *flags])
+        return status, json.loads(file.read_text()) if file.exists() else {}
+
+    return run
+
+
+def failed(report: dict[str, Any]) -> set[str]:
+    return {check["section"] for check in report["checks"] if check["status"] == "FAILED"}
+
+
+def test_a_packed_forward_that_is_wrong_is_neither_trainable_nor_sampleable(
+    model_folder: Path, doctor: Doctor, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = attention._sdpa
+    monkeypatch.setattr(attention, "_sdpa", lambda q, k, v, scale, **flags: real(q, k, v, 2 * scale, **flags))
+    status, report = doctor(model_folder)
+    assert status == 1
+    assert failed(report) == {"trainer", "sampler torch"}
+    assert (report["ok"], report["trainable"], report["sampleable"]) == (False, False, False)
+    out = capsys.readouterr().out
+    assert "cannot be packed" in out
+    assert "trainable:  NO" in out
+
+
+def test_decoding_that_is_wrong_is_found_and_the_model_stays_trainable(
+    model_folder: Path, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts alone would not show it: nothing else reads the cache."""
+    real = kv_cache.masked
+
+    monkeypatch.setattr(kv_cache, "masked", lambda q, *args: real(2 * q, *args))
+    status, report = doctor(model_folder)
+    assert status == 1
+    assert failed(report) == {"sampler torch"}
+    wrong_checks = {check["name"].partition(",")[0] for check in report["checks"] if check["status"] == "FAILED"}
+    assert wrong_checks == {"greedy tokens", "drawn tokens"}
+    assert report["trainable_groups"] == ["attn", "mlp", "unembed"]
+    assert report["sampling_engines"] == []
+
+
+def test_a_model_with_less_than_it_should_have_says_what_is_missing(model_folder: Path, doctor: Doctor) -> None:
+    status, report = doctor(model_folder)
+    assert status == 0
+    warnings = {check["name"]: check for check in report["checks"] if check["status"] == "warning"}
+    assert set(warnings) == {"tokenizer"}
+    assert "send tokens" in warnings["tokenizer"]["advice"]
+    assert report["measured"]["room"]["longest_sequence"] == 256
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"\x08" + b"\0" * 30), "damaged"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
+        (lambda folder: (folder / "config.json").write_text('{"model_type": "no-such"}'), "no-such"),
+        (
+            lambda folder: AutoConfig.for_model("vit").save_pretrained(folder),
+            "no causal language model",
+        ),
+    ],
+    ids=["corrupt", "no weights", "no JSON", "unknown type", "no language model"],
+)
+def test_files_that_cannot_be_loaded_are_one_line(
+    model_folder: Path, tmp_path: Path, doctor: Doctor, capsys: pytest.CaptureFixture[str], spoil: Any, said: str
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    spoil(folder)
+    status, report = doctor(folder)
+    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("...")]
+    assert status in (1, 2)
+    assert len(lines) == 1
+    assert lines[0].startswith("tinsmith: ")
+    assert said in lines[0]
+    if status == 1:
+        assert report["ok"] is False
+        assert said in report["error"]
+
+
+def test_files_of_another_size_are_not_taken_for_good(tmp_path: Path) -> None:
+    """transformers draws what is not in the files at random, without an error."""
+    folder = make_model(tmp_path / "model", num_hidden_layers=1)
+    config = json.loads((folder / "config.json").read_text())
+    config.update(num_hidden_layers=2, layer_types=["full_attention"] * 2)
+    (folder / "config.json").write_text(json.dumps(config))
+    subject = Subject(str(folder), read_config(str(folder)), torch.device("cpu"), torch.float32, 4, 128, 1, quick=True)
+    missing = oracle.examine(subject, subject.sequences()[:1], {}, None).missing
+    assert missing
+    assert all(name.startswith("model.layers.1.") for name in missing)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["/no/such/folder"], "MODEL: '/no/such/folder': /no/such/folder is neither a folder nor a hub id"),
+        (["."], "holds no config.json"),
+        (["{model}", "--device", "cuda"], "--device: cuda"),
+        (["{model}", "--json", "/no/such/folder/x.json"], "there is no folder /no/such/folder"),
+    ],
+)
+def test_what_cannot_be_examined_is_status_2(
+    model_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str],
+    said: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["doctor", *(one.format(model=model_folder) for one in arguments)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+def test_an_unreachable_hub_is_one_line_and_status_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unreachable(path: str) -> None:
+        raise OSError("We couldn't connect to the hub to load the files.\nCheck your internet connection.")
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", unreachable)
+    assert main(["doctor", "nobody/nothing", "--threads", "1"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "tinsmith: nobody/nothing: We couldn't connect to the hub to load the files."
+
+
+def test_as_a_process_it_ends_with_its_status() -> None:
+    command = [sys.executable, "-m", "tinsmith.cli", "doctor", "/no/such/folder"]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert process.returncode == 2
+    assert process.stdout == ""
+    assert len(process.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("missing", ["trainer_service.engine", "sampler_service.config"])
+def test_a_missing_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model_folder: Path, missing: str
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("tinsmith.doctor") or name == missing]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)  # importing it raises ModuleNotFoundError
+    assert main(["doctor", str(model_folder)]) == 2
+    assert "pip install 'tinsmith[trainer,sampler]'" in capsys.readouterr().err
