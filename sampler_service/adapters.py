@@ -1,4 +1,4 @@
-"""Resident versions: immutable adapters, kept within a memory bound, the least recently used one leaving first."""
+"""Resident versions: immutable weights, kept within a memory bound, the least recently used one leaving first."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sampler_service.engine import VersionInfo
-from tinsmith.modeling.adapter import Adapter
+from tinsmith.modeling.full_weights import Weights
 from tinsmith.rpc.errors import AlreadyExists, InvalidRequest, OutOfCapacity, VersionNotLoaded
 
 logger = logging.getLogger(__name__)
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 @dataclass(slots=True, eq=False)
 class Version:
     version_id: str
-    adapter: Adapter
+    weights: Weights
     namespace: int
     """Of its keys and values in the prefix cache: another one at each installation. 0 is the base model's."""
     num_running: int = 0
@@ -39,7 +39,7 @@ class AdapterStore:
 
     @property
     def num_bytes(self) -> int:
-        return sum(version.adapter.num_bytes for version in [*self._visible.values(), *self._leaving])
+        return sum(version.weights.num_bytes for version in [*self._visible.values(), *self._leaving])
 
     def acquire(self, version_id: str) -> Version:
         """Counts one more user. Raises VersionNotLoaded."""
@@ -58,8 +58,12 @@ class AdapterStore:
             self._leaving.remove(version)
             self._on_gone(version)
 
-    def check_installable(self, version_id: str, num_bytes: int) -> None:
-        """Raises AlreadyExists, OutOfCapacity while those in use leave no room, InvalidRequest if it is too large."""
+    def make_room(self, version_id: str, num_bytes: int) -> None:
+        """Evicts what must go before so many bytes come in.
+
+        Raises AlreadyExists, OutOfCapacity while those in use leave no room, InvalidRequest if it is too large; then
+        nothing is evicted.
+        """
         if version_id in self._visible:
             raise AlreadyExists(f"version {version_id!r} is resident already", version_id=version_id)
         if num_bytes > self.max_bytes:
@@ -68,24 +72,24 @@ class AdapterStore:
                 f"{self.max_bytes}: it can never be served"
             )
         in_use = [version for version in [*self._visible.values(), *self._leaving] if version.num_running]
-        used = sum(version.adapter.num_bytes for version in in_use)
+        used = sum(version.weights.num_bytes for version in in_use)
         if used + num_bytes > self.max_bytes:
             raise OutOfCapacity(
                 f"version {version_id!r} needs {num_bytes} bytes, and {len(in_use)} versions in use hold {used} of "
                 f"adapter_memory_bytes {self.max_bytes}"
             )
 
-    def install(self, version_id: str, adapter: Adapter) -> None:
-        """Evicts what it must. Raises as check_installable does, with nothing changed."""
-        self.check_installable(version_id, adapter.num_bytes)
-        idle = [version for version in self._visible.values() if version.num_running == 0]
-        for version in idle:
-            if self.num_bytes + adapter.num_bytes <= self.max_bytes:
+        for version in [version for version in self._visible.values() if version.num_running == 0]:
+            if self.num_bytes + num_bytes <= self.max_bytes:
                 break
             del self._visible[version.version_id]
             self._on_gone(version)
             logger.info("evicted version %s to make room for %s", version.version_id, version_id)
-        self._visible[version_id] = Version(version_id, adapter, next(self._namespaces))
+
+    def install(self, version_id: str, weights: Weights) -> None:
+        """Raises as make_room does, with nothing changed."""
+        self.make_room(version_id, weights.num_bytes)
+        self._visible[version_id] = Version(version_id, weights, next(self._namespaces))
 
     def remove(self, version_id: str) -> None:
         version = self._visible.pop(version_id, None)
@@ -98,6 +102,6 @@ class AdapterStore:
 
     def versions(self) -> list[VersionInfo]:
         return [
-            VersionInfo(version_id, version.adapter.config, version.adapter.num_bytes, version.num_running)
+            VersionInfo(version_id, version.weights.config, version.weights.num_bytes, version.num_running)
             for version_id, version in sorted(self._visible.items())
         ]

@@ -21,12 +21,14 @@ from sampler_service.scheduler import Job, Scheduler
 from sampler_service.scoring import not_finite
 from sampler_service.sizing import Sizes
 from sampler_service.speed import Speed
-from sampler_service.step import Decoding, Rows, TaskPiece, runs_of
+from sampler_service.step import Decoding, Pass, Rows, TaskPiece, passes_of, runs_of
 from sampler_service.task import Task
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel
+from tinsmith.modeling.full_weights import Parameters, Weights
 from tinsmith.modeling.kv_cache import Cached, Prefill
 from tinsmith.modeling.logprobs import logits
+from tinsmith.modeling.lora import Run
 from tinsmith.rpc.errors import ServiceError
 
 
@@ -53,6 +55,7 @@ class Drawn:
 class Batcher:
     def __init__(self, base: BaseModel, sizes: Sizes, *, max_running: int, metrics: SamplerMetrics) -> None:
         self.base = base
+        self.parameters = Parameters(base)
         self.lanes = Lanes(
             max_lanes=max_running,
             max_tokens=sizes.max_kv_tokens,
@@ -111,6 +114,11 @@ class Batcher:
         self.speed = Speed()
         self.lanes.prefixes.clear()
 
+    def forget_version(self, namespace: int, weights: Weights) -> None:
+        """Its requests have ended, so nothing more of it comes into the prefix cache."""
+        self.lanes.prefixes.forget(namespace)
+        self.parameters.forget(weights)
+
     @torch.inference_mode()
     def check_alive(self) -> None:
         """Raises when the model cannot compute even one token."""
@@ -123,17 +131,16 @@ class Batcher:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """One forward pass. What came of it waits in take_deliveries()."""
+        """A token of each sequence. What came of it waits in take_deliveries()."""
         started = time.perf_counter()
         pieces = self._plan()
         running = self.scheduler.running
         if running and self._decoding is None:
             self._decoding = Decoding.of(running, vocab_size=self.base.vocab_size, device=self.base.device)
-        hidden_T_H = self._forward(pieces)
-        self._score(pieces, hidden_T_H)
         ending = [piece for piece in pieces if piece.ends]
+        logits_R_V = self._compute(pieces, ending)
         if running or ending:
-            drawn = self._draw(hidden_T_H, pieces, ending)
+            drawn = self._draw(logits_R_V, ending)
             self._advance(ending, drawn)
         seconds = time.perf_counter() - started
         self.speed.observe(seconds, prefilled=sum(piece.length for piece in pieces))
@@ -169,67 +176,102 @@ class Batcher:
             self.lanes.load(piece)
         return pieces
 
-    def _forward(self, pieces: Sequence[TaskPiece]) -> Tensor:
+    def _compute(self, pieces: Sequence[TaskPiece], ending: Sequence[TaskPiece]) -> Tensor:
+        """float32 logits [R, V]: of each running sequence, then of the last token of each prompt that ends here.
+
+        Prompts are scored on the way.
+        """
+        running, decoding = self.scheduler.running, self._decoding
+        passes = passes_of(running, pieces) if pieces or decoding is None else decoding.passes
+        if len(passes) == 1:
+            return self._run_pass(passes[0])
+        logits_R_V = torch.empty(len(running) + len(ending), self.base.vocab_size, device=self.base.device)
+        for one in passes:
+            rows = one.lanes + [len(running) + n for n, piece in enumerate(ending) if piece in one.pieces]
+            logits_R_V[torch.tensor(rows, dtype=torch.int64, device=self.base.device)] = self._run_pass(one)
+        return logits_R_V
+
+    def _run_pass(self, one: Pass) -> Tensor:
+        """float32 [r, V]: for its sequences, then for its prompts that end here."""
+        self.parameters.use(one.parameters)
+        hidden_T_H = self._forward(one)
+        self._score(one, hidden_T_H)
+        return self._logits(one, hidden_T_H)
+
+    def _forward(self, one: Pass) -> Tensor:
         """Hidden states [T, H]: the running sequences' newest tokens, then the pieces."""
         device = self.base.device
         decoding = self._decoding
         tokens, positions = [], []
-        if decoding is None:
+        lanes_B = None
+        if decoding is None or not one.lanes:
             positions_B = torch.empty(0, dtype=torch.int64, device=device)
-        else:
+        elif len(one.lanes) == len(self.scheduler.running):
             positions_B = decoding.positions_B
             tokens.append(decoding.tokens_B)
             positions.append(positions_B)
-        for piece in pieces:
+        else:
+            lanes_B = torch.tensor(one.lanes, device=device)
+            positions_B = decoding.positions_B[lanes_B]
+            tokens.append(decoding.tokens_B[lanes_B])
+            positions.append(positions_B)
+        for piece in one.pieces:
             stop = piece.start + piece.length
             tokens.append(torch.from_numpy(piece.job.owner.tokens_of(piece.job, piece.start, stop)).to(device))
             positions.append(torch.arange(piece.start, stop, device=device))
             self.metrics.prefilled_tokens.inc(piece.length)
-        if pieces:
-            segments = [(sequence.owner.adapter, 1) for sequence in self.scheduler.running]
-            runs = runs_of([*segments, *((piece.job.owner.adapter, piece.length) for piece in pieces)])
-        else:
-            assert decoding is not None
-            runs = decoding.runs
-        layout = Cached(
-            self.lanes.cache, positions_B, [Prefill(piece.job.lane, piece.start, piece.length) for piece in pieces]
-        )
+        runs = self._kept_runs(one)
+        if runs is None:
+            running = self.scheduler.running
+            segments = [(running[lane].owner.adapter, 1) for lane in one.lanes]
+            runs = runs_of([*segments, *((piece.job.owner.adapter, piece.length) for piece in one.pieces)])
+        prefills = [Prefill(piece.job.lane, piece.start, piece.length) for piece in one.pieces]
+        layout = Cached(self.lanes.cache, positions_B, prefills, lanes_B=lanes_B)
         return self.base.hidden_states(_joined(tokens), _joined(positions), layout, runs)
 
-    def _score(self, pieces: Sequence[TaskPiece], hidden_T_H: Tensor) -> None:
-        first = len(self.scheduler.running)
-        for piece in pieces:
+    def _kept_runs(self, one: Pass) -> list[Run] | None:
+        """Runs of the steps that only decode, all sequences in one pass."""
+        decoding = self._decoding
+        if decoding is None or one.pieces or len(decoding.passes) > 1:
+            return None
+        return decoding.runs
+
+    def _score(self, one: Pass, hidden_T_H: Tensor) -> None:
+        first = len(one.lanes)
+        for piece in one.pieces:
             rows = slice(first, first + piece.length)
             first = rows.stop
             task = piece.job.owner
             if task.scorer is not None and piece.job.scored:
                 task.scorer.add(self.base.head, hidden_T_H[rows], start=piece.start, adapter=task.adapter)
 
-    def _draw(self, hidden_T_H: Tensor, pieces: Sequence[TaskPiece], ending: Sequence[TaskPiece]) -> Drawn:
+    def _logits(self, one: Pass, hidden_T_H: Tensor) -> Tensor:
+        running, runs = self.scheduler.running, self._kept_runs(one)
+        if runs is not None:
+            return logits(self.base.head, hidden_T_H, runs)
+        wanted = list(range(len(one.lanes)))
+        owners = [running[lane].owner for lane in one.lanes]
+        last = len(one.lanes) - 1
+        for piece in one.pieces:
+            last += piece.length
+            if piece.ends:
+                wanted.append(last)
+                owners.append(piece.job.owner)
+        rows = torch.tensor(wanted, dtype=torch.int64, device=self.base.device)
+        return logits(self.base.head, hidden_T_H[rows], runs_of((owner.adapter, 1) for owner in owners))
+
+    def _draw(self, logits_R_V: Tensor, ending: Sequence[TaskPiece]) -> Drawn:
         """A token for each running sequence, and for each sequence of the prompts that end here."""
         running, decoding, device = self.scheduler.running, self._decoding, self.base.device
         if not ending:
             assert decoding is not None
             rows = decoding.rows
-            logits_R_V = logits(self.base.head, hidden_T_H[: len(running)], decoding.runs)
         else:
             sequences = [*running, *(sequence for piece in ending for sequence in piece.job.sequences)]
             rows = Rows.of(sequences, vocab_size=self.base.vocab_size, device=device)
-            last = len(running) - 1
-            wanted = list(range(len(running)))
-            for piece in pieces:
-                last += piece.length
-                if piece.ends:
-                    wanted.append(last)
-            owners = [*(sequence.owner for sequence in running), *(piece.job.owner for piece in ending)]
-            logits_R_V = logits(
-                self.base.head,
-                hidden_T_H[torch.tensor(wanted, device=device)],
-                runs_of((owner.adapter, 1) for owner in owners),
-            )
             # num_samples draws from one row.
             counts = [1] * len(running) + [len(piece.job.sequences) for piece in ending]
-            if len(sequences) > len(owners):
+            if len(sequences) > len(counts):
                 logits_R_V = logits_R_V.repeat_interleave(torch.tensor(counts, device=device), 0)
         logprobs_R_V = scaled_logprobs(logits_R_V, rows.rules.temperature_R_1)
         numbers_R = torch.from_numpy(uniforms(rows.keys, rows.counters)).to(device)

@@ -12,8 +12,10 @@ from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
-from tinsmith.modeling.adapter import Adapter, AdapterConfig, Target
+from tinsmith.modeling.adapter import AdapterConfig, Target
+from tinsmith.modeling.full_weights import FullWeights, Weights
 from tinsmith.rpc.errors import NotReady, ServiceError
 
 Ints = npt.NDArray[np.int32]
@@ -211,7 +213,9 @@ class SamplingEngine(Protocol):
         ...
 
     @property
-    def max_context_length(self) -> int: ...
+    def max_context_length(self) -> int:
+        """Longest prompt and output together: of the model, and no more than the key/value cache holds."""
+        ...
 
     @property
     def eos_token_ids(self) -> Collection[int]:
@@ -231,12 +235,16 @@ class SamplingEngine(Protocol):
         """What the request of this id waits for, the youngest of them if it is shared; None when there is none."""
         ...
 
-    def check_installable(self, version_id: str, num_bytes: int) -> None:
-        """Raises AlreadyExists or OutOfCapacity when install would."""
+    def full_weights(self, flat: Tensor) -> FullWeights:
+        """A version of all parameters over a buffer. Raises Unsupported when the engine serves adapters only."""
         ...
 
-    async def install(self, version_id: str, adapter: Adapter) -> None:
-        """Makes a version visible to the next request; running ones keep theirs. The adapter is not changed later."""
+    def make_room(self, version_id: str, num_bytes: int) -> None:
+        """Frees memory for a version that is to come. Raises AlreadyExists or OutOfCapacity when install would."""
+        ...
+
+    async def install(self, version_id: str, weights: Weights) -> None:
+        """Makes a version visible to the next request; running ones keep theirs. The weights are the engine's now."""
         ...
 
     def remove(self, version_id: str) -> None:

@@ -1,4 +1,4 @@
-"""What one forward pass of the torch engine computes: a token of each running sequence, and pieces of prompts.
+"""What one step of the torch engine computes: a token of each running sequence, and pieces of prompts.
 
 Shapes: B running sequences, T packed tokens, R rows that sample.
 """
@@ -6,7 +6,7 @@ Shapes: B running sequences, T packed tokens, R rows that sample.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from sampler_service import scheduler
 from sampler_service.sampling import Rules, UInt64s
 from sampler_service.task import Task
 from tinsmith.modeling.adapter import Adapter
+from tinsmith.modeling.full_weights import ServedWeights
 from tinsmith.modeling.lora import Run
 
 TaskSequence = scheduler.Sequence[Task]
@@ -72,6 +73,29 @@ class Rows:
 
 
 @dataclass(slots=True)
+class Pass:
+    """What one forward pass computes: sequences and pieces for which the base model has the same parameters."""
+
+    parameters: ServedWeights | None
+    """None: its own."""
+    lanes: list[int] = field(default_factory=list)
+    """Of running sequences, in order."""
+    pieces: list[TaskPiece] = field(default_factory=list)
+
+
+def passes_of(running: Sequence[TaskSequence], pieces: Sequence[TaskPiece]) -> list[Pass]:
+    """One for each set of parameters; as a rule there is one."""
+    passes: dict[int, Pass] = {}
+    for lane, sequence in enumerate(running):
+        parameters = sequence.owner.parameters
+        passes.setdefault(id(parameters), Pass(parameters)).lanes.append(lane)
+    for piece in pieces:
+        parameters = piece.job.owner.parameters
+        passes.setdefault(id(parameters), Pass(parameters)).pieces.append(piece)
+    return list(passes.values())
+
+
+@dataclass(slots=True)
 class Decoding:
     """The running sequences as tensors; kept from step to step while the same ones run."""
 
@@ -81,6 +105,7 @@ class Decoding:
     positions_B: Tensor
     """And its position."""
     runs: list[Run]
+    passes: list[Pass]
 
     @classmethod
     def of(cls, running: Sequence[TaskSequence], *, vocab_size: int, device: torch.device) -> Decoding:
@@ -89,6 +114,7 @@ class Decoding:
             tokens_B=torch.tensor([sequence.tokens[-1] for sequence in running], dtype=torch.int64, device=device),
             positions_B=torch.tensor([sequence.length - 1 for sequence in running], dtype=torch.int64, device=device),
             runs=runs_of((sequence.owner.adapter, 1) for sequence in running),
+            passes=passes_of(running, []),
         )
 
     def advance(self, tokens_B: Tensor) -> None:

@@ -26,6 +26,7 @@ from sampler_service.scheduler import Job, Sequence
 from sampler_service.scoring import PromptScorer
 from sampler_service.stops import StopRule
 from tinsmith.modeling.adapter import Adapter
+from tinsmith.modeling.full_weights import ServedWeights
 
 TopkRow = tuple[Ints, Floats]
 
@@ -61,7 +62,15 @@ class Task:
 
     @property
     def adapter(self) -> Adapter | None:
-        return None if self.version is None else self.version.adapter
+        """None for the base model, and for a version that replaces all its parameters."""
+        weights = None if self.version is None else self.version.weights
+        return weights if isinstance(weights, Adapter) else None
+
+    @property
+    def parameters(self) -> ServedWeights | None:
+        """What the version replaces the base model's parameters with; None when it does not."""
+        weights = None if self.version is None else self.version.weights
+        return weights if isinstance(weights, ServedWeights) else None
 
     @property
     def namespace(self) -> int:

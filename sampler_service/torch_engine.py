@@ -16,6 +16,7 @@ from queue import SimpleQueue
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import GenerationConfig
 
 from sampler_service.adapters import AdapterStore, Version
@@ -36,6 +37,7 @@ from sampler_service.threads import in_thread
 from sampler_service.validation import Limits
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, Target
 from tinsmith.modeling.base_model import BaseModel
+from tinsmith.modeling.full_weights import FullWeights, ServedWeights, Weights
 from tinsmith.rpc.errors import Cancelled, EngineDead, NotReady, OutOfCapacity, ServiceError
 
 logger = logging.getLogger(__name__)
@@ -99,7 +101,7 @@ class TorchEngine:
 
     @property
     def max_context_length(self) -> int:
-        return self.limits.max_context_length
+        return self.limits.max_length
 
     @property
     def targets(self) -> Sequence[Target]:
@@ -136,14 +138,21 @@ class TorchEngine:
         batcher = self._batcher
         return status_of(request_id, list(self._tasks), batcher.scheduler.running, batcher.speed)
 
-    def check_installable(self, version_id: str, num_bytes: int) -> None:
-        self._store.check_installable(version_id, num_bytes)
+    def full_weights(self, flat: Tensor) -> FullWeights:
+        return FullWeights(self.base, flat)
 
-    async def install(self, version_id: str, adapter: Adapter) -> None:
-        if adapter.flat.device != self.base.device:
-            flat = await in_thread(lambda: adapter.flat.to(self.base.device))
-            adapter = adapter.like(flat)
-        self._store.install(version_id, adapter)
+    def make_room(self, version_id: str, num_bytes: int) -> None:
+        self._store.make_room(version_id, num_bytes)
+        self._count_versions()
+
+    async def install(self, version_id: str, weights: Weights) -> None:
+        if weights.flat.device != self.base.device:
+            flat = await in_thread(lambda: weights.flat.to(self.base.device))
+            weights = weights.like(flat)
+        if isinstance(weights, FullWeights):
+            full = weights
+            weights = await in_thread(lambda: ServedWeights.of(full))
+        self._store.install(version_id, weights)
         self._count_versions()
 
     def remove(self, version_id: str) -> None:
@@ -217,8 +226,7 @@ class TorchEngine:
         self._inbox.put(lambda: self._batcher.cancel(task, Cancelled("the caller has left")))
 
     def _forget(self, version: Version) -> None:
-        """Its requests have ended, so nothing more of it comes into the prefix cache."""
-        self._inbox.put(lambda: self._batcher.lanes.prefixes.forget(version.namespace))
+        self._inbox.put(lambda: self._batcher.forget_version(version.namespace, version.weights))
 
     # The compute thread.
 

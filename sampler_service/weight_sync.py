@@ -1,8 +1,8 @@
 """Receiving side of the weight channel.
 
 A trainer forms a process group with its samplers (one group for each trainer and epoch), announces a version,
-broadcasts its buffer, and asks for it to be made visible. Whatever fails before that last step leaves nothing behind;
-after a failed broadcast the group is dropped and the trainer forms the next epoch.
+broadcasts its buffer, bucket after bucket, and asks for it to be made visible. Whatever fails before that last step
+leaves nothing behind; after a failed broadcast the group is dropped and the trainer forms the next epoch.
 """
 
 from __future__ import annotations
@@ -11,23 +11,27 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, cast
 
 import grpc.aio
 import torch
-from torch import Tensor
 
 from sampler_service.engine import EngineSlot, SamplingEngine
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.threads import in_thread
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, chosen_targets, num_elements
-from tinsmith.rpc.errors import DataCorrupted, FailedPrecondition, InvalidRequest, ServiceError
+from tinsmith.modeling.full_weights import Weights, config_of
+from tinsmith.rpc.errors import DataCorrupted, FailedPrecondition, InvalidRequest, OutOfCapacity, ServiceError
 from tinsmith.v1 import types_pb2 as types
 from tinsmith.v1 import weight_sync_pb2 as pb
 from tinsmith.v1 import weight_sync_pb2_grpc
-from tinsmith.weight_group import Backend, WeightGroup, checksum, join_store
+from tinsmith.weight_buckets import receive
+from tinsmith.weight_group import Backend, WeightGroup, join_store
 
 logger = logging.getLogger(__name__)
+
+_DTYPES = {types.DTYPE_FLOAT32: torch.float32, types.DTYPE_BFLOAT16: torch.bfloat16}
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -37,11 +41,14 @@ class _Update:
     """A version on its way."""
 
     version_id: str
-    config: AdapterConfig
+    weights: Weights
+    """Over the buffer that is being filled."""
+    sent_dtype: torch.dtype
+    bucket_bytes: int
     started: float
     receiving: bool = False
-    flat: Tensor | None = None
-    """The whole buffer, once it has arrived."""
+    received: str = ""
+    """Checksum of the whole, once it has arrived."""
 
 
 @dataclass(slots=True)
@@ -116,11 +123,11 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
             )
         if link.update is not None and link.update.receiving:
             raise FailedPrecondition(f"version {link.update.version_id!r} of this trainer is being received")
-        config = self._check_update(request, self.slot.get())
-        link.update = _Update(request.version_id, config, time.perf_counter())
+        link.update = None  # what was announced before gives its buffer back
+        link.update = self._begin(request, self.slot.get(), device=link.device)
         return pb.StartWeightUpdateResponse()
 
-    def _check_update(self, request: pb.StartWeightUpdateRequest, engine: SamplingEngine) -> AdapterConfig:
+    def _begin(self, request: pb.StartWeightUpdateRequest, engine: SamplingEngine, *, device: str) -> _Update:
         if not request.version_id:
             raise InvalidRequest("version_id: is empty", field="version_id")
         if request.base_model not in self.model_names:
@@ -128,35 +135,32 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
                 f"base_model: {request.base_model!r} is not served here; this sampler has {list(self.model_names)}",
                 field="base_model",
             )
-        if request.dtype != types.DTYPE_FLOAT32:
-            raise InvalidRequest(
-                f"dtype: {types.Dtype.Name(request.dtype)} is not DTYPE_FLOAT32, the type of adapters", field="dtype"
-            )
-        config = AdapterConfig.from_proto(request.lora_config, max_rank=self.max_lora_rank)
-        # On the meta device an adapter is its layout without memory.
-        specs = _adapter(config, engine, torch.empty(_num_elements(config, engine), device="meta")).specs()
-        sent = [(tensor.name, tuple(tensor.shape)) for tensor in request.tensors]
-        if len(sent) != len(specs):
-            raise InvalidRequest(f"tensors: {len(sent)} were announced, this base model takes {len(specs)}")
-        for ours, theirs in zip(specs, sent, strict=True):
-            if ours != theirs:
-                raise InvalidRequest(
-                    f"tensors: {theirs[0]!r} of shape {list(theirs[1])} stands where this base model has {ours[0]!r} "
-                    f"of shape {list(ours[1])}",
-                    field="tensors",
-                )
-        engine.check_installable(request.version_id, 4 * _num_elements(config, engine))
-        return config
+        config = config_of(request.lora_config, max_rank=self.max_lora_rank)
+        sent_dtype = _sent_dtype(request, config)
+        layout = _weights(config, engine, torch.device("meta"))
+        _check_layout(request, layout.specs())
+        engine.make_room(request.version_id, layout.num_bytes)
+        try:
+            weights = _weights(config, engine, torch.device(device))
+        except RuntimeError as error:  # of torch's allocators
+            raise OutOfCapacity(
+                f"there is no memory on this sampler for the {layout.num_bytes} bytes of version "
+                f"{request.version_id!r} ({error})"
+            ) from error
+        return _Update(request.version_id, weights, sent_dtype, request.bucket_bytes, time.perf_counter())
 
     async def UpdateWeights(self, request: pb.UpdateWeightsRequest, context: Context) -> pb.UpdateWeightsResponse:
         link, update = self._update(request.trainer_id, request.version_id)
-        if update.receiving or update.flat is not None:
+        if update.receiving or update.received:
             raise FailedPrecondition(f"version {update.version_id!r} is being received already")
-        engine = self.slot.get()
-        flat = torch.empty(_num_elements(update.config, engine), device=link.device)
+        flat = update.weights.flat
         update.receiving = True
         try:
-            await in_thread(lambda: link.group.broadcast(flat))
+            received = await in_thread(
+                lambda: receive(
+                    link.group, flat, dtype=update.sent_dtype, device=link.device, bucket_bytes=update.bucket_bytes
+                )
+            )
         except BaseException as error:
             # Also when this call is cancelled: nobody knows where the broadcast stands.
             self._drop(request.trainer_id, link)
@@ -168,35 +172,32 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
                 ) from error
             raise
         update.receiving = False
-        update.flat = flat
-        self.metrics.publish_bytes.inc(flat.nbytes)
-        return pb.UpdateWeightsResponse(num_bytes=flat.nbytes)
+        update.received = received
+        num_bytes = flat.numel() * update.sent_dtype.itemsize
+        self.metrics.publish_bytes.inc(num_bytes)
+        return pb.UpdateWeightsResponse(num_bytes=num_bytes)
 
     async def FinishWeightUpdate(
         self, request: pb.FinishWeightUpdateRequest, context: Context
     ) -> pb.FinishWeightUpdateResponse:
         link, update = self._update(request.trainer_id, request.version_id)
-        if update.flat is None:
+        if not update.received:
             raise FailedPrecondition(f"version {update.version_id!r} has not been received")
         link.update = None
         try:
-            await self._install(update, update.flat, request.checksum)
+            if update.received != request.checksum:
+                raise DataCorrupted(
+                    f"version {update.version_id!r}: the received buffer has checksum {update.received}, the sent one "
+                    f"{request.checksum}"
+                )
+            await self.slot.get().install(update.version_id, update.weights)
         except ServiceError as error:
             self.metrics.publishes.labels(error.reason).inc()
             raise
         self.metrics.publishes.labels("ok").inc()
         self.metrics.publish_time.observe(time.perf_counter() - update.started)
-        logger.info("version %s is visible (%d bytes)", update.version_id, update.flat.nbytes)
+        logger.info("version %s is visible (%d bytes)", update.version_id, update.weights.num_bytes)
         return pb.FinishWeightUpdateResponse(version_id=update.version_id)
-
-    async def _install(self, update: _Update, flat: Tensor, expected: str) -> None:
-        actual = await in_thread(lambda: checksum(flat))
-        if actual != expected:
-            raise DataCorrupted(
-                f"version {update.version_id!r}: the received buffer has checksum {actual}, the sent one {expected}"
-            )
-        engine = self.slot.get()
-        await engine.install(update.version_id, _adapter(update.config, engine, flat))
 
     def _link(self, trainer_id: str) -> _Link:
         link = self._links.get(trainer_id)
@@ -228,9 +229,40 @@ def _check_group(request: pb.InitWeightTransferRequest, *, device: str) -> None:
         )
 
 
-def _num_elements(config: AdapterConfig, engine: SamplingEngine) -> int:
-    return num_elements(config, chosen_targets(config, engine.targets))
+def _sent_dtype(request: pb.StartWeightUpdateRequest, config: AdapterConfig) -> torch.dtype:
+    """Checks the bucket size against it."""
+    name = types.Dtype.Name(request.dtype)
+    dtype = _DTYPES.get(request.dtype)
+    if dtype is None or (config.rank and dtype != torch.float32):
+        wanted = "DTYPE_FLOAT32, the type of adapters" if config.rank else "DTYPE_FLOAT32 or DTYPE_BFLOAT16"
+        raise InvalidRequest(f"dtype: {name} is not {wanted}", field="dtype")
+    if request.bucket_bytes < 0 or request.bucket_bytes % dtype.itemsize:
+        raise InvalidRequest(
+            f"bucket_bytes: {request.bucket_bytes} is not a whole number of {name} values of {dtype.itemsize} bytes",
+            field="bucket_bytes",
+        )
+    return dtype
 
 
-def _adapter(config: AdapterConfig, engine: SamplingEngine, flat: Tensor) -> Adapter:
-    return Adapter(config, engine.targets, flat)
+def _check_layout(request: pb.StartWeightUpdateRequest, specs: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+    sent = [(tensor.name, tuple(tensor.shape)) for tensor in request.tensors]
+    if len(sent) != len(specs):
+        raise InvalidRequest(f"tensors: {len(sent)} were announced, this base model takes {len(specs)}")
+    for ours, theirs in zip(specs, sent, strict=True):
+        if ours != theirs:
+            raise InvalidRequest(
+                f"tensors: {theirs[0]!r} of shape {list(theirs[1])} stands where this base model has {ours[0]!r} "
+                f"of shape {list(ours[1])}",
+                field="tensors",
+            )
+
+
+def _weights(config: AdapterConfig, engine: SamplingEngine, device: torch.device) -> Weights:
+    """Over a new buffer. On the meta device it is the layout without memory."""
+    if config.rank:
+        numel = num_elements(config, chosen_targets(config, engine.targets))
+        return Adapter(config, engine.targets, torch.empty(numel, device=device))
+    layout = engine.full_weights(torch.empty(0, device="meta"))
+    numel = sum(prod(shape) for _, shape in layout.specs())
+    # In the type that this engine computes in, whatever comes.
+    return layout.like(torch.empty(numel, dtype=layout.sent_dtype, device=device))

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import xxhash
 from torch import Tensor
 
 Backend = Literal["gloo", "nccl"]
@@ -74,8 +73,3 @@ class WeightGroup:
         group.broadcast([tensor], options).wait()
         if tensor.is_cuda:
             torch.cuda.synchronize(tensor.device)
-
-
-def checksum(tensor: Tensor) -> str:
-    """XXH3-128 of the tensor's bytes, in hexadecimal. A CUDA tensor is copied to the host first."""
-    return xxhash.xxh3_128_hexdigest(tensor.detach().cpu().contiguous().view(-1).numpy().data)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,14 +16,16 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import grpc.aio
+import torch
 import torch.distributed as dist
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tinsmith.modeling.adapter import Adapter
+from tinsmith.modeling.full_weights import Weights
 from tinsmith.rpc.channel import connect, is_serving
 from tinsmith.rpc.errors import AlreadyExists, InvalidRequest, NotReady, OutOfCapacity, Unsupported, from_rpc_error
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, types_pb2, weight_sync_pb2, weight_sync_pb2_grpc
-from tinsmith.weight_group import Backend, WeightGroup, checksum, join_store, open_store
+from tinsmith.weight_buckets import send
+from tinsmith.weight_group import Backend, WeightGroup, join_store, open_store
 from trainer_service.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -31,17 +34,22 @@ T = TypeVar("T")
 
 _ATTEMPTS = 3
 _RECONNECT_S = 0.5
+_DTYPES = {torch.float32: types_pb2.DTYPE_FLOAT32, torch.bfloat16: types_pb2.DTYPE_BFLOAT16}
 _REFUSALS = (InvalidRequest, Unsupported, OutOfCapacity)
 """Answers of a sampler that another try would not change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """Immutable adapter weights, in host memory."""
+    """Immutable weights, in host memory."""
 
     version_id: str
     base_model: str
-    adapter: Adapter
+    adapter: Weights
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.adapter.flat.numel() * self.adapter.sent_dtype.itemsize
 
 
 class _ChannelBroken(Exception):
@@ -105,13 +113,15 @@ class WeightSender:
         backend: Backend,
         timeout_s: float,
         metrics: Metrics,
+        bucket_bytes: int = 64 * 1024**2,
         api_key: str = "",
     ) -> None:
-        """`api_key` is sent to the samplers, unless it is empty."""
+        """`timeout_s` is for one call, or one bucket of a transfer. `api_key` is sent to the samplers, unless empty."""
         self._trainer_id = trainer_id
         self._host = host
         self._backend: Backend = backend
         self._timeout_s = timeout_s
+        self._bucket_bytes = bucket_bytes
         self._metrics = metrics
         self._samplers = [_Sampler.at(address, api_key=api_key) for address in samplers]
         self._epoch = time.time_ns() // 1_000_000  # grows over restarts of this trainer, too
@@ -151,6 +161,9 @@ class WeightSender:
                     self._metrics.publish_failures.inc()
                     logger.warning("publish of %s, attempt %d: %s", version.version_id, len(failures), error)
                     self._group = None
+                    # The traceback's frames hold the group, and the futures that hold the error. While that ring
+                    # stands, the group's connections stay, and the other ranks wait on them until their timeouts.
+                    error.__traceback__ = None
                     await self._check_health()
                 else:
                     self._metrics.publish_seconds.observe(time.perf_counter() - started)
@@ -303,7 +316,7 @@ class WeightSender:
             lacking = await self._announce(group, version)
         if lacking:
             await self._transfer(group, version)
-            self._metrics.publish_bytes.inc(version.adapter.num_bytes)
+            self._metrics.publish_bytes.inc(version.sent_bytes)
         return len(members)
 
     async def _announce(self, group: _Group, version: Version) -> list[_Sampler]:
@@ -316,7 +329,8 @@ class WeightSender:
             base_model=version.base_model,
             lora_config=adapter.config.to_proto(),
             tensors=[weight_sync_pb2.TensorSpec(name=name, shape=shape) for name, shape in adapter.specs()],
-            dtype=types_pb2.DTYPE_FLOAT32,
+            dtype=_DTYPES[adapter.sent_dtype],
+            bucket_bytes=self._bucket_bytes,
         )
 
         async def announce(member: _Sampler) -> bool:
@@ -330,20 +344,25 @@ class WeightSender:
         return [member for member, needs in zip(group.members, needed, strict=True) if needs]
 
     async def _transfer(self, group: _Group, version: Version) -> None:
-        buffer = version.adapter.flat
-
+        adapter = version.adapter
+        device = "cuda" if self._backend == "nccl" else "cpu"
         update = weight_sync_pb2.UpdateWeightsRequest(trainer_id=self._trainer_id, version_id=version.version_id)
-        hashing = _in_thread(lambda: checksum(buffer))
+        timeout_s = self._timeout_s * math.ceil(version.sent_bytes / self._bucket_bytes)
+        sending = _in_thread(
+            lambda: send(
+                group.weights,
+                adapter.flat,
+                dtype=adapter.sent_dtype,
+                device=device,
+                bucket_bytes=self._bucket_bytes,
+            )
+        )
         await _all(
-            *(
-                self._call(member, member.weights.UpdateWeights(update, timeout=self._timeout_s))
-                for member in group.members
-            ),
-            _in_thread(lambda: group.weights.broadcast(buffer.cuda() if self._backend == "nccl" else buffer)),
-            hashing,
+            *(self._call(member, member.weights.UpdateWeights(update, timeout=timeout_s)) for member in group.members),
+            sending,
         )
         finish = weight_sync_pb2.FinishWeightUpdateRequest(
-            trainer_id=self._trainer_id, version_id=version.version_id, checksum=hashing.result()
+            trainer_id=self._trainer_id, version_id=version.version_id, checksum=sending.result()
         )
         await _all(
             *(

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,9 +93,7 @@ class FullWeights:
         tensors = {name: tensor.to(dtype) for name, tensor in zip(names, self.tensors(), strict=True)}
         skeleton.save_pretrained(folder, state_dict=tensors, max_shard_size=_SHARD_SIZE)
         for name in _TOKENIZER_FILES:
-            file = cached_file(
-                path, name, local_files_only=True, _raise_exceptions_for_missing_entries=False
-            )  # type: ignore[arg-type]
+            file = cached_file(path, name, local_files_only=True, _raise_exceptions_for_missing_entries=False)  # type: ignore[arg-type]
             if file is not None:
                 (folder / name).write_bytes(Path(file).read_bytes())
 
@@ -104,7 +103,8 @@ class FullWeights:
 
         Raises InvalidRequest when it is not a model of the base model's parameters.
         """
-        model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        model, report = loaded
         found = dict(model.named_parameters())
         weights = cls(base, torch.empty(sum(parameter.numel() for parameter in base.parameters.values())))
         shapes = {name: tuple(parameter.shape) for name, parameter in found.items()}
@@ -150,6 +150,54 @@ class TrainedWeights(FullWeights):
         """Call it when the buffer has changed."""
         if self.base.dtype != self.flat.dtype:
             torch._foreach_copy_(self.tensors(), FullWeights.tensors(self))
+
+
+class ServedWeights(FullWeights):
+    """Weights that the parameters of `base` can be pointed at: each lies in the buffer as the base model's own does.
+
+    A matrix that the base model keeps column by column, for speed, is transposed within the buffer.
+    """
+
+    @classmethod
+    def of(cls, weights: FullWeights) -> ServedWeights:
+        """Takes the buffer over and changes it."""
+        for parameter, view in zip(weights.base.parameters.values(), weights.tensors(), strict=True):
+            if _by_columns(parameter):
+                view.view(view.shape[::-1]).copy_(view.T.clone(memory_format=torch.contiguous_format))
+        return cls(weights.base, weights.flat)
+
+    def tensors(self) -> list[Tensor]:
+        return [
+            view.view(view.shape[::-1]).T if _by_columns(parameter) else view
+            for parameter, view in zip(self.base.parameters.values(), super().tensors(), strict=True)
+        ]
+
+
+def _by_columns(parameter: Tensor) -> bool:
+    return parameter.ndim == 2 and not parameter.is_contiguous() and parameter.T.is_contiguous()
+
+
+class Parameters:
+    """What the parameters of a base model hold at this moment: their own values, or those of a full version."""
+
+    def __init__(self, base: BaseModel) -> None:
+        self._parameters = list(base.parameters.values())
+        self._own = [parameter.data for parameter in self._parameters]
+        self._current: ServedWeights | None = None
+
+    def use(self, weights: ServedWeights | None) -> None:
+        """Points them at a version, or back at their own values for None. Copies nothing."""
+        if weights is self._current:
+            return
+        values = self._own if weights is None else weights.tensors()
+        for parameter, value in zip(self._parameters, values, strict=True):
+            parameter.data = value
+        self._current = weights
+
+    def forget(self, weights: object) -> None:
+        """Lets go of a version that is gone."""
+        if weights is self._current:
+            self.use(None)
 
 
 Weights = Adapter | FullWeights

@@ -9,13 +9,16 @@ from typing import Any
 import grpc.aio
 import pytest
 import pytest_asyncio
+import torch
 
 from sampler_service.__main__ import make_server
 from sampler_service.config import SamplerConfig
 from sampler_service.engine import EngineSlot
 from sampler_service.torch_engine import TorchEngine
+from tests.unit.sampler_service.full_versions import make_full
 from tests.unit.sampler_service.serving import generate, make_adapter, metric, prompt, serving
 from tinsmith.modeling.adapter import Adapter
+from tinsmith.modeling.full_weights import FULL, Weights
 from tinsmith.rpc.channel import connect
 from tinsmith.rpc.errors import (
     AlreadyExists,
@@ -23,12 +26,14 @@ from tinsmith.rpc.errors import (
     FailedPrecondition,
     InvalidRequest,
     ServiceError,
+    Unsupported,
     from_rpc_error,
 )
 from tinsmith.v1 import types_pb2 as types
 from tinsmith.v1 import weight_sync_pb2 as pb
 from tinsmith.v1 import weight_sync_pb2_grpc
-from tinsmith.weight_group import WeightGroup, checksum, open_store
+from tinsmith.weight_buckets import bucket_slices, send
+from tinsmith.weight_group import WeightGroup, open_store
 
 TIMEOUT_S = 30.0
 """torch looks up the name of a peer when it connects, which takes seconds where no name server answers."""
@@ -72,7 +77,7 @@ class Trainer:
             }
         )
 
-    def announcement(self, announced: str, adapter: Adapter, **fields: Any) -> pb.StartWeightUpdateRequest:
+    def announcement(self, announced: str, adapter: Weights, **fields: Any) -> pb.StartWeightUpdateRequest:
         return pb.StartWeightUpdateRequest(
             **{
                 "trainer_id": self.trainer_id,
@@ -86,23 +91,28 @@ class Trainer:
             }
         )
 
-    async def start(self, version_id: str, adapter: Adapter) -> None:
-        await self._call("StartWeightUpdate", self.announcement(version_id, adapter))
+    async def start(self, version_id: str, adapter: Weights, **fields: Any) -> None:
+        await self._call("StartWeightUpdate", self.announcement(version_id, adapter, **fields))
 
-    async def send(self, version_id: str, adapter: Adapter) -> int:
+    async def send(
+        self, version_id: str, adapter: Weights, *, dtype: torch.dtype = torch.float32, bucket_bytes: int = 0
+    ) -> str:
+        """Returns the checksum."""
         request = pb.UpdateWeightsRequest(trainer_id=self.trainer_id, version_id=version_id)
         received = asyncio.create_task(self._call("UpdateWeights", request))
-        await asyncio.to_thread(lambda: self.weight_group.broadcast(adapter.flat))
-        return (await received).num_bytes
+        sum_ = await asyncio.to_thread(
+            lambda: send(self.weight_group, adapter.flat, dtype=dtype, device="cpu", bucket_bytes=bucket_bytes)
+        )
+        assert (await received).num_bytes == adapter.flat.numel() * dtype.itemsize
+        return sum_
 
     async def finish(self, version_id: str, sum_: str) -> None:
         request = pb.FinishWeightUpdateRequest(trainer_id=self.trainer_id, version_id=version_id, checksum=sum_)
         await self._call("FinishWeightUpdate", request)
 
-    async def publish(self, version_id: str, adapter: Adapter) -> None:
+    async def publish(self, version_id: str, adapter: Weights) -> None:
         await self.start(version_id, adapter)
-        assert await self.send(version_id, adapter) == adapter.flat.nbytes
-        await self.finish(version_id, checksum(adapter.flat))
+        await self.finish(version_id, await self.send(version_id, adapter))
 
     async def _call(self, method: str, request: Any) -> Any:
         try:
@@ -223,6 +233,19 @@ async def test_a_new_group_replaces_the_old_one_and_trainers_do_not_disturb_each
         ({"version_id": "resident"}, AlreadyExists, "'resident' is resident already"),
         ({"lora_config": types.LoraConfig(rank=33, train_attn=True)}, InvalidRequest, r"rank: 33 is outside 1\.\.32"),
         ({"tensors": []}, InvalidRequest, "tensors: 0 were announced"),
+        ({"bucket_bytes": -4}, InvalidRequest, "bucket_bytes: -4 is not a whole number of DTYPE_FLOAT32 values"),
+        ({"bucket_bytes": 6}, InvalidRequest, "bucket_bytes: 6 is not a whole number"),
+        (
+            {"lora_config": types.LoraConfig(rank=0, train_attn=True)},
+            InvalidRequest,
+            r"lora_config\.train_mlp: false cannot be had with rank 0",
+        ),
+        ({"lora_config": FULL.to_proto()}, InvalidRequest, "tensors: 30 were announced, this base model takes 25"),
+        (
+            {"lora_config": FULL.to_proto(), "dtype": types.DTYPE_INT32},
+            InvalidRequest,
+            "dtype: DTYPE_INT32 is not DTYPE_FLOAT32 or",
+        ),
         (
             {"lora_config": types.LoraConfig(rank=3, train_attn=True, train_mlp=True, train_unembed=True)},
             InvalidRequest,
@@ -273,3 +296,55 @@ async def test_steps_out_of_order_are_refused(setup: Setup) -> None:
     await setup.trainer.start("v1", adapter)
     with pytest.raises(FailedPrecondition, match="has not been received"):
         await setup.trainer.finish("v1", "")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+async def test_a_full_version_in_buckets_samples_like_the_trainers_parameters(setup: Setup, dtype: torch.dtype) -> None:
+    setup.engine._store.max_bytes = 3_000_000
+    full = make_full(setup.engine.base, seed=1)
+    full.flat.copy_(full.flat.to(dtype))
+    await setup.trainer.form()
+    sent_as = {torch.float32: types.DTYPE_FLOAT32, torch.bfloat16: types.DTYPE_BFLOAT16}[dtype]
+    await setup.trainer.start("v1", full, dtype=sent_as, bucket_bytes=100_000)
+    assert len(bucket_slices(full.flat.numel(), itemsize=dtype.itemsize, bucket_bytes=100_000)) >= 3
+    sum_ = await setup.trainer.send("v1", full, dtype=dtype, bucket_bytes=100_000)
+    assert setup.engine.versions() == []
+    await setup.trainer.finish("v1", sum_)
+    await setup.engine.install("local", full.like(full.flat.clone()))
+    sent, local = [
+        await generate(setup.engine, prompt(6), version_id=name, max_tokens=10, seed=1) for name in ("v1", "local")
+    ]
+    assert sent.sequences == local.sequences
+
+
+async def test_a_trainer_lost_between_two_buckets_leaves_nothing_and_the_next_epoch_works(setup: Setup) -> None:
+    setup.engine._store.max_bytes = 3_000_000
+    full = make_full(setup.engine.base, seed=1)
+    await setup.trainer.form()
+    await setup.trainer.start("v1", full, bucket_bytes=100_000)
+    request = pb.UpdateWeightsRequest(trainer_id="t", version_id="v1")
+    receiving = asyncio.create_task(setup.trainer._call("UpdateWeights", request))
+    await asyncio.to_thread(lambda: setup.trainer.weight_group.broadcast(full.flat[:25_000]))
+    del setup.trainer.weight_group  # its sockets close
+    with pytest.raises(FailedPrecondition, match=r"group 1 of trainer 't' broke while version 'v1' was received"):
+        await receiving
+    assert setup.engine.versions() == []
+    await setup.trainer.form()
+    await setup.trainer.publish("v1", full)
+    assert (await generate(setup.engine, prompt(6), version_id="v1", max_tokens=2)).sequences
+
+
+async def test_a_full_version_that_never_fits_or_an_engine_that_takes_none_is_refused_by_name(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await setup.trainer.form()
+    full = make_full(setup.engine.base, seed=1)
+    with pytest.raises(InvalidRequest, match=rf"'v1' needs {full.num_bytes} bytes, above .* adapter_memory_bytes"):
+        await setup.trainer.start("v1", full)
+
+    def refuse(flat: torch.Tensor) -> Any:
+        raise Unsupported("lora_config.rank: 0, and this engine serves adapters only")
+
+    monkeypatch.setattr(setup.engine, "full_weights", refuse)
+    with pytest.raises(Unsupported, match="this engine serves adapters only"):
+        await setup.trainer.start("v1", full)

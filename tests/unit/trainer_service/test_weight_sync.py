@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -16,13 +17,16 @@ from tinsmith.rpc.errors import AlreadyExists, DataCorrupted, FailedPrecondition
 from tinsmith.rpc.server import Server
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, weight_sync_pb2, weight_sync_pb2_grpc
 from tinsmith.v1 import weight_sync_pb2 as pb
-from tinsmith.weight_group import WeightGroup, checksum, join_store
+from tinsmith.weight_buckets import receive
+from tinsmith.weight_group import WeightGroup, join_store
 from trainer_service.metrics import Metrics
 from trainer_service.weight_sync import Version, WeightSender
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 TIMEOUT_S = 20.0
+BUCKET_BYTES = 10_000
+"""Small, so that every version of these tests takes several."""
 
 
 class Receiver(weight_sync_pb2_grpc.WeightSyncServiceServicer, sampler_pb2_grpc.SamplerServiceServicer):
@@ -37,6 +41,7 @@ class Receiver(weight_sync_pb2_grpc.WeightSyncServiceServicer, sampler_pb2_grpc.
         self._group: WeightGroup | None = None
         self._started: pb.StartWeightUpdateRequest | None = None
         self._flat = torch.empty(0)
+        self.received = ""
 
     def _fault(self, name: str) -> None:
         if name in self.faults:
@@ -77,18 +82,27 @@ class Receiver(weight_sync_pb2_grpc.WeightSyncServiceServicer, sampler_pb2_grpc.
         return pb.StartWeightUpdateResponse()
 
     async def UpdateWeights(self, request: pb.UpdateWeightsRequest, context: Context) -> pb.UpdateWeightsResponse:
+        announced, group = self._started, self._group
+        if "update" in self.faults:
+            self._group = group = None
         self._fault("update")
-        assert self._started is not None
-        assert self._group is not None
-        self._flat = torch.empty(sum(torch.Size(spec.shape).numel() for spec in self._started.tensors))
-        await asyncio.to_thread(self._group.broadcast, self._flat)
+        assert announced is not None
+        assert group is not None
+        self._flat = flat = torch.empty(sum(torch.Size(spec.shape).numel() for spec in announced.tensors))
+        if "middle" in self.faults:
+            await asyncio.to_thread(group.broadcast, flat[: announced.bucket_bytes // 4])
+            self._group = group = None  # its sockets close
+        self._fault("middle")
+        assert group is not None
+        arriving = partial(receive, group, flat, dtype=torch.float32, device="cpu", bucket_bytes=announced.bucket_bytes)
+        self.received = await asyncio.to_thread(arriving)
         return pb.UpdateWeightsResponse(num_bytes=self._flat.nbytes)
 
     async def FinishWeightUpdate(
         self, request: pb.FinishWeightUpdateRequest, context: Context
     ) -> pb.FinishWeightUpdateResponse:
         self._fault("finish")
-        if checksum(self._flat) != request.checksum:
+        if self.received != request.checksum:
             raise DataCorrupted("checksum")
         self.versions[request.version_id] = self._flat
         return pb.FinishWeightUpdateResponse(version_id=request.version_id)
@@ -145,6 +159,7 @@ async def connect(serve: Serve) -> AsyncIterator[Connect]:
             backend="gloo",
             timeout_s=TIMEOUT_S,
             metrics=Metrics(CollectorRegistry()),
+            bucket_bytes=BUCKET_BYTES,
         )
         senders.append(sender)
         if started:
@@ -226,7 +241,7 @@ async def test_a_version_that_some_hold_goes_to_the_others(
     assert all("m@2" in receiver.versions for receiver in receivers)
 
 
-@pytest.mark.parametrize("verb", ["init", "start", "update", "finish"])
+@pytest.mark.parametrize("verb", ["init", "start", "update", "middle", "finish"])
 async def test_a_failure_of_any_verb_is_retried_on_a_new_group(
     connect: Connect, serve: Serve, make_version: MakeVersion, verb: str
 ) -> None:
@@ -238,6 +253,7 @@ async def test_a_failure_of_any_verb_is_retried_on_a_new_group(
     for receiver in receivers:
         assert torch.equal(receiver.versions["m@1"], version.adapter.flat)
     assert receivers[1].faults == []
+    assert version.adapter.num_bytes > 2 * BUCKET_BYTES
 
 
 async def test_a_channel_that_never_works_ends_in_a_clear_error(

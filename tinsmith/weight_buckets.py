@@ -1,0 +1,78 @@
+"""A flat buffer on its way through a WeightGroup: in buckets, so that packing, hashing and sending overlap.
+
+Both ends cut the buffer at the same places, from the bucket size that the announcement holds. On the wire a value may
+have a narrower type than in a buffer; the checksum is that of the bytes on the wire.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+import xxhash
+from torch import Tensor
+
+from tinsmith.weight_group import WeightGroup
+
+
+def bucket_slices(numel: int, *, itemsize: int, bucket_bytes: int) -> list[slice]:
+    """Elements of each bucket; only the last one may be smaller. `bucket_bytes` 0 is one bucket for all."""
+    length = bucket_bytes // itemsize if bucket_bytes else numel
+    return [slice(start, min(start + length, numel)) for start in range(0, numel, length)]
+
+
+def send(group: WeightGroup, flat: Tensor, *, dtype: torch.dtype, device: str, bucket_bytes: int) -> str:
+    """Broadcasts a buffer in host memory as `dtype` from `device`. Returns the checksum.
+
+    While one bucket is broadcast, the next one is packed and hashed. Blocks; raises RuntimeError when a rank is lost.
+    """
+    digest = xxhash.xxh3_128()
+    slices = bucket_slices(flat.numel(), itemsize=dtype.itemsize, bucket_bytes=bucket_bytes)
+
+    def pack(part: slice) -> Tensor:
+        bucket = flat[part].to(dtype)
+        digest.update(_bytes(bucket))
+        return bucket.to(device)
+
+    with ThreadPoolExecutor(1) as packer:
+        packing = packer.submit(pack, slices[0])
+        for n in range(len(slices)):
+            bucket = packing.result()
+            if n + 1 < len(slices):
+                packing = packer.submit(pack, slices[n + 1])
+            group.broadcast(bucket)
+    return digest.hexdigest()
+
+
+def receive(group: WeightGroup, flat: Tensor, *, dtype: torch.dtype, device: str, bucket_bytes: int) -> str:
+    """The other end: fills `flat`. Returns the checksum of what has arrived.
+
+    While one bucket arrives, the one before it is hashed, and copied where the buffer has another type or lies
+    elsewhere. Blocks; raises RuntimeError when the sender is lost.
+    """
+    digest = xxhash.xxh3_128()
+    slices = bucket_slices(flat.numel(), itemsize=dtype.itemsize, bucket_bytes=bucket_bytes)
+    in_place = flat.dtype == dtype and flat.device.type == device
+    longest = slices[0].stop
+    staging = [] if in_place else [torch.empty(longest, dtype=dtype, device=device) for _ in range(2)]
+
+    def unpack(bucket: Tensor, part: slice) -> None:
+        digest.update(_bytes(bucket))
+        if not in_place:
+            flat[part].copy_(bucket)
+
+    unpacking: Future[None] | None = None
+    with ThreadPoolExecutor(1) as unpacker:
+        for n, part in enumerate(slices):
+            bucket = flat[part] if in_place else staging[n % 2][: part.stop - part.start]
+            group.broadcast(bucket)
+            if unpacking is not None:
+                unpacking.result()  # its staging buffer is the next one
+            unpacking = unpacker.submit(unpack, bucket, part)
+        if unpacking is not None:
+            unpacking.result()
+    return digest.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data
