@@ -1,6 +1,7 @@
 """Checkpoints: folders "<training run>/<kind>/<name>" under one root, on a local file system.
 
-    adapter_config.json, adapter_model.safetensors   a plain PEFT folder
+    adapter_config.json, adapter_model.safetensors   a plain PEFT folder; or, of a model trained in full,
+    config.json, model*.safetensors, ...             a plain Hugging Face model with its tokenizer
     optimizer.safetensors                            the optimizer's state, of kind TRAINING only
     manifest.json                                    what it is, size and SHA-256 of every file above
 
@@ -29,7 +30,9 @@ from typing import BinaryIO
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from tinsmith.modeling.adapter import Adapter, AdapterConfig, Target
+from tinsmith.modeling.adapter import Adapter
+from tinsmith.modeling.base_model import BaseModel
+from tinsmith.modeling.full_weights import FullWeights, config_of
 from tinsmith.rpc.errors import (
     CheckpointExists,
     CheckpointNotFound,
@@ -192,11 +195,9 @@ class CheckpointStore:
             except FileNotFoundError:
                 raise DataCorrupted(f"{location}/{name} is missing", file=f"{location}/{name}") from None
 
-    def load(
-        self, location: Location, targets: Sequence[Target], *, with_optimizer: bool
-    ) -> tuple[pb.CheckpointInfo, State]:
+    def load(self, location: Location, base: BaseModel, *, with_optimizer: bool) -> tuple[pb.CheckpointInfo, State]:
         """Raises CheckpointNotFound, DataCorrupted (a file is not what was written), and InvalidRequest when the
-        checkpoint is encrypted, does not fit the base model's targets, or has no optimizer that is asked for."""
+        checkpoint is encrypted, does not fit the base model, or has no optimizer that is asked for."""
         with self._swap:
             found = self._read_manifest(location)
             info = found.checkpoint
@@ -205,11 +206,13 @@ class CheckpointStore:
             if with_optimizer and not info.has_optimizer:
                 raise InvalidRequest(f"checkpoint {location} holds no optimizer state; load it without the optimizer")
             folder = self._path(location)
-            wanted = [*_ADAPTER, _OPTIMIZER] if with_optimizer else _ADAPTER
-            for name in wanted:
+            config = config_of(info.lora_config, max_rank=info.lora_config.rank)
+            weights = _ADAPTER if config.rank else [name for name in found.files if name != _OPTIMIZER]
+            for name in [*weights, _OPTIMIZER] if with_optimizer else weights:
                 found.verify(folder / name, location=str(location))
-            config = AdapterConfig.from_proto(info.lora_config, max_rank=info.lora_config.rank)
-            adapter = Adapter.load_peft(folder, config, targets)
+            adapter = (
+                Adapter.load_peft(folder, config, base.targets) if config.rank else FullWeights.load_model(folder, base)
+            )
             optimizer = None
             if with_optimizer:
                 optimizer = OptimizerState(info.optimizer or DEFAULT_OPTIMIZER, load_file(folder / _OPTIMIZER))
@@ -285,7 +288,12 @@ class CheckpointStore:
 
 
 def _write_files(folder: Path, state: State, *, base_model: str) -> None:
-    state.adapter.save_peft(folder, base_model=base_model)
+    if isinstance(state.adapter, FullWeights):
+        # Training goes on from float32; who only uses the weights gets them as they are computed with.
+        dtype = state.adapter.flat.dtype if state.optimizer is not None else state.adapter.sent_dtype
+        state.adapter.save_model(folder, dtype=dtype)
+    else:
+        state.adapter.save_peft(folder, base_model=base_model)
     if state.optimizer is not None:
         save_file(state.optimizer.tensors, folder / _OPTIMIZER)
 

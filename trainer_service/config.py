@@ -12,7 +12,7 @@ from tinsmith.rpc.auth import AnyKey, ServiceKey, accepted, host_of, require_key
 
 
 class TrainerConfig(BaseSettings):
-    """Trains LoRA adapters of one frozen base model and serves TrainerService over gRPC."""
+    """Trains LoRA adapters of one frozen base model, or all its parameters, and serves TrainerService over gRPC."""
 
     model_config = SettingsConfigDict(
         env_prefix="TRAINER_",
@@ -44,14 +44,37 @@ class TrainerConfig(BaseSettings):
     """Where to compute; auto takes CUDA where there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the base weights; auto means float32 on the CPU and bfloat16 on CUDA. Adapters are always float32."""
+    kernels: Literal["auto", "plain", "compiled", "liger"] = "auto"
+    """auto takes the fastest kernels that are there, plain none, as a reference. compiled and liger are auto with norms,
+    rotations and SwiGLU by torch.compile or by the package liger-kernel; without them the trainer does not start."""
     num_threads: int = Field(default=0, ge=0)
-    """CPU threads of one computation; 0 leaves torch's default."""
+    """CPU threads of one computation; 0 leaves torch's default, and divides the cores among several ranks."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Ranks that divide the features of each layer, by the model's own plan. How many ranks there are says torchrun;
+    the other ranks divide the datums."""
+    shard_base: bool = False
+    """Divide the memory of the base model among the ranks that divide the datums (FSDP), so that each holds a part."""
+    rank_timeout_s: float = Field(default=600.0, gt=0)
+    """Longest time that one rank waits for another within a computation."""
     max_lora_rank: int = Field(default=256, ge=1)
     """Largest rank that a model may ask for; must not exceed the samplers'."""
+    full_training: bool = False
+    """Train all parameters of the base model instead of adapters: one model at a time, made with lora_config.rank 0."""
     max_models: int = Field(default=64, ge=1)
     """Most live models."""
     max_tokens_per_microbatch: int = Field(default=4096, ge=1)
-    """Tokens that go through the base model at once; bounds the memory of a step."""
+    """Most tokens that go through the base model at once; at start the trainer measures how many it should be."""
+    token_budget: int = Field(default=0, ge=0)
+    """Tokens that go through the base model at once, where that is not to be measured; at most as many as fit into
+    memory. 0 means measured."""
+    memory_bytes: int = Field(default=0, ge=0)
+    """Memory for training beside the base model: adapters, optimizers, activations. 0 means measured at start: of what
+    is free then, half on the CPU and nine tenths on CUDA."""
+    adapter_device_bytes: int = Field(default=0, ge=0)
+    """Most of the device's memory for adapters, gradients and moments; models that were not used for longest wait in
+    host memory. 0 means all of memory_bytes that activations leave. On the CPU nothing is moved."""
+    activation_checkpointing: Literal["auto", "on", "off"] = "auto"
+    """Compute each layer twice instead of keeping its activations; auto does so for what would not fit otherwise."""
     max_queued_operations: int = Field(default=1024, ge=1)
     """Most operations of one model that wait for their turn."""
     max_import_bytes: int = Field(default=16 * 1024**3, ge=1)
@@ -61,7 +84,9 @@ class TrainerConfig(BaseSettings):
     channel_backend: Literal["auto", "gloo", "nccl"] = "auto"
     """How weights travel to the samplers; auto means gloo on the CPU and nccl on CUDA."""
     channel_timeout_s: float = Field(default=30.0, gt=0)
-    """Longest time that forming a group of samplers, or one transfer, may take."""
+    """Longest time that forming a group of samplers, or the transfer of one bucket, may take."""
+    channel_bucket_bytes: int = Field(default=64 * 1024**2, ge=64 * 1024)
+    """Weights travel to the samplers in buckets of so many bytes."""
     journal_max_bytes: int = Field(default=2 * 1024**3, ge=1024**2)
     """Bound of the requests and results in the journal; above it the oldest executed ones are cut."""
     result_retention_s: float = Field(default=3600.0, ge=0)

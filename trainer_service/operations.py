@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tinsmith.modeling.adapter import AdapterConfig
+from tinsmith.modeling.full_weights import config_of
 from tinsmith.rpc.errors import (
     CheckpointExists,
     CheckpointNotFound,
@@ -95,8 +96,13 @@ class Operations:
             raise InvalidRequest("load_optimizer: true needs from_location", field="load_optimizer")
         if not request.HasField("lora_config"):
             raise InvalidRequest("lora_config: missing; a new model needs one", field="lora_config")
-        config = AdapterConfig.from_proto(request.lora_config, max_rank=self.max_lora_rank)
+        config = self._config(request.lora_config, optimizer=request.optimizer or DEFAULT_OPTIMIZER)
         return lambda turn: self._create(turn, request, location=None, config=config)
+
+    def _config(self, lora_config: types_pb2.LoraConfig, *, optimizer: str) -> AdapterConfig:
+        config = config_of(lora_config, max_rank=self.max_lora_rank)
+        self.engine.check_trainable(config, optimizer)
+        return config
 
     async def _create(
         self,
@@ -111,9 +117,9 @@ class Operations:
         if location is not None:
             info, state = await self._load(location, with_optimizer=request.load_optimizer, field="from_location")
             base_model = base_model or info.base_model
-            config = AdapterConfig.from_proto(info.lora_config, max_rank=self.max_lora_rank)
             if state.optimizer is not None:
                 optimizer = request.optimizer or state.optimizer.kind
+            config = self._config(info.lora_config, optimizer=optimizer)
         assert config is not None
         model = Model(request.model_id, base_model, config, optimizer, dict(request.user_metadata))
 
@@ -294,7 +300,7 @@ class Operations:
         self, location: Location, *, with_optimizer: bool, field: str
     ) -> tuple[types_pb2.CheckpointInfo, State]:
         info, state = await asyncio.to_thread(
-            self.checkpoints.load, location, self.engine.base.targets, with_optimizer=with_optimizer
+            self.checkpoints.load, location, self.engine.base, with_optimizer=with_optimizer
         )
         self.check_base_model(info.base_model, field=f"{field} {location}: base_model")
         return info, state

@@ -99,7 +99,7 @@ def at(name: str, kind: str = "weights") -> Location:
 def test_a_checkpoint_comes_back_bit_for_bit(store: CheckpointStore, base: BaseModel) -> None:
     state = make_state(base)
     saved = store.save(make_info(state), state, overwrite=False)
-    info, loaded = store.load(at("one"), base.targets, with_optimizer=True)
+    info, loaded = store.load(at("one"), base, with_optimizer=True)
     assert info == saved == store.info(at("one"))
     assert info.size_bytes > 3 * state.adapter.num_bytes
     assert info.created_at > 0
@@ -136,7 +136,7 @@ def test_external_weights_are_a_plain_peft_folder_too(
     tensors = safetensors.torch.load(data)
     assert all(name.startswith("base_model.model.") for name in tensors)
     assert_same_in_peft(state, model_folder, store._path(EXTERNAL))
-    assert torch.equal(store.load(EXTERNAL, base.targets, with_optimizer=False)[1].adapter.flat, state.adapter.flat)
+    assert torch.equal(store.load(EXTERNAL, base, with_optimizer=False)[1].adapter.flat, state.adapter.flat)
 
 
 def test_encrypted_weights_can_be_read_by_each_recipient_and_not_by_the_trainer(
@@ -156,7 +156,7 @@ def test_encrypted_weights_can_be_read_by_each_recipient_and_not_by_the_trainer(
             (tmp_path / name.removesuffix(".age")).write_bytes(age.decrypt(data, [identity]))
         assert_same_in_peft(state, model_folder, tmp_path)
     with pytest.raises(InvalidRequest, match="external_weights/one is encrypted with age"):
-        store.load(EXTERNAL, base.targets, with_optimizer=False)
+        store.load(EXTERNAL, base, with_optimizer=False)
 
 
 def test_recipients_may_be_ssh_keys_and_a_malformed_one_is_named() -> None:
@@ -181,7 +181,7 @@ def test_a_copy_shares_the_bytes_and_outlives_its_source(store: CheckpointStore,
     store.save(make_info(other), other, overwrite=True)
     store.delete(at("one"))
 
-    info, loaded = store.load(Location("t:train:0", "weights", "two"), base.targets, with_optimizer=True)
+    info, loaded = store.load(Location("t:train:0", "weights", "two"), base, with_optimizer=True)
     assert torch.equal(loaded.adapter.flat, state.adapter.flat)
     assert info == copied
     assert (copied.location, copied.ttl_seconds) == ("t:train:0/weights/two", 7200)
@@ -189,7 +189,7 @@ def test_a_copy_shares_the_bytes_and_outlives_its_source(store: CheckpointStore,
     for field in ("model_id", "version_id", "step", "user_metadata", "lora_config", "optimizer", "size_bytes"):
         assert getattr(copied, field) == getattr(saved, field)
 
-    info, loaded = store.load(at("7", "ephemeral"), base.targets, with_optimizer=False)
+    info, loaded = store.load(at("7", "ephemeral"), base, with_optimizer=False)
     assert torch.equal(loaded.adapter.flat, state.adapter.flat)
     assert info == kept
     assert (kept.kind, kept.has_optimizer, kept.HasField("ttl_seconds")) == (pb.CHECKPOINT_KIND_EPHEMERAL, False, False)
@@ -206,7 +206,7 @@ def test_a_copy_works_where_the_file_system_has_no_links(
     store.save(make_info(state), state, overwrite=False)
     monkeypatch.setattr(os, "link", link)
     store.copy(at("one"), at("two"), ttl_seconds=None)
-    assert torch.equal(store.load(at("two"), base.targets, with_optimizer=True)[1].adapter.flat, state.adapter.flat)
+    assert torch.equal(store.load(at("two"), base, with_optimizer=True)[1].adapter.flat, state.adapter.flat)
 
 
 def test_a_copy_is_refused_by_name(store: CheckpointStore, base: BaseModel) -> None:
@@ -237,7 +237,7 @@ def test_the_optimizer_is_refused_by_name_when_there_is_none(store: CheckpointSt
     state = make_state(base, optimizer=False)
     store.save(make_info(state), state, overwrite=False)
     with pytest.raises(InvalidRequest, match="sampler_weights/one holds no optimizer"):
-        store.load(at("one", "sampler_weights"), base.targets, with_optimizer=True)
+        store.load(at("one", "sampler_weights"), base, with_optimizer=True)
 
 
 def test_an_existing_name_needs_overwrite(store: CheckpointStore, base: BaseModel, tmp_path: Path) -> None:
@@ -245,9 +245,9 @@ def test_an_existing_name_needs_overwrite(store: CheckpointStore, base: BaseMode
     store.save(make_info(first), first, overwrite=False)
     with pytest.raises(CheckpointExists, match="weights/one"):
         store.save(make_info(second), second, overwrite=False)
-    assert torch.equal(store.load(at("one"), base.targets, with_optimizer=True)[1].adapter.flat, first.adapter.flat)
+    assert torch.equal(store.load(at("one"), base, with_optimizer=True)[1].adapter.flat, first.adapter.flat)
     store.save(make_info(second), second, overwrite=True)
-    assert torch.equal(store.load(at("one"), base.targets, with_optimizer=True)[1].adapter.flat, second.adapter.flat)
+    assert torch.equal(store.load(at("one"), base, with_optimizer=True)[1].adapter.flat, second.adapter.flat)
     assert list((tmp_path / "root" / "~tmp").iterdir()) == []
 
 
@@ -262,7 +262,7 @@ def test_a_reader_sees_the_old_or_the_new_while_it_is_overwritten(store: Checkpo
     writer = threading.Thread(target=overwrite)
     writer.start()
     while writer.is_alive():
-        flat = store.load(at("one"), base.targets, with_optimizer=True)[1].adapter.flat
+        flat = store.load(at("one"), base, with_optimizer=True)[1].adapter.flat
         assert any(torch.equal(flat, state.adapter.flat) for state in states)
     writer.join()
 
@@ -278,10 +278,10 @@ def test_one_flipped_byte_is_found_and_its_file_named(
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     with pytest.raises(DataCorrupted, match=f"weights/one/{name}"):
-        store.load(at("one"), base.targets, with_optimizer=True)
+        store.load(at("one"), base, with_optimizer=True)
     path.unlink()
     with pytest.raises(DataCorrupted, match=f"weights/one/{name}.*missing"):
-        store.load(at("one"), base.targets, with_optimizer=True)
+        store.load(at("one"), base, with_optimizer=True)
 
 
 @pytest.mark.parametrize("damage", ["change", "truncate"])
@@ -344,7 +344,7 @@ def test_a_failed_overwrite_leaves_the_old_checkpoint(
     monkeypatch.setattr(Path, "rename", fail_to_install)
     with pytest.raises(OutOfCapacity):
         store.save(make_info(new), new, overwrite=True)
-    assert torch.equal(store.load(at("one"), base.targets, with_optimizer=True)[1].adapter.flat, old.adapter.flat)
+    assert torch.equal(store.load(at("one"), base, with_optimizer=True)[1].adapter.flat, old.adapter.flat)
 
 
 def test_what_a_dead_process_left_is_cleaned_or_put_back(base: BaseModel, tmp_path: Path) -> None:
@@ -359,7 +359,7 @@ def test_what_a_dead_process_left_is_cleaned_or_put_back(base: BaseModel, tmp_pa
     assert (root / "~tmp" / "half").exists()  # another trainer lives, and may be writing it
     store.close()
     store = CheckpointStore(root, Metrics(CollectorRegistry()))
-    store.load(at("one"), base.targets, with_optimizer=True)
+    store.load(at("one"), base, with_optimizer=True)
     assert list((root / "~tmp").iterdir()) == []
 
 
