@@ -137,7 +137,8 @@ def _forward(
         softcap=softcap,
         sinks_N=s_aux,
     )
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    # squeeze, because the gradient of an index is a copy
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     return layout.attend(module.layer_idx, q, k, v, heads)[None], None  # type: ignore[arg-type]
 
 

@@ -28,7 +28,7 @@ from tinsmith.modeling.experts import LoraExperts, is_fused_experts
 from tinsmith.modeling.kernels.choice import PLAIN, Kernels, Setting, choose
 from tinsmith.modeling.kernels.transfer import on_device
 from tinsmith.modeling.logprobs import Head
-from tinsmith.modeling.lora import ActiveRuns, LoraLinear, Run
+from tinsmith.modeling.lora import ActiveRuns, LoraLinear, Run, join_readers, listening
 from tinsmith.modeling.self_check import TOLERANCE, Probe
 from tinsmith.rpc.errors import Unsupported
 
@@ -96,7 +96,9 @@ class BaseModel:
         active = ActiveRuns()
         targets, refused = _adapt(model, active, replace=not trainable)
         if not trainable:
-            probe.run_groups(model, targets)
+            with listening(active) as calls:
+                probe.run_groups(model, targets)
+            join_readers(model, calls)
         model.set_attn_implementation(attention.NAME)
         base = cls(
             path=path,
@@ -180,7 +182,7 @@ class BaseModel:
                 input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, layout=layout
             )
         finally:
-            self.active.runs, self.active.groups = (), None
+            self.active.runs, self.active.groups, self.active.waiting = (), None, None
         return output.last_hidden_state[0]
 
 

@@ -14,10 +14,15 @@ import torch
 from torch import Tensor
 
 from tinsmith.modeling.kernels.transfer import on_device
-from tinsmith.modeling.lora import Run, add_rows
+from tinsmith.modeling.lora import Run
+from tinsmith.modeling.projections import add_rows
 
 MAX_CHUNK_ELEMENTS = {"cpu": 4 * 1024 * 1024, "cuda": 128 * 1024 * 1024}
 """Largest logits chunk, in elements: 16 MB stay close to the caches of a CPU; a GPU wants large products."""
+
+MAX_KEPT_ELEMENTS = {"cpu": 64 * 1024 * 1024, "cuda": 0}
+"""Log-probabilities that stay in memory from the forward to the backward pass: 256 MB on a CPU, where computing them
+again takes a third of the output layer's time. With a large vocabulary that is few rows; others are computed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +91,8 @@ def target_logprobs(head: Head, hidden_T_H: Tensor, rows_M: Tensor, tokens_M: Te
 
 
 class _TargetLogprobs(torch.autograd.Function):
-    """Forward keeps one log-sum-exp a row; backward computes each chunk's logits again, and only for rows that have a
-    gradient (prompt tokens have none), laid together."""
+    """Keeps the log-probabilities of the first chunks, up to MAX_KEPT_ELEMENTS, for backward, which computes those of
+    the others again, and only for rows that have a gradient (prompt tokens have none), laid together."""
 
     @staticmethod
     def forward(
@@ -101,60 +106,120 @@ class _TargetLogprobs(torch.autograd.Function):
     ) -> Tensor:
         device = hidden_T_H.device
         where_M = on_device(torch.from_numpy(rows_M), device)
-        lse_T = torch.empty(hidden_T_H.shape[0], device=device)
         picked_M = torch.empty(rows_M.shape[0], device=device)
         pieces = _pieces(head, hidden_T_H.shape[0], _slices(runs))
+        kept: list[Tensor] = []
+        num_kept_rows = _num_kept_rows(head, pieces) if any(ctx.needs_input_grad) else 0
         for piece, named in zip(pieces, _named(pieces, rows_M), strict=True):
-            logits_n_V = _finish(head, _project(head, hidden_T_H[piece.rows], _lora(piece, runs, parameters)))
-            lse_T[piece.rows] = logits_n_V.logsumexp(-1)
-            picked_M[named] = logits_n_V[where_M[named] - piece.rows.start, tokens_M[named]]
-        ctx.save_for_backward(hidden_T_H, tokens_M, lse_T, *parameters)
-        ctx.rows_M, ctx.head, ctx.runs = rows_M, head, runs
-        return picked_M - lse_T[where_M]
+            raw_n_V = _project(head, hidden_T_H[piece.rows], _lora(piece, runs, parameters))
+            logp_n_V = _log_softmax_(_finish(head, raw_n_V))
+            picked_M[named] = logp_n_V[where_M[named] - piece.rows.start, tokens_M[named]]
+            if piece.rows.stop <= num_kept_rows:
+                kept.append(logp_n_V)
+        ctx.save_for_backward(hidden_T_H, tokens_M, *parameters)
+        ctx.rows_M, ctx.head, ctx.runs, ctx.kept = rows_M, head, runs, kept
+        return picked_M
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad_M,) = grad_outputs
         head, runs = ctx.head, ctx.runs
-        hidden_T_H, tokens_M, lse_T, *parameters = ctx.saved_tensors
+        kept, ctx.kept = ctx.kept, []  # they are used up: a second backward computes all again
+        hidden_T_H, tokens_M, *parameters = ctx.saved_tensors
         grad_hidden_T_H = torch.zeros_like(hidden_T_H) if ctx.needs_input_grad[0] else None
         grads = [torch.zeros_like(parameter) for parameter in parameters]
         kept_K = (grad_M != 0).cpu().numpy().nonzero()[0]  # the only wait for the device
         active_N, local_K = np.unique(ctx.rows_M[kept_K], return_inverse=True)
-        pieces = _pieces(head, len(active_N), [_among(active_N, rows) for rows in _slices(runs)])
-        named_pieces = _named(pieces, local_K)
-        kept, active, local = (
-            on_device(torch.from_numpy(numbers), hidden_T_H.device) for numbers in (kept_K, active_N, local_K)
+        active, local, chosen = (
+            on_device(torch.from_numpy(numbers), hidden_T_H.device) for numbers in (active_N, local_K, kept_K)
         )
-        grad_K, tokens_K = grad_M[kept], tokens_M[kept]
-        total_N = torch.zeros(len(active_N), device=grad_M.device).index_add_(0, local, grad_K)
-        for piece, named in zip(pieces, named_pieces, strict=True):
+        grad_K, tokens_K = grad_M[chosen], tokens_M[chosen]
+        one_each = len(active_N) == len(kept_K)
+        total_N = grad_K if one_each else torch.zeros(len(active_N), device=grad_M.device).index_add_(0, local, grad_K)
+        pieces = _backward_pieces(head, kept, active_N, hidden_T_H.shape[0], _slices(runs))
+        for (piece, logp_r_V), named in zip(pieces, _named([piece for piece, _ in pieces], local_K), strict=True):
             active_n = active[piece.rows]
             hidden_n_H = hidden_T_H[active_n]
             lora = _lora(piece, runs, parameters)
-            logits_n_V = _finish(head, _project(head, hidden_n_H, lora))
-            cap_n_V = None if head.softcap is None else 1 - (logits_n_V / head.softcap).square()
-            # d(picked - lse)/d(logits) = onehot - softmax
-            grad_n_V = logits_n_V.sub_(lse_T[active_n, None]).exp_().mul_(-total_N[piece.rows, None])
-            grad_n_V.index_put_((local[named] - piece.rows.start, tokens_K[named]), grad_K[named], accumulate=True)
-            if cap_n_V is not None:
-                grad_n_V.mul_(cap_n_V)
-            if head.scale != 1.0:
-                grad_n_V.mul_(head.scale)
+            cap_n_V = None
+            if logp_r_V is not None:
+                whole, first_row = logp_r_V
+                rows = active_N[piece.rows] - first_row
+                logp_n_V = whole if len(rows) == len(whole) else whole[torch.from_numpy(rows)]
+            else:
+                logits_n_V = _finish(head, _project(head, hidden_n_H, lora))
+                cap_n_V = None if head.softcap is None else 1 - (logits_n_V / head.softcap).square()
+                logp_n_V = _log_softmax_(logits_n_V)
+            # d(picked)/d(logits) = onehot - softmax, times the gradient. With one target a row the gradient is a factor
+            # of the row, and so of the far smaller results.
+            where = (local[named] - piece.rows.start, tokens_K[named])
+            factor_n = None
+            grad_n_V = logp_n_V.exp_()
+            if one_each and cap_n_V is None:
+                factor_n = (-head.scale * grad_K[named])[:, None]
+                grad_n_V[where] -= 1
+            else:
+                grad_n_V.mul_(-total_N[piece.rows, None])
+                grad_n_V.index_put_(where, grad_K[named], accumulate=True)
+                if cap_n_V is not None:
+                    grad_n_V.mul_(cap_n_V)
+                if head.scale != 1.0:
+                    grad_n_V.mul_(head.scale)
             grad_n_H = None
             if grad_hidden_T_H is not None:
                 grad_n_H = _product(grad_n_V.to(hidden_T_H.dtype), head.weight_V_H)
             for a_R_H, b_V_R, scaling in lora:
                 assert piece.run is not None
                 low_n_R = hidden_n_H.float() @ a_R_H.T
+                if factor_n is not None:
+                    low_n_R.mul_(factor_n)
                 grad_low_n_R = (grad_n_V @ b_V_R).mul_(scaling)
-                grads[2 * piece.run].addmm_(grad_low_n_R.T, hidden_n_H.float())
-                grads[2 * piece.run + 1].addmm_(grad_n_V.T, low_n_R, alpha=scaling)
                 if grad_n_H is not None:
                     grad_n_H.addmm_(grad_low_n_R, a_R_H)
+                if factor_n is not None:
+                    grad_low_n_R.mul_(factor_n)
+                grads[2 * piece.run].addmm_(grad_low_n_R.T, hidden_n_H.float())
+                grads[2 * piece.run + 1].T.addmm_(low_n_R.T, grad_n_V, alpha=scaling)
             if grad_hidden_T_H is not None and grad_n_H is not None:
+                if factor_n is not None:
+                    grad_n_H.mul_(factor_n)
                 grad_hidden_T_H[active_n] = grad_n_H.to(hidden_T_H.dtype)
         return grad_hidden_T_H, None, None, None, None, *grads
+
+
+def _num_kept_rows(head: Head, pieces: Sequence[_Piece]) -> int:
+    """How many of the first rows, in whole pieces, keep their log-probabilities."""
+    if head.softcap is not None:  # backward needs the logits themselves
+        return 0
+    limit = MAX_KEPT_ELEMENTS[head.weight_V_H.device.type] // head.vocab_size
+    return max((piece.rows.stop for piece in pieces if piece.rows.stop <= limit), default=0)
+
+
+def _backward_pieces(
+    head: Head, kept: Sequence[Tensor], active_N: np.ndarray, num_rows: int, runs: Sequence[slice]
+) -> list[tuple[_Piece, tuple[Tensor, int] | None]]:
+    """Slices of active_N that are handled together, each with the kept chunk that holds them and its first row, or None
+    when theirs are computed again."""
+    out: list[tuple[_Piece, tuple[Tensor, int] | None]] = []
+    row = 0
+    if kept:
+        for piece, chunk in zip(_pieces(head, num_rows, runs), kept, strict=False):
+            among = _among(active_N, piece.rows)
+            if among.stop > among.start:
+                out.append((_Piece(among, piece.run), (chunk, piece.rows.start)))
+            row = piece.rows.stop
+    done = int(np.searchsorted(active_N, row))
+    again = [_among(active_N[done:], rows) for rows in runs]
+    out += [
+        (_Piece(slice(piece.rows.start + done, piece.rows.stop + done), piece.run), None)
+        for piece in _pieces(head, len(active_N) - done, again)
+    ]
+    return out
+
+
+def _log_softmax_(logits_n_V: Tensor) -> Tensor:
+    """In place, in one pass through memory: the kernel has read a row's elements before it writes them."""
+    return torch.log_softmax(logits_n_V, -1, out=logits_n_V)
 
 
 def _slices(runs: Sequence[Run]) -> list[slice]:

@@ -5,15 +5,17 @@ Shapes: T packed tokens, I input features, O output features, R rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
 
 from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.kernels.grouped_lora import Groups
+from tinsmith.modeling.projections import Frozen, Share, project
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,31 @@ class ActiveRuns:
     runs: Sequence[Run] = field(default_factory=tuple)
     groups: Groups | None = None
     """The same runs, where grouped matrix products serve them."""
+    waiting: Waiting | None = None
+    """What layers are about to ask for."""
+    calls: list[tuple[str, Tensor]] | None = None
+    """Names and inputs of adapted layers as they are called, while `readers` listens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Outputs of layers that read the same input as one that has been called."""
+
+    x: Tensor
+    version: int
+    """Of x: what is written in place later is another input."""
+    differentiable: bool
+    outputs: dict[str, Tensor]
+
+    def take(self, name: str, x: Tensor) -> Tensor | None:
+        """The layer's output for x, once."""
+        fits = self.x is x and self.version == _version(x) and self.differentiable == torch.is_grad_enabled()
+        return self.outputs.pop(name, None) if fits else None
+
+
+def _version(x: Tensor) -> int:
+    """Goes up with every write. Tensors of inference mode have none; who writes to them there computes no gradients."""
+    return 0 if x.is_inference() else x._version
 
 
 class LoraLinear(nn.Module):
@@ -46,95 +73,55 @@ class LoraLinear(nn.Module):
         self.bias = base.bias
         self.name = name
         self.active = active
+        self.readers: tuple[LoraLinear, ...] = (self,)
+        """All layers that read this one's input, this one among them, in the order of their calls."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.active.groups is not None:
-            y = self.active.groups.linear(x.flatten(0, -2), self.weight, self.bias, self.name)
+        active = self.active
+        if active.calls is not None:
+            active.calls.append((self.name, x))
+        if active.groups is not None:
+            y = active.groups.linear(x.flatten(0, -2), self.weight, self.bias, self.name)
             if y is not None:
                 return y.unflatten(0, x.shape[:-1])
-        pieces = [
-            (run.rows, run.adapter.scaling, weights)
-            for run in self.active.runs
-            if (weights := run.adapter.weights.get(self.name)) is not None
-        ]
-        if not pieces:
-            return nn.functional.linear(x, self.weight, self.bias)
-        shape = x.shape
-        x_T_I = x.reshape(-1, shape[-1])
-        rows = [piece[0] for piece in pieces]
-        scalings = [piece[1] for piece in pieces]
-        parameters = [tensor for _, _, weights in pieces for tensor in (weights.a_R_I, weights.b_O_R)]
-        if torch.is_grad_enabled():
-            y_T_O = _LoraLinearFunction.apply(x_T_I, self.weight, self.bias, rows, scalings, *parameters)
-        else:  # a decode step of one token would spend most of its time in autograd's own bookkeeping
-            y_T_O, _ = _forward(x_T_I, self.weight, self.bias, rows, scalings, parameters)
-        return y_T_O.view(*shape[:-1], -1)
+        if len(self.readers) == 1:
+            return _project(x, self.readers)[0]
+        y = active.waiting.take(self.name, x) if active.waiting is not None else None
+        if y is None:
+            outputs = dict(zip((layer.name for layer in self.readers), _project(x, self.readers), strict=True))
+            y = outputs.pop(self.name)
+            active.waiting = Waiting(x, _version(x), torch.is_grad_enabled(), outputs)
+        if active.waiting is not None and not active.waiting.outputs:
+            active.waiting = None
+        return y
 
 
-def _forward(
-    x_T_I: Tensor,
-    weight_O_I: Tensor,
-    bias_O: Tensor | None,
-    rows: Sequence[slice | Tensor],
-    scalings: Sequence[float],
-    parameters: Sequence[Tensor],
-) -> tuple[Tensor, list[Tensor]]:
-    """y = x W^T + b, plus scaling * (x A^T) B^T on each run's rows, written in place; and each run's x A^T [n, R].
-
-    `parameters` are A and B of each run in turn.
-    """
-    y_T_O = nn.functional.linear(x_T_I, weight_O_I, bias_O)
-    lows = []
-    for where, scaling, a_R_I, b_O_R in zip(rows, scalings, parameters[::2], parameters[1::2], strict=True):
-        low_n_R = x_T_I[where] @ a_R_I.to(x_T_I.dtype).T
-        add_rows(y_T_O, where, low_n_R, b_O_R.to(x_T_I.dtype).T, scaling)
-        lows.append(low_n_R)
-    return y_T_O, lows
+def _project(x: Tensor, layers: Sequence[LoraLinear]) -> Sequence[Tensor]:
+    shares = []
+    for run in layers[0].active.runs:
+        weights = [run.adapter.weights.get(layer.name) for layer in layers]
+        if any(one is not None for one in weights):
+            shares.append(Share(run.rows, run.adapter.scaling, weights))
+    frozen = [Frozen(layer.weight, layer.bias) for layer in layers]
+    if not shares:
+        return project(x, frozen, [])
+    return [y_T_O.unflatten(0, x.shape[:-1]) for y_T_O in project(x.reshape(-1, x.shape[-1]), frozen, shares)]
 
 
-class _LoraLinearFunction(torch.autograd.Function):
-    """_forward with a gradient. By hand, because autograd over slices would copy the whole [T, O] for every run."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_T_I: Tensor,
-        weight_O_I: Tensor,
-        bias_O: Tensor | None,
-        rows: list[slice | Tensor],
-        scalings: list[float],
-        *parameters: Tensor,
-    ) -> Tensor:
-        y_T_O, lows = _forward(x_T_I, weight_O_I, bias_O, rows, scalings, parameters)
-        ctx.save_for_backward(x_T_I, weight_O_I, *parameters, *lows)
-        ctx.rows, ctx.scalings = rows, scalings
-        return y_T_O
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_T_O,) = grad_outputs
-        rows, scalings = ctx.rows, ctx.scalings
-        x_T_I, weight_O_I, *rest = ctx.saved_tensors
-        parameters, lows = rest[: 2 * len(rows)], rest[2 * len(rows) :]
-        grad_x = grad_T_O @ weight_O_I if ctx.needs_input_grad[0] else None
-        grads: list[Tensor | None] = []
-        for n, (where, scaling) in enumerate(zip(rows, scalings, strict=True)):
-            a_R_I, b_O_R = parameters[2 * n], parameters[2 * n + 1]
-            grad_n_O = grad_T_O[where]
-            grad_low_n_R = (grad_n_O @ b_O_R.to(grad_n_O.dtype)).mul_(scaling)
-            if ctx.needs_input_grad[5 + 2 * n]:
-                grads.append((grad_low_n_R.T @ x_T_I[where]).to(a_R_I.dtype))
-                grads.append((grad_n_O.T @ lows[n]).mul_(scaling).to(b_O_R.dtype))
-            else:
-                grads += [None, None]
-            if grad_x is not None:
-                add_rows(grad_x, where, grad_low_n_R, a_R_I.to(grad_n_O.dtype), 1.0)
-        return grad_x, None, None, None, None, *grads
+@contextmanager
+def listening(active: ActiveRuns) -> Iterator[list[tuple[str, Tensor]]]:
+    """Notes the name and the input of every adapted layer that is called."""
+    active.calls = calls = []
+    try:
+        yield calls
+    finally:
+        active.calls = None
 
 
-def add_rows(out: Tensor, rows: slice | Tensor, left: Tensor, right: Tensor, alpha: float) -> None:
-    """out[rows] += alpha * left @ right, in place."""
-    if isinstance(rows, slice):
-        out[rows].addmm_(left, right, alpha=alpha)
-    else:
-        out.index_add_(0, rows, left @ right, alpha=alpha)
+def join_readers(model: nn.Module, calls: Sequence[tuple[str, Tensor]]) -> None:
+    """Lets neighbours in `calls` that read the very same tensor compute together from now on."""
+    for _, group in groupby(calls, key=lambda call: id(call[1])):
+        layers = [model.get_submodule(name) for name in dict.fromkeys(name for name, _ in group)]
+        if len(layers) > 1 and all(type(layer) is LoraLinear for layer in layers):  # a divided layer's input is its own
+            for layer in layers:
+                layer.readers = tuple(layers)  # type: ignore[assignment]

@@ -105,6 +105,36 @@ def test_logprob_chunks_cover_every_row_once(base: BaseModel, monkeypatch: pytes
     torch.testing.assert_close(torch.cat([table for _, table in chunks]), whole)
 
 
+@pytest.mark.parametrize("targets_of_a_row", [1, 2])
+@pytest.mark.parametrize("kept_rows", [0, 8, 100])
+def test_chunks_that_are_kept_and_chunks_that_are_computed_again_have_the_same_gradient(
+    base: BaseModel, monkeypatch: pytest.MonkeyPatch, kept_rows: int, targets_of_a_row: int
+) -> None:
+    monkeypatch.setattr(logprobs.Head, "max_rows", 3)
+    monkeypatch.setitem(logprobs.MAX_KEPT_ELEMENTS, "cpu", kept_rows * VOCAB_SIZE)
+    adapter = random_adapter(base, 1, rank=4)
+    weights = adapter.weights["lm_head"]
+    hidden = torch.randn(14, 64, requires_grad=True)
+    rows = torch.arange(1, 14).repeat_interleave(targets_of_a_row)
+    targets, factors = random_tokens(len(rows), 3), torch.randn(len(rows))
+    factors[rows < 3] = factors[rows == 7] = 0  # of whole chunks, and within one
+    runs = [Run(adapter, slice(4, 9))]
+    inputs = [hidden, weights.a_R_I, weights.b_O_R]
+    ours = target_logprobs(base.head, hidden, rows, targets, runs)
+    loss = (ours * factors).sum()
+    found = torch.autograd.grad(loss, inputs, retain_graph=True)
+
+    share = torch.zeros(14, VOCAB_SIZE)
+    share[4:9] = adapter.scaling * hidden[4:9] @ weights.a_R_I.T @ weights.b_O_R.T
+    table = (hidden @ base.head.weight_V_H.T + share).log_softmax(-1)
+    theirs = table[rows, targets]
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    for mine, other in zip(found, torch.autograd.grad((theirs * factors).sum(), inputs), strict=True):
+        assert (mine - other).norm() <= 1e-5 * other.norm()
+    for first, again in zip(found, torch.autograd.grad(loss, inputs), strict=True):  # what was kept is used up
+        assert (first - again).norm() <= 1e-6 * first.norm()
+
+
 def test_the_full_logits_never_exist_at_once(base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logprobs.Head, "max_rows", 4)
     largest = 0

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from tinsmith.modeling.kernels.compiled import CannotCompile, compiled
+from tinsmith.modeling.kernels.cpu import CPU
 from tinsmith.modeling.kernels.elementwise import Elementwise
 from tinsmith.modeling.kernels.flash_attn import FlashAttn
 from tinsmith.modeling.kernels.grouped_lora import GroupedMM, Groups, torch_grouped_mm
@@ -81,6 +82,8 @@ def _has_grouped_mm(device: torch.device) -> bool:
 
 
 def _elementwise(setting: Setting, device: torch.device, dtype: torch.dtype) -> Elementwise | None:
+    if setting == "auto" and device.type == "cpu":
+        return CPU if dtype == torch.float32 else None
     reasons = []
     if setting == "liger" or (setting == "auto" and device.type == "cuda"):
         try:

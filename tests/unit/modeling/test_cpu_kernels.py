@@ -1,0 +1,46 @@
+"""The CPU's elementwise functions against the plain ones, gradients included."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tinsmith.modeling.kernels import elementwise
+from tinsmith.modeling.kernels.cpu import CPU
+
+
+def random(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(sum(shape))).requires_grad_()
+
+
+def assert_same(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...], inputs: list[Tensor]) -> None:
+    grads = [torch.randn_like(one) for one in ours]
+    pairs = zip(
+        (*ours, *torch.autograd.grad(ours, inputs, grads)),
+        (*theirs, *torch.autograd.grad(theirs, inputs, grads)),
+        strict=True,
+    )
+    for mine, other in pairs:
+        assert (mine - other).norm() <= 1e-6 * other.norm()
+
+
+@pytest.mark.parametrize("gemma", [False, True])
+@pytest.mark.parametrize("shape", [(1, 7, 48), (1, 5, 3, 16)])
+def test_rms_norm_equals_the_plain_one_and_its_gradient_is_right(shape: tuple[int, ...], gemma: bool) -> None:
+    x, weight = random(*shape, dtype=torch.float32), random(shape[-1], dtype=torch.float32).detach()
+    for size in (1.0, 1e-3):  # where eps decides
+        ours, theirs = (f(x * size, weight, 1e-6, gemma=gemma) for f in (CPU.rms_norm, elementwise.rms_norm))
+        assert_same((ours,), (theirs,), [x])
+    wide = random(2, 3, 8, dtype=torch.float64)
+    torch.autograd.gradcheck(lambda x: CPU.rms_norm(x, weight[:8].double(), 1e-2, gemma=gemma), wide)
+
+
+def test_rotary_equals_the_plain_one_and_its_gradient_is_right() -> None:
+    def inputs(dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+        q, k = (random(5, heads, 8, dtype=dtype).transpose(0, 1)[None] for heads in (4, 2))  # as a layer lays them
+        angles = random(1, 5, 8, dtype=dtype).detach()  # of both halves, which need not be equal
+        return [q.detach().requires_grad_(), k.detach().requires_grad_()], [angles.cos(), angles.sin()]
+
+    (q, k), angles = inputs(torch.float32)
+    assert_same(CPU.rotary(q, k, *angles), elementwise.rotary(q, k, *angles), [q, k])
+    (q, k), angles = inputs(torch.float64)
+    torch.autograd.gradcheck(lambda q, k: CPU.rotary(q, k, *angles), (q, k))
