@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -67,6 +67,8 @@ class Batch:
     """Complete: defaults are filled in."""
     forward_only: bool
     datums: Sequence[Datum]
+    request: trainer_pb2.ForwardBackwardRequest | None = field(default=None, repr=False)
+    """What it was made from, for other ranks to make it too. The arrays are mostly views of its bytes."""
 
     @property
     def num_tokens(self) -> int:
@@ -98,6 +100,7 @@ class Batch:
                 _datum(datum, request.loss_fn, loss, config, limits, field=f"data[{index}]")
                 for index, datum in enumerate(request.data)
             ],
+            request=request,
         )
 
     @classmethod
@@ -113,7 +116,14 @@ class Batch:
         loss = CustomLoss.from_proto(request.custom_loss)
         datums = [_custom_datum(one, loss, limits, field=f"data[{index}]") for index, one in enumerate(request.data)]
         loss.check_shapes([(datum.targets.shape, datum.inputs) for datum in datums])
-        return cls(loss_fn=request.loss_fn, loss=loss, loss_config={}, forward_only=request.forward_only, datums=datums)
+        return cls(
+            loss_fn=request.loss_fn,
+            loss=loss,
+            loss_config={},
+            forward_only=request.forward_only,
+            datums=datums,
+            request=request,
+        )
 
 
 def _config(request: trainer_pb2.ForwardBackwardRequest, loss: Loss) -> Mapping[str, float]:

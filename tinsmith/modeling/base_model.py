@@ -26,9 +26,13 @@ from tinsmith.modeling.adapter import GROUPS, Group, Target
 from tinsmith.modeling.attention import Layout, Packed
 from tinsmith.modeling.experts import LoraExperts, is_fused_experts
 from tinsmith.modeling.kernels.choice import PLAIN, Kernels, Setting, choose
+from tinsmith.modeling.kernels.install import install
 from tinsmith.modeling.kernels.transfer import on_device
-from tinsmith.modeling.logprobs import Head
+from tinsmith.modeling.logprobs import Head, target_logprobs
 from tinsmith.modeling.lora import ActiveRuns, LoraLinear, Run, join_readers, listening
+from tinsmith.modeling.parallel import Division
+from tinsmith.modeling.parallel_base import ShardedLayers
+from tinsmith.modeling.parallel_tensor import TensorParallel
 from tinsmith.modeling.self_check import TOLERANCE, Probe
 from tinsmith.rpc.errors import Unsupported
 
@@ -58,6 +62,10 @@ class BaseModel:
     kernels: Kernels = PLAIN
     refused_groups: Mapping[Group, str] = field(default_factory=dict)
     """Groups whose adapters cannot be computed here, and why: they are not among the targets."""
+    tensor_parallel: TensorParallel | None = None
+    """How the layers are divided among ranks; None when each is whole."""
+    sharded: ShardedLayers | None = None
+    """The layers' memory, divided among ranks; None when it is not."""
 
     @classmethod
     def load(
@@ -68,22 +76,32 @@ class BaseModel:
         dtype: torch.dtype,
         trainable: bool = False,
         kernels: Setting = "auto",
+        division: Division | None = None,
     ) -> BaseModel:
-        """Loads a folder or a Hugging Face id.
+        """Loads a folder or a Hugging Face id. With a division, all ranks must do it together.
 
         `trainable`: for full-parameter training (full_weights.py). The layers stay as they are, so that autograd gives
         the gradient of every parameter, and take no adapters.
 
         Raises UnsupportedModel when the model's own forward and the packed one disagree, or it has no plain output
-        layer, and ValueError for kernels that do not work here.
+        layer, and ValueError for kernels that do not work here, or (CannotDivide) a division that the model does not
+        take.
         """
         transformers_logging.disable_progress_bar()  # it would break up the service's log lines
         config = AutoConfig.from_pretrained(path)
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise UnsupportedModel(f"transformers has no causal language model for {type(config).__name__}")
-        model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, attn_implementation="eager")
-        model.to(device)  # type: ignore[arg-type]  # transformers' decorated signature
-        return cls.of(model, path=str(path), trainable=trainable, kernels=kernels)
+
+        def prepare() -> tuple[BaseModel, Probe]:
+            model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, attn_implementation="eager")
+            if division is None:
+                model.to(device)  # type: ignore[arg-type]  # transformers' decorated signature
+            return cls._prepared(
+                model, path=str(path), device=device, trainable=trainable, kernels=kernels, division=division
+            )
+
+        base, probe = prepare() if division is None else division.in_turns(prepare)
+        return base._checked(probe)
 
     @classmethod
     def of(cls, model: PreTrainedModel, *, path: str, trainable: bool = False, kernels: Setting = "auto") -> BaseModel:
@@ -91,15 +109,40 @@ class BaseModel:
 
         Raises UnsupportedModel as `load` does.
         """
+        base, probe = cls._prepared(
+            model, path=path, device=model.device, trainable=trainable, kernels=kernels, division=None
+        )
+        return base._checked(probe)
+
+    @classmethod
+    def _prepared(
+        cls,
+        model: PreTrainedModel,
+        *,
+        path: str,
+        device: torch.device,
+        trainable: bool,
+        kernels: Setting,
+        division: Division | None,
+    ) -> tuple[BaseModel, Probe]:
+        """Adapts and divides the model; and what its own forward pass gives, from before that."""
         model = model.eval().requires_grad_(trainable)
         probe = Probe.run(model)  # with its own attention
+        chosen = choose(kernels, device, model.dtype)
+        if chosen.elementwise is not None and not trainable:  # of their weights they give no gradient
+            install(model, chosen.elementwise)
         active = ActiveRuns()
         targets, refused = _adapt(model, active, replace=not trainable)
         if not trainable:
             with listening(active) as calls:
                 probe.run_groups(model, targets)
-            join_readers(model, calls)
         model.set_attn_implementation(attention.NAME)
+        tensor_parallel = sharded = None
+        if division is not None:
+            layers = _layers(model.get_decoder(), model.config.get_text_config().num_hidden_layers)
+            tensor_parallel, sharded = division.apply(model, layers, active, device)
+        if not trainable:
+            join_readers(model, calls)
         base = cls(
             path=path,
             decoder=model.get_decoder(),
@@ -108,24 +151,33 @@ class BaseModel:
             config=model.config.get_text_config(),
             active=active,
             parameters=dict(model.named_parameters()),
-            kernels=choose(kernels, model.device, model.dtype),
+            kernels=chosen,
+            refused_groups=refused,
+            tensor_parallel=tensor_parallel,
+            sharded=sharded,
         )
-        logger.info("kernels of %s: %s", path, base.kernels)
+        return base, probe
+
+    def _checked(self, probe: Probe) -> BaseModel:
+        """Held against the probe; without the groups whose adapters are computed wrongly. Raises UnsupportedModel."""
+        logger.info("kernels of %s: %s", self.path, self.kernels)
         try:
-            gaps = probe.gaps(base)
+            gaps = probe.gaps(self)
         except (TypeError, AttributeError) as error:  # its modules do not hand on what attention needs
-            raise UnsupportedModel(f"{base.architecture} cannot be packed: {error}") from error
-        logger.info("self-check of %s: packed and plain forward differ by %s at most", path, gaps)
-        limit = TOLERANCE[base.dtype]
+            raise UnsupportedModel(f"{self.architecture} cannot be packed: {error}") from error
+        finally:
+            if self.sharded is not None:
+                self.sharded.reset()
+        logger.info("self-check of %s: packed and plain forward differ by %s at most", self.path, gaps)
+        limit = TOLERANCE[self.dtype]
         if not gaps.base <= limit:
             raise UnsupportedModel(
-                f"{base.architecture} cannot be packed: its logprobs differ by {gaps.base:.3g} (limit {limit:g}) from "
+                f"{self.architecture} cannot be packed: its logprobs differ by {gaps.base:.3g} (limit {limit:g}) from "
                 "its own forward. Sequences probably see each other through a layer that is no attention"
             )
-        refused |= gaps.refused(limit)
-        return replace(
-            base, targets=[target for target in targets if target.group not in refused], refused_groups=refused
-        )
+        refused = {**self.refused_groups, **gaps.refused(limit)}
+        targets = [target for target in self.targets if target.group not in refused]
+        return replace(self, targets=targets, refused_groups=refused)
 
     @property
     def device(self) -> torch.device:
@@ -153,6 +205,11 @@ class BaseModel:
         return (self.config.architectures or [type(self.config).__name__])[0]
 
     @property
+    def layers(self) -> Sequence[nn.Module]:
+        """The decoder's, in order. Empty for a model built otherwise."""
+        return _layers(self.decoder, self.config.num_hidden_layers)
+
+    @property
     def groups(self) -> list[Group]:
         """Those that adapters may change."""
         return [group for group in GROUPS if any(target.group == group for target in self.targets)]
@@ -175,6 +232,8 @@ class BaseModel:
         """
         if isinstance(layout, Packed):
             layout = layout.with_kernel(self.kernels.attention, self.device)
+        if self.tensor_parallel is not None:
+            runs = self.tensor_parallel.runs(runs)
         self.active.runs = runs
         self.active.groups = self.kernels.groups(runs, tokens_T.shape[0], self.device)
         try:
@@ -183,12 +242,28 @@ class BaseModel:
             )
         finally:
             self.active.runs, self.active.groups, self.active.waiting = (), None, None
+            if self.tensor_parallel is not None:
+                self.tensor_parallel.forget()
         return output.last_hidden_state[0]
+
+    def target_logprobs(self, hidden_T_H: Tensor, rows_M: Tensor, tokens_M: Tensor, runs: Sequence[Run]) -> Tensor:
+        """logprobs.target_logprobs of this model's output layer."""
+        if self.tensor_parallel is None:
+            return target_logprobs(self.head, hidden_T_H, rows_M, tokens_M, runs)
+        return self.tensor_parallel.target_logprobs(self.head, hidden_T_H, rows_M, tokens_M, runs)
 
 
 def positions_of(lengths: Sequence[int], device: torch.device) -> Tensor:
     """int64 [T]: 0, 1, 2, ... for each sequence, end to end."""
     return on_device(torch.cat([torch.arange(length) for length in lengths]), device)
+
+
+def _layers(decoder: nn.Module, count: int) -> Sequence[nn.Module]:
+    """The outermost list of so many modules."""
+    for module in decoder.modules():  # parents come before their children
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return list(module)
+    return []
 
 
 def _adapt(model: PreTrainedModel, active: ActiveRuns, *, replace: bool) -> tuple[Sequence[Target], dict[Group, str]]:

@@ -1,0 +1,59 @@
+"""How a base model is divided among the ranks of one trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from tinsmith.modeling.lora import ActiveRuns
+from tinsmith.modeling.parallel_base import ShardedLayers
+from tinsmith.modeling.parallel_ops import Peers
+from tinsmith.modeling.parallel_tensor import CannotDivide, TensorParallel
+
+T = TypeVar("T")
+
+
+class InTurns(Protocol):
+    def __call__(self, call: Callable[[], T], /) -> T:
+        """Makes the call on one rank of a machine after the other."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """What each rank keeps of a model that it has loaded into host memory."""
+
+    tensor: Peers | None
+    """Ranks that divide each layer's features; None when no one does."""
+    mesh: DeviceMesh | None
+    """Ranks, in one dimension, that divide each layer's memory; None when no one does."""
+    in_turns: InTurns
+    """So that a machine's memory holds one whole model at a time, and not one for each rank."""
+
+    def apply(
+        self, model: PreTrainedModel, layers: Sequence[nn.Module], active: ActiveRuns, device: torch.device
+    ) -> tuple[TensorParallel | None, ShardedLayers | None]:
+        """Divides the model, whose layers are adapted, and moves what is left to `device`. Raises CannotDivide."""
+        tensor = None if self.tensor is None else TensorParallel.divide(model, active, self.tensor)
+        if self.mesh is None:
+            model.to(device)  # type: ignore[arg-type]  # transformers' decorated signature
+            return tensor, None
+        if not layers:
+            raise CannotDivide(
+                f"shard_base: {type(model).__name__} has no list of {model.config.get_text_config().num_hidden_layers} "
+                "layers to divide; set it to false"
+            )
+        inside = {parameter for layer in layers for parameter in layer.parameters()}
+        for parameter in model.parameters():
+            if parameter not in inside:
+                parameter.data = parameter.data.to(device)
+        for name, buffer in list(model.named_buffers()):
+            owner, _, own_name = name.rpartition(".")
+            setattr(model.get_submodule(owner), own_name, buffer.to(device))
+        return tensor, ShardedLayers(model.get_decoder(), layers, self.mesh)

@@ -1,0 +1,69 @@
+"""The frozen base divided among ranks (FSDP2): each holds a part of every decoder layer, which is whole only while it
+computes. The embedding, the last norm and the output layer stay whole: logprobs.py reads the output layer outside of any
+module's call.
+
+All ranks must take part in the same gathers: each layer's in order forward, and in reverse backward. A rank that
+computes less than the others (it has no datums, its adapters need no gradient below the output layer, or it has failed
+half-way) makes up for it with `catch_up`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+
+
+class _CountedGather(AllGather):
+    """The gather that FSDP2 makes by itself, counted."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        self.count += 1
+        return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class ShardedLayers:
+    """The decoder layers of one rank's base model."""
+
+    def __init__(self, decoder: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh) -> None:
+        """Shards the layers in place, over the one dimension of `mesh`."""
+        inside = {parameter for layer in layers for parameter in layer.parameters()}
+        outside = {parameter for parameter in decoder.parameters() if parameter not in inside}
+        self._gather = _CountedGather()
+        for layer in layers:
+            for parameter in layer.parameters():
+                parameter.data = parameter.data.contiguous()  # FSDP2 takes no column-major weights
+            fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+            cast(FSDPModule, layer).set_custom_all_gather(self._gather)
+        fully_shard(decoder, mesh=mesh, ignored_params=outside)
+        self._root = cast(FSDPModule, decoder)
+        self._layers = [cast(FSDPModule, layer) for layer in layers]
+
+    def begin(self) -> None:
+        """Before each pass of the base model."""
+        self._gather.count = 0
+
+    def catch_up(self, *, backward: bool) -> None:
+        """Takes part in what is left of the gathers of this pass: of its forward, or its forward and backward."""
+        order = [*self._layers, *self._layers[::-1]] if backward else self._layers
+        for layer in order[self._gather.count :]:
+            layer.unshard()
+            layer.reshard()
+
+    def reset(self) -> None:
+        """After a pass that stopped half-way, on all ranks."""
+        self._root.reset_iter_state()

@@ -1,0 +1,219 @@
+"""Tensor parallelism of the adapted layers, by the model's own plan (transformers' tp_plan).
+
+A "colwise" layer holds some of its output features, a "rowwise" one some of its input features, and the output layer
+takes some of the rows. Adapters stay whole on every rank, which uses the part of A or B that goes with its features; so
+each rank's gradient is a part of a sum, and adding them up over all ranks gives the gradient.
+
+Shapes: T packed tokens, M named tokens, H hidden, I input features, O output features, R rank of an adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tinsmith.modeling.adapter import Adapter, LoraWeights
+from tinsmith.modeling.logprobs import Head, target_logprobs
+from tinsmith.modeling.lora import ActiveRuns, LoraLinear, Run
+from tinsmith.modeling.parallel_ops import Peers, joined, own_part, replicated, shared_gradient, summed
+
+_COLWISE = ("colwise", "colwise_gather_output")
+_ROWWISE = ("rowwise", "rowwise_split_input")
+_FROZEN_COPY = ("replicated_with_grad_allreduce",)
+"""Of norms on single heads: every rank has the whole, and frozen weights need no gradient."""
+_ALTERNATIVE = "set tensor_parallel to 1; shard_base divides the memory of any model"
+
+
+class CannotDivide(ValueError):
+    """The model does not divide among so many ranks; the message says why and what would work."""
+
+
+@dataclass(slots=True)
+class TensorParallel:
+    """How a model's layers are divided, and what each forward pass does about it."""
+
+    peers: Peers
+    styles: Mapping[str, str]
+    """Of the divided layers, by name."""
+    _copied: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
+    """The last input of a colwise layer, and it again for all layers that read it: its gradient is added up once."""
+
+    @classmethod
+    def divide(cls, model: PreTrainedModel, active: ActiveRuns, peers: Peers) -> TensorParallel:
+        """Puts this rank's part in the place of every layer in the plan. Raises CannotDivide."""
+        styles = _styles(model, peers.size)
+        parallel = cls(peers, styles)
+        for name, style in styles.items():
+            whole = model.get_submodule(name)
+            assert isinstance(whole, LoraLinear)
+            model.set_submodule(name, _Divided(whole, active, style, parallel))
+        return parallel
+
+    def runs(self, runs: Sequence[Run]) -> list[Run]:
+        """The same with what this rank's layers need of each adapter."""
+        return [replace(run, adapter=self._part(run)) for run in runs]
+
+    def _part(self, run: Run) -> Adapter:
+        adapter = copy(run.adapter)
+        adapter.weights = {name: self._weights(name, weights) for name, weights in run.adapter.weights.items()}
+        return adapter
+
+    def _weights(self, name: str, weights: LoraWeights) -> LoraWeights:
+        style = self.styles.get(name)
+        a_R_I, b_O_R = weights.a_R_I, weights.b_O_R
+        if style in _COLWISE:
+            return LoraWeights(a_R_I, b_O_R.chunk(self.peers.size, 0)[self.peers.rank])
+        if style in _ROWWISE:
+            return LoraWeights(a_R_I.chunk(self.peers.size, 1)[self.peers.rank], b_O_R)
+        return LoraWeights(shared_gradient(a_R_I, self.peers), shared_gradient(b_O_R, self.peers))
+
+    def target_logprobs(
+        self, head: Head, hidden_T_H: Tensor, rows_M: Tensor, tokens_M: Tensor, runs: Sequence[Run]
+    ) -> Tensor:
+        """logprobs.target_logprobs, for the same arguments on every rank: each takes a share of the rows."""
+        first, last = (hidden_T_H.shape[0] * n // self.peers.size for n in (self.peers.rank, self.peers.rank + 1))
+        named = slice(*torch.searchsorted(rows_M, torch.tensor([first, last])).tolist())
+        logprobs_m = target_logprobs(
+            head,
+            replicated(hidden_T_H, self.peers)[first:last],
+            rows_M[named] - first,
+            tokens_M[named],
+            [_clipped(run, first, last) for run in runs],
+        )
+        return summed(nn.functional.pad(logprobs_m, (named.start, rows_M.shape[0] - named.stop)), self.peers)
+
+    def copied(self, x: Tensor) -> Tensor:
+        if self._copied is None or self._copied[0] is not x:
+            self._copied = x, replicated(x, self.peers)
+        return self._copied[1]
+
+    def forget(self) -> None:
+        """After each forward pass: what it kept belongs to its graph."""
+        self._copied = None
+
+
+class _Divided(LoraLinear):
+    """This rank's part of an adapted layer."""
+
+    def __init__(self, whole: LoraLinear, active: ActiveRuns, style: str, parallel: TensorParallel) -> None:
+        super().__init__(_part_of(whole, style, parallel.peers), whole.name, active)
+        self._before, self._after = _around(style, parallel)
+        # Of a rowwise layer every rank has the whole bias; it must count once.
+        self._late_bias = whole.bias if style in _ROWWISE else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self._after(super().forward(self._before(x)))
+        return y if self._late_bias is None else y + self._late_bias
+
+
+def _around(style: str, parallel: TensorParallel) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """What a layer of this style does with its input and its output."""
+    peers = parallel.peers
+    match style:
+        case "colwise":
+            return parallel.copied, _same
+        case "colwise_gather_output":
+            return parallel.copied, partial(joined, peers=peers)
+        case "rowwise":
+            return _same, partial(summed, peers=peers)
+        case _:
+            return partial(own_part, peers=peers), partial(summed, peers=peers)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _part_of(whole: LoraLinear, style: str, peers: Peers) -> nn.Linear:
+    axis = 0 if style in _COLWISE else 1
+    weight = whole.weight.detach().chunk(peers.size, axis)[peers.rank].contiguous()
+    bias = None
+    if whole.bias is not None and style in _COLWISE:
+        bias = whole.bias.detach().chunk(peers.size)[peers.rank].clone()
+    part = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    part.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        part.bias = nn.Parameter(bias, requires_grad=False)
+    return part
+
+
+def _clipped(run: Run, first: int, last: int) -> Run:
+    """What of the run lies in these rows, counted from the first of them: perhaps nothing.
+
+    Even then it goes in: a rank whose logprobs depend on no parameter could not take part in backward.
+    """
+    assert isinstance(run.rows, slice)
+    start, stop = (min(max(row, first), last) - first for row in (run.rows.start, run.rows.stop))
+    return Run(run.adapter, slice(start, stop))
+
+
+def _styles(model: PreTrainedModel, size: int) -> dict[str, str]:
+    """The style of each layer to divide. Raises CannotDivide."""
+    plan = _plan(model)
+    _check_heads(model, plan, size)
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        style = plan.get(_pattern(name))
+        if style in (*_COLWISE, *_ROWWISE):
+            if not isinstance(module, LoraLinear):
+                raise CannotDivide(
+                    f"tensor_parallel: {name} ({type(module).__name__}) is {style!r} in the plan of "
+                    f"{type(model).__name__}, and only plain linear layers can be divided; {_ALTERNATIVE}"
+                )
+            features = module.weight.shape[0 if style in _COLWISE else 1]
+            if features % size:
+                raise CannotDivide(
+                    f"tensor_parallel: {size} does not divide the {features} features of {name}; {_ALTERNATIVE}"
+                )
+            found[name] = style
+    if not found:
+        raise CannotDivide(f"tensor_parallel: the plan of {type(model).__name__} names no layer of it; {_ALTERNATIVE}")
+    return found
+
+
+def _plan(model: PreTrainedModel) -> dict[str, str]:
+    """The plan of the decoder. The embedding and the output layer, which come in it too, are not divided."""
+    decoder = next(name for name, module in model.named_modules() if module is model.get_decoder())
+    outside = {id(module) for module in (model.get_input_embeddings(), model.get_output_embeddings())}
+    kept = {_pattern(name) for name, module in model.named_modules() if id(module) in outside}
+    plan = {
+        pattern: style
+        for pattern, style in (model.tp_plan or {}).items()
+        if pattern.startswith(f"{decoder}.") and pattern not in kept
+    }
+    if not plan:
+        raise CannotDivide(
+            f"tensor_parallel: transformers has no plan (tp_plan) for {type(model).__name__}; {_ALTERNATIVE}"
+        )
+    for pattern, style in plan.items():
+        if style not in (*_COLWISE, *_ROWWISE, *_FROZEN_COPY):
+            raise CannotDivide(
+                f"tensor_parallel: {pattern} is {style!r} in the plan of {type(model).__name__}; this trainer can do "
+                f"{', '.join((*_COLWISE, *_ROWWISE))}; {_ALTERNATIVE}"
+            )
+    return plan
+
+
+def _check_heads(model: PreTrainedModel, plan: Mapping[str, str], size: int) -> None:
+    """Attention goes by whole heads, where its projections' outputs stay divided."""
+    if not any(style == "colwise" and "attn" in pattern for pattern, style in plan.items()):
+        return
+    config = model.config.get_text_config()
+    for field_name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, field_name, None)
+        if heads is not None and heads % size:
+            largest = max(n for n in range(1, size) if not heads % n)
+            raise CannotDivide(
+                f"tensor_parallel: {size} does not divide {field_name} {heads} of this model; {largest} does"
+            )
+
+
+def _pattern(name: str) -> str:
+    """A module's name as plans write it: with * for the numbers of layers."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))

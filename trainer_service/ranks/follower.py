@@ -1,0 +1,132 @@
+"""The other ranks: they do what rank 0 sends (leader.py), on an engine of their own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tinsmith.modeling.adapter import Adapter, AdapterConfig
+from tinsmith.modeling.base_model import BaseModel
+from tinsmith.modeling.full_weights import FullWeights
+from tinsmith.rpc.errors import ServiceError
+from tinsmith.v1 import trainer_pb2
+from trainer_service.batch import Batch
+from trainer_service.budget import Footprint, Plan
+from trainer_service.engine import OptimizerState, State, TrainingEngine
+from trainer_service.job import Job, Piece
+from trainer_service.model_state import ModelState
+from trainer_service.optimizers import AdamParams, DimuonParams
+from trainer_service.ranks.group import RankGroup
+from trainer_service.ranks.team import RankTeam
+from trainer_service.ranks.wire import Message
+
+logger = logging.getLogger(__name__)
+
+_PARAMS = {cls.kind: cls for cls in (AdamParams, DimuonParams)}
+
+
+class Follower:
+    """Runs until rank 0 says stop, or is gone."""
+
+    def __init__(self, base: BaseModel, group: RankGroup, *, max_tokens_per_microbatch: int, **settings: Any) -> None:
+        """The settings are those of rank 0."""
+        self._group = group
+        self._team = RankTeam(group, sharded=base.sharded)
+        budget = max_tokens_per_microbatch * self._team.num_shares
+        engine = TrainingEngine(base, max_tokens_per_microbatch=budget, team=self._team, **settings)
+        self._engine = engine
+        self._batches: dict[int, tuple[str, Batch]] = {}
+        """Of jobs that have begun, by number: the model and the data."""
+        self._calls: dict[str, Callable[[Message], None]] = {
+            "follow": self._follow,
+            "add_model": self._add_model,
+            "create_model": self._create_model,
+            "delete_model": lambda message: engine.delete_model(message.fields["model_id"]),
+            "probe": lambda message: engine.probe(
+                message.fields["model_id"], message.fields["lengths"], checkpointing=message.fields["checkpointing"]
+            ),
+            "taint": lambda message: engine.taint(message.fields["model_id"], message.fields["reason"]),
+            "optim_step": self._optim_step,
+            "restore": self._restore,
+        }
+
+    def work(self) -> None:
+        while (message := self._group.broadcast(None)).name != "stop":
+            try:
+                if message.name == "run":
+                    self._run(message)
+                else:
+                    call = self._calls[message.name]
+                    self._team.all_or_none(lambda call=call, message=message: call(message))
+            except (ServiceError, MemoryError) as error:  # rank 0 has it, too, and answers with it
+                logger.debug("%s: %s", message.name, error)
+
+    def _follow(self, message: Message) -> None:
+        footprints = {key: message.fields[key] for key in ("plain", "checkpointed")}
+        plan = Plan(
+            **{**message.fields, **{key: value and Footprint(**value) for key, value in footprints.items()}},
+        )
+        self._engine.follow(plan)
+
+    def _add_model(self, message: Message) -> None:
+        config = AdapterConfig(**message.fields["config"])
+        (flat,) = message.tensors
+        base = self._engine.base
+        model = ModelState(Adapter(config, base.targets, flat.to(base.device)), message.fields["optimizer"])
+        self._engine.add_model(message.fields["model_id"], model)
+
+    def _create_model(self, message: Message) -> None:
+        config = AdapterConfig(**message.fields["config"])
+        self._engine.create_model(message.fields["model_id"], config, message.fields["optimizer"])
+
+    def _optim_step(self, message: Message) -> None:
+        params = _PARAMS[message.fields["kind"]](**message.fields["params"])
+        self._engine.optim_step(message.fields["model_id"], params)
+
+    def _restore(self, message: Message) -> None:
+        config = AdapterConfig(**message.fields["config"])
+        flat, *tensors = message.tensors
+        base, optimizer = self._engine.base, None
+        if message.fields["optimizer"] is not None:
+            kind, names = message.fields["optimizer"]
+            optimizer = OptimizerState(kind, dict(zip(names, tensors, strict=True)))
+        weights = FullWeights(base, flat) if config.rank == 0 else Adapter(config, base.targets, flat)
+        state = State(config, weights, message.fields["step"], optimizer)
+        self._engine.restore(message.fields["model_id"], state, with_optimizer=message.fields["with_optimizer"])
+
+    def _run(self, message: Message) -> None:
+        pieces = self._team.all_or_none(lambda: self._pieces(message))
+        self._team.all_or_none(lambda: self._engine.run(pieces))
+        place = self._group.place
+        if place.leads(place.rank):
+            self._group.send(_results(pieces))
+
+    def _pieces(self, message: Message) -> list[Piece]:
+        for number in message.fields["ended"]:
+            self._batches.pop(number, None)
+        for (number, model_id), request in zip(message.fields["new"], message.tensors, strict=True):
+            parsed = trainer_pb2.ForwardBackwardRequest.FromString(request.numpy().tobytes())
+            self._batches[number] = model_id, replace(Batch.from_proto(parsed, self._engine.limits), request=None)
+        jobs = {number: Job(*self._batches[number]) for number, _ in message.fields["pieces"]}
+        return [Piece(jobs[number], indices) for number, indices in message.fields["pieces"]]
+
+
+def _results(pieces: list[Piece]) -> Message:
+    """What this row has computed: of each piece its loss, its metrics and the datums, and all logprobs end to end.
+
+    Losses and metrics are a job's, and stand with its first piece.
+    """
+    told: set[Job] = set()
+    fields, logprobs = [], []
+    for piece in pieces:
+        job = piece.job
+        computed = [index for index in piece.indices if job.logprobs[index].size]
+        logprobs += [torch.from_numpy(job.logprobs[index].ravel()) for index in computed]
+        first = job not in told
+        told.add(job)
+        fields.append((job.loss if first else 0.0, job.metrics if first else {}, computed))
+    return Message("results", {"pieces": fields}, [torch.cat([torch.empty(0), *logprobs])])

@@ -1,0 +1,166 @@
+"""Rank 0's engine: what it is told, all ranks do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tinsmith.modeling.adapter import Adapter
+from tinsmith.modeling.base_model import BaseModel
+from tinsmith.rpc.errors import OutOfCapacity, ServiceError
+from trainer_service.batch import Output
+from trainer_service.budget import Lengths, Plan
+from trainer_service.engine import State, TrainingEngine
+from trainer_service.job import Job, Piece
+from trainer_service.model_state import ModelState
+from trainer_service.optimizers import Params
+from trainer_service.ranks.group import RankGroup
+from trainer_service.ranks.team import RankTeam
+from trainer_service.ranks.wire import Message
+
+T = TypeVar("T")
+
+
+class LeadingEngine(TrainingEngine):
+    """A TrainingEngine with the same methods and results as one rank's. Every other rank follows (follower.py).
+
+    Each call that changes anything is first sent to all ranks. What only reads, such as `capture`, is rank 0's own:
+    weights, moments and step counts are the same on every rank.
+    """
+
+    def __init__(self, base: BaseModel, group: RankGroup, *, max_tokens_per_microbatch: int, **settings: Any) -> None:
+        """`max_tokens_per_microbatch` is for one rank, as are all settings."""
+        self._group = group
+        self._ranks = RankTeam(group, sharded=base.sharded)
+        budget = max_tokens_per_microbatch * self._ranks.num_shares
+        super().__init__(base, max_tokens_per_microbatch=budget, team=self._ranks, **settings)
+        self._numbers: dict[Job, int] = {}
+        """Of the jobs whose batches the other ranks have."""
+        self._last_number = 0
+        self._ended: list[int] = []
+        """Numbers of jobs whose batches they may forget."""
+
+    def stop(self) -> None:
+        """Ends the other ranks. Nothing can be computed afterwards."""
+        self._group.broadcast(Message("stop"))
+
+    def follow(self, plan: Plan) -> None:
+        """`plan` is what was measured for one rank; every rank that takes datums adds its budget."""
+        plan = replace(plan, token_budget=plan.token_budget * self._ranks.num_shares)
+        self._everywhere(Message("follow", asdict(plan)), lambda: super(LeadingEngine, self).follow(plan))
+
+    def add_model(self, model_id: str, model: ModelState) -> None:
+        fields = {"model_id": model_id, "config": asdict(model.adapter.config), "optimizer": model.optimizer_kind}
+        adapter = isinstance(model.adapter, Adapter)
+        # A full model begins with the base model's parameters, which every rank has.
+        weights = [model.adapter.flat.detach().cpu()] if adapter else []
+        try:
+            self._everywhere(
+                Message("add_model" if adapter else "create_model", fields, weights),
+                lambda: super(LeadingEngine, self).add_model(model_id, model),
+            )
+        except (ServiceError, MemoryError) as error:
+            super().delete_model(model_id)
+            if isinstance(error, ServiceError):
+                raise
+            raise OutOfCapacity(f"there is no memory for {model_id} at this moment on every rank") from None
+
+    def delete_model(self, model_id: str) -> None:
+        for job in [job for job in self._numbers if job.model_id == model_id]:
+            self._forget(job)
+        message = Message("delete_model", {"model_id": model_id})
+        self._everywhere(message, lambda: super(LeadingEngine, self).delete_model(model_id))
+
+    def probe(self, model_id: str, lengths: Lengths, *, checkpointing: bool) -> None:
+        message = Message("probe", {"model_id": model_id, "lengths": list(lengths), "checkpointing": checkpointing})
+        self._everywhere(
+            message, lambda: super(LeadingEngine, self).probe(model_id, lengths, checkpointing=checkpointing)
+        )
+
+    def run(self, pieces: Sequence[Piece]) -> None:
+        pieces = [piece for piece in pieces if piece.job.error is None and piece.indices]
+        if not pieces:
+            return
+        self._group.broadcast(self._to_run(pieces))
+        self._ranks.all_or_none(lambda: None)  # the others have read the new batches
+        self._ranks.all_or_none(lambda: super(LeadingEngine, self).run(pieces))
+        for rank in range(1, self._group.place.world_size):
+            if self._group.place.leads(rank):
+                _take(self._group.receive(rank), pieces)
+
+    def _to_run(self, pieces: Sequence[Piece]) -> Message:
+        new: list[tuple[int, str]] = []
+        requests: list[Tensor] = []
+        for job in dict.fromkeys(piece.job for piece in pieces):
+            if job not in self._numbers:
+                self._last_number += 1
+                self._numbers[job] = self._last_number
+                new.append((self._last_number, job.model_id))
+                assert job.batch.request is not None
+                requests.append(torch.frombuffer(bytearray(job.batch.request.SerializeToString()), dtype=torch.uint8))
+        fields = {
+            "pieces": [(self._numbers[piece.job], list(piece.indices)) for piece in pieces],
+            "new": new,
+            "ended": self._ended,
+        }
+        self._ended = []
+        return Message("run", fields, requests)
+
+    def finish(self, job: Job) -> Output | ServiceError:
+        self._forget(job)
+        return super().finish(job)
+
+    def _forget(self, job: Job) -> None:
+        number = self._numbers.pop(job, None)
+        if number is not None:
+            self._ended.append(number)
+
+    def taint(self, model_id: str, reason: str) -> None:
+        message = Message("taint", {"model_id": model_id, "reason": reason})
+        self._everywhere(message, lambda: super(LeadingEngine, self).taint(model_id, reason))
+
+    def optim_step(self, model_id: str, params: Params) -> Mapping[str, float]:
+        message = Message("optim_step", {"model_id": model_id, "kind": params.kind, "params": asdict(params)})
+        return self._everywhere(message, lambda: super(LeadingEngine, self).optim_step(model_id, params))
+
+    def restore(self, model_id: str, state: State, *, with_optimizer: bool) -> None:
+        sent = state.optimizer if with_optimizer else None
+        fields = {
+            "model_id": model_id,
+            "config": asdict(state.config),
+            "step": state.step,
+            "with_optimizer": with_optimizer,
+            "optimizer": None if sent is None else [sent.kind, list(sent.tensors)],
+        }
+        tensors = [state.adapter.flat, *(sent.tensors.values() if sent is not None else ())]
+        self._everywhere(
+            Message("restore", fields, tensors),
+            lambda: super(LeadingEngine, self).restore(model_id, state, with_optimizer=with_optimizer),
+        )
+
+    def _everywhere(self, message: Message, call: Callable[[], T]) -> T:
+        """Sends the message and makes the call, which is the same here. An error of any rank is raised on all."""
+        self._group.broadcast(message)
+        return self._ranks.all_or_none(call)
+
+
+def _take(results: Message, pieces: Sequence[Piece]) -> None:
+    """Adds what another row has computed to the jobs."""
+    (logprobs_M,) = results.tensors
+    flat_M = logprobs_M.numpy()
+    start = 0
+    for piece, (loss, metrics, indices) in zip(pieces, results.fields["pieces"], strict=True):
+        job = piece.job
+        job.loss += loss
+        for key, value in metrics.items():
+            job.metrics[key] = job.metrics.get(key, 0.0) + value
+        for index in indices:
+            shape = job.batch.datums[index].targets.shape
+            stop = start + int(np.prod(shape))
+            job.logprobs[index] = flat_M[start:stop].reshape(shape)
+            start = stop

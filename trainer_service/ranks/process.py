@@ -1,0 +1,69 @@
+"""The process of one rank: its threads, and how it ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from tinsmith.cli.supervisor import die_with_parent
+from tinsmith.rpc import logs
+from trainer_service.ranks.place import Place
+
+logger = logging.getLogger(__name__)
+
+_STOP_TIMEOUT_S = 5.0
+"""torchrun sends SIGTERM to all ranks at once; rank 0 then ends its work and tells the others."""
+
+
+def begin(place: Place, *, log_level: str) -> None:
+    """Called once, first. A rank ends with torchrun, however that ends."""
+    logs.setup(log_level, **({} if place.alone else {"rank": place.rank}))
+    if not place.alone:
+        die_with_parent(os.getppid())
+
+
+def num_threads(place: Place, wanted: int, *, cores: int) -> int:
+    """CPU threads of this rank; 0 is torch's default."""
+    return wanted if wanted or place.alone else max(1, cores // place.local_world_size)
+
+
+def follow(work: Callable[[], object]) -> NoReturn:
+    """Runs the work of a rank that serves nothing, to its end. Signals are for rank 0, which ends the work.
+
+    The work runs in a thread: what waits for another rank would hear no signal.
+    """
+    failed = threading.Event()
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException:
+            failed.set()
+            logger.exception("this rank has failed")
+
+    def stop(*_: Any) -> None:
+        stopping.set()
+        timer = threading.Timer(_STOP_TIMEOUT_S, os._exit, [0])
+        timer.daemon = True
+        timer.start()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    thread = threading.Thread(target=run, name="compute", daemon=True)
+    thread.start()
+    thread.join()
+    leave(1 if failed.is_set() else 0)
+
+
+def leave(status: int) -> NoReturn:
+    """Ends the process as it is: the interpreter would wait for threads that cannot be stopped."""
+    logging.shutdown()
+    os._exit(status)
+
+
+stopping = threading.Event()
+"""This rank has been told to stop: that others are gone is no failure any more."""

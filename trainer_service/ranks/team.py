@@ -1,0 +1,134 @@
+"""The Team of several ranks: it divides datums, makes one rank's error everyone's, and adds up gradients."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from google.rpc import status_pb2
+from torch import Tensor
+
+from tinsmith.modeling.parallel_base import ShardedLayers
+from tinsmith.rpc import errors
+from tinsmith.rpc.errors import ServiceError
+from trainer_service.memory import is_out_of_memory
+from trainer_service.micro_batch import Item
+from trainer_service.ranks.group import RankGroup
+from trainer_service.ranks.share import balanced
+from trainer_service.ranks.wire import Message
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_FINE, _FAILED, _OUT_OF_MEMORY = 0, 1, 2
+"""What a rank says of a call. The largest counts."""
+
+
+class RankTeam:
+    """A Team. With `sharded` layers every rank takes part in every pass, if only by its part of the layers."""
+
+    def __init__(self, group: RankGroup, *, sharded: ShardedLayers | None = None) -> None:
+        self._group = group
+        self._sharded = sharded
+        self._tensor_parallel = group.place.tensor_parallel > 1
+        self._votes_halfway = sharded is not None or self._tensor_parallel
+        """Backward computes together, so everyone must know before it whether forward was fine."""
+        self._decided = False
+
+    @property
+    def num_shares(self) -> int:
+        return self._group.place.num_rows
+
+    def shares(self, items: Sequence[Item]) -> Sequence[Sequence[Item]]:
+        numbers = balanced([item.datum.length for item in items], self.num_shares)
+        return [[items[n] for n in share] for share in numbers]
+
+    def mine(self, items: Sequence[Item]) -> Sequence[Item]:
+        return self.shares(items)[self._group.place.row]
+
+    @contextmanager
+    def one_pass(self) -> Iterator[None]:
+        self._decided = False
+        self._halfway = False
+        if self._sharded is not None:
+            self._sharded.begin()
+        try:
+            failure = None
+            try:
+                yield
+            except Exception as error:
+                if self._decided:
+                    raise
+                failure = self._failure(error, together=True)
+            if self._sharded is not None:
+                self._sharded.catch_up(backward=self._halfway and torch.is_grad_enabled())
+            self._vote(failure)
+        finally:
+            if self._sharded is not None:
+                self._sharded.reset()
+
+    def halfway(self) -> None:
+        if self._sharded is not None:
+            self._sharded.catch_up(backward=False)
+        if self._votes_halfway:
+            self._vote(None)
+        self._halfway = True
+
+    def all_or_none(self, call: Callable[[], T]) -> T:
+        result, failure = None, None
+        try:
+            result = call()
+        except Exception as error:
+            failure = self._failure(error, together=False)
+        self._vote(failure)
+        return result  # type: ignore[return-value]  # it is there: otherwise the vote has raised
+
+    def sum_(self, tensor: Tensor) -> None:
+        self._group.sum_(tensor)
+
+    def _failure(self, error: Exception, *, together: bool) -> ServiceError | MemoryError:
+        """What the others are told; what the error holds (its frames, their tensors) is not needed any more."""
+        if isinstance(error, ServiceError):
+            return error
+        if together and self._tensor_parallel:
+            # The others wait for this rank in the middle of a layer, where it cannot come any more.
+            logger.exception("this rank has failed within a computation that it shares")
+            self._group.end(
+                f"{type(error).__name__} within a computation that tensor-parallel ranks do together; if it has run "
+                "out of memory, lower max_tokens_per_microbatch"
+            )
+        if is_out_of_memory(error):
+            return MemoryError()
+        logger.exception("this rank has failed")
+        return ServiceError(f"{type(error).__name__} on rank {self._group.place.rank}; the trainer's log has the cause")
+
+    def _vote(self, failure: ServiceError | MemoryError | None) -> None:
+        """Raises on all ranks when one has failed: that there is no memory, or else the error of the lowest rank."""
+        place = self._group.place
+        opinion = _FINE if failure is None else _OUT_OF_MEMORY if isinstance(failure, MemoryError) else _FAILED
+        last = place.world_size - 1
+        worst, from_last = divmod(self._group.largest(opinion * place.world_size + last - place.rank), place.world_size)
+        if worst == _FINE:
+            return
+        self._decided = True
+        if worst == _OUT_OF_MEMORY:
+            raise MemoryError("a rank has run out of memory")
+        rank = last - from_last
+        if rank != place.rank:
+            raise _read(self._group.broadcast(None, source=rank))
+        assert isinstance(failure, ServiceError)
+        self._group.broadcast(_written(failure), source=rank)
+        raise failure
+
+
+def _written(error: ServiceError) -> Message:
+    status = errors.to_proto(error).SerializeToString()
+    return Message("error", tensors=[torch.frombuffer(bytearray(status), dtype=torch.uint8)])
+
+
+def _read(message: Message) -> ServiceError:
+    return errors.from_proto(status_pb2.Status.FromString(message.tensors[0].numpy().tobytes()))
