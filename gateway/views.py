@@ -42,14 +42,18 @@ def checkpoint_view(checkpoint: Checkpoint) -> Json:
     }
 
 
+def lora_view(rank: int | None) -> Json:
+    """What a model or its checkpoint is. Rank 0 is a model whose parameters are all trained."""
+    return {"is_lora": rank != 0, "lora_rank": rank or None}
+
+
 def run_view(model: Model, owner: str, *, last: Checkpoint | None, last_sampler: Checkpoint | None) -> Json:
     return {
         "training_run_id": model.model_id,
         "base_model": model.base_model,
         "model_owner": urn_of(owner),
-        "is_lora": True,
+        **lora_view(model.lora_rank),
         "corrupted": False,
-        "lora_rank": model.lora_rank,
         "last_request_time": time_text(model.last_request_at or model.created_at),
         "last_checkpoint": None if last is None else checkpoint_view(last),
         "last_sampler_checkpoint": None if last_sampler is None else checkpoint_view(last_sampler),

@@ -18,6 +18,7 @@ from gateway.gateway import Gateway, gateway_of
 from gateway.operations import Submission, request_id_of
 from gateway.submissions import failed_receipt, receipt
 from gateway.tables import Model
+from gateway.views import lora_view
 from tinsmith.rpc.errors import (
     AlreadyExists,
     FailedPrecondition,
@@ -168,8 +169,7 @@ async def get_info(request: Request) -> Response:
             "type": "get_info",
             "model_id": model_id,
             "model_name": model.base_model,
-            "is_lora": True,
-            "lora_rank": rank,
+            **lora_view(rank),
             "optimizer_config": {"type": model.optimizer},
             "model_data": {
                 "arch": trainer.info.architecture if trainer.info is not None else None,

@@ -13,6 +13,7 @@ from gateway.errors import json_response
 from gateway.gateway import gateway_of, owner_of
 from gateway.routes.models import check_session, create_from_checkpoint
 from gateway.submissions import Rpc, rpc_of, submit_json
+from gateway.views import lora_view
 from tinsmith.rpc.errors import InvalidRequest, Unsupported
 from tinsmith.rpc.paths import TinkerPath, check_name
 from tinsmith.v1 import trainer_pb2, types_pb2
@@ -132,8 +133,7 @@ async def weights_info(request: Request) -> Response:
     return json_response(
         {
             "base_model": checkpoint.base_model,
-            "is_lora": True,
-            "lora_rank": checkpoint.lora_rank,
+            **lora_view(checkpoint.lora_rank),
             "train_unembed": checkpoint.train_unembed,
             "train_mlp": checkpoint.train_mlp,
             "train_attn": checkpoint.train_attn,

@@ -88,6 +88,8 @@ class Stack:
     keys: Keys | None
     log_level: str
     threads: Threads
+    full_training: bool = False
+    """The trainers train all parameters."""
 
     @property
     def url(self) -> str:
@@ -134,6 +136,7 @@ class Stack:
             "state-dir": str(self.state_dir / "trainers" / _folder_name(pair.model)),
             "metrics-port": str(pair.trainer_metrics_port),
             "num-threads": str(self.threads.trainer),
+            **({"full-training": "true"} if self.full_training else {}),
         }
         return self._grpc_service("trainer", pair.suffix, flags, port=pair.trainer_port, threads=self.threads.trainer)
 

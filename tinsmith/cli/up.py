@@ -57,6 +57,11 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "environment keeps it out of `ps`. Required unless --host is a loopback address; without one, any key is "
         "accepted there",
     )  # fmt: skip
+    parser.add_argument(
+        "--full-training", action="store_true",
+        help="train all parameters of the base models, one run at a time for each (clients send rank 0), instead of "
+        "LoRA adapters",
+    )  # fmt: skip
     parser.add_argument("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
     parser.add_argument("--trainer-threads", type=int, metavar="N", help="CPU threads of each trainer")
     parser.add_argument("--sampler-threads", type=int, metavar="N", help="CPU threads of each sampler")
@@ -88,6 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
             keys=keys,
             log_level=arguments.log_level,
             threads=threads,
+            full_training=arguments.full_training,
         )
         pairs = stack.pairs()
         return asyncio.run(

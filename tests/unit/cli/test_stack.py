@@ -1,5 +1,6 @@
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,15 @@ def test_each_trainer_knows_its_own_sampler_and_the_gateway_knows_all() -> None:
     ports = [flag(service, "listen") for service in services.values() if service.name != "gateway"]
     ports += [flag(service, "metrics-port") for service in services.values() if service.name != "gateway"]
     assert len(set(ports)) == 8
+
+
+def test_full_training_is_a_flag_of_the_trainers() -> None:
+    stack = make_stack([BaseModel("/m/a", ("a",))])
+    assert "--full-training" not in stack.services(stack.pairs())[0].argv
+    stack = replace(stack, full_training=True)
+    trainer, *others = stack.services(stack.pairs())
+    assert flag(trainer, "full-training") == "true"
+    assert not any("--full-training" in other.argv for other in others)
 
 
 def test_a_trainers_state_folder_does_not_depend_on_its_neighbours() -> None:

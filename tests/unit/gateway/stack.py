@@ -138,8 +138,8 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         lora = request.lora_config
         if request.from_location:
             lora = self._checkpoint(request.from_location).lora_config
-        elif not 0 < lora.rank <= 64:
-            raise InvalidRequest(f"lora_config.rank: {lora.rank} is outside 1 .. 64")
+        elif not 0 <= lora.rank <= 64:
+            raise InvalidRequest(f"lora_config.rank: {lora.rank} is outside 0 .. 64")
         if request.optimizer not in ("", "adamw", "dimuon"):
             raise InvalidRequest(f"optimizer: {request.optimizer!r} is not one of adamw, dimuon")
         info = trainer_pb2.ModelInfo(

@@ -283,7 +283,7 @@ async def test_create_model_refusals(client: Client) -> None:
     for seq, (change, part) in enumerate(
         [
             ({"base_model": "nobody/nothing"}, "'nobody/nothing'"),
-            ({"lora_config": {"rank": 0}}, "rank: 0"),
+            ({"lora_config": {"rank": 65}}, "rank: 65"),
             ({"lora_config": {"rank": "many"}}, "'many'"),
             ({"lora_config": {"rank": 8, "alpha": 77}}, "lora_config.alpha"),
             ({"optimizer_config": {"type": "dimuon", "version": 2}}, "optimizer_config.version"),

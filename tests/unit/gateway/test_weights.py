@@ -36,6 +36,18 @@ async def test_a_saved_state_is_found_and_loaded(stack: Stack, client: Client) -
     assert (info["lora_rank"], info["model_name"]) == (8, BASE_MODEL)
 
 
+async def test_a_model_of_rank_0_and_its_checkpoints_are_no_lora(client: Client) -> None:
+    session_id = await client.session()
+    model_id = await client.model(session_id, lora_config={"rank": 0})
+    path = (await save(client, model_id, 1))["path"]
+    views = [
+        await client.call("get_info", {"model_id": model_id}),
+        await client.call("weights_info", {"tinker_path": path}),
+        (await client.get(f"/api/v1/training_runs/{model_id}")).json(),
+    ]
+    assert [(view["is_lora"], view["lora_rank"]) for view in views] == [(False, None)] * 3
+
+
 @pytest.mark.parametrize(
     "path",
     [
