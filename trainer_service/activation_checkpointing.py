@@ -14,16 +14,7 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.lora import ActiveRuns
-
-
-def decoder_layers(base: BaseModel) -> Sequence[nn.Module]:
-    """The outermost list of as many modules as the configuration has layers. Empty for a model built otherwise."""
-    for module in base.decoder.modules():  # parents come before their children
-        if isinstance(module, nn.ModuleList) and len(module) == base.config.num_hidden_layers:
-            return list(module)
-    return []
 
 
 @contextmanager

@@ -20,7 +20,11 @@ MIN_TOKENS = 64
 """The smallest size that is tried for speed."""
 _NEAR = 0.95
 """Of the best tokens per second: a size this fast is fast enough."""
-_REPEAT_BELOW_S = 0.05
+_USUAL_TOKENS = 256
+"""Matrix products of so many rows are near their best speed on every machine that we have seen."""
+_PATIENCE_S = 4.0
+"""Longest time of a micro-batch of a size that was not tried."""
+_REPEAT_BELOW_S = 0.03
 _NOISE = 0.005
 """A share of the memory below which a difference between two layouts is the allocator's rounding."""
 
@@ -79,6 +83,8 @@ class Plan:
     """For adapters, their optimizers and activations together; None is not known."""
     activation_bytes: int | None = None
     """The share of it that activations may take."""
+    models_bytes: int | None = None
+    """For all live models with their gradients and optimizers, on the device or not; None is no limit."""
     adapter_device_bytes: int | None = None
     """The share of it that adapters may take on the device, when it is set."""
     plain: Footprint | None = None
@@ -118,10 +124,11 @@ def fastest(
     allowance_s: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[int, float]:
-    """The smallest of these sizes with nearly the best speed of all, and its tokens per second.
+    """The smallest of these sizes with nearly the best speed of all, and the tokens per second of the best.
 
-    It stops where the next size would take longer than is left of the allowance, and where four times as much was no
-    faster.
+    It stops where four times as much was no faster, and where the next size would take longer than is left of the
+    allowance. Then a usual size is taken instead of a small one, unless it would keep everybody waiting: what was
+    measured is no limit, and a busy machine lets nothing much be measured.
     """
     speeds: dict[int, float] = {}
     started_s = clock()
@@ -138,7 +145,9 @@ def fastest(
                 raise
             break
     best = max(speeds.values())
-    return next((size, speed) for size, speed in speeds.items() if speed >= _NEAR * best)
+    size = next(size for size, speed in speeds.items() if speed >= _NEAR * best)
+    untried = [more for more in sizes if max(speeds) < more <= _USUAL_TOKENS and more / best <= _PATIENCE_S]
+    return max([size, *untried]), best
 
 
 def _flat(speeds: Sequence[float]) -> bool:

@@ -17,16 +17,15 @@ import torch
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
-from tinsmith.modeling.adapter import Adapter, AdapterConfig
+from tinsmith.modeling.adapter import Adapter, AdapterConfig, chosen_targets, num_elements
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of
 from tinsmith.modeling.full_logprobs import full_target_logprobs
 from tinsmith.modeling.full_weights import TrainedWeights, Weights, reload
 from tinsmith.modeling.kernels.transfer import on_device
-from tinsmith.modeling.logprobs import target_logprobs
 from tinsmith.modeling.lora import Run
 from tinsmith.rpc.errors import FailedPrecondition, InvalidRequest, OutOfCapacity, ServiceError
-from trainer_service.activation_checkpointing import checkpointed, decoder_layers
+from trainer_service.activation_checkpointing import checkpointed
 from trainer_service.batch import Batch, Datum, Limits, Output
 from trainer_service.budget import Lengths, Plan
 from trainer_service.job import Job, Piece, whole
@@ -93,7 +92,7 @@ class TrainingEngine:
         self._base_changed = False
         """A full model has trained the base model's own parameters."""
         self._team = Alone() if team is None else team
-        self._layers = decoder_layers(base)
+        self._layers = base.layers
         self._checkpointing = activation_checkpointing
         if activation_checkpointing == "on" and not self._layers:
             raise ValueError(
@@ -131,33 +130,48 @@ class TrainingEngine:
     def create_model(self, model_id: str, config: AdapterConfig, optimizer: str) -> None:
         """Raises InvalidRequest for an unknown optimizer, or a rank that this engine does not train, Unsupported for
         layers that the base model does not have, and FailedPrecondition for a second full model."""
-        self.check_trainable(config, check_kind(optimizer))
+        self.check_trainable(config.rank, check_kind(optimizer))
+        if config.rank != 0:
+            self.base.check_groups(config.groups)
+        self._check_capacity(config)
         weights = self._with_room(lambda: self._new_weights(config), what=f"a model of rank {config.rank}")
         self.add_model(model_id, ModelState(weights, optimizer))
+
+    def _check_capacity(self, config: AdapterConfig) -> None:
+        """Raises OutOfCapacity when one more model could end the process, in the middle of somebody's training."""
+        if self.plan.models_bytes is None or config.rank == 0:
+            return
+        numel = num_elements(config, chosen_targets(config, self.base.targets))
+        needed = full_bytes(numel * torch.float32.itemsize)
+        left = self.plan.models_bytes - sum(full_bytes(model.adapter.num_bytes) for model in self._models.values())
+        if needed > left:
+            raise OutOfCapacity(
+                f"lora_config.rank: a model of rank {config.rank} takes {needed / 1e6:.1f} MB with its gradients and "
+                f"its optimizer, and {len(self._models)} live models leave {max(0, left) / 1e6:.1f} MB of this "
+                "trainer's memory for models; end one, or ask for a smaller rank",
+                field="rank",
+            )
 
     def add_model(self, model_id: str, model: ModelState) -> None:
         self._models[model_id] = model
         if model.movable:
             self.residency.add(model_id, model)
 
-    def check_trainable(self, config: AdapterConfig, optimizer: str) -> None:
-        """Raises InvalidRequest, naming what would be right, for a rank that this engine does not train, and Unsupported
-        for a group of layers whose adapters the base model does not take, with the reason."""
-        if config.rank == 0 and not self.base.trainable:
+    def check_trainable(self, rank: int, optimizer: str) -> None:
+        """Raises InvalidRequest, naming what would be right, for a rank that this engine does not train."""
+        if rank == 0 and not self.base.trainable:
             raise InvalidRequest(
                 "lora_config.rank: 0 means full-parameter training, and this server was started without "
                 "--full-training; send a rank of 1 or more",
                 field="rank",
             )
-        if config.rank != 0 and self.base.trainable:
+        if rank != 0 and self.base.trainable:
             raise InvalidRequest(
-                f"lora_config.rank: {config.rank} asks for an adapter, and this server was started with "
+                f"lora_config.rank: {rank} asks for an adapter, and this server was started with "
                 "--full-training: it trains all parameters, of one model at a time; send rank 0",
                 field="rank",
             )
-        if config.rank != 0:
-            self.base.check_groups(config.groups)
-        if config.rank == 0 and optimizer != "adamw":
+        if rank == 0 and optimizer != "adamw":
             raise InvalidRequest(
                 f"optimizer: {optimizer!r} is for the A and B of adapters; full-parameter training (rank 0) takes "
                 "'adamw'",
@@ -292,7 +306,6 @@ class TrainingEngine:
         self._free(keep)
 
     def _free(self, keep: Sequence[str]) -> None:
-        drop_caches(self.base.device)
         self.residency.offload_all_but(keep)
         drop_caches(self.base.device)
 
@@ -364,7 +377,7 @@ class TrainingEngine:
         if self.base.trainable:
             logprobs_M = full_target_logprobs(self.base.head, hidden_T_H, *(x.to(device) for x in named))
         else:
-            logprobs_M = target_logprobs(self.base.head, hidden_T_H, *named, runs)
+            logprobs_M = self.base.target_logprobs(hidden_T_H, *named, runs)
 
         # Losses are many small operations whose values are asked for one by one: that is for the host, from one copy.
         pieces = logprobs_M.cpu().split([item.datum.targets.size for item in items])

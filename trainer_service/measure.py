@@ -11,7 +11,7 @@ import torch
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, chosen_targets, num_elements
 from trainer_service.budget import Footprint, Lengths, Plan, fastest, sizes_up_to
 from trainer_service.engine import TrainingEngine
-from trainer_service.memory import available_bytes, drop_caches, is_out_of_memory, peak_bytes
+from trainer_service.memory import available_bytes, drop_caches, host_bytes, is_out_of_memory, peak_bytes
 from trainer_service.model_state import ModelState, full_bytes
 
 logger = logging.getLogger(__name__)
@@ -41,15 +41,19 @@ class Bounds:
     token_budget: int = 0
     memory_bytes: int = 0
     adapter_device_bytes: int = 0
+    ranks_per_machine: int = 1
+    """Processes that share the machine's memory, each with its models."""
 
 
 def measure(engine: TrainingEngine, bounds: Bounds) -> Plan:
     """A plan for this engine on this machine, to be given to `engine.follow`."""
-    if not (engine.base.targets or engine.base.trainable):  # nothing can be trained, and so there is nothing to measure
+    if engine.base.trainable or not engine.base.targets:
+        # A full model's gradients, as large as the model, would hide what its activations take; and where nothing can
+        # be trained, there is nothing to measure.
         return Plan(token_budget=bounds.token_budget or bounds.max_tokens_per_microbatch)
     started_s = time.perf_counter()
     device = engine.base.device
-    memory_bytes = bounds.memory_bytes or int(_SHARE[device.type] * available_bytes(device))
+    memory_bytes = bounds.memory_bytes or int(_SHARE[device.type] * available_bytes(device)) // _sharing(device, bounds)
     probe = _Probe(engine, bounds.max_lora_rank)
     try:
         activation_bytes = int(memory_bytes * _ACTIVATIONS_SHARE)
@@ -70,6 +74,7 @@ def measure(engine: TrainingEngine, bounds: Bounds) -> Plan:
         token_budget=token_budget,
         memory_bytes=memory_bytes,
         activation_bytes=activation_bytes,
+        models_bytes=_models_bytes(engine, memory_bytes - activation_bytes, bounds),
         adapter_device_bytes=bounds.adapter_device_bytes or None,
         plain=plain,
         checkpointed=checkpointed,
@@ -103,6 +108,17 @@ def _room_for_one(engine: TrainingEngine, memory_bytes: int, max_adapter_bytes: 
     if engine.residency.moves:
         room = max(room, memory_bytes - full_bytes(max_adapter_bytes))
     return room - max_adapter_bytes  # the gradient on its way
+
+
+def _sharing(device: torch.device, bounds: Bounds) -> int:
+    return bounds.ranks_per_machine if device.type == "cpu" else 1
+
+
+def _models_bytes(engine: TrainingEngine, beside_activations: int, bounds: Bounds) -> int:
+    """Where models can be moved away, host memory is the limit."""
+    if not engine.residency.moves:
+        return beside_activations
+    return max(beside_activations, int(_SHARE["cpu"] * host_bytes()) // bounds.ranks_per_machine)
 
 
 class _Probe:

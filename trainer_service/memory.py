@@ -32,28 +32,35 @@ class Allocations(TorchDispatchMode):
         self.peak_bytes = 0
         self.largest_bytes = 0
         """Of one storage."""
-        self._seen: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        """By id, which no other storage has as long as this one lives."""
+        self._makes: dict[Any, bool] = {}
+        """Of each operation: whether its results are new. Views, and operations in place, make nothing."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if any(returned.alias_info is not None for returned in func._schema.returns):
-            return result  # views of what there was, and operations in place
-        for tensor in [result] if isinstance(result, Tensor) else _tensors(result):
-            storage = tensor.untyped_storage()
-            if storage not in self._seen:
-                self._count(storage)
+        makes = self._makes.get(func)
+        if makes is None:
+            makes = self._makes[func] = all(returned.alias_info is None for returned in func._schema.returns)
+        if makes:
+            for tensor in [result] if isinstance(result, Tensor) else _tensors(result):
+                self._count(tensor.untyped_storage())
         return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        self._seen.add(storage)
+        key = id(storage)
+        if key in self._live:
+            return
         num_bytes = storage.nbytes()
         self.live_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         self.largest_bytes = max(self.largest_bytes, num_bytes)
-        weakref.finalize(storage, self._free, num_bytes)
 
-    def _free(self, num_bytes: int) -> None:
-        self.live_bytes -= num_bytes
+        def free(_: object) -> None:
+            self.live_bytes -= num_bytes
+            del self._live[key]
+
+        self._live[key] = weakref.ref(storage, free)
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

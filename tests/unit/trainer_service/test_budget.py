@@ -1,0 +1,165 @@
+"""The token budget: its arithmetic, and what measuring finds on a tiny model."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.batches import random_datum, request
+from tests.models import CONTEXT, VOCAB_SIZE
+from tests.unit.trainer_service.engines import create
+from tinsmith.modeling.adapter import AdapterConfig
+from tinsmith.modeling.base_model import BaseModel
+from tinsmith.rpc.errors import InvalidRequest, OutOfCapacity
+from trainer_service.batch import Batch
+from trainer_service.budget import Footprint, Plan, fastest, sizes_up_to
+from trainer_service.engine import TrainingEngine
+from trainer_service.measure import Bounds, measure
+from trainer_service.memory import peak_bytes
+
+_SMALL = 3_000_000
+"""Bytes that do not hold a whole context."""
+BOUNDS = Bounds(max_tokens_per_microbatch=512, max_lora_rank=16, token_budget=200, memory_bytes=1 << 40)
+
+
+@pytest.fixture
+def engine(base: BaseModel) -> TrainingEngine:
+    return TrainingEngine(base, max_tokens_per_microbatch=512)
+
+
+@pytest.mark.parametrize("true", [Footprint(1000, 300, 0), Footprint(0, 300, 2.5)])
+def test_three_probes_give_the_fixed_the_linear_and_the_square_part(true: Footprint) -> None:
+    found = Footprint.measured(true.of, 64)
+    assert found.of([500, 30]) == pytest.approx(true.of([500, 30]), abs=2)
+
+
+def test_a_difference_as_small_as_an_allocators_rounding_is_no_square_term() -> None:
+    def rounded(lengths: Sequence[int]) -> int:
+        return 1000 * sum(lengths) + 64 * (len(lengths) == 1)
+
+    assert Footprint.measured(rounded, 64).bytes_per_pair == 0
+
+
+@pytest.mark.parametrize("footprint", [Footprint(1000, 300, 0), Footprint(-50, 300, 2.5)])
+def test_the_longest_sequence_that_fits_fits_and_one_token_more_does_not(footprint: Footprint) -> None:
+    longest = footprint.longest(1e7)
+    assert footprint.of([longest]) <= 1e7 < footprint.of([longest + 1])
+    assert Footprint(1000, 300, 0).longest(999) == 0
+
+
+class Machine:
+    """Takes a fixed time for each run, and some for each token."""
+
+    def __init__(self, fixed_s: float, per_token_s: float) -> None:
+        self.now_s = 0.0
+        self.runs: list[int] = []
+        self._fixed_s, self._per_token_s = fixed_s, per_token_s
+
+    def run(self, num_tokens: int) -> None:
+        self.runs.append(num_tokens)
+        self.now_s += self._fixed_s + num_tokens * self._per_token_s
+
+    def fastest(self, sizes: Sequence[int], *, allowance_s: float = 100.0) -> int:
+        return fastest(sizes, self.run, allowance_s=allowance_s, clock=lambda: self.now_s)[0]
+
+
+def test_the_smallest_size_that_is_nearly_as_fast_as_the_best_is_taken() -> None:
+    # Speed is n / (0.1 + 0.001 n): 95 % of that of 8192 is reached at 2048 (95.3 % of the limit, 96.5 % of that one).
+    assert Machine(0.1, 0.001).fastest(sizes_up_to(8192)) == 2048
+    assert Machine(0.0, 0.001).fastest(sizes_up_to(8192)) == 64
+
+
+def test_sizes_end_where_they_bring_nothing_or_take_too_long() -> None:
+    level = Machine(0.0, 0.001)
+    level.fastest(sizes_up_to(65536))
+    assert max(level.runs) == 256
+    slow = Machine(0.1, 0.004)  # 64 tokens take 0.36 s, 128 then 0.61 s
+    assert slow.fastest(sizes_up_to(4096), allowance_s=1.2) == 256  # not tried, but usual
+    assert max(slow.runs) == 128
+    snail = Machine(0.0, 0.1)  # 256 tokens would take 26 s
+    assert snail.fastest(sizes_up_to(4096), allowance_s=1.0) == 64
+    assert snail.runs == [64]
+
+
+def test_a_size_that_does_not_fit_ends_the_search_and_none_that_fits_is_an_error() -> None:
+    def run(num_tokens: int) -> None:
+        if num_tokens > 128:
+            raise MemoryError
+
+    def never(num_tokens: int) -> None:
+        raise MemoryError
+
+    assert fastest([64, 128, 256], run, allowance_s=1.0)[0] in (64, 128, 256)
+    with pytest.raises(MemoryError):
+        fastest([64, 128], never, allowance_s=1.0)
+
+
+def test_sizes_are_doublings_and_the_largest_allowed() -> None:
+    assert sizes_up_to(300) == [64, 128, 256, 300]
+    assert sizes_up_to(20) == [20]
+
+
+def test_what_is_predicted_from_short_probes_is_what_a_longer_batch_takes(engine: TrainingEngine) -> None:
+    plan = measure(engine, Bounds(512, max_lora_rank=16, token_budget=200, memory_bytes=_SMALL))
+    create(engine, "m", rank=16)
+    assert plan.plain is not None
+    assert plan.checkpointed is not None
+    for footprint, checkpointing in ((plan.plain, False), (plan.checkpointed, True)):
+        for lengths in ([250], [100, 60, 90]):
+            peak = peak_bytes(
+                engine.base.device, lambda n=lengths, c=checkpointing: engine.probe("m", n, checkpointing=c)
+            )
+            assert peak == pytest.approx(footprint.of(lengths), rel=0.1)
+
+
+def test_measuring_finds_a_budget_within_its_bounds_and_leaves_nothing_behind(engine: TrainingEngine) -> None:
+    plan = measure(engine, Bounds(max_tokens_per_microbatch=128, max_lora_rank=16))
+    assert 64 <= plan.token_budget <= 128
+    assert engine._models == {}
+    assert engine.token_budget == 512  # until it follows the plan
+    engine.follow(plan)
+    assert engine.token_budget == plan.token_budget
+
+
+def test_a_budget_that_is_set_is_not_measured_but_bounded_by_memory(engine: TrainingEngine) -> None:
+    assert measure(engine, BOUNDS).token_budget == 200
+    assert measure(engine, Bounds(512, max_lora_rank=16, token_budget=200, memory_bytes=_SMALL)).token_budget < 200
+
+
+def test_a_datum_that_can_never_fit_is_refused_with_the_largest_size_that_would(engine: TrainingEngine) -> None:
+    engine.follow(measure(engine, Bounds(512, max_lora_rank=16, token_budget=200, memory_bytes=_SMALL)))
+    longest = engine.limits.max_context_length
+    assert 16 < longest < CONTEXT
+    Batch.from_proto(request([random_datum(longest, 0, vocab_size=VOCAB_SIZE)]), engine.limits)
+    data = [random_datum(9, 0, vocab_size=VOCAB_SIZE), random_datum(longest + 1, 0, vocab_size=VOCAB_SIZE)]
+    with pytest.raises(InvalidRequest) as caught:
+        Batch.from_proto(request(data), engine.limits)
+    assert str(caught.value) == (
+        f"data[1].model_input: {longest + 1} tokens are outside 1..{longest}, what fits into this trainer's memory"
+    )
+
+
+def test_with_enough_memory_the_model_alone_bounds_the_context(engine: TrainingEngine) -> None:
+    engine.follow(measure(engine, BOUNDS))
+    assert engine.limits.max_context_length == CONTEXT
+    assert "its context" in engine.limits.context_reason
+
+
+def test_a_model_more_than_memory_holds_is_refused_by_its_rank(engine: TrainingEngine) -> None:
+    numel = sum(4 * (target.in_features + target.out_features) for target in engine.base.targets)
+    engine.follow(Plan(512, models_bytes=2 * 16 * numel + 1000))
+    for model_id in ("a", "b"):
+        engine.create_model(model_id, AdapterConfig(rank=4), "adamw")
+    with pytest.raises(OutOfCapacity, match=r"lora_config.rank: a model of rank 4 takes .* 2 live models leave 0.0 MB"):
+        engine.create_model("c", AdapterConfig(rank=4), "adamw")
+    engine.delete_model("a")
+    engine.create_model("c", AdapterConfig(rank=4), "adamw")
+
+
+def test_the_probe_runs_where_only_some_layers_can_be_adapted(base: BaseModel) -> None:
+    some = replace(base, targets=[target for target in base.targets if target.group == "attn"])
+    plan = measure(TrainingEngine(some, max_tokens_per_microbatch=64), BOUNDS)
+    assert plan.plain is not None
+    assert plan.plain.bytes_per_token > 0
+    assert torch.is_grad_enabled()

@@ -1,0 +1,84 @@
+"""What is counted as memory, what may be used of it, and which errors say that there is none."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.trainer_service.engines import batch, create, run
+from tinsmith.modeling import logprobs
+from tinsmith.modeling.base_model import BaseModel
+from trainer_service.engine import TrainingEngine
+from trainer_service.memory import Allocations, _cgroup_rooms, host_bytes, is_out_of_memory
+
+
+def test_storages_count_once_from_their_making_to_their_end() -> None:
+    outside = torch.ones(100)
+    with Allocations() as allocations:
+        a = outside + 1
+        view = a[:50]
+        a.add_(1)
+        assert allocations.live_bytes == 400
+        b = torch.cat([a, view])
+        assert (allocations.live_bytes, allocations.largest_bytes) == (1000, 600)
+        del b
+        c = torch.zeros(10)
+        del a
+        assert allocations.live_bytes == 440  # the view holds it
+        del view, c
+    assert (allocations.live_bytes, allocations.peak_bytes) == (0, 1000)
+
+
+def test_what_backward_makes_counts_too() -> None:
+    x = torch.ones(100, requires_grad=True)
+    with Allocations() as allocations:
+        (gradient,) = torch.autograd.grad((x * x * 3).sum(), x)
+    assert allocations.live_bytes == 400 == gradient.nbytes
+    assert allocations.peak_bytes >= 800
+
+
+def test_the_room_of_a_cgroup_is_its_limit_less_what_cannot_be_reclaimed(tmp_path: Path) -> None:
+    group = tmp_path / "a" / "b"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text("max\n")
+    (group / "memory.current").write_text("500\n")
+    (group / "memory.stat").write_text("anon 300\ninactive_file 150\n")
+    for name, text in (("max", "1000"), ("current", "700"), ("stat", "inactive_file 200")):
+        (group.parent / f"memory.{name}").write_text(text)
+    membership = tmp_path / "cgroup"
+    membership.write_text("0::/a/b\n")
+    assert list(_cgroup_rooms(tmp_path, membership)) == [500]
+
+
+def test_version_1_of_cgroups_is_read_too_and_none_is_no_limit(tmp_path: Path) -> None:
+    group = tmp_path / "memory"  # as in a container: the path below it is the host's, and not there
+    group.mkdir()
+    (group / "memory.limit_in_bytes").write_text("1000")
+    (group / "memory.usage_in_bytes").write_text("900")
+    (group / "memory.stat").write_text("total_inactive_file 50")
+    membership = tmp_path / "cgroup"
+    membership.write_text("5:cpu:/\n4:memory:/docker/xyz\n")
+    assert list(_cgroup_rooms(tmp_path, membership)) == [150]
+    assert list(_cgroup_rooms(tmp_path, tmp_path / "absent")) == []
+    assert host_bytes() > 0
+
+
+def test_errors_of_allocation_are_known_and_others_are_not_taken_for_them() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 50)
+    assert is_out_of_memory(caught.value)
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert is_out_of_memory(MemoryError())
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+def test_logits_of_a_long_batch_never_exist_at_once(base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(logprobs.MAX_CHUNK_ELEMENTS, "cpu", 16 * base.vocab_size)
+    engine = TrainingEngine(base, max_tokens_per_microbatch=4096)
+    create(engine, "m")
+    one = batch(engine, [200] * 4)
+    for loss in (one, batch(engine, [200] * 4, forward_only=True)):
+        with Allocations() as allocations:
+            run(engine, "m", loss)
+        elements = one.num_tokens * base.vocab_size
+        assert allocations.largest_bytes < 4 * elements / 3  # that of [T, intermediate] is a quarter of it

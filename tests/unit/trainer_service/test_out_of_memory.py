@@ -1,0 +1,240 @@
+"""When memory runs out, less goes through at once, and the numbers stay what they were."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+
+from tests.unit.trainer_service.engines import ADAM, assert_near, batch, create, gradient, run
+from tinsmith.modeling.base_model import BaseModel
+from tinsmith.rpc.errors import OutOfCapacity
+from trainer_service import engine as engine_module
+from trainer_service.batch import Output
+from trainer_service.engine import TrainingEngine
+from trainer_service.metrics import Metrics
+from trainer_service.micro_batch import Item, halves
+
+LENGTHS = (9, 30, 4, 17, 12, 25)
+
+
+def make(base: BaseModel, **settings: Any) -> tuple[TrainingEngine, CollectorRegistry]:
+    registry = CollectorRegistry()
+    return TrainingEngine(base, max_tokens_per_microbatch=200, metrics=Metrics(registry), **settings), registry
+
+
+class Memory:
+    """A forward pass fails above a number of tokens; with activation checkpointing above another one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, base: BaseModel) -> None:
+        self.max_tokens = 10_000
+        self.max_tokens_checkpointed = 10_000
+        self.passes: list[int] = []
+        whole = type(base).hidden_states
+
+        def hidden_states(self_: BaseModel, tokens_T: torch.Tensor, *args: Any) -> torch.Tensor:
+            checkpointed = "forward" in base.layers[0].__dict__
+            self.passes.append(len(tokens_T))
+            if len(tokens_T) > (self.max_tokens_checkpointed if checkpointed else self.max_tokens):
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return whole(self_, tokens_T, *args)
+
+        monkeypatch.setattr(type(base), "hidden_states", hidden_states)
+
+
+@pytest.fixture
+def memory(base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> Memory:
+    monkeypatch.setattr(engine_module, "drop_caches", lambda device: None)  # collecting garbage takes most of the time
+    return Memory(monkeypatch, base)
+
+
+def test_a_batch_that_does_not_fit_runs_in_halves_with_the_same_numbers(base: BaseModel, memory: Memory) -> None:
+    engine, registry = make(base)
+    for model_id in ("a", "b", "alone a", "alone b"):
+        create(engine, model_id)
+    works = [("a", batch(engine, LENGTHS)), ("b", batch(engine, LENGTHS[:3]))]
+    expected = [run(engine, f"alone {model_id}", one) for model_id, one in works]
+    assert registry.get_sample_value("trainer_out_of_memory_total") == 0
+
+    memory.max_tokens = 40
+    outputs = engine.forward_backward(works)
+    for (model_id, _), output, right in zip(works, outputs, expected, strict=True):
+        assert isinstance(output, Output)
+        assert output.metrics == pytest.approx(right.metrics, rel=1e-6)
+        for ours, theirs in zip(output.logprobs, right.logprobs, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+        assert_near(gradient(engine, model_id), gradient(engine, f"alone {model_id}"), 1e-5)
+    assert engine.optim_step("a", ADAM)["grad_norm:mean"] > 0  # not tainted
+    assert registry.get_sample_value("trainer_out_of_memory_total") not in (None, 0)
+
+
+def test_the_budget_falls_below_what_failed_and_the_next_batch_runs_at_once(base: BaseModel, memory: Memory) -> None:
+    engine, registry = make(base)
+    create(engine, "m")
+    memory.max_tokens = 60
+    run(engine, "m", batch(engine, LENGTHS))
+    assert engine.token_budget <= 60
+    assert registry.get_sample_value("trainer_token_budget") == engine.token_budget
+    failed = registry.get_sample_value("trainer_out_of_memory_total")
+    run(engine, "m", batch(engine, LENGTHS))
+    assert registry.get_sample_value("trainer_out_of_memory_total") == failed
+
+
+def test_a_long_datum_that_fails_alone_says_nothing_of_the_budget(base: BaseModel, memory: Memory) -> None:
+    engine, _ = make(base)
+    create(engine, "m")
+    memory.max_tokens = 200
+    run(engine, "m", batch(engine, [230]))
+    assert engine.token_budget == 200
+
+
+def test_a_datum_that_fails_alone_runs_with_activation_checkpointing_at_once_the_next_time(
+    base: BaseModel, memory: Memory
+) -> None:
+    engine, _ = make(base)
+    create(engine, "m")
+    create(engine, "roomy")
+    one = batch(engine, [50, 9])
+    expected = run(engine, "roomy", one)
+    memory.max_tokens = 40
+    output = run(engine, "m", one)
+    assert output.metrics == pytest.approx(expected.metrics, rel=1e-6)
+    assert_near(gradient(engine, "m"), gradient(engine, "roomy"), 1e-5)
+    memory.passes.clear()
+    run(engine, "m", one)
+    assert sorted(memory.passes) == [9, 50]
+
+
+@pytest.mark.parametrize("mode", ["auto", "off"])
+def test_only_the_job_whose_datum_does_not_fit_even_so_fails(base: BaseModel, memory: Memory, mode: str) -> None:
+    engine, _ = make(base, activation_checkpointing=mode)
+    create(engine, "long")
+    create(engine, "short")
+    memory.max_tokens = memory.max_tokens_checkpointed = 40
+    refused, fine = engine.forward_backward([("long", batch(engine, [5, 50])), ("short", batch(engine, LENGTHS))])
+    assert isinstance(refused, OutOfCapacity)
+    assert str(refused) == "data[1].model_input: there is no memory for its 50 tokens at this moment, even alone"
+    assert isinstance(fine, Output)
+    assert engine.optim_step("short", ADAM)["grad_norm:mean"] > 0
+
+
+def test_a_forward_without_gradients_has_nothing_to_checkpoint(base: BaseModel, memory: Memory) -> None:
+    engine, _ = make(base)
+    create(engine, "m")
+    memory.max_tokens = 40
+    (refused,) = engine.forward_backward([("m", batch(engine, [50], forward_only=True))])
+    assert isinstance(refused, OutOfCapacity)
+    assert memory.passes == [50]
+
+
+@pytest.mark.parametrize("where", ["loss", "backward"])
+def test_nothing_is_added_twice_wherever_it_fails(base: BaseModel, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    engine, _ = make(base)
+    for model_id in ("a", "b"):
+        create(engine, model_id)
+    one = batch(engine, LENGTHS)
+    run(engine, "b", one)
+    run(engine, "b", one)
+    run(engine, "a", one)
+    fails = [True]
+
+    def failing(call: Callable[..., Any]) -> Callable[..., Any]:
+        def maybe(*args: Any, **kwargs: Any) -> Any:
+            result = call(*args, **kwargs)  # everything has been computed by then
+            if fails.pop() if fails else False:
+                raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
+            return result
+
+        return maybe
+
+    if where == "backward":
+        monkeypatch.setattr(torch.autograd, "grad", failing(torch.autograd.grad))
+    else:
+        monkeypatch.setattr(type(one.loss), "evaluate", failing(type(one.loss).evaluate))
+    run(engine, "a", one)
+    assert not fails
+    assert_near(gradient(engine, "a"), gradient(engine, "b"))
+
+
+def test_a_step_without_room_changes_nothing_and_can_be_sent_again(
+    base: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _ = make(base)
+    create(engine, "m")
+    run(engine, "m", batch(engine, LENGTHS))
+    before, grads = engine._models["m"].adapter.flat.clone(), gradient(engine, "m")
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty_like", fail)
+        with pytest.raises(OutOfCapacity, match="an optimizer step of m"):
+            engine.optim_step("m", ADAM)
+    assert torch.equal(engine._models["m"].adapter.flat, before)
+    assert torch.equal(gradient(engine, "m"), grads)
+    assert engine.optim_step("m", ADAM)["grad_norm:mean"] > 0
+
+
+def test_halves_have_about_as_many_tokens_and_none_is_empty(base: BaseModel) -> None:
+    engine, _ = make(base)
+    for lengths in ((5, 5), (50, 1, 1), (1, 1, 50), (3, 4, 5, 6)):
+        job = engine.begin("m", batch(engine, lengths))
+        items = [Item(job, index) for index in range(len(lengths))]
+        left, right = halves(items)
+        assert left
+        assert right
+        assert [*left, *right] == items
+
+
+_STARVED = """
+import resource, sys
+import torch
+from pathlib import Path
+from tests.unit.trainer_service.engines import batch, create, gradient, run
+from tests.unit.trainer_service.test_out_of_memory import make
+from tinsmith.modeling.base_model import BaseModel
+
+torch.set_num_threads(1)
+engine, registry = make(BaseModel.load(Path(sys.argv[1]), device=torch.device("cpu"), dtype=torch.float32))
+engine.plan = type(engine.plan)(token_budget=100_000)
+create(engine, "free")
+create(engine, "starved")
+one = batch(engine, [250] * 72)  # its activations take 230 MB
+run(engine, "free", batch(engine, [20]))
+engine._models["free"].clear_gradient()
+gradient(engine, "starved")
+_, hard = resource.getrlimit(resource.RLIMIT_AS)
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 30_000_000, hard))
+output = run(engine, "starved", one)
+resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+assert registry.get_sample_value("trainer_out_of_memory_total") >= 1
+assert engine.token_budget < one.num_tokens
+starved_budget, engine.plan = engine.token_budget, type(engine.plan)(token_budget=100_000)
+roomy = run(engine, "free", one)
+assert engine.token_budget == 100_000
+assert abs(output.metrics["loss:sum"] / roomy.metrics["loss:sum"] - 1) < 1e-5
+gap = (gradient(engine, "starved") - gradient(engine, "free")).norm() / gradient(engine, "free").norm()
+assert gap < 1e-5, gap
+print("budget", starved_budget)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS bounds nothing elsewhere")
+def test_a_process_that_really_runs_out_of_address_space_trains_on(model_folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _STARVED, str(model_folder)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(__file__).parents[3],
+    )
+    assert done.returncode == 0, done.stderr
+    assert "budget" in done.stdout
