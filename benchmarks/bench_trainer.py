@@ -30,6 +30,7 @@ from model_work import ModelWork, Peak, synchronize
 from processes import TINSMITH, Baseline
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from tinsmith.allocator import keep_freed_memory
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
 from trainer_service.batch import Batch, Datum, Output
@@ -59,8 +60,16 @@ MODEL_SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 151936,
         "tie_word_embeddings": True,
     },
+    "qwen3-tiny": {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 4096,
+    },
 }
-"""Qwen3 models as published, filled with random weights on the device."""
+"""Qwen3 models as published (the tiny one is ours), filled with random weights on the device."""
 
 Run = Callable[[], float]
 
@@ -271,18 +280,20 @@ def load(arguments: argparse.Namespace) -> tuple[BaseModel, Path | None]:
         torch.manual_seed(0)
         with device:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
-        return BaseModel.of(model, path=arguments.model_shape), None
+        return BaseModel.of(model, path=arguments.model_shape, kernels=arguments.kernels), None
     folder = arguments.model
     if arguments.size:
         folder = arguments.models.expanduser() / arguments.size
         make = [*TINSMITH, "make-base-model", "--size", arguments.size, "--out", str(folder)]
         subprocess.run(make, check=True)  # noqa: S603
-    return BaseModel.load(folder, device=device, dtype=dtype), folder
+    return BaseModel.load(folder, device=device, dtype=dtype, kernels=arguments.kernels), folder
 
 
 @contextmanager
 def prepared(arguments: argparse.Namespace) -> Iterator[Bench]:
     torch.set_num_threads(arguments.threads)
+    if arguments.device == "cpu":
+        keep_freed_memory()  # as the service does
     with ExitStack() as stack:
         base, folder = load(arguments)
         hf = None
@@ -327,6 +338,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--models", type=Path, default=Path("~/.cache/tinsmith-bench"), help="where (%(default)s)")
     parser.add_argument("--device", default="cuda" if cuda else "cpu", help="(%(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16" if cuda else "float32", help="(%(default)s)")
+    parser.add_argument(
+        "--kernels",
+        choices=("auto", "plain", "compiled", "liger"),
+        default="auto",
+        help="as the trainer's (%(default)s)",
+    )
     parser.add_argument("--rank", type=int, default=16, help="of every adapter (%(default)s)")
     parser.add_argument(
         "--shapes", type=parse_shapes, default="16x256,8x1024,ragged", metavar="COUNTxLENGTH|ragged,...",
@@ -357,7 +374,11 @@ def main() -> None:
         with prepared(arguments) as bench:
             (m, k, n), best = bench.peak.shape, bench.peak.rates[bench.peak.shape]
             report.settings["peak"] = f"{best / 1e9:.0f} GFLOP/s, torch.mm of [{m}, {k}] and [{k}, {n}]"
+            report.settings["kernels"] = f"{arguments.kernels}: {bench.engine.base.kernels}"
+            if bench.device.type == "cuda":
+                report.settings["gpu"] = torch.cuda.get_device_name(bench.device)
             print(f"matrix-product peak: {report.settings['peak']}", flush=True)
+            print(f"kernels: {report.settings['kernels']}", flush=True)
             for name in FIGURES:
                 if name in arguments.only:
                     for figure in FIGURES[name](bench):

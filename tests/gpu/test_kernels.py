@@ -193,8 +193,8 @@ def test_elementwise(make: Callable[[], Elementwise], num_tokens: int) -> None:
 
 def test_logprobs_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Head, "max_rows", 64)
-    hidden, weight = rounded(200, 128), rounded(1000, 128, seed=1) / 8
-    tokens = torch.randint(1000, (200,), generator=torch.Generator().manual_seed(2))
+    hidden, weight = rounded(200, 128), rounded(5000, 128, seed=1) / 8
+    tokens = torch.randint(5000, (200,), generator=torch.Generator().manual_seed(2))
 
     def run(x: Tensor) -> Sequence[Tensor]:
         return [target_logprobs(Head("head", weight.to(x)), x, torch.arange(200), tokens, [])]
