@@ -30,14 +30,16 @@ from sampler_service.sampling import stream_keys
 from sampler_service.scheduler import Job
 from sampler_service.scheduler import Sequence as RunningSequence
 from sampler_service.scoring import PromptScorer, wants_scores
+from sampler_service.self_check import Comparison
 from sampler_service.sizing import Sizes, resolve_device, resolve_dtype
 from sampler_service.stops import Decode, StopRule, load_decode
 from sampler_service.task import Task
 from sampler_service.threads import in_thread
 from sampler_service.validation import Limits
-from tinsmith.modeling.adapter import Adapter, AdapterConfig, Target
-from tinsmith.modeling.base_model import BaseModel
+from tinsmith.modeling.adapter import AdapterConfig, Target
+from tinsmith.modeling.base_model import BaseModel, UnsupportedModel
 from tinsmith.modeling.full_weights import FullWeights, ServedWeights, Weights
+from tinsmith.modeling.self_check import TOLERANCE, random_adapter
 from tinsmith.rpc.errors import Cancelled, EngineDead, NotReady, OutOfCapacity, ServiceError
 
 logger = logging.getLogger(__name__)
@@ -92,7 +94,11 @@ class TorchEngine:
         logger.info("%s on %s in %s, %s", base.architecture, device, dtype, sizes)
         engine = cls(base, batcher, limits, config)
         engine._thread.start()
-        await engine._warm_up()
+        try:
+            await engine._warm_up()
+        except UnsupportedModel:
+            await engine.stop()
+            raise
         return engine
 
     @property
@@ -202,23 +208,25 @@ class TorchEngine:
         return [Job(task, length, group, scored=n == 0) for n, group in enumerate(groups)]
 
     async def _warm_up(self) -> None:
-        """A short request on the base model and one on an adapter, so that no user meets a first-time pause."""
+        """Short requests on the base model and on an adapter, so that no user meets a first-time pause.
+
+        Raises UnsupportedModel when what they draw is not what the model says about it.
+        """
         prompt = np.arange(min(BLOCK_TOKENS, self.limits.vocab_size, self.limits.max_length - 4), dtype=np.int32)
-        groups = {target.group for target in self.base.targets}
+        groups = self.base.groups
         config = AdapterConfig(
             rank=1, train_attn="attn" in groups, train_mlp="mlp" in groups, train_unembed="unembed" in groups, seed=0
         )
         version_ids = [""]
         if groups:
-            self._store.install("warm-up", Adapter.create(config, self.base.targets, self.base.device))
+            self._store.install("warm-up", random_adapter(config, self.base.targets, self.base.device))
             version_ids.append("warm-up")
-        generations = [
-            await self.submit(
-                Request(prompt, version_id, num_samples=2, params=Params(max_tokens=2, top_p=0.9), prompt_logprobs=True)
-            )
-            for version_id in version_ids
-        ]
-        await asyncio.gather(*(generation.result() for generation in generations))
+        params = Params(max_tokens=2, top_p=0.9, stop=StopCondition())
+        requests = [Request(prompt, one, num_samples=2, params=params, prompt_logprobs=True) for one in version_ids]
+        for request in requests:  # one after the other: max_waiting may be 1
+            for one in Comparison.of(request, await (await self.submit(request)).result()):
+                scored = await (await self.submit(one.request)).result()
+                one.check(scored, tolerance=TOLERANCE[self.base.dtype])
         self._store.remove("warm-up")
         self._inbox.put(self._batcher.forget_warm_up)
 

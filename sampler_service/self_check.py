@@ -1,0 +1,46 @@
+"""Whether decoding computes this model: tokens drawn one by one, from the cache, against the same tokens as a prompt.
+
+That prompts are scored as the plain model scores them was checked when the base model was loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sampler_service.engine import Ints, Params, Request, Result
+from tinsmith.modeling.base_model import UnsupportedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One sequence that was drawn."""
+
+    prompt: Ints
+    version_id: str
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+
+    @classmethod
+    def of(cls, request: Request, result: Result) -> list[Comparison]:
+        sequences = result.sequences
+        return [cls(request.prompt, request.version_id, one.tokens, one.logprobs) for one in sequences]
+
+    @property
+    def request(self) -> Request:
+        """Scores what was drawn as the end of a prompt."""
+        whole = np.concatenate([self.prompt, np.array(self.tokens, np.int32)])
+        return Request(whole, self.version_id, params=Params(max_tokens=1), prompt_logprobs=True)
+
+    def check(self, result: Result, *, tolerance: float) -> None:
+        """Raises UnsupportedModel when `result`, of `request`, gives them other logprobs."""
+        assert result.prompt.logprobs is not None
+        scored = result.prompt.logprobs[-len(self.tokens) :]
+        gap = float(np.abs(scored - np.array(self.logprobs)).max())
+        if not gap <= tolerance:
+            raise UnsupportedModel(
+                f"decoding is wrong for this model: tokens drawn from {'an adapter' if self.version_id else 'it'} have "
+                f"logprobs that differ by {gap:.3g} (limit {tolerance:g}) from those of the same tokens in a prompt"
+            )
