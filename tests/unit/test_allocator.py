@@ -1,0 +1,46 @@
+"""Freed memory stays with the process; in processes of their own, because there is no way back."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tinsmith import allocator
+
+_PAGE_FAULTS = """
+import ctypes, resource, sys, threading
+from tinsmith.allocator import keep_freed_memory
+if sys.argv[1] == "keep":
+    assert keep_freed_memory()
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+size = 36 * 1024 * 1024  # above what glibc ever keeps by itself
+def work():
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        blocks = [ctypes.c_void_p(libc.malloc(size)) for _ in range(3)]
+        for block in blocks:
+            libc.memset(block, 1, size)
+        for block in blocks:
+            libc.free(block)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+"""
+
+
+def page_faults(mode: str) -> int:
+    done = subprocess.run([sys.executable, "-c", _PAGE_FAULTS, mode], capture_output=True, text=True, check=True)
+    return int(done.stdout.split()[-1])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="page faults of glibc's allocator")
+def test_blocks_that_are_freed_are_used_again_without_page_faults() -> None:
+    assert page_faults("plain") > 20_000  # every page of every block
+    assert page_faults("keep") < 1_000
+
+
+def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.libc_ver", lambda: ("", ""))
+    assert not allocator.keep_freed_memory()
