@@ -100,9 +100,8 @@ class Operations:
         return lambda turn: self._create(turn, request, location=None, config=config)
 
     def _config(self, lora_config: types_pb2.LoraConfig, *, optimizer: str) -> AdapterConfig:
-        config = config_of(lora_config, max_rank=self.max_lora_rank)
-        self.engine.check_trainable(config, optimizer)
-        return config
+        self.engine.check_trainable(lora_config.rank, optimizer)
+        return config_of(lora_config, max_rank=self.max_lora_rank)
 
     async def _create(
         self,

@@ -80,9 +80,7 @@ async def start(base: BaseModel, tmp_path: Path) -> AsyncIterator[StartService]:
         sender = WeightSender([], trainer_id="t", host="127.0.0.1", backend="gloo", timeout_s=5, metrics=metrics)
         checkpoints = CheckpointStore(tmp_path / "checkpoints", metrics)
         operations = Operations(engine, checkpoints, sender, ["tiny", "alias"], max_lora_rank=16)
-        scheduler = Scheduler(
-            engine, journal, max_tokens_per_call=64, max_queued_operations=20, max_models=4, metrics=metrics
-        )
+        scheduler = Scheduler(engine, journal, max_queued_operations=20, max_models=4, metrics=metrics)
         importer = Importer(base, checkpoints, max_rank=16, max_bytes=1 << 22)
         servicer = TrainerServicer()
         servicer.trainer = Trainer("boot", operations, scheduler, journal, checkpoints, importer)
@@ -259,7 +257,11 @@ async def test_an_invalid_forward_does_not_spoil_the_step(stub: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
-        ({"lora_config": types_pb2.LoraConfig(rank=0, train_attn=True)}, "rank: 0"),
+        (
+            {"lora_config": types_pb2.LoraConfig(rank=0, train_attn=True)},
+            "rank: 0 means full-parameter training, and this server was started without --full-training",
+        ),
+        ({"lora_config": types_pb2.LoraConfig(rank=-1, train_attn=True)}, "rank: -1 is outside 1..16"),
         ({"lora_config": types_pb2.LoraConfig(rank=17, train_attn=True)}, "rank: 17 is outside 1..16"),
         ({"lora_config": None}, "lora_config: missing"),
         ({"base_model": "huge"}, "'huge' is not served by this trainer; it serves tiny, alias"),
