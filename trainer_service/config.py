@@ -45,10 +45,13 @@ class TrainerConfig(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the base weights; auto means float32 on the CPU and bfloat16 on CUDA. Adapters are always float32."""
     kernels: Literal["auto", "plain", "compiled", "liger"] = "auto"
-    """auto takes the fastest kernels that are there, plain none, as a reference. compiled and liger are auto with norms,
-    rotations and SwiGLU by torch.compile or by the package liger-kernel; without them the trainer does not start."""
+    """auto takes the fastest kernels that are there, plain none, as a reference. compiled and liger are auto with
+    norms, rotations and SwiGLU by torch.compile or by the package liger-kernel; without them, no start."""
     num_threads: int = Field(default=0, ge=0)
     """CPU threads of one computation; 0 leaves torch's default, and divides the cores among several ranks."""
+    keep_freed_memory: bool = True
+    """On a CPU with glibc: freed memory stays with the process, so that a step finds it again without a page fault. Its
+    resident memory then stays at its peak; false gives it back to the system, and costs some 10 % of a step's time."""
     tensor_parallel: int = Field(default=1, ge=1)
     """Ranks that divide the features of each layer, by the model's own plan. How many ranks there are says torchrun;
     the other ranks divide the datums."""
