@@ -89,6 +89,8 @@ class Stack:
     log_level: str
     threads: Threads
     full_training: bool = False
+    trainer_ranks: int = 1
+    """Processes of each trainer, which share its threads."""
     """The trainers train all parameters."""
 
     @property
@@ -127,6 +129,7 @@ class Stack:
         )
 
     def _trainer(self, pair: Pair) -> Service:
+        threads = max(1, self.threads.trainer // self.trainer_ranks)
         flags = {
             "base-model": pair.model.source,
             "model-names": json.dumps(pair.model.names),
@@ -135,10 +138,12 @@ class Stack:
             "checkpoint-dir": str(self.state_dir / "checkpoints"),
             "state-dir": str(self.state_dir / "trainers" / _folder_name(pair.model)),
             "metrics-port": str(pair.trainer_metrics_port),
-            "num-threads": str(self.threads.trainer),
+            "num-threads": str(threads),
             **({"full-training": "true"} if self.full_training else {}),
         }
-        return self._grpc_service("trainer", pair.suffix, flags, port=pair.trainer_port, threads=self.threads.trainer)
+        return self._grpc_service(
+            "trainer", pair.suffix, flags, port=pair.trainer_port, threads=threads, ranks=self.trainer_ranks
+        )
 
     def _sampler(self, pair: Pair) -> Service:
         flags = {
@@ -150,10 +155,12 @@ class Stack:
         }
         return self._grpc_service("sampler", pair.suffix, flags, port=pair.sampler_port, threads=self.threads.sampler)
 
-    def _grpc_service(self, kind: str, suffix: str, flags: dict[str, str], *, port: int, threads: int) -> Service:
+    def _grpc_service(
+        self, kind: str, suffix: str, flags: dict[str, str], *, port: int, threads: int, ranks: int = 1
+    ) -> Service:
         return Service(
             name=f"{kind}{suffix}",
-            argv=_command(f"{kind}_service", {**flags, "log-level": self.log_level}),
+            argv=_command(f"{kind}_service", {**flags, "log-level": self.log_level}, ranks=ranks),
             log=self.logs / f"{kind}{suffix}.log",
             wait_ready=partial(_wait_grpc, _local(port)),
             env={
@@ -162,6 +169,7 @@ class Stack:
                 "TOKENIZERS_PARALLELISM": "false",
                 # torch's store asks for the name of every peer: a lost DNS packet would stall a group for 5 seconds.
                 "RES_OPTIONS": "timeout:1 attempts:2",
+                "PYTHONSAFEPATH": "1",  # -P for the ranks, too
                 **self._keys(kind),
             },
         )
@@ -187,12 +195,15 @@ class Stack:
         return self.keys.env(service) if self.keys else {}
 
 
-def _command(module: str, flags: dict[str, str]) -> list[str]:
+def _command(module: str, flags: dict[str, str], *, ranks: int = 1) -> list[str]:
+    """Several ranks are started by torchrun, which ends all of them when one ends."""
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"] if ranks > 1 else []
     # -P: a folder named `gateway` in the current directory is not ours.
     return [
         sys.executable,
         "-P",
         "-m",
+        *torchrun,
         module,
         *(part for name, value in flags.items() for part in (f"--{name}", value)),
     ]

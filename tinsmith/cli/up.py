@@ -63,6 +63,11 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "LoRA adapters",
     )  # fmt: skip
     parser.add_argument("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
+    parser.add_argument(
+        "--trainer-ranks", type=int, default=1, metavar="N",
+        help="processes of each trainer, which divide the data and its threads (default %(default)s); "
+        "TRAINER_TENSOR_PARALLEL and TRAINER_SHARD_BASE in the environment divide the base model, too",
+    )  # fmt: skip
     parser.add_argument("--trainer-threads", type=int, metavar="N", help="CPU threads of each trainer")
     parser.add_argument("--sampler-threads", type=int, metavar="N", help="CPU threads of each sampler")
     parser.add_argument(
@@ -82,6 +87,8 @@ def run(arguments: argparse.Namespace) -> int:
         trainer_threads=arguments.trainer_threads,
         sampler_threads=arguments.sampler_threads,
     )
+    if arguments.trainer_ranks < 1:
+        raise UsageError(f"--trainer-ranks: {arguments.trainer_ranks} is not at least 1")
     keys = _keys(arguments.host, arguments.api_key)
     port = _check_port(arguments.host, arguments.port)
     with _lock(state_dir):
@@ -94,6 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
             log_level=arguments.log_level,
             threads=threads,
             full_training=arguments.full_training,
+            trainer_ranks=arguments.trainer_ranks,
         )
         pairs = stack.pairs()
         return asyncio.run(

@@ -1,6 +1,6 @@
 """The frozen base divided among ranks (FSDP2): each holds a part of every decoder layer, which is whole only while it
-computes. The embedding, the last norm and the output layer stay whole: logprobs.py reads the output layer outside of any
-module's call.
+computes. The embedding, the last norm and the output layer stay whole: the output layer is read outside of any module's
+call.
 
 All ranks must take part in the same gathers: each layer's in order forward, and in reverse backward. A rank that
 computes less than the others (it has no datums, its adapters need no gradient below the output layer, or it has failed

@@ -71,6 +71,14 @@ def test_full_training_is_a_flag_of_the_trainers() -> None:
     assert not any("--full-training" in other.argv for other in others)
 
 
+def test_several_ranks_of_a_trainer_are_started_by_torchrun_and_share_its_threads() -> None:
+    stack = replace(make_stack([BaseModel("/m/a", ("a",))]), trainer_ranks=2)
+    trainer, sampler, _ = stack.services(stack.pairs())
+    assert trainer.argv[3:8] == ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    assert trainer.env["OMP_NUM_THREADS"] == flag(trainer, "num-threads") == "1"
+    assert sampler.argv[3] == "sampler_service"
+
+
 def test_a_trainers_state_folder_does_not_depend_on_its_neighbours() -> None:
     a, b = BaseModel("/m/a", ("a",)), BaseModel("/n/a", ("b",))
     alone, beside = make_stack([a]), make_stack([b, a])

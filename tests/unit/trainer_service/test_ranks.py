@@ -1,0 +1,104 @@
+"""What ranks agree on before they compute: their places, how they divide a micro-batch, and how messages travel."""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainer_service.config import TrainerConfig
+from trainer_service.engine import TrainingEngine
+from trainer_service.ranks.leader import LeadingEngine
+from trainer_service.ranks.place import Place
+from trainer_service.ranks.process import num_threads
+from trainer_service.ranks.share import balanced
+from trainer_service.ranks.wire import Message
+
+
+def place(rank: int = 0, world_size: int = 1, **settings: Any) -> Place:
+    env = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(world_size)}
+    return Place.of(TrainerConfig(base_model="m", **settings), env)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "settings", "message"),
+    [
+        (1, {"tensor_parallel": 2}, "--tensor-parallel: 2 does not divide the 1 ranks .WORLD_SIZE."),
+        (4, {"tensor_parallel": 3}, "--tensor-parallel: 3 does not divide the 4 ranks"),
+        (1, {"shard_base": True}, "--shard-base: .* only one of them; start at least 2, with torchrun"),
+        (2, {"shard_base": True, "tensor_parallel": 2}, "start at least 4, with torchrun"),
+        (2, {"tensor_parallel": 2, "full_training": True}, "--tensor-parallel: does not go with --full-training"),
+        (2, {"shard_base": True, "full_training": True}, "--shard-base: does not go with --full-training"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused_by_name(
+    world_size: int, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SystemExit, match=message):
+        place(world_size=world_size, **settings)
+
+
+def test_ranks_of_a_row_are_neighbours_and_the_first_answers_for_it() -> None:
+    places = [place(rank, 4, tensor_parallel=2) for rank in range(4)]
+    assert [one.row for one in places] == [0, 0, 1, 1]
+    assert [places[0].leads(rank) for rank in range(4)] == [True, False, True, False]
+    assert place().alone
+    assert not places[0].alone
+
+
+def test_ranks_divide_the_cores_of_their_machine_unless_threads_are_set() -> None:
+    assert num_threads(place(), 0, cores=8) == 0
+    assert num_threads(place(0, 4), 0, cores=8) == 2
+    assert num_threads(place(0, 4), 0, cores=2) == 1
+    assert num_threads(place(0, 4), 3, cores=8) == 3
+
+
+def test_shares_have_about_as_many_tokens_and_keep_the_order() -> None:
+    lengths = [60, 3, 30, 31, 9, 8, 50, 2]
+    shares = balanced(lengths, 3)
+    assert sorted(n for share in shares for n in share) == list(range(len(lengths)))
+    assert all(share == sorted(share) for share in shares)
+    loads = [sum(lengths[n] for n in share) for share in shares]
+    assert max(loads) - min(loads) <= 9
+    assert balanced([5], 3) == [[0], [], []]
+
+
+@pytest.mark.parametrize("size", [0, 10, 4_000, 5_000])
+def test_a_message_arrives_as_it_was_sent(size: int) -> None:
+    """Also a header that is longer than the first frame."""
+    tensors = [torch.randn(3, 5), torch.empty(0), torch.tensor([1, 2, 3], dtype=torch.uint8), torch.randn(2).bfloat16()]
+    fields = {"text": "x" * size, "rate": 0.1 + 0.2, "none": None, "nested": [[1, {"a": 2}]]}
+    wire: deque[Tensor] = deque()
+    Message("run", fields, tensors).send(lambda tensor: wire.append(tensor.clone()))
+
+    def move(tensor: Tensor) -> None:
+        tensor.copy_(wire.popleft())
+
+    received = Message.receive(move)
+    assert not wire
+    assert (received.name, received.fields) == ("run", fields)
+    for theirs, ours in zip(received.tensors, tensors, strict=True):
+        assert theirs.dtype == ours.dtype
+        assert torch.equal(theirs, ours)
+
+
+def test_whatever_changes_an_engine_is_done_on_every_rank() -> None:
+    """A new method of the engine must be told to the other ranks, or named here with the reason why not."""
+    own = {
+        "create_model",  # ends in add_model
+        "begin",  # computes nothing
+        "forward_backward",  # begin, run and finish
+        "capture",  # reads
+        "check_trainable",
+        # What a plan or the settings say, the same on every rank:
+        "token_budget",
+        "can_checkpoint",
+        "always_checkpoints",
+        "num_layers",
+    }
+    public = {name for name, _ in inspect.getmembers(TrainingEngine) if not name.startswith("_")}
+    assert public - {name for name in vars(LeadingEngine) if not name.startswith("_")} == own
