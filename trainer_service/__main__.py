@@ -97,7 +97,6 @@ async def start(config: TrainerConfig, journal: Journal, metrics: Metrics, *, po
     scheduler = Scheduler(
         engine,
         journal,
-        max_tokens_per_call=config.max_tokens_per_microbatch,
         max_queued_operations=config.max_queued_operations,
         max_models=config.max_models,
         metrics=metrics,

@@ -1,180 +1,255 @@
-"""The compute thread: one call of the engine at a time, of whatever is ready.
+"""The compute thread: one micro-batch, or one call, after the other, as long as there is something to do.
 
-Batches that are ready, of several models or consecutive ones of one model, go to the engine in one call, up to a budget
-of tokens and round robin over the models.
+The event loop puts in what is to be computed (lanes.py says who comes next), and gets the results. Between two works
+the thread asks nobody: results become protobuf, journal and log on the event loop, while it goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
-from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from tinsmith.rpc.errors import ServiceError
+from trainer_service.lanes import BatchRun, Call, Item, Lanes, MicroBatch
 from trainer_service.metrics import Metrics
-from trainer_service.model_queue import Call, ModelQueue
 from trainer_service.speed import Speed
-from trainer_service.work import Answer, Batch, BatchEngine, Operation, Output, RunBatch
+from trainer_service.work import BatchEngine, Operation, Output
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-
-class Owner(Protocol):
-    """The scheduler, as the compute thread knows it."""
-
-    def taken(self, model: ModelQueue) -> None:
-        """The head of the model has its turn."""
-        ...
-
-    def settle(self, model: ModelQueue, operation: Operation, outcome: Answer | ServiceError) -> None: ...
-
-    def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> object: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A call of the engine that has begun."""
+    """What the thread does now."""
 
     operations: Sequence[Operation]
     num_tokens: int
+    """0 for a call."""
     started_s: float
     """Of time.perf_counter."""
 
 
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """What there is to compute, at one moment."""
+
+    running: Running | None
+    waiting: Mapping[str, Sequence[tuple[Operation, int]]]
+    """For each model its operations in order, with the tokens of them that wait; 0 for a call."""
+
+
 class ComputeThread:
-    """All methods run on the event loop."""
+    """All public methods run on the event loop in which it was made."""
 
-    def __init__(self, owner: Owner, engine: BatchEngine, *, max_tokens_per_call: int, metrics: Metrics) -> None:
-        self._owner = owner
+    def __init__(self, engine: BatchEngine, metrics: Metrics) -> None:
         self._engine = engine
-        self._max_tokens_per_call = max_tokens_per_call
         self._metrics = metrics
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="compute")
+        self._loop = asyncio.get_running_loop()
+        self._lanes = Lanes()
+        self._stopped: list[BatchRun] = []  # begun, and to end without the rest
+        self._running: Running | None = None
         self._closed = False
-        self.ready: deque[ModelQueue] = deque()
-        """Models with something to compute, in the order in which it came up."""
-        self.running: Running | None = None
+        self._changed = threading.Condition()  # guards everything above
+        self._ended = asyncio.Event()
         self.speed = Speed()
+        threading.Thread(target=self._work, name="compute", daemon=True).start()
 
-    def put(self, model: ModelQueue, item: Operation | Call) -> None:
-        model.ready = item
-        self.ready.append(model)
-        self._pump()
+    def put(self, model_id: str, item: Item) -> None:
+        """Behind the model's other items. The item's result comes in time; after `close` it is cancelled."""
+        with self._changed:
+            if self._closed:
+                item.result.cancel()
+                return
+            self._lanes.put(model_id, item)
+            self._changed.notify()
 
-    def withdraw(self, model: ModelQueue) -> None:
-        if model.ready is not None:
-            model.ready = None
-            self.ready.remove(model)
+    def withdraw(self, model_id: str, error: ServiceError) -> None:
+        """Fails what waits. What has begun goes on up to the end of the call or micro-batch that runs now."""
+        with self._changed:
+            for item in self._lanes.withdraw(model_id):
+                if isinstance(item, BatchRun) and item.operation.has_begun:
+                    item.error = error
+                    self._stopped.append(item)  # the engine has begun it, and must be told
+                else:
+                    item.result.set_exception(error)
+            self._changed.notify()
 
     async def run_alone(self, call: Callable[[], object]) -> None:
-        """Runs what belongs to no operation, after the call that runs now."""
-        await asyncio.get_running_loop().run_in_executor(self._executor, call)
+        """Runs what belongs to no operation, after what runs now."""
+        result: asyncio.Future[object] = self._loop.create_future()
+        with self._changed:
+            if self._closed:
+                result.cancel()
+            else:
+                self._lanes.put_first(Call(None, call, result))
+            self._changed.notify()
+        await result
 
-    def stop(self) -> None:
-        """Starts nothing more."""
-        self._closed = True
-        for model in self.ready:
-            if isinstance(model.ready, Call):
-                model.ready.result.cancel()
-
-    def shutdown(self) -> None:
-        self._executor.shutdown(wait=False, cancel_futures=True)
-
-    def _pump(self) -> None:
-        """Starts the next call, when the thread is free."""
-        if self.running is not None or self._closed or not self.ready:
-            return
-        self.running = Running([], 0, time.perf_counter())  # what is taken now makes other works ready
-        first = self.ready[0]
-        if isinstance(first.ready, Call):
-            call = first.ready
-            self.running = Running([call.operation], 0, time.perf_counter())
-            self._take(first)
-            self._owner.spawn(self._run_call(call))
-        else:
-            works = list(self._choose_batches())
-            num_tokens = sum(batch.num_tokens for _, _, batch in works)
-            self.running = Running([operation for _, operation, _ in works], num_tokens, time.perf_counter())
-            self._owner.spawn(self._run_batches(works))
-
-    def _take(self, model: ModelQueue) -> None:
-        self.withdraw(model)
-        self._owner.taken(model)
-
-    def _choose_batches(self) -> Iterator[tuple[ModelQueue, Operation, Batch]]:
-        """Ready batches up to the budget, one of each model in turn; the first whatever its size."""
-        num_tokens = 0
-        turns = deque(model for model in self.ready if isinstance(model.ready, Operation))
-        while turns:
-            model = turns.popleft()
-            operation = model.ready
-            if not isinstance(operation, Operation) or not isinstance(operation.work, RunBatch):
-                continue
-            batch = operation.work.batch
-            if num_tokens and num_tokens + batch.num_tokens > self._max_tokens_per_call:
-                continue
-            num_tokens += batch.num_tokens
-            self._take(model)
-            turns.append(model)
-            yield model, operation, batch
-
-    async def _run_batches(self, works: Sequence[tuple[ModelQueue, Operation, Batch]]) -> None:
-        outputs = await self._on_thread(
-            "forward_backward",
-            lambda: self._forward_backward([(model.model_id, batch) for model, _, batch in works]),
-        )
-        self._metrics.batches.inc()
-        self._metrics.tokens.inc(sum(batch.num_tokens for _, _, batch in works))
-        answers = await asyncio.to_thread(lambda: [_answer(output) for output in outputs])
-        for (model, operation, _), answer in zip(works, answers, strict=True):
-            self._owner.settle(model, operation, answer)
-
-    def _forward_backward(self, works: Sequence[tuple[str, Batch]]) -> Sequence[Output | ServiceError]:
-        """On the compute thread. A failed batch leaves a gap in its model's gradients; the next step must know."""
-        outputs: Sequence[Output | ServiceError]
+    async def close(self, *, timeout_s: float) -> bool:
+        """Starts nothing more. Returns False when something still runs after `timeout_s` seconds."""
+        with self._changed:
+            self._closed = True
+            for item in self._lanes.withdraw_all():
+                item.result.cancel()
+            self._changed.notify()
         try:
-            outputs = self._engine.forward_backward(works)
-        except Exception as error:
-            logger.exception("forward_backward of %s failed", ", ".join(model_id for model_id, _ in works))
-            outputs = [error if isinstance(error, ServiceError) else internal_error()] * len(works)
-        for (model_id, batch), output in zip(works, outputs, strict=True):
-            if isinstance(output, ServiceError) and not batch.forward_only:
-                self._engine.taint(model_id, output.message)
-        return outputs
+            async with asyncio.timeout(timeout_s):
+                await self._ended.wait()
+        except TimeoutError:
+            return False
+        return True
 
-    async def _run_call(self, call: Call) -> None:
-        try:
-            result = await self._on_thread(call.operation.kind, call.run)
-        except Exception as error:
-            call.result.set_exception(error)
+    def backlog(self) -> Backlog:
+        with self._changed:
+            return Backlog(self._running, self._lanes.waiting())
+
+    # On the thread
+
+    def _work(self) -> None:
+        while (work := self._next()) is not None:
+            if isinstance(work, Call):
+                self._run_call(work)
+            else:
+                self._run_micro_batch(work)
+        self._post(self._ended.set)
+
+    def _next(self) -> Call | MicroBatch | None:
+        """Waits for something to do; None when the thread is to end."""
+        while True:
+            self._end_stopped()
+            with self._changed:
+                self._running = None
+                if self._closed:
+                    return None
+                if (work := self._lanes.next(self._engine.token_budget)) is not None:
+                    self._running = self._begin(work)
+                    return work
+                if not self._stopped:
+                    self._changed.wait()
+
+    def _begin(self, work: Call | MicroBatch) -> Running:
+        now = time.perf_counter()
+        if isinstance(work, Call):
+            operations = [work.operation] if work.operation is not None else []
+            num_tokens = 0
         else:
-            call.result.set_result(result)
+            operations = [run.operation for run, _ in work]
+            num_tokens = sum(run.load.lengths[index] for run, indices in work for index in indices)
+        for operation in operations:
+            if not operation.has_begun:
+                operation.has_begun = True
+                self._metrics.queue_length.labels(operation.kind).dec()
+                self._metrics.queue_seconds.labels(operation.kind).observe(now - operation.arrived_s)
+        return Running(operations, num_tokens, now)
 
-    async def _on_thread(self, kind: str, call: Callable[[], T]) -> T:
-        running = self.running
-        assert running is not None
+    def _run_call(self, call: Call) -> None:
+        result, error = None, None
         started_at = time.time()
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._executor, call)
-        finally:
-            seconds = time.perf_counter() - running.started_s
-            self._metrics.step_seconds.labels(kind).observe(seconds)
-            self.speed.observe(seconds, num_tokens=running.num_tokens)
-            for operation in running.operations:
-                operation.ran = started_at, time.time()
-            self.running = None
-            self._pump()
+            result = call.run()
+        except Exception as caught:
+            error = caught
+        if call.operation is None:
+            self._post(_resolve, call.result, result, error)
+            return
+        call.operation.ran = started_at, time.time()
+        with self._changed:
+            self._lanes.end(call.operation.model_id, call)
+        self._post(_resolve, call.result, result, error)
+        self._measure(call.operation.kind)
+
+    def _run_micro_batch(self, work: MicroBatch) -> None:
+        started_at = time.time()
+        for run, _ in work:
+            if run.operation.ran is None:
+                self._begin_job(run)
+        try:
+            self._engine.run([run.job.piece(indices) for run, indices in work if run.job is not None])
+        except Exception as error:
+            logger.exception("forward_backward of %s failed", ", ".join(run.operation.model_id for run, _ in work))
+            for run, _ in work:
+                if run.job is not None:
+                    run.job.error = error if isinstance(error, ServiceError) else internal_error()
+        ended_at = time.time()
+        for run, _ in work:
+            run.operation.ran = run.operation.ran[0] if run.operation.ran else started_at, ended_at
+        self._end([run for run, _ in work if run.has_ended])
+        with self._changed:
+            self._lanes.end_micro_batch()
+        self._metrics.micro_batches.inc()
+        self._metrics.micro_batch_models.observe(len({run.operation.model_id for run, _ in work}))
+        self._measure("forward_backward")
+
+    def _begin_job(self, run: BatchRun) -> None:
+        try:
+            run.job = self._engine.begin(run.operation.model_id, run.batch)
+        except Exception as error:
+            if not isinstance(error, ServiceError):
+                logger.exception("a forward_backward of %s cannot begin", run.operation.model_id)
+            run.error = error if isinstance(error, ServiceError) else internal_error()
+
+    def _end_stopped(self) -> None:
+        with self._changed:
+            stopped, self._stopped = self._stopped, []
+        self._end([run for run in stopped if not run.is_over])
+
+    def _end(self, runs: Sequence[BatchRun]) -> None:
+        if not runs:
+            return
+        outputs = [(run.result, self._output(run)) for run in runs]
+        with self._changed:
+            for run in runs:
+                self._lanes.end(run.operation.model_id, run)
+        self._post(_deliver, outputs)
+
+    def _output(self, run: BatchRun) -> Output | ServiceError:
+        if run.job is None:
+            assert run.error is not None
+            if not run.batch.forward_only:
+                self._engine.taint(run.operation.model_id, run.error.message)
+            return run.error
+        run.job.error = run.job.error or run.error
+        try:
+            return self._engine.finish(run.job)
+        except Exception:
+            logger.exception("the result of %s, seq_id %d, is lost", run.operation.model_id, run.operation.seq_id)
+            return internal_error()
+
+    def _measure(self, kind: str) -> None:
+        """What has run until now."""
+        running = self._running
+        assert running is not None
+        seconds = time.perf_counter() - running.started_s
+        self.speed.observe(seconds, num_tokens=running.num_tokens)
+        self._metrics.step_seconds.labels(kind).observe(seconds)
+        if running.num_tokens:
+            self._metrics.tokens.inc(running.num_tokens)
+            self._metrics.micro_batch_tokens.observe(running.num_tokens)
+
+    def _post(self, call: Callable[..., object], *arguments: Any) -> None:
+        self._loop.call_soon_threadsafe(call, *arguments)
 
 
-def _answer(output: Output | ServiceError) -> Answer | ServiceError:
-    return output if isinstance(output, ServiceError) else Answer(forward_backward=output.to_proto())
+def _deliver(outputs: Sequence[tuple[asyncio.Future[Output], Output | ServiceError]]) -> None:
+    for result, output in outputs:
+        if isinstance(output, ServiceError):
+            _resolve(result, None, output)
+        else:
+            _resolve(result, output, None)
+
+
+def _resolve(result: asyncio.Future[Any], value: object, error: Exception | None) -> None:
+    if result.done():  # nobody waits any more
+        return
+    if error is not None:
+        result.set_exception(error)
+    else:
+        result.set_result(value)
 
 
 def internal_error() -> ServiceError:

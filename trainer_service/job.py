@@ -29,6 +29,10 @@ class Job:
     def __post_init__(self) -> None:
         self.logprobs = [np.empty(0, np.float32)] * len(self.batch.datums)
 
+    def piece(self, indices: Sequence[int]) -> Piece:
+        """Some of its datums, for a micro-batch."""
+        return Piece(self, indices)
+
     def add(self, term: Term) -> None:
         self.loss += term.value
         for key, value in term.metrics.items():

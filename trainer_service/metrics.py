@@ -18,12 +18,18 @@ class Metrics:
         def seconds(name: str, text: str, *labels: str) -> Histogram:
             return Histogram(f"trainer_{name}_seconds", text, labels, buckets=LATENCY_BUCKETS_S, registry=registry)
 
+        def sizes(name: str, text: str, *, largest: int) -> Histogram:
+            buckets = [2**n for n in range(largest.bit_length())]
+            return Histogram(f"trainer_{name}", text, buckets=buckets, registry=registry)
+
         self.operations = counter("operations", "Finished operations, by kind and outcome.", "kind", "outcome")
         self.queue_length = gauge("queue_length", "Accepted operations that have not been executed.", "kind")
         self.queue_seconds = seconds("queue", "From acceptance to execution.", "kind")
         self.step_seconds = seconds("step", "Execution on the compute thread.", "kind")
-        self.batches = counter("batches", "Calls of the engine's forward_backward; operations share them.")
-        self.tokens = counter("tokens", "Tokens of executed forward_backward operations.")
+        self.micro_batches = counter("micro_batches", "Works of the engine; forward_backward operations share them.")
+        self.tokens = counter("tokens", "Tokens of micro-batches.")
+        self.micro_batch_tokens = sizes("micro_batch_tokens", "Tokens of one micro-batch.", largest=2**17)
+        self.micro_batch_models = sizes("micro_batch_models", "Models with datums in one micro-batch.", largest=256)
         self.token_budget = gauge("token_budget", "Tokens that a micro-batch should have.")
         self.out_of_memory = counter("out_of_memory", "Micro-batches that ran out of memory, and were tried smaller.")
         self.models = gauge("models", "Live models.")

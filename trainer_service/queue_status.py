@@ -1,13 +1,17 @@
-"""What an operation waits for, in numbers and in words."""
+"""What an operation waits for, in numbers and in words.
+
+Models share the compute thread by tokens. So while a model gets the R tokens up to the end of an operation, each other
+one gets as many, or as many as it has.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from itertools import islice
 
 from tinsmith.v1.types_pb2 import QueueStatus
-from trainer_service.compute import Running
+from trainer_service.compute import Backlog, Running
 from trainer_service.model_queue import ModelQueue
 from trainer_service.speed import Speed
 from trainer_service.work import Operation, RunBatch
@@ -21,55 +25,75 @@ _BEFORE = {
 }
 _AFTER = {"save_checkpoint": "the checkpoint is being written"}
 
+_Work = tuple[Operation, int]
+"""An operation and tokens of it; 0 for a call."""
 
-def status_of(
-    operation: Operation, model: ModelQueue, *, ready: Sequence[ModelQueue], running: Running | None, speed: Speed
-) -> QueueStatus:
-    """Of an operation of this model. `ready` and `running` are the compute thread's."""
-    elapsed_s = time.perf_counter() - running.started_s if running is not None else 0.0
-    if running is not None and operation in running.operations:
-        expected = speed.seconds(num_tokens=running.num_tokens, num_calls=int(running.num_tokens == 0))
-        return QueueStatus(running=True, expected_seconds=_left(expected, elapsed_s), reason="is being computed")
+
+def status_of(operation: Operation, model: ModelQueue, *, backlog: Backlog, speed: Speed) -> QueueStatus:
+    """Of an operation of this model."""
     if operation.outcome.done():
         return FINISHED
-    if operation.seq_id < model.next_seq_id:  # it has had its turn
+    running = backlog.running
+    elapsed_s = time.perf_counter() - running.started_s if running is not None else 0.0
+    lane = backlog.waiting.get(model.model_id, ())
+    entered = next((n for n, (one, _) in enumerate(lane) if one is operation), None)
+    if entered is None and operation.seq_id < model.next_to_enter and not _runs(operation, running):  # it has run
         return QueueStatus(reason=_AFTER.get(operation.kind, "its result is being stored"))
-    own = list(islice(model.in_turn(), operation.seq_id - model.next_seq_id))
-    ahead = [*(running.operations if running is not None else ()), *own, *_others(model, len(own), ready)]
-    num_tokens = sum(map(_tokens, ahead))
-    status = QueueStatus(position=len(ahead), tokens_ahead=num_tokens)
-    missing = model.next_seq_id + len(own)
-    if missing < operation.seq_id:
-        status.reason = f"waits for seq_id {missing} of this model, which has not arrived"
+    if entered is not None:
+        own = list(lane[: entered + 1])
+    elif operation.seq_id < model.next_to_enter:  # the last of it runs
+        own = []
+    else:
+        coming = islice(model.in_turn(), operation.seq_id - model.next_to_enter + 1)
+        own = [*lane, *((one, _tokens(one)) for one in coming)]
+    has_arrived = operation.seq_id < model.next_to_enter or (bool(own) and own[-1][0] is operation)
+    works = [*own, *(_others(model, sum(tokens for _, tokens in own), backlog) if own else ())]
+    now = running.num_tokens if running is not None else 0
+    status = QueueStatus()
+    if has_arrived:
+        num_calls = sum(tokens == 0 for _, tokens in works) + (running is not None and not now)
+        expected = speed.seconds(num_tokens=now + sum(tokens for _, tokens in works), num_calls=num_calls)
+        if expected is not None:
+            status.expected_seconds = max(0.0, expected - elapsed_s)
+    if operation.has_begun:
+        status.running, status.reason = True, "is being computed"
         return status
-    works = [*ahead, operation]
-    num_calls = sum(_tokens(work) == 0 for work in works)
-    expected = speed.seconds(num_tokens=num_tokens + _tokens(operation), num_calls=num_calls)
-    if (left := _left(expected, elapsed_s)) is not None:
-        status.expected_seconds = left
-    if operation is model.head and model.ready is None:
+    ahead = {one for one, _ in works} | {*(running.operations if running is not None else ())}
+    ahead.discard(operation)
+    status.position = len(ahead)
+    status.tokens_ahead = now + sum(tokens for one, tokens in works if one is not operation)
+    if not has_arrived:
+        missing = model.next_to_enter + len(own) - len(lane)
+        status.reason = f"waits for seq_id {missing} of this model, which has not arrived"
+    elif operation is model.head:
         status.reason = _BEFORE.get(operation.kind, "is about to be computed")
     elif ahead:
-        status.reason = f"waits for its turn: {len(ahead)} operations with {num_tokens} tokens are computed before it"
+        status.reason = (
+            f"waits for its turn: {len(ahead)} operations with {status.tokens_ahead} tokens are before it or beside it"
+        )
     else:
         status.reason = "is next"
     return status
 
 
-def _others(model: ModelQueue, num_own: int, ready: Sequence[ModelQueue]) -> list[Operation]:
-    """What other models have computed before: they take turns with this one's operations."""
-    place = next((n for n, one in enumerate(ready) if one is model), len(ready))
-    return [
-        operation
-        for n, other in enumerate(ready)
-        if other is not model
-        for operation in islice(other.in_turn(), num_own + (n < place))
-    ]
+def _others(model: ModelQueue, num_own: int, backlog: Backlog) -> Iterator[_Work]:
+    """What other models get meanwhile: so many tokens each, and the calls between them."""
+    for model_id, lane in backlog.waiting.items():
+        if model_id == model.model_id:
+            continue
+        left = num_own
+        for operation, tokens in lane:
+            if left <= 0 and (tokens or num_own):
+                break
+            yield operation, min(tokens, left)
+            left -= tokens
+
+
+def _runs(operation: Operation, running: Running | None) -> bool:
+    return running is not None and operation in running.operations
 
 
 def _tokens(operation: Operation) -> int:
-    return operation.work.batch.num_tokens if isinstance(operation.work, RunBatch) else 0
-
-
-def _left(expected_s: float | None, elapsed_s: float) -> float | None:
-    return None if expected_s is None else max(0.0, expected_s - elapsed_s)
+    if not isinstance(operation.work, RunBatch):
+        return 0
+    return sum(datum.length for datum in operation.work.batch.datums)

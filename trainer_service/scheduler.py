@@ -8,9 +8,9 @@
 An operation is accepted when it is in the journal. From then on it lives here, whatever becomes of the call that
 brought it.
 
-A batch goes to the compute thread as it is (compute.py), when its model comes to it. Every other operation is a
-coroutine that takes its turn on the compute thread, at most once, with `Turn.run`. What it awaits before delays its own
-model only. What it awaits after delays only its own result: the model goes on.
+An operation's place on the compute thread is in its model's lane (lanes.py). A batch gets it when the operation before
+has got its own. Every other operation is a coroutine that asks for its place, at most once, with `Turn.run`. What it
+awaits before delays its own model only. What it awaits after delays only its own result: the model goes on.
 """
 
 from __future__ import annotations
@@ -27,14 +27,18 @@ from tinsmith.rpc.errors import ModelNotFound, OutOfCapacity, ResultNotFound, Se
 from tinsmith.v1.types_pb2 import QueueStatus
 from trainer_service.compute import ComputeThread, internal_error
 from trainer_service.journal import Body, Journal
+from trainer_service.lanes import BatchRun, Call, Item
 from trainer_service.metrics import Metrics
-from trainer_service.model_queue import Call, ModelQueue
+from trainer_service.model_queue import ModelQueue
 from trainer_service.queue_status import FINISHED, status_of
-from trainer_service.work import Answer, BatchEngine, Operation, RunBatch, Turn, Work
+from trainer_service.work import Answer, BatchEngine, Operation, Output, RunBatch, Turn, Work
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_LARGE_TOKENS = 8192
+"""Results of more tokens become protobuf on a thread, to keep the event loop free."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,11 +51,13 @@ class _Turn:
 
     async def run(self, call: Callable[[], T]) -> T:
         result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._scheduler._enqueue(self._model, Call(self._operation, call, result))
+        self._scheduler._enter(self._model, Call(self._operation, call, result))
+        self._scheduler._advance(self._model)
         return await result
 
     async def settled(self) -> None:
-        if earlier := [operation.outcome for operation in self._model.unsettled - {self._operation}]:
+        own = self._operation.seq_id
+        if earlier := [operation.outcome for operation in self._model.unsettled if operation.seq_id < own]:
             await asyncio.wait(earlier)
 
 
@@ -63,7 +69,6 @@ class Scheduler:
         engine: BatchEngine,
         journal: Journal,
         *,
-        max_tokens_per_call: int,
         max_queued_operations: int,
         max_models: int,
         metrics: Metrics,
@@ -73,7 +78,7 @@ class Scheduler:
         self._max_models = max_models
         self._metrics = metrics
         self._models: dict[str, ModelQueue] = {}
-        self._compute = ComputeThread(self, engine, max_tokens_per_call=max_tokens_per_call, metrics=metrics)
+        self._compute = ComputeThread(engine, metrics)
         self._closed = False
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -100,8 +105,7 @@ class Scheduler:
         operation = await self.find(model_id, seq_id)
         model = self._models.get(model_id)
         if model is not None and model.operations.get(seq_id) is operation:
-            compute = self._compute
-            return status_of(operation, model, ready=compute.ready, running=compute.running, speed=compute.speed)
+            return status_of(operation, model, backlog=self._compute.backlog(), speed=self._compute.speed)
         if isinstance(outcome := operation.outcome.result(), ResultNotFound):
             raise outcome
         return FINISHED
@@ -110,37 +114,39 @@ class Scheduler:
         return self._models[model_id].next_seq_id
 
     async def delete(self, model_id: str, call: Callable[[], object]) -> None:
-        """Forgets a model: what is queued fails, what runs is waited for, then `call` runs on the compute thread."""
+        """Forgets a model: what is queued fails, and so does a batch that is not through when this micro-batch ends.
+
+        What else runs is waited for, then `call` runs on the compute thread.
+        """
         model = self._models.pop(model_id, None)
         if model is not None:
             self._metrics.models.set(len(self._models))
-            running = [operation.outcome for operation in model.unsettled]
             self._abandon(model, ModelNotFound(f"model_id: {model_id!r} was deleted", model_id=model_id))
-            if running:
-                await asyncio.wait(running)
+            if model.unsettled:
+                await asyncio.wait([operation.outcome for operation in model.unsettled])
             await self._compute.run_alone(call)
         await self._journal.delete_model(model_id)
 
     async def close(self, *, timeout_s: float) -> bool:
-        """Starts nothing more and waits for what runs. What is queued stays accepted in the journal.
+        """Starts nothing more, no micro-batch either, and waits for what runs.
 
+        What is not through then stays accepted in the journal.
         Returns False when something still ran after `timeout_s` seconds.
         """
         self._closed = True
-        self._compute.stop()
         deadline = time.monotonic() + timeout_s
+        ended = await self._compute.close(timeout_s=timeout_s)
         while self._tasks and time.monotonic() < deadline:
             await asyncio.wait(self._tasks, timeout=deadline - time.monotonic())
-        self._compute.shutdown()
         for task in self._tasks:
             task.cancel()
-        return not self._tasks
+        return ended and not self._tasks
 
     async def _accept(self, model_id: str, seq_id: int, body: Body, build: Callable[[], Awaitable[Work]]) -> Operation:
         model = self._models.get(model_id)
         if model is not None and seq_id in model.operations:
             return await _accepted(_same(model.operations[seq_id], body))
-        if model is None or seq_id < model.next_seq_id:
+        if model is None or seq_id < model.next_to_enter:
             stored = await self._stored(model_id, seq_id)
             if stored is not None:
                 return _same(stored, body)
@@ -155,9 +161,9 @@ class Scheduler:
         if model.gone is not None:
             raise model.gone
         # One that closes a gap is always taken, or what waits behind the gap would wait for ever.
-        if seq_id > max(model.operations, default=0) and len(model.queued) >= self._max_queued_operations:
+        if seq_id > max(model.operations, default=0) and model.num_queued >= self._max_queued_operations:
             raise OutOfCapacity(
-                f"{model_id}: {len(model.queued)} operations are queued, this server's max_queued_operations"
+                f"{model_id}: {model.num_queued} operations are queued, this server's max_queued_operations"
             )
         return await self._append(model, seq_id, body, build)
 
@@ -211,35 +217,46 @@ class Scheduler:
         return operation
 
     def _advance(self, model: ModelQueue) -> None:
-        """Starts the model's next operation, if it is here and the one before has had its turn."""
-        operation = model.operations.get(model.next_seq_id)
-        if model.gone or model.head is not None or operation is None or operation.work is None or self._closed:
-            return
-        if any(earlier.seq_id == 0 for earlier in model.unsettled):  # the model does not exist yet
-            return
-        model.head = operation
-        model.unsettled.add(operation)
-        if isinstance(operation.work, RunBatch):
-            self._compute.put(model, operation)
-        else:
-            self.spawn(self._run_work(model, operation, operation.work))
+        """Starts the model's next operations, up to one that has yet to ask for its place."""
+        while not (model.gone or model.head or self._closed):
+            operation = model.operations.get(model.next_to_enter)
+            if operation is None or operation.work is None:
+                return
+            if any(earlier.seq_id == 0 for earlier in model.unsettled):  # the model does not exist yet
+                return
+            model.head = operation
+            model.unsettled.add(operation)
+            if isinstance(operation.work, RunBatch):
+                result: asyncio.Future[Output] = asyncio.get_running_loop().create_future()
+                run = BatchRun.of(operation, operation.work.batch, result)
+                self._enter(model, run)
+                self.spawn(self._run_batch(model, run))
+            else:
+                self.spawn(self._run_work(model, operation, operation.work))
 
-    def _enqueue(self, model: ModelQueue, call: Call) -> None:
+    def _enter(self, model: ModelQueue, item: Item) -> None:
+        """The head of the model gets its place on the compute thread."""
         if model.gone is not None:
-            call.result.set_exception(model.gone)
-        elif self._closed:
-            call.result.cancel()
-        else:
-            self._compute.put(model, call)
+            item.result.set_exception(model.gone)
+            return
+        self._compute.put(model.model_id, item)
+        self._leave_head(model)
 
-    def taken(self, model: ModelQueue) -> None:
-        """The head of the model has its turn; the next operation may start."""
-        if (operation := model.head) is not None:
-            model.head = None
-            model.next_seq_id += 1
-            self._metrics.queue_length.labels(operation.kind).dec()
-            self._metrics.queue_seconds.labels(operation.kind).observe(time.perf_counter() - operation.arrived_s)
-        self._advance(model)
+    def _leave_head(self, model: ModelQueue) -> None:
+        model.head = None
+        model.next_to_enter += 1
+
+    async def _run_batch(self, model: ModelQueue, run: BatchRun) -> None:
+        outcome: Answer | ServiceError
+        try:
+            output = await run.result
+            if sum(run.load.lengths) > _LARGE_TOKENS:
+                outcome = await asyncio.to_thread(_answer, output)
+            else:
+                outcome = _answer(output)
+        except ServiceError as error:
+            outcome = error
+        self._settle(model, run.operation, outcome)
 
     async def _run_work(
         self, model: ModelQueue, operation: Operation, work: Callable[[Turn], Coroutine[Any, Any, Answer]]
@@ -254,21 +271,22 @@ class Scheduler:
             outcome = internal_error()
         if operation.seq_id == 0 and isinstance(outcome, ServiceError):
             self._abandon(model, ModelNotFound(f"model_id: the creation of {model.model_id!r} failed: {outcome}"))
-        if model.head is operation:
-            self._compute.withdraw(model)
-            self.taken(model)
-        self.settle(model, operation, outcome)
+        if model.head is operation:  # it needs no place
+            self._leave_head(model)
+            self._advance(model)
+        self._settle(model, operation, outcome)
 
-    def settle(self, model: ModelQueue, operation: Operation, outcome: Answer | ServiceError) -> None:
+    def _settle(self, model: ModelQueue, operation: Operation, outcome: Answer | ServiceError) -> None:
         model.unsettled.discard(operation)
         if operation.outcome.done():
             return
         operation.outcome.set_result(outcome)
+        if not operation.has_begun and operation.work is not None:
+            self._metrics.queue_length.labels(operation.kind).dec()
         if operation.seq_id == 0:
             self._advance(model)
         failed = isinstance(outcome, ServiceError)
         self._metrics.operations.labels(operation.kind, "failed" if failed else "ok").inc()
-        # Batches of several requests run in one task, so its own id would be another's.
         logs.request_id.set(f"{operation.model_id}:{operation.seq_id}")
         logger.info(
             "%s of %s, seq_id %d: %s after %.3f s",
@@ -291,19 +309,12 @@ class Scheduler:
             self._metrics.models.set(len(self._models))
 
     def _abandon(self, model: ModelQueue, error: ServiceError) -> None:
-        """Fails what is queued; what runs goes on."""
+        """Fails what is queued, and what runs in micro-batches at the next one; a call that runs goes on."""
         model.gone = error
-        ready = model.ready
-        self._compute.withdraw(model)
-        if isinstance(ready, Call):
-            ready.result.set_exception(error)  # its coroutine ends by this
-        elif ready is not None:
-            model.head = None
-        for operation in model.queued:
-            if operation is not model.head:
-                if operation.work is not None:
-                    self._metrics.queue_length.labels(operation.kind).dec()
-                self.settle(model, operation, error)
+        self._compute.withdraw(model.model_id, error)  # whose operations end by this
+        for operation in list(model.operations.values()):
+            if operation not in model.unsettled:
+                self._settle(model, operation, error)
 
     def spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(coroutine)
@@ -318,6 +329,10 @@ async def _accepted(operation: Operation) -> Operation:
     if error is not None:
         raise error
     return operation
+
+
+def _answer(output: Output) -> Answer:
+    return Answer(forward_backward=output.to_proto())
 
 
 def _same(operation: Operation, body: Body) -> Operation:

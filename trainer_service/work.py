@@ -16,26 +16,65 @@ T = TypeVar("T")
 Answer = trainer_pb2.WaitResultResponse
 
 
+class Datum(Protocol):
+    @property
+    def length(self) -> int:
+        """In tokens."""
+        ...
+
+
 class Batch(Protocol):
     """What the scheduler must know of a batch."""
 
     @property
-    def num_tokens(self) -> int: ...
+    def forward_only(self) -> bool: ...
 
     @property
-    def forward_only(self) -> bool: ...
+    def datums(self) -> Sequence[Datum]: ...
 
 
 class Output(Protocol):
     def to_proto(self) -> trainer_pb2.ForwardBackwardResponse: ...
 
 
+class Job(Protocol):
+    """A forward_backward that the engine has begun."""
+
+    error: ServiceError | None
+    """Why it has failed: the engine sets it in `run`, the compute thread when the job is to stop."""
+
+    def piece(self, indices: Sequence[int]) -> Any:
+        """Some of its datums, for `run`."""
+        ...
+
+
 class BatchEngine(Protocol):
-    """What the scheduler itself asks of the engine; the other operations bring their own calls."""
+    """What the scheduler itself asks of the engine; the other operations bring their own calls.
 
-    def forward_backward(self, works: Sequence[tuple[str, Any]]) -> Sequence[Output | ServiceError]: ...
+    All of it is called on the compute thread. For each job: `begin` once, `run` with every datum once in pieces of any
+    size, `finish` once, when all have run or the job has failed. After a failure nothing of it is run any more.
+    """
 
-    def taint(self, model_id: str, reason: str) -> None: ...
+    @property
+    def token_budget(self) -> int:
+        """Tokens of one micro-batch, as of now. A longer datum goes alone."""
+        ...
+
+    def begin(self, model_id: str, batch: Any) -> Job:
+        """Raises ServiceError when the batch can never be computed."""
+        ...
+
+    def run(self, pieces: Sequence[Any]) -> None:
+        """One micro-batch: pieces of any models' jobs, all of them forward_only or none. Errors of a job go into it."""
+        ...
+
+    def finish(self, job: Any) -> Output | ServiceError:
+        """The result, or the job's error. After that error the next optim_step knows that gradients are missing."""
+        ...
+
+    def taint(self, model_id: str, reason: str) -> None:
+        """Says so of a forward_backward that has no job."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +88,10 @@ class Turn(Protocol):
     """An operation's place in its model's order."""
 
     async def run(self, call: Callable[[], T]) -> T:
-        """Runs `call` on the compute thread and lets the model's next operation start. Once for each operation."""
+        """Runs `call` on the compute thread, after everything before it, and before everything after it.
+
+        Once for each operation. The model's next operation may start as soon as this call waits for its turn.
+        """
         ...
 
     async def settled(self) -> None:
@@ -74,6 +116,8 @@ class Operation:
     arrived_s: float = field(default_factory=time.perf_counter)
     ran: tuple[float, float] | None = None
     """When the compute thread began and ended it, in seconds since 1970; None until then, and when it never ran."""
+    has_begun: bool = False
+    """The compute thread has begun it. Until then it counts as queued."""
 
     async def wait(self) -> Answer:
         """The answer, or its error. Cancelling this wait does not cancel the operation."""

@@ -15,12 +15,12 @@ from trainer_service.scheduler import Scheduler
 async def make_bench(tmp_path: Path) -> AsyncIterator[MakeBench]:
     benches: list[Bench] = []
 
-    async def make(**settings: int) -> Bench:
+    async def make(*, token_budget: int = 100, **settings: int) -> Bench:
         registry = CollectorRegistry()
         metrics = Metrics(registry)
         journal = Journal(tmp_path / "journal", max_bytes=1 << 20, result_retention_s=60, metrics=metrics)
-        engine = FakeEngine()
-        options = {"max_tokens_per_call": 100, "max_queued_operations": 50, "max_models": 10, **settings}
+        engine = FakeEngine(token_budget)
+        options = {"max_queued_operations": 50, "max_models": 10, **settings}
         scheduler = Scheduler(engine, journal, metrics=metrics, **options)
         benches.append(Bench(engine, journal, scheduler, registry))
         return benches[-1]

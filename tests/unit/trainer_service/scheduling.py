@@ -17,10 +17,22 @@ from trainer_service.work import Answer, Operation, RunBatch, Turn, Work
 
 
 @dataclass(frozen=True)
+class FakeDatum:
+    length: int
+
+
+@dataclass(frozen=True)
 class FakeBatch:
+    """Of one datum of `num_tokens`, unless `lengths` says otherwise."""
+
     name: str
     num_tokens: int = 10
     forward_only: bool = False
+    lengths: Sequence[int] = ()
+
+    @property
+    def datums(self) -> Sequence[FakeDatum]:
+        return [FakeDatum(length) for length in self.lengths or [self.num_tokens]]
 
 
 @dataclass(frozen=True)
@@ -31,22 +43,64 @@ class FakeOutput:
         return pb.ForwardBackwardResponse(loss_fn_output_type=self.name)
 
 
+@dataclass(eq=False)
+class FakeJob:
+    model_id: str
+    batch: FakeBatch
+    error: ServiceError | None = None
+    ran: list[int] = field(default_factory=list)
+
+    def piece(self, indices: Sequence[int]) -> tuple[FakeJob, Sequence[int]]:
+        return self, indices
+
+
 @dataclass
 class FakeEngine:
+    """What a batch does, its name says: "bad" fails, "explode" raises, "refused" is not begun."""
+
+    token_budget: int = 100
     calls: list[list[tuple[str, str]]] = field(default_factory=list)
+    """For each micro-batch the models and the names of their batches."""
+    sizes: list[dict[str, int]] = field(default_factory=list)
+    """For each micro-batch the number of datums by the name of the batch."""
     tainted: list[tuple[str, str]] = field(default_factory=list)
+    num_begun: int = 0
+    num_finished: int = 0
     gate: threading.Event = field(default_factory=threading.Event)
     """Closed by the tests that want operations to pile up."""
 
     def __post_init__(self) -> None:
         self.gate.set()
 
-    def forward_backward(self, works: Sequence[tuple[str, Any]]) -> list[FakeOutput | ServiceError]:
+    def begin(self, model_id: str, batch: FakeBatch) -> FakeJob:
+        if batch.name == "refused":
+            raise InvalidRequest("never fits")
+        self.num_begun += 1
+        return FakeJob(model_id, batch)
+
+    def run(self, pieces: Sequence[tuple[FakeJob, Sequence[int]]]) -> None:
+        assert len({job.batch.forward_only for job, _ in pieces}) == 1
+        num_tokens = sum(job.batch.datums[index].length for job, indices in pieces for index in indices)
+        assert num_tokens <= self.token_budget or sum(len(indices) for _, indices in pieces) == 1
+        self.calls.append([(job.model_id, job.batch.name) for job, _ in pieces])
+        self.sizes.append({job.batch.name: len(indices) for job, indices in pieces})
         self.gate.wait(10)
-        self.calls.append([(model_id, batch.name) for model_id, batch in works])
-        if any(batch.name == "explode" for _, batch in works):
+        if any(job.batch.name == "explode" for job, _ in pieces):
             raise RuntimeError("boom")
-        return [InvalidRequest("not finite") if batch.name == "bad" else FakeOutput(batch.name) for _, batch in works]
+        for job, indices in pieces:
+            assert job.error is None
+            job.ran += indices
+            if job.batch.name == "bad":
+                job.error = InvalidRequest("not finite")
+
+    def finish(self, job: FakeJob) -> FakeOutput | ServiceError:
+        self.num_finished += 1
+        if job.error is None:
+            assert sorted(job.ran) == list(range(len(job.batch.datums)))
+            return FakeOutput(job.batch.name)
+        if not job.batch.forward_only:
+            self.taint(job.model_id, job.error.message)
+        return job.error
 
     def taint(self, model_id: str, reason: str) -> None:
         self.tainted.append((model_id, reason))

@@ -1,0 +1,249 @@
+"""The promises of the deficit round robin, in simulations of what models may do."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from trainer_service.fairness import DeficitRoundRobin, Load
+
+
+@dataclass
+class Waiting:
+    """A datum that is the next of its model, since some moment."""
+
+    length: int
+    deficit: float
+    others_tokens: int
+    """That were computed for others before that moment."""
+    num_micro_batches: int
+
+
+@dataclass
+class Simulation:
+    """A ring with a budget, and an account of everything that it does."""
+
+    budget: int
+    ring: DeficitRoundRobin = field(default_factory=DeficitRoundRobin)
+    loads: dict[str, list[Load]] = field(default_factory=dict)
+    tokens: Counter[str] = field(default_factory=Counter)
+    num_micro_batches: int = 0
+    longest: int = 1
+    waiting: dict[str, Waiting] = field(default_factory=dict)
+    models: set[str] = field(default_factory=set)
+
+    def add(self, model: str, *lengths: int, forward_only: bool = False) -> Load:
+        load = Load(lengths, forward_only)
+        self.models.add(model)
+        self.loads.setdefault(model, []).append(load)
+        self.longest = max(self.longest, *lengths)
+        self.ring.add(model, load)
+        return load
+
+    def has_work(self, model: str) -> bool:
+        return any(load.num_waiting for load in self.loads.get(model, ()))
+
+    def remove(self, model: str) -> None:
+        self.ring.remove(model)
+        self.loads.pop(model, None)
+        self.waiting.pop(model, None)
+
+    def step(self) -> Counter[str]:
+        """One micro-batch: the tokens of each model in it. Checks what is true of every one."""
+        for model in self.loads:
+            if self.has_work(model) and model not in self.waiting:
+                self._wait(model)
+        parts = self.ring.next_micro_batch(self.budget)
+        assert bool(parts) == any(bool(indices) for _, indices in parts)
+        assert len({load.forward_only for load, _ in parts}) <= 1
+        owners = {load: model for model, loads in self.loads.items() for load in loads}
+        tokens: Counter[str] = Counter()
+        for load, indices in parts:
+            tokens[owners[load]] += sum(load.lengths[index] for index in indices)
+        num_datums = sum(len(indices) for _, indices in parts)
+        assert tokens.total() <= self.budget or num_datums == 1
+        for model in tokens:
+            self._check_wait(model)
+        self.tokens += tokens
+        self.num_micro_batches += bool(parts)
+        for model in self.loads:
+            self.loads[model] = [load for load in self.loads[model] if load.num_waiting]
+        assert all(-self.ring.deficit(model) <= self.unfairness for model in self.loads)
+        return tokens
+
+    @property
+    def unfairness(self) -> float:
+        return max(self.longest, self.budget / 4)
+
+    def _wait(self, model: str) -> None:
+        load = next(load for load in self.loads[model] if load.num_waiting)
+        others = self.tokens.total() - self.tokens[model]
+        self.waiting[model] = Waiting(
+            load.lengths[load.num_taken], self.ring.deficit(model), others, self.num_micro_batches
+        )
+
+    def _check_wait(self, model: str) -> None:
+        """The bound of the module's docstring."""
+        one, n = self.waiting.pop(model), len(self.models)
+        bound = (n - 1) * (one.length + self.unfairness) + n * max(0.0, -one.deficit) + self.budget
+        assert self.tokens.total() - self.tokens[model] - one.others_tokens <= bound
+        assert self.num_micro_batches - one.num_micro_batches <= 4 * bound / self.budget + 2
+
+
+def lengths_of(random_: random.Random, style: int, count: int) -> list[int]:
+    """Up to `style` tokens: most of them near it, some much shorter."""
+    return [
+        random_.randint(max(1, style // 4), style) if random_.random() < 0.7 else int(style ** random_.random())
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_datum_waits_longer_than_the_bound_whatever_the_models_do(seed: int) -> None:
+    """Some always have more, some send one datum at a time, some come in bursts, with or without gradients."""
+    random_ = random.Random(seed)
+    budget = random_.choice([50, 100, 400])
+    models = [str(n) for n in range(random_.choice([1, 2, 3, 5, 9, 16]))]
+    habit = {model: random_.choice(["backlog", "one by one", "bursts"]) for model in models}
+    style = {model: random_.choice([1, 4, budget // len(models), budget // 2, budget, 2 * budget]) for model in models}
+    forward_share = {model: random_.choice([0.0, 0.0, 0.5, 1.0]) for model in models}
+    simulation = Simulation(budget)
+    for _ in range(80):
+        for model in models:
+            match habit[model]:
+                case "backlog":
+                    comes, count = not simulation.has_work(model) or random_.random() < 0.2, random_.randint(1, 8)
+                case "one by one":
+                    comes, count = not simulation.has_work(model) and random_.random() < 0.7, 1
+                case _:
+                    comes, count = not simulation.has_work(model) and random_.random() < 0.05, random_.randint(1, 20)
+            if comes:
+                lengths = lengths_of(random_, max(1, style[model]), count)
+                simulation.add(model, *lengths, forward_only=random_.random() < forward_share[model])
+            elif random_.random() < 0.01:
+                simulation.remove(model)
+        simulation.step()
+    for _ in range(10_000):  # whatever there is left is computed
+        if not simulation.step():
+            break
+    assert not simulation.ring
+    assert not any(map(simulation.has_work, models))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_models_with_a_backlog_get_the_same_number_of_tokens(seed: int) -> None:
+    random_ = random.Random(seed)
+    budget = random_.choice([64, 512])
+    models = [str(n) for n in range(random_.choice([2, 3, 5, 8, 16]))]
+    simulation = Simulation(budget)
+    for model in models:
+        style = random_.choice([max(1, budget // 16), budget // len(models), budget // 2, budget, 2 * budget])
+        lengths = lengths_of(random_, style, 4)
+        while sum(lengths) < 12 * budget:
+            lengths += lengths_of(random_, style, 4)
+        simulation.add(model, *lengths, forward_only=random_.random() < 0.2)
+    most = 0
+    while most < 10 * budget:
+        simulation.step()
+        received = [simulation.tokens[model] for model in models]
+        most = max(received)
+        assert most - min(received) <= 2 * simulation.unfairness
+
+
+def micro_batches(*loads: Load, models: Sequence[str], budget: int) -> Iterator[dict[str, int]]:
+    ring = DeficitRoundRobin()
+    for model, load in zip(models, loads, strict=True):
+        ring.add(model, load)
+    names = dict(zip(loads, models, strict=True))
+    while ring:
+        yield {names[load]: len(indices) for load, indices in ring.next_micro_batch(budget)}
+
+
+def test_models_with_small_datums_share_every_micro_batch_in_equal_parts() -> None:
+    loads = [Load([size] * (1024 // size), False) for size in (1, 2, 4, 8)]
+    for sizes in micro_batches(*loads, models="abcd", budget=256):
+        assert sizes == {"a": 64, "b": 32, "c": 16, "d": 8}
+
+
+@pytest.mark.parametrize("num_long", [1, 4, 15])
+def test_a_short_job_is_in_the_very_next_micro_batch_beside_any_number_of_long_ones(num_long: int) -> None:
+    """Each long datum fills a micro-batch alone, and all of them are there first. The short ones come one by one."""
+    simulation = Simulation(256)
+    for n in range(num_long):
+        simulation.add(f"long {n}", *[256] * 40)
+    for _ in range(40):
+        assert list(simulation.step().values()) == [256]
+        simulation.add("short", 6, 5, 5)
+        assert simulation.step()["short"] == 16
+    assert max(simulation.tokens.values()) == 256 * -(-40 // num_long)
+
+
+def test_a_datum_above_the_share_of_its_model_still_goes_before_longer_ones_that_are_owed_alike() -> None:
+    simulation = Simulation(256)
+    for n in range(15):
+        simulation.add(f"long {n}", *[256] * 4)
+    simulation.step()
+    simulation.add("medium", 60)  # with 16 models a share is 16
+    assert simulation.step() == {"medium": 60}
+
+
+def test_a_short_job_waits_for_one_micro_batch_of_the_other_kind_at_most() -> None:
+    simulation = Simulation(100)
+    simulation.add("long", *[100] * 10)
+    simulation.add("logprobs", *[100] * 10, forward_only=True)
+    for _ in range(4):
+        simulation.step()
+        simulation.add("short", 10, forward_only=True)
+        assert "short" in {*simulation.step(), *simulation.step()}
+
+
+def test_what_fits_into_the_rest_of_a_micro_batch_is_taken_and_what_is_too_long_goes_alone() -> None:
+    batches = micro_batches(
+        Load([70, 70], False), Load([250], False), Load([20, 20], False), models=("a", "huge", "b"), budget=100
+    )
+    assert list(batches) == [{"a": 1, "b": 1}, {"b": 1}, {"huge": 1}, {"a": 1}]
+
+
+def test_consecutive_loads_of_one_model_share_a_micro_batch_and_keep_their_order() -> None:
+    first, second, third = Load([10] * 3, False), Load([10] * 4, False), Load([10], True)
+    ring = DeficitRoundRobin()
+    for load in (first, second, third):
+        ring.add("a", load)
+    assert ring.next_micro_batch(50) == [(first, range(3)), (second, range(2))]
+    assert ring.next_micro_batch(50) == [(second, range(2, 4))]  # the third takes no gradient
+    assert ring.next_micro_batch(50) == [(third, range(1))]
+    assert ring.next_micro_batch(50) == []
+
+
+def test_what_is_taken_back_is_not_computed_and_nobody_else_is_touched() -> None:
+    ring = DeficitRoundRobin()
+    loads = {name: Load([10] * 9, False) for name in ("a", "b", "c")}
+    for name, load in loads.items():
+        ring.add(name, load)
+    ring.next_micro_batch(30)
+    ring.drop("a", loads["a"])
+    ring.remove("b")
+    assert ring.next_micro_batch(40) == [(loads["c"], range(1, 5))]
+    assert (loads["a"].num_taken, loads["b"].num_taken) == (1, 1)
+
+
+def test_small_portions_do_not_shake_off_a_debt() -> None:
+    """The portions take what room a micro-batch has, and is gone before the next; the others need all of the room."""
+    simulation = Simulation(100)
+    for name in ("long 1", "long 2"):
+        simulation.add(name, *[100] * 60)
+    for _ in range(90):
+        if not simulation.has_work("portions"):
+            simulation.add("portions", *[1] * 100)
+        simulation.step()
+    received = [simulation.tokens[name] for name in ("long 1", "long 2", "portions")]
+    assert max(received) - min(received) <= 2 * 100
+
+
+def test_a_load_without_datums_is_a_mistake() -> None:
+    with pytest.raises(ValueError, match="without datums"):
+        DeficitRoundRobin().add("a", Load([], False))
