@@ -135,7 +135,9 @@ class _Probe:
         )
         targets = chosen_targets(config, base.targets)
         flat = torch.zeros(num_elements(config, targets), device=base.device)
-        engine.add_model(_PROBE, ModelState(Adapter(config, base.targets, flat), "adamw"))
+        model = ModelState(Adapter(config, base.targets, flat), "adamw")
+        model.need_gradient()  # it stays from the first run on, and is none of what a run takes
+        engine.add_model(_PROBE, model)
         self.max_adapter_bytes = flat.nbytes * max_rank // rank
         # Each layer keeps x A^T, of the rank's width, and backward makes its gradient.
         self._bytes_per_rank = 2 * len(targets) * base.head.weight_V_H.element_size()
@@ -172,7 +174,8 @@ class _Probe:
             num_tokens //= 2
 
     def _footprints(self, num_tokens: int, room_bytes: float) -> tuple[Footprint | None, Footprint | None]:
-        self.run([num_tokens], checkpointing=self._engine.always_checkpoints)  # what only the first run takes
+        if self._engine.base.device.type == "cuda":  # its libraries keep what they take for their first products
+            self.run([num_tokens], checkpointing=self._engine.always_checkpoints)
         plain = checkpointed = None
         if not self._engine.always_checkpoints:
             plain = self._footprint(num_tokens, checkpointing=False, with_pairs=True)
