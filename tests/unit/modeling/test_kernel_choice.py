@@ -99,6 +99,16 @@ def test_liger_is_refused_where_it_cannot_run(model_folder: Path) -> None:
         BaseModel.load(model_folder, device=CPU, dtype=torch.float32, kernels="liger")
 
 
+def test_the_choice_is_logged_in_one_line(model_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    BaseModel.load(model_folder, device=CPU, dtype=torch.float32, kernels="plain")
+    lines = [record.getMessage() for record in caplog.records if "kernels" in record.getMessage()]
+    assert lines == [
+        f"kernels of {model_folder}: attention SDPA by length, LoRA one tenant after the other, "
+        "norms, rotations and SwiGLU eager"
+    ]
+
+
 def test_what_torch_raises_while_it_compiles_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: object, **kwargs: object) -> Tensor:
         raise RuntimeError("inductor raised:\nno compiler\n\nSet TORCH_LOGS")
