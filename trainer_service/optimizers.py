@@ -114,7 +114,11 @@ class Optimizer(Protocol):
 
 
 class AdamW:
-    """torch.optim.AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), with its settings given at every step."""
+    """torch.optim.AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), with its settings given at every step.
+
+    With torch's fused kernel, which reads and writes each buffer once: on a CPU a quarter of the time of the default,
+    from which it differs in the last digit (1e-7 of a step).
+    """
 
     def __init__(self, like: Tensor) -> None:
         self.exp_avg = torch.zeros_like(like)
@@ -129,11 +133,11 @@ class AdamW:
             [self.exp_avg],
             [self.exp_avg_sq],
             [],
-            [self.num_steps],
+            [self.num_steps.to(parameter.device, copy=True)],  # the kernel counts up what is beside the buffers
             foreach=False,
             capturable=False,
             differentiable=False,
-            fused=False,
+            fused=True,
             has_complex=False,
             amsgrad=False,
             beta1=params.beta1,
@@ -143,6 +147,7 @@ class AdamW:
             eps=params.eps,
             maximize=False,
         )
+        self.num_steps += 1
 
     def state(self) -> dict[str, Tensor]:
         """A copy in host memory: float32 [numel] moments, and the number of steps as float32 [1]."""
