@@ -52,7 +52,7 @@ class Groups:
 
     @classmethod
     def of(cls, runs: Sequence[Run], num_rows: int, device: torch.device, mm: GroupedMM) -> Groups | None:
-        """None when it is not worth it, or not possible: for one tenant, rows by number or out of order, too many groups."""
+        """None when it is not worth it or not possible: one tenant, rows by number or out of order, too many groups."""
         if len(runs) < 2:
             return None
         adapters: list[Adapter | None] = []
