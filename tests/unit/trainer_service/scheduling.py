@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,14 +65,37 @@ class FakeEngine:
     """For each micro-batch the models and the names of their batches."""
     sizes: list[dict[str, int]] = field(default_factory=list)
     """For each micro-batch the number of datums by the name of the batch."""
+    events: list[set[str]] = field(default_factory=list)
+    """For each micro-batch the names of its batches, and for each step its model and number, in the order of time."""
     tainted: list[tuple[str, str]] = field(default_factory=list)
     num_begun: int = 0
     num_finished: int = 0
     gate: threading.Event = field(default_factory=threading.Event)
     """Closed by the tests that want operations to pile up."""
 
+    _one: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+
     def __post_init__(self) -> None:
         self.gate.set()
+
+    def step(self) -> None:
+        """With a closed gate: lets one micro-batch end, and returns when the next one runs."""
+        num_micro_batches = len(self.sizes)
+        self._one.release()
+        self.wait_for_more_than(num_micro_batches)
+
+    def wait_for_more_than(self, num_micro_batches: int) -> None:
+        """Begun ones."""
+        deadline = time.monotonic() + 5
+        while len(self.sizes) <= num_micro_batches:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + 10
+        while not self.gate.is_set() and time.monotonic() < deadline:
+            if self._one.acquire(timeout=0.001):
+                return
 
     def begin(self, model_id: str, batch: FakeBatch) -> FakeJob:
         if batch.name == "refused":
@@ -84,7 +109,8 @@ class FakeEngine:
         assert num_tokens <= self.token_budget or sum(len(indices) for _, indices in pieces) == 1
         self.calls.append([(job.model_id, job.batch.name) for job, _ in pieces])
         self.sizes.append({job.batch.name: len(indices) for job, indices in pieces})
-        self.gate.wait(10)
+        self.events.append({job.batch.name for job, _ in pieces})
+        self._wait()
         if any(job.batch.name == "explode" for job, _ in pieces):
             raise RuntimeError("boom")
         for job, indices in pieces:
@@ -118,14 +144,27 @@ class Bench:
         for model_id in model_ids:
             await (await self.step(model_id, 0)).wait()
         self.ran.clear()
+        self.engine.events.clear()
 
     async def batch(self, model_id: str, seq_id: int, name: str = "", **settings: Any) -> Operation:
         batch = FakeBatch(name or f"{model_id}{seq_id}", **settings)
         return await self.accept(model_id, seq_id, "forward_backward", RunBatch(batch), text=batch.name)
 
+    async def hold(self, model_id: str, seq_id: int, name: str = "", **settings: Any) -> Operation:
+        """A batch, once the engine is in the middle of its first micro-batch, where it stays until the gate opens."""
+        self.engine.gate.clear()
+        num_micro_batches = len(self.engine.sizes)
+        operation = await self.batch(model_id, seq_id, name, **settings)
+        await asyncio.to_thread(self.engine.wait_for_more_than, num_micro_batches)
+        return operation
+
     async def step(self, model_id: str, seq_id: int, *, error: Exception | None = None, text: str = "") -> Operation:
+        def compute() -> None:
+            self.ran.append((model_id, seq_id))
+            self.engine.events.append({f"{model_id} {seq_id}"})
+
         async def work(turn: Turn) -> Answer:
-            await turn.run(lambda: self.ran.append((model_id, seq_id)))
+            await turn.run(compute)
             if error is not None:
                 raise error
             return Answer(optim_step=pb.OptimStepResponse(metrics={"seq:mean": seq_id}))

@@ -1,57 +1,69 @@
 """What an operation waits for, as the scheduler tells it."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import pytest
 
-from tests.unit.trainer_service.scheduling import Bench
+from tests.unit.trainer_service.scheduling import Bench, FakeBatch, MakeBench
 from tinsmith.rpc.errors import ResultNotFound
 from trainer_service.speed import Speed
 from trainer_service.work import Answer, RunBatch, Turn
 
 
-@asynccontextmanager
-async def held(bench: Bench) -> AsyncIterator[None]:
-    """What the compute thread has begun does not end before the block."""
-    bench.engine.gate.clear()
-    yield
-    bench.engine.gate.set()
-
-
-async def test_works_ahead_are_counted_with_their_tokens(bench: Bench) -> None:
+async def test_works_ahead_are_counted_with_their_tokens_as_the_models_share_the_thread(make_bench: MakeBench) -> None:
+    bench = await make_bench(token_budget=20)
     await bench.create("a", "b")
-    async with held(bench):
-        for model_id, seq_id, num_tokens in (("a", 1, 10), ("a", 2, 20), ("a", 3, 30), ("b", 1, 100), ("b", 2, 200)):
-            await bench.batch(model_id, seq_id, num_tokens=num_tokens)
-        await bench.step("a", 4)
-        running = await bench.scheduler.describe("a", 1)
-        assert (running.running, running.position, running.reason) == (True, 0, "is being computed")
-        second = await bench.scheduler.describe("a", 2)
-        assert (second.position, second.tokens_ahead) == (1, 10)
-        # Models take turns: b's first goes before a's third, and both of b's before a's fourth.
-        assert (await bench.scheduler.describe("b", 1)).tokens_ahead == 10 + 20
-        assert (await bench.scheduler.describe("a", 3)).tokens_ahead == 10 + 20 + 100
-        step = await bench.scheduler.describe("a", 4)
-        assert (step.running, step.position, step.tokens_ahead) == (False, 5, 10 + 20 + 30 + 100 + 200)
-        assert step.reason == "waits for its turn: 5 operations with 360 tokens are computed before it"
+    await bench.hold("a", 1, num_tokens=10)
+    for model_id, seq_id, num_tokens in (("a", 2, 20), ("a", 3, 30), ("b", 1, 100), ("b", 2, 200)):
+        await bench.batch(model_id, seq_id, num_tokens=num_tokens)
+    await bench.step("a", 4)
+    await asyncio.sleep(0.01)
+    running = await bench.scheduler.describe("a", 1)
+    assert (running.running, running.position, running.reason) == (True, 0, "is being computed")
+    # While a gets the 20 tokens of its second, b gets 20 of its first.
+    second = await bench.scheduler.describe("a", 2)
+    assert (second.position, second.tokens_ahead) == (2, 10 + 20)
+    third = await bench.scheduler.describe("a", 3)
+    assert (third.position, third.tokens_ahead) == (3, 10 + 20 + 50)
+    # a has no more than 50 in front of its step, whatever b has.
+    assert (await bench.scheduler.describe("b", 1)).tokens_ahead == 10 + 50
+    assert (await bench.scheduler.describe("b", 2)).tokens_ahead == 10 + 50 + 100
+    step = await bench.scheduler.describe("a", 4)
+    assert (step.running, step.position, step.tokens_ahead) == (False, 4, 10 + 20 + 30 + 50)
+    assert step.reason == "waits for its turn: 4 operations with 110 tokens are before it or beside it"
 
 
-async def test_the_time_is_expected_from_the_measured_speed(bench: Bench) -> None:
-    await bench.create("a")  # which measures what other operations take
-    async with held(bench):
-        await bench.batch("a", 1, num_tokens=10)
-        second = await bench.batch("a", 2, num_tokens=1000)
-        assert not (await bench.scheduler.describe("a", 2)).HasField("expected_seconds")
-        await asyncio.sleep(0.05)
+async def test_a_batch_that_is_through_in_part_is_being_computed_and_what_is_left_of_it_counts(bench: Bench) -> None:
+    await bench.create("a")
+    await (await bench.batch("a", 1, lengths=[100] * 2)).wait()  # which measures the speed
+    await bench.hold("a", 2, lengths=[100] * 4)
+    await bench.batch("a", 3, num_tokens=10)
+    first = await bench.scheduler.describe("a", 3)
+    bench.engine.step()
+    bench.engine.step()
+    status = await bench.scheduler.describe("a", 2)
+    assert (status.running, status.position, status.reason) == (True, 0, "is being computed")
+    later = await bench.scheduler.describe("a", 3)
+    assert (first.position, first.tokens_ahead) == (1, 400)
+    assert (later.position, later.tokens_ahead) == (1, 200)
+
+
+async def test_the_time_is_expected_from_the_measured_speed_and_from_what_others_have(bench: Bench) -> None:
+    await bench.create("a", "b")  # which measures what other operations take
+    await bench.hold("a", 1, num_tokens=10)
+    second = await bench.batch("a", 2, num_tokens=1000)
+    assert not (await bench.scheduler.describe("a", 2)).HasField("expected_seconds")
+    await asyncio.sleep(0.05)
+    bench.engine.gate.set()
     await second.wait()
-    async with held(bench):
-        await bench.batch("a", 3, num_tokens=10)
-        await bench.batch("a", 4, num_tokens=10)
-        await bench.batch("a", 5, num_tokens=4000)
-        soon, late = [(await bench.scheduler.describe("a", seq_id)).expected_seconds for seq_id in (4, 5)]
-        assert 0 <= soon < late
+    await bench.hold("a", 3, num_tokens=10)
+    await bench.batch("a", 4, num_tokens=40)
+    await bench.batch("a", 5, num_tokens=4000)
+    soon, late = [(await bench.scheduler.describe("a", seq_id)).expected_seconds for seq_id in (4, 5)]
+    assert 0 <= soon < late
+    await bench.batch("b", 1, lengths=[10] * 2000)
+    shared = (await bench.scheduler.describe("a", 5)).expected_seconds
+    assert 1.5 * late < shared < 2.5 * late
 
 
 def test_speed_weighs_calls_by_their_tokens() -> None:
@@ -110,17 +122,12 @@ async def test_a_save_that_is_being_written_and_what_waits_for_it_say_so(bench: 
 async def test_an_operation_knows_when_it_was_computed(bench: Bench) -> None:
     await bench.create("a")
     operations = [await bench.batch("a", 1), await bench.step("a", 2)]
-    early = await bench.accept("a", 4, "forward_backward", RunBatch(_Empty()))
+    early = await bench.accept("a", 4, "forward_backward", RunBatch(FakeBatch("early")))
     for operation in operations:
         await operation.wait()
     assert early.ran is None
     (start_1, end_1), (start_2, end_2) = [operation.ran or (0.0, 0.0) for operation in operations]
     assert 0 < start_1 <= end_1 <= start_2 <= end_2
-
-
-class _Empty:
-    num_tokens = 0
-    forward_only = True
 
 
 async def test_what_was_never_accepted_is_not_found(bench: Bench) -> None:

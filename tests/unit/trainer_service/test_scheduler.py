@@ -1,6 +1,7 @@
 """The scheduler's promises."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -60,8 +61,7 @@ async def test_an_unexpected_error_fails_the_operation_and_not_the_service(
 
 async def test_a_repeat_runs_once_and_gets_the_first_answer(bench: Bench) -> None:
     await bench.create("a")
-    bench.engine.gate.clear()
-    first = await bench.batch("a", 1)
+    first = await bench.hold("a", 1)
     again = await bench.batch("a", 1)
     assert again is first
     bench.engine.gate.set()
@@ -75,8 +75,7 @@ async def test_a_repeat_runs_once_and_gets_the_first_answer(bench: Bench) -> Non
 
 async def test_another_body_under_the_same_seq_id_is_refused_running_and_finished(bench: Bench) -> None:
     await bench.create("a")
-    bench.engine.gate.clear()
-    first = await bench.batch("a", 1)
+    first = await bench.hold("a", 1)
     with pytest.raises(SequenceConflict, match="seq_id 1"):
         await bench.batch("a", 1, "other")
     bench.engine.gate.set()
@@ -92,49 +91,137 @@ async def test_simultaneous_repeats_are_one_operation(bench: Bench) -> None:
     assert bench.ran == [("a", 0)]
 
 
-async def test_ready_batches_of_several_models_go_to_the_engine_in_one_call(bench: Bench) -> None:
+async def test_ready_batches_of_several_models_and_consecutive_ones_of_one_share_a_micro_batch(bench: Bench) -> None:
     await bench.create("a", "b", "c")
-    bench.engine.gate.clear()
-    first = await bench.batch("a", 1)  # runs at once, alone
+    first = await bench.hold("a", 1)  # runs at once, alone
     rest = [await bench.batch(model_id, seq_id) for model_id, seq_id in (("a", 2), ("a", 3), ("b", 1), ("c", 1))]
     bench.engine.gate.set()
     await asyncio.gather(*(operation.wait() for operation in (first, *rest)))
-    assert bench.engine.calls == [[("a", "a1")], [("a", "a2"), ("b", "b1"), ("c", "c1"), ("a", "a3")]]
+    assert bench.engine.calls[0] == [("a", "a1")]
+    assert sorted(bench.engine.calls[1]) == [("a", "a2"), ("a", "a3"), ("b", "b1"), ("c", "c1")]
 
 
-async def test_a_call_keeps_to_the_budget_and_no_model_starves(bench: Bench) -> None:
+async def test_a_large_batch_goes_datum_by_datum_and_a_short_one_is_in_the_very_next_micro_batch(bench: Bench) -> None:
     await bench.create("a", "b")
-    bench.engine.gate.clear()
-    operations = [await bench.batch("a", seq_id, num_tokens=60) for seq_id in (1, 2, 3, 4)]
-    operations.append(await bench.batch("b", 1, num_tokens=60))
-    operations.append(await bench.batch("b", 2, num_tokens=500))
+    large = await bench.hold("a", 1, lengths=[30] * 8)
+    short = await bench.batch("b", 1, lengths=[10, 20, 10])
+    bench.engine.gate.set()
+    await short.wait()
+    await large.wait()
+    assert bench.engine.sizes == [{"a1": 3}, {"b1": 3, "a1": 2}, {"a1": 3}]
+
+
+async def test_a_datum_above_the_budget_goes_alone_and_the_budget_may_fall(bench: Bench) -> None:
+    await bench.create("a")
+    operation = await bench.hold("a", 1, lengths=[40, 40, 500, 40, 40])
+    bench.engine.token_budget = 50
+    bench.engine.gate.set()
+    await operation.wait()
+    assert bench.engine.sizes == [{"a1": 2}, {"a1": 1}, {"a1": 1}, {"a1": 1}]
+
+
+async def test_a_step_sees_all_micro_batches_before_it_and_runs_before_those_of_others(bench: Bench) -> None:
+    await bench.create("a", "b")
+    other = await bench.hold("b", 1, lengths=[50] * 8)
+    own = [await bench.batch("a", 1, lengths=[50] * 3), await bench.batch("a", 2), await bench.step("a", 3)]
+    own.append(await bench.batch("a", 4))
+    bench.engine.gate.set()
+    await asyncio.gather(*(operation.wait() for operation in (other, *own)))
+    last = max(n for n, names in enumerate(bench.engine.events) if {"a1", "a2"} & names)
+    assert bench.engine.events[last + 1] == {"a 3"}
+    assert [n for n, names in enumerate(bench.engine.events) if "a4" in names] == [last + 2]
+
+
+async def test_pipelined_steps_run_back_to_back_with_nothing_in_between(bench: Bench) -> None:
+    await bench.create("a")
+    operations = [await bench.batch("a", n) if n % 2 else await bench.step("a", n) for n in range(1, 41)]
+    await asyncio.gather(*(operation.wait() for operation in operations))
+    assert bench.engine.events == [{f"a{n}" if n % 2 else f"a {n}"} for n in range(1, 41)]
+
+
+async def test_what_is_pipelined_needs_no_word_of_the_event_loop_between_a_batch_and_its_step(bench: Bench) -> None:
+    await bench.create("a")
+    operations = [await bench.hold("a", 1)]
+    operations += [await bench.batch("a", n) if n % 2 else await bench.step("a", n) for n in range(2, 21)]
+    await asyncio.sleep(0.01)  # the coroutines of the steps have asked for their places
+    bench.engine.gate.set()
+    deadline = time.monotonic() + 5
+    while len(bench.engine.events) < 20 and time.monotonic() < deadline:
+        time.sleep(0.001)  # the event loop does nothing  # noqa: ASYNC251
+    assert len(bench.engine.events) == 20
+    await asyncio.gather(*(operation.wait() for operation in operations))
+
+
+async def test_steps_and_micro_batches_of_different_models_take_turns(bench: Bench) -> None:
+    """A model that only steps holds up nobody's batch, and a step waits for one micro-batch at most."""
+    await bench.create("a", "b")
+    operations = [await bench.hold("b", 1, lengths=[100] * 5)]
+    operations += [await bench.step("a", n) for n in range(1, 9)]
+    await asyncio.sleep(0.01)
     bench.engine.gate.set()
     await asyncio.gather(*(operation.wait() for operation in operations))
-    assert bench.engine.calls == [
-        [("a", "a1")],
-        [("a", "a2")],
-        [("b", "b1")],
-        [("a", "a3")],
-        [("b", "b2")],
-        [("a", "a4")],
+    batch, steps = {"b1"}, iter([{f"a {n}"} for n in range(1, 9)])
+    assert bench.engine.events[:9] == [batch, *(event for _ in range(4) for event in (next(steps), batch))]
+    assert bench.engine.events[9:] == list(steps)
+
+
+async def test_gradients_and_forward_only_go_apart_and_neither_waits_for_all_of_the_other(bench: Bench) -> None:
+    await bench.create("a", "b")
+    operations = [
+        await bench.hold("a", 1, lengths=[25] * 16),
+        await bench.batch("b", 1, lengths=[25] * 16, forward_only=True),
+        await bench.batch("a", 2, forward_only=True),  # behind gradients of its own, for which it does not wait
+        await bench.batch("a", 3),
     ]
+    bench.engine.gate.set()
+    await asyncio.gather(*(operation.wait() for operation in operations))
+    kinds = ["b" if "b1" in names else "a" for names in bench.engine.events[:6]]
+    assert kinds == ["a", "b", "a", "b", "a", "b"]
+
+
+async def test_hundreds_of_operations_behind_a_gap_start_when_it_closes(make_bench: MakeBench) -> None:
+    bench = await make_bench(max_queued_operations=500)
+    await bench.create("a")
+    operations = await asyncio.gather(*(bench.batch("a", n, num_tokens=1) for n in range(2, 501)))
+    await bench.batch("a", 1)
+    await asyncio.gather(*(operation.wait() for operation in operations))
+    assert bench.queue_length() == 0
+
+
+async def test_a_batch_that_fails_in_the_middle_is_over_and_its_neighbours_go_on(bench: Bench) -> None:
+    await bench.create("a", "b")
+    bad, good = await bench.hold("a", 1, "bad", lengths=[50] * 9), await bench.batch("b", 1, lengths=[50] * 3)
+    bench.engine.gate.set()
+    with pytest.raises(InvalidRequest, match="not finite"):
+        await bad.wait()
+    await good.wait()
+    assert sum(sizes.get("bad", 0) for sizes in bench.engine.sizes) == 2
+    assert (bench.engine.num_begun, bench.engine.num_finished) == (2, 2)
+    assert bench.engine.tainted == [("a", "not finite")]
+    await (await bench.batch("a", 2)).wait()
+
+
+async def test_a_batch_that_the_engine_refuses_fails_and_taints_its_model(bench: Bench) -> None:
+    await bench.create("a")
+    for seq_id, forward_only in ((1, True), (2, False)):
+        with pytest.raises(InvalidRequest, match="never fits"):
+            await (await bench.batch("a", seq_id, "refused", forward_only=forward_only)).wait()
+    assert bench.engine.tainted == [("a", "never fits")]
+    await (await bench.step("a", 3)).wait()
 
 
 async def test_a_step_waits_for_the_batches_before_it_and_none_after(bench: Bench) -> None:
     await bench.create("a")
-    bench.engine.gate.clear()
-    operations = [await bench.batch("a", 1), await bench.batch("a", 2), await bench.step("a", 3)]
+    operations = [await bench.hold("a", 1), await bench.batch("a", 2), await bench.step("a", 3)]
     operations.append(await bench.batch("a", 4))
     bench.engine.gate.set()
     await asyncio.gather(*(operation.wait() for operation in operations))
-    assert bench.engine.calls == [[("a", "a1")], [("a", "a2")], [("a", "a4")]]
-    assert bench.ran == [("a", 3)]
+    assert bench.engine.events == [{"a1"}, {"a2"}, {"a 3"}, {"a4"}]
 
 
 async def test_a_failed_batch_taints_its_model_and_spares_its_neighbours(bench: Bench) -> None:
     await bench.create("a", "b", "c")
-    bench.engine.gate.clear()
-    await bench.batch("a", 1)
+    await bench.hold("a", 1)
     bad, good = await bench.batch("b", 1, "bad"), await bench.batch("c", 1)
     harmless = await bench.batch("a", 2, "bad", forward_only=True)
     bench.engine.gate.set()
@@ -196,8 +283,7 @@ async def test_an_operation_can_wait_for_the_results_before_it(bench: Bench) -> 
 
 async def test_a_cancelled_wait_does_not_cancel_the_operation(bench: Bench) -> None:
     await bench.create("a")
-    bench.engine.gate.clear()
-    operation = await bench.batch("a", 1)
+    operation = await bench.hold("a", 1)
     waiting = asyncio.create_task(operation.wait())
     await asyncio.sleep(0)
     waiting.cancel()
@@ -257,8 +343,7 @@ async def test_a_failed_creation_leaves_no_model_but_its_error(bench: Bench) -> 
 
 async def test_deleting_a_model_fails_what_is_queued_and_forgets_it(bench: Bench) -> None:
     await bench.create("a")
-    bench.engine.gate.clear()
-    running, queued = await bench.batch("a", 1), await bench.step("a", 2)
+    running, queued = await bench.hold("a", 1), await bench.step("a", 2)
     early = await bench.batch("a", 7)
     freed: list[str] = []
     deleting = asyncio.create_task(bench.scheduler.delete("a", lambda: freed.append("a")))
@@ -275,6 +360,59 @@ async def test_deleting_a_model_fails_what_is_queued_and_forgets_it(bench: Bench
     with pytest.raises(ResultNotFound):
         await bench.scheduler.find("a", 1)
     await bench.create("a")
+
+
+async def test_deleting_a_model_stops_its_batch_at_the_next_micro_batch(bench: Bench) -> None:
+    await bench.create("a", "b")
+    begun = await bench.hold("a", 1, lengths=[100] * 9)
+    through = await bench.batch("b", 1, lengths=[10])
+    deleting = asyncio.create_task(bench.scheduler.delete("a", lambda: bench.ran.append(("a", -1))))
+    await asyncio.sleep(0.01)
+    assert not begun.outcome.done()  # the engine still has it
+    bench.engine.gate.set()
+    with pytest.raises(ModelNotFound, match="deleted"):
+        await begun.wait()
+    await deleting
+    await through.wait()
+    assert bench.engine.sizes == [{"a1": 1}, {"b1": 1}]
+    assert bench.engine.num_begun == bench.engine.num_finished
+    assert bench.ran == [("a", -1)]
+    assert bench.queue_length() == 0
+
+
+async def test_deleting_a_model_ends_a_batch_that_waits_between_two_micro_batches(bench: Bench) -> None:
+    await bench.create("a", "b")
+    begun, other = await bench.hold("a", 1, lengths=[100] * 2), await bench.batch("b", 1, lengths=[90] * 2)
+    bench.engine.step()
+    deleting = asyncio.create_task(bench.scheduler.delete("a", lambda: None))  # while one of b runs
+    await asyncio.sleep(0.01)
+    bench.engine.gate.set()
+    with pytest.raises(ModelNotFound, match="deleted"):
+        await begun.wait()
+    await deleting
+    await other.wait()
+    assert bench.engine.sizes == [{"a1": 1}, {"b1": 1}, {"b1": 1}]
+    assert (bench.engine.num_begun, bench.engine.num_finished) == (2, 2)
+
+
+async def test_closing_stops_a_batch_at_the_next_micro_batch_and_leaves_it_accepted(bench: Bench) -> None:
+    await bench.create("a")
+    begun = await bench.hold("a", 1, lengths=[100] * 9)
+    closing = asyncio.create_task(bench.scheduler.close(timeout_s=5))
+    await asyncio.sleep(0.01)
+    bench.engine.gate.set()
+    assert await closing
+    assert bench.engine.sizes == [{"a1": 1}]
+    assert not begun.outcome.done()
+    record = await bench.journal.find("a", 1)
+    assert record is not None
+    assert record.outcome is None
+
+
+async def test_closing_waits_no_longer_than_it_may(bench: Bench) -> None:
+    await bench.create("a")
+    await bench.hold("a", 1)
+    assert not await bench.scheduler.close(timeout_s=0.05)
 
 
 async def test_after_a_restart_results_stay_and_new_operations_say_that_the_model_is_lost(
@@ -299,8 +437,7 @@ async def test_after_a_restart_results_stay_and_new_operations_say_that_the_mode
 
 async def test_closing_leaves_queued_operations_accepted_and_waits_for_the_running_one(bench: Bench) -> None:
     await bench.create("a")
-    bench.engine.gate.clear()
-    running, queued = await bench.batch("a", 1), await bench.step("a", 2)
+    running, queued = await bench.hold("a", 1), await bench.step("a", 2)
     closing = asyncio.create_task(bench.scheduler.close(timeout_s=5))
     await asyncio.sleep(0)
     bench.engine.gate.set()
