@@ -411,7 +411,8 @@ class TrainingEngine:
     def _runs(self, items: Sequence[Item], starts: np.ndarray) -> Iterable[Run]:
         for model_id, group in groupby(range(len(items)), key=lambda n: items[n].model_id):
             mine = list(group)
-            yield Run(self._models[model_id].adapter, slice(int(starts[mine[0]]), int(starts[mine[-1] + 1])))
+            rows = slice(int(starts[mine[0]]), int(starts[mine[-1] + 1]))
+            yield Run(self._models[model_id].adapter, rows)  # type: ignore[arg-type]  # full weights meet no layer
 
     def _gradients(
         self, terms: Sequence[tuple[Job, Term]], runs: Sequence[Run], items: Sequence[Item]

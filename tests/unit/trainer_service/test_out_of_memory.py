@@ -11,11 +11,15 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
+from tests.batches import random_datum, request
+from tests.models import VOCAB_SIZE
+from tests.unit.trainer_service.custom_losses import custom_loss, graph, node, ref
 from tests.unit.trainer_service.engines import ADAM, assert_near, batch, create, gradient, run
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc.errors import OutOfCapacity
+from trainer_service import custom_loss_graph
 from trainer_service import engine as engine_module
-from trainer_service.batch import Output
+from trainer_service.batch import Batch, Output
 from trainer_service.engine import TrainingEngine
 from trainer_service.metrics import Metrics
 from trainer_service.micro_batch import Item, halves
@@ -190,6 +194,30 @@ def test_halves_have_about_as_many_tokens_and_none_is_empty(base: BaseModel) -> 
         assert left
         assert right
         assert [*left, *right] == items
+
+
+def test_a_custom_loss_that_finds_no_memory_is_tried_smaller_and_not_blamed(
+    base: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _ = make(base)
+    create(engine, "m")
+    message = request([random_datum(length, 0, vocab_size=VOCAB_SIZE) for length in (9, 20)], "custom")
+    total = graph(node("call_method", "total", "sum", ref("logprobs")), loss="total")
+    message.custom_loss.CopyFrom(custom_loss(total, {"logprobs": 1}))
+    one = Batch.from_proto(message, engine.limits)
+    expected = run(engine, "m", one)
+    fails = [True]
+
+    def resolved(*args: Any) -> Any:
+        if fails:
+            fails.clear()
+            raise torch.OutOfMemoryError
+        return resolve(*args)
+
+    resolve = custom_loss_graph._resolved
+    monkeypatch.setattr(custom_loss_graph, "_resolved", resolved)
+    assert run(engine, "m", one).metrics == pytest.approx(expected.metrics, rel=1e-5)
+    assert not fails
 
 
 _STARVED = """
