@@ -53,6 +53,18 @@ def sample_request(version_id: str = "", **fields: object) -> sampler_pb2.Sample
     return sampler_pb2.SampleRequest(**given)  # type: ignore[arg-type]
 
 
+def test_trainer_and_sampler_say_what_their_checks_at_load_have_found(
+    trainer: trainer_pb2_grpc.TrainerServiceStub, sampler: sampler_pb2_grpc.SamplerServiceStub
+) -> None:
+    trained = trainer.GetTrainerInfo(trainer_pb2.GetTrainerInfoRequest())
+    sampled = sampler.GetSamplerInfo(sampler_pb2.GetSamplerInfoRequest())
+    assert trained.trainable
+    assert list(trained.trainable_groups) == list(sampled.adapter_groups) == ["attn", "mlp", "unembed"]
+    assert not trained.refused_groups
+    assert 0 < trained.max_context_length <= 32_768
+    assert 0 < sampled.max_context_length <= 32_768
+
+
 @pytest.mark.parametrize("kind", SERVICES)
 def test_health_is_told_at_once_and_watched(kind: str, channels: dict[str, grpc.Channel]) -> None:
     stub = health_pb2_grpc.HealthStub(channels[kind])

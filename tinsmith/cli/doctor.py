@@ -62,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         from tinsmith.doctor.report import as_json, as_text
         from tinsmith.doctor.subject import NotFound, Subject, Unloadable, read_config
         from tinsmith.doctor.verdict import judge
+        from trainer_service.memory import is_out_of_memory
     except ModuleNotFoundError as error:
         raise UsageError(f"doctor needs the trainer and the sampler ({error}): pip install '{_EXTRAS}'") from None
     device = torch.device(_device(arguments.device, has_cuda=torch.cuda.is_available()))
@@ -84,6 +85,11 @@ def run(arguments: argparse.Namespace) -> int:
             findings = examine(subject, Path(scratch), report=_progress)
     except NotFound as error:
         raise UsageError(str(error)) from None
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        print(f"tinsmith: {path}: out of memory on {device}; take fewer --tokens, or another --device", file=sys.stderr)
+        return 1
     except Unloadable as error:
         _write(arguments.json, {"model": path, "ok": False, "error": str(error)})
         print(f"tinsmith: {error}", file=sys.stderr)

@@ -5,6 +5,7 @@
     trainer    the packed training engine: the same logprobs, gradients, save and reload, speed, memory
     samplers   each sampling engine that is installed: the same logprobs, of prompts and of what it draws
     coverage   what no adapter reaches, what is missing
+    limits     how far two correct computations may be apart
     verdict    gaps and limits become checks; checks become a verdict
     report     the verdict as text and as JSON
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from tinsmith.doctor import oracle, samplers, trainer
 from tinsmith.doctor.coverage import Text
+from tinsmith.doctor.limits import Findings
 from tinsmith.doctor.subject import Subject
-from tinsmith.doctor.verdict import Findings
 
 
 def examine(subject: Subject, scratch: Path, *, report: Callable[[str], None]) -> Findings:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tinsmith.doctor.subject import BASE, Logprobs, Sequence_, Subject, free, loading
+from tinsmith.doctor.subject import BASE, Example, Logprobs, Subject, free, loading
 from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.reference import adapted
 from trainer_service.memory import available_bytes
@@ -50,7 +50,7 @@ class Findings:
 
 
 def examine(
-    subject: Subject, sequences: Sequence[Sequence_], adapters: Mapping[str, Adapter], saved: Path | None
+    subject: Subject, sequences: Sequence[Example], adapters: Mapping[str, Adapter], saved: Path | None
 ) -> Findings:
     """`adapters` in host memory; `saved` is the PEFT folder of one of them. Raises Unloadable."""
     model, missing = _load(subject)
@@ -78,9 +78,9 @@ def examine(
     return Findings(truth, wide, why_not_wide, missing, peft, why_no_peft, why_no_gradients, num_parameters)
 
 
-def gradient_sequences(sequences: Sequence[Sequence_]) -> list[Sequence_]:
+def gradient_sequences(sequences: Sequence[Example]) -> list[Example]:
     """The first ones that have GRADIENT_TOKENS together."""
-    chosen: list[Sequence_] = []
+    chosen: list[Example] = []
     for sequence in sequences:
         if sum(one.tokens_N.size for one in chosen) + sequence.tokens_N.size <= GRADIENT_TOKENS:
             chosen.append(sequence)
@@ -100,7 +100,7 @@ def _load(subject: Subject) -> tuple[PreTrainedModel, Sequence[str]]:
 
 def _truth(
     model: PreTrainedModel,
-    sequences: Sequence[Sequence_],
+    sequences: Sequence[Example],
     adapters: Mapping[str, Adapter],
     *,
     with_gradients: bool,
@@ -116,11 +116,11 @@ def _truth(
 
 
 @torch.no_grad()
-def _logprobs(model: PreTrainedModel, sequences: Sequence[Sequence_]) -> Logprobs:
+def _logprobs(model: PreTrainedModel, sequences: Sequence[Example]) -> Logprobs:
     return [_score(model, sequence).cpu().numpy().astype(np.float32) for sequence in sequences]
 
 
-def _gradient(model: PreTrainedModel, sequences: Sequence[Sequence_], adapter: Adapter) -> Tensor:
+def _gradient(model: PreTrainedModel, sequences: Sequence[Example], adapter: Adapter) -> Tensor:
     """Of the sum of -weight * logprob, by autograd."""
     leaf = adapter.like(adapter.flat.detach().clone())
     for tensor in leaf.tensors():
@@ -134,14 +134,14 @@ def _gradient(model: PreTrainedModel, sequences: Sequence[Sequence_], adapter: A
     return torch.cat([tensor.flatten() for tensor in total]).cpu()
 
 
-def _score(model: PreTrainedModel, sequence: Sequence_) -> Tensor:
+def _score(model: PreTrainedModel, sequence: Example) -> Tensor:
     tokens_N, targets_N = (torch.from_numpy(x).to(model.device) for x in (sequence.tokens_N, sequence.targets_N))
     logits_N_V = model(tokens_N[None], use_cache=False).logits[0]
     table_N_V = logits_N_V.to(torch.promote_types(logits_N_V.dtype, torch.float32)).log_softmax(-1)
     return table_N_V.gather(1, targets_N[:, None])[:, 0]
 
 
-def _peft(model: PreTrainedModel, sequences: Sequence[Sequence_], folder: Path) -> tuple[Logprobs | None, str]:
+def _peft(model: PreTrainedModel, sequences: Sequence[Example], folder: Path) -> tuple[Logprobs | None, str]:
     """Changes the model."""
     if importlib.util.find_spec("peft") is None:
         return None, "peft is not installed"

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 import tinsmith
+from tinsmith.doctor.limits import Findings
 from tinsmith.doctor.trainer import Room, Speed
-from tinsmith.doctor.verdict import Check, Findings, Verdict
+from tinsmith.doctor.verdict import Check, Verdict
 
 _WIDTH = 100
 _NAME = 44
@@ -126,9 +127,9 @@ def _room(room: Room) -> Iterator[str]:
     yield _line("longest sequence to train on", f"{room.longest_sequence:,} tokens")
     for rank in room.adapter_bytes:
         served, trained = room.adapter_bytes[rank], room.training_bytes[rank]
-        fits = f"{room.device_bytes // trained:,} fit" if trained else "-"
-        if room.host_bytes is not None and trained:
-            fits += f", {room.host_bytes // trained:,} more wait in host memory"
+        fits = f"{room.models_bytes // trained:,} fit"
+        if room.device_bytes is not None:
+            fits += f", {min(room.device_bytes, room.models_bytes) // trained:,} of them on the device"
         yield _line(
             f"an adapter of rank {rank} on all layers", f"{_size(served)}; in training {_size(trained)}, {fits}"
         )

@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 from sampler_service.config import SamplerConfig
 from sampler_service.engine import Ints, Params, Request, Result, SamplingEngine, StopCondition
 from sampler_service.metrics import SamplerMetrics
-from tinsmith.doctor.subject import ALL, BASE, Logprobs, Sequence_, Subject, Unloadable, failed, free
+from tinsmith.doctor.subject import ALL, BASE, Example, Logprobs, Subject, Unloadable, failed, free
 from tinsmith.modeling.adapter import GROUPS, Group
 from tinsmith.modeling.self_check import random_adapter
 from tinsmith.rpc.errors import ServiceError
@@ -83,7 +83,7 @@ class Findings:
     eos_token_ids: Sequence[int] = ()
 
 
-def examine(kind: Kind, subject: Subject, sequences: Sequence[Sequence_]) -> Findings:
+def examine(kind: Kind, subject: Subject, sequences: Sequence[Example]) -> Findings:
     found = Findings(kind.name)
     try:
         asyncio.run(_examine(found, kind, subject, sequences))
@@ -96,12 +96,11 @@ def examine(kind: Kind, subject: Subject, sequences: Sequence[Sequence_]) -> Fin
     return found
 
 
-async def _examine(found: Findings, kind: Kind, subject: Subject, sequences: Sequence[Sequence_]) -> None:
-    names = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+async def _examine(found: Findings, kind: Kind, subject: Subject, sequences: Sequence[Example]) -> None:
     config = SamplerConfig(
         base_model=subject.path,
         device="cuda" if subject.device.type == "cuda" else "cpu",
-        dtype=names[subject.dtype],  # type: ignore[arg-type]  # those of the Literal
+        dtype="float32" if subject.dtype == torch.float32 else "bfloat16",
         num_threads=subject.num_threads,
         prefix_cache_bytes=0,  # so that every token is computed
     )
@@ -116,7 +115,7 @@ async def _examine(found: Findings, kind: Kind, subject: Subject, sequences: Seq
         await engine.stop()
 
 
-async def _ask(found: Findings, engine: SamplingEngine, subject: Subject, sequences: Sequence[Sequence_]) -> None:
+async def _ask(found: Findings, engine: SamplingEngine, subject: Subject, sequences: Sequence[Example]) -> None:
     found.groups = [group for group in GROUPS if any(target.group == group for target in engine.targets)]
     found.max_length = engine.max_context_length
     found.eos_token_ids = sorted(engine.eos_token_ids)

@@ -48,7 +48,7 @@ class Unfit(Unloadable):
 
 
 @dataclass(frozen=True, slots=True)
-class Sequence_:
+class Example:
     """Tokens, and for each the target that is scored after it."""
 
     tokens_N: Ints
@@ -87,7 +87,7 @@ class Subject:
         used = "sliding_attention" in kinds if kinds else config.get("use_sliding_window") is not False
         return config.get("sliding_window") if used else None
 
-    def sequences(self) -> list[Sequence_]:
+    def sequences(self) -> list[Example]:
         """Random tokens, and among them a token and a phrase that repeat. The last one is the longest."""
         vocab_size = self.text_config.vocab_size
         generator = np.random.default_rng(0)
@@ -100,7 +100,7 @@ class Subject:
             elif n > 3:
                 tokens[length // 2 :] = np.resize(tokens[:5], length + 1 - length // 2)
             weights = generator.normal(size=length).astype(np.float32)
-            found.append(Sequence_(tokens[:-1], tokens[1:], weights))
+            found.append(Example(tokens[:-1], tokens[1:], weights))
         return found
 
     def adapters(self, groups: Collection[Group]) -> Mapping[str, AdapterConfig]:

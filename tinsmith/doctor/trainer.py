@@ -18,7 +18,7 @@ from torch import Tensor
 from tinsmith.doctor.coverage import Coverage
 from tinsmith.doctor.oracle import gradient_sequences
 from tinsmith.doctor.samplers import Drawn
-from tinsmith.doctor.subject import ALL, BASE, Logprobs, Sequence_, Subject, Unfit, free, loading
+from tinsmith.doctor.subject import ALL, BASE, Example, Logprobs, Subject, Unfit, free, loading
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, chosen_targets, num_elements
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.self_check import random_adapter
@@ -31,7 +31,7 @@ from trainer_service.engine import State, TrainingEngine
 from trainer_service.locations import KINDS, Location
 from trainer_service.losses import LOSS_FNS
 from trainer_service.measure import Bounds, measure
-from trainer_service.memory import available_bytes, host_bytes
+from trainer_service.memory import host_bytes
 from trainer_service.metrics import Metrics
 from trainer_service.model_state import full_bytes
 from trainer_service.optimizers import AdamParams
@@ -61,10 +61,10 @@ class Room:
     """Of one adapter on all layers, by its rank, as a sampler has it."""
     training_bytes: Mapping[int, int]
     """With its gradient and its moments, as the trainer has it."""
-    device_bytes: int
-    """For adapters in training, beside one micro-batch: the trainer's share of what is free on the device."""
-    host_bytes: int | None
-    """What is free in host memory for those that wait there; None where that is the same memory."""
+    models_bytes: int
+    """For all models in training together, those that wait in host memory included."""
+    device_bytes: int | None
+    """Of it, on the device beside one micro-batch; None on a CPU, where there is one memory."""
 
 
 @dataclass(slots=True)
@@ -95,7 +95,7 @@ class Findings:
         return ALL if ALL in self.adapters else next(iter(self.adapters), BASE)
 
 
-def examine(subject: Subject, sequences: Sequence[Sequence_], drawn: Sequence[Drawn], scratch: Path) -> Findings:
+def examine(subject: Subject, sequences: Sequence[Example], drawn: Sequence[Drawn], scratch: Path) -> Findings:
     """Raises Unloadable when something is wrong with the model's files. `scratch` keeps the saved adapter."""
     found = Findings()
     try:
@@ -122,7 +122,7 @@ def examine(subject: Subject, sequences: Sequence[Sequence_], drawn: Sequence[Dr
 def _compare(
     found: Findings,
     base: BaseModel,
-    sequences: Sequence[Sequence_],
+    sequences: Sequence[Example],
     drawn: Sequence[Drawn],
     scratch: Path,
     *,
@@ -165,7 +165,7 @@ def _create(engine: TrainingEngine, name: str, config: AdapterConfig, adapter: A
         engine.restore(name, State(config, adapter, step=0, optimizer=None), with_optimizer=False)
 
 
-def _batch(sequences: Sequence[Sequence_], *, forward_only: bool) -> Batch:
+def _batch(sequences: Sequence[Example], *, forward_only: bool) -> Batch:
     datums = [Datum(one.tokens_N.astype(np.int32), one.targets_N, {"weights": one.weights_N}) for one in sequences]
     return Batch("cross_entropy", LOSS_FNS["cross_entropy"], {}, forward_only, datums)
 
@@ -195,7 +195,7 @@ def _gradient(engine: TrainingEngine, name: str, adapter: Adapter) -> Tensor:
 
 
 def _save_and_reload(
-    found: Findings, engine: TrainingEngine, sequences: Sequence[Sequence_], few: Sequence[Sequence_], scratch: Path
+    found: Findings, engine: TrainingEngine, sequences: Sequence[Example], few: Sequence[Example], scratch: Path
 ) -> None:
     _run(engine, [(found.largest, _batch(few, forward_only=False))])
     # A step of size 0: the optimizer has moments to save, and the weights stay as they are.
@@ -253,15 +253,14 @@ def _random_batch(generator: np.random.Generator, vocab_size: int, num_tokens: i
 
 def _room(engine: TrainingEngine, plan: Plan) -> Room:
     base = engine.base
-    room = plan.room_for_adapters([plan.token_budget], checkpointing=engine.always_checkpoints)
     config = AdapterConfig(rank=1, **_flags(base))
     bytes_per_rank = 4 * num_elements(config, chosen_targets(config, base.targets))  # float32
-    on_cuda = base.device.type == "cuda"
+    on_device = plan.room_for_adapters([plan.token_budget], checkpointing=engine.always_checkpoints)
     return Room(
         token_budget=plan.token_budget,
         longest_sequence=engine.limits.max_context_length,
         adapter_bytes={rank: rank * bytes_per_rank for rank in RANKS},
         training_bytes={rank: full_bytes(rank * bytes_per_rank) for rank in RANKS},
-        device_bytes=available_bytes(base.device) if room is None else room,
-        host_bytes=host_bytes() if on_cuda else None,
+        models_bytes=host_bytes() if plan.models_bytes is None else plan.models_bytes,
+        device_bytes=None if base.device.type == "cpu" else on_device,
     )

@@ -9,37 +9,12 @@ from typing import Literal
 import numpy as np
 import torch
 
-from tinsmith.doctor import oracle, samplers, trainer
-from tinsmith.doctor.coverage import Text
-from tinsmith.doctor.subject import BASE, Logprobs, Subject
+from tinsmith.doctor import samplers
+from tinsmith.doctor.limits import COMPANY, Findings, Limits, gap, limits, relative
+from tinsmith.doctor.subject import BASE, Logprobs
 from tinsmith.modeling.adapter import GROUPS, Group
 
 Status = Literal["ok", "note", "warning", "FAILED", "skipped"]
-
-_FLOORS = {
-    torch.float32: (2e-4, 2e-5, 1e-4),
-    torch.bfloat16: (0.05, 0.01, 0.02),
-    torch.float16: (0.02, 0.004, 0.01),
-}
-"""Largest and mean gap of logprobs, relative error of a gradient, that are always allowed.
-
-float32: an order of magnitude above what two correct implementations differ by (1e-6 to 1.3e-5 on models of 1 to 110 M
-parameters). Narrower types: a few units of the last place of logits of size 10 (2^-8 * 10 = 0.04 in bfloat16).
-"""
-_MARGIN = 3.0
-"""In narrow types, so many times what rounding does to the plain model (its gap to float32) is allowed, too."""
-_UNMEASURED = (0.5, 0.1, 0.2)
-"""In narrow types, when that could not be measured: largest and mean gap, and gradients."""
-_COMPANY = 1e-5
-"""float32: alone or in company, gaps are of rounding only."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    largest: float
-    mean: float
-    gradient: float
-    source: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +26,6 @@ class Check:
     detail: str = ""
     advice: str = ""
     """What to do, when it is not ok."""
-
-
-@dataclass(frozen=True, slots=True)
-class Findings:
-    subject: Subject
-    oracle: oracle.Findings
-    trainer: trainer.Findings
-    samplers: Sequence[samplers.Findings]
-    not_there: Mapping[str, str]
-    """Engines that were not examined, and why."""
-    text: Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,33 +70,6 @@ def _groups(findings: Findings) -> list[Group]:
     return [] if coverage is None else list(coverage.groups)
 
 
-def gap(ours: Logprobs, theirs: Logprobs) -> tuple[float, float]:
-    """Largest and mean difference. Sequences of another length are a defect of the caller."""
-    differences = [np.abs(one.astype(np.float64) - other) for one, other in zip(ours, theirs, strict=True)]
-    whole = np.concatenate(differences)
-    return (float(whole.max()), float(whole.mean())) if whole.size else (0.0, 0.0)
-
-
-def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    return ((ours - theirs).norm() / theirs.norm().clamp_min(1e-30)).item()
-
-
-def limits(findings: Findings, name: str) -> Limits:
-    """For one adapter, or the base model."""
-    dtype = findings.subject.dtype
-    floor = _FLOORS[dtype]
-    kind = str(dtype).removeprefix("torch.")
-    if dtype == torch.float32:
-        return Limits(*floor, source="float32")
-    truth, wide = findings.oracle.truth, findings.oracle.wide
-    if wide is None:
-        return Limits(*_UNMEASURED, source=f"{kind}, rounding not measured: {findings.oracle.why_not_wide}")
-    largest, mean = gap(truth.logprobs[name], wide.logprobs[name])
-    gradient = relative(truth.gradients[name], wide.gradients[name]) if name in truth.gradients else 0.0
-    allowed = [max(low, _MARGIN * noise) for low, noise in zip(floor, (largest, mean, gradient), strict=True)]
-    return Limits(*allowed, source=f"{_MARGIN:g} x the plain model's own rounding in {kind}")
-
-
 def _gap_check(section: str, name: str, ours: Logprobs, theirs: Logprobs, limit: Limits, advice: str) -> Check:
     largest, mean = gap(ours, theirs)
     passed = largest <= limit.largest and mean <= limit.mean
@@ -172,8 +109,8 @@ def _logprobs(findings: Findings) -> list[Check]:
     if ours.alone is not None:
         limit = limits(findings, ours.largest)
         if findings.subject.dtype == torch.float32:
-            allowed = _COMPANY * max(1.0, max(float(np.abs(one).max()) for one in ours.alone))
-            limit = Limits(allowed, allowed, 0.0, f"in company {_COMPANY:g} of the largest logprob")
+            allowed = COMPANY * max(1.0, max(float(np.abs(one).max()) for one in ours.alone))
+            limit = Limits(allowed, allowed, 0.0, f"in company {COMPANY:g} of the largest logprob")
         advice = "sequences see their neighbours: do not train this model with several tenants; report it"
         checks.append(
             _gap_check("logprobs", "alone and in company", ours.logprobs[ours.largest], ours.alone, limit, advice)

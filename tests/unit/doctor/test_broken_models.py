@@ -149,6 +149,18 @@ def test_an_unreachable_hub_is_one_line_and_status_2(
     assert line == "tinsmith: nobody/nothing: We couldn't connect to the hub to load the files."
 
 
+def test_memory_that_runs_out_is_one_line(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*args: object, **kwargs: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+    monkeypatch.setattr("tinsmith.doctor.examine.examine", full)
+    assert main(["doctor", str(model_folder), "--threads", "1"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "out of memory on cpu; take fewer --tokens" in line
+
+
 def test_as_a_process_it_ends_with_its_status() -> None:
     command = [sys.executable, "-m", "tinsmith.cli", "doctor", "/no/such/folder"]
     process = subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -13,10 +13,11 @@ import torch
 
 from tests.models import VOCAB_SIZE
 from tinsmith.doctor.examine import examine
+from tinsmith.doctor.limits import Findings, limits
 from tinsmith.doctor.oracle import Truth
 from tinsmith.doctor.report import as_json, as_text
 from tinsmith.doctor.subject import ALL, BASE, Logprobs, Subject, read_config
-from tinsmith.doctor.verdict import Findings, Verdict, judge, limits
+from tinsmith.doctor.verdict import Verdict, judge
 
 
 @pytest.fixture(scope="module")
