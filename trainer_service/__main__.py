@@ -7,12 +7,13 @@ import logging
 import os
 import socket
 import uuid
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
+from tinsmith.allocator import keep_freed_memory
+from tinsmith.cli.stack import usable_cores
 from tinsmith.modeling.base_model import BaseModel, UnsupportedModel
-from tinsmith.rpc import logs
 from tinsmith.rpc.metrics import new_registry, serve_metrics
 from tinsmith.rpc.server import Server, stop_event
 from tinsmith.rpc.settings import read_settings
@@ -24,8 +25,14 @@ from trainer_service.config import TrainerConfig
 from trainer_service.engine import TrainingEngine
 from trainer_service.imports import Importer
 from trainer_service.journal import Journal
+from trainer_service.measure import Bounds, measure
 from trainer_service.metrics import Metrics
 from trainer_service.operations import Operations
+from trainer_service.ranks import process
+from trainer_service.ranks.follower import Follower
+from trainer_service.ranks.group import RankGroup
+from trainer_service.ranks.leader import LeadingEngine
+from trainer_service.ranks.place import Place
 from trainer_service.scheduler import Scheduler
 from trainer_service.servicer import Trainer, TrainerServicer
 from trainer_service.weight_sync import WeightSender
@@ -37,8 +44,8 @@ _CALL_GRACE_S = 0.3
 _STOP_TIMEOUT_S = 2.0
 
 
-async def serve(config: TrainerConfig) -> None:
-    """Runs until SIGINT or SIGTERM. Health is NOT_SERVING while the base model is loaded."""
+async def serve(config: TrainerConfig, group: RankGroup | None) -> None:
+    """Runs until SIGINT or SIGTERM. Health is NOT_SERVING while the base model is loaded. `group`: of several ranks."""
     registry = new_registry()
     metrics = Metrics(registry)
     serve_metrics(registry, config.metrics_host, config.metrics_port)
@@ -55,7 +62,7 @@ async def serve(config: TrainerConfig) -> None:
         await server.start()
         logger.info("listening on port %d", server.port)
         stopping = asyncio.create_task(stop.wait())
-        starting = asyncio.create_task(start(config, journal, metrics, port=server.port))
+        starting = asyncio.create_task(start(config, journal, metrics, group, port=server.port))
         await asyncio.wait({stopping, starting}, return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
             _leave("stopped while the base model was loading")
@@ -71,11 +78,15 @@ async def serve(config: TrainerConfig) -> None:
         await server.stop(_CALL_GRACE_S)
         ended = await trainer.scheduler.close(timeout_s=_STOP_TIMEOUT_S)
         await trainer.operations.sender.close()
+        if ended and isinstance(trainer.operations.engine, LeadingEngine):
+            await asyncio.wait({asyncio.create_task(asyncio.to_thread(trainer.operations.engine.stop))}, timeout=1)
         journal.close()
         _leave("stopped" if ended else "stopped in the middle of a step")
 
 
-async def start(config: TrainerConfig, journal: Journal, metrics: Metrics, *, port: int) -> Trainer:
+async def start(
+    config: TrainerConfig, journal: Journal, metrics: Metrics, group: RankGroup | None, *, port: int
+) -> Trainer:
     """Loads the base model and puts the parts together."""
     num_lost = await journal.lose_models()
     if num_lost:
@@ -87,11 +98,14 @@ async def start(config: TrainerConfig, journal: Journal, metrics: Metrics, *, po
         host=config.channel_host,
         backend=channel_backend(config),
         timeout_s=config.channel_timeout_s,
+        bucket_bytes=config.channel_bucket_bytes,
         metrics=metrics,
     )
     sender.start()
-    base = await asyncio.to_thread(load, config)
-    engine = TrainingEngine(base, max_tokens_per_microbatch=config.max_tokens_per_microbatch)
+    base = await asyncio.to_thread(load, config, group)
+    settings = {**engine_settings(config), "metrics": metrics}
+    engine = TrainingEngine(base, **settings) if group is None else LeadingEngine(base, group, **settings)
+    await asyncio.to_thread(lambda: engine.follow(measure(engine, bounds(config))))
     checkpoints = CheckpointStore(config.checkpoint_dir, metrics)
     operations = Operations(engine, checkpoints, sender, config.public_names, config.max_lora_rank)
     scheduler = Scheduler(
@@ -105,18 +119,57 @@ async def start(config: TrainerConfig, journal: Journal, metrics: Metrics, *, po
     return Trainer(uuid.uuid4().hex, operations, scheduler, journal, checkpoints, importer)
 
 
-def load(config: TrainerConfig) -> BaseModel:
+def follow(config: TrainerConfig, group: RankGroup) -> None:
+    """What every rank but the first does: it loads the base model, and then what rank 0 says."""
+    try:
+        base = load(config, group)
+    except (UnsupportedModel, OSError, ValueError) as error:
+        group.end(f"cannot load the base model {config.base_model}: {error}")
+    Follower(base, group, **engine_settings(config)).work()
+
+
+def engine_settings(config: TrainerConfig) -> dict[str, Any]:
+    """The same on every rank."""
+    return {
+        "max_tokens_per_microbatch": config.max_tokens_per_microbatch,
+        "activation_checkpointing": config.activation_checkpointing,
+    }
+
+
+def bounds(config: TrainerConfig) -> Bounds:
+    return Bounds(
+        max_tokens_per_microbatch=config.max_tokens_per_microbatch,
+        max_lora_rank=config.max_lora_rank,
+        token_budget=config.token_budget,
+        memory_bytes=config.memory_bytes,
+        adapter_device_bytes=config.adapter_device_bytes,
+        ranks_per_machine=Place.of(config).local_world_size,
+    )
+
+
+def load(config: TrainerConfig, group: RankGroup | None) -> BaseModel:
     device = device_of(config)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # of this thread, which computes
     dtype = config.dtype
     if dtype == "auto":
         dtype = "bfloat16" if device.type == "cuda" else "float32"
-    return BaseModel.load(config.base_model, device=device, dtype=_DTYPES[dtype])
+    return BaseModel.load(
+        config.base_model,
+        device=device,
+        dtype=_DTYPES[dtype],
+        trainable=config.full_training,
+        kernels=config.kernels,
+        division=None if group is None else group.division(),
+    )
 
 
 def device_of(config: TrainerConfig) -> torch.device:
-    if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(config.device)
+    """This rank's own."""
+    kind = config.device
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(kind, Place.of(config).local_rank) if kind == "cuda" else torch.device(kind)
 
 
 def channel_backend(config: TrainerConfig) -> Backend:
@@ -134,11 +187,26 @@ def _leave(reason: str) -> NoReturn:
 
 def main() -> None:
     config = read_settings(TrainerConfig)
-    logs.setup(config.log_level)
+    place = Place.of(config)
+    process.begin(place, log_level=config.log_level)
     logger.info("config: %s", config.model_dump_json())
-    if config.num_threads:
-        torch.set_num_threads(config.num_threads)
-    asyncio.run(serve(config))
+    device = device_of(config)
+    num_threads = config.num_threads
+    if device.type == "cpu":
+        if config.keep_freed_memory and not keep_freed_memory():
+            logger.info("keep_freed_memory: has no effect here, the C library is not glibc")
+        num_threads = process.num_threads(place, config.num_threads, cores=usable_cores())
+    if num_threads:
+        torch.set_num_threads(num_threads)
+    if place.alone:
+        asyncio.run(serve(config, None))
+        return
+    group = RankGroup.join(place, device, timeout_s=config.rank_timeout_s)
+    logger.info("rank %d of %d", place.rank, place.world_size)
+    if place.rank == 0:
+        asyncio.run(serve(config, group))
+    else:
+        process.follow(lambda: follow(config, group))
 
 
 if __name__ == "__main__":
