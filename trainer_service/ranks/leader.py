@@ -87,8 +87,13 @@ class LeadingEngine(TrainingEngine):
         if not pieces:
             return
         self._group.broadcast(self._to_run(pieces))
-        self._ranks.all_or_none(lambda: None)  # the others have read the new batches
-        self._ranks.all_or_none(lambda: super(LeadingEngine, self).run(pieces))
+        try:
+            self._ranks.all_or_none(lambda: None)  # the others have read the new batches
+            self._ranks.all_or_none(lambda: super(LeadingEngine, self).run(pieces))
+        except (ServiceError, MemoryError) as error:  # of no single job: nobody knows what has been added
+            for piece in pieces:
+                piece.job.error = error if isinstance(error, ServiceError) else OutOfCapacity(str(error))
+            return
         for rank in range(1, self._group.place.world_size):
             if self._group.place.leads(rank):
                 _take(self._group.receive(rank), pieces)
