@@ -1,0 +1,105 @@
+"""The trainer of several ranks as a service: served by rank 0, ended together."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import httpx
+import psutil
+import pytest
+
+from tests.batches import random_datum, request
+from tests.models import VOCAB_SIZE
+from tests.stack import Stack, make_base_model
+from tinsmith.v1 import trainer_pb2, types_pb2
+from tinsmith.v1.trainer_pb2_grpc import TrainerServiceStub
+
+pytestmark = pytest.mark.slow
+
+MODEL = "s:train:0"
+
+
+@contextmanager
+def torchrun(folder: Path, model: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], int, Path]]:
+    """Two ranks: the process of torchrun, the port of rank 0, and the log of all."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *("-m", "trainer_service", "--base-model", str(model), "--listen", f"127.0.0.1:{port}"),
+        *("--state-dir", str(folder / "state"), "--checkpoint-dir", str(folder / "checkpoints"), *flags),
+    ]
+    log = folder / "log"
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+    try:
+        yield process, port, log
+    finally:
+        process.kill()
+        process.wait()
+
+
+def train(stub: TrainerServiceStub) -> dict[str, float]:
+    """A model, one batch and one step."""
+    config = types_pb2.LoraConfig(rank=4, seed=1, train_attn=True, train_mlp=True, train_unembed=True)
+    stub.CreateModel(trainer_pb2.CreateModelRequest(model_id=MODEL, base_model="m", lora_config=config))
+    data = [random_datum(n, n, vocab_size=VOCAB_SIZE) for n in (5, 20, 9)]
+    done = stub.ForwardBackward(request(data, model_id=MODEL, seq_id=1))
+    adam = trainer_pb2.AdamParams(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-8)
+    step = stub.OptimStep(trainer_pb2.OptimStepRequest(model_id=MODEL, seq_id=2, adam_params=adam))
+    return {**done.metrics, **step.metrics}
+
+
+def wait_for(log: Path, text: str, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 90
+    while text not in log.read_text():
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.1)
+
+
+def test_a_killed_rank_ends_all_of_them_and_says_so(model_folder: Path, tmp_path: Path) -> None:
+    with torchrun(tmp_path, model_folder, "--shard-base", "true", "--model-names", '["m"]') as (process, port, log):
+        wait_for(log, '"serving m"', process)
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            metrics = train(TrainerServiceStub(channel))
+            assert metrics["grad_norm:mean"] > 0
+            ranks = {lines["rank"] for lines in map(json.loads, filter(_is_json, log.read_text().splitlines()))}
+            assert ranks == {0, 1}  # each line says whose it is
+            children = psutil.Process(process.pid).children(recursive=True)
+            follower = next(one for one in children if one.environ()["RANK"] == "1")
+            started = time.monotonic()
+            follower.kill()
+            assert process.wait(20) != 0
+        assert time.monotonic() - started < 15
+        assert not [one for one in children if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+        assert "Signal 9 (SIGKILL)" in log.read_text()
+        assert f"(pid: {follower.pid})" in log.read_text()
+
+
+def _is_json(line: str) -> bool:
+    return line.startswith("{")
+
+
+def test_a_stack_with_ranks_trains_shows_one_endpoint_of_metrics_and_stops_in_seconds(tmp_path: Path) -> None:
+    model = make_base_model(tmp_path / "model")
+    with Stack(tmp_path / "state", base_models=[f"m={model}"], flags=["--trainer-ranks", "2"]) as stack:
+        with grpc.insecure_channel(stack.trainers[0]) as channel:
+            assert train(TrainerServiceStub(channel))["num_tokens:sum"] == 34
+        tokens = httpx.get(stack.metrics_url("trainer")).text
+        assert "\ntrainer_tokens_total 34.0\n" in tokens
+        assert (stack.logs / "trainer.log").read_text().count("metrics on http://") == 1
+        stack.stop(signal.SIGTERM)
