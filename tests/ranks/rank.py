@@ -27,9 +27,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor": {"tensor_parallel": 2},
     "sharded": {"shard_base": True},
     "sharded-tensor": {"shard_base": True, "tensor_parallel": 2},
+    "full": {"full_training": True},
     "data-starved": {},
     "sharded-starved": {"shard_base": True},
 }
+CHECKPOINTED = ("sharded", "tensor")
+"""Layouts that compute activations again in backward, with four ranks."""
 
 
 def main() -> None:
@@ -53,18 +56,25 @@ def main() -> None:
 
 
 def run(name: str, group: RankGroup, arguments: argparse.Namespace) -> None:
-    base = BaseModel.load(arguments.model, device=CPU, dtype=torch.float32, division=group.division())
+    base = BaseModel.load(
+        arguments.model, device=CPU, dtype=torch.float32, division=group.division(), trainable=name == "full"
+    )
+    again = group.place.world_size == 4 and name in CHECKPOINTED
+    settings: dict[str, Any] = {"activation_checkpointing": "on" if again else "auto"}
+    settings["max_tokens_per_microbatch"] = scenario.BUDGET
     starved = name.endswith("starved")
     if group.place.rank:
         failed = starve(base) if starved and group.place.rank == 1 else []
-        Follower(base, group, max_tokens_per_microbatch=scenario.BUDGET).work()
+        Follower(base, group, **settings).work()
         (arguments.out / f"{name}-failures-{group.place.rank}").write_text(str(len(failed)))
         return
-    engine = LeadingEngine(base, group, max_tokens_per_microbatch=scenario.BUDGET)
+    engine = LeadingEngine(base, group, **settings)
     out = arguments.out / name
     out.mkdir()
     if starved:
         seen = scenario.play_starved(engine)
+    elif name == "full":
+        seen = scenario.play_full(engine)
     else:
         seen = scenario.play(engine, out / "checkpoints", others=arguments.others)
     scenario.write(seen, out)

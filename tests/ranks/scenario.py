@@ -199,6 +199,21 @@ def play(engine: TrainingEngine, root: Path, *, others: Path | None = None) -> d
     return script.seen
 
 
+def play_full(engine: TrainingEngine) -> dict[str, Any]:
+    """Steps of a model that trains all parameters."""
+    script = Script(engine)
+    engine.create_model("full:train:0", AdapterConfig(rank=0), "adamw")
+    for step in range(2):
+        script.forward_backward(f"step {step}", [("full:train:0", script.batch(datums(step)))])
+        script.seen[f"norm {step}"] = np.array(engine.optim_step("full:train:0", ADAM)["grad_norm:mean"])
+    state = engine.capture("full:train:0", with_optimizer=True)
+    engine.restore("full:train:0", state, with_optimizer=True)
+    script.forward_backward("restored", [("full:train:0", script.batch(datums(2)))])
+    script.seen["norm"] = np.array(engine.optim_step("full:train:0", ADAM)["grad_norm:mean"])
+    script.weights("last", "full:train:0")
+    return script.seen
+
+
 def play_starved(engine: TrainingEngine) -> dict[str, Any]:
     """The part that a rank which runs out of memory now and then must get through as if it had enough."""
     script = Script(engine)

@@ -37,7 +37,7 @@ def alone(base: BaseModel, tmp_path_factory: pytest.TempPathFactory) -> tuple[di
 @pytest.mark.parametrize(
     ("num_ranks", "layouts"),
     [
-        (2, ("data", "tensor", "sharded", "data-starved", "sharded-starved")),
+        (2, ("data", "tensor", "sharded", "full", "data-starved", "sharded-starved")),
         (4, ("data", "tensor", "sharded", "sharded-tensor")),
     ],
 )
@@ -56,11 +56,18 @@ def test_every_layout_gives_the_losses_weights_and_checkpoints_of_one_rank(
             assert int((tmp_path / f"{layout}-failures-1").read_text()) >= 3
             assert seen.pop("token budget") < 2 * scenario.BUDGET  # it fell on rank 0, where there was no failure
             theirs = {name: value for name, value in expected.items() if name in seen}
+        elif layout == "full":
+            theirs = scenario.play_full(full_engine(model_folder))
         else:
             theirs = expected
             compare_checkpoints(tmp_path / layout / "checkpoints", checkpoints)
-        assert len(theirs) > 20
+        assert len(theirs) >= 10
         assert scenario.differences(seen, theirs, limit=1e-5) == [], layout
+
+
+def full_engine(model_folder: Path) -> TrainingEngine:
+    base = BaseModel.load(model_folder, device=torch.device("cpu"), dtype=torch.float32, trainable=True)
+    return TrainingEngine(base, max_tokens_per_microbatch=scenario.BUDGET)
 
 
 def torchrun(num_ranks: int, *arguments: object) -> None:

@@ -26,6 +26,7 @@ from tinsmith.modeling.adapter import GROUPS, Group, Target
 from tinsmith.modeling.attention import Layout, Packed
 from tinsmith.modeling.experts import LoraExperts, is_fused_experts
 from tinsmith.modeling.kernels.choice import PLAIN, Kernels, Setting, choose
+from tinsmith.modeling.kernels.elementwise import eager_on_host
 from tinsmith.modeling.kernels.install import install
 from tinsmith.modeling.kernels.transfer import on_device
 from tinsmith.modeling.logprobs import Head, target_logprobs
@@ -59,6 +60,8 @@ class BaseModel:
     active: ActiveRuns
     parameters: Mapping[str, nn.Parameter]
     """All of them by their Hugging Face names, tied ones once."""
+    by_columns: frozenset[str] = frozenset()
+    """Those that full_weights.py lays out column by column: the matrices of linear layers but the output layer's."""
     kernels: Kernels = PLAIN
     refused_groups: Mapping[Group, str] = field(default_factory=dict)
     """Groups whose adapters cannot be computed here, and why: they are not among the targets."""
@@ -130,9 +133,17 @@ class BaseModel:
         probe = Probe.run(model)  # with its own attention
         chosen = choose(kernels, device, model.dtype)
         if chosen.elementwise is not None and not trainable:  # of their weights they give no gradient
-            install(model, chosen.elementwise)
+            here = model.device.type == device.type
+            install(model, chosen.elementwise if here else eager_on_host(chosen.elementwise))
         active = ActiveRuns()
+        output = model.get_output_embeddings()
+        linear = frozenset(
+            f"{name}.weight"
+            for name, module in model.named_modules()
+            if type(module) is nn.Linear and module is not output
+        )
         targets, refused = _adapt(model, active, replace=not trainable)
+        calls: list[tuple[str, Tensor]] = []
         if not trainable:
             with listening(active) as calls:
                 probe.run_groups(model, targets)
@@ -151,6 +162,7 @@ class BaseModel:
             config=model.config.get_text_config(),
             active=active,
             parameters=dict(model.named_parameters()),
+            by_columns=linear,
             kernels=chosen,
             refused_groups=refused,
             tensor_parallel=tensor_parallel,

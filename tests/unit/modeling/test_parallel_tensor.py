@@ -17,6 +17,7 @@ from tests.unit.modeling.test_families import DENSE, SPARSE, make
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of
+from tinsmith.modeling.kernels.elementwise import EAGER, Elementwise, eager_on_host
 from tinsmith.modeling.lora import Run
 from tinsmith.modeling.parallel import Division
 from tinsmith.modeling.parallel_ops import joined, own_part, replicated, summed
@@ -166,3 +167,20 @@ def test_what_goes_through_other_ranks_has_the_gradient_of_the_whole() -> None:
         for y, grad in on_ranks(2, divided):
             torch.testing.assert_close(y, whole()[0])
             torch.testing.assert_close(grad, whole()[1])
+
+
+def test_a_model_that_moves_after_its_check_uses_its_kernels_from_then_on() -> None:
+    def only_there(x: Tensor, *_: Any, **__: Any) -> Any:
+        assert x.device.type == "meta"
+        return x
+
+    backend = eager_on_host(Elementwise("there", only_there, only_there, only_there))
+    x = torch.randn(1, 2, 3, 4, generator=torch.Generator().manual_seed(0))
+    weight, (cos, sin) = torch.ones(4), torch.randn(2, 1, 3, 4, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(backend.rms_norm(x, weight, 1e-6, gemma=True), EAGER.rms_norm(x, weight, 1e-6, gemma=True))
+    assert torch.equal(backend.swiglu(x, x), EAGER.swiglu(x, x))
+    assert torch.equal(backend.rotary(x, x, cos, sin)[0], EAGER.rotary(x, x, cos, sin)[0])
+    there = x.to("meta")
+    assert backend.rms_norm(there, weight, 1e-6, gemma=False) is there
+    assert backend.swiglu(there, there) is there
+    assert backend.rotary(there, there, cos, sin) is there

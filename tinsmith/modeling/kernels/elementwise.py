@@ -68,3 +68,17 @@ def _rotate_half(x: Tensor) -> Tensor:
 
 EAGER = Elementwise("eager", rms_norm, swiglu, rotary)
 """Plain torch: what every backend computes."""
+
+
+def eager_on_host(backend: Elementwise) -> Elementwise:
+    """For a model that is checked in host memory before it moves to where the backend works."""
+
+    def at(x: Tensor) -> Elementwise:
+        return EAGER if x.device.type == "cpu" else backend
+
+    return Elementwise(
+        backend.name,
+        lambda x, weight_F, eps, *, gemma: at(x).rms_norm(x, weight_F, eps, gemma=gemma),
+        lambda gate, up: at(gate).swiglu(gate, up),
+        lambda q, k, cos, sin: at(q).rotary(q, k, cos, sin),
+    )
