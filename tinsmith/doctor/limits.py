@@ -24,7 +24,13 @@ parameters). bfloat16: a unit or two of the last place of logits of size 10 (2^-
 _MARGIN = 3.0
 """In narrow types, so many times what rounding does to the plain model (its gap to float32) is allowed, too."""
 _UNMEASURED = (0.5, 0.1, 0.2)
-"""In narrow types, when that could not be measured: largest and mean gap, and gradients."""
+"""In narrow types, when that could not be measured: largest and mean gap, and gradients.
+
+The first and the last also hold for mixtures of experts. Between experts that are nearly tied rounding chooses, for other
+tokens in each computation. (Seen with a Mixtral of two layers: one token of 128, with router logits 0.002 apart, moved by
+0.25; the plain model's gap to float32 was 0.03 in one run and 0.25 in another.) The mean stays as strict: a lost adapter
+moves it by more than 0.1.
+"""
 COMPANY = 1e-5
 """float32: alone or in company, gaps are of rounding only."""
 
@@ -72,4 +78,9 @@ def limits(findings: Findings, name: str) -> Limits:
     largest, mean = gap(truth.logprobs[name], wide.logprobs[name])
     gradient = relative(truth.gradients[name], wide.gradients[name]) if name in truth.gradients else 0.0
     allowed = [max(low, _MARGIN * noise) for low, noise in zip(floor, (largest, mean, gradient), strict=True)]
-    return Limits(*allowed, source=f"{_MARGIN:g} x the plain model's own rounding in {kind}")
+    source = f"{_MARGIN:g} x the plain model's own rounding in {kind}"
+    if findings.subject.has_experts:
+        loose = _UNMEASURED
+        allowed = [max(allowed[0], loose[0]), allowed[1], max(allowed[2], loose[2])]
+        source += ", and more for single tokens, for which rounding may choose other experts"
+    return Limits(*allowed, source=source)

@@ -80,6 +80,11 @@ class Subject:
         return getattr(self.text_config, "max_position_embeddings", None) or 2**20
 
     @property
+    def has_experts(self) -> bool:
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        return any((getattr(self.text_config, name, None) or 0) > 1 for name in names)
+
+    @property
     def window(self) -> int | None:
         """The shortest sliding window of any layer."""
         config = self.text_config.to_dict()
