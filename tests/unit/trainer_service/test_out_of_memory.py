@@ -18,7 +18,7 @@ from tests.unit.trainer_service.engines import ADAM, assert_near, batch, create,
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc.errors import OutOfCapacity
 from trainer_service import custom_loss_graph
-from trainer_service import engine as engine_module
+from trainer_service import room as room_module
 from trainer_service.batch import Batch, Output
 from trainer_service.engine import TrainingEngine
 from trainer_service.metrics import Metrics
@@ -53,7 +53,7 @@ class Memory:
 
 @pytest.fixture
 def memory(base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> Memory:
-    monkeypatch.setattr(engine_module, "drop_caches", lambda device: None)  # collecting garbage takes most of the time
+    monkeypatch.setattr(room_module, "drop_caches", lambda device: None)  # collecting garbage takes most of the time
     return Memory(monkeypatch, base)
 
 

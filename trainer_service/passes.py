@@ -1,0 +1,207 @@
+"""Datums of any jobs through the base model, forward and backward: all of a micro-batch, or nothing of it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tinsmith.modeling.attention import Packed
+from tinsmith.modeling.base_model import BaseModel, positions_of
+from tinsmith.modeling.full_logprobs import full_target_logprobs
+from tinsmith.modeling.kernels.transfer import on_device
+from tinsmith.modeling.lora import Run
+from tinsmith.rpc.errors import OutOfCapacity, ServiceError
+from trainer_service.activation_checkpointing import checkpointed
+from trainer_service.batch import Datum
+from trainer_service.job import Job, Piece
+from trainer_service.losses import Term
+from trainer_service.memory import is_out_of_memory
+from trainer_service.micro_batch import Item, cut, halves, model_ids, num_tokens
+from trainer_service.model_state import ModelState
+from trainer_service.room import Room
+from trainer_service.team import Team
+
+logger = logging.getLogger(__name__)
+
+
+class Passes:
+    """What it computes goes into the jobs, and into the gradients of their models."""
+
+    def __init__(self, base: BaseModel, models: Mapping[str, ModelState], room: Room, team: Team) -> None:
+        self._base = base
+        self._models = models
+        self._room = room
+        self._team = team
+
+    def run(self, pieces: Sequence[Piece]) -> None:
+        """Puts datums of any jobs through the base model, and adds to each model's gradients.
+
+        What does not fit into one micro-batch becomes several. When one fails, each of its jobs runs alone, so that
+        only the guilty one fails: its `error` is set, and nothing of this micro-batch is added to its gradients.
+        """
+
+        def go_together(ids: Sequence[str]) -> bool:
+            return self._room.go_together(ids, tokens=self._room.token_budget // self._team.num_shares)
+
+        for forward_only in (True, False):
+            items = [
+                Item(piece.job, index)
+                for piece in pieces
+                if piece.job.batch.forward_only == forward_only
+                for index in piece.indices
+            ]
+            # One model's datums lie together, and equal lengths too: attention batches them.
+            items.sort(key=lambda item: (item.model_id, item.datum.length))
+            for micro_batch in cut(items, lambda: self._room.token_budget, go_together):
+                with torch.set_grad_enabled(not forward_only):
+                    self._try(micro_batch)
+
+    def once(self, job: Job, *, checkpointing: bool) -> None:
+        """All of a job in one pass, and all of it on every rank. Raises whatever fails."""
+        items = [Item(job, index) for index in range(len(job.batch.datums))]
+        self._run(items, items, checkpointing=checkpointing)
+
+    def _try(self, items: Sequence[Item], *, checkpointing: bool = False) -> None:
+        """Runs a micro-batch: in halves when there is no memory for it, job by job when it fails otherwise."""
+        items = [item for item in items if item.job.error is None]
+        if not items:
+            return
+        checkpointing = checkpointing or self._room.needs_checkpointing(
+            [[item.datum.length for item in share] for share in self._team.shares(items)]
+        )
+        try:
+            self._run(items, self._team.mine(items), checkpointing=checkpointing)
+            return
+        except Exception as caught:
+            error = caught
+            if is_out_of_memory(error):
+                error = MemoryError()  # `caught` goes with what its frames hold, before anything else is tried
+            elif not isinstance(error, ServiceError) and len({item.job for item in items}) == 1:
+                logger.exception("forward_backward of %s failed", items[0].model_id)
+        jobs = list(dict.fromkeys(item.job for item in items))
+        if isinstance(error, MemoryError):
+            self._try_smaller(items, checkpointing=checkpointing)
+        elif len(jobs) > 1:
+            for job in jobs:
+                self._try([item for item in items if item.job is job], checkpointing=checkpointing)
+        elif isinstance(error, ServiceError):
+            jobs[0].error = error
+        else:
+            jobs[0].error = ServiceError(
+                f"forward_backward failed: {type(error).__name__}; the trainer's log has the cause"
+            )
+
+    def _try_smaller(self, items: Sequence[Item], *, checkpointing: bool) -> None:
+        """After there was no memory for these. Nothing of them has been added to anything."""
+        self._room.ran_out(num_tokens(items), keep=model_ids(items))
+        if len(items) > 1:
+            for half in halves(items):
+                self._try(half, checkpointing=checkpointing)
+            return
+        (item,) = items
+        length = item.datum.length
+        if not checkpointing and self._room.may_checkpoint(length):
+            self._try(items, checkpointing=True)
+            return
+        item.job.error = OutOfCapacity(
+            f"data[{item.index}].model_input: there is no memory for its {length} tokens at this moment, even alone",
+            field=f"data[{item.index}].model_input",
+        )
+
+    def _run(self, items: Sequence[Item], mine: Sequence[Item], *, checkpointing: bool) -> None:
+        """One pass of the base model, of which this rank computes `mine`.
+
+        Jobs and gradients change when all of it has succeeded, on all ranks.
+        """
+        with self._team.one_pass():
+            keep = self._compute(mine, checkpointing=checkpointing)
+            if torch.is_grad_enabled():
+                for model_id in model_ids(items):  # the next step adds them up over the ranks
+                    self._models[model_id].need_gradient()
+        keep()
+
+    def _compute(self, items: Sequence[Item], *, checkpointing: bool) -> Callable[[], None]:
+        """Forward and backward of these. What it returns keeps the results, asks for no memory and does not fail."""
+        if not items:
+            self._team.halfway()
+            return lambda: None
+        device = self._base.device
+        lengths = [item.datum.length for item in items]
+        self._room.have_on_device(model_ids(items), lengths, checkpointing=checkpointing)
+        starts = np.cumsum([0, *lengths])
+        tokens_T = on_device(torch.from_numpy(np.concatenate([item.datum.tokens_N for item in items])).long(), device)
+        rows_M = np.concatenate([_rows(item.datum, start) for item, start in zip(items, starts, strict=False)])
+        targets_M = np.concatenate([item.datum.targets.ravel() for item in items])
+        runs = list(self._runs(items, starts))
+
+        adapted = [] if self._base.trainable else runs
+        layers = self._room.layers if checkpointing and torch.is_grad_enabled() else []
+        with checkpointed(layers, self._base.active):
+            hidden_T_H = self._base.hidden_states(tokens_T, positions_of(lengths, device), Packed(lengths), adapted)
+        named = torch.from_numpy(rows_M), torch.from_numpy(targets_M)
+        if self._base.trainable:
+            logprobs_M = full_target_logprobs(self._base.head, hidden_T_H, *(x.to(device) for x in named))
+        else:
+            logprobs_M = self._base.target_logprobs(hidden_T_H, *named, runs)
+
+        # Losses are many small operations whose values are asked for one by one: that is for the host, from one copy.
+        pieces = logprobs_M.cpu().split([item.datum.targets.size for item in items])
+        shaped = [piece.view(item.datum.targets.shape) for item, piece in zip(items, pieces, strict=True)]
+        terms: list[tuple[Job, Term]] = []
+        for job, group in groupby(range(len(items)), key=lambda n: items[n].job):
+            mine = list(group)
+            inputs = [items[n].datum.inputs for n in mine]
+            terms.append((job, job.batch.loss.evaluate([shaped[n] for n in mine], inputs, job.batch.loss_config)))
+        self._team.halfway()
+        gradients: list[tuple[ModelState, list[Tensor]]] = []
+        if torch.is_grad_enabled():
+            gradients = list(self._gradients(terms, runs, items))
+        largest = _largest([tensor for _, tensors in gradients for tensor in tensors])
+        for job, term in terms:
+            job.check_finite(term.value, largest)
+
+        sums = [(model.need_gradient().tensors(), tensors) for model, tensors in gradients]
+        results = [logprobs.detach().numpy() for logprobs in shaped]
+
+        def keep() -> None:
+            for job, term in terms:
+                job.add(term)
+            for item, logprobs in zip(items, results, strict=True):
+                item.job.logprobs[item.index] = logprobs
+            for totals, tensors in sums:
+                torch._foreach_add_(totals, tensors)
+
+        return keep
+
+    def _runs(self, items: Sequence[Item], starts: np.ndarray) -> Iterable[Run]:
+        for model_id, group in groupby(range(len(items)), key=lambda n: items[n].model_id):
+            mine = list(group)
+            rows = slice(int(starts[mine[0]]), int(starts[mine[-1] + 1]))
+            yield Run(self._models[model_id].adapter, rows)  # type: ignore[arg-type]  # full weights meet no layer
+
+    def _gradients(
+        self, terms: Sequence[tuple[Job, Term]], runs: Sequence[Run], items: Sequence[Item]
+    ) -> Iterable[tuple[ModelState, list[Tensor]]]:
+        """The gradient of the terms' sum for each run's model, tensor by tensor."""
+        total = torch.stack([term.differentiable for _, term in terms]).sum()
+        parameters = [tensor for run in runs for tensor in run.adapter.tensors()]
+        grads = iter(torch.autograd.grad(total, parameters, materialize_grads=True))
+        for model_id, run in zip(dict.fromkeys(item.model_id for item in items), runs, strict=True):
+            yield self._models[model_id], [next(grads) for _ in run.adapter.tensors()]
+
+
+def _largest(tensors: list[Tensor]) -> float:
+    """The largest magnitude in any of them; NaN when one is NaN."""
+    return torch.stack(torch._foreach_norm(tensors, math.inf)).max().item() if tensors else 0.0
+
+
+def _rows(datum: Datum, start: int) -> np.ndarray:
+    """int64: the packed row of each target, row major."""
+    rows = np.arange(start, start + datum.length)
+    return rows if datum.targets.ndim == 1 else np.repeat(rows, datum.targets.shape[1])

@@ -1,0 +1,142 @@
+"""How much goes through the base model at once: what the plan allows, and what happens when memory runs out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Literal, TypeVar
+
+import torch
+
+from tinsmith.modeling.base_model import BaseModel
+from tinsmith.rpc.errors import OutOfCapacity
+from trainer_service.budget import Lengths, Plan
+from trainer_service.memory import drop_caches, is_out_of_memory
+from trainer_service.metrics import Metrics
+from trainer_service.model_state import ModelState, full_bytes
+from trainer_service.residency import Residency
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+Checkpointing = Literal["auto", "on", "off"]
+
+
+class Room:
+    """The memory of one engine."""
+
+    def __init__(
+        self,
+        base: BaseModel,
+        models: Mapping[str, ModelState],
+        plan: Plan,
+        residency: Residency,
+        *,
+        checkpointing: Checkpointing,
+        metrics: Metrics,
+    ) -> None:
+        """Raises ValueError when activation checkpointing is asked for and the base model has no list of layers."""
+        self.residency = residency
+        self.layers = base.layers
+        self.num_layers = base.config.num_hidden_layers
+        if checkpointing == "on" and not self.layers:
+            raise ValueError(
+                f"activation_checkpointing: 'on' cannot be had of {base.architecture}: it has no list of "
+                f"{self.num_layers} layers; take 'auto' or 'off'"
+            )
+        self._device = base.device
+        self._models = models
+        self._checkpointing = checkpointing
+        self._metrics = metrics
+        self._too_long: int | None = None
+        """Tokens of the shortest datum that ran out of memory without activation checkpointing."""
+        self.follow(plan)
+
+    @property
+    def token_budget(self) -> int:
+        return self.plan.token_budget
+
+    @property
+    def can_checkpoint(self) -> bool:
+        return bool(self.layers) and self._checkpointing != "off"
+
+    @property
+    def always_checkpoints(self) -> bool:
+        return self._checkpointing == "on"
+
+    def follow(self, plan: Plan) -> None:
+        self.plan = plan
+        self._metrics.token_budget.set(plan.token_budget)
+
+    def needs_checkpointing(self, shares: Sequence[Lengths]) -> bool:
+        """For datums of these lengths, each share of them on its own rank."""
+        if self._checkpointing != "auto" or not self.layers:
+            return self._checkpointing == "on"
+        known = self._too_long is not None and max(length for share in shares for length in share) >= self._too_long
+        return known or any(self.plan.needs_checkpointing(share) for share in shares)
+
+    def may_checkpoint(self, length: int) -> bool:
+        """After a datum of this length ran out of memory without: whether to try with it, this and all as long."""
+        if not self.can_checkpoint or not torch.is_grad_enabled():
+            return False
+        self._too_long = min(length, self._too_long or length)
+        return True
+
+    def go_together(self, ids: Sequence[str], *, tokens: int) -> bool:
+        """These models may be on the device at once, with their gradients on the way."""
+        room = self.plan.room_for_adapters([tokens], checkpointing=self.always_checkpoints)
+        needed = sum(self._models[model_id].num_bytes + self._models[model_id].growth_bytes for model_id in ids)
+        return not self.residency.moves or room is None or needed <= room
+
+    def have_on_device(self, ids: Sequence[str], lengths: Lengths, *, checkpointing: bool) -> None:
+        """For a pass over datums of these lengths."""
+        room = self.plan.room_for_adapters(lengths, checkpointing=checkpointing)
+        if room is not None and torch.is_grad_enabled():
+            room -= sum(self._models[model_id].growth_bytes for model_id in ids)
+        self.residency.use(ids, max_bytes=room)
+
+    def have_for_a_step(self, model_id: str) -> None:
+        room = self.plan.room_for_adapters([], checkpointing=False)
+        missing = full_bytes(self._models[model_id].adapter.num_bytes)
+        self.residency.use([model_id], max_bytes=None if room is None else room - missing)
+
+    def check_capacity(self, needed: int, *, rank: int) -> None:
+        """Raises OutOfCapacity when one more model could end the process, in the middle of somebody's training."""
+        if self.plan.models_bytes is None:
+            return
+        left = self.plan.models_bytes - sum(full_bytes(model.adapter.num_bytes) for model in self._models.values())
+        if needed > left:
+            raise OutOfCapacity(
+                f"lora_config.rank: a model of rank {rank} takes {needed / 1e6:.1f} MB with its gradients and its "
+                f"optimizer, and {len(self._models)} live models leave {max(0, left) / 1e6:.1f} MB of this trainer's "
+                "memory for models; end one, or ask for a smaller rank",
+                field="rank",
+            )
+
+    def ran_out(self, tokens: int, *, keep: Sequence[str]) -> None:
+        """Lowers the budget, when it allowed so much, and frees what can be freed."""
+        self._metrics.out_of_memory.inc()
+        lower = max(1, tokens // 2)
+        if tokens <= self.token_budget and lower < self.token_budget:
+            self.follow(replace(self.plan, token_budget=lower))
+        logger.warning("out of memory with %d tokens; the token budget is %d now", tokens, self.token_budget)
+        self._free(keep)
+
+    def found(self, call: Callable[[], T], *, what: str, keep: Sequence[str] = ()) -> T:
+        """Runs it once more with all that can be freed, when there is no memory. Raises OutOfCapacity if that fails."""
+        for last in (False, True):
+            try:
+                return call()
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                if last:
+                    raise OutOfCapacity(f"there is no memory for {what} at this moment") from None
+            self._free(keep)
+        raise AssertionError
+
+    def _free(self, keep: Sequence[str]) -> None:
+        self.residency.offload_all_but(keep)
+        drop_caches(self._device)
