@@ -26,10 +26,10 @@ _MARGIN = 3.0
 _UNMEASURED = (0.5, 0.1, 0.2)
 """In narrow types, when that could not be measured: largest and mean gap, and gradients.
 
-The first and the last also hold for mixtures of experts. Between experts that are nearly tied rounding chooses, for other
-tokens in each computation. (Seen with a Mixtral of two layers: one token of 128, with router logits 0.002 apart, moved by
-0.25; the plain model's gap to float32 was 0.03 in one run and 0.25 in another.) The mean stays as strict: a lost adapter
-moves it by more than 0.1.
+The first and the last also hold for mixtures of experts. Between experts that are nearly tied rounding chooses, and for
+other tokens in each computation. (Seen with a Mixtral of two layers: one token of 128, with router logits 0.002 apart,
+moved by 0.25; the plain model's gap to float32 was 0.03 in one run and 0.25 in another.) The mean stays as strict: a
+lost adapter moves it by more than 0.1.
 """
 COMPANY = 1e-5
 """float32: alone or in company, gaps are of rounding only."""
