@@ -37,7 +37,9 @@ class RankTeam:
         self._tensor_parallel = group.place.tensor_parallel > 1
         self._votes_halfway = sharded is not None or self._tensor_parallel
         """Backward computes together, so everyone must know before it whether forward was fine."""
+        self._halfway = False
         self._decided = False
+        """A vote of this pass has failed: there is nothing left to agree on."""
 
     @property
     def num_shares(self) -> int:

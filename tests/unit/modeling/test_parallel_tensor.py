@@ -174,13 +174,14 @@ def test_a_model_that_moves_after_its_check_uses_its_kernels_from_then_on() -> N
         assert x.device.type == "meta"
         return x
 
-    backend = eager_on_host(Elementwise("there", only_there, only_there, only_there))
+    there: Any = only_there
+    backend = eager_on_host(Elementwise("there", there, there, there))
     x = torch.randn(1, 2, 3, 4, generator=torch.Generator().manual_seed(0))
     weight, (cos, sin) = torch.ones(4), torch.randn(2, 1, 3, 4, generator=torch.Generator().manual_seed(1))
     assert torch.equal(backend.rms_norm(x, weight, 1e-6, gemma=True), EAGER.rms_norm(x, weight, 1e-6, gemma=True))
     assert torch.equal(backend.swiglu(x, x), EAGER.swiglu(x, x))
     assert torch.equal(backend.rotary(x, x, cos, sin)[0], EAGER.rotary(x, x, cos, sin)[0])
-    there = x.to("meta")
-    assert backend.rms_norm(there, weight, 1e-6, gemma=False) is there
-    assert backend.swiglu(there, there) is there
-    assert backend.rotary(there, there, cos, sin) is there
+    moved = x.to("meta")
+    assert backend.rms_norm(moved, weight, 1e-6, gemma=False) is moved
+    assert backend.swiglu(moved, moved) is moved
+    assert backend.rotary(moved, moved, cos, sin) is moved

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from torch import Tensor
 
+from tinsmith.rpc.errors import InvalidRequest, ServiceError
 from trainer_service.config import TrainerConfig
 from trainer_service.engine import TrainingEngine
 from trainer_service.ranks.leader import LeadingEngine
 from trainer_service.ranks.place import Place
 from trainer_service.ranks.process import num_threads
 from trainer_service.ranks.share import balanced
+from trainer_service.ranks.team import RankTeam
 from trainer_service.ranks.wire import Message
 
 
@@ -86,6 +88,45 @@ def test_a_message_arrives_as_it_was_sent(size: int) -> None:
         assert torch.equal(theirs, ours)
 
 
+class Lonely:
+    """A group of which only this rank is there: it sees its own votes."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.votes: list[int] = []
+
+    def largest(self, number: int) -> int:
+        self.votes.append(number)
+        return number
+
+    def broadcast(self, message: Message | None, *, source: int = 0) -> Message:
+        assert message is not None
+        return message
+
+    def end(self, reason: str) -> NoReturn:
+        raise SystemExit(reason)
+
+
+def test_an_error_within_a_layer_that_ranks_compute_together_ends_them_and_says_what_helps() -> None:
+    team = RankTeam(Lonely(place(0, 2, tensor_parallel=2)))  # type: ignore[arg-type]
+    with pytest.raises(SystemExit, match=r"MemoryError within .* lower max_tokens_per_microbatch"), team.one_pass():
+        raise MemoryError
+    with pytest.raises(InvalidRequest, match="not finite"), team.one_pass():
+        raise InvalidRequest("not finite")  # of a loss: outside of the layers
+
+
+def test_ranks_that_only_divide_the_datums_go_on_after_any_error() -> None:
+    group = Lonely(place(0, 2))
+    team = RankTeam(group)  # type: ignore[arg-type]
+    with pytest.raises(MemoryError), team.one_pass():
+        raise MemoryError
+    with pytest.raises(ServiceError, match="ZeroDivisionError on rank 0; the trainer's log has the cause"):
+        team.all_or_none(lambda: 1 / 0)
+    with team.one_pass():
+        team.halfway()
+    assert len(group.votes) == 3  # one for each: halfway nobody waits for another
+
+
 def test_whatever_changes_an_engine_is_done_on_every_rank() -> None:
     """A new method of the engine must be told to the other ranks, or named here with the reason why not."""
     own = {
@@ -99,6 +140,8 @@ def test_whatever_changes_an_engine_is_done_on_every_rank() -> None:
         "can_checkpoint",
         "always_checkpoints",
         "num_layers",
+        "plan",
+        "residency",
     }
     public = {name for name, _ in inspect.getmembers(TrainingEngine) if not name.startswith("_")}
     assert public - {name for name in vars(LeadingEngine) if not name.startswith("_")} == own
