@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.kernels.grouped_lora import Groups
-from tinsmith.modeling.projections import Frozen, Share, project
+from tinsmith.modeling.projections import Frozen, Share, add_rows, project
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +47,11 @@ class Waiting:
     x: Tensor
     version: int
     """Of x: what is written in place later is another input."""
-    differentiable: bool
     outputs: dict[str, Tensor]
 
     def take(self, name: str, x: Tensor) -> Tensor | None:
         """The layer's output for x, once."""
-        fits = self.x is x and self.version == _version(x) and self.differentiable == torch.is_grad_enabled()
-        return self.outputs.pop(name, None) if fits else None
-
-
-def _version(x: Tensor) -> int:
-    """Goes up with every write. Tensors of inference mode have none; who writes to them there computes no gradients."""
-    return 0 if x.is_inference() else x._version
+        return self.outputs.pop(name, None) if self.x is x and self.version == x._version else None
 
 
 class LoraLinear(nn.Module):
@@ -84,15 +77,27 @@ class LoraLinear(nn.Module):
             y = active.groups.linear(x.flatten(0, -2), self.weight, self.bias, self.name)
             if y is not None:
                 return y.unflatten(0, x.shape[:-1])
+        if not torch.is_grad_enabled():
+            return self._without_gradient(x)
         if len(self.readers) == 1:
             return _project(x, self.readers)[0]
         y = active.waiting.take(self.name, x) if active.waiting is not None else None
         if y is None:
             outputs = dict(zip((layer.name for layer in self.readers), _project(x, self.readers), strict=True))
             y = outputs.pop(self.name)
-            active.waiting = Waiting(x, _version(x), torch.is_grad_enabled(), outputs)
+            active.waiting = Waiting(x, x._version, outputs)
         if active.waiting is not None and not active.waiting.outputs:
             active.waiting = None
+        return y
+
+    def _without_gradient(self, x: Tensor) -> Tensor:
+        """As few operations as there can be: a decode step of one token is made of their fixed costs."""
+        y = nn.functional.linear(x, self.weight, self.bias)
+        for run in self.active.runs:
+            weights = run.adapter.weights.get(self.name)
+            if weights is not None:
+                low_n_R = x.reshape(-1, x.shape[-1])[run.rows] @ weights.a_R_I.to(x.dtype).T
+                add_rows(y.view(-1, y.shape[-1]), run.rows, low_n_R, weights.b_O_R.to(x.dtype).T, run.adapter.scaling)
         return y
 
 

@@ -46,11 +46,8 @@ def project(x_T_I: Tensor, layers: Sequence[Frozen], shares: Sequence[Share]) ->
     if not shares:
         return [torch.nn.functional.linear(x_T_I, layer.weight_O_I, layer.bias_O) for layer in layers]
     parameters = [tensor for share in shares for w in share.weights if w is not None for tensor in (w.a_R_I, w.b_O_R)]
-    if torch.is_grad_enabled():
-        outputs = _Project.apply(x_T_I, layers, shares, *parameters)
-        return (outputs,) if isinstance(outputs, Tensor) else outputs
-    # A decode step of one token would spend most of its time in autograd's own bookkeeping.
-    return _forward(x_T_I, layers, shares, parameters)[0]
+    outputs = _Project.apply(x_T_I, layers, shares, *parameters)
+    return (outputs,) if isinstance(outputs, Tensor) else outputs
 
 
 class _Project(torch.autograd.Function):

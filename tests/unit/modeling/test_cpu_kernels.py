@@ -20,7 +20,11 @@ def assert_same(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...], inputs: li
         strict=True,
     )
     for mine, other in pairs:
-        assert (mine - other).norm() <= 1e-6 * other.norm()
+        assert_near(mine, other)
+
+
+def assert_near(ours: Tensor, theirs: Tensor) -> None:
+    assert (ours - theirs).norm() <= 1e-6 * theirs.norm()
 
 
 @pytest.mark.parametrize("gemma", [False, True])
@@ -44,3 +48,20 @@ def test_rotary_equals_the_plain_one_and_its_gradient_is_right() -> None:
     assert_same(CPU.rotary(q, k, *angles), elementwise.rotary(q, k, *angles), [q, k])
     (q, k), angles = inputs(torch.float64)
     torch.autograd.gradcheck(lambda q, k: CPU.rotary(q, k, *angles), (q, k))
+
+
+def test_swiglu_equals_the_plain_one_and_its_gradient_is_right() -> None:
+    gate, up = random(5, 8, dtype=torch.float32), random(5, 8, dtype=torch.float32)
+    assert_same((CPU.swiglu(gate, up),), (elementwise.swiglu(gate, up),), [gate, up])
+    torch.autograd.gradcheck(CPU.swiglu, (gate.detach().double().requires_grad_(), random(5, 8, dtype=torch.float64)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("gemma", [False, True])
+def test_without_gradients_they_compute_the_same(gemma: bool) -> None:
+    x, weight = random(1, 5, 8, dtype=torch.float32), random(8, dtype=torch.float32)
+    assert_near(CPU.rms_norm(x, weight, 1e-6, gemma=gemma), elementwise.rms_norm(x, weight, 1e-6, gemma=gemma))
+    assert_near(CPU.swiglu(x, 2 * x), elementwise.swiglu(x, 2 * x))
+    q, k, cos, sin = x[:, None], 2 * x[:, None], x.cos(), x.sin()
+    for mine, other in zip(CPU.rotary(q, k, cos, sin), elementwise.rotary(q, k, cos, sin), strict=True):
+        assert_near(mine, other)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from tinsmith.modeling.kernels import elementwise
 from tinsmith.modeling.kernels.elementwise import Elementwise
 
 
@@ -68,14 +69,19 @@ class _Rotary(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight_F: Tensor, eps: float, *, gemma: bool) -> Tensor:
-    return _RMSNorm.apply(x, 1.0 + weight_F if gemma else weight_F, eps)
+    weight_F = 1.0 + weight_F if gemma else weight_F
+    if not torch.is_grad_enabled():  # fixed costs are what counts in a decode step, here and below
+        return torch.rms_norm(x, weight_F.shape, weight_F, eps)
+    return _RMSNorm.apply(x, weight_F, eps)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return _SwiGLU.apply(gate, up)
+    return _SwiGLU.apply(gate, up) if torch.is_grad_enabled() else silu(gate) * up
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    if not torch.is_grad_enabled():
+        return elementwise.rotary(q, k, cos, sin)
     cos, sin = (angles.transpose(0, 1) for angles in (cos, sin))  # [T, 1, D]
     return _turned(q, cos, sin), _turned(k, cos, sin)
 
