@@ -55,6 +55,7 @@ class ComputeThread:
         self._running: Running | None = None
         self._closed = False
         self._changed = threading.Condition()  # guards everything above
+        self._results: list[tuple[asyncio.Future[Any], object]] = []  # which the event loop does not have yet
         self._ended = asyncio.Event()
         self.speed = Speed()
         threading.Thread(target=self._work, name="compute", daemon=True).start()
@@ -116,21 +117,33 @@ class ComputeThread:
                 self._run_call(work)
             else:
                 self._run_micro_batch(work)
-        self._post(self._ended.set)
+        self._loop.call_soon_threadsafe(self._ended.set)
 
     def _next(self) -> Call | MicroBatch | None:
-        """Waits for something to do; None when the thread is to end."""
+        """Waits for something to do; None when the thread is to end.
+
+        The event loop gets the results of what came before when it is known what comes next: it takes the interpreter's
+        lock to work on them.
+        """
         while True:
             self._end_stopped()
             with self._changed:
                 self._running = None
-                if self._closed:
-                    return None
-                if (work := self._lanes.next(self._engine.token_budget)) is not None:
+                work = None if self._closed else self._lanes.next(self._engine.token_budget)
+                if work is not None:
                     self._running = self._begin(work)
-                    return work
-                if not self._stopped:
+                if work is not None or self._closed:
+                    break
+                if not self._results and not self._stopped:
                     self._changed.wait()
+            self._deliver()
+        self._deliver()
+        return work
+
+    def _deliver(self) -> None:
+        if self._results:
+            results, self._results = self._results, []
+            self._loop.call_soon_threadsafe(_resolve, results)
 
     def _begin(self, work: Call | MicroBatch) -> Running:
         now = time.perf_counter()
@@ -148,20 +161,17 @@ class ComputeThread:
         return Running(operations, num_tokens, now)
 
     def _run_call(self, call: Call) -> None:
-        result, error = None, None
         started_at = time.time()
         try:
             result = call.run()
-        except Exception as caught:
-            error = caught
-        if call.operation is None:
-            self._post(_resolve, call.result, result, error)
-            return
-        call.operation.ran = started_at, time.time()
-        with self._changed:
-            self._lanes.end(call.operation.model_id, call)
-        self._post(_resolve, call.result, result, error)
-        self._measure(call.operation.kind)
+        except Exception as error:
+            result = error
+        self._results.append((call.result, result))
+        if call.operation is not None:
+            call.operation.ran = started_at, time.time()
+            with self._changed:
+                self._lanes.end(call.operation.model_id, call)
+            self._measure(call.operation.kind)
 
     def _run_micro_batch(self, work: MicroBatch) -> None:
         started_at = time.time()
@@ -199,13 +209,10 @@ class ComputeThread:
         self._end([run for run in stopped if not run.is_over])
 
     def _end(self, runs: Sequence[BatchRun]) -> None:
-        if not runs:
-            return
-        outputs = [(run.result, self._output(run)) for run in runs]
+        self._results += [(run.result, self._output(run)) for run in runs]
         with self._changed:
             for run in runs:
                 self._lanes.end(run.operation.model_id, run)
-        self._post(_deliver, outputs)
 
     def _output(self, run: BatchRun) -> Output | ServiceError:
         if run.job is None:
@@ -231,25 +238,15 @@ class ComputeThread:
             self._metrics.tokens.inc(running.num_tokens)
             self._metrics.micro_batch_tokens.observe(running.num_tokens)
 
-    def _post(self, call: Callable[..., object], *arguments: Any) -> None:
-        self._loop.call_soon_threadsafe(call, *arguments)
 
-
-def _deliver(outputs: Sequence[tuple[asyncio.Future[Output], Output | ServiceError]]) -> None:
-    for result, output in outputs:
-        if isinstance(output, ServiceError):
-            _resolve(result, None, output)
+def _resolve(results: Sequence[tuple[asyncio.Future[Any], object]]) -> None:
+    for future, result in results:
+        if future.done():  # nobody waits any more
+            continue
+        if isinstance(result, Exception):
+            future.set_exception(result)
         else:
-            _resolve(result, output, None)
-
-
-def _resolve(result: asyncio.Future[Any], value: object, error: Exception | None) -> None:
-    if result.done():  # nobody waits any more
-        return
-    if error is not None:
-        result.set_exception(error)
-    else:
-        result.set_result(value)
+            future.set_result(result)
 
 
 def internal_error() -> ServiceError:
