@@ -58,8 +58,8 @@ class AdapterStore:
             self._leaving.remove(version)
             self._on_gone(version)
 
-    def make_room(self, version_id: str, num_bytes: int) -> None:
-        """Evicts what must go before so many bytes come in.
+    def make_room(self, version_id: str, num_bytes: int) -> list[Weights]:
+        """Evicts what must go before so many bytes come in, and returns it: nobody uses it any more.
 
         Raises AlreadyExists, OutOfCapacity while those in use leave no room, InvalidRequest if it is too large; then
         nothing is evicted.
@@ -79,12 +79,15 @@ class AdapterStore:
                 f"adapter_memory_bytes {self.max_bytes}"
             )
 
+        evicted = []
         for version in [version for version in self._visible.values() if version.num_running == 0]:
             if self.num_bytes + num_bytes <= self.max_bytes:
                 break
             del self._visible[version.version_id]
             self._on_gone(version)
+            evicted.append(version.weights)
             logger.info("evicted version %s to make room for %s", version.version_id, version_id)
+        return evicted
 
     def install(self, version_id: str, weights: Weights) -> None:
         """Raises as make_room does, with nothing changed."""

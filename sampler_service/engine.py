@@ -239,8 +239,11 @@ class SamplingEngine(Protocol):
         """A version of all parameters over a buffer. Raises Unsupported when the engine serves adapters only."""
         ...
 
-    def make_room(self, version_id: str, num_bytes: int) -> None:
-        """Frees memory for a version that is to come. Raises AlreadyExists or OutOfCapacity when install would."""
+    def make_room(self, version_id: str, num_bytes: int) -> Sequence[Weights]:
+        """Evicts what must leave for a version that is to come, and returns it: its buffers may be used again.
+
+        Raises AlreadyExists or OutOfCapacity when install would.
+        """
         ...
 
     async def install(self, version_id: str, weights: Weights) -> None:

@@ -16,7 +16,7 @@ from sampler_service import scheduler
 from sampler_service.sampling import Rules, UInt64s
 from sampler_service.task import Task
 from tinsmith.modeling.adapter import Adapter
-from tinsmith.modeling.full_weights import ServedWeights
+from tinsmith.modeling.full_weights import FullWeights
 from tinsmith.modeling.lora import Run
 
 TaskSequence = scheduler.Sequence[Task]
@@ -76,7 +76,7 @@ class Rows:
 class Pass:
     """What one forward pass computes: sequences and pieces for which the base model has the same parameters."""
 
-    parameters: ServedWeights | None
+    parameters: FullWeights | None
     """None: its own."""
     lanes: list[int] = field(default_factory=list)
     """Of running sequences, in order."""

@@ -26,7 +26,7 @@ from sampler_service.scheduler import Job, Sequence
 from sampler_service.scoring import PromptScorer
 from sampler_service.stops import StopRule
 from tinsmith.modeling.adapter import Adapter
-from tinsmith.modeling.full_weights import ServedWeights
+from tinsmith.modeling.full_weights import FullWeights
 
 TopkRow = tuple[Ints, Floats]
 
@@ -67,10 +67,10 @@ class Task:
         return weights if isinstance(weights, Adapter) else None
 
     @property
-    def parameters(self) -> ServedWeights | None:
+    def parameters(self) -> FullWeights | None:
         """What the version replaces the base model's parameters with; None when it does not."""
         weights = None if self.version is None else self.version.weights
-        return weights if isinstance(weights, ServedWeights) else None
+        return weights if isinstance(weights, FullWeights) else None
 
     @property
     def namespace(self) -> int:

@@ -38,7 +38,7 @@ from sampler_service.threads import in_thread
 from sampler_service.validation import Limits
 from tinsmith.modeling.adapter import AdapterConfig, Target
 from tinsmith.modeling.base_model import BaseModel, UnsupportedModel
-from tinsmith.modeling.full_weights import FullWeights, ServedWeights, Weights
+from tinsmith.modeling.full_weights import FullWeights, Weights
 from tinsmith.modeling.self_check import TOLERANCE, random_adapter
 from tinsmith.rpc.errors import Cancelled, EngineDead, NotReady, OutOfCapacity, ServiceError
 
@@ -147,17 +147,15 @@ class TorchEngine:
     def full_weights(self, flat: Tensor) -> FullWeights:
         return FullWeights(self.base, flat)
 
-    def make_room(self, version_id: str, num_bytes: int) -> None:
-        self._store.make_room(version_id, num_bytes)
+    def make_room(self, version_id: str, num_bytes: int) -> Sequence[Weights]:
+        evicted = self._store.make_room(version_id, num_bytes)
         self._count_versions()
+        return evicted
 
     async def install(self, version_id: str, weights: Weights) -> None:
         if weights.flat.device != self.base.device:
             flat = await in_thread(lambda: weights.flat.to(self.base.device))
             weights = weights.like(flat)
-        if isinstance(weights, FullWeights):
-            full = weights
-            weights = await in_thread(lambda: ServedWeights.of(full))
         self._store.install(version_id, weights)
         self._count_versions()
 

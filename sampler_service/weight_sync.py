@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import grpc.aio
 import torch
+from torch import Tensor
 
 from sampler_service.engine import EngineSlot, SamplingEngine
 from sampler_service.metrics import SamplerMetrics
@@ -137,11 +138,11 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
             )
         config = config_of(request.lora_config, max_rank=self.max_lora_rank)
         sent_dtype = _sent_dtype(request, config)
-        layout = _weights(config, engine, torch.device("meta"))
+        layout = _layout(config, engine)
         _check_layout(request, layout.specs())
-        engine.make_room(request.version_id, layout.num_bytes)
+        evicted = engine.make_room(request.version_id, layout.num_bytes)
         try:
-            weights = _weights(config, engine, torch.device(device))
+            weights = layout.like(_buffer(layout.flat, torch.device(device), [weights.flat for weights in evicted]))
         except RuntimeError as error:  # of torch's allocators
             raise OutOfCapacity(
                 f"there is no memory on this sampler for the {layout.num_bytes} bytes of version "
@@ -257,12 +258,23 @@ def _check_layout(request: pb.StartWeightUpdateRequest, specs: Sequence[tuple[st
             )
 
 
-def _weights(config: AdapterConfig, engine: SamplingEngine, device: torch.device) -> Weights:
-    """Over a new buffer. On the meta device it is the layout without memory."""
+def _layout(config: AdapterConfig, engine: SamplingEngine) -> Weights:
+    """Weights on the meta device: without memory."""
     if config.rank:
         numel = num_elements(config, chosen_targets(config, engine.targets))
-        return Adapter(config, engine.targets, torch.empty(numel, device=device))
+        return Adapter(config, engine.targets, torch.empty(numel, device="meta"))
     layout = engine.full_weights(torch.empty(0, device="meta"))
     numel = sum(prod(shape) for _, shape in layout.specs())
     # In the type that this engine computes in, whatever comes.
-    return layout.like(torch.empty(numel, dtype=layout.sent_dtype, device=device))
+    return layout.like(torch.empty(numel, dtype=layout.sent_dtype, device="meta"))
+
+
+def _buffer(like: Tensor, device: torch.device, spare: Sequence[Tensor]) -> Tensor:
+    """A spare one that fits, else a new one: the system needs longer for the first use of memory than it takes to come.
+
+    Raises RuntimeError when there is no memory.
+    """
+    for flat in spare:
+        if (flat.numel(), flat.dtype, flat.device.type) == (like.numel(), like.dtype, device.type):
+            return flat.detach()
+    return torch.empty_like(like, device=device)

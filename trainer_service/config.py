@@ -88,7 +88,7 @@ class TrainerConfig(BaseSettings):
     """How weights travel to the samplers; auto means gloo on the CPU and nccl on CUDA."""
     channel_timeout_s: float = Field(default=30.0, gt=0)
     """Longest time that forming a group of samplers, or the transfer of one bucket, may take."""
-    channel_bucket_bytes: int = Field(default=64 * 1024**2, ge=64 * 1024)
+    channel_bucket_bytes: int = Field(default=16 * 1024**2, ge=64 * 1024)
     """Weights travel to the samplers in buckets of so many bytes."""
     journal_max_bytes: int = Field(default=2 * 1024**3, ge=1024**2)
     """Bound of the requests and results in the journal; above it the oldest executed ones are cut."""

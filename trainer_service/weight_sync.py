@@ -113,7 +113,7 @@ class WeightSender:
         backend: Backend,
         timeout_s: float,
         metrics: Metrics,
-        bucket_bytes: int = 64 * 1024**2,
+        bucket_bytes: int = 16 * 1024**2,
         api_key: str = "",
     ) -> None:
         """`timeout_s` is for one call, or one bucket of a transfer. `api_key` is sent to the samplers, unless empty."""

@@ -1,6 +1,8 @@
 """All parameters of a base model as one flat buffer: what full-parameter training (LoRA rank 0) trains, stores, sends.
 
-The buffer is float32 where it is trained. It has each parameter once, row by row, in the order of the model.
+The buffer is float32 where it is trained. It has each parameter once, in the order of the model. Matrices of linear
+layers lie in it column by column, so that a sampler can compute with a buffer as it arrives: on a CPU a small decode
+step takes a third of the time that way. Other parameters lie row by row.
 """
 
 from __future__ import annotations
@@ -68,9 +70,12 @@ class FullWeights:
 
     def tensors(self) -> list[Tensor]:
         """Views of the buffer, one for each parameter."""
-        shapes = [shape for _, shape in self.specs()]
-        parts = self.flat.split([prod(shape) for shape in shapes])
-        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        specs = self.specs()
+        parts = self.flat.split([prod(shape) for _, shape in specs])
+        return [
+            part.view(shape[::-1]).T if name in self.base.by_columns else part.view(shape)
+            for part, (name, shape) in zip(parts, specs, strict=True)
+        ]
 
     def specs(self) -> list[tuple[str, tuple[int, ...]]]:
         """Hugging Face name and shape of every parameter, in the order of the buffer."""
@@ -90,7 +95,7 @@ class FullWeights:
         except OSError:
             logger.debug("%s has no generation_config.json", path)
         skeleton.to(dtype)  # type: ignore[arg-type]  # transformers' decorated signature
-        tensors = {name: tensor.to(dtype) for name, tensor in zip(names, self.tensors(), strict=True)}
+        tensors = {name: tensor.to(dtype).contiguous() for name, tensor in zip(names, self.tensors(), strict=True)}
         skeleton.save_pretrained(folder, state_dict=tensors, max_shard_size=_SHARD_SIZE)
         for name in _TOKENIZER_FILES:
             file = cached_file(path, name, local_files_only=True, _raise_exceptions_for_missing_entries=False)  # type: ignore[arg-type]
@@ -152,40 +157,15 @@ class TrainedWeights(FullWeights):
             torch._foreach_copy_(self.tensors(), FullWeights.tensors(self))
 
 
-class ServedWeights(FullWeights):
-    """Weights that the parameters of `base` can be pointed at: each lies in the buffer as the base model's own does.
-
-    A matrix that the base model keeps column by column, for speed, is transposed within the buffer.
-    """
-
-    @classmethod
-    def of(cls, weights: FullWeights) -> ServedWeights:
-        """Takes the buffer over and changes it."""
-        for parameter, view in zip(weights.base.parameters.values(), weights.tensors(), strict=True):
-            if _by_columns(parameter):
-                view.view(view.shape[::-1]).copy_(view.T.clone(memory_format=torch.contiguous_format))
-        return cls(weights.base, weights.flat)
-
-    def tensors(self) -> list[Tensor]:
-        return [
-            view.view(view.shape[::-1]).T if _by_columns(parameter) else view
-            for parameter, view in zip(self.base.parameters.values(), super().tensors(), strict=True)
-        ]
-
-
-def _by_columns(parameter: Tensor) -> bool:
-    return parameter.ndim == 2 and not parameter.is_contiguous() and parameter.T.is_contiguous()
-
-
 class Parameters:
     """What the parameters of a base model hold at this moment: their own values, or those of a full version."""
 
     def __init__(self, base: BaseModel) -> None:
         self._parameters = list(base.parameters.values())
         self._own = [parameter.data for parameter in self._parameters]
-        self._current: ServedWeights | None = None
+        self._current: FullWeights | None = None
 
-    def use(self, weights: ServedWeights | None) -> None:
+    def use(self, weights: FullWeights | None) -> None:
         """Points them at a version, or back at their own values for None. Copies nothing."""
         if weights is self._current:
             return

@@ -13,8 +13,12 @@ from tinsmith.modeling.full_weights import FullWeights
 def make_full(base: BaseModel, *, seed: int) -> FullWeights:
     """The base model's parameters with some noise."""
     noise = torch.Generator().manual_seed(seed)
-    flat = torch.cat([parameter.detach().reshape(-1).float() for parameter in base.parameters.values()])
-    return FullWeights(base, flat + 0.05 * torch.randn(flat.shape, generator=noise))
+    numel = sum(parameter.numel() for parameter in base.parameters.values())
+    weights = FullWeights(base, torch.empty(numel))
+    for tensor, parameter in zip(weights.tensors(), base.parameters.values(), strict=True):
+        tensor.copy_(parameter)
+    weights.flat += 0.05 * torch.randn(numel, generator=noise)
+    return weights
 
 
 def save(weights: FullWeights, folder: Path) -> Path:
