@@ -65,11 +65,17 @@ def measure(engine: TrainingEngine, bounds: Bounds) -> Plan:
         max_tokens = min(bounds.max_tokens_per_microbatch, fitting)
         speed = 0.0
         if bounds.token_budget:
-            token_budget = min(bounds.token_budget, fitting)
+            token_budget = min(bounds.token_budget, max_tokens)
         else:
             token_budget, speed = fastest(sizes_up_to(max_tokens), probe.run_tokens, allowance_s=_ALLOWANCE_S)
     finally:
         probe.close()
+    longest_datum = max(footprint.longest(room) for footprint in (plain, checkpointed) if footprint is not None)
+    if longest_datum < 1:
+        raise ValueError(
+            f"memory_bytes: {memory_bytes} are not enough to train one token of an adapter of rank "
+            f"{bounds.max_lora_rank}; give more, or lower max_lora_rank"
+        )
     plan = Plan(
         token_budget=token_budget,
         memory_bytes=memory_bytes,
@@ -78,7 +84,7 @@ def measure(engine: TrainingEngine, bounds: Bounds) -> Plan:
         adapter_device_bytes=bounds.adapter_device_bytes or None,
         plain=plain,
         checkpointed=checkpointed,
-        longest_datum=max(footprint.longest(room) for footprint in (plain, checkpointed) if footprint is not None),
+        longest_datum=longest_datum,
     )
     logger.info(
         "token budget %d (%s; memory allows %d); %.1f GB for training; activations of a token: %s MB, %s MB with "

@@ -25,6 +25,30 @@ class Item:
         return self.job.model_id
 
 
+@dataclass(slots=True)
+class Attempt:
+    """What running one micro-batch has taught about memory."""
+
+    failed_tokens: int | None = None
+    """Of the largest part that ran out of memory; None when none did."""
+    fitting_tokens: int = 0
+    """Of the largest part that went through after one had not."""
+    checkpointed_tokens: int | None = None
+    """Of the shortest datum that went through with activation checkpointing only."""
+    gave_up: bool = False
+    """A datum found no memory even alone: what it asks for is no matter of tokens."""
+
+    def ran_out(self, tokens: int) -> None:
+        self.failed_tokens = max(tokens, self.failed_tokens or 0)
+
+    def succeeded(self, tokens: int) -> None:
+        if self.failed_tokens is not None:
+            self.fitting_tokens = max(tokens, self.fitting_tokens)
+
+    def needed_checkpointing(self, tokens: int) -> None:
+        self.checkpointed_tokens = min(tokens, self.checkpointed_tokens or tokens)
+
+
 def num_tokens(items: Iterable[Item]) -> int:
     return sum(item.datum.length for item in items)
 

@@ -16,18 +16,24 @@ from tinsmith.modeling.base_model import BaseModel, positions_of
 from tinsmith.modeling.full_logprobs import full_target_logprobs
 from tinsmith.modeling.kernels.transfer import on_device
 from tinsmith.modeling.lora import Run
-from tinsmith.rpc.errors import OutOfCapacity, ServiceError
+from tinsmith.rpc.errors import InvalidRequest, OutOfCapacity, ServiceError
 from trainer_service.activation_checkpointing import checkpointed
 from trainer_service.batch import Datum
 from trainer_service.job import Job, Piece
 from trainer_service.losses import Term
 from trainer_service.memory import is_out_of_memory
-from trainer_service.micro_batch import Item, cut, halves, model_ids, num_tokens
+from trainer_service.micro_batch import Attempt, Item, cut, halves, model_ids, num_tokens
 from trainer_service.model_state import ModelState
 from trainer_service.room import Room
-from trainer_service.team import Team
+from trainer_service.team import Alone, Team
 
 logger = logging.getLogger(__name__)
+
+
+class _NotFinite(InvalidRequest):
+    """Jobs whose loss or gradient is not finite; they have this error when they run alone."""
+
+    jobs: Sequence[Job] = ()
 
 
 class Passes:
@@ -60,14 +66,16 @@ class Passes:
             items.sort(key=lambda item: (item.model_id, item.datum.length))
             for micro_batch in cut(items, lambda: self._room.token_budget, go_together):
                 with torch.set_grad_enabled(not forward_only):
-                    self._try(micro_batch)
+                    attempt = Attempt()
+                    self._try(micro_batch, attempt)
+                    self._room.learn(attempt)
 
     def once(self, job: Job, *, checkpointing: bool) -> None:
         """All of a job in one pass, and all of it on every rank. Raises whatever fails."""
         items = [Item(job, index) for index in range(len(job.batch.datums))]
         self._run(items, items, checkpointing=checkpointing)
 
-    def _try(self, items: Sequence[Item], *, checkpointing: bool = False) -> None:
+    def _try(self, items: Sequence[Item], attempt: Attempt, *, checkpointing: bool = False) -> None:
         """Runs a micro-batch: in halves when there is no memory for it, job by job when it fails otherwise."""
         items = [item for item in items if item.job.error is None]
         if not items:
@@ -77,6 +85,7 @@ class Passes:
         )
         try:
             self._run(items, self._team.mine(items), checkpointing=checkpointing)
+            attempt.succeeded(num_tokens(items))
             return
         except Exception as caught:
             error = caught
@@ -86,10 +95,10 @@ class Passes:
                 logger.exception("forward_backward of %s failed", items[0].model_id)
         jobs = list(dict.fromkeys(item.job for item in items))
         if isinstance(error, MemoryError):
-            self._try_smaller(items, checkpointing=checkpointing)
+            self._try_smaller(items, attempt, checkpointing=checkpointing)
         elif len(jobs) > 1:
-            for job in jobs:
-                self._try([item for item in items if item.job is job], checkpointing=checkpointing)
+            for part in self._apart(items, error):
+                self._try(part, attempt, checkpointing=checkpointing)
         elif isinstance(error, ServiceError):
             jobs[0].error = error
         else:
@@ -97,18 +106,32 @@ class Passes:
                 f"forward_backward failed: {type(error).__name__}; the trainer's log has the cause"
             )
 
-    def _try_smaller(self, items: Sequence[Item], *, checkpointing: bool) -> None:
+    def _apart(self, items: Sequence[Item], error: Exception) -> Iterable[list[Item]]:
+        """Every job that may be guilty by itself, and the others together."""
+        guilty = list(dict.fromkeys(item.job for item in items))
+        # Of several ranks only one may know who it was, and all must go the same way.
+        if isinstance(error, _NotFinite) and isinstance(self._team, Alone):
+            guilty = list(error.jobs)
+        yield [item for item in items if item.job not in guilty]
+        for job in guilty:
+            yield [item for item in items if item.job is job]
+
+    def _try_smaller(self, items: Sequence[Item], attempt: Attempt, *, checkpointing: bool) -> None:
         """After there was no memory for these. Nothing of them has been added to anything."""
         self._room.ran_out(num_tokens(items), keep=model_ids(items))
+        attempt.ran_out(num_tokens(items))
         if len(items) > 1:
             for half in halves(items):
-                self._try(half, checkpointing=checkpointing)
+                self._try(half, attempt, checkpointing=checkpointing)
             return
         (item,) = items
         length = item.datum.length
-        if not checkpointing and self._room.may_checkpoint(length):
-            self._try(items, checkpointing=True)
+        if not checkpointing and self._room.can_checkpoint and torch.is_grad_enabled():
+            self._try(items, attempt, checkpointing=True)
+            if item.job.error is None:
+                attempt.needed_checkpointing(length)
             return
+        attempt.gave_up = True
         item.job.error = OutOfCapacity(
             f"data[{item.index}].model_input: there is no memory for its {length} tokens at this moment, even alone",
             field=f"data[{item.index}].model_input",
@@ -162,9 +185,7 @@ class Passes:
         gradients: list[tuple[ModelState, list[Tensor]]] = []
         if torch.is_grad_enabled():
             gradients = list(self._gradients(terms, runs, items))
-        largest = _largest([tensor for _, tensors in gradients for tensor in tensors])
-        for job, term in terms:
-            job.check_finite(term.value, largest)
+        self._check_finite(terms, {id(model): _largest(tensors) for model, tensors in gradients})
 
         sums = [(model.need_gradient().tensors(), tensors) for model, tensors in gradients]
         results = [logprobs.detach().numpy() for logprobs in shaped]
@@ -178,6 +199,18 @@ class Passes:
                 torch._foreach_add_(totals, tensors)
 
         return keep
+
+    def _check_finite(self, terms: Sequence[tuple[Job, Term]], largest: Mapping[int, float]) -> None:
+        """`largest` is by id of the model. Two jobs of one model are both suspected of its gradient."""
+        error: _NotFinite | None = None
+        for job, term in terms:
+            try:
+                job.check_finite(term.value, largest.get(id(self._models[job.model_id]), 0.0))
+            except InvalidRequest as one:
+                error = error or _NotFinite(one.message)
+                error.jobs = [*error.jobs, job]
+        if error is not None:
+            raise error
 
     def _runs(self, items: Sequence[Item], starts: np.ndarray) -> Iterable[Run]:
         for model_id, group in groupby(range(len(items)), key=lambda n: items[n].model_id):

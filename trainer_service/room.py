@@ -14,6 +14,7 @@ from tinsmith.rpc.errors import OutOfCapacity
 from trainer_service.budget import Lengths, Plan
 from trainer_service.memory import drop_caches, is_out_of_memory
 from trainer_service.metrics import Metrics
+from trainer_service.micro_batch import Attempt
 from trainer_service.model_state import ModelState, full_bytes
 from trainer_service.residency import Residency
 
@@ -22,6 +23,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Checkpointing = Literal["auto", "on", "off"]
+
+_RECOVERS_AFTER = 100
+"""Micro-batches without a shortage after which more is tried again."""
 
 
 class Room:
@@ -51,7 +55,7 @@ class Room:
         self._checkpointing = checkpointing
         self._metrics = metrics
         self._too_long: int | None = None
-        """Tokens of the shortest datum that ran out of memory without activation checkpointing."""
+        """Tokens of the shortest datum that went through with activation checkpointing only."""
         self.follow(plan)
 
     @property
@@ -68,6 +72,8 @@ class Room:
 
     def follow(self, plan: Plan) -> None:
         self.plan = plan
+        self._planned = plan.token_budget
+        self._num_well = 0
         self._metrics.token_budget.set(plan.token_budget)
 
     def needs_checkpointing(self, shares: Sequence[Lengths]) -> bool:
@@ -77,18 +83,15 @@ class Room:
         known = self._too_long is not None and max(length for share in shares for length in share) >= self._too_long
         return known or any(self.plan.needs_checkpointing(share) for share in shares)
 
-    def may_checkpoint(self, length: int) -> bool:
-        """After a datum of this length ran out of memory without: whether to try with it, this and all as long."""
-        if not self.can_checkpoint or not torch.is_grad_enabled():
-            return False
-        self._too_long = min(length, self._too_long or length)
-        return True
-
     def go_together(self, ids: Sequence[str], *, tokens: int) -> bool:
         """These models may be on the device at once, with their gradients on the way."""
         room = self.plan.room_for_adapters([tokens], checkpointing=self.always_checkpoints)
-        needed = sum(self._models[model_id].num_bytes + self._models[model_id].growth_bytes for model_id in ids)
-        return not self.residency.moves or room is None or needed <= room
+        if room is None:
+            return True
+        # Where models cannot be moved away, those that are not in this micro-batch hold their memory, too.
+        resident = ids if self.residency.moves else self._models
+        needed = sum(self._models[model_id].num_bytes for model_id in resident)
+        return needed + sum(self._models[model_id].growth_bytes for model_id in ids) <= room
 
     def have_on_device(self, ids: Sequence[str], lengths: Lengths, *, checkpointing: bool) -> None:
         """For a pass over datums of these lengths."""
@@ -116,13 +119,40 @@ class Room:
             )
 
     def ran_out(self, tokens: int, *, keep: Sequence[str]) -> None:
-        """Lowers the budget, when it allowed so much, and frees what can be freed."""
+        """Frees what can be freed, before less is tried."""
         self._metrics.out_of_memory.inc()
-        lower = max(1, tokens // 2)
-        if tokens <= self.token_budget and lower < self.token_budget:
-            self.follow(replace(self.plan, token_budget=lower))
-        logger.warning("out of memory with %d tokens; the token budget is %d now", tokens, self.token_budget)
+        logger.warning("out of memory with %d tokens; the token budget is %d", tokens, self.token_budget)
         self._free(keep)
+
+    def learn(self, attempt: Attempt) -> None:
+        """Lowers the budget to what went through where more did not, and raises it again when all has gone well long.
+
+        Nothing is learnt from a datum that finds no memory by itself: a greedy custom loss, or a shortage that
+        somebody else causes, must not slow all others down.
+        """
+        if attempt.failed_tokens is None:
+            self._num_well += 1
+            if self._num_well >= _RECOVERS_AFTER:
+                self._recover()
+            return
+        self._num_well = 0
+        if attempt.gave_up:
+            return
+        if attempt.checkpointed_tokens is not None:
+            self._too_long = min(attempt.checkpointed_tokens, self._too_long or attempt.checkpointed_tokens)
+        if attempt.fitting_tokens < self.token_budget and attempt.failed_tokens <= self.token_budget:
+            self._set_budget(max(1, attempt.fitting_tokens))
+
+    def _recover(self) -> None:
+        self._num_well = 0
+        self._too_long = None
+        if self.token_budget < self._planned:
+            self._set_budget(min(self._planned, 2 * self.token_budget))
+
+    def _set_budget(self, tokens: int) -> None:
+        logger.warning("the token budget is %d now, it was %d", tokens, self.token_budget)
+        self.plan = replace(self.plan, token_budget=tokens)
+        self._metrics.token_budget.set(tokens)
 
     def found(self, call: Callable[[], T], *, what: str, keep: Sequence[str] = ()) -> T:
         """Runs it once more with all that can be freed, when there is no memory. Raises OutOfCapacity if that fails."""

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from tests.batches import random_datum, request
 from tests.models import CONTEXT, VOCAB_SIZE
@@ -14,6 +15,7 @@ from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc.errors import InvalidRequest, OutOfCapacity
 from trainer_service.batch import Batch
 from trainer_service.budget import Footprint, Plan, fastest, sizes_up_to
+from trainer_service.config import TrainerConfig
 from trainer_service.engine import TrainingEngine
 from trainer_service.measure import Bounds, measure
 from trainer_service.memory import peak_bytes
@@ -163,3 +165,13 @@ def test_the_probe_runs_where_only_some_layers_can_be_adapted(base: BaseModel) -
     assert plan.plain is not None
     assert plan.plain.bytes_per_token > 0
     assert torch.is_grad_enabled()
+
+
+def test_memory_for_not_even_one_token_is_an_error_at_start(engine: TrainingEngine) -> None:
+    with pytest.raises(ValueError, match="memory_bytes: 1000 are not enough to train one token"):
+        measure(engine, Bounds(512, max_lora_rank=16, token_budget=200, memory_bytes=1000))
+
+
+def test_a_budget_above_the_largest_micro_batch_is_refused_by_name() -> None:
+    with pytest.raises(ValidationError, match="token_budget: 5000 is above max_tokens_per_microbatch 4096"):
+        TrainerConfig(base_model="m", token_budget=5000)

@@ -17,9 +17,11 @@ from tests.unit.trainer_service.custom_losses import custom_loss, graph, node, r
 from tests.unit.trainer_service.engines import ADAM, assert_near, batch, create, gradient, run
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc.errors import OutOfCapacity
+from tinsmith.rpc.tensors import from_numpy
 from trainer_service import custom_loss_graph
 from trainer_service import room as room_module
 from trainer_service.batch import Batch, Output
+from trainer_service.budget import Footprint, Plan
 from trainer_service.engine import TrainingEngine
 from trainer_service.metrics import Metrics
 from trainer_service.micro_batch import Item, halves
@@ -87,6 +89,67 @@ def test_the_budget_falls_below_what_failed_and_the_next_batch_runs_at_once(base
     failed = registry.get_sample_value("trainer_out_of_memory_total")
     run(engine, "m", batch(engine, LENGTHS))
     assert registry.get_sample_value("trainer_out_of_memory_total") == failed
+
+
+@pytest.mark.parametrize("max_tokens", [20, 0], ids=["one datum finds none", "there is none for a while"])
+def test_what_finds_no_memory_even_alone_leaves_everybody_the_budget(
+    base: BaseModel, memory: Memory, max_tokens: int
+) -> None:
+    engine, _ = make(base, activation_checkpointing="off")
+    create(engine, "greedy")
+    create(engine, "other")
+    memory.max_tokens = max_tokens
+    engine.forward_backward([("greedy", batch(engine, [25])), ("other", batch(engine, LENGTHS[2:5]))])
+    memory.max_tokens = 10_000
+    assert engine.token_budget == 200
+    memory.passes.clear()
+    run(engine, "other", batch(engine, LENGTHS))
+    assert memory.passes == [sum(LENGTHS)]
+
+
+def test_the_budget_rises_again_when_all_has_gone_well_for_long(
+    base: BaseModel, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room_module, "_RECOVERS_AFTER", 3)
+    engine, _ = make(base)
+    create(engine, "m")
+    memory.max_tokens = 60
+    run(engine, "m", batch(engine, LENGTHS))
+    lowered = engine.token_budget
+    assert lowered < 60
+    memory.max_tokens = 10_000
+    budgets = []
+    for _ in range(9):
+        run(engine, "m", batch(engine, [4]))
+        budgets.append(engine.token_budget)
+    assert budgets == [*[lowered] * 2, *[2 * lowered] * 3, *[min(200, 4 * lowered)] * 3, min(200, 8 * lowered)]
+
+
+def test_a_loss_that_is_not_finite_costs_its_neighbours_one_more_pass(base: BaseModel, memory: Memory) -> None:
+    engine, _ = make(base)
+    works = []
+    for n in range(6):
+        create(engine, str(n))
+        works.append((str(n), batch(engine, [5 + n])))
+    bad = request([random_datum(9, 0, vocab_size=VOCAB_SIZE, policy=True)], "importance_sampling")
+    values = np.full(9, -1e30, np.float32)
+    bad.data[0].loss_fn_inputs["logprobs"].CopyFrom(from_numpy(values))
+    create(engine, "bad")
+    works.insert(3, ("bad", Batch.from_proto(bad, engine.limits)))
+    outputs = engine.forward_backward(works)
+    assert [n for n, output in enumerate(outputs) if not isinstance(output, Output)] == [3]
+    assert len(memory.passes) == 3
+
+
+def test_without_moves_a_micro_batch_has_as_many_models_as_their_gradients_have_room(base: BaseModel) -> None:
+    engine, _ = make(base)
+    for n in range(4):
+        create(engine, str(n))
+    size = engine._models["0"].adapter.num_bytes
+    engine.follow(Plan(200, memory_bytes=8 * size + 100, plain=Footprint(0, 0, 0)))
+    # Four adapters are there; each in the micro-batch adds its gradient and the buffer for it.
+    assert engine._room.go_together(["0", "1"], tokens=200)
+    assert not engine._room.go_together(["0", "1", "2"], tokens=200)
 
 
 def test_a_long_datum_that_fails_alone_says_nothing_of_the_budget(base: BaseModel, memory: Memory) -> None:
@@ -230,7 +293,7 @@ from tinsmith.modeling.base_model import BaseModel
 
 torch.set_num_threads(1)
 engine, registry = make(BaseModel.load(Path(sys.argv[1]), device=torch.device("cpu"), dtype=torch.float32))
-engine.plan = type(engine.plan)(token_budget=100_000)
+engine.follow(type(engine.plan)(token_budget=100_000))
 create(engine, "free")
 create(engine, "starved")
 one = batch(engine, [250] * 72)  # its activations take 230 MB
@@ -244,7 +307,8 @@ output = run(engine, "starved", one)
 resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
 assert registry.get_sample_value("trainer_out_of_memory_total") >= 1
 assert engine.token_budget < one.num_tokens
-starved_budget, engine.plan = engine.token_budget, type(engine.plan)(token_budget=100_000)
+starved_budget = engine.token_budget
+engine.follow(type(engine.plan)(token_budget=100_000))
 roomy = run(engine, "free", one)
 assert engine.token_budget == 100_000
 assert abs(output.metrics["loss:sum"] / roomy.metrics["loss:sum"] - 1) < 1e-5
