@@ -1,4 +1,4 @@
-"""How fast the compute thread is, measured in its own calls."""
+"""How fast the compute thread is, measured in its own works: micro-batches, and calls of another kind."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _KEPT = 0.9
 
 @dataclass(slots=True)
 class Speed:
-    """Moving averages. Calls weigh by their tokens, so that many small ones do not hide how fast a large one is."""
+    """Moving averages. Micro-batches weigh by their tokens: many small ones do not hide how fast a large one is."""
 
     _tokens: float = 0.0
     _token_seconds: float = 0.0
@@ -18,7 +18,7 @@ class Speed:
     _call_seconds: float = 0.0
 
     def observe(self, seconds: float, *, num_tokens: int) -> None:
-        """One call: of batches with so many tokens, or of something else when there are none."""
+        """A micro-batch of so many tokens, or a call when there are none."""
         if num_tokens:
             self._tokens = _KEPT * self._tokens + num_tokens
             self._token_seconds = _KEPT * self._token_seconds + seconds
@@ -27,7 +27,7 @@ class Speed:
             self._call_seconds = _KEPT * self._call_seconds + seconds
 
     def seconds(self, *, num_tokens: int, num_calls: int) -> float | None:
-        """Expected time of batches with so many tokens and of so many other calls; None when one is not known yet."""
+        """Expected time of so many tokens in micro-batches and of so many calls; None when one is not known yet."""
         if (num_tokens and not self._tokens) or (num_calls and not self._calls):
             return None
         batches = num_tokens * self._token_seconds / self._tokens if num_tokens else 0.0
