@@ -71,7 +71,7 @@ async def serve(config: SamplerConfig) -> int:
             return 0
         try:
             engine = await loading
-        except (OSError, UnsupportedModel) as error:
+        except (UnsupportedModel, OSError, ValueError) as error:
             logger.error("cannot serve %s: %s", config.base_model, error)
             stopped.cancel()
             await server.stop(0)

@@ -77,7 +77,7 @@ class TorchEngine:
     async def load(cls, config: SamplerConfig, metrics: SamplerMetrics) -> TorchEngine:
         """Loads the base model, starts the compute thread and runs a first request through it.
 
-        Raises UnsupportedModel, or OSError when there is no such model.
+        Raises UnsupportedModel, or OSError when there is no such model or its files are damaged.
         """
         device = torch.device(resolve_device(config.device))
         dtype = resolve_dtype(config.dtype, device)

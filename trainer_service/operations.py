@@ -114,6 +114,7 @@ class Operations:
         base_model, state = request.base_model, None
         optimizer = request.optimizer or DEFAULT_OPTIMIZER
         if location is not None:
+            await self._check_extent(location, field="from_location")
             info, state = await self._load(location, with_optimizer=request.load_optimizer, field="from_location")
             base_model = base_model or info.base_model
             if state.optimizer is not None:
@@ -254,6 +255,7 @@ class Operations:
         self, turn: Turn, request: pb.LoadCheckpointRequest, location: Location
     ) -> pb.WaitResultResponse:
         await turn.settled()  # it may be the checkpoint that the operation before is writing
+        await self._check_extent(location, field="location")
         info, state = await self._load(location, with_optimizer=request.load_optimizer, field="location")
         await turn.run(lambda: self.engine.restore(request.model_id, state, with_optimizer=request.load_optimizer))
         self.models[request.model_id].step = state.step
@@ -294,6 +296,23 @@ class Operations:
         if hidden is None or not await asyncio.to_thread(self.checkpoints.exists, hidden):
             raise error
         return await self._load(hidden, with_optimizer=False, field="location")
+
+    async def _check_extent(self, location: Location, *, field: str) -> None:
+        """Raises InvalidRequest for a checkpoint of a kind that this server does not train, before it is read."""
+        info = await asyncio.to_thread(self.checkpoints.info, location)
+        rank = info.lora_config.rank
+        if rank == 0 and not self.engine.base.trainable:
+            raise InvalidRequest(
+                f"{field}: {location} holds all parameters, which needs a server started with --full-training; this "
+                "one was started without it, and trains adapters",
+                field=field,
+            )
+        if rank != 0 and self.engine.base.trainable:
+            raise InvalidRequest(
+                f"{field}: {location} holds an adapter (rank {rank}), which needs a server started without "
+                "--full-training; this one was started with it, and trains all parameters",
+                field=field,
+            )
 
     async def _load(
         self, location: Location, *, with_optimizer: bool, field: str

@@ -9,15 +9,15 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from tinsmith.doctor.subject import BASE, Example, Logprobs, Subject, free, loading
 from tinsmith.modeling.adapter import Adapter
+from tinsmith.modeling.pretrained import load_causal_lm
 from tinsmith.modeling.reference import adapted
 from trainer_service.memory import available_bytes
 
@@ -88,14 +88,11 @@ def gradient_sequences(sequences: Sequence[Example]) -> list[Example]:
 
 
 def _load(subject: Subject) -> tuple[PreTrainedModel, Sequence[str]]:
-    def load() -> Any:
-        return AutoModelForCausalLM.from_pretrained(
-            subject.path, dtype=subject.dtype, attn_implementation="eager", output_loading_info=True
-        )
-
-    model, report = loading(subject.path, load)
+    model, missing = loading(
+        subject.path, lambda: load_causal_lm(subject.path, dtype=subject.dtype, attn_implementation="eager")
+    )
     model.to(subject.device)  # type: ignore[arg-type]  # transformers' decorated signature
-    return model.eval().requires_grad_(False), sorted(report["missing_keys"])
+    return model.eval().requires_grad_(False), missing
 
 
 def _truth(

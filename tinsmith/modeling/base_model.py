@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -34,6 +33,7 @@ from tinsmith.modeling.lora import ActiveRuns, LoraLinear, Run, join_readers, li
 from tinsmith.modeling.parallel import Division
 from tinsmith.modeling.parallel_base import ShardedLayers
 from tinsmith.modeling.parallel_tensor import TensorParallel
+from tinsmith.modeling.pretrained import listed, load_causal_lm, persistent_buffers
 from tinsmith.modeling.self_check import TOLERANCE, Probe
 from tinsmith.rpc.errors import Unsupported
 
@@ -62,6 +62,8 @@ class BaseModel:
     """All of them by their Hugging Face names, tied ones once."""
     by_columns: frozenset[str] = frozenset()
     """Those that full_weights.py lays out column by column: the matrices of linear layers but the output layer's."""
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    """What its files hold besides parameters; training does not change it."""
     kernels: Kernels = PLAIN
     refused_groups: Mapping[Group, str] = field(default_factory=dict)
     """Groups whose adapters cannot be computed here, and why: they are not among the targets."""
@@ -86,9 +88,9 @@ class BaseModel:
         `trainable`: for full-parameter training (full_weights.py). The layers stay as they are, so that autograd gives
         the gradient of every parameter, and take no adapters.
 
-        Raises UnsupportedModel when the model's own forward and the packed one disagree, or it has no plain output
-        layer, and ValueError for kernels that do not work here, or (CannotDivide) a division that the model does not
-        take.
+        Raises UnsupportedModel when the model's own forward and the packed one disagree, its files lack parameters or
+        hold broken ones, or it has no plain output layer, OSError when there is no such model or a file is damaged, and
+        ValueError for kernels that do not work here, or (CannotDivide) a division that the model does not take.
         """
         transformers_logging.disable_progress_bar()  # it would break up the service's log lines
         config = AutoConfig.from_pretrained(path)
@@ -96,7 +98,12 @@ class BaseModel:
             raise UnsupportedModel(f"transformers has no causal language model for {type(config).__name__}")
 
         def prepare() -> tuple[BaseModel, Probe]:
-            model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, attn_implementation="eager")
+            model, missing = load_causal_lm(path, config=config, dtype=dtype, attn_implementation="eager")
+            if missing:  # every process would draw its own
+                raise UnsupportedModel(
+                    f"{len(missing)} parameters are not in the files ({listed(missing)}): they are not complete, or of "
+                    "another architecture than config.json says; fetch them again"
+                )
             if division is None:
                 model.to(device)  # type: ignore[arg-type]  # transformers' decorated signature
             return cls._prepared(
@@ -142,6 +149,7 @@ class BaseModel:
             for name, module in model.named_modules()
             if type(module) is nn.Linear and module is not output
         )
+        buffers = persistent_buffers(model)
         targets, refused = _adapt(model, active, replace=not trainable)
         calls: list[tuple[str, Tensor]] = []
         if not trainable:
@@ -163,6 +171,7 @@ class BaseModel:
             active=active,
             parameters=dict(model.named_parameters()),
             by_columns=linear,
+            buffers=buffers,
             kernels=chosen,
             refused_groups=refused,
             tensor_parallel=tensor_parallel,
@@ -173,6 +182,11 @@ class BaseModel:
     def _checked(self, probe: Probe) -> BaseModel:
         """Held against the probe; without the groups whose adapters are computed wrongly. Raises UnsupportedModel."""
         logger.info("kernels of %s: %s", self.path, self.kernels)
+        if not probe.is_finite:
+            raise UnsupportedModel(
+                f"{self.architecture}: the model's own logprobs are not finite (nan or inf) in {self.dtype}, even "
+                "in its own forward: its weights are broken; fetch them again"
+            )
         try:
             gaps = probe.gaps(self)
         except (TypeError, AttributeError) as error:  # its modules do not hand on what attention needs

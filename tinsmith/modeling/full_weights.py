@@ -11,7 +11,6 @@ import logging
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from transformers.utils import cached_file
 
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, LoraWeights
 from tinsmith.modeling.base_model import BaseModel
+from tinsmith.modeling.pretrained import load_causal_lm, persistent_buffers
 from tinsmith.rpc.errors import InvalidRequest, Unsupported
 from tinsmith.v1 import types_pb2 as pb
 
@@ -82,9 +82,12 @@ class FullWeights:
         return [(name, tuple(parameter.shape)) for name, parameter in self.base.parameters.items()]
 
     def save_model(self, folder: Path, *, dtype: torch.dtype) -> None:
-        """Writes the files of a Hugging Face model: configuration, safetensors (in shards if large), tokenizer."""
+        """Writes the files of a Hugging Face model: configuration, safetensors (in shards if large), tokenizer.
+
+        What is no parameter has the type and the value that the base model gives it.
+        """
         path = self.base.path
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(config)
         names = [name for name, _ in self.specs()]
@@ -96,6 +99,7 @@ class FullWeights:
             logger.debug("%s has no generation_config.json", path)
         skeleton.to(dtype)  # type: ignore[arg-type]  # transformers' decorated signature
         tensors = {name: tensor.to(dtype).contiguous() for name, tensor in zip(names, self.tensors(), strict=True)}
+        tensors |= {name: buffer.contiguous() for name, buffer in self.base.buffers.items()}
         skeleton.save_pretrained(folder, state_dict=tensors, max_shard_size=_SHARD_SIZE)
         for name in _TOKENIZER_FILES:
             file = cached_file(path, name, local_files_only=True, _raise_exceptions_for_missing_entries=False)  # type: ignore[arg-type]
@@ -106,15 +110,18 @@ class FullWeights:
     def load_model(cls, folder: Path, base: BaseModel) -> FullWeights:
         """float32 weights in host memory, from a folder that save_model wrote.
 
-        Raises InvalidRequest when it is not a model of the base model's parameters.
+        Raises InvalidRequest when it is not a model of the base model's parameters, or differs in what is none.
         """
-        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-        model, report = loaded
+        model, missing = load_causal_lm(folder, dtype=torch.float32)
         found = dict(model.named_parameters())
         weights = cls(base, torch.empty(sum(parameter.numel() for parameter in base.parameters.values())))
         shapes = {name: tuple(parameter.shape) for name, parameter in found.items()}
-        if odd := sorted(set(shapes.items()) ^ set(weights.specs())) or sorted(report["missing_keys"]):
+        if odd := sorted(set(shapes.items()) ^ set(weights.specs())) or missing:
             raise InvalidRequest(f"checkpoint tensors do not fit this base model: {odd[0]!r} is on one side only")
+        for name, buffer in persistent_buffers(model).items():
+            ours = base.buffers[name].cpu()
+            if not torch.equal(buffer.to(ours.dtype), ours):
+                raise InvalidRequest(f"checkpoint tensors do not fit this base model: {name!r} has other values there")
         with torch.no_grad():
             for tensor, (name, _) in zip(weights.tensors(), weights.specs(), strict=True):
                 tensor.copy_(found[name])

@@ -78,6 +78,11 @@ class Probe:
         sequences = [torch.randint(vocab_size, (length,), generator=generator).to(model.device) for length in _LENGTHS]
         return cls(sequences, [_plain(model, tokens) for tokens in sequences])
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether the base model's logprobs are numbers."""
+        return all(bool(logits_T_V.log_softmax(-1).isfinite().all()) for logits_T_V in self.base)
+
     @torch.no_grad()
     def run_groups(self, model: PreTrainedModel, targets: Sequence[Target]) -> None:
         """With a random adapter on each group. `model` still has its own attention; its layers may be adapted ones.

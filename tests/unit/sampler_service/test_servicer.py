@@ -17,6 +17,7 @@ from sampler_service.__main__ import make_server, serve
 from sampler_service.config import SamplerConfig
 from sampler_service.engine import EngineSlot
 from sampler_service.metrics import SamplerMetrics
+from tests.models import make_model
 from tests.unit.sampler_service.conftest import Service
 from tests.unit.sampler_service.serving import (
     floats,
@@ -222,6 +223,15 @@ async def test_calls_while_loading_are_not_ready() -> None:
 async def test_a_model_that_does_not_load_ends_the_process_with_a_message(tmp_path: Path) -> None:
     config = SamplerConfig(base_model=str(tmp_path / "nowhere"), listen="127.0.0.1:0")
     assert await serve(config) == 1
+
+
+async def test_a_damaged_file_of_weights_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = make_model(tmp_path)
+    (folder / "model.safetensors").write_bytes(b"\x08" + b"\0" * 30)
+    assert await serve(SamplerConfig(base_model=str(folder), listen="127.0.0.1:0")) == 1
+    (line,) = (record.getMessage() for record in caplog.records if record.levelname == "ERROR")
+    assert line.startswith(f"cannot serve {folder}: a file of weights is damaged (")
+    assert "\n" not in line
 
 
 async def test_the_process_serves_and_stops_on_sigterm_with_a_generation_running(

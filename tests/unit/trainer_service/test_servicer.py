@@ -20,16 +20,19 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from tests.batches import datum, random_datum, request
-from tests.models import VOCAB_SIZE
+from tests.models import VOCAB_SIZE, make_model
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
+from tinsmith.modeling.full_weights import FULL, FullWeights
 from tinsmith.rpc import errors
 from tinsmith.rpc.channel import connect
 from tinsmith.rpc.server import Server
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import trainer_pb2_grpc, types_pb2
+from trainer_service.__main__ import serve
 from trainer_service.checkpoints import CheckpointStore
-from trainer_service.engine import TrainingEngine
+from trainer_service.config import TrainerConfig
+from trainer_service.engine import State, TrainingEngine
 from trainer_service.imports import Importer
 from trainer_service.journal import Journal
 from trainer_service.locations import Location
@@ -274,6 +277,48 @@ async def test_an_invalid_forward_does_not_spoil_the_step(stub: Any) -> None:
 async def test_a_wrong_creation_names_what_is_wrong(service: Service, fields: dict[str, Any], match: str) -> None:
     await fails(service.stub.CreateModel(creation(**fields)), errors.InvalidRequest, match)
     await service.stub.CreateModel(creation())
+
+
+async def test_a_damaged_file_of_weights_ends_the_trainer_with_one_line(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model")
+    (folder / "model.safetensors").write_bytes(b"\x08" + b"\0" * 30)
+    config = TrainerConfig(base_model=str(folder), state_dir=tmp_path, listen="127.0.0.1:0")
+    with pytest.raises(SystemExit, match=r"cannot load the base model .*: a file of weights is damaged \(") as ended:
+        await serve(config, None)
+    assert "\n" not in str(ended.value)
+
+
+async def test_a_checkpoint_of_all_parameters_is_refused_by_its_name_where_adapters_are_trained(
+    service: Service, base: BaseModel
+) -> None:
+    full = FullWeights(base, torch.zeros(sum(parameter.numel() for parameter in base.parameters.values())))
+    save_by_hand(service, State(FULL, full, 1, None))
+    said = "{}: r/weights/one holds all parameters, which needs a server started with --full-training; this one"
+    started = pb.CreateModelRequest(model_id=MODEL, from_location="r/weights/one")
+    await fails(service.stub.CreateModel(started), errors.InvalidRequest, said.format("from_location"))
+    await service.stub.CreateModel(creation(model_id="s:train:1"))
+    loading = pb.LoadCheckpointRequest(model_id="s:train:1", seq_id=1, location="r/weights/one")
+    await fails(service.stub.LoadCheckpoint(loading), errors.InvalidRequest, said.format("location"))
+
+
+async def test_a_checkpoint_of_an_adapter_is_refused_by_its_name_where_all_parameters_are_trained(
+    service: Service, base: BaseModel, model_folder: Path
+) -> None:
+    config = AdapterConfig(rank=4, seed=1)
+    save_by_hand(service, State(config, Adapter.create(config, base.targets, base.device), 1, None))
+    trainable = BaseModel.load(model_folder, device=base.device, dtype=base.dtype, trainable=True)
+    service.trainer.operations.engine = TrainingEngine(trainable, max_tokens_per_microbatch=64)
+    said = "holds an adapter (rank 4), which needs a server started without --full-training; this one"
+    started = pb.CreateModelRequest(model_id=MODEL, from_location="r/weights/one")
+    await fails(service.stub.CreateModel(started), errors.InvalidRequest, f"from_location: r/weights/one {said}")
+
+
+def save_by_hand(service: Service, state: State) -> None:
+    info = types_pb2.CheckpointInfo(
+        location="r/weights/one", kind=types_pb2.CHECKPOINT_KIND_TRAINING, model_id="r", base_model="tiny",
+        lora_config=state.config.to_proto(), version_id="r@1", step=state.step,
+    )  # fmt: skip
+    service.trainer.checkpoints.save(info, state, overwrite=False)
 
 
 async def test_an_unknown_optimizer_is_refused(service: Service) -> None:
