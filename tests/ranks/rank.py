@@ -6,6 +6,7 @@ Rank 0 plays the scenario and writes what it gave, the others follow.
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def main() -> None:
     group = RankGroup.join(first, CPU, timeout_s=60)
     for name, place in places.items():
         mesh = init_device_mesh("cpu", (place.num_rows, place.tensor_parallel), mesh_dim_names=("data", "tensor"))
-        run(name, RankGroup(place, group.control, mesh), arguments)
+        run(name, replace(group, place=place, mesh=mesh), arguments)
     process.leave(0)
 
 

@@ -80,14 +80,47 @@ def test_a_killed_rank_ends_all_of_them_and_says_so(model_folder: Path, tmp_path
             ranks = {lines["rank"] for lines in map(json.loads, filter(_is_json, log.read_text().splitlines()))}
             assert ranks == {0, 1}  # each line says whose it is
             children = psutil.Process(process.pid).children(recursive=True)
-            follower = next(one for one in children if one.environ()["RANK"] == "1")
+            follower = rank_1(children)
             started = time.monotonic()
             follower.kill()
             assert process.wait(20) != 0
         assert time.monotonic() - started < 15
-        assert not [one for one in children if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+        assert not alive(children)
         assert "Signal 9 (SIGKILL)" in log.read_text()
         assert f"(pid: {follower.pid})" in log.read_text()
+
+
+def test_a_stopped_rank_is_noticed_within_the_timeout_and_ends_all_of_them(model_folder: Path, tmp_path: Path) -> None:
+    timeout_s = 5
+    flags = ("--shard-base", "true", "--rank-timeout-s", str(timeout_s), "--model-names", '["m"]')
+    with torchrun(tmp_path, model_folder, *flags) as (process, port, log):
+        wait_for(log, '"serving m"', process)
+        time.sleep(timeout_s + 1)  # without work ranks wait for each other as long as it takes
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub = TrainerServiceStub(channel)
+            train(stub)
+            data = [random_datum(60, n, vocab_size=VOCAB_SIZE) for n in range(8)]
+            jobs = [stub.ForwardBackward.future(request(data, model_id=MODEL, seq_id=n)) for n in range(3, 40)]
+            jobs[0].result(30)
+            children = psutil.Process(process.pid).children(recursive=True)
+            started = time.monotonic()
+            rank_1(children).suspend()
+            jobs.append(stub.ForwardBackward.future(request(data, model_id=MODEL, seq_id=40)))
+            assert jobs[-1].exception(20).code() is grpc.StatusCode.UNAVAILABLE
+            assert process.wait(20) != 0
+        assert time.monotonic() - started < timeout_s + 15
+        assert not alive(children)
+        (line,) = [line for line in log.read_text().splitlines() if "rank 0 of 2 ends" in line]
+        assert json.loads(line)["level"] == "CRITICAL"
+        assert "rank 1 did not answer: gone, or stopped (it is waited for at most 5 s, --rank-timeout-s" in line
+
+
+def rank_1(processes: list[psutil.Process]) -> psutil.Process:
+    return next(one for one in processes if one.environ().get("RANK") == "1")
+
+
+def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    return [one for one in processes if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 
 
 def _is_json(line: str) -> bool:

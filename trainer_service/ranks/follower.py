@@ -55,7 +55,7 @@ class Follower:
         }
 
     def work(self) -> None:
-        while (message := self._group.broadcast(None)).name != "stop":
+        while (message := self._group.command(None)).name != "stop":
             try:
                 if message.name == "run":
                     self._run(message)

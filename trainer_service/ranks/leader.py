@@ -47,7 +47,7 @@ class LeadingEngine(TrainingEngine):
 
     def stop(self) -> None:
         """Ends the other ranks. Nothing can be computed afterwards."""
-        self._group.broadcast(Message("stop"))
+        self._group.command(Message("stop"))
 
     def follow(self, plan: Plan) -> None:
         """`plan` is what was measured for one rank; every rank that takes datums adds its budget."""
@@ -86,7 +86,7 @@ class LeadingEngine(TrainingEngine):
         pieces = [piece for piece in pieces if piece.job.error is None and piece.indices]
         if not pieces:
             return
-        self._group.broadcast(self._to_run(pieces))
+        self._group.command(self._to_run(pieces))
         try:
             self._ranks.all_or_none(lambda: None)  # the others have read the new batches
             self._ranks.all_or_none(lambda: super(LeadingEngine, self).run(pieces))
@@ -150,7 +150,7 @@ class LeadingEngine(TrainingEngine):
 
     def _everywhere(self, message: Message, call: Callable[[], T]) -> T:
         """Sends the message and makes the call, which is the same here. An error of any rank is raised on all."""
-        self._group.broadcast(message)
+        self._group.command(message)
         return self._ranks.all_or_none(call)
 
 

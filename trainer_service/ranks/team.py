@@ -16,7 +16,7 @@ from tinsmith.rpc import errors
 from tinsmith.rpc.errors import ServiceError
 from trainer_service.memory import is_out_of_memory
 from trainer_service.micro_batch import Item
-from trainer_service.ranks.group import RankGroup
+from trainer_service.ranks.group import RankGroup, is_of_other_ranks
 from trainer_service.ranks.share import balanced
 from trainer_service.ranks.wire import Message
 
@@ -96,6 +96,8 @@ class RankTeam:
         """What the others are told; what the error holds (its frames, their tensors) is not needed any more."""
         if isinstance(error, ServiceError):
             return error
+        if is_of_other_ranks(error):
+            self._group.lost(error)  # there is nobody to agree with
         if together and self._tensor_parallel:
             # The others wait for this rank in the middle of a layer, where it cannot come any more.
             logger.exception("this rank has failed within a computation that it shares")

@@ -16,6 +16,7 @@ from trainer_service.engine import TrainingEngine
 from trainer_service.ranks.leader import LeadingEngine
 from trainer_service.ranks.place import Place
 from trainer_service.ranks.process import num_threads
+from trainer_service.ranks.roll_call import Sign, missing
 from trainer_service.ranks.share import balanced
 from trainer_service.ranks.team import RankTeam
 from trainer_service.ranks.wire import Message
@@ -88,6 +89,20 @@ def test_a_message_arrives_as_it_was_sent(size: int) -> None:
         assert torch.equal(theirs, ours)
 
 
+def test_two_looks_at_the_signs_tell_who_stands_still_and_who_lives_but_is_behind() -> None:
+    def signs(*beats_and_steps: tuple[int, int]) -> dict[int, Sign]:
+        return {rank: Sign("here", 1, 100 + rank, *told) for rank, told in enumerate(beats_and_steps)}
+
+    before = signs((7, 20), (7, 20), (9, 19), (8, 20))
+    after = signs((9, 20), (7, 20), (11, 19), (10, 21))
+    absent = missing(before, after, rank=0, world_size=5)  # the last never gave a sign
+    assert (absent.still, absent.behind) == ((1, 4), (2,))
+    assert str(absent) == "ranks 1, 4 did not answer: gone, or stopped; rank 2 did not come to where this one waits"
+    assert str(missing(signs((7, 20), (7, 20)), signs((8, 20), (8, 20)), rank=0, world_size=2)) == (
+        "another rank is lost"  # all live, and wait
+    )
+
+
 class Lonely:
     """A group of which only this rank is there: it sees its own votes."""
 
@@ -106,11 +121,16 @@ class Lonely:
     def end(self, reason: str) -> NoReturn:
         raise SystemExit(reason)
 
+    def lost(self, error: Exception) -> NoReturn:
+        raise SystemExit(f"lost: {error}")
+
 
 def test_an_error_within_a_layer_that_ranks_compute_together_ends_them_and_says_what_helps() -> None:
     team = RankTeam(Lonely(place(0, 2, tensor_parallel=2)))  # type: ignore[arg-type]
     with pytest.raises(SystemExit, match=r"MemoryError within .* lower max_tokens_per_microbatch"), team.one_pass():
         raise MemoryError
+    with pytest.raises(SystemExit, match=r"lost: .* Timed out"), team.one_pass():
+        raise RuntimeError("[/src/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 8000ms")
     with pytest.raises(InvalidRequest, match="not finite"), team.one_pass():
         raise InvalidRequest("not finite")  # of a loss: outside of the layers
 
