@@ -16,6 +16,7 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import cached_file
 
 from sampler_service.engine import Ints
 from sampler_service.threads import in_thread
@@ -27,17 +28,44 @@ MAX_TEXT_BYTES = 4 * 1024 * 1024
 """Longest text, and longest rendered chat: some seconds of one core."""
 
 
+class BrokenTokenizer(Unsupported):
+    """The model has a tokenizer.json, and it cannot be read."""
+
+
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Raises Unsupported when the model has none, or one that is not of the tokenizers library."""
+    """Raises Unsupported when the model has none, or one that is not of the tokenizers library or needs code of its
+    own; BrokenTokenizer when it cannot be read."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)  # None asks on the terminal
+    except Exception as error:  # the parser's own, and what transformers makes of fields that are missing
+        if "trust_remote_code" in str(error):
+            raise Unsupported(
+                f"the tokenizer of {path!r} needs Python code of its own, which is not run here"
+            ) from error
+        if (file := _tokenizer_file(path)) is not None:
+            raise BrokenTokenizer(f"{file} is there, but it is broken: {_parse_error(file) or repr(error)}") from error
+        if not isinstance(error, OSError | ValueError):
+            raise
         raise Unsupported(f"the model {path!r} has no tokenizer ({error})") from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers makes up an empty one where there are no files
         raise Unsupported(f"the model {path!r} has no tokenizer")
     if not tokenizer.is_fast:
         raise Unsupported(f"the tokenizer of {path!r} is not one of the tokenizers library")
     return tokenizer
+
+
+def _tokenizer_file(path: str) -> str | None:
+    """tokenizer.json in the folder, or in the cache of a hub id."""
+    return cached_file(path, "tokenizer.json", local_files_only=True, _raise_exceptions_for_missing_entries=False)  # type: ignore[arg-type]
+
+
+def _parse_error(file: str) -> str:
+    """Empty when the file itself is right, and one beside it is not."""
+    try:
+        Tokenizer.from_file(file)
+    except Exception as error:  # the library raises no other class
+        return str(error)
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,15 +52,25 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    path = resolve(arguments.model, flag="MODEL", spec=arguments.model)
     if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
         raise UsageError(f"--json: {arguments.json}: there is no folder {arguments.json.parent}")
+    if arguments.json is not None and arguments.json.is_dir():
+        raise UsageError(f"--json: {arguments.json}: is a folder; name a file")
+    try:
+        return _run(arguments)
+    except Exception as error:  # whatever it is: a file of an earlier examination must not pass for this one's
+        _write(arguments.json, {"model": arguments.model, "ok": False, "error": str(error) or type(error).__name__})
+        raise
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    path = resolve(arguments.model, flag="MODEL", spec=arguments.model)
     try:
         import torch
 
         from tinsmith.doctor.examine import examine
         from tinsmith.doctor.report import as_json, as_text
-        from tinsmith.doctor.subject import NotFound, Subject, Unloadable, read_config
+        from tinsmith.doctor.subject import NotFound, Subject, Unloadable, check_weights, read_config
         from tinsmith.doctor.verdict import judge
         from trainer_service.memory import is_out_of_memory
     except ModuleNotFoundError as error:
@@ -72,9 +82,11 @@ def run(arguments: argparse.Namespace) -> int:
     dtype = arguments.dtype if arguments.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
     try:
         with _quiet(), tempfile.TemporaryDirectory(prefix="tinsmith-doctor-") as scratch:
+            config = read_config(path)
+            check_weights(path, config)
             subject = Subject(
                 path=path,
-                config=read_config(path),
+                config=config,
                 device=device,
                 dtype=getattr(torch, dtype),
                 rank=arguments.rank,
@@ -88,16 +100,21 @@ def run(arguments: argparse.Namespace) -> int:
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        print(f"tinsmith: {path}: out of memory on {device}; take fewer --tokens, or another --device", file=sys.stderr)
-        return 1
+        return _fail(
+            arguments.json, path, f"{path}: out of memory on {device}; take fewer --tokens, or another --device"
+        )
     except Unloadable as error:
-        _write(arguments.json, {"model": path, "ok": False, "error": str(error)})
-        print(f"tinsmith: {error}", file=sys.stderr)
-        return 1
+        return _fail(arguments.json, path, str(error))
     verdict = judge(findings)
     print(as_text(findings, verdict))
     _write(arguments.json, as_json(findings, verdict))
     return 0 if verdict.is_ok else 1
+
+
+def _fail(file: Path | None, path: str, message: str) -> int:
+    _write(file, {"model": path, "ok": False, "error": message})
+    print(f"tinsmith: {message}", file=sys.stderr)
+    return 1
 
 
 def _write(file: Path | None, content: Mapping[str, object]) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from tinsmith.doctor.subject import Subject, first_line
 from tinsmith.modeling.adapter import GROUPS, Group
 from tinsmith.modeling.base_model import BaseModel
+from tinsmith.rpc.errors import Unsupported
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +101,17 @@ class Text:
     num_tokens: int
     """Of the tokenizer's vocabulary; must not be above the model's."""
     failure: str = ""
+    is_broken: bool = False
+    """There is one, and it cannot be read."""
 
     @classmethod
     def of(cls, subject: Subject) -> Text:
-        try:
-            from sampler_service.tokenizer import load_tokenizer
+        from sampler_service.tokenizer import BrokenTokenizer, load_tokenizer
 
+        try:
             tokenizer = load_tokenizer(subject.path)
-        except Exception as error:  # whatever is wrong with its files
+        except BrokenTokenizer as error:
+            return cls(False, False, 0, first_line(error), is_broken=True)
+        except Unsupported as error:
             return cls(False, False, 0, first_line(error).partition(" (")[0])
         return cls(True, bool(tokenizer.chat_template), len(tokenizer))

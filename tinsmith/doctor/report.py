@@ -113,7 +113,8 @@ def _measured(findings: Findings) -> Iterator[str]:
         if sampler.max_length:
             yield _line(f"longest prompt and output, {sampler.engine}", f"{sampler.max_length:,} tokens")
     if room is not None:
-        yield from _room(room)
+        where = "all layers" if coverage is None or not coverage.missing else ", ".join(coverage.groups)
+        yield from _room(room, where)
 
 
 def _training(speed: Speed) -> Iterator[str]:
@@ -122,7 +123,7 @@ def _training(speed: Speed) -> Iterator[str]:
     )
 
 
-def _room(room: Room) -> Iterator[str]:
+def _room(room: Room, where: str) -> Iterator[str]:
     yield _line("token budget of a micro-batch", f"{room.token_budget:,} tokens")
     yield _line("longest sequence to train on", f"{room.longest_sequence:,} tokens")
     for rank in room.adapter_bytes:
@@ -130,9 +131,7 @@ def _room(room: Room) -> Iterator[str]:
         fits = f"{room.models_bytes // trained:,} fit"
         if room.device_bytes is not None:
             fits += f", {min(room.device_bytes, room.models_bytes) // trained:,} of them on the device"
-        yield _line(
-            f"an adapter of rank {rank} on all layers", f"{_size(served)}; in training {_size(trained)}, {fits}"
-        )
+        yield _line(f"an adapter of rank {rank} on {where}", f"{_size(served)}; in training {_size(trained)}, {fits}")
 
 
 def _line(name: str, value: str) -> str:
@@ -145,7 +144,11 @@ def _size(num_bytes: int) -> str:
 
 def _end(verdict: Verdict) -> Iterator[str]:
     counts = {status: sum(check.status == status for check in verdict.checks) for status in ("FAILED", "warning")}
-    trained = f"yes, adapters on {', '.join(verdict.trainable)}" if verdict.trainable else "NO"
+    trained = "NO"
+    if verdict.trainable:
+        off = ", ".join(f"train_{group}=false" for group in verdict.untrainable)
+        trained = f"partly, with {off}: " if off else "yes, "
+        trained += f"adapters on {', '.join(verdict.trainable)}"
     sampled = f"yes, with {', '.join(verdict.sampleable)}" if verdict.sampleable else "NO"
     yield f"trainable:  {trained}"
     yield f"sampleable: {sampled}"
@@ -169,6 +172,7 @@ def as_json(findings: Findings, verdict: Verdict) -> dict[str, Any]:
         "ok": verdict.is_ok,
         "trainable": bool(verdict.trainable),
         "trainable_groups": list(verdict.trainable),
+        "untrainable_groups": list(verdict.untrainable),
         "sampleable": bool(verdict.sampleable),
         "sampling_engines": list(verdict.sampleable),
         "max_context_length": subject.context,

@@ -8,18 +8,20 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from huggingface_hub.errors import HfHubHTTPError
-from safetensors import SafetensorError
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from tinsmith.modeling.adapter import GROUPS, AdapterConfig, Group
 from tinsmith.modeling.base_model import UnsupportedModel
+from tinsmith.modeling.config import load_config
 from tinsmith.modeling.self_check import only
 from tinsmith.rpc.errors import ServiceError
 
@@ -121,14 +123,24 @@ class Subject:
 def read_config(path: str) -> PretrainedConfig:
     """Raises NotFound when there is no such model, Unloadable when it is none that could be trained."""
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = load_config(path)
     except (OSError, HfHubHTTPError) as error:
         raise NotFound(f"{path}: {first_line(error)}") from None
     except ValueError as error:
-        raise Unloadable(f"{path}: {first_line(error)}") from None
+        line = first_line(error)
+        raise Unloadable(line if line.startswith(path) else f"{path}: {line}") from None
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise Unloadable(f"{path}: {type(config).__name__} is no causal language model that transformers knows")
     return config
+
+
+def check_weights(path: str, config: PretrainedConfig) -> None:
+    """Raises NotFound for a folder without weights. Of a hub id the hub says it, when they are asked for."""
+    names = [SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME]
+    if own := getattr(config, "transformers_weights", None):
+        names = [own]
+    if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in names):
+        raise NotFound(f"{path}: holds no weights: there is none of {', '.join(names)}")
 
 
 def loading(path: str, load: Callable[[], T]) -> T:
@@ -144,8 +156,6 @@ def failed(path: str, error: Exception) -> Unloadable:
     match error:
         case UnsupportedModel() | ServiceError():
             return Unfit(first_line(error))
-        case SafetensorError():
-            return Unloadable(f"{path}: a file of weights is damaged ({first_line(error)}); fetch it again")
         case OSError() | ValueError():
             return Unloadable(f"{path}: {first_line(error)}")
         case _:

@@ -13,6 +13,7 @@ from tinsmith.doctor import samplers
 from tinsmith.doctor.limits import COMPANY, Findings, Limits, gap, limits, relative
 from tinsmith.doctor.subject import BASE, Logprobs
 from tinsmith.modeling.adapter import GROUPS, Group
+from tinsmith.modeling.pretrained import listed
 
 Status = Literal["ok", "note", "warning", "FAILED", "skipped"]
 
@@ -37,8 +38,14 @@ class Verdict:
     """Engines that sample from it rightly."""
 
     @property
+    def untrainable(self) -> Sequence[Group]:
+        """Groups that a LoRA client must switch off. By default it asks for all, and is refused then."""
+        return [group for group in GROUPS if group not in self.trainable]
+
+    @property
     def is_ok(self) -> bool:
-        return bool(self.trainable) and bool(self.sampleable) and all(one.status != "FAILED" for one in self.checks)
+        """A LoRA client with its defaults can train and sample here, and every check was passed."""
+        return not self.untrainable and bool(self.sampleable) and all(one.status != "FAILED" for one in self.checks)
 
 
 def judge(findings: Findings) -> Verdict:
@@ -86,7 +93,7 @@ def _weights(findings: Findings) -> list[Check]:
             "weights",
             f"{len(missing)} parameters are not in the files, and were drawn at random",
             "FAILED",
-            detail=", ".join(missing[:4]) + (", ..." if len(missing) > 4 else ""),
+            detail=listed(missing),
             advice="fetch the files again; they are not complete, or of another architecture than config.json says",
         )
     ]
@@ -217,9 +224,12 @@ def _coverage(findings: Findings) -> list[Check]:
     if coverage is None:
         return []
     checks = [
-        Check("coverage", f"adapters on {group}", "warning", detail=reason, advice=f"train with train_{group}=false")
+        Check(
+            "coverage", f"adapters on {group}", "FAILED", detail=reason,
+            advice=f"a LoRA client asks for them by default, and is refused: create it with train_{group}=false",
+        )
         for group, reason in coverage.missing.items()
-    ]
+    ]  # fmt: skip
     if coverage.foreign:
         checks.append(
             Check(
@@ -239,6 +249,9 @@ def _coverage(findings: Findings) -> list[Check]:
 
 def _text(findings: Findings) -> list[Check]:
     text, vocab_size = findings.text, findings.subject.text_config.vocab_size
+    if text.is_broken:
+        advice = "fetch the tokenizer's files again; until then send tokens, not text"
+        return [Check("text", "tokenizer", "FAILED", detail=text.failure, advice=advice)]
     if not text.has_tokenizer:
         advice = "put tokenizer.json and tokenizer_config.json beside the weights; until then send tokens, not text"
         return [Check("text", "tokenizer", "warning", detail=text.failure, advice=advice)]

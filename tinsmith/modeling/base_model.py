@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -23,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 from tinsmith.modeling import attention
 from tinsmith.modeling.adapter import GROUPS, Group, Target
 from tinsmith.modeling.attention import Layout, Packed
+from tinsmith.modeling.config import load_config
 from tinsmith.modeling.experts import LoraExperts, is_fused_experts
 from tinsmith.modeling.kernels.choice import PLAIN, Kernels, Setting, choose
 from tinsmith.modeling.kernels.elementwise import eager_on_host
@@ -93,7 +93,7 @@ class BaseModel:
         ValueError for kernels that do not work here, or (CannotDivide) a division that the model does not take.
         """
         transformers_logging.disable_progress_bar()  # it would break up the service's log lines
-        config = AutoConfig.from_pretrained(path)
+        config = load_config(path)
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise UnsupportedModel(f"transformers has no causal language model for {type(config).__name__}")
 
@@ -301,6 +301,7 @@ def _adapt(model: PreTrainedModel, active: ActiveRuns, *, replace: bool) -> tupl
     of_text = set(model.get_decoder().modules())  # an encoder of images beside it is not run here
     targets: list[Target] = []
     unknown: set[str] = set()
+    foreign: dict[Group, set[str]] = {}
     for name, module in list(model.named_modules()):
         if module not in of_text and module is not output:
             continue
@@ -316,13 +317,21 @@ def _adapt(model: PreTrainedModel, active: ActiveRuns, *, replace: bool) -> tupl
                 experts = LoraExperts(module, name, active)
                 model.set_submodule(name, experts)
                 targets += [experts.up, experts.down]
+        elif "Conv1D" in type(module).__name__ or isinstance(module, nn.Linear):
+            if group := _group(model, name):
+                foreign.setdefault(group, set()).add(type(module).__name__)
         elif "Expert" in type(module).__name__ and any(True for _ in module.parameters(recurse=False)):
             unknown.add(type(module).__name__)
+    refused: dict[Group, str] = {
+        group: f"this base model has {', '.join(sorted(names))} layers there, and only nn.Linear can be adapted"
+        for group, names in foreign.items()
+        if not any(target.group == group for target in targets)
+    }
     if not unknown:
-        return targets, {}
+        return targets, refused
     # Part of the feed-forward layers alone is not what train_mlp asks for.
     reason = f"the experts of this base model ({', '.join(sorted(unknown))}) cannot be adapted here"
-    return [target for target in targets if target.group != "mlp"], {"mlp": reason}
+    return [target for target in targets if target.group != "mlp"], {**refused, "mlp": reason}
 
 
 def _group(model: PreTrainedModel, name: str) -> Group | None:

@@ -27,7 +27,12 @@ def load_causal_lm(path: str | Path, *, dtype: torch.dtype, **options: Any) -> t
     try:
         # transformers names the tensors that do not fit only to those who ask it to go on.
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, trust_remote_code=False, ignore_mismatched_sizes=True, output_loading_info=True, **options
+            path,
+            dtype=dtype,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **options,
         )
     except SafetensorError as error:
         raise OSError(f"a file of weights is damaged ({error}); fetch it again") from error

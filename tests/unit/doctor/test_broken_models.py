@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel
 
 from tests.models import make_model
 from tinsmith.cli import main
@@ -31,6 +31,11 @@ def doctor(tmp_path: Path) -> Doctor:
         return status, json.loads(file.read_text()) if file.exists() else {}
 
     return run
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
 def failed(report: dict[str, Any]) -> set[str]:
@@ -79,7 +84,15 @@ def test_a_model_with_less_than_it_should_have_says_what_is_missing(model_folder
     ("spoil", "said"),
     [
         (lambda folder: (folder / "model.safetensors").write_bytes(b"\x08" + b"\0" * 30), "damaged"),
-        (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "holds no weights"),
+        (
+            lambda folder: edit_config(folder, intermediate_size=48),
+            "layers.0.mlp.down_proj.weight is [",
+        ),
+        (
+            lambda folder: edit_config(folder, model_type="own", auto_map={"AutoConfig": "own.C"}),
+            "Python code of its own (auto_map in config.json), which is not run here",
+        ),
         (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
         (lambda folder: (folder / "config.json").write_text('{"model_type": "no-such"}'), "no-such"),
         (
@@ -87,7 +100,7 @@ def test_a_model_with_less_than_it_should_have_says_what_is_missing(model_folder
             "no causal language model",
         ),
     ],
-    ids=["corrupt", "no weights", "no JSON", "unknown type", "no language model"],
+    ids=["corrupt", "no weights", "other shape", "own code", "no JSON", "unknown type", "no language model"],
 )
 def test_files_that_cannot_be_loaded_are_one_line(
     model_folder: Path, tmp_path: Path, doctor: Doctor, capsys: pytest.CaptureFixture[str], spoil: Any, said: str
@@ -101,9 +114,8 @@ def test_files_that_cannot_be_loaded_are_one_line(
     assert len(lines) == 1
     assert lines[0].startswith("tinsmith: ")
     assert said in lines[0]
-    if status == 1:
-        assert report["ok"] is False
-        assert said in report["error"]
+    assert report["ok"] is False
+    assert said in report["error"]
 
 
 def test_files_of_another_size_are_not_taken_for_good(tmp_path: Path) -> None:
@@ -140,7 +152,7 @@ def test_what_cannot_be_examined_is_status_2(
 def test_an_unreachable_hub_is_one_line_and_status_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def unreachable(path: str) -> None:
+    def unreachable(path: str, *, trust_remote_code: bool) -> None:
         raise OSError("We couldn't connect to the hub to load the files.\nCheck your internet connection.")
 
     monkeypatch.setattr(AutoConfig, "from_pretrained", unreachable)
@@ -150,15 +162,53 @@ def test_an_unreachable_hub_is_one_line_and_status_2(
 
 
 def test_memory_that_runs_out_is_one_line(
-    model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model_folder: Path, doctor: Doctor, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full(*args: object, **kwargs: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
     monkeypatch.setattr("tinsmith.doctor.examine.examine", full)
-    assert main(["doctor", str(model_folder), "--threads", "1"]) == 1
+    status, report = doctor(model_folder)
+    assert (status, report["ok"]) == (1, False)
     (line,) = capsys.readouterr().err.splitlines()
     assert "out of memory on cpu; take fewer --tokens" in line
+    assert "out of memory on cpu" in report["error"]
+
+
+def test_weights_are_missed_before_an_engine_is_loaded(
+    model_folder: Path, tmp_path: Path, doctor: Doctor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    status, report = doctor(folder)
+    assert (status, report["ok"]) == (2, False)
+    assert "loading" not in capsys.readouterr().err
+
+
+def test_the_report_of_an_earlier_run_does_not_stay_when_there_is_nothing_to_examine(
+    tmp_path: Path, doctor: Doctor
+) -> None:
+    (tmp_path / "doctor.json").write_text('{"ok": true}')
+    status, report = doctor(Path("/no/such/folder"))
+    assert (status, report["ok"]) == (2, False)
+    assert "neither a folder nor a hub id" in report["error"]
+
+
+def test_a_model_of_conv1d_layers_is_trainable_in_part_only(
+    tmp_path: Path, doctor: Doctor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = GPT2Config(vocab_size=64, n_positions=64, n_embd=32, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    status, report = doctor(tmp_path / "gpt2")
+    assert (status, report["ok"]) == (1, False)
+    assert (report["trainable_groups"], report["untrainable_groups"]) == (["unembed"], ["attn", "mlp"])
+    checks = {check["name"]: check for check in report["checks"] if check["status"] == "FAILED"}
+    assert set(checks) == {"adapters on attn", "adapters on mlp"}
+    assert all("Conv1D" in check["detail"] for check in checks.values())
+    out = capsys.readouterr().out
+    assert "trainable:  partly, with train_attn=false, train_mlp=false: adapters on unembed" in out
+    assert "of rank 8 on unembed" in out
+    assert "on all layers" not in out
 
 
 def test_as_a_process_it_ends_with_its_status() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.models import VOCAB_SIZE
+from tinsmith.doctor.coverage import Text
 from tinsmith.doctor.examine import examine
 from tinsmith.doctor.limits import Findings, gap, limits
 from tinsmith.doctor.oracle import Truth
@@ -149,6 +150,15 @@ def test_a_tokenizer_of_another_model_is_found(good: Findings) -> None:
     assert judge(replace(good, text=text)).is_ok
 
 
+def test_a_tokenizer_that_is_broken_is_not_called_absent(good: Findings) -> None:
+    text = Text(False, False, 0, "tokenizer.json is there, but it is broken: expected value", is_broken=True)
+    verdict = judge(replace(good, text=text))
+    assert failed(verdict) == {("text", "tokenizer")}
+    (check,) = (check for check in verdict.checks if check.status == "FAILED")
+    assert check.detail == text.failure
+    assert "beside the weights" not in check.advice
+
+
 def test_in_narrow_types_the_limit_is_the_plain_models_own_rounding(
     good: Findings, subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,6 +184,6 @@ def test_the_report_fits_100_columns_and_says_what_to_do(good: Findings) -> None
     lines = text.splitlines()
     at = next(n for n, line in enumerate(lines) if "adapter on attn" in line and line.endswith("FAILED"))
     assert "switch off train_attn" in lines[at + 1]
-    assert "trainable:  yes, adapters on mlp, unembed" in lines
+    assert "trainable:  partly, with train_attn=false: adapters on mlp, unembed" in lines
     assert "vllm" in text
     assert lines[-1].startswith("NOT OK: 1 failed")

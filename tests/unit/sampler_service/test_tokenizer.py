@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from sampler_service import tokenizer as module
-from sampler_service.tokenizer import Chat, ChatTokenizer
+from sampler_service.tokenizer import BrokenTokenizer, Chat, ChatTokenizer, load_tokenizer
 from tests.unit.sampler_service.conftest import CHAT_TEMPLATE
 from tinsmith.rpc.errors import FailedPrecondition, InvalidRequest, Unsupported
 
@@ -122,6 +122,29 @@ def test_no_template_and_no_tokenizer_are_said(
         plain.chat_tokens(chat())
     with pytest.raises(Unsupported, match="has no tokenizer"):
         ChatTokenizer(str(model_folder))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [("nonsense", "broken: expected ident at line 1"), ("{}", "broken: Model missing")]
+)
+def test_a_damaged_tokenizer_is_said_to_be_there_and_broken(
+    tmp_path: Path, model_folder: Path, content: str, said: str
+) -> None:
+    (tmp_path / "config.json").write_bytes((model_folder / "config.json").read_bytes())
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(BrokenTokenizer, match=f"tokenizer.json is there, but it is {said}"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_tokenizer_with_code_of_its_own_is_refused_without_a_question(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}')
+    own = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))
+    with pytest.raises(Unsupported, match=r"needs Python code of its own, which is not run here$"):
+        load_tokenizer(str(tmp_path))
+    assert "[y/N]" not in capfd.readouterr().out
 
 
 def test_settings_that_cut_or_fill_up_are_left_out(tmp_path: Path, stock: PreTrainedTokenizerBase) -> None:
