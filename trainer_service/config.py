@@ -58,7 +58,8 @@ class TrainerConfig(BaseSettings):
     shard_base: bool = False
     """Divide the memory of the base model among the ranks that divide the datums (FSDP), so that each holds a part."""
     rank_timeout_s: float = Field(default=600.0, gt=0)
-    """Longest time that one rank waits for another within a computation."""
+    """Longest time that one rank waits for another once they have begun something together; then all end. It must be
+    well above what the slowest rank needs for one micro-batch or step. Waiting for work has no limit."""
     max_lora_rank: int = Field(default=256, ge=1)
     """Largest rank that a model may ask for; must not exceed the samplers'."""
     full_training: bool = False
@@ -106,6 +107,14 @@ class TrainerConfig(BaseSettings):
         for name, values in (("model_names", self.model_names), ("samplers", self.samplers)):
             if len(set(values)) != len(values):
                 raise ValueError(f"{name}: {values} names one twice")
+        return self
+
+    @model_validator(mode="after")
+    def _within_bounds(self) -> TrainerConfig:
+        if self.token_budget > self.max_tokens_per_microbatch:
+            raise ValueError(
+                f"token_budget: {self.token_budget} is above max_tokens_per_microbatch {self.max_tokens_per_microbatch}"
+            )
         return self
 
     @model_validator(mode="after")
