@@ -11,6 +11,7 @@ padded transformers + PEFT loop.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import subprocess
 import sys
@@ -30,7 +31,7 @@ from model_work import ModelWork, Peak, synchronize
 from processes import TINSMITH, Baseline
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from tinsmith.allocator import keep_freed_memory
+from tinsmith.allocator import give_back_freed_memory, keep_freed_memory
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
 from trainer_service.batch import Batch, Datum, Output
@@ -237,6 +238,7 @@ def resident_adapters(bench: Bench) -> Iterator[Figure]:
         model_id = bench.create(f"resident-{n}")
         bench.forward_backward([(model_id, batch)])
         bench.engine.optim_step(model_id, ADAM)
+        bench.forward_backward([(model_id, batch)])  # so that it has gradients too
     grown = resident_mb(bench.device) - before
     yield Figure(f"{num_models} adapters resident", "MB", [grown], "their own state", [own], aim="1.05")
     for n in range(num_models):
@@ -269,6 +271,8 @@ def resident_mb(device: torch.device) -> float:
     if device.type == "cuda":
         synchronize(device)
         return torch.cuda.memory_allocated(device) / 1e6
+    gc.collect()
+    give_back_freed_memory()  # or new state would find room there and seem to cost nothing
     return psutil.Process().memory_info().rss / 1e6
 
 

@@ -24,3 +24,9 @@ def keep_freed_memory() -> bool:
     settings = ((_M_ARENA_MAX, 1), (_M_MMAP_THRESHOLD, _NEVER), (_M_TRIM_THRESHOLD, _NEVER))
     done = [mallopt(name, value) for name, value in settings]
     return all(done)
+
+
+def give_back_freed_memory() -> None:
+    """Gives the system whole pages that nothing uses; without glibc it does nothing."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)

@@ -9,8 +9,8 @@ from tinsmith import allocator
 
 _PAGE_FAULTS = """
 import ctypes, resource, sys, threading
-from tinsmith.allocator import keep_freed_memory
-if sys.argv[1] == "keep":
+from tinsmith.allocator import give_back_freed_memory, keep_freed_memory
+if sys.argv[1] != "plain":
     assert keep_freed_memory()
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
@@ -23,6 +23,8 @@ def work():
             libc.memset(block, 1, size)
         for block in blocks:
             libc.free(block)
+        if sys.argv[1] == "give back":
+            give_back_freed_memory()
     print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 thread = threading.Thread(target=work)
 thread.start()
@@ -39,6 +41,7 @@ def page_faults(mode: str) -> int:
 def test_blocks_that_are_freed_are_used_again_without_page_faults() -> None:
     assert page_faults("plain") > 20_000  # every page of every block
     assert page_faults("keep") < 1_000
+    assert page_faults("give back") > 20_000
 
 
 def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
