@@ -207,7 +207,7 @@ CASES: dict[str, tuple[Callable[[Client], str], tuple[str, ...]]] = {
         ),
         ("clip_low_threshold", "1.2", "0.8"),
     ),
-    "rank 0": (lambda c: c.create_model(rank=0), ("rank", "0", str(MAX_RANK))),
+    "rank 0": (lambda c: c.create_model(rank=0), ("lora_config.rank", "0", "--full-training")),
     "a rank above the limit": (lambda c: c.create_model(rank=MAX_RANK + 1), ("rank", str(MAX_RANK + 1), str(MAX_RANK))),
     "a rank that is no number": (lambda c: c.create_model(rank="big"), ("rank", "'big'")),
     "nothing to train": (

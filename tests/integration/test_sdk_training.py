@@ -31,8 +31,8 @@ def test_forward_gives_forward_backwards_logprobs_and_no_gradient(service: tinke
     both = client.forward_backward(data, "cross_entropy").result()
     assert client.optim_step(ADAM).result().metrics["grad_norm:mean"] > 0.0
     for found, wanted in zip(logprobs(only_forward), logprobs(both), strict=True):
-        np.testing.assert_array_equal(found, wanted)
-    assert only_forward.metrics["loss:sum"] == both.metrics["loss:sum"]
+        np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)  # a training pass adds up in another order
+    assert only_forward.metrics["loss:sum"] == pytest.approx(both.metrics["loss:sum"], rel=1e-6)
     total = -sum(float(one.sum()) for one in logprobs(both))
     assert both.metrics["loss:sum"] == pytest.approx(total, rel=1e-5)
 
