@@ -1,4 +1,4 @@
-"""Log-probabilities of named tokens, in chunks: the full [T, V] logits never exist at once.
+"""Log-probabilities of named tokens, in chunks: of the [T, V] logits a bounded part exists at once, however long T is.
 
 Shapes: T packed tokens, V vocabulary, H hidden, M named tokens (several may share a row), n rows of a chunk.
 """
