@@ -30,12 +30,6 @@ from trainer_service.team import Alone, Team
 logger = logging.getLogger(__name__)
 
 
-class _NotFinite(InvalidRequest):
-    """Jobs whose loss or gradient is not finite; they have this error when they run alone."""
-
-    jobs: Sequence[Job] = ()
-
-
 class Passes:
     """What it computes goes into the jobs, and into the gradients of their models."""
 
@@ -44,6 +38,8 @@ class Passes:
         self._models = models
         self._room = room
         self._team = team
+        self._not_finite: list[Job] = []
+        """Jobs for which the last pass failed, because their loss or their model's gradient was not finite."""
 
     def run(self, pieces: Sequence[Piece]) -> None:
         """Puts datums of any jobs through the base model, and adds to each model's gradients.
@@ -83,6 +79,7 @@ class Passes:
         checkpointing = checkpointing or self._room.needs_checkpointing(
             [[item.datum.length for item in share] for share in self._team.shares(items)]
         )
+        self._not_finite = []
         try:
             self._run(items, self._team.mine(items), checkpointing=checkpointing)
             attempt.succeeded(num_tokens(items))
@@ -97,7 +94,7 @@ class Passes:
         if isinstance(error, MemoryError):
             self._try_smaller(items, attempt, checkpointing=checkpointing)
         elif len(jobs) > 1:
-            for part in self._apart(items, error):
+            for part in self._apart(items):
                 self._try(part, attempt, checkpointing=checkpointing)
         elif isinstance(error, ServiceError):
             jobs[0].error = error
@@ -106,15 +103,13 @@ class Passes:
                 f"forward_backward failed: {type(error).__name__}; the trainer's log has the cause"
             )
 
-    def _apart(self, items: Sequence[Item], error: Exception) -> Iterable[list[Item]]:
+    def _apart(self, items: Sequence[Item]) -> list[list[Item]]:
         """Every job that may be guilty by itself, and the others together."""
-        guilty = list(dict.fromkeys(item.job for item in items))
         # Of several ranks only one may know who it was, and all must go the same way.
-        if isinstance(error, _NotFinite) and isinstance(self._team, Alone):
-            guilty = list(error.jobs)
-        yield [item for item in items if item.job not in guilty]
-        for job in guilty:
-            yield [item for item in items if item.job is job]
+        known = self._not_finite if isinstance(self._team, Alone) else []
+        guilty = known or list(dict.fromkeys(item.job for item in items))
+        others = [item for item in items if item.job not in guilty]
+        return [others, *([item for item in items if item.job is job] for job in guilty)]
 
     def _try_smaller(self, items: Sequence[Item], attempt: Attempt, *, checkpointing: bool) -> None:
         """After there was no memory for these. Nothing of them has been added to anything."""
@@ -202,15 +197,15 @@ class Passes:
 
     def _check_finite(self, terms: Sequence[tuple[Job, Term]], largest: Mapping[int, float]) -> None:
         """`largest` is by id of the model. Two jobs of one model are both suspected of its gradient."""
-        error: _NotFinite | None = None
+        errors: dict[Job, InvalidRequest] = {}
         for job, term in terms:
             try:
                 job.check_finite(term.value, largest.get(id(self._models[job.model_id]), 0.0))
-            except InvalidRequest as one:
-                error = error or _NotFinite(one.message)
-                error.jobs = [*error.jobs, job]
-        if error is not None:
-            raise error
+            except InvalidRequest as error:
+                errors[job] = error
+        self._not_finite = list(errors)
+        if errors:
+            raise next(iter(errors.values()))
 
     def _runs(self, items: Sequence[Item], starts: np.ndarray) -> Iterable[Run]:
         for model_id, group in groupby(range(len(items)), key=lambda n: items[n].model_id):
