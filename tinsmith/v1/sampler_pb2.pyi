@@ -30,7 +30,7 @@ class GetSamplerInfoResponse(_message.Message):
     def __init__(self, base_models: _Optional[_Iterable[str]] = ..., max_context_length: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., engine: _Optional[str] = ..., device: _Optional[str] = ..., boot_id: _Optional[str] = ..., adapter_groups: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SampleRequest(_message.Message):
-    __slots__ = ("version_id", "prompt", "num_samples", "sampling_params", "prompt_logprobs", "prompt_logprobs_last_n", "topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k")
+    __slots__ = ("version_id", "prompt", "num_samples", "sampling_params", "prompt_logprobs", "prompt_logprobs_last_n", "topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k", "follow_run")
     VERSION_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,7 @@ class SampleRequest(_message.Message):
     TOPK_SAMPLE_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TARGET_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_ALT_TOKENS_K_FIELD_NUMBER: _ClassVar[int]
+    FOLLOW_RUN_FIELD_NUMBER: _ClassVar[int]
     version_id: str
     prompt: _containers.RepeatedCompositeFieldContainer[_types_pb2.Chunk]
     num_samples: int
@@ -51,7 +52,8 @@ class SampleRequest(_message.Message):
     topk_sample_logprobs: int
     target_prompt_logprobs: _types_pb2.Tensor
     prompt_alt_tokens_k: int
-    def __init__(self, version_id: _Optional[str] = ..., prompt: _Optional[_Iterable[_Union[_types_pb2.Chunk, _Mapping]]] = ..., num_samples: _Optional[int] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., prompt_logprobs: _Optional[bool] = ..., prompt_logprobs_last_n: _Optional[int] = ..., topk_prompt_logprobs: _Optional[int] = ..., topk_sample_logprobs: _Optional[int] = ..., target_prompt_logprobs: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., prompt_alt_tokens_k: _Optional[int] = ...) -> None: ...
+    follow_run: str
+    def __init__(self, version_id: _Optional[str] = ..., prompt: _Optional[_Iterable[_Union[_types_pb2.Chunk, _Mapping]]] = ..., num_samples: _Optional[int] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., prompt_logprobs: _Optional[bool] = ..., prompt_logprobs_last_n: _Optional[int] = ..., topk_prompt_logprobs: _Optional[int] = ..., topk_sample_logprobs: _Optional[int] = ..., target_prompt_logprobs: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., prompt_alt_tokens_k: _Optional[int] = ..., follow_run: _Optional[str] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("max_tokens", "seed", "temperature", "top_k", "top_p", "stop")
@@ -210,3 +212,17 @@ class VersionInfo(_message.Message):
     size_bytes: int
     num_running: int
     def __init__(self, version_id: _Optional[str] = ..., lora_config: _Optional[_Union[_types_pb2.LoraConfig, _Mapping]] = ..., size_bytes: _Optional[int] = ..., num_running: _Optional[int] = ...) -> None: ...
+
+class MoveGenerationsRequest(_message.Message):
+    __slots__ = ("run_id", "version_id")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_ID_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    version_id: str
+    def __init__(self, run_id: _Optional[str] = ..., version_id: _Optional[str] = ...) -> None: ...
+
+class MoveGenerationsResponse(_message.Message):
+    __slots__ = ("num_sequences",)
+    NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    num_sequences: int
+    def __init__(self, num_sequences: _Optional[int] = ...) -> None: ...

@@ -75,6 +75,11 @@ class SamplerServiceStub:
                 request_serializer=tinsmith_dot_v1_dot_sampler__pb2.RemoveVersionRequest.SerializeToString,
                 response_deserializer=tinsmith_dot_v1_dot_sampler__pb2.RemoveVersionResponse.FromString,
                 _registered_method=True)
+        self.MoveGenerations = channel.unary_unary(
+                '/tinsmith.v1.SamplerService/MoveGenerations',
+                request_serializer=tinsmith_dot_v1_dot_sampler__pb2.MoveGenerationsRequest.SerializeToString,
+                response_deserializer=tinsmith_dot_v1_dot_sampler__pb2.MoveGenerationsResponse.FromString,
+                _registered_method=True)
 
 
 class SamplerServiceServicer:
@@ -137,6 +142,13 @@ class SamplerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def MoveGenerations(self, request, context):
+        """MoveGenerations lets the generations that follow a run go on with a newer version, from their next token.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SamplerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -179,6 +191,11 @@ def add_SamplerServiceServicer_to_server(servicer, server):
                     servicer.RemoveVersion,
                     request_deserializer=tinsmith_dot_v1_dot_sampler__pb2.RemoveVersionRequest.FromString,
                     response_serializer=tinsmith_dot_v1_dot_sampler__pb2.RemoveVersionResponse.SerializeToString,
+            ),
+            'MoveGenerations': grpc.unary_unary_rpc_method_handler(
+                    servicer.MoveGenerations,
+                    request_deserializer=tinsmith_dot_v1_dot_sampler__pb2.MoveGenerationsRequest.FromString,
+                    response_serializer=tinsmith_dot_v1_dot_sampler__pb2.MoveGenerationsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -398,6 +415,33 @@ class SamplerService:
             '/tinsmith.v1.SamplerService/RemoveVersion',
             tinsmith_dot_v1_dot_sampler__pb2.RemoveVersionRequest.SerializeToString,
             tinsmith_dot_v1_dot_sampler__pb2.RemoveVersionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MoveGenerations(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tinsmith.v1.SamplerService/MoveGenerations',
+            tinsmith_dot_v1_dot_sampler__pb2.MoveGenerationsRequest.SerializeToString,
+            tinsmith_dot_v1_dot_sampler__pb2.MoveGenerationsResponse.FromString,
             options,
             channel_credentials,
             insecure,

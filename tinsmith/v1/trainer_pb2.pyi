@@ -265,12 +265,14 @@ class SaveCheckpointRequest(_message.Message):
     def __init__(self, model_id: _Optional[str] = ..., seq_id: _Optional[int] = ..., kind: _Optional[_Union[_types_pb2.CheckpointKind, str]] = ..., name: _Optional[str] = ..., overwrite: _Optional[bool] = ..., ttl_seconds: _Optional[int] = ..., user_metadata: _Optional[_Mapping[str, str]] = ..., age_recipients: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SaveCheckpointResponse(_message.Message):
-    __slots__ = ("checkpoint", "num_samplers")
+    __slots__ = ("checkpoint", "num_samplers", "certificate")
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     NUM_SAMPLERS_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
     checkpoint: _types_pb2.CheckpointInfo
     num_samplers: int
-    def __init__(self, checkpoint: _Optional[_Union[_types_pb2.CheckpointInfo, _Mapping]] = ..., num_samplers: _Optional[int] = ...) -> None: ...
+    certificate: _types_pb2.PublishCertificate
+    def __init__(self, checkpoint: _Optional[_Union[_types_pb2.CheckpointInfo, _Mapping]] = ..., num_samplers: _Optional[int] = ..., certificate: _Optional[_Union[_types_pb2.PublishCertificate, _Mapping]] = ...) -> None: ...
 
 class LoadCheckpointRequest(_message.Message):
     __slots__ = ("model_id", "seq_id", "location", "load_optimizer")
@@ -299,10 +301,24 @@ class PublishCheckpointRequest(_message.Message):
     def __init__(self, location: _Optional[str] = ..., version_id: _Optional[str] = ...) -> None: ...
 
 class PublishCheckpointResponse(_message.Message):
-    __slots__ = ("num_samplers",)
+    __slots__ = ("num_samplers", "certificate")
     NUM_SAMPLERS_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
     num_samplers: int
-    def __init__(self, num_samplers: _Optional[int] = ...) -> None: ...
+    certificate: _types_pb2.PublishCertificate
+    def __init__(self, num_samplers: _Optional[int] = ..., certificate: _Optional[_Union[_types_pb2.PublishCertificate, _Mapping]] = ...) -> None: ...
+
+class GetCertificateRequest(_message.Message):
+    __slots__ = ("location",)
+    LOCATION_FIELD_NUMBER: _ClassVar[int]
+    location: str
+    def __init__(self, location: _Optional[str] = ...) -> None: ...
+
+class GetCertificateResponse(_message.Message):
+    __slots__ = ("certificate",)
+    CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    certificate: _types_pb2.PublishCertificate
+    def __init__(self, certificate: _Optional[_Union[_types_pb2.PublishCertificate, _Mapping]] = ...) -> None: ...
 
 class GetCheckpointRequest(_message.Message):
     __slots__ = ("location",)

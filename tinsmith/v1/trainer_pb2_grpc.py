@@ -109,6 +109,11 @@ class TrainerServiceStub:
                 request_serializer=tinsmith_dot_v1_dot_trainer__pb2.ReadCheckpointFileRequest.SerializeToString,
                 response_deserializer=tinsmith_dot_v1_dot_trainer__pb2.ReadCheckpointFileResponse.FromString,
                 _registered_method=True)
+        self.GetCertificate = channel.unary_unary(
+                '/tinsmith.v1.TrainerService/GetCertificate',
+                request_serializer=tinsmith_dot_v1_dot_trainer__pb2.GetCertificateRequest.SerializeToString,
+                response_deserializer=tinsmith_dot_v1_dot_trainer__pb2.GetCertificateResponse.FromString,
+                _registered_method=True)
         self.ImportCheckpoint = channel.stream_unary(
                 '/tinsmith.v1.TrainerService/ImportCheckpoint',
                 request_serializer=tinsmith_dot_v1_dot_trainer__pb2.ImportCheckpointRequest.SerializeToString,
@@ -237,6 +242,13 @@ class TrainerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetCertificate(self, request, context):
+        """GetCertificate returns the certificate of the last publish of a stored checkpoint's version.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ImportCheckpoint(self, request_iterator, context):
         """ImportCheckpoint stores a PEFT LoRA adapter made elsewhere as a checkpoint. The first message is the header, the
         others are pieces of a tar archive with adapter_config.json and adapter_model.safetensors (or .bin).
@@ -338,6 +350,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.ReadCheckpointFile,
                     request_deserializer=tinsmith_dot_v1_dot_trainer__pb2.ReadCheckpointFileRequest.FromString,
                     response_serializer=tinsmith_dot_v1_dot_trainer__pb2.ReadCheckpointFileResponse.SerializeToString,
+            ),
+            'GetCertificate': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetCertificate,
+                    request_deserializer=tinsmith_dot_v1_dot_trainer__pb2.GetCertificateRequest.FromString,
+                    response_serializer=tinsmith_dot_v1_dot_trainer__pb2.GetCertificateResponse.SerializeToString,
             ),
             'ImportCheckpoint': grpc.stream_unary_rpc_method_handler(
                     servicer.ImportCheckpoint,
@@ -743,6 +760,33 @@ class TrainerService:
             '/tinsmith.v1.TrainerService/ReadCheckpointFile',
             tinsmith_dot_v1_dot_trainer__pb2.ReadCheckpointFileRequest.SerializeToString,
             tinsmith_dot_v1_dot_trainer__pb2.ReadCheckpointFileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetCertificate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tinsmith.v1.TrainerService/GetCertificate',
+            tinsmith_dot_v1_dot_trainer__pb2.GetCertificateRequest.SerializeToString,
+            tinsmith_dot_v1_dot_trainer__pb2.GetCertificateResponse.FromString,
             options,
             channel_credentials,
             insecure,

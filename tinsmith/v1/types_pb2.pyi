@@ -189,16 +189,60 @@ class ArrayRecord(_message.Message):
     def __init__(self, type_tag: _Optional[str] = ..., fields: _Optional[_Mapping[str, BatchedTensor]] = ..., num_datums: _Optional[int] = ...) -> None: ...
 
 class SampledSequence(_message.Message):
-    __slots__ = ("stop_reason", "tokens", "logprobs", "topk_sampled_logprobs")
+    __slots__ = ("stop_reason", "tokens", "logprobs", "topk_sampled_logprobs", "version_spans")
     STOP_REASON_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOPK_SAMPLED_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_SPANS_FIELD_NUMBER: _ClassVar[int]
     stop_reason: StopReason
     tokens: bytes
     logprobs: bytes
     topk_sampled_logprobs: TopkLogprobs
-    def __init__(self, stop_reason: _Optional[_Union[StopReason, str]] = ..., tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., topk_sampled_logprobs: _Optional[_Union[TopkLogprobs, _Mapping]] = ...) -> None: ...
+    version_spans: _containers.RepeatedCompositeFieldContainer[VersionSpan]
+    def __init__(self, stop_reason: _Optional[_Union[StopReason, str]] = ..., tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., topk_sampled_logprobs: _Optional[_Union[TopkLogprobs, _Mapping]] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ...) -> None: ...
+
+class VersionSpan(_message.Message):
+    __slots__ = ("version_id", "num_tokens")
+    VERSION_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    version_id: str
+    num_tokens: int
+    def __init__(self, version_id: _Optional[str] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+
+class PublishCertificate(_message.Message):
+    __slots__ = ("version_id", "weights_hash", "num_bytes", "publish_seconds", "limit", "passed", "samplers", "issued_at")
+    VERSION_ID_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_HASH_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PUBLISH_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    PASSED_FIELD_NUMBER: _ClassVar[int]
+    SAMPLERS_FIELD_NUMBER: _ClassVar[int]
+    ISSUED_AT_FIELD_NUMBER: _ClassVar[int]
+    version_id: str
+    weights_hash: str
+    num_bytes: int
+    publish_seconds: float
+    limit: float
+    passed: bool
+    samplers: _containers.RepeatedCompositeFieldContainer[SamplerGap]
+    issued_at: float
+    def __init__(self, version_id: _Optional[str] = ..., weights_hash: _Optional[str] = ..., num_bytes: _Optional[int] = ..., publish_seconds: _Optional[float] = ..., limit: _Optional[float] = ..., passed: _Optional[bool] = ..., samplers: _Optional[_Iterable[_Union[SamplerGap, _Mapping]]] = ..., issued_at: _Optional[float] = ...) -> None: ...
+
+class SamplerGap(_message.Message):
+    __slots__ = ("address", "engine", "max_gap", "mean_gap", "num_tokens")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    MAX_GAP_FIELD_NUMBER: _ClassVar[int]
+    MEAN_GAP_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    engine: str
+    max_gap: float
+    mean_gap: float
+    num_tokens: int
+    def __init__(self, address: _Optional[str] = ..., engine: _Optional[str] = ..., max_gap: _Optional[float] = ..., mean_gap: _Optional[float] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class TopkLogprobs(_message.Message):
     __slots__ = ("token_ids", "logprobs", "k", "length")
