@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from tinsmith.rpc.errors import InvalidRequest, ServiceError
-from trainer_service.batch import Batch, Datum, Floats, Output
+from tinsmith.rpc.errors import ServiceError
+from trainer_service.batch import Batch, Floats, Output
 from trainer_service.losses import Term
 
 
@@ -49,14 +48,6 @@ class Job:
             },
         )
 
-    def check_finite(self, loss: float, largest_gradient: float) -> None:
-        """Raises InvalidRequest when the share of some datums in the loss, or its gradient, is not finite."""
-        if not (math.isfinite(loss) and math.isfinite(largest_gradient)):
-            raise InvalidRequest(
-                f"{self.batch.loss_fn}: the loss ({loss}) or its gradient is not finite; the next optim_step will be "
-                "refused. Look for sampling logprobs far from the model's own, or too large a learning rate"
-            )
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -65,14 +56,6 @@ class Piece:
     job: Job
     indices: Sequence[int]
     """Into job.batch.datums."""
-
-    @property
-    def datums(self) -> list[Datum]:
-        return [self.job.batch.datums[index] for index in self.indices]
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(datum.length for datum in self.datums)
 
 
 def whole(job: Job) -> Piece:

@@ -25,7 +25,7 @@ from trainer_service.memory import is_out_of_memory
 from trainer_service.micro_batch import Attempt, Item, cut, halves, model_ids, num_tokens
 from trainer_service.model_state import ModelState
 from trainer_service.room import Room
-from trainer_service.team import Alone, Team
+from trainer_service.team import Team
 
 logger = logging.getLogger(__name__)
 
@@ -105,8 +105,7 @@ class Passes:
 
     def _apart(self, items: Sequence[Item]) -> list[list[Item]]:
         """Every job that may be guilty by itself, and the others together."""
-        # Of several ranks only one may know who it was, and all must go the same way.
-        known = self._not_finite if isinstance(self._team, Alone) else []
+        known = self._not_finite if self._team.sees_all else []
         guilty = known or list(dict.fromkeys(item.job for item in items))
         others = [item for item in items if item.job not in guilty]
         return [others, *([item for item in items if item.job is job] for job in guilty)]
@@ -197,15 +196,18 @@ class Passes:
 
     def _check_finite(self, terms: Sequence[tuple[Job, Term]], largest: Mapping[int, float]) -> None:
         """`largest` is by id of the model. Two jobs of one model are both suspected of its gradient."""
-        errors: dict[Job, InvalidRequest] = {}
-        for job, term in terms:
-            try:
-                job.check_finite(term.value, largest.get(id(self._models[job.model_id]), 0.0))
-            except InvalidRequest as error:
-                errors[job] = error
-        self._not_finite = list(errors)
-        if errors:
-            raise next(iter(errors.values()))
+        self._not_finite = [
+            job
+            for job, term in terms
+            if not math.isfinite(term.value) or not math.isfinite(largest.get(id(self._models[job.model_id]), 0.0))
+        ]
+        if self._not_finite:
+            first = self._not_finite[0]
+            loss = sum(term.value for job, term in terms if job is first)
+            raise InvalidRequest(
+                f"{first.batch.loss_fn}: the loss ({loss}) or its gradient is not finite; the next optim_step will be "
+                "refused. Look for sampling logprobs far from the model's own, or too large a learning rate"
+            )
 
     def _runs(self, items: Sequence[Item], starts: np.ndarray) -> Iterable[Run]:
         for model_id, group in groupby(range(len(items)), key=lambda n: items[n].model_id):

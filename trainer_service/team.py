@@ -22,6 +22,11 @@ class Team(Protocol):
     @property
     def num_shares(self) -> int: ...
 
+    @property
+    def sees_all(self) -> bool:
+        """False when what made a pass fail may be known to another rank only."""
+        ...
+
     def shares(self, items: Sequence[Item]) -> Sequence[Sequence[Item]]:
         """The datums divided, each share in the given order. Some may be empty."""
         ...
@@ -51,6 +56,7 @@ class Alone:
     """A Team of one."""
 
     num_shares = 1
+    sees_all = True
 
     def shares(self, items: Sequence[Item]) -> Sequence[Sequence[Item]]:
         return [items]

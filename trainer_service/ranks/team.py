@@ -31,6 +31,8 @@ _FINE, _FAILED, _OUT_OF_MEMORY = 0, 1, 2
 class RankTeam:
     """A Team. With `sharded` layers every rank takes part in every pass, if only by its part of the layers."""
 
+    sees_all = False
+
     def __init__(self, group: RankGroup, *, sharded: ShardedLayers | None = None) -> None:
         self._group = group
         self._sharded = sharded
