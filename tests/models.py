@@ -11,6 +11,20 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 VOCAB_SIZE = 512
 CONTEXT = 256
 
+TINY_CONFIG: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.1,
+    "pad_token_id": 0,
+}
+"""What most families understand."""
+
 
 def make_model(folder: Path, **overrides: Any) -> Path:
     """A Qwen3 of two layers, with grouped queries and, unless overridden, an output layer of its own."""

@@ -9,23 +9,12 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from tests.models import TINY_CONFIG
 from tinsmith.modeling.kernels import elementwise
 from tinsmith.modeling.kernels.elementwise import Elementwise
 from tinsmith.modeling.kernels.install import install
 from tinsmith.modeling.kernels.liger import liger
 
-COMMON = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.1,
-    "pad_token_id": 0,
-}
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "Llama": ({}, {"norms": 5, "SwiGLU": 2, "rotations": 2}),
     "Qwen3": ({}, {"norms": 9, "SwiGLU": 2, "rotations": 2}),
@@ -62,7 +51,7 @@ class Counting:
 
 
 def make(family: str, settings: dict[str, Any]) -> nn.Module:
-    config = getattr(transformers, f"{family}Config")(**{**COMMON, **settings})
+    config = getattr(transformers, f"{family}Config")(**{**TINY_CONFIG, **settings})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().requires_grad_(False)
     for name, parameter in model.named_parameters():

@@ -9,6 +9,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from tests.models import TINY_CONFIG
 from tests.oracle import Oracle
 from tinsmith.modeling import base_model
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
@@ -20,20 +21,7 @@ from tinsmith.modeling.lora import Run
 from tinsmith.rpc.errors import Unsupported
 
 CPU = torch.device("cpu")
-COMMON = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.1,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+COMMON = {**TINY_CONFIG, "bos_token_id": 1, "eos_token_id": 2}
 LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
