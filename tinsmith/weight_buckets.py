@@ -74,5 +74,10 @@ def receive(group: WeightGroup, flat: Tensor, *, dtype: torch.dtype, device: str
     return digest.hexdigest()
 
 
+def checksum(flat: Tensor, dtype: torch.dtype) -> str:
+    """XXH3-128 of the buffer's bytes as `dtype`, in hexadecimal: what send returns."""
+    return xxhash.xxh3_128(_bytes(flat.to(dtype))).hexdigest()
+
+
 def _bytes(tensor: Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data

@@ -238,7 +238,7 @@ class Operations:
             await self.sender.remove(info.version_id)
             raise
         try:
-            return stored, await publishing
+            return stored, len((await publishing).members)
         except (NotReady, OutOfCapacity) as error:  # a sample that wants it publishes it
             logger.warning("%s is saved, but not published: %s", info.location, error)
             return stored, 0
@@ -277,10 +277,10 @@ class Operations:
         if location.run_id in self.models:
             self._asked_for.add(version_id)
         info, state = await self._find_version(location, version_id)
-        num_samplers = await self.sender.publish(Version(version_id, info.base_model, state.adapter))
-        if num_samplers == 0:
+        published = await self.sender.publish(Version(version_id, info.base_model, state.adapter))
+        if not published.members:
             raise NotReady(f"{version_id} cannot be published: no sampler is serving; try again")
-        return num_samplers
+        return len(published.members)
 
     async def _find_version(self, location: Location, version_id: str) -> tuple[types_pb2.CheckpointInfo, State]:
         try:

@@ -24,7 +24,7 @@ from tinsmith.modeling.full_weights import Weights
 from tinsmith.rpc.channel import connect, is_serving
 from tinsmith.rpc.errors import AlreadyExists, InvalidRequest, NotReady, OutOfCapacity, Unsupported, from_rpc_error
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, types_pb2, weight_sync_pb2, weight_sync_pb2_grpc
-from tinsmith.weight_buckets import send
+from tinsmith.weight_buckets import checksum, send
 from tinsmith.weight_group import Backend, WeightGroup, join_store, open_store
 from trainer_service.metrics import Metrics
 
@@ -50,6 +50,20 @@ class Version:
     @property
     def sent_bytes(self) -> int:
         return self.adapter.flat.numel() * self.adapter.sent_dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What became of a version."""
+
+    num_bytes: int
+    """Of the buffer on the wire."""
+    seconds: float
+    """From the announcement to the last sampler's acknowledgement, with all attempts."""
+    checksum: str
+    """XXH3-128 of the buffer's bytes on the wire, in hexadecimal."""
+    members: Sequence[str]
+    """Addresses of the samplers that hold the version: all that serve; none when there is none."""
 
 
 class _ChannelBroken(Exception):
@@ -143,8 +157,8 @@ class WeightSender:
         self._group = self._rendezvous = None
         await asyncio.gather(*(sampler.channel.close() for sampler in self._samplers))
 
-    async def publish(self, version: Version) -> int:
-        """Returns how many samplers hold the version: all that serve; 0 when there is none.
+    async def publish(self, version: Version) -> Published:
+        """Brings the version to all samplers that serve.
 
         Raises NotReady when the channel failed again and again, and a sampler's own error when it refuses the version.
         """
@@ -155,7 +169,7 @@ class WeightSender:
             failures: list[str] = []
             while len(failures) < _ATTEMPTS:
                 try:
-                    count = await self._publish(version)
+                    members, sent = await self._publish(version)
                 except _ChannelBroken as error:
                     failures.append(str(error))
                     self._metrics.publish_failures.inc()
@@ -166,8 +180,10 @@ class WeightSender:
                     error.__traceback__ = None
                     await self._check_health()
                 else:
-                    self._metrics.publish_seconds.observe(time.perf_counter() - started)
-                    return count
+                    seconds = time.perf_counter() - started
+                    self._metrics.publish_seconds.observe(seconds)
+                    sum_ = sent or await asyncio.to_thread(checksum, version.adapter.flat, version.adapter.sent_dtype)
+                    return Published(version.sent_bytes, seconds, sum_, [member.address for member in members])
         raise NotReady(f"{version.version_id} was not published: {_ATTEMPTS} attempts failed; the last: {failures[-1]}")
 
     async def remove(self, version_id: str) -> None:
@@ -304,10 +320,11 @@ class WeightSender:
             self._rendezvous = rendezvous
         return rendezvous.client, rendezvous.port
 
-    async def _publish(self, version: Version) -> int:
-        members = self._serving()
+    async def _publish(self, version: Version) -> tuple[Sequence[_Sampler], str]:
+        """Returns who holds the version, and the checksum of what was sent; empty when nothing had to be."""
+        members, sent = self._serving(), ""
         if not members:
-            return 0
+            return members, sent
         group = await self._group_of(members)
         lacking = await self._announce(group, version)
         if lacking and len(lacking) < len(members):
@@ -315,9 +332,9 @@ class WeightSender:
             group = await self._group_of(lacking)
             lacking = await self._announce(group, version)
         if lacking:
-            await self._transfer(group, version)
+            sent = await self._transfer(group, version)
             self._metrics.publish_bytes.inc(version.sent_bytes)
-        return len(members)
+        return members, sent
 
     async def _announce(self, group: _Group, version: Version) -> list[_Sampler]:
         """Returns the members that do not hold the version yet."""
@@ -343,7 +360,8 @@ class WeightSender:
         needed = await _all(*(announce(member) for member in group.members))
         return [member for member, needs in zip(group.members, needed, strict=True) if needs]
 
-    async def _transfer(self, group: _Group, version: Version) -> None:
+    async def _transfer(self, group: _Group, version: Version) -> str:
+        """Returns the checksum."""
         adapter = version.adapter
         device = "cuda" if self._backend == "nccl" else "cpu"
         update = weight_sync_pb2.UpdateWeightsRequest(trainer_id=self._trainer_id, version_id=version.version_id)
@@ -370,6 +388,7 @@ class WeightSender:
                 for member in group.members
             )
         )
+        return sending.result()
 
     @staticmethod
     async def _call(member: _Sampler, call: Awaitable[T]) -> T:

@@ -186,7 +186,10 @@ async def test_a_version_arrives_bit_for_bit_at_every_sampler(
     sender = await connect(*[await serve(receiver) for receiver in receivers])
     versions = [make_version(f"m@{n}") for n in (1, 2, 3)]
     for version in versions:
-        assert await sender.publish(version) == 2
+        published = await sender.publish(version)
+        assert len(published.members) == 2
+        assert published.num_bytes == version.adapter.num_bytes
+        assert published.checksum == receivers[0].received == receivers[1].received
     for receiver in receivers:
         for version in versions:
             assert torch.equal(receiver.versions[version.version_id], version.adapter.flat)
@@ -205,14 +208,15 @@ async def test_publishes_at_the_same_time_go_one_after_the_other(
 ) -> None:
     receiver = Receiver()
     sender = await connect(await serve(receiver))
-    counts = await asyncio.gather(*(sender.publish(make_version(f"m@{n}")) for n in range(5)))
-    assert counts == [1] * 5
+    published = await asyncio.gather(*(sender.publish(make_version(f"m@{n}")) for n in range(5)))
+    assert [len(each.members) for each in published] == [1] * 5
     assert len(receiver.versions) == 5
 
 
 async def test_no_sampler_is_no_error_but_counts_zero(connect: Connect, make_version: MakeVersion) -> None:
-    assert await (await connect()).publish(make_version("m@1")) == 0
-    assert await (await connect("127.0.0.1:1")).publish(make_version("m@1")) == 0
+    for sender in (await connect(), await connect("127.0.0.1:1")):
+        published = await sender.publish(make_version("m@1"))
+        assert published.members == []
 
 
 async def test_a_version_that_all_hold_is_not_sent_again(
@@ -223,7 +227,9 @@ async def test_a_version_that_all_hold_is_not_sent_again(
     version = make_version("m@1")
     await sender.publish(version)
     receiver.faults = ["update"]
-    assert await sender.publish(version) == 1
+    again = await sender.publish(version)
+    assert len(again.members) == 1
+    assert again.checksum == receiver.received
     assert receiver.faults == ["update"]
 
 
@@ -235,9 +241,9 @@ async def test_a_version_that_some_hold_goes_to_the_others(
     version = make_version("m@1")
     await sender.publish(version)
     del receivers[1].versions["m@1"]
-    assert await sender.publish(version) == 3
+    assert len((await sender.publish(version)).members) == 3
     assert torch.equal(receivers[1].versions["m@1"], version.adapter.flat)
-    assert await sender.publish(make_version("m@2")) == 3
+    assert len((await sender.publish(make_version("m@2"))).members) == 3
     assert all("m@2" in receiver.versions for receiver in receivers)
 
 
@@ -249,7 +255,7 @@ async def test_a_failure_of_any_verb_is_retried_on_a_new_group(
     receivers[1].faults = [verb]
     sender = await connect(*[await serve(receiver) for receiver in receivers], started=False)
     version = make_version("m@1")
-    assert await sender.publish(version) == 2
+    assert len((await sender.publish(version)).members) == 2
     for receiver in receivers:
         assert torch.equal(receiver.versions["m@1"], version.adapter.flat)
     assert receivers[1].faults == []
@@ -265,7 +271,7 @@ async def test_a_channel_that_never_works_ends_in_a_clear_error(
     with pytest.raises(NotReady, match=r"m@1 was not published: 3 attempts failed.*start was told to fail"):
         await sender.publish(make_version("m@1"))
     receiver.faults = []
-    assert await sender.publish(make_version("m@2")) == 1
+    assert len((await sender.publish(make_version("m@2"))).members) == 1
 
 
 async def test_a_refusal_is_handed_on_as_it_is(
@@ -275,7 +281,7 @@ async def test_a_refusal_is_handed_on_as_it_is(
     adapter = Adapter.create(AdapterConfig(rank=4), base.targets, base.device)
     with pytest.raises(InvalidRequest, match="base_model: 'huge'"):
         await sender.publish(Version("m@1", "huge", adapter))
-    assert await sender.publish(make_version("m@2")) == 1
+    assert len((await sender.publish(make_version("m@2"))).members) == 1
 
 
 async def test_a_sampler_that_dies_between_publishes_is_left_out(
@@ -284,10 +290,10 @@ async def test_a_sampler_that_dies_between_publishes_is_left_out(
     receivers = [Receiver(), Receiver()]
     servers = [await serve(receiver) for receiver in receivers]
     sender = await connect(*servers)
-    assert await sender.publish(make_version("m@1")) == 2
+    assert len((await sender.publish(make_version("m@1"))).members) == 2
     await servers[1].grpc.stop(0)
     version = make_version("m@2")
-    assert await sender.publish(version) == 1
+    assert len((await sender.publish(version)).members) == 1
     assert torch.equal(receivers[0].versions["m@2"], version.adapter.flat)
 
 
@@ -297,14 +303,14 @@ async def test_a_sampler_that_comes_back_empty_gets_the_next_version(
     receivers = [Receiver(), Receiver()]
     servers = [await serve(receiver) for receiver in receivers]
     sender = await connect(*servers)
-    assert await sender.publish(make_version("m@1")) == 2
+    assert len((await sender.publish(make_version("m@1"))).members) == 2
     port = servers[1].port
     await servers[1].grpc.stop(0)
-    assert await sender.publish(make_version("m@2")) == 1
+    assert len((await sender.publish(make_version("m@2"))).members) == 1
     reborn = Receiver()
     await serve(reborn, port=port)
     await asyncio.wait_for(reborn.joined.wait(), 30)  # its group is formed as soon as it serves
-    assert await sender.publish(make_version("m@3")) == 2
+    assert len((await sender.publish(make_version("m@3"))).members) == 2
     assert list(reborn.versions) == ["m@3"]
 
 
