@@ -1,0 +1,212 @@
+"""A trainer, samplers and a gateway as processes of their own, which a test may kill, stop and start again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+import grpc
+import httpx
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.integration.examples import BASE_MODEL
+
+START_LIMIT_S = 120.0
+_LOG_LINES_SHOWN = 60
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def wait_until(holds: Callable[[], bool], *, what: str, limit_s: float = 60.0) -> float:
+    """Seconds that it took; raises AssertionError when it does not hold in time."""
+    began = time.monotonic()
+    while not holds():
+        assert time.monotonic() - began < limit_s, f"not after {limit_s:g} s: {what}"
+        time.sleep(0.02)
+    return time.monotonic() - began
+
+
+class Process:
+    """One service. A signal reaches all of it: it has a session of its own."""
+
+    def __init__(self, name: str, argv: Sequence[str], *, address: str, log: Path, env: Mapping[str, str]) -> None:
+        self.name = name
+        self.address = address
+        self.log = log
+        self._argv = [sys.executable, "-P", "-m", *argv]
+        self._env = {**os.environ, "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:2", **env}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, f"{self.name} does not run"
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        """Begins to start; wait_serving() waits for it."""
+        assert not self.is_running, f"{self.name} runs already"
+        output: IO[bytes]
+        with self.log.open("ab") as output:
+            self._process = subprocess.Popen(
+                self._argv, env=self._env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def send(self, number: signal.Signals) -> None:
+        os.killpg(self.pid, number)
+
+    def kill(self) -> None:
+        """kill -9, also of a paused one; returns when it is gone."""
+        if self.is_running:
+            self.send(signal.SIGKILL)
+        if self._process is not None:
+            self._process.wait()
+
+    def pause(self) -> None:
+        """SIGSTOP: its connections stay open, and nothing answers."""
+        self.send(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self.send(signal.SIGCONT)
+
+    def is_serving(self) -> bool:
+        with grpc.insecure_channel(self.address) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            try:
+                reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=1.0)
+            except grpc.RpcError:
+                return False
+            return reply.status == health_pb2.HealthCheckResponse.SERVING
+
+    def wait_serving(self) -> None:
+        def is_there() -> bool:
+            assert self.is_running, f"{self.name} ended while it was starting:\n{self.tail()}"
+            return self.is_serving()
+
+        wait_until(is_there, what=f"{self.name} serves", limit_s=START_LIMIT_S)
+
+    def tail(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        return "\n".join([f"-- {self.log.name}", *lines[-_LOG_LINES_SHOWN:]])
+
+
+class _Gateway(Process):
+    def is_serving(self) -> bool:
+        try:
+            return httpx.get(f"http://{self.address}/api/v1/healthz", trust_env=False).status_code == 200
+        except httpx.TransportError:
+            return False
+
+
+class Cluster:
+    """`with Cluster(folder, model, num_samplers=2) as cluster:` runs it; leaving the block ends all of it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        model: Path,
+        *,
+        num_samplers: int,
+        trainer_env: Mapping[str, str] | None = None,
+        sampler_env: Mapping[str, str] | None = None,
+        gateway_env: Mapping[str, str] | None = None,
+    ) -> None:
+        trainer, gateway, *samplers = [f"127.0.0.1:{port}" for port in free_ports(2 + num_samplers)]
+        common = ["--base-model", str(model), "--model-names", json.dumps([BASE_MODEL]), "--num-threads", "1"]
+        self.folder = folder
+        self.samplers = [
+            Process(
+                f"sampler-{n}",
+                ["sampler_service", *common, "--listen", address],
+                address=address,
+                log=folder / f"sampler-{n}.log",
+                env=sampler_env or {},
+            )
+            for n, address in enumerate(samplers, start=1)
+        ]
+        self.trainer = Process(
+            "trainer",
+            [
+                "trainer_service",
+                *common,
+                *("--listen", trainer, "--samplers", json.dumps(samplers)),
+                *("--checkpoint-dir", str(folder / "checkpoints"), "--state-dir", str(folder / "trainer")),
+            ],
+            address=trainer,
+            log=folder / "trainer.log",
+            env=trainer_env or {},
+        )
+        host, _, port = gateway.rpartition(":")
+        self.gateway = _Gateway(
+            "gateway",
+            [
+                "gateway",
+                *("--host", host, "--port", port, "--state-dir", str(folder / "gateway")),
+                *("--trainers", json.dumps([trainer]), "--samplers", json.dumps(samplers)),
+            ],
+            address=gateway,
+            log=folder / "gateway.log",
+            env={"GATEWAY_LONG_POLL_S": "2", **(gateway_env or {})},
+        )
+
+    @property
+    def processes(self) -> list[Process]:
+        return [*self.samplers, self.trainer, self.gateway]
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.gateway.address}"
+
+    def heal(self) -> None:
+        """Starts what does not run, lets go on what was paused, and returns when all of it serves."""
+        for process in self.processes:
+            if process.is_running:
+                process.resume()
+            else:
+                process.start()
+        for process in self.processes:
+            process.wait_serving()
+
+    def metrics(self) -> dict[str, float]:
+        """Of the gateway: the value of each sample, by its name with its labels as Prometheus writes them."""
+        lines = httpx.get(f"{self.url}/metrics", trust_env=False).text.splitlines()
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+
+    def report(self) -> str:
+        return "\n".join(process.tail() for process in self.processes)
+
+    def __enter__(self) -> Self:
+        try:
+            self.heal()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def close(self) -> None:
+        for process in self.processes[::-1]:
+            process.kill()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
