@@ -7,8 +7,26 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class ProbeWeightTransferRequest(_message.Message):
+    __slots__ = ("trainer_id", "epoch", "socket")
+    TRAINER_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SOCKET_FIELD_NUMBER: _ClassVar[int]
+    trainer_id: str
+    epoch: int
+    socket: str
+    def __init__(self, trainer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., socket: _Optional[str] = ...) -> None: ...
+
+class ProbeWeightTransferResponse(_message.Message):
+    __slots__ = ("connected", "gpu_uuid")
+    CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    GPU_UUID_FIELD_NUMBER: _ClassVar[int]
+    connected: bool
+    gpu_uuid: str
+    def __init__(self, connected: _Optional[bool] = ..., gpu_uuid: _Optional[str] = ...) -> None: ...
+
 class InitWeightTransferRequest(_message.Message):
-    __slots__ = ("trainer_id", "epoch", "store_host", "store_port", "rank", "world_size", "backend")
+    __slots__ = ("trainer_id", "epoch", "store_host", "store_port", "rank", "world_size", "backend", "ring")
     TRAINER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STORE_HOST_FIELD_NUMBER: _ClassVar[int]
@@ -16,6 +34,7 @@ class InitWeightTransferRequest(_message.Message):
     RANK_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
+    RING_FIELD_NUMBER: _ClassVar[int]
     trainer_id: str
     epoch: int
     store_host: str
@@ -23,7 +42,38 @@ class InitWeightTransferRequest(_message.Message):
     rank: int
     world_size: int
     backend: str
-    def __init__(self, trainer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., store_host: _Optional[str] = ..., store_port: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., backend: _Optional[str] = ...) -> None: ...
+    ring: SharedRing
+    def __init__(self, trainer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., store_host: _Optional[str] = ..., store_port: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., backend: _Optional[str] = ..., ring: _Optional[_Union[SharedRing, _Mapping]] = ...) -> None: ...
+
+class SharedRing(_message.Message):
+    __slots__ = ("num_slots", "slot_bytes", "cuda")
+    NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CUDA_FIELD_NUMBER: _ClassVar[int]
+    num_slots: int
+    slot_bytes: int
+    cuda: CudaIpcHandle
+    def __init__(self, num_slots: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., cuda: _Optional[_Union[CudaIpcHandle, _Mapping]] = ...) -> None: ...
+
+class CudaIpcHandle(_message.Message):
+    __slots__ = ("gpu_uuid", "handle", "size_bytes", "offset_bytes", "ref_counter_handle", "ref_counter_offset", "event_handle", "event_sync_required")
+    GPU_UUID_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    REF_COUNTER_HANDLE_FIELD_NUMBER: _ClassVar[int]
+    REF_COUNTER_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    EVENT_HANDLE_FIELD_NUMBER: _ClassVar[int]
+    EVENT_SYNC_REQUIRED_FIELD_NUMBER: _ClassVar[int]
+    gpu_uuid: str
+    handle: bytes
+    size_bytes: int
+    offset_bytes: int
+    ref_counter_handle: bytes
+    ref_counter_offset: int
+    event_handle: bytes
+    event_sync_required: bool
+    def __init__(self, gpu_uuid: _Optional[str] = ..., handle: _Optional[bytes] = ..., size_bytes: _Optional[int] = ..., offset_bytes: _Optional[int] = ..., ref_counter_handle: _Optional[bytes] = ..., ref_counter_offset: _Optional[int] = ..., event_handle: _Optional[bytes] = ..., event_sync_required: _Optional[bool] = ...) -> None: ...
 
 class InitWeightTransferResponse(_message.Message):
     __slots__ = ()
@@ -62,12 +112,14 @@ class StartWeightUpdateResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class UpdateWeightsRequest(_message.Message):
-    __slots__ = ("trainer_id", "version_id")
+    __slots__ = ("trainer_id", "version_id", "epoch")
     TRAINER_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     trainer_id: str
     version_id: str
-    def __init__(self, trainer_id: _Optional[str] = ..., version_id: _Optional[str] = ...) -> None: ...
+    epoch: int
+    def __init__(self, trainer_id: _Optional[str] = ..., version_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class UpdateWeightsResponse(_message.Message):
     __slots__ = ("num_bytes",)
@@ -76,14 +128,16 @@ class UpdateWeightsResponse(_message.Message):
     def __init__(self, num_bytes: _Optional[int] = ...) -> None: ...
 
 class FinishWeightUpdateRequest(_message.Message):
-    __slots__ = ("trainer_id", "version_id", "checksum")
+    __slots__ = ("trainer_id", "version_id", "checksum", "epoch")
     TRAINER_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_ID_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     trainer_id: str
     version_id: str
     checksum: str
-    def __init__(self, trainer_id: _Optional[str] = ..., version_id: _Optional[str] = ..., checksum: _Optional[str] = ...) -> None: ...
+    epoch: int
+    def __init__(self, trainer_id: _Optional[str] = ..., version_id: _Optional[str] = ..., checksum: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class FinishWeightUpdateResponse(_message.Message):
     __slots__ = ("version_id",)

@@ -27,7 +27,7 @@ if _version_not_supported:
 
 class WeightSyncServiceStub:
     """WeightSyncService is the control side of the weight channel. A trainer calls it on every sampler; the bytes travel
-    by torch.distributed. The four verbs are vLLM's.
+    by one of the transports of docs/weight-channel.md. The four verbs are vLLM's.
     """
 
     def __init__(self, channel):
@@ -36,6 +36,11 @@ class WeightSyncServiceStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.ProbeWeightTransfer = channel.unary_unary(
+                '/tinsmith.v1.WeightSyncService/ProbeWeightTransfer',
+                request_serializer=tinsmith_dot_v1_dot_weight__sync__pb2.ProbeWeightTransferRequest.SerializeToString,
+                response_deserializer=tinsmith_dot_v1_dot_weight__sync__pb2.ProbeWeightTransferResponse.FromString,
+                _registered_method=True)
         self.InitWeightTransfer = channel.unary_unary(
                 '/tinsmith.v1.WeightSyncService/InitWeightTransfer',
                 request_serializer=tinsmith_dot_v1_dot_weight__sync__pb2.InitWeightTransferRequest.SerializeToString,
@@ -60,11 +65,18 @@ class WeightSyncServiceStub:
 
 class WeightSyncServiceServicer:
     """WeightSyncService is the control side of the weight channel. A trainer calls it on every sampler; the bytes travel
-    by torch.distributed. The four verbs are vLLM's.
+    by one of the transports of docs/weight-channel.md. The four verbs are vLLM's.
     """
 
+    def ProbeWeightTransfer(self, request, context):
+        """ProbeWeightTransfer tells where the receiver is, so that the trainer can choose a transport.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def InitWeightTransfer(self, request, context):
-        """InitWeightTransfer joins a process group; an older group of the same trainer is left.
+        """InitWeightTransfer joins a group; an older group of the same trainer is left.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -94,6 +106,11 @@ class WeightSyncServiceServicer:
 
 def add_WeightSyncServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'ProbeWeightTransfer': grpc.unary_unary_rpc_method_handler(
+                    servicer.ProbeWeightTransfer,
+                    request_deserializer=tinsmith_dot_v1_dot_weight__sync__pb2.ProbeWeightTransferRequest.FromString,
+                    response_serializer=tinsmith_dot_v1_dot_weight__sync__pb2.ProbeWeightTransferResponse.SerializeToString,
+            ),
             'InitWeightTransfer': grpc.unary_unary_rpc_method_handler(
                     servicer.InitWeightTransfer,
                     request_deserializer=tinsmith_dot_v1_dot_weight__sync__pb2.InitWeightTransferRequest.FromString,
@@ -124,8 +141,35 @@ def add_WeightSyncServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class WeightSyncService:
     """WeightSyncService is the control side of the weight channel. A trainer calls it on every sampler; the bytes travel
-    by torch.distributed. The four verbs are vLLM's.
+    by one of the transports of docs/weight-channel.md. The four verbs are vLLM's.
     """
+
+    @staticmethod
+    def ProbeWeightTransfer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tinsmith.v1.WeightSyncService/ProbeWeightTransfer',
+            tinsmith_dot_v1_dot_weight__sync__pb2.ProbeWeightTransferRequest.SerializeToString,
+            tinsmith_dot_v1_dot_weight__sync__pb2.ProbeWeightTransferResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def InitWeightTransfer(request,
