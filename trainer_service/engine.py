@@ -74,13 +74,14 @@ class TrainingEngine:
         self._base_changed = False
         """A full model has trained the base model's own parameters."""
         self._team = Alone() if team is None else team
+        self._metrics = Metrics(CollectorRegistry()) if metrics is None else metrics
         self._room = Room(
             base,
             self._models,
             Plan(token_budget=max_tokens_per_microbatch),
             Residency.on(base.device) if residency is None else residency,
             checkpointing=activation_checkpointing,
-            metrics=Metrics(CollectorRegistry()) if metrics is None else metrics,
+            metrics=self._metrics,
         )
         self._passes = Passes(base, self._models, self._room, self._team)
 
@@ -188,6 +189,8 @@ class TrainingEngine:
         After a failure the gradients are not what the client thinks: the model's next optim_step is refused.
         """
         if job.error is None:
+            if job.mismatch is not None:
+                self._metrics.observe_mismatch(job.mismatch, loss_fn=job.batch.loss_fn)
             return job.output()
         if not job.batch.forward_only:
             self.taint(job.model_id, job.error.message)

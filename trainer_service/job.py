@@ -10,6 +10,7 @@ import numpy as np
 from tinsmith.rpc.errors import ServiceError
 from trainer_service.batch import Batch, Floats, Output
 from trainer_service.losses import Term
+from trainer_service.mismatch import Mismatch
 
 
 @dataclass(slots=True, eq=False)
@@ -22,6 +23,8 @@ class Job:
     loss: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
     """The loss's own, as sums over the datums that have run."""
+    mismatch: Mismatch | None = None
+    """Of their sampled tokens."""
     error: ServiceError | None = None
     """Why it failed. What of it has not run yet is skipped."""
 
@@ -33,9 +36,15 @@ class Job:
         return Piece(self, indices)
 
     def add(self, term: Term) -> None:
-        self.loss += term.value
-        for key, value in term.metrics.items():
+        self.add_sums(term.value, term.metrics, term.mismatch)
+
+    def add_sums(self, loss: float, metrics: Mapping[str, float], mismatch: Mismatch | None) -> None:
+        """Over datums that have run, here or on another rank."""
+        self.loss += loss
+        for key, value in metrics.items():
             self.metrics[key] = self.metrics.get(key, 0.0) + value
+        if mismatch is not None:
+            self.mismatch = mismatch if self.mismatch is None else self.mismatch + mismatch
 
     def output(self) -> Output:
         return Output(
@@ -45,6 +54,7 @@ class Job:
                 "num_sequences:sum": len(self.batch.datums),
                 "num_tokens:sum": self.batch.num_tokens,
                 **_reduced(self.metrics, num_datums=len(self.batch.datums)),
+                **({} if self.mismatch is None else self.mismatch.metrics()),
             },
         )
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.rpc.errors import InvalidRequest
+from trainer_service.mismatch import Mismatch
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 """The loss_fn_inputs of one datum, without target_tokens."""
@@ -32,6 +33,8 @@ class Term:
     value: float
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Sums over these datums, by the keys of the response."""
+    mismatch: Mismatch | None = None
+    """Of the tokens that a sampler has drawn; None when the loss is not told of any."""
 
 
 class Objective(Protocol):
@@ -188,6 +191,8 @@ class Loss:
     """Settings and their defaults."""
     max_dims: int = 1
     """2 when a position may have several targets."""
+    sampled: str = ""
+    """The array that is not 0 where a target was sampled; empty: any target with an advantage or a logprob."""
     check_config: Callable[[Mapping[str, float]], None] | None = None
     check: Check | None = None
     """Of the arrays of one datum; its second argument names its loss_fn_inputs."""
@@ -205,14 +210,24 @@ class Loss:
         loss_M = self.fn(Targets(p_M, arrays, config, [piece.numel() for piece in logprobs]))
         # The sum is float64: a batch has many more tokens than float32 has digits.
         total = loss_M.sum(dtype=torch.float64)
-        return Term(total, total.item())
+        return Term(total, total.item(), mismatch=self._mismatch(p_M, arrays))
+
+    def _mismatch(self, p_M: Tensor, arrays: Mapping[str, Tensor]) -> Mismatch | None:
+        if "logprobs" not in arrays:
+            return None
+        q_M, advantages_M = arrays["logprobs"], arrays["advantages"]
+        # Prompts are padded with zeros in both. A logprob may be 0, and so may an advantage, but hardly at once.
+        sampled_M = arrays[self.sampled] != 0 if self.sampled else (advantages_M != 0) | (q_M != 0)
+        return Mismatch.of(*(tensor.detach().cpu().numpy() for tensor in (p_M, q_M, sampled_M)))
 
 
 _POLICY = ("logprobs", "advantages")
 _CLIP = ("clip_low_threshold", "clip_high_threshold")
 
 
-def _clipped(fn: LossFn, low: float, high: float, *more: str, check: Check = _ordered_thresholds) -> Loss:
+def _clipped(
+    fn: LossFn, low: float, high: float, *more: str, check: Check = _ordered_thresholds, sampled: str = ""
+) -> Loss:
     return Loss(
         fn,
         (*_POLICY, *more),
@@ -220,6 +235,7 @@ def _clipped(fn: LossFn, low: float, high: float, *more: str, check: Check = _or
         dict(zip(_CLIP, (low, high), strict=True)),
         check_config=_ordered_settings,
         check=check,
+        sampled=sampled,
     )
 
 
@@ -229,12 +245,13 @@ LOSS_FNS: Mapping[str, Loss] = {
     "ppo": _clipped(ppo, 0.8, 1.2),
     "cispo": _clipped(cispo, 0.0, 4.0),
     "dro": Loss(dro, _POLICY, config={"beta": 0.05}),
-    "gspo": _clipped(gspo, 0.8, 1.2, "sequence_ratio_mask", check=_sequence_ratio),
+    "gspo": _clipped(gspo, 0.8, 1.2, "sequence_ratio_mask", check=_sequence_ratio, sampled="sequence_ratio_mask"),
     "stable_reinforce": Loss(
         stable_reinforce,
         (*_POLICY, "sampled_mask"),
         config={"kl_coeff": 0.1, "ratio_cap": 2.0},
         check_config=_stable_settings,
         check=_only_sampled_targets,
+        sampled="sampled_mask",
     ),
 }

@@ -5,6 +5,11 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from tinsmith.rpc.metrics import LATENCY_BUCKETS_S
+from trainer_service.mismatch import Mismatch
+
+_NATS = [10.0**n for n in range(-7, 0)] + [0.2, 0.5, 1.0, 2.0, 5.0, 10.0]
+_SHARES = [0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 0.999, 1.0]
+_RATIOS = [1.0, 1.001, 1.01, 1.1, 1.2, 1.5, 2.0, 5.0, 10.0, 100.0, 1000.0]
 
 
 class Metrics:
@@ -22,6 +27,9 @@ class Metrics:
             buckets = [2**n for n in range(largest.bit_length())]
             return Histogram(f"trainer_{name}", text, buckets=buckets, registry=registry)
 
+        def values(name: str, text: str, buckets: list[float], label: str) -> Histogram:
+            return Histogram(f"trainer_{name}", text, [label], buckets=buckets, registry=registry)
+
         self.operations = counter("operations", "Finished operations, by kind and outcome.", "kind", "outcome")
         self.queue_length = gauge("queue_length", "Accepted operations that have not been executed.", "kind")
         self.queue_seconds = seconds("queue", "From acceptance to execution.", "kind")
@@ -33,6 +41,11 @@ class Metrics:
         self.token_budget = gauge("token_budget", "Tokens that a micro-batch should have.")
         self.out_of_memory = counter("out_of_memory", "Micro-batches that ran out of memory, and were tried smaller.")
         self.models = gauge("models", "Live models.")
+        self.sampler_kl = values(
+            "sampler_kl_nats", "KL(sampler || trainer) for each token of a batch, by its loss.", _NATS, "loss_fn"
+        )
+        self.ess = values("ess", "Effective sample size of a batch, as a share of its tokens.", _SHARES, "loss_fn")
+        self.ratio_max = values("ratio_max", "Largest ratio, trainer to sampler, of a batch.", _RATIOS, "loss_fn")
         self.publish_seconds = seconds("publish", "Publishing a version to the samplers.")
         self.publish_bytes = counter("publish_bytes", "Adapter bytes broadcast, once for each publish.")
         self.publish_failures = counter("publish_failures", "Attempts to publish that failed.")
@@ -42,3 +55,9 @@ class Metrics:
         self.checkpoint_bytes = counter("checkpoint_bytes", "Bytes of written checkpoints.")
         self.journal_bytes = gauge("journal_bytes", "Bytes of requests and results in the journal.")
         self.journal_commit_seconds = seconds("journal_commit", "One transaction of the journal.")
+
+    def observe_mismatch(self, mismatch: Mismatch, *, loss_fn: str) -> None:
+        """Of one forward_backward."""
+        self.sampler_kl.labels(loss_fn).observe(mismatch.sampler_kl)
+        self.ess.labels(loss_fn).observe(mismatch.ess)
+        self.ratio_max.labels(loss_fn).observe(mismatch.ratio_max)

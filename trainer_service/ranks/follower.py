@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -116,9 +116,9 @@ class Follower:
 
 
 def _results(pieces: list[Piece]) -> Message:
-    """What this row has computed: of each piece its loss, its metrics and the datums, and all logprobs end to end.
+    """What this row has computed: of each piece its loss, metrics, mismatch and datums, and all logprobs end to end.
 
-    Losses and metrics are a job's, and stand with its first piece.
+    Loss, metrics and mismatch are a job's, and stand with its first piece.
     """
     told: set[Job] = set()
     fields, logprobs = [], []
@@ -128,5 +128,6 @@ def _results(pieces: list[Piece]) -> Message:
         logprobs += [torch.from_numpy(job.logprobs[index].ravel()) for index in computed]
         first = job not in told
         told.add(job)
-        fields.append((job.loss if first else 0.0, job.metrics if first else {}, computed))
+        mismatch = None if job.mismatch is None or not first else asdict(job.mismatch)
+        fields.append((job.loss if first else 0.0, job.metrics if first else {}, mismatch, computed))
     return Message("results", {"pieces": fields}, [torch.cat([torch.empty(0), *logprobs])])

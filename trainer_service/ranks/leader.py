@@ -17,6 +17,7 @@ from trainer_service.batch import Output
 from trainer_service.budget import Lengths, Plan
 from trainer_service.engine import State, TrainingEngine
 from trainer_service.job import Job, Piece
+from trainer_service.mismatch import Mismatch
 from trainer_service.model_state import ModelState
 from trainer_service.optimizers import Params
 from trainer_service.ranks.group import RankGroup
@@ -159,11 +160,9 @@ def _take(results: Message, pieces: Sequence[Piece]) -> None:
     (logprobs_M,) = results.tensors
     flat_M = logprobs_M.numpy()
     start = 0
-    for piece, (loss, metrics, indices) in zip(pieces, results.fields["pieces"], strict=True):
+    for piece, (loss, metrics, mismatch, indices) in zip(pieces, results.fields["pieces"], strict=True):
         job = piece.job
-        job.loss += loss
-        for key, value in metrics.items():
-            job.metrics[key] = job.metrics.get(key, 0.0) + value
+        job.add_sums(loss, metrics, None if mismatch is None else Mismatch(**mismatch))
         for index in indices:
             shape = job.batch.datums[index].targets.shape
             stop = start + int(np.prod(shape))
