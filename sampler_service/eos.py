@@ -1,0 +1,17 @@
+"""Tokens that end a sequence, as the model's files say."""
+
+from __future__ import annotations
+
+from transformers import GenerationConfig, PretrainedConfig
+
+
+def eos_token_ids(path: str, config: PretrainedConfig) -> frozenset[int]:
+    """Those of generation_config.json, else of the configuration; there may be none."""
+    try:
+        found = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:  # the model has no generation_config.json
+        found = None
+    found = config.eos_token_id if found is None else found
+    if found is None:
+        return frozenset()
+    return frozenset([found] if isinstance(found, int) else found)
