@@ -41,14 +41,20 @@ class AdapterStore:
     def num_bytes(self) -> int:
         return sum(version.weights.num_bytes for version in [*self._visible.values(), *self._leaving])
 
-    def acquire(self, version_id: str) -> Version:
-        """Counts one more user. Raises VersionNotLoaded."""
-        version = self._visible.pop(version_id, None)
-        if version is None:
+    def __contains__(self, version_id: str) -> bool:
+        return version_id in self._visible
+
+    def check(self, version_id: str) -> None:
+        """Raises VersionNotLoaded."""
+        if version_id not in self:
             raise VersionNotLoaded(
                 f"version {version_id!r} is not loaded on this sampler; publish it again", version_id=version_id
             )
-        self._visible[version_id] = version
+
+    def acquire(self, version_id: str) -> Version:
+        """Counts one more user. Raises VersionNotLoaded."""
+        self.check(version_id)
+        version = self._visible[version_id] = self._visible.pop(version_id)
         version.num_running += 1
         return version
 

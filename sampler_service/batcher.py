@@ -5,6 +5,7 @@ Shapes: B running sequences, T packed tokens, R rows that sample, H hidden, V vo
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from sampler_service.adapters import Version
 from sampler_service.engine import Delta, Result
 from sampler_service.lanes import Lanes
 from sampler_service.metrics import SamplerMetrics
@@ -21,7 +23,7 @@ from sampler_service.scheduler import Job, Scheduler
 from sampler_service.scoring import not_finite
 from sampler_service.sizing import Sizes
 from sampler_service.speed import Speed
-from sampler_service.step import Decoding, Pass, Rows, TaskPiece, passes_of, runs_of
+from sampler_service.step import Decoding, Pass, Rows, TaskPiece, TaskSequence, adapter_of, passes_of, runs_of
 from sampler_service.task import Task
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel
@@ -37,11 +39,15 @@ class Deliveries:
     """What a step has to tell the event loop."""
 
     admitted: list[Task] = field(default_factory=list)
+    left: list[tuple[Task, Version]] = field(default_factory=list)
+    """Versions that a request is not at any more."""
+    moved: list[tuple[asyncio.Future[int], int]] = field(default_factory=list)
+    """Who waits for a move, and how many sequences go on with its version."""
     deltas: list[tuple[Task, Delta]] = field(default_factory=list)
     ended: list[tuple[Task, Result | ServiceError]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.admitted or self.deltas or self.ended)
+        return bool(self.admitted or self.left or self.moved or self.deltas or self.ended)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +105,34 @@ class Batcher:
         self._leave(lanes)
         self._end(task, outcome)
 
+    def move(self, tasks: Sequence[Task], version: Version, moved: asyncio.Future[int]) -> None:
+        """Lets the sequences of these requests go on with another version.
+
+        Running ones keep the keys and values that they have. A sequence that is not in a lane is computed anew, by the
+        new version alone. A prompt that is half computed is finished by the version that began it, which also draws the
+        first token: scores of a prompt are of one version.
+        """
+        running, partial = set(self.scheduler.running), self.scheduler.partial
+        half_computed = set() if partial is None else set(partial.sequences)
+        num_moved = 0
+        for task in tasks:
+            if task not in self._tasks:
+                continue
+            task.move(version)
+            for sequence in task.sequences:
+                if sequence.index in task.finished:
+                    continue
+                num_moved += 1
+                if sequence not in half_computed:
+                    task.follow(sequence, has_lane=sequence in running)
+            self._let_go(task)
+        self._decoding = None
+        self.metrics.moved.inc(num_moved)
+        self._deliveries.moved.append((moved, num_moved))
+
+    def _let_go(self, task: Task) -> None:
+        self._deliveries.left += [(task, version) for version in task.take_unused()]
+
     def fail(self, error: ServiceError) -> None:
         """Ends every request that has begun, after a step that broke off anywhere. Those that wait go on waiting."""
         for task in [task for task in self._tasks if task.planned]:
@@ -152,7 +186,9 @@ class Batcher:
         if leaving := self.scheduler.grow():
             self.metrics.preemptions.inc(len(leaving))
             for lane in leaving:
-                self.lanes.remember(self.scheduler.running[lane], lane)
+                sequence = self.scheduler.running[lane]
+                self.lanes.remember(sequence, lane)
+                sequence.owner.mixed.discard(sequence.index)  # all of it will be computed anew
             self._leave(leaving)
         pieces = self.scheduler.plan()
         for piece in pieces:
@@ -223,8 +259,8 @@ class Batcher:
         runs = self._kept_runs(one)
         if runs is None:
             running = self.scheduler.running
-            segments = [(running[lane].owner.adapter, 1) for lane in one.lanes]
-            runs = runs_of([*segments, *((piece.job.owner.adapter, piece.length) for piece in one.pieces)])
+            segments = [(adapter_of(running[lane]), 1) for lane in one.lanes]
+            runs = runs_of([*segments, *((adapter_of(piece.job.sequences[0]), piece.length) for piece in one.pieces)])
         prefills = [Prefill(piece.job.lane, piece.start, piece.length) for piece in one.pieces]
         layout = Cached(self.lanes.cache, positions_B, prefills, lanes_B=lanes_B)
         return self.base.hidden_states(_joined(tokens), _joined(positions), layout, runs)
@@ -243,22 +279,23 @@ class Batcher:
             first = rows.stop
             task = piece.job.owner
             if task.scorer is not None and piece.job.scored:
-                task.scorer.add(self.base.head, hidden_T_H[rows], start=piece.start, adapter=task.adapter)
+                adapter = adapter_of(piece.job.sequences[0])
+                task.scorer.add(self.base.head, hidden_T_H[rows], start=piece.start, adapter=adapter)
 
     def _logits(self, one: Pass, hidden_T_H: Tensor) -> Tensor:
         running, runs = self.scheduler.running, self._kept_runs(one)
         if runs is not None:
             return logits(self.base.head, hidden_T_H, runs)
         wanted = list(range(len(one.lanes)))
-        owners = [running[lane].owner for lane in one.lanes]
+        adapters = [adapter_of(running[lane]) for lane in one.lanes]
         last = len(one.lanes) - 1
         for piece in one.pieces:
             last += piece.length
             if piece.ends:
                 wanted.append(last)
-                owners.append(piece.job.owner)
+                adapters.append(adapter_of(piece.job.sequences[0]))
         rows = torch.tensor(wanted, dtype=torch.int64, device=self.base.device)
-        return logits(self.base.head, hidden_T_H[rows], runs_of((owner.adapter, 1) for owner in owners))
+        return logits(self.base.head, hidden_T_H[rows], runs_of((adapter, 1) for adapter in adapters))
 
     def _draw(self, logits_R_V: Tensor, ending: Sequence[TaskPiece]) -> Drawn:
         """A token for each running sequence, and for each sequence of the prompts that end here."""
@@ -288,11 +325,11 @@ class Batcher:
         running = self.scheduler.running
         sequences = [*running, *(sequence for piece in ending for sequence in piece.job.sequences)]
         ended: set[int] = set()
-        broken: dict[Task, None] = {}
+        broken: dict[Task, TaskSequence] = {}
         for row, (sequence, token, logprob) in enumerate(zip(sequences, drawn.tokens_R, drawn.logprobs_R, strict=True)):
             task = sequence.owner
             if not math.isfinite(logprob):
-                broken[task] = None
+                broken[task] = sequence
             elif task.take(sequence, token, logprob):
                 ended.add(row)
             if task.generation.stream and task not in broken:
@@ -312,6 +349,9 @@ class Batcher:
                 self.lanes.remember(job.sequences[0], job.lane)
             self.lanes.place(job, first, len(going_on))
             running.extend(going_on)
+            for sequence in going_on:
+                job.owner.follow(sequence, has_lane=True)
+            self._let_go(job.owner)
             if not job.owner.begun:
                 job.owner.begun = True
                 self.metrics.first_token.observe(time.perf_counter() - job.owner.submitted)
@@ -325,8 +365,8 @@ class Batcher:
         for task in dict.fromkeys(sequences[row].owner for row in sorted(ended)):
             if task.complete and task not in broken:
                 self._end(task, _outcome(task))
-        for task in broken:
-            self.cancel(task, not_finite(task.request.version_id))
+        for task, sequence in broken.items():
+            self.cancel(task, not_finite(task.version_id_of(sequence)))
 
     def _leave(self, lanes: Sequence[int]) -> None:
         """Takes sequences out; the last ones move into their lanes, so that the rest stay dense."""

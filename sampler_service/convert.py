@@ -43,6 +43,7 @@ def request_from_proto(message: pb.SampleRequest) -> Request:
         topk_sample_logprobs=message.topk_sample_logprobs,
         targets=_targets(message.target_prompt_logprobs, length=len(prompt)) if has_targets else None,
         prompt_alt_tokens_k=message.prompt_alt_tokens_k,
+        follow_run=message.follow_run,
     )
 
 
@@ -123,6 +124,7 @@ def delta_to_proto(delta: Delta) -> pb.SampleDelta:
         index=delta.index,
         tokens=np.array(delta.tokens, _INT32).tobytes(),
         logprobs=np.array(delta.logprobs, _FLOAT32).tobytes(),
+        topk_sampled_logprobs=None if delta.topk is None else _table(delta.topk),
     )
 
 
@@ -133,6 +135,9 @@ def _sequence(sequence: SampledSequence) -> types.SampledSequence:
         tokens=np.array(sequence.tokens, _INT32).tobytes(),
         logprobs=np.array(sequence.logprobs, _FLOAT32).tobytes(),
         topk_sampled_logprobs=None if sequence.topk is None else _table(sequence.topk),
+        version_spans=[
+            types.VersionSpan(version_id=span.version_id, num_tokens=span.num_tokens) for span in sequence.spans
+        ],
     )
 
 

@@ -70,6 +70,8 @@ class Request:
     topk_sample_logprobs: int = 0
     targets: Targets | None = None
     prompt_alt_tokens_k: int = 0
+    follow_run: str = ""
+    """The run whose newest version it moves to between tokens; empty: it keeps its version to the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +110,21 @@ StopReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """A stretch of a sequence that one version drew."""
+
+    version_id: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class SampledSequence:
     tokens: Sequence[int]
     logprobs: Sequence[float]
     stop_reason: StopReason
     topk: TopkTable | None = None
+    spans: Sequence[VersionSpan] = ()
+    """Of a request with follow_run: all its tokens, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +141,8 @@ class Delta:
     index: int
     tokens: Sequence[int]
     logprobs: Sequence[float]
+    topk: TopkTable | None = None
+    """A row for each token, when topk_sample_logprobs was asked for."""
 
 
 class Generation:
@@ -252,6 +266,14 @@ class SamplingEngine(Protocol):
 
     def remove(self, version_id: str) -> None:
         """Hides a version at once and frees it when no generation uses it. An unknown one is no error."""
+        ...
+
+    async def move(self, run_id: str, version_id: str) -> int:
+        """Lets the generations that follow a run go on with a version of it, from their next token; those that come
+        start on it. Returns how many sequences go on with it; 0 when the run has moved to a newer one.
+
+        Raises InvalidRequest when it is no version of the run, VersionNotLoaded, EngineDead, or Unsupported.
+        """
         ...
 
     def versions(self) -> list[VersionInfo]:

@@ -83,10 +83,11 @@ class Lanes:
             job.blocks = []
 
     def remember(self, sequence: TaskSequence, lane: int) -> None:
-        """Keeps the computed tokens of a sequence whose lane is about to be given away or shared."""
-        if self.prefixes.enabled:
-            task = sequence.owner
-            self.prefixes.put(task.namespace, task.digests(sequence), self.cache, lane)
+        """Keeps the computed tokens of a sequence whose lane is about to be given away or shared; unless they are of
+        more than one version, for then no request may find them."""
+        task = sequence.owner
+        if self.prefixes.enabled and sequence.index not in task.mixed:
+            self.prefixes.put(task.namespace_of(sequence), task.digests(sequence), self.cache, lane)
 
 
 def _power_of_two(number: int) -> int:

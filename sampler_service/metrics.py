@@ -30,6 +30,7 @@ class SamplerMetrics:
         self.prefilled_tokens = counter("prefilled_tokens", "Prompt tokens computed; num_samples share one computation")
         self.sampled_tokens = counter("sampled_tokens", "Tokens generated")
         self.preemptions = counter("preemptions", "Sequences without max_tokens that gave their place back for a while")
+        self.moved = counter("moved_sequences", "Sequences that went on with a newer version of the run they follow")
         self.cache_bytes = gauge("kv_cache_bytes", "Size of the key/value cache")
         self.prefix_lookups = counter("prefix_cache_lookups", "Prompts that were looked up in the prefix cache")
         self.prefix_hits = counter("prefix_cache_hits", "Prompts whose beginning was there")

@@ -7,6 +7,8 @@ Shapes: P prompt tokens, n rows of a chunk, V vocabulary, H hidden, k columns, M
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -64,18 +66,23 @@ class PromptScorer:
             scores.append(self.logprobs[self._first + 1 :])
         return not any(np.isnan(values).any() for values in scores)
 
-    def add(self, head: Head, hidden_n_H: Tensor, *, start: int, adapter: Adapter | None) -> None:
-        """Rows start .. start + n - 1 of the prompt."""
+    def rows(self, start: int, count: int) -> range:
+        """Those of rows start .. start + count - 1 that are scored."""
         every_row = self.request.targets is not None or self.request.prompt_alt_tokens_k > 0
         first = start if every_row else max(start, self._first)
-        stop = min(start + hidden_n_H.shape[0], self.length - 1)
-        if first >= stop:
-            return
-        runs = [] if adapter is None else [Run(adapter, slice(0, stop - first))]
-        for rows, logprobs_n_V in logprob_chunks(head, hidden_n_H[first - start : stop - start], runs):
-            self._add_chunk(logprobs_n_V, first + rows.start)
+        return range(first, min(start + count, self.length - 1))
 
-    def _add_chunk(self, logprobs_n_V: Tensor, row: int) -> None:
+    def add(self, head: Head, hidden_n_H: Tensor, *, start: int, adapter: Adapter | None) -> None:
+        """Rows start .. start + n - 1 of the prompt."""
+        rows = self.rows(start, hidden_n_H.shape[0])
+        if not rows:
+            return
+        runs = [] if adapter is None else [Run(adapter, slice(0, len(rows)))]
+        for chunk, logprobs_n_V in logprob_chunks(head, hidden_n_H[rows.start - start : rows.stop - start], runs):
+            self.add_logprobs(logprobs_n_V, rows.start + chunk.start)
+
+    def add_logprobs(self, logprobs_n_V: Tensor, row: int) -> None:
+        """Of scored rows row .. row + n - 1."""
         end = row + logprobs_n_V.shape[0]
         scored = max(row, self._first)
         if scored < end:
@@ -114,11 +121,24 @@ class PromptScorer:
         self.alt_tokens.tokens[row:end] = ids.cpu().numpy()
         self.alt_tokens.logprobs[row:end] = logprobs_n_V.gather(-1, ids).cpu().numpy()
 
-    def result(self) -> PromptScores:
-        """Raises ServiceError when a score is no number."""
+    def dump(self) -> list[bytes]:
+        """What was computed, for restore() in another process."""
+        return [array.tobytes() for array in self._arrays]
+
+    def restore(self, dumped: Sequence[bytes]) -> None:
+        for array, data in zip(self._arrays, dumped, strict=True):
+            array[...] = np.frombuffer(data, array.dtype).reshape(array.shape)
+
+    @property
+    def _arrays(self) -> list[np.ndarray]:
+        topk, alt = self.topk, self.alt_tokens
+        return [self.logprobs, topk.token_ids, topk.logprobs, self.targets_M, alt.tokens, alt.logprobs]
+
+    def result(self, version_id: str) -> PromptScores:
+        """`version_id`: what computed them. Raises ServiceError when a score is no number."""
         request = self.request
         if not self.finite:
-            raise not_finite(request.version_id)
+            raise not_finite(version_id)
         return PromptScores(
             logprobs=self.logprobs if request.prompt_logprobs else None,
             topk=self.topk if request.topk_prompt_logprobs else None,

@@ -120,6 +120,13 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
         self.slot.get().remove(request.version_id)
         return pb.RemoveVersionResponse()
 
+    async def MoveGenerations(self, request: pb.MoveGenerationsRequest, context: Context) -> pb.MoveGenerationsResponse:
+        for field in ("run_id", "version_id"):
+            if not getattr(request, field):
+                raise InvalidRequest(f"{field}: is empty", field=field)
+        num_sequences = await self.slot.get().move(request.run_id, request.version_id)
+        return pb.MoveGenerationsResponse(num_sequences=num_sequences)
+
     async def _submit(self, request: pb.SampleRequest, *, stream: bool) -> Generation:
         return await self.slot.get().submit(
             convert.request_from_proto(request), stream=stream, request_id=logs.request_id.get()

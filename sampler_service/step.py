@@ -23,6 +23,11 @@ TaskSequence = scheduler.Sequence[Task]
 TaskPiece = scheduler.Piece[Task]
 
 
+def adapter_of(sequence: TaskSequence) -> Adapter | None:
+    """The adapter that a sequence is at; those of one job are at the same until its prompt is computed."""
+    return sequence.owner.adapter_of(sequence)
+
+
 def runs_of(segments: Iterable[tuple[Adapter | None, int]]) -> list[Run]:
     """Runs from (adapter, number of rows) of consecutive segments. One stretch of rows is a slice, which is cheaper."""
     stretches: dict[int, list[slice]] = {}
@@ -87,10 +92,10 @@ def passes_of(running: Sequence[TaskSequence], pieces: Sequence[TaskPiece]) -> l
     """One for each set of parameters; as a rule there is one."""
     passes: dict[int, Pass] = {}
     for lane, sequence in enumerate(running):
-        parameters = sequence.owner.parameters
+        parameters = sequence.owner.parameters_of(sequence)
         passes.setdefault(id(parameters), Pass(parameters)).lanes.append(lane)
     for piece in pieces:
-        parameters = piece.job.owner.parameters
+        parameters = piece.job.owner.parameters_of(piece.job.sequences[0])
         passes.setdefault(id(parameters), Pass(parameters)).pieces.append(piece)
     return list(passes.values())
 
@@ -113,7 +118,7 @@ class Decoding:
             rows=Rows.of(list(running), vocab_size=vocab_size, device=device),
             tokens_B=torch.tensor([sequence.tokens[-1] for sequence in running], dtype=torch.int64, device=device),
             positions_B=torch.tensor([sequence.length - 1 for sequence in running], dtype=torch.int64, device=device),
-            runs=runs_of((sequence.owner.adapter, 1) for sequence in running),
+            runs=runs_of((adapter_of(sequence), 1) for sequence in running),
             passes=passes_of(running, []),
         )
 

@@ -19,6 +19,7 @@ from sampler_service.engine import (
     SampledSequence,
     StopReason,
     TopkTable,
+    VersionSpan,
 )
 from sampler_service.prefix_cache import digests_of
 from sampler_service.sampling import Rule, UInt64s
@@ -31,11 +32,22 @@ from tinsmith.modeling.full_weights import FullWeights
 TopkRow = tuple[Ints, Floats]
 
 
+@dataclass(slots=True)
+class Stretch:
+    """A part of a sequence that one version draws."""
+
+    version: Version | None
+    """None: the base model."""
+    start: int
+    """Tokens of the output before it."""
+
+
 @dataclass(slots=True, eq=False)
 class Task:
     request: Request
     generation: Generation
     version: Version | None
+    """What its sequences begin with. A move changes it, and the sequences follow one by one."""
     stop: StopRule
     keys: UInt64s
     """Of each sequence's random stream."""
@@ -58,24 +70,73 @@ class Task:
     """By index."""
     tables: dict[int, list[TopkRow]] = field(default_factory=dict)
     """Rows of topk_sample_logprobs, by index."""
-    _prompt_digests: list[bytes] | None = None
+    held: list[Version] = field(default_factory=list)
+    """Versions that it keeps resident, the newest last: for the event loop."""
+    mixed: set[int] = field(default_factory=set)
+    """Sequences, by index, whose lanes hold keys and values of more than one version."""
+    _stretches: list[list[Stretch]] = field(init=False)
+    """Of each sequence, by index; never empty."""
+    _in_use: list[Version] = field(default_factory=list)
+    """Versions that its sequences are at, or will be: for the compute thread."""
+    _prompt_digests: dict[int, list[bytes]] = field(default_factory=dict)
+    """By namespace."""
 
-    @property
-    def adapter(self) -> Adapter | None:
+    def __post_init__(self) -> None:
+        self._stretches = [[Stretch(self.version, 0)] for _ in range(self.request.num_samples)]
+        if self.version is not None:
+            self.held.append(self.version)
+            self._in_use.append(self.version)
+
+    def version_of(self, sequence: Sequence[Task]) -> Version | None:
+        """What draws the sequence's next token; None for the base model."""
+        return self._stretches[sequence.index][-1].version
+
+    def version_id_of(self, sequence: Sequence[Task]) -> str:
+        return _id_of(self.version_of(sequence))
+
+    def adapter_of(self, sequence: Sequence[Task]) -> Adapter | None:
         """None for the base model, and for a version that replaces all its parameters."""
-        weights = None if self.version is None else self.version.weights
+        version = self.version_of(sequence)
+        weights = None if version is None else version.weights
         return weights if isinstance(weights, Adapter) else None
 
-    @property
-    def parameters(self) -> FullWeights | None:
+    def parameters_of(self, sequence: Sequence[Task]) -> FullWeights | None:
         """What the version replaces the base model's parameters with; None when it does not."""
-        weights = None if self.version is None else self.version.weights
+        version = self.version_of(sequence)
+        weights = None if version is None else version.weights
         return weights if isinstance(weights, FullWeights) else None
 
-    @property
-    def namespace(self) -> int:
+    def namespace_of(self, sequence: Sequence[Task]) -> int:
         """In the prefix cache."""
-        return 0 if self.version is None else self.version.namespace
+        version = self.version_of(sequence)
+        return 0 if version is None else version.namespace
+
+    def move(self, version: Version) -> None:
+        """Its sequences are to follow to this version."""
+        self.version = version
+        self._in_use.append(version)
+
+    def follow(self, sequence: Sequence[Task], *, has_lane: bool) -> None:
+        """From its next token on, the sequence is drawn by the task's version. `has_lane`: from the keys and values
+        that it has; else they are computed anew."""
+        stretches = self._stretches[sequence.index]
+        if stretches[-1].version is self.version:
+            return
+        if has_lane:
+            self.mixed.add(sequence.index)
+        if stretches[-1].start == len(sequence.tokens):
+            stretches.pop()  # it has drawn nothing
+        stretches.append(Stretch(self.version, len(sequence.tokens)))
+
+    def take_unused(self) -> list[Version]:
+        """Versions that all its sequences have left since the last call."""
+        if len(self._in_use) < 2:
+            return []
+        used = [self.version_of(sequence) for sequence in self.sequences if sequence.index not in self.finished]
+        used.append(self.version)
+        unused = [version for version in self._in_use if version not in used]
+        self._in_use = [version for version in self._in_use if version in used]
+        return unused
 
     @property
     def rule(self) -> Rule:
@@ -95,17 +156,14 @@ class Task:
         tokens = self.request.prompt if stop <= len(self.request.prompt) else self._tokens(job.sequences[0])
         return tokens[start:stop].astype(np.int64)
 
-    def prompt_digests(self) -> list[bytes]:
-        """Of the prompt's full blocks, for the prefix cache."""
-        if self._prompt_digests is None:
-            self._prompt_digests = digests_of(self.namespace, self.request.prompt)
-        return self._prompt_digests
-
     def digests(self, sequence: Sequence[Task]) -> list[bytes]:
-        """Of the full blocks of a sequence's tokens, without the newest, whose keys and values are not computed."""
-        if not sequence.tokens:
-            return self.prompt_digests()
-        return digests_of(self.namespace, self._tokens(sequence)[:-1], self.prompt_digests())
+        """Of the full blocks of a sequence's tokens, without the newest, whose keys and values are not computed; for
+        the prefix cache."""
+        namespace = self.namespace_of(sequence)
+        prompt = self._prompt_digests.get(namespace)
+        if prompt is None:
+            prompt = self._prompt_digests[namespace] = digests_of(namespace, self.request.prompt)
+        return digests_of(namespace, self._tokens(sequence)[:-1], prompt) if sequence.tokens else prompt
 
     def _tokens(self, sequence: Sequence[Task]) -> Ints:
         """Prompt and output."""
@@ -134,10 +192,24 @@ class Task:
             for n, (token_ids, logprobs) in enumerate(rows):
                 topk.token_ids[n, : len(token_ids)] = token_ids
                 topk.logprobs[n, : len(logprobs)] = logprobs
-        self.finished[sequence.index] = SampledSequence(sequence.tokens, sequence.logprobs, reason, topk)
+        spans = self._spans(sequence) if self.request.follow_run else ()
+        self.finished[sequence.index] = SampledSequence(sequence.tokens, sequence.logprobs, reason, topk, spans)
+
+    def _spans(self, sequence: Sequence[Task]) -> list[VersionSpan]:
+        stretches = self._stretches[sequence.index]
+        ends = [*(stretch.start for stretch in stretches[1:]), len(sequence.tokens)]
+        return [
+            VersionSpan(_id_of(stretch.version), end - stretch.start)
+            for stretch, end in zip(stretches, ends, strict=True)
+        ]
 
     def result(self) -> Result:
         """Once complete. Raises ServiceError when a prompt score is no number."""
         sequences = [self.finished[index] for index in range(self.request.num_samples)]
-        prompt = PromptScores() if self.scorer is None else self.scorer.result()
+        computed_by = self._stretches[0][0].version
+        prompt = PromptScores() if self.scorer is None else self.scorer.result(_id_of(computed_by))
         return Result(sequences, prompt, self.cache_hit_tokens)
+
+
+def _id_of(version: Version | None) -> str:
+    return "" if version is None else version.version_id

@@ -17,12 +17,13 @@ from queue import SimpleQueue
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
 
 from sampler_service.adapters import AdapterStore, Version
 from sampler_service.batcher import Batcher, Deliveries
 from sampler_service.config import SamplerConfig
 from sampler_service.engine import Generation, Params, QueueStatus, Request, Result, StopCondition, VersionInfo
+from sampler_service.eos import eos_token_ids
+from sampler_service.leads import Leads, is_newer
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.prefix_cache import BLOCK_TOKENS
 from sampler_service.queue_status import status_of
@@ -61,7 +62,10 @@ class TorchEngine:
         self._config = config
         self._batcher = batcher
         self._store = AdapterStore(max_bytes=config.adapter_memory_bytes, on_gone=self._forget)
-        self.eos_token_ids = _eos_token_ids(base)
+        self._leads = Leads(self._store.__contains__)
+        self._moves: set[asyncio.Future[int]] = set()
+        """Moves that the compute thread has not made yet."""
+        self.eos_token_ids = eos_token_ids(base.path, base.config)
         self._decode: Decode | None = None
         self._loop = asyncio.get_running_loop()
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -116,13 +120,11 @@ class TorchEngine:
     async def submit(self, request: Request, *, stream: bool = False, request_id: str = "") -> Generation:
         self.limits.check(request)
         stop = await self._stop_rule(request.params.stop)
-        if self.died.is_set():
-            raise EngineDead("the engine has died; the log has the cause")
-        if self._stopping:
-            raise NotReady("the sampler is shutting down")
+        self._check_alive()
         if self._num_waiting >= self._config.max_waiting:
             raise OutOfCapacity(f"{self._num_waiting} requests wait already, the most that max_waiting allows")
-        version = self._store.acquire(request.version_id) if request.version_id else None
+        version_id = self._leads.first_version(request)
+        version = self._store.acquire(version_id) if version_id else None
         seed = secrets.randbits(63) if request.params.seed is None else request.params.seed
         generation = Generation(stream=stream, on_cancel=lambda: self._cancel(task))
         task = Task(
@@ -163,6 +165,27 @@ class TorchEngine:
         self._store.remove(version_id)
         self._count_versions()
 
+    async def move(self, run_id: str, version_id: str) -> int:
+        self._check_alive()
+        self._store.check(version_id)
+        if not self._leads.move(run_id, version_id):
+            return 0
+        behind = [
+            task
+            for task in self._tasks
+            if task.request.follow_run == run_id
+            and is_newer(version_id, task.held[-1].version_id if task.held else "", run_id=run_id)
+        ]
+        if not behind:
+            return 0
+        for task in behind:
+            task.held.append(self._store.acquire(version_id))
+        version = behind[0].held[-1]
+        moved: asyncio.Future[int] = self._loop.create_future()
+        self._moves.add(moved)
+        self._inbox.put(lambda: self._batcher.move(behind, version, moved))
+        return await moved
+
     def versions(self) -> list[VersionInfo]:
         return self._store.versions()
 
@@ -171,8 +194,13 @@ class TorchEngine:
         self._stopping = True
         self._inbox.put(None)
         await in_thread(self._thread.join)
-        for task in list(self._tasks):
-            self._end(task, NotReady("the sampler is shutting down"))
+        self._end_all(NotReady("the sampler is shutting down"))
+
+    def _check_alive(self) -> None:
+        if self.died.is_set():
+            raise EngineDead("the engine has died; the log has the cause")
+        if self._stopping:
+            raise NotReady("the sampler is shutting down")
 
     async def _stop_rule(self, stop: StopCondition | None) -> StopRule:
         if stop is None:
@@ -283,6 +311,14 @@ class TorchEngine:
     def _deliver(self, deliveries: Deliveries) -> None:
         for task in deliveries.admitted:
             self._admitted(task)
+        for task, version in deliveries.left:
+            if version in task.held:  # it may have ended meanwhile
+                task.held.remove(version)
+                self._store.release(version)
+        for moved, num_sequences in deliveries.moved:
+            self._moves.discard(moved)
+            if not moved.done():  # its caller may have left
+                moved.set_result(num_sequences)
         for task, delta in deliveries.deltas:
             task.generation.push(delta)
         for task, outcome in deliveries.ended:
@@ -299,15 +335,22 @@ class TorchEngine:
             return
         self._admitted(task)
         del self._tasks[task]
-        if task.version is not None:
-            self._store.release(task.version)
+        for version in task.held:
+            self._store.release(version)
+        task.held.clear()
         self.metrics.requests.labels(outcome.reason if isinstance(outcome, ServiceError) else "ok").inc()
         task.generation.finish(outcome)
 
     def _die(self, error: BaseException) -> None:
         self.died.set()
+        self._end_all(EngineDead(f"the engine has died: {error}"))
+
+    def _end_all(self, error: ServiceError) -> None:
         for task in list(self._tasks):
-            self._end(task, EngineDead(f"the engine has died: {error}"))
+            self._end(task, error)
+        for moved in self._moves:
+            if not moved.done():
+                moved.set_exception(error)
 
     def _count_waiting(self, change: int) -> None:
         self._num_waiting += change
@@ -316,14 +359,3 @@ class TorchEngine:
     def _count_versions(self) -> None:
         self.metrics.versions.set(len(self._store.versions()))
         self.metrics.version_bytes.set(self._store.num_bytes)
-
-
-def _eos_token_ids(base: BaseModel) -> frozenset[int]:
-    try:
-        found = GenerationConfig.from_pretrained(base.path).eos_token_id
-    except OSError:  # the model has no generation_config.json
-        found = None
-    found = base.config.eos_token_id if found is None else found
-    if found is None:
-        return frozenset()
-    return frozenset([found] if isinstance(found, int) else found)

@@ -1,4 +1,4 @@
-"""tinker:// paths and the names in them."""
+"""tinker:// paths, the names in them, and the names of versions."""
 
 from __future__ import annotations
 
@@ -41,6 +41,19 @@ def check_model_id(model_id: str, *, field: str) -> str:
     if model_id == RETIRED:
         raise InvalidRequest(f"{field}: {model_id!r} is kept for files without a run", field=field)
     return check_run_id(model_id, field=field)
+
+
+def version_number(version_id: str, *, run_id: str, field: str) -> int:
+    """N of a run's version "RUN_ID@N": later saves have larger ones. -1 for the base model's, which is empty.
+
+    Raises InvalidRequest, naming `field`, when it is no version of this run.
+    """
+    if not version_id:
+        return -1
+    run, _, number = version_id.rpartition("@")
+    if run != run_id or not number.isdecimal():
+        raise InvalidRequest(f"{field}: {version_id!r} is not a version of run {run_id!r}, RUN_ID@SEQ_ID", field=field)
+    return int(number)
 
 
 @dataclass(frozen=True, slots=True)

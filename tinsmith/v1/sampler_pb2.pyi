@@ -110,14 +110,16 @@ class StreamSampleResponse(_message.Message):
     def __init__(self, delta: _Optional[_Union[SampleDelta, _Mapping]] = ..., result: _Optional[_Union[SampleResponse, _Mapping]] = ...) -> None: ...
 
 class SampleDelta(_message.Message):
-    __slots__ = ("index", "tokens", "logprobs")
+    __slots__ = ("index", "tokens", "logprobs", "topk_sampled_logprobs")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOPK_SAMPLED_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     index: int
     tokens: bytes
     logprobs: bytes
-    def __init__(self, index: _Optional[int] = ..., tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ...) -> None: ...
+    topk_sampled_logprobs: _types_pb2.TopkLogprobs
+    def __init__(self, index: _Optional[int] = ..., tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., topk_sampled_logprobs: _Optional[_Union[_types_pb2.TopkLogprobs, _Mapping]] = ...) -> None: ...
 
 class DescribeRequestRequest(_message.Message):
     __slots__ = ("request_id",)
