@@ -28,7 +28,7 @@ from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import TrainedWeights
 from tinsmith.rpc.channel import connect, wait_serving
 from tinsmith.toy.model import SHAPES, Recipe, make
-from tinsmith.weight_group import WeightGroup, join_store, open_store
+from tinsmith.weight_channel.group import WeightGroup, join_store, open_store
 from trainer_service.metrics import Metrics
 from trainer_service.weight_sync import Version, WeightSender
 
@@ -83,7 +83,7 @@ async def measure(folder: Path, *, rounds: int, bucket_bytes: int) -> list[Figur
             [address],
             trainer_id="bench",
             host="127.0.0.1",
-            backend="gloo",
+            channel="gloo",
             timeout_s=TIMEOUT_S,
             bucket_bytes=bucket_bytes,
             metrics=Metrics(CollectorRegistry()),

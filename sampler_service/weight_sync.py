@@ -1,8 +1,8 @@
 """Receiving side of the weight channel.
 
-A trainer forms a process group with its samplers (one group for each trainer and epoch), announces a version,
-broadcasts its buffer, bucket after bucket, and asks for it to be made visible. Whatever fails before that last step
-leaves nothing behind; after a failed broadcast the group is dropped and the trainer forms the next epoch.
+A trainer forms a group with its samplers (one for each trainer and epoch), announces a version, sends its buffer in
+buckets, and asks for it to be made visible. Whatever fails before that last step leaves nothing behind; after a failed
+transfer the group is dropped and the trainer forms the next epoch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, cast
+from typing import Any
 
 import grpc.aio
 import torch
@@ -21,20 +21,22 @@ from torch import Tensor
 from sampler_service.engine import EngineSlot, SamplingEngine
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.threads import in_thread
+from sampler_service.weight_links import Meetings, check_group, join
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, chosen_targets, num_elements
 from tinsmith.modeling.full_weights import Weights, config_of
 from tinsmith.rpc.errors import DataCorrupted, FailedPrecondition, InvalidRequest, OutOfCapacity, ServiceError
 from tinsmith.v1 import types_pb2 as types
 from tinsmith.v1 import weight_sync_pb2 as pb
 from tinsmith.v1 import weight_sync_pb2_grpc
-from tinsmith.weight_buckets import receive
-from tinsmith.weight_group import Backend, WeightGroup, join_store
+from tinsmith.weight_channel.buckets import receive
+from tinsmith.weight_channel.transport import Inlet
 
 logger = logging.getLogger(__name__)
 
 _DTYPES = {types.DTYPE_FLOAT32: torch.float32, types.DTYPE_BFLOAT16: torch.bfloat16}
 
 Context = grpc.aio.ServicerContext[Any, Any]
+_Verb = pb.StartWeightUpdateRequest | pb.UpdateWeightsRequest | pb.FinishWeightUpdateRequest
 
 
 @dataclass(slots=True)
@@ -56,10 +58,12 @@ class _Update:
 class _Link:
     """The connection to one trainer."""
 
-    group: WeightGroup
-    device: str
-    """Where this group's buffers lie: NCCL moves CUDA memory, gloo the host's."""
+    inlet: Inlet
     update: _Update | None = None
+
+    @property
+    def epoch(self) -> int:
+        return self.inlet.epoch
 
 
 class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
@@ -79,53 +83,43 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
         self.channel_host = channel_host
         self.channel_timeout_s = channel_timeout_s
         self.metrics = metrics
+        self._meetings = Meetings()
         self._links: dict[str, _Link] = {}
         """By trainer id."""
+
+    async def ProbeWeightTransfer(
+        self, request: pb.ProbeWeightTransferRequest, context: Context
+    ) -> pb.ProbeWeightTransferResponse:
+        return self._meetings.probe(request, device=self.slot.get().device)
 
     async def InitWeightTransfer(
         self, request: pb.InitWeightTransferRequest, context: Context
     ) -> pb.InitWeightTransferResponse:
-        engine = self.slot.get()
-        _check_group(request, device=engine.device)
-
-        def form() -> WeightGroup:
-            store = join_store(request.store_host, request.store_port, timeout_s=self.channel_timeout_s)
-            return WeightGroup.form(
-                store,
-                epoch=request.epoch,
-                rank=request.rank,
-                world_size=request.world_size,
-                backend=cast(Backend, request.backend),
-                host=self.channel_host,
-                timeout_s=self.channel_timeout_s,
-            )
-
-        self._links.pop(request.trainer_id, None)
-        try:
-            group = await in_thread(form)
-        except RuntimeError as error:
-            raise FailedPrecondition(
-                f"cannot join group {request.epoch} of trainer {request.trainer_id!r} at "
-                f"{request.store_host}:{request.store_port}: {error}"
-            ) from error
-        current = self._links.get(request.trainer_id)
-        if current is None or current.group.epoch <= group.epoch:  # a newer one may have been formed meanwhile
-            self._links[request.trainer_id] = _Link(group, engine.device if request.backend == "nccl" else "cpu")
-        logger.info("joined group %d of trainer %s as rank %d", group.epoch, request.trainer_id, group.rank)
+        check_group(request, device=self.slot.get().device)
+        trainer_id = request.trainer_id
+        if (link := self._links.get(trainer_id)) is not None:
+            if link.epoch >= request.epoch:  # from a time when this process, or the network, had stopped
+                raise FailedPrecondition(
+                    f"epoch: {request.epoch} is not above that of the present group, {link.epoch}", epoch=link.epoch
+                )
+            self._drop(trainer_id, link)
+        inlet = await join(request, self._meetings, host=self.channel_host, timeout_s=self.channel_timeout_s)
+        link = self._links.get(trainer_id)
+        if link is not None and link.epoch > inlet.epoch:  # formed meanwhile
+            inlet.close()
+            raise FailedPrecondition(f"epoch: {inlet.epoch} is over, that of the present group is {link.epoch}")
+        self._links[trainer_id] = _Link(inlet)
+        logger.info("joined group %d of trainer %s by %s", inlet.epoch, trainer_id, request.backend)
         return pb.InitWeightTransferResponse()
 
     async def StartWeightUpdate(
         self, request: pb.StartWeightUpdateRequest, context: Context
     ) -> pb.StartWeightUpdateResponse:
-        link = self._link(request.trainer_id)
-        if link.group.epoch != request.epoch:
-            raise FailedPrecondition(
-                f"epoch: {request.epoch} is not the group that this sampler is in ({link.group.epoch})"
-            )
+        link = self._link(request)
         if link.update is not None and link.update.receiving:
             raise FailedPrecondition(f"version {link.update.version_id!r} of this trainer is being received")
         link.update = None  # what was announced before gives its buffer back
-        link.update = self._begin(request, self.slot.get(), device=link.device)
+        link.update = self._begin(request, self.slot.get(), device=link.inlet.device)
         return pb.StartWeightUpdateResponse()
 
     def _begin(self, request: pb.StartWeightUpdateRequest, engine: SamplingEngine, *, device: str) -> _Update:
@@ -151,24 +145,22 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
         return _Update(request.version_id, weights, sent_dtype, request.bucket_bytes, time.perf_counter())
 
     async def UpdateWeights(self, request: pb.UpdateWeightsRequest, context: Context) -> pb.UpdateWeightsResponse:
-        link, update = self._update(request.trainer_id, request.version_id)
+        link, update = self._update(request)
         if update.receiving or update.received:
             raise FailedPrecondition(f"version {update.version_id!r} is being received already")
         flat = update.weights.flat
         update.receiving = True
         try:
             received = await in_thread(
-                lambda: receive(
-                    link.group, flat, dtype=update.sent_dtype, device=link.device, bucket_bytes=update.bucket_bytes
-                )
+                lambda: receive(link.inlet, flat, dtype=update.sent_dtype, bucket_bytes=update.bucket_bytes)
             )
         except BaseException as error:
-            # Also when this call is cancelled: nobody knows where the broadcast stands.
+            # Also when this call is cancelled: nobody knows how far the trainer has got.
             self._drop(request.trainer_id, link)
             if isinstance(error, RuntimeError):
                 self.metrics.publishes.labels("GROUP_LOST").inc()
                 raise FailedPrecondition(
-                    f"group {link.group.epoch} of trainer {request.trainer_id!r} broke while version "
+                    f"group {link.epoch} of trainer {request.trainer_id!r} broke while version "
                     f"{update.version_id!r} was received; form the next epoch ({error})"
                 ) from error
             raise
@@ -181,10 +173,17 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
     async def FinishWeightUpdate(
         self, request: pb.FinishWeightUpdateRequest, context: Context
     ) -> pb.FinishWeightUpdateResponse:
-        link, update = self._update(request.trainer_id, request.version_id)
+        link, update = self._update(request)
         if not update.received:
             raise FailedPrecondition(f"version {update.version_id!r} has not been received")
         link.update = None
+        try:
+            await in_thread(link.inlet.check)
+        except RuntimeError as error:
+            self._drop(request.trainer_id, link)
+            self.metrics.publishes.labels("GROUP_LOST").inc()
+            raise FailedPrecondition(f"version {update.version_id!r} is not wanted any more: {error}") from error
+        self._link(request)  # a newer group may have been formed meanwhile
         try:
             if update.received != request.checksum:
                 raise DataCorrupted(
@@ -200,34 +199,26 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
         logger.info("version %s is visible (%d bytes)", update.version_id, update.weights.num_bytes)
         return pb.FinishWeightUpdateResponse(version_id=update.version_id)
 
-    def _link(self, trainer_id: str) -> _Link:
-        link = self._links.get(trainer_id)
+    def _link(self, request: _Verb) -> _Link:
+        link = self._links.get(request.trainer_id)
         if link is None:
-            raise FailedPrecondition(f"trainer {trainer_id!r} has no group with this sampler; call InitWeightTransfer")
+            raise FailedPrecondition(
+                f"trainer {request.trainer_id!r} has no group with this sampler; call InitWeightTransfer"
+            )
+        if link.epoch != request.epoch:
+            raise FailedPrecondition(f"epoch: {request.epoch} is not the group that this sampler is in ({link.epoch})")
         return link
 
-    def _update(self, trainer_id: str, version_id: str) -> tuple[_Link, _Update]:
-        link = self._link(trainer_id)
-        if link.update is None or link.update.version_id != version_id:
-            raise FailedPrecondition(f"version {version_id!r} was not announced; call StartWeightUpdate")
+    def _update(self, request: pb.UpdateWeightsRequest | pb.FinishWeightUpdateRequest) -> tuple[_Link, _Update]:
+        link = self._link(request)
+        if link.update is None or link.update.version_id != request.version_id:
+            raise FailedPrecondition(f"version {request.version_id!r} was not announced; call StartWeightUpdate")
         return link, link.update
 
     def _drop(self, trainer_id: str, link: _Link) -> None:
+        link.inlet.close()
         if self._links.get(trainer_id) is link:
             del self._links[trainer_id]
-
-
-def _check_group(request: pb.InitWeightTransferRequest, *, device: str) -> None:
-    if not request.trainer_id:
-        raise InvalidRequest("trainer_id: is empty", field="trainer_id")
-    if not 1 <= request.rank < request.world_size:
-        raise InvalidRequest(f"rank: {request.rank} is outside 1..{request.world_size - 1}", field="rank")
-    if request.backend not in ("gloo", "nccl"):
-        raise InvalidRequest(f"backend: {request.backend!r} is neither 'gloo' nor 'nccl'", field="backend")
-    if request.backend == "nccl" and device != "cuda":
-        raise InvalidRequest(
-            f"backend: 'nccl' needs CUDA, and this sampler runs on {device}; use 'gloo'", field="backend"
-        )
 
 
 def _sent_dtype(request: pb.StartWeightUpdateRequest, config: AdapterConfig) -> torch.dtype:

@@ -19,7 +19,7 @@ from tinsmith.rpc.server import Server, stop_event
 from tinsmith.rpc.settings import read_settings
 from tinsmith.v1 import trainer_pb2
 from tinsmith.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
-from tinsmith.weight_group import Backend
+from tinsmith.weight_channel.ring_memory import gpu_uuid
 from trainer_service.checkpoints import CheckpointStore
 from trainer_service.config import TrainerConfig
 from trainer_service.engine import TrainingEngine
@@ -36,6 +36,7 @@ from trainer_service.ranks.place import Place
 from trainer_service.scheduler import Scheduler
 from trainer_service.servicer import Trainer, TrainerServicer
 from trainer_service.weight_sync import WeightSender
+from trainer_service.weight_sync.choice import check_channel
 
 logger = logging.getLogger(__name__)
 
@@ -96,8 +97,10 @@ async def start(
         api_key=config.service_key.get_secret_value(),
         trainer_id=f"{socket.gethostname()}:{port}",
         host=config.channel_host,
-        backend=channel_backend(config),
+        channel=config.channel,
+        device=device_of(config),
         timeout_s=config.channel_timeout_s,
+        silence_s=config.channel_silence_s,
         bucket_bytes=config.channel_bucket_bytes,
         metrics=metrics,
     )
@@ -172,12 +175,6 @@ def device_of(config: TrainerConfig) -> torch.device:
     return torch.device(kind, Place.of(config).local_rank) if kind == "cuda" else torch.device(kind)
 
 
-def channel_backend(config: TrainerConfig) -> Backend:
-    if config.channel_backend == "auto":
-        return "nccl" if device_of(config).type == "cuda" else "gloo"
-    return config.channel_backend
-
-
 def _leave(reason: str) -> NoReturn:
     """Ends the process as it is: the interpreter would wait for threads that compute, which cannot be stopped."""
     logger.info("%s", reason)
@@ -191,6 +188,10 @@ def main() -> None:
     process.begin(place, log_level=config.log_level)
     logger.info("config: %s", config.model_dump_json())
     device = device_of(config)
+    try:
+        check_channel(config.channel, gpu_uuid=gpu_uuid(device))
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
     num_threads = config.num_threads
     if device.type == "cpu":
         if config.keep_freed_memory and not keep_freed_memory():

@@ -85,12 +85,15 @@ class TrainerConfig(BaseSettings):
     """Largest archive of an adapter to import, also after decompression. The gateway has a bound of its own."""
     channel_host: str = "127.0.0.1"
     """Address of this machine that the samplers can reach, for the weight channel."""
-    channel_backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """How weights travel to the samplers; auto means gloo on the CPU and nccl on CUDA."""
+    channel: Literal["auto", "gloo", "nccl", "cuda_ipc", "shm"] = "auto"
+    """How weights travel to the samplers. auto takes for each the best that reaches it: on the trainer's own GPU
+    cuda_ipc, on another one nccl, on the same machine shm, else gloo. Any other value is for all of them, or fails."""
     channel_timeout_s: float = Field(default=30.0, gt=0)
-    """Longest time that forming a group of samplers, or the transfer of one bucket, may take."""
+    """Longest time that forming a group of samplers, or one call, may take."""
+    channel_silence_s: float = Field(default=3.0, gt=0)
+    """While weights are sent, a sampler that leaves a health check unanswered for so long is left out."""
     channel_bucket_bytes: int = Field(default=16 * 1024**2, ge=64 * 1024)
-    """Weights travel to the samplers in buckets of so many bytes."""
+    """Weights travel in buckets of so many bytes; at most 4 MiB where all samplers are on the trainer's machine."""
     journal_max_bytes: int = Field(default=2 * 1024**3, ge=1024**2)
     """Bound of the requests and results in the journal; above it the oldest executed ones are cut."""
     result_retention_s: float = Field(default=3600.0, ge=0)

@@ -32,8 +32,8 @@ from tinsmith.rpc.errors import (
 from tinsmith.v1 import types_pb2 as types
 from tinsmith.v1 import weight_sync_pb2 as pb
 from tinsmith.v1 import weight_sync_pb2_grpc
-from tinsmith.weight_buckets import bucket_slices, send
-from tinsmith.weight_group import WeightGroup, open_store
+from tinsmith.weight_channel.buckets import bucket_slices, send
+from tinsmith.weight_channel.group import WeightGroup, open_store
 
 TIMEOUT_S = 30.0
 """torch looks up the name of a peer when it connects, which takes seconds where no name server answers."""
@@ -98,16 +98,18 @@ class Trainer:
         self, version_id: str, adapter: Weights, *, dtype: torch.dtype = torch.float32, bucket_bytes: int = 0
     ) -> str:
         """Returns the checksum."""
-        request = pb.UpdateWeightsRequest(trainer_id=self.trainer_id, version_id=version_id)
+        request = pb.UpdateWeightsRequest(trainer_id=self.trainer_id, version_id=version_id, epoch=self.epoch)
         received = asyncio.create_task(self._call("UpdateWeights", request))
         sum_ = await asyncio.to_thread(
-            lambda: send(self.weight_group, adapter.flat, dtype=dtype, device="cpu", bucket_bytes=bucket_bytes)
+            lambda: send([self.weight_group], adapter.flat, dtype=dtype, bucket_bytes=bucket_bytes)
         )
         assert (await received).num_bytes == adapter.flat.numel() * dtype.itemsize
         return sum_
 
     async def finish(self, version_id: str, sum_: str) -> None:
-        request = pb.FinishWeightUpdateRequest(trainer_id=self.trainer_id, version_id=version_id, checksum=sum_)
+        request = pb.FinishWeightUpdateRequest(
+            trainer_id=self.trainer_id, version_id=version_id, epoch=self.epoch, checksum=sum_
+        )
         await self._call("FinishWeightUpdate", request)
 
     async def publish(self, version_id: str, adapter: Weights) -> None:
@@ -193,7 +195,7 @@ async def test_a_lost_trainer_breaks_the_group_and_the_next_epoch_works(setup: S
     await setup.trainer.form()
     adapter = setup.adapter(1)
     await setup.trainer.start("v1", adapter)
-    request = pb.UpdateWeightsRequest(trainer_id="t", version_id="v1")
+    request = pb.UpdateWeightsRequest(trainer_id="t", version_id="v1", epoch=setup.trainer.epoch)
     receiving = asyncio.create_task(setup.trainer._call("UpdateWeights", request))
     await asyncio.sleep(0.1)
     del setup.trainer.weight_group  # its sockets close
@@ -322,7 +324,7 @@ async def test_a_trainer_lost_between_two_buckets_leaves_nothing_and_the_next_ep
     full = make_full(setup.engine.base, seed=1)
     await setup.trainer.form()
     await setup.trainer.start("v1", full, bucket_bytes=100_000)
-    request = pb.UpdateWeightsRequest(trainer_id="t", version_id="v1")
+    request = pb.UpdateWeightsRequest(trainer_id="t", version_id="v1", epoch=setup.trainer.epoch)
     receiving = asyncio.create_task(setup.trainer._call("UpdateWeights", request))
     await asyncio.to_thread(lambda: setup.trainer.weight_group.broadcast(full.flat[:25_000]))
     del setup.trainer.weight_group  # its sockets close

@@ -80,7 +80,7 @@ async def start(base: BaseModel, tmp_path: Path) -> AsyncIterator[StartService]:
         journal = Journal(tmp_path / "journal", max_bytes=1 << 24, result_retention_s=60, metrics=metrics)
         await journal.lose_models()
         engine = TrainingEngine(base, max_tokens_per_microbatch=64)
-        sender = WeightSender([], trainer_id="t", host="127.0.0.1", backend="gloo", timeout_s=5, metrics=metrics)
+        sender = WeightSender([], trainer_id="t", host="127.0.0.1", timeout_s=5, metrics=metrics)
         checkpoints = CheckpointStore(tmp_path / "checkpoints", metrics)
         operations = Operations(engine, checkpoints, sender, ["tiny", "alias"], max_lora_rank=16)
         scheduler = Scheduler(engine, journal, max_queued_operations=20, max_models=4, metrics=metrics)

@@ -17,8 +17,8 @@ from tinsmith.rpc.errors import AlreadyExists, DataCorrupted, FailedPrecondition
 from tinsmith.rpc.server import Server
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, weight_sync_pb2, weight_sync_pb2_grpc
 from tinsmith.v1 import weight_sync_pb2 as pb
-from tinsmith.weight_buckets import receive
-from tinsmith.weight_group import WeightGroup, join_store
+from tinsmith.weight_channel.buckets import receive
+from tinsmith.weight_channel.group import WeightGroup, join_store
 from trainer_service.metrics import Metrics
 from trainer_service.weight_sync import Version, WeightSender
 
@@ -94,7 +94,7 @@ class Receiver(weight_sync_pb2_grpc.WeightSyncServiceServicer, sampler_pb2_grpc.
             self._group = group = None  # its sockets close
         self._fault("middle")
         assert group is not None
-        arriving = partial(receive, group, flat, dtype=torch.float32, device="cpu", bucket_bytes=announced.bucket_bytes)
+        arriving = partial(receive, group, flat, dtype=torch.float32, bucket_bytes=announced.bucket_bytes)
         self.received = await asyncio.to_thread(arriving)
         return pb.UpdateWeightsResponse(num_bytes=self._flat.nbytes)
 
@@ -156,7 +156,7 @@ async def connect(serve: Serve) -> AsyncIterator[Connect]:
             [sampler if isinstance(sampler, str) else f"127.0.0.1:{sampler.port}" for sampler in samplers],
             trainer_id="test",
             host="127.0.0.1",
-            backend="gloo",
+            channel="gloo",
             timeout_s=TIMEOUT_S,
             metrics=Metrics(CollectorRegistry()),
             bucket_bytes=BUCKET_BYTES,

@@ -1,4 +1,4 @@
-"""The data side of the weight channel: a process group of one trainer (rank 0) and its samplers.
+"""Transports gloo and nccl: a process group of one trainer (rank 0) and its samplers.
 
 It stands apart from torch.distributed's default group, which belongs to data or tensor parallelism.
 """
@@ -12,6 +12,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from tinsmith.weight_channel.transport import bucket_timeout_s
 
 Backend = Literal["gloo", "nccl"]
 
@@ -30,12 +32,15 @@ def join_store(host: str, port: int, *, timeout_s: float) -> dist.TCPStore:
 
 @dataclass(frozen=True, slots=True)
 class WeightGroup:
-    """One epoch of the channel. After an error it is of no use: form the next one."""
+    """One epoch of the channel: an Outlet on rank 0, an Inlet elsewhere."""
 
     process_group: dist.ProcessGroupGloo | dist.ProcessGroupNCCL
+    store: dist.Store
+    """Of this epoch alone."""
     rank: int
     world_size: int
     epoch: int
+    device: str
 
     @classmethod
     def form(
@@ -53,23 +58,40 @@ class WeightGroup:
 
         `host` is the address of this process that the other ranks can reach (gloo).
         """
-        prefix = dist.PrefixStore(f"weights/{epoch}", store)
+        prefix = dist.PrefixStore(f"weights/{epoch}/{backend}", store)
         timeout = timedelta(seconds=timeout_s)
         if backend == "nccl":
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = timeout
-            return cls(dist.ProcessGroupNCCL(prefix, rank, world_size, nccl), rank, world_size, epoch)
+            group = dist.ProcessGroupNCCL(prefix, rank, world_size, nccl)
+            return cls(group, prefix, rank, world_size, epoch, "cuda")
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timeout
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-        return cls(dist.ProcessGroupGloo(prefix, rank, world_size, options), rank, world_size, epoch)
+        group = dist.ProcessGroupGloo(prefix, rank, world_size, options)
+        return cls(group, prefix, rank, world_size, epoch, "cpu")
 
     def broadcast(self, tensor: Tensor) -> None:
         """Sends rank 0's tensor to all others, in place. Blocks; raises RuntimeError when a rank is lost."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
+        options.timeout = timedelta(seconds=bucket_timeout_s(tensor.nbytes))
         group: Any = self.process_group  # the stubs lack the overload with options
         group.broadcast([tensor], options).wait()
         if tensor.is_cuda:
             torch.cuda.synchronize(tensor.device)
+
+    def send(self, bucket: Tensor) -> None:
+        self.broadcast(bucket.to(self.device))
+
+    def receive(self, bucket: Tensor) -> None:
+        self.broadcast(bucket)
+
+    def check(self) -> None:
+        if self.store.check(["closed"]):
+            raise RuntimeError(f"the trainer has given group {self.epoch} up")
+
+    def close(self) -> None:
+        if self.rank == 0:
+            self.store.set("closed", "1")

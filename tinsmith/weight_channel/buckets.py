@@ -1,4 +1,4 @@
-"""A flat buffer on its way through a WeightGroup: in buckets, so that packing, hashing and sending overlap.
+"""A flat buffer on its way through the transports: in buckets, so that packing, hashing and sending overlap.
 
 Both ends cut the buffer at the same places, from the bucket size that the announcement holds. On the wire a value may
 have a narrower type than in a buffer; the checksum is that of the bytes on the wire.
@@ -6,13 +6,14 @@ have a narrower type than in a buffer; the checksum is that of the bytes on the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 import xxhash
 from torch import Tensor
 
-from tinsmith.weight_group import WeightGroup
+from tinsmith.weight_channel.transport import Inlet, Outlet
 
 
 def bucket_slices(numel: int, *, itemsize: int, bucket_bytes: int) -> list[slice]:
@@ -21,10 +22,10 @@ def bucket_slices(numel: int, *, itemsize: int, bucket_bytes: int) -> list[slice
     return [slice(start, min(start + length, numel)) for start in range(0, numel, length)]
 
 
-def send(group: WeightGroup, flat: Tensor, *, dtype: torch.dtype, device: str, bucket_bytes: int) -> str:
-    """Broadcasts a buffer in host memory as `dtype` from `device`. Returns the checksum.
+def send(outlets: Sequence[Outlet], flat: Tensor, *, dtype: torch.dtype, bucket_bytes: int) -> str:
+    """Sends a buffer in host memory as `dtype` through every transport. Returns the checksum.
 
-    While one bucket is broadcast, the next one is packed and hashed. Blocks; raises RuntimeError when a rank is lost.
+    While one bucket is sent, the next one is packed and hashed. Blocks; raises RuntimeError when a receiver is lost.
     """
     digest = xxhash.xxh3_128()
     slices = bucket_slices(flat.numel(), itemsize=dtype.itemsize, bucket_bytes=bucket_bytes)
@@ -32,7 +33,7 @@ def send(group: WeightGroup, flat: Tensor, *, dtype: torch.dtype, device: str, b
     def pack(part: slice) -> Tensor:
         bucket = flat[part].to(dtype)
         digest.update(_bytes(bucket))
-        return bucket.to(device)
+        return bucket
 
     with ThreadPoolExecutor(1) as packer:
         packing = packer.submit(pack, slices[0])
@@ -40,11 +41,12 @@ def send(group: WeightGroup, flat: Tensor, *, dtype: torch.dtype, device: str, b
             bucket = packing.result()
             if n + 1 < len(slices):
                 packing = packer.submit(pack, slices[n + 1])
-            group.broadcast(bucket)
+            for outlet in outlets:
+                outlet.send(bucket)
     return digest.hexdigest()
 
 
-def receive(group: WeightGroup, flat: Tensor, *, dtype: torch.dtype, device: str, bucket_bytes: int) -> str:
+def receive(inlet: Inlet, flat: Tensor, *, dtype: torch.dtype, bucket_bytes: int) -> str:
     """The other end: fills `flat`. Returns the checksum of what has arrived.
 
     While one bucket arrives, the one before it is hashed, and copied where the buffer has another type or lies
@@ -52,9 +54,9 @@ def receive(group: WeightGroup, flat: Tensor, *, dtype: torch.dtype, device: str
     """
     digest = xxhash.xxh3_128()
     slices = bucket_slices(flat.numel(), itemsize=dtype.itemsize, bucket_bytes=bucket_bytes)
-    in_place = flat.dtype == dtype and flat.device.type == device
+    in_place = flat.dtype == dtype and flat.device.type == inlet.device
     longest = slices[0].stop
-    staging = [] if in_place else [torch.empty(longest, dtype=dtype, device=device) for _ in range(2)]
+    staging = [] if in_place else [torch.empty(longest, dtype=dtype, device=inlet.device) for _ in range(2)]
 
     def unpack(bucket: Tensor, part: slice) -> None:
         digest.update(_bytes(bucket))
@@ -65,7 +67,7 @@ def receive(group: WeightGroup, flat: Tensor, *, dtype: torch.dtype, device: str
     with ThreadPoolExecutor(1) as unpacker:
         for n, part in enumerate(slices):
             bucket = flat[part] if in_place else staging[n % 2][: part.stop - part.start]
-            group.broadcast(bucket)
+            inlet.receive(bucket)
             if unpacking is not None:
                 unpacking.result()  # its staging buffer is the next one
             unpacking = unpacker.submit(unpack, bucket, part)

@@ -1,0 +1,137 @@
+"""The memory of a ring: made by the trainer, mapped by receivers. Host memory is a memfd, GPU memory a CUDA IPC handle.
+
+The CUDA half has not run yet: nothing here could be tried on a GPU. Its tests put stand-ins for the two torch calls.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tinsmith.v1 import weight_sync_pb2 as pb
+
+_SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
+
+
+@dataclass(frozen=True, slots=True)
+class RingMemory:
+    buffer: Tensor
+    """uint8 [num_slots * slot_bytes], on the host or a GPU."""
+    num_slots: int
+    slot_bytes: int
+
+    @property
+    def device(self) -> str:
+        return self.buffer.device.type
+
+    def slot(self, number: int) -> Tensor:
+        """The one of the bucket of this number."""
+        begin = number % self.num_slots * self.slot_bytes
+        return self.buffer[begin : begin + self.slot_bytes]
+
+
+def make_host_ring(receivers: Sequence[socket.socket], *, num_slots: int, slot_bytes: int) -> RingMemory:
+    """New memory, whose descriptor every receiver gets. Pages are taken as they are first used."""
+    size = num_slots * slot_bytes
+    descriptor = os.memfd_create("tinsmith-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, size)
+        # Of a size that never changes: a receiver could not survive that mapped memory is cut off.
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, sum(getattr(fcntl, seal) for seal in _SEALS))
+        for receiver in receivers:
+            socket.send_fds(receiver, [b"ring"], [descriptor])
+        return RingMemory(_mapped(descriptor, size), num_slots, slot_bytes)
+    except OSError as error:
+        raise RuntimeError(f"no ring of {size} bytes could be made: {error}") from error
+    finally:
+        os.close(descriptor)
+
+
+def map_host_ring(trainer: socket.socket, ring: pb.SharedRing) -> RingMemory:
+    """Raises RuntimeError when no descriptor has come, or its memory is not what the message says."""
+    size = ring.num_slots * ring.slot_bytes
+    try:
+        _, descriptors, _, _ = socket.recv_fds(trainer, 16, 1)
+    except OSError as error:
+        raise RuntimeError(f"the ring's memory did not come: {error}") from error
+    if not descriptors:
+        raise RuntimeError("the ring's memory did not come: the trainer has closed the connection")
+    (descriptor,) = descriptors
+    try:
+        if os.fstat(descriptor).st_size != size or size == 0:
+            raise RuntimeError(
+                f"the ring's memory has {os.fstat(descriptor).st_size} bytes, not {ring.num_slots} x {ring.slot_bytes}"
+            )
+        if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise RuntimeError("the ring's memory could shrink: it is not sealed")
+        return RingMemory(_mapped(descriptor, size), ring.num_slots, ring.slot_bytes)
+    except OSError as error:
+        raise RuntimeError(f"the ring's memory cannot be mapped: {error}") from error
+    finally:
+        os.close(descriptor)
+
+
+def _mapped(descriptor: int, size: int) -> Tensor:
+    return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+
+
+def make_cuda_ring(*, device: torch.device, num_slots: int, slot_bytes: int) -> RingMemory:
+    """New memory of a GPU. Raises RuntimeError when it has none left."""
+    return RingMemory(torch.empty(num_slots * slot_bytes, dtype=torch.uint8, device=device), num_slots, slot_bytes)
+
+
+def cuda_handle(memory: RingMemory) -> pb.CudaIpcHandle:
+    """For one receiver: torch counts each mapping of its own."""
+    storage: Any = memory.buffer.untyped_storage()
+    _, handle, size, offset, counter, counter_offset, event, sync = storage._share_cuda_()
+    return pb.CudaIpcHandle(
+        gpu_uuid=gpu_uuid(memory.buffer.device),
+        handle=handle,
+        size_bytes=size,
+        offset_bytes=offset,
+        ref_counter_handle=counter,
+        ref_counter_offset=counter_offset,
+        event_handle=event,
+        event_sync_required=sync,
+    )
+
+
+def map_cuda_ring(ring: pb.SharedRing) -> RingMemory:
+    """Raises RuntimeError when the memory is on another GPU, smaller than the message says, or cannot be mapped."""
+    size, cuda = ring.num_slots * ring.slot_bytes, ring.cuda
+    device = torch.device("cuda", torch.cuda.current_device())
+    if gpu_uuid(device) != cuda.gpu_uuid:
+        raise RuntimeError(f"the ring's memory is on GPU {cuda.gpu_uuid}, this process on {gpu_uuid(device)}")
+    if cuda.size_bytes < size or size == 0:
+        raise RuntimeError(
+            f"the ring's memory has {cuda.size_bytes} bytes, too few for {ring.num_slots} x {ring.slot_bytes}"
+        )
+    make: Any = torch.UntypedStorage._new_shared_cuda
+    storage = make(
+        device.index,
+        cuda.handle,
+        cuda.size_bytes,
+        cuda.offset_bytes,
+        cuda.ref_counter_handle,
+        cuda.ref_counter_offset,
+        cuda.event_handle,
+        cuda.event_sync_required,
+    )
+    buffer = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[:size]
+    return RingMemory(buffer, ring.num_slots, ring.slot_bytes)
+
+
+def gpu_uuid(device: torch.device) -> str:
+    """Empty for a CPU."""
+    if device.type != "cuda":
+        return ""
+    properties: Any = torch.cuda.get_device_properties(device)
+    return str(properties.uuid)

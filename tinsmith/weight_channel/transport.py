@@ -1,0 +1,67 @@
+"""What every transport is: one end that sends buckets, and ends that receive them."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol, cast, get_args
+
+from torch import Tensor
+
+from tinsmith.rpc.errors import InvalidRequest
+
+Transport = Literal["gloo", "nccl", "shm", "cuda_ipc"]
+
+TRANSPORTS = get_args(Transport)
+COLLECTIVE = ("gloo", "nccl")
+"""One process group with all its receivers."""
+LOCAL = ("shm", "cuda_ipc")
+"""Memory of the trainer that the receivers of its machine map."""
+ON_CUDA = ("nccl", "cuda_ipc")
+"""Buckets lie in GPU memory."""
+
+
+class Outlet(Protocol):
+    """The trainer's end, for all receivers that have this transport."""
+
+    def send(self, bucket: Tensor) -> None:
+        """Takes a contiguous bucket in host memory, which may change afterwards.
+
+        Blocks; raises RuntimeError when a receiver is lost.
+        """
+        ...
+
+    def close(self) -> None:
+        """Gives the group up. Receivers that wait hear of it, at once where the transport can tell."""
+        ...
+
+
+class Inlet(Protocol):
+    """A receiver's end. After an error it is of no use: the trainer forms the next group."""
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def device(self) -> str:
+        """Where the buckets that it fills lie: "cpu" or "cuda"."""
+        ...
+
+    def receive(self, bucket: Tensor) -> None:
+        """Fills it with the next bucket. Blocks; raises RuntimeError when the trainer is lost or sends another size."""
+        ...
+
+    def check(self) -> None:
+        """Raises RuntimeError when the trainer has given this group up, or is gone."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def parse_transport(name: str, *, field: str) -> Transport:
+    if name not in TRANSPORTS:
+        raise InvalidRequest(f"{field}: {name!r} is not one of {', '.join(TRANSPORTS)}", field=field)
+    return cast(Transport, name)
+
+
+def bucket_timeout_s(num_bytes: int) -> float:
+    """Longest wait for one bucket: only a network that has stopped is slower. Processes that have are found sooner."""
+    return 10.0 + num_bytes / 2**20

@@ -1,0 +1,64 @@
+"""Which transport each sampler gets."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from tinsmith.rpc.errors import Unsupported
+from tinsmith.weight_channel import ring
+from tinsmith.weight_channel.transport import Transport
+
+Channel = Literal["auto", "gloo", "nccl", "cuda_ipc", "shm"]
+CHANNELS = get_args(Channel)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a sampler is, as it was found."""
+
+    address: str
+    same_machine: bool
+    """It has connected to a socket that only processes of the trainer's machine, network namespace and user can."""
+    gpu_uuid: str = ""
+    """Empty without CUDA."""
+
+
+def check_channel(channel: Channel, *, gpu_uuid: str) -> None:
+    """Raises ValueError when no sampler could ever be reached so. `gpu_uuid` is the trainer's GPU, if any."""
+    if channel in ("nccl", "cuda_ipc") and not gpu_uuid:
+        raise ValueError(f"channel: {channel!r} needs a trainer on CUDA, and this one runs on the CPU")
+    if channel in ("shm", "cuda_ipc") and not ring.AVAILABLE:
+        raise ValueError(f"channel: {channel!r} needs Linux")
+
+
+def choose(channel: Channel, places: Sequence[Place], *, gpu_uuid: str) -> list[Transport]:
+    """One for each place. Raises Unsupported when the wanted one cannot reach a sampler."""
+    neighbours = Counter(place.gpu_uuid for place in places)
+    neighbours[gpu_uuid] += 1
+
+    def possible(place: Place) -> dict[Transport, str]:
+        """Best first, with what stands against each."""
+        other_machine = "" if place.same_machine else "it is not on the trainer's machine, or runs as another user"
+        no_cuda = "" if gpu_uuid and place.gpu_uuid else "one of the two has no CUDA"
+        other_gpu = "" if place.gpu_uuid == gpu_uuid else "it is on another GPU"
+        shared_gpu = "" if neighbours[place.gpu_uuid] == 1 else "NCCL takes one process of a GPU, and there are more"
+        return {
+            "cuda_ipc": other_machine or no_cuda or other_gpu,
+            "nccl": no_cuda or shared_gpu,
+            "shm": other_machine,
+            "gloo": "",
+        }
+
+    chosen: list[Transport] = []
+    for place in places:
+        against = possible(place)
+        if channel == "auto":
+            chosen.append(next(transport for transport, reason in against.items() if not reason))
+        elif reason := against[channel]:
+            raise Unsupported(f"channel: {channel!r} does not reach the sampler {place.address}: {reason}")
+        else:
+            chosen.append(channel)
+    return chosen

@@ -1,0 +1,142 @@
+"""The samplers as the trainer knows them: which ones serve, and which ones have stopped answering."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tinsmith.rpc.channel import connect, is_serving
+from tinsmith.rpc.errors import AlreadyExists, InvalidRequest, OutOfCapacity, Unsupported, from_rpc_error
+from tinsmith.v1 import sampler_pb2_grpc, weight_sync_pb2_grpc
+from trainer_service.weight_sync.calls import ChannelBroken
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_RECONNECT_S = 0.5
+_GUARD_DELAY_S = 0.25
+"""A publish that takes no longer needs no guard."""
+_GUARD_PERIOD_S = 0.5
+_REFUSALS = (InvalidRequest, Unsupported, OutOfCapacity)
+"""Answers of a sampler that another try would not change."""
+
+
+class Sampler:
+    """One of them, and its connection. `serving` is what was heard last."""
+
+    def __init__(self, address: str, *, api_key: str) -> None:
+        self.address = address
+        self.channel = connect(address, api_key=api_key)
+        self.weights = weight_sync_pb2_grpc.WeightSyncServiceStub(self.channel)
+        self.versions = sampler_pb2_grpc.SamplerServiceStub(self.channel)
+        self.health: Any = health_pb2_grpc.HealthStub(self.channel)  # its methods are made at run time
+        self.serving = False
+        self.watching: asyncio.Task[None] | None = None
+
+    async def call(self, call: Awaitable[T]) -> T:
+        """Raises AlreadyExists and refusals as they are; everything else breaks the group."""
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            cause = from_rpc_error(error)
+            if isinstance(cause, (AlreadyExists, *_REFUSALS)):
+                raise cause from error
+            epoch = int(cause.metadata.get("epoch", "0"))
+            raise ChannelBroken(f"{self.address}: {cause}", epoch=epoch) from error
+
+
+class Samplers:
+    """All of them. To be made and used on one event loop."""
+
+    def __init__(
+        self, addresses: Sequence[str], *, api_key: str, silence_s: float, on_change: Callable[[Sampler], None]
+    ) -> None:
+        """`silence_s`: one that leaves a health check unanswered for so long, while weights are sent, is left out."""
+        self.all = [Sampler(address, api_key=api_key) for address in addresses]
+        self._silence_s = silence_s
+        self._on_change = on_change
+
+    def serving(self) -> list[Sampler]:
+        return [sampler for sampler in self.all if sampler.serving]
+
+    def start(self) -> None:
+        for sampler in self.all:
+            sampler.watching = asyncio.create_task(self._watch(sampler))
+
+    async def close(self) -> None:
+        watches = [sampler.watching for sampler in self.all if sampler.watching is not None]
+        for watch in watches:
+            watch.cancel()
+        await asyncio.gather(*watches, return_exceptions=True)
+        await asyncio.gather(*(sampler.channel.close() for sampler in self.all))
+
+    async def check(self, samplers: Sequence[Sampler]) -> None:
+        """Asks them how they are."""
+        states = await asyncio.gather(*(is_serving(sampler.channel, timeout_s=self._silence_s) for sampler in samplers))
+        for sampler, serving in zip(samplers, states, strict=True):
+            if serving:
+                self._set_serving(sampler, True)
+            else:
+                self._lose(sampler)
+
+    async def guarded(self, members: Sequence[Sampler], work: Coroutine[Any, Any, T]) -> T:
+        """Its result; or ChannelBroken as soon as a member has not answered health checks for `silence_s` seconds.
+
+        A process that was stopped, or a machine that is gone, keeps its connections: without this it would be waited
+        for until every timeout has run out.
+        """
+        working = asyncio.ensure_future(work)
+        listening = [asyncio.ensure_future(self._silent(member)) for member in members]
+        try:
+            await asyncio.wait([working, *listening], return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            silent = [member for member, listener in zip(members, listening, strict=True) if listener.done()]
+            for member in silent:
+                self._lose(member)
+            names = ", ".join(member.address for member in silent)
+            raise ChannelBroken(f"{names}: no answer to a health check for {self._silence_s:g} s")
+        finally:
+            for future in (working, *listening):
+                future.cancel()
+            await asyncio.gather(working, *listening, return_exceptions=True)
+
+    async def _silent(self, member: Sampler) -> None:
+        """Returns when it is."""
+        await asyncio.sleep(_GUARD_DELAY_S)
+        while await is_serving(member.channel, timeout_s=self._silence_s):  # noqa: ASYNC110 - another process's state
+            await asyncio.sleep(_GUARD_PERIOD_S)
+
+    def _set_serving(self, sampler: Sampler, serving: bool) -> None:
+        if serving != sampler.serving:
+            sampler.serving = serving
+            self._on_change(sampler)
+
+    def _lose(self, sampler: Sampler) -> None:
+        """The watch begins anew: the old one would not tell that the sampler answers again."""
+        self._set_serving(sampler, False)
+        if sampler.watching is not None:
+            sampler.watching.cancel()
+            sampler.watching = asyncio.create_task(self._watch(sampler))
+
+    async def _watch(self, sampler: Sampler) -> None:
+        while True:
+            call = sampler.health.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+            try:
+                async for reply in call:
+                    serving = reply.status == health_pb2.HealthCheckResponse.SERVING
+                    if sampler.serving and not serving:
+                        break  # it is stopping: an open call would hold it up
+                    self._set_serving(sampler, serving)
+            except grpc.aio.AioRpcError as error:
+                logger.debug("%s is gone: %s", sampler.address, error.details())
+            finally:
+                call.cancel()
+            self._set_serving(sampler, False)
+            await asyncio.sleep(_RECONNECT_S)

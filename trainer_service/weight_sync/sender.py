@@ -1,0 +1,265 @@
+"""Publishing: four verbs on every sampler, the bytes by the group's transports, a new group after every error.
+
+A group holds the samplers that serve. It is formed ahead of need, when one joins or leaves, and anew after an error.
+Training is never touched: a version is a copy, and whatever happens to it here happens beside the compute thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+
+import grpc.aio
+import torch
+
+from tinsmith.modeling.full_weights import Weights
+from tinsmith.rpc.errors import AlreadyExists, NotReady, ServiceError
+from tinsmith.v1 import sampler_pb2, types_pb2
+from tinsmith.v1 import weight_sync_pb2 as pb
+from tinsmith.weight_channel.buckets import bucket_slices, checksum, send
+from tinsmith.weight_channel.transport import bucket_timeout_s
+from trainer_service.metrics import Metrics
+from trainer_service.weight_sync.calls import ChannelBroken, all_of, in_thread
+from trainer_service.weight_sync.choice import Channel
+from trainer_service.weight_sync.group import Former, Group
+from trainer_service.weight_sync.samplers import Sampler, Samplers
+
+logger = logging.getLogger(__name__)
+
+_ATTEMPTS = 3
+_DTYPES = {torch.float32: types_pb2.DTYPE_FLOAT32, torch.bfloat16: types_pb2.DTYPE_BFLOAT16}
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """Immutable weights, in host memory."""
+
+    version_id: str
+    base_model: str
+    adapter: Weights
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.adapter.flat.numel() * self.adapter.sent_dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What became of a version."""
+
+    num_bytes: int
+    """Of the buffer on the wire."""
+    seconds: float
+    """From the announcement to the last sampler's acknowledgement, with all attempts."""
+    checksum: str
+    """XXH3-128 of the buffer's bytes on the wire, in hexadecimal."""
+    members: Sequence[str]
+    """Addresses of the samplers that hold the version: all that serve; none when there is none."""
+
+
+class WeightSender:
+    """Publishes versions. To be made and used on one event loop."""
+
+    def __init__(
+        self,
+        samplers: Sequence[str],
+        *,
+        trainer_id: str,
+        host: str,
+        timeout_s: float,
+        metrics: Metrics,
+        channel: Channel = "auto",
+        device: torch.device = torch.device("cpu"),  # noqa: B008 - it is immutable
+        silence_s: float = 3.0,
+        bucket_bytes: int = 16 * 1024**2,
+        api_key: str = "",
+    ) -> None:
+        """`timeout_s` bounds each call and the forming of a group. While weights are sent, a sampler that leaves a
+        health check unanswered for `silence_s` is left out. `api_key` is sent to the samplers, unless empty.
+        """
+        self._trainer_id = trainer_id
+        self._timeout_s = timeout_s
+        self._metrics = metrics
+        self._samplers = Samplers(samplers, api_key=api_key, silence_s=silence_s, on_change=self._on_change)
+        self._former = Former(
+            trainer_id=trainer_id,
+            channel=channel,
+            host=host,
+            device=device,
+            bucket_bytes=bucket_bytes,
+            timeout_s=timeout_s,
+        )
+        self._group: Group | None = None
+        self._lock = asyncio.Lock()
+        self._changed = asyncio.Event()
+        self._keeping: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Watches the samplers and forms groups in the background."""
+        self._samplers.start()
+        self._keeping = asyncio.create_task(self._keep_formed())
+
+    async def close(self) -> None:
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
+        self._drop_group()
+        self._former.close()
+        await self._samplers.close()
+
+    async def publish(self, version: Version) -> Published:
+        """Brings the version to all samplers that serve.
+
+        Raises NotReady when the channel failed again and again, and a sampler's own error when it refuses the version.
+        """
+        async with self._lock:
+            started = time.perf_counter()
+            if not self._samplers.serving():
+                await self._samplers.check(self._samplers.all)
+            failures: list[str] = []
+            while len(failures) < _ATTEMPTS:
+                members = self._samplers.serving()
+                try:
+                    sent = await self._samplers.guarded(members, self._publish(version, members))
+                except ChannelBroken as error:
+                    failures.append(str(error))
+                    self._metrics.publish_failures.inc()
+                    logger.warning("publish of %s, attempt %d: %s", version.version_id, len(failures), error)
+                    # The traceback's frames hold the group, and the futures that hold the error. While that ring
+                    # stands, the group's connections stay, and the other ranks wait on them until their timeouts.
+                    error.__traceback__ = None
+                    self._drop_group()
+                    await self._samplers.check(self._samplers.serving())
+                else:
+                    seconds = time.perf_counter() - started
+                    self._metrics.publish_seconds.observe(seconds)
+                    sum_ = sent or await asyncio.to_thread(checksum, version.adapter.flat, version.adapter.sent_dtype)
+                    return Published(version.sent_bytes, seconds, sum_, [member.address for member in members])
+        raise NotReady(f"{version.version_id} was not published: {_ATTEMPTS} attempts failed; the last: {failures[-1]}")
+
+    async def remove(self, version_id: str) -> None:
+        """Asks every sampler to free a version. Best effort: an idle one is evicted by the sampler anyway."""
+        request = sampler_pb2.RemoveVersionRequest(version_id=version_id)
+        for sampler in self._samplers.serving():
+            await self._try(sampler, sampler.versions.RemoveVersion(request, timeout=self._timeout_s))
+
+    async def remove_all(self, prefix: str) -> None:
+        """The same for every version whose id begins so."""
+        for sampler in self._samplers.serving():
+            await self._try(sampler, self._remove_all(sampler, prefix))
+
+    async def _remove_all(self, sampler: Sampler, prefix: str) -> None:
+        request = sampler_pb2.ListVersionsRequest()
+        found: list[str] = []
+        while True:
+            page = await sampler.versions.ListVersions(request, timeout=self._timeout_s)
+            found += [version.version_id for version in page.versions if version.version_id.startswith(prefix)]
+            if not page.next_page_token:
+                break
+            request.page_token = page.next_page_token
+        for version_id in found:
+            await sampler.versions.RemoveVersion(
+                sampler_pb2.RemoveVersionRequest(version_id=version_id), timeout=self._timeout_s
+            )
+
+    async def _try(self, sampler: Sampler, call: Awaitable[object]) -> None:
+        try:
+            await call
+        except grpc.aio.AioRpcError as error:
+            logger.warning("%s did not remove a version: %s", sampler.address, error.details())
+
+    def _on_change(self, sampler: Sampler) -> None:
+        """It serves now, or does not any more."""
+        if self._group is not None and sampler in self._group.members:
+            self._drop_group()  # one that comes back has forgotten its group
+        self._metrics.samplers.set(len(self._samplers.serving()))
+        self._changed.set()
+
+    def _drop_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            # Not here: a store may be slow to answer. A failure leaves what a dead group needs no more.
+            in_thread(group.close).add_done_callback(lambda closing: closing.exception())
+
+    async def _keep_formed(self) -> None:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            async with self._lock:
+                if members := self._samplers.serving():
+                    try:
+                        await self._samplers.guarded(members, self._group_of(members))
+                    except ChannelBroken as error:
+                        logger.warning("no group of samplers yet: %s", error)
+                    except ServiceError as error:
+                        logger.error("weights cannot be published: %s", error)
+
+    async def _group_of(self, members: Sequence[Sampler]) -> Group:
+        if self._group is None or list(self._group.members) != list(members):
+            self._drop_group()
+            self._group = await self._former.form(members)
+            self._metrics.weight_groups.inc()
+        return self._group
+
+    async def _publish(self, version: Version, members: Sequence[Sampler]) -> str:
+        """Returns the checksum of what was sent; empty when nothing had to be."""
+        if not members:
+            return ""
+        group = await self._group_of(members)
+        lacking = await self._announce(group, version)
+        if lacking and len(lacking) < len(members):
+            # A broadcast needs all of its group, and those that hold the version will not take it again.
+            group = await self._group_of(lacking)
+            lacking = await self._announce(group, version)
+        if not lacking:
+            return ""
+        sent = await self._transfer(group, version)
+        self._metrics.publish_bytes.inc(version.sent_bytes)
+        return sent
+
+    async def _announce(self, group: Group, version: Version) -> list[Sampler]:
+        """Returns the members that do not hold the version yet."""
+        adapter = version.adapter
+        request = pb.StartWeightUpdateRequest(
+            trainer_id=self._trainer_id,
+            epoch=group.epoch,
+            version_id=version.version_id,
+            base_model=version.base_model,
+            lora_config=adapter.config.to_proto(),
+            tensors=[pb.TensorSpec(name=name, shape=shape) for name, shape in adapter.specs()],
+            dtype=_DTYPES[adapter.sent_dtype],
+            bucket_bytes=group.bucket_bytes,
+        )
+
+        async def announce(member: Sampler) -> bool:
+            try:
+                await member.call(member.weights.StartWeightUpdate(request, timeout=self._timeout_s))
+            except AlreadyExists:
+                return False
+            return True
+
+        needed = await all_of(*(announce(member) for member in group.members))
+        return [member for member, needs in zip(group.members, needed, strict=True) if needs]
+
+    async def _transfer(self, group: Group, version: Version) -> str:
+        """Returns the checksum."""
+        flat, dtype, bucket_bytes = version.adapter.flat, version.adapter.sent_dtype, group.bucket_bytes
+        named = {"trainer_id": self._trainer_id, "version_id": version.version_id, "epoch": group.epoch}
+        slices = bucket_slices(flat.numel(), itemsize=dtype.itemsize, bucket_bytes=bucket_bytes)
+        timeout_s = len(slices) * bucket_timeout_s(bucket_bytes)
+        update = pb.UpdateWeightsRequest(**named)
+        sending = in_thread(lambda: send(group.outlets, flat, dtype=dtype, bucket_bytes=bucket_bytes))
+        await all_of(
+            *(member.call(member.weights.UpdateWeights(update, timeout=timeout_s)) for member in group.members), sending
+        )
+        finish = pb.FinishWeightUpdateRequest(**named, checksum=sending.result())
+        await all_of(
+            *(
+                member.call(member.weights.FinishWeightUpdate(finish, timeout=self._timeout_s))
+                for member in group.members
+            )
+        )
+        return sending.result()
