@@ -479,9 +479,13 @@ class Client(httpx.AsyncClient):
 
     async def result(self, receipt: Any) -> Any:
         """JSON results as they are, protobuf ones as bytes."""
-        reply = await self.poll(receipt["request_id"])
-        assert reply.status_code == 200, reply.text
-        return reply.content if "protobuf" in reply.headers["content-type"] else reply.json()
+        while True:
+            reply = await self.poll(receipt["request_id"])
+            assert reply.status_code == 200, reply.text
+            if "protobuf" in reply.headers["content-type"]:
+                return reply.content
+            if (answer := reply.json()).get("type") != "try_again":
+                return answer
 
     async def sampling_session(self, session_id: str, *, seq: int = 0, **fields: Any) -> str:
         body = {"session_id": session_id, "sampling_session_seq_id": seq} | (fields or {"base_model": BASE_MODEL})
