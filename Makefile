@@ -61,7 +61,7 @@ docker-lint: setup ## Lint the Dockerfiles, validate the compose files
 check: lint typecheck proto-check ## Everything that needs no run
 
 test: setup ## The fast tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 test-slow: setup ## Tests with many processes
 	$(BIN)/python -m pytest -m slow
