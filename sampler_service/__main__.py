@@ -6,12 +6,12 @@ import asyncio
 import logging
 import sys
 
+from sampler_service.choice import load_engine
 from sampler_service.config import SamplerConfig
 from sampler_service.engine import EngineSlot
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.servicer import SamplerServicer
 from sampler_service.tokenizer import TokenizerSlot
-from sampler_service.torch_engine import TorchEngine
 from sampler_service.weight_sync import WeightSyncServicer
 from tinsmith.modeling.base_model import UnsupportedModel
 from tinsmith.rpc import logs
@@ -63,7 +63,7 @@ async def serve(config: SamplerConfig) -> int:
     logger.info("listening on %s:%d, loading %s", config.host, server.port, config.base_model)
     async with stop_event() as stop:
         stopped = asyncio.create_task(stop.wait())
-        loading = asyncio.create_task(TorchEngine.load(config, metrics))
+        loading = asyncio.create_task(load_engine(config, metrics))
         await asyncio.wait([stopped, loading], return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
             loading.cancel()

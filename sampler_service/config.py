@@ -43,6 +43,12 @@ class SamplerConfig(BaseSettings):
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Least severe level that is logged."""
 
+    engine: Literal["auto", "vllm", "torch"] = "auto"
+    """What generates: vLLM, or the trainer's own modelling code (torch). auto takes vLLM on CUDA, where it is
+    installed."""
+    max_device_versions: int = Field(default=4, ge=1)
+    """vLLM only: versions that one step may mix, each in a slot on the device as large as max_lora_rank makes it. The
+    others of adapter_memory_bytes wait in host memory, some milliseconds away."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; auto takes CUDA when there is one."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -63,6 +69,10 @@ class SamplerConfig(BaseSettings):
     prefill_tokens_per_step: int = Field(default=0, ge=0)
     """Most prompt tokens that one step computes, so that a long prompt does not stall the running sequences; 0 is 512
     on a CPU and 8192 on CUDA."""
+    prepack: bool | None = None
+    """torch on a CPU only: a second copy of the base model's matrices in the layout of the CPU's products, with which
+    steps of several sequences take little more than half the time. Absent: when the copy takes no more than a quarter
+    of the free memory."""
     max_waiting: int = Field(default=4096, ge=1)
     """Most requests that wait for a place; further ones are refused with OUT_OF_CAPACITY."""
     max_num_samples: int = Field(default=1024, ge=1)
@@ -71,7 +81,7 @@ class SamplerConfig(BaseSettings):
     """Largest k of a top-k table, of target_prompt_logprobs' columns, and of prompt_alt_tokens_k."""
 
     channel_host: str = "127.0.0.1"
-    """This process's own address that trainers can reach, for the weight channel (gloo)."""
+    """This process's own address that trainers can reach, for the weight channel (gloo, nccl)."""
     channel_timeout_s: float = Field(default=60.0, gt=0)
     """Longest wait for a trainer in the weight channel."""
 

@@ -35,6 +35,7 @@ class PromptScorer:
 
     def __init__(self, request: Request, *, seed: int) -> None:
         self.request = request
+        self.seed = seed
         self.length = length = len(request.prompt)
         last_n = request.prompt_logprobs_last_n
         self._first = 0 if last_n is None else length - last_n - 1

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from sampler_service.engine import StopCondition
+from sampler_service.threads import in_thread
 from sampler_service.tokenizer import load_tokenizer
 from tinsmith.rpc.errors import Unsupported
 
@@ -37,6 +39,26 @@ class StopRule:
             return False
         text = self.decode(tokens[-self.window :])
         return any(string in text for string in self.strings)
+
+
+class StopRules:
+    """Makes the rules of one model's requests; its tokenizer is loaded when a request has a stop string."""
+
+    def __init__(self, path: str, eos_token_ids: frozenset[int]) -> None:
+        self._path = path
+        self._eos_token_ids = eos_token_ids
+        self._decode: Decode | None = None
+
+    async def rule(self, stop: StopCondition | None) -> StopRule:
+        """Raises Unsupported for strings without a tokenizer."""
+        if stop is None:
+            return StopRule(self._eos_token_ids)
+        token_ids = frozenset(stop.token_ids)
+        if not stop.strings:
+            return StopRule(token_ids)
+        if self._decode is None:
+            self._decode = await in_thread(lambda: load_decode(self._path))
+        return StopRule.of_strings(stop.strings, token_ids, self._decode)
 
 
 def load_decode(path: str) -> Decode:

@@ -33,7 +33,7 @@ from sampler_service.scheduler import Sequence as RunningSequence
 from sampler_service.scoring import PromptScorer, wants_scores
 from sampler_service.self_check import Comparison
 from sampler_service.sizing import Sizes, resolve_device, resolve_dtype
-from sampler_service.stops import Decode, StopRule, load_decode
+from sampler_service.stops import StopRules
 from sampler_service.task import Task
 from sampler_service.threads import in_thread
 from sampler_service.validation import Limits
@@ -66,7 +66,7 @@ class TorchEngine:
         self._moves: set[asyncio.Future[int]] = set()
         """Moves that the compute thread has not made yet."""
         self.eos_token_ids = eos_token_ids(base.path, base.config)
-        self._decode: Decode | None = None
+        self._stops = StopRules(base.path, self.eos_token_ids)
         self._loop = asyncio.get_running_loop()
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         """Work on the batch, for the compute thread; None ends it."""
@@ -85,7 +85,9 @@ class TorchEngine:
         """
         device = torch.device(resolve_device(config.device))
         dtype = resolve_dtype(config.dtype, device)
-        base = await in_thread(lambda: BaseModel.load(config.base_model, device=device, dtype=dtype))
+        base = await in_thread(
+            lambda: BaseModel.load(config.base_model, device=device, dtype=dtype, prepack=config.prepack)
+        )
         sizes = Sizes.of(base, config)
         batcher = Batcher(base, sizes, max_running=config.max_running, metrics=metrics)
         limits = Limits(
@@ -119,7 +121,7 @@ class TorchEngine:
 
     async def submit(self, request: Request, *, stream: bool = False, request_id: str = "") -> Generation:
         self.limits.check(request)
-        stop = await self._stop_rule(request.params.stop)
+        stop = await self._stops.rule(request.params.stop)
         self._check_alive()
         if self._num_waiting >= self._config.max_waiting:
             raise OutOfCapacity(f"{self._num_waiting} requests wait already, the most that max_waiting allows")
@@ -201,16 +203,6 @@ class TorchEngine:
             raise EngineDead("the engine has died; the log has the cause")
         if self._stopping:
             raise NotReady("the sampler is shutting down")
-
-    async def _stop_rule(self, stop: StopCondition | None) -> StopRule:
-        if stop is None:
-            return StopRule(self.eos_token_ids)
-        token_ids = frozenset(stop.token_ids)
-        if not stop.strings:
-            return StopRule(token_ids)
-        if self._decode is None:
-            self._decode = await in_thread(lambda: load_decode(self.base.path))
-        return StopRule.of_strings(stop.strings, token_ids, self._decode)
 
     def _jobs(self, task: Task) -> list[Job[Task]]:
         """One job, or several when the samples cannot all run at once. Only the first scores the prompt."""

@@ -1,0 +1,78 @@
+"""Draws tokens in vLLM's worker as the torch engine draws them: the same random streams, the same logprobs.
+
+vLLM offers logprobs either without the temperature or after top-k and top-p; here they are log_softmax(logits /
+temperature) before anything is cut off, for each request by itself.
+
+Shapes: R rows, V vocabulary, k columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput  # pyright: ignore[reportMissingImports]
+from vllm.v1.sample.sampler import Sampler  # pyright: ignore[reportMissingImports]
+
+from sampler_service.sampling import Rules, UInt64s, draw, scaled_logprobs, uniforms
+from sampler_service.vllm.wire import Draws
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """How the rows of a batch draw; the same while the same requests stand in the same rows."""
+
+    request_ids: Sequence[str]
+    rules: Rules
+    keys: UInt64s
+    first: UInt64s
+    """Tokens that were drawn before the request."""
+    columns: int
+    """Of the widest top-k table."""
+
+    @classmethod
+    def of(cls, request_ids: Sequence[str], draws: Sequence[Draws], *, vocab_size: int, device: torch.device) -> Rows:
+        return cls(
+            request_ids=request_ids,
+            rules=Rules.of([one.rule for one in draws], vocab_size=vocab_size, device=device),
+            keys=np.array([one.key for one in draws], np.uint64),
+            first=np.array([one.first for one in draws], np.uint64),
+            columns=min(max(one.topk for one in draws), vocab_size),
+        )
+
+
+class StreamSampler(Sampler):
+    """In the place of the model runner's sampler. Needs nothing of vLLM's sampling metadata."""
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__()
+        self._runner = [runner]  # in a list: no submodule
+        self._rows: Rows | None = None
+
+    @torch.inference_mode()
+    def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> SamplerOutput:
+        batch = self._runner[0].input_batch
+        rows = self._rows_of(batch, logits)
+        count = len(rows.request_ids)
+        drawn = batch.num_tokens_no_spec[:count] - batch.num_prompt_tokens[:count]
+        logprobs_R_V = scaled_logprobs(logits.float(), rows.rules.temperature_R_1)
+        numbers_R = torch.from_numpy(uniforms(rows.keys, rows.first + drawn.astype(np.uint64))).to(logits.device)
+        tokens_R_1 = draw(logprobs_R_V, rows.rules, numbers_R)[:, None]
+        ids, logprobs = tokens_R_1, logprobs_R_V.gather(-1, tokens_R_1)
+        if rows.columns:
+            best, best_ids = logprobs_R_V.topk(rows.columns)
+            ids, logprobs = torch.cat([ids, best_ids], 1), torch.cat([logprobs, best], 1)
+        ranks_R = torch.zeros(count, dtype=torch.int64, device=logits.device)  # nobody asks for them
+        return SamplerOutput(tokens_R_1.to(torch.int32), LogprobsTensors(ids.to(torch.int32), logprobs, ranks_R))
+
+    def _rows_of(self, batch: Any, logits: Tensor) -> Rows:
+        request_ids = batch.req_ids[: logits.shape[0]]
+        if self._rows is None or self._rows.request_ids != request_ids:
+            requests = self._runner[0].requests
+            draws = [Draws.read(requests[one].sampling_params.extra_args) for one in request_ids]
+            self._rows = Rows.of(list(request_ids), draws, vocab_size=logits.shape[1], device=logits.device)
+        return self._rows

@@ -1,0 +1,101 @@
+"""What our own torch model says of the base model, before vLLM loads it: layers, sizes, and logprobs to check against.
+
+It runs in a process of its own, which ends before vLLM starts, so that both never lie in memory together.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sampler_service.config import SamplerConfig
+from sampler_service.engine import Floats, Ints
+from sampler_service.eos import eos_token_ids
+from sampler_service.sizing import Sizes, resolve_device, resolve_dtype
+from tinsmith.modeling.adapter import AdapterConfig, Group, Target
+from tinsmith.modeling.attention import Packed
+from tinsmith.modeling.base_model import BaseModel, positions_of
+from tinsmith.modeling.logprobs import target_logprobs
+from tinsmith.modeling.lora import Run
+from tinsmith.modeling.self_check import only, random_adapter
+
+_LENGTH = 24
+_RANK = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Logprobs that a prompt's tokens must have, with the random adapter of a configuration or without any."""
+
+    prompt: Ints
+    config: AdapterConfig | None
+    logprobs: Floats
+    """Of all tokens but the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    architecture: str
+    device: str
+    dtype: str
+    vocab_size: int
+    max_context_length: int
+    targets: Sequence[Target]
+    eos_token_ids: frozenset[int]
+    sizes: Sizes
+    memory_share: float
+    """Part of the GPU's memory that is free for vLLM."""
+    base: Sample
+    groups: Mapping[Group, Sample]
+
+
+def take_reference(config: SamplerConfig) -> Reference:
+    """Blocks. Raises as BaseModel.load does."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_measure, config.model_dump()).result()
+
+
+def _measure(settings: dict[str, object]) -> Reference:
+    config = SamplerConfig.model_validate(settings)
+    device = torch.device(resolve_device(config.device))
+    share = 1.0
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        share = free / total
+    elif config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    base = BaseModel.load(config.base_model, device=device, dtype=resolve_dtype(config.dtype, device))
+    length = min(_LENGTH, base.max_context_length - 1)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(base.vocab_size, (length,), generator=generator).numpy().astype(np.int32)
+    rank = min(_RANK, config.max_lora_rank)
+    return Reference(
+        architecture=base.architecture,
+        device=device.type,
+        dtype=str(base.dtype).removeprefix("torch."),
+        vocab_size=base.vocab_size,
+        max_context_length=base.max_context_length,
+        targets=base.targets,
+        eos_token_ids=eos_token_ids(base.path, base.config),
+        sizes=Sizes.of(base, config),
+        memory_share=share,
+        base=_sample(base, tokens, None),
+        groups={group: _sample(base, tokens, only(group, rank=rank, seed=0)) for group in base.groups},
+    )
+
+
+@torch.no_grad()
+def _sample(base: BaseModel, tokens: Ints, config: AdapterConfig | None) -> Sample:
+    """`tokens`: int32, the whole prompt."""
+    tokens_T = torch.from_numpy(tokens.astype(np.int64)).to(base.device)
+    length = len(tokens) - 1
+    runs = [] if config is None else [Run(random_adapter(config, base.targets, base.device), slice(0, length))]
+    hidden_T_H = base.hidden_states(tokens_T[:-1], positions_of([length], base.device), Packed([length]), runs)
+    rows = torch.arange(length, device=base.device)
+    logprobs = target_logprobs(base.head, hidden_T_H, rows, tokens_T[1:], runs)
+    return Sample(tokens, config, logprobs.float().cpu().numpy())

@@ -1,0 +1,75 @@
+"""How vLLM is started: its environment and its arguments, from the sampler's settings and the reference."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+from sampler_service.config import SamplerConfig
+from sampler_service.vllm.reference import Reference
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Largest ranks that vLLM knows; a smaller adapter is padded with zeros."""
+BLOCK_TOKENS = 32
+"""Of a block of the key/value cache. On a CPU it must divide by 32, and the default of 128 lets the samples of one
+prompt share little of it."""
+WORKER_EXTENSION = "sampler_service.vllm.worker.WorkerExtension"
+
+
+def is_installed() -> bool:
+    return find_spec("vllm") is not None
+
+
+def slot_rank(max_lora_rank: int) -> int:
+    """Rank of vLLM's slots. Raises ValueError above the largest."""
+    for rank in RANKS:
+        if rank >= max_lora_rank:
+            return rank
+    raise ValueError(f"max_lora_rank: {max_lora_rank} is above {RANKS[-1]}, the largest rank that vLLM serves")
+
+
+def set_environment(config: SamplerConfig, *, device: str) -> None:
+    """Before vllm is imported. What the user has set stays, but for what the engine cannot do without."""
+    os.environ.update(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",  # no third process
+        VLLM_USE_V2_MODEL_RUNNER="0",  # worker.py extends the other one
+        VLLM_WORKER_MULTIPROC_METHOD="spawn",
+    )
+    defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    if device == "cpu":
+        # Else a first request compiles for seconds, and without a C++ compiler the engine dies of it.
+        defaults["TORCH_COMPILE_DISABLE"] = "1"
+    if config.num_threads:
+        defaults["OMP_NUM_THREADS"] = str(config.num_threads)
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def engine_args(config: SamplerConfig, reference: Reference) -> dict[str, object]:
+    """For vLLM's AsyncEngineArgs."""
+    sizes, on_cpu = reference.sizes, reference.device == "cpu"
+    prefix_tokens = sizes.prefix_cache_bytes // sizes.bytes_per_token
+    # One block is vLLM's own, and one more may be begun.
+    num_blocks = -(-(sizes.max_kv_tokens + prefix_tokens) // BLOCK_TOKENS) + 2
+    return {
+        "model": config.base_model,
+        "dtype": reference.dtype,
+        "skip_tokenizer_init": True,
+        "max_model_len": min(reference.max_context_length, sizes.max_kv_tokens),
+        "block_size": BLOCK_TOKENS,
+        "kv_cache_memory_bytes": num_blocks * BLOCK_TOKENS * sizes.bytes_per_token,
+        "gpu_memory_utilization": round(0.9 * reference.memory_share, 2),
+        "enforce_eager": on_cpu,  # compiled, it starts minutes later and decodes 5 % faster
+        "max_num_seqs": config.max_running,
+        "max_num_batched_tokens": max(sizes.tokens_per_step, config.max_running),
+        "enable_prefix_caching": sizes.prefix_cache_bytes > 0,
+        "max_logprobs": -1,
+        "enable_lora": bool(reference.targets),
+        "max_loras": config.max_device_versions,
+        "max_cpu_loras": config.max_device_versions,  # others lie in shared memory
+        "max_lora_rank": slot_rank(config.max_lora_rank),
+        "worker_extension_cls": WORKER_EXTENSION,
+        "generation_config": "vllm",  # no sampling defaults of the model's
+        "disable_log_stats": True,
+        "enable_log_requests": False,
+    }

@@ -1,0 +1,45 @@
+"""vLLM's own counts of its steps, as the sampler's metrics and its speed."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from vllm.v1.metrics.loggers import StatLoggerBase  # pyright: ignore[reportMissingImports]
+
+from sampler_service.metrics import SamplerMetrics
+from sampler_service.speed import Speed
+
+
+class StepStats(StatLoggerBase):
+    """Hears of every step, on the event loop."""
+
+    def __init__(self, metrics: SamplerMetrics, speed: Speed) -> None:
+        self._metrics = metrics
+        self._speed = speed
+        self._last: float | None = None
+        """When the last step ended, while there was more to do."""
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
+        now, metrics = time.perf_counter(), self._metrics
+        prefilled = 0
+        if iteration_stats is not None:
+            tokens = iteration_stats.prompt_token_stats
+            prefilled = tokens.computed
+            metrics.prefilled_tokens.inc(prefilled)
+            metrics.sampled_tokens.inc(iteration_stats.num_generation_tokens)
+            metrics.preemptions.inc(iteration_stats.num_preempted_reqs)
+        if scheduler_stats is not None:
+            metrics.running.set(scheduler_stats.num_running_reqs)
+            prefix = scheduler_stats.prefix_cache_stats
+            if prefix is not None:
+                metrics.prefix_lookups.inc(prefix.requests)
+                metrics.prefix_hit_tokens.inc(prefix.hits)
+            if self._last is not None:
+                metrics.step_time.observe(now - self._last)
+                self._speed.observe(now - self._last, prefilled=prefilled)
+            busy = scheduler_stats.num_running_reqs or scheduler_stats.num_waiting_reqs
+            self._last = now if busy else None
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say."""

@@ -1,0 +1,52 @@
+"""Versions as the vLLM engine holds them: in shared memory, from where its worker loads them when they are used."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import Any
+
+from sampler_service.vllm.shared_memory import SharedTensor
+from tinsmith.modeling.adapter import Adapter
+
+
+class SharedAdapter(Adapter):
+    """An adapter over shared memory, under the number that the worker knows it by."""
+
+    def __init__(self, adapter: Adapter, shared: SharedTensor, number: int) -> None:
+        super().__init__(adapter.config, adapter.targets, shared.tensor)
+        self.shared = shared
+        self.number = number
+
+
+class WorkerVersions:
+    """Tells the worker what comes and goes. A number is never used again, and so is no name of vLLM's prefix cache."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self._numbers = itertools.count(1)
+        self._leaving: set[asyncio.Task[None]] = set()
+
+    async def register(self, adapter: Adapter, shared: SharedTensor) -> SharedAdapter:
+        """Once the worker knows it."""
+        resident = SharedAdapter(adapter, shared, next(self._numbers))
+        handle = (shared.handle.pid, shared.handle.fd, shared.handle.num_bytes)
+        specs = [(name, list(shape)) for name, shape in resident.specs()]
+        await self._llm.collective_rpc(
+            "tinsmith_register", args=(resident.number, handle, specs, adapter.config.rank, adapter.scaling)
+        )
+        return resident
+
+    def forget(self, resident: SharedAdapter) -> None:
+        """When no request uses it. It is gone some time later."""
+        leaving = asyncio.create_task(self._forget(resident))
+        self._leaving.add(leaving)
+        leaving.add_done_callback(self._leaving.discard)
+
+    async def _forget(self, resident: SharedAdapter) -> None:
+        try:
+            await self._llm.collective_rpc("tinsmith_forget", args=(resident.number,))
+        except Exception:  # noqa: S110 - the engine has died, and all it knew with it
+            pass
+        finally:
+            resident.shared.close()

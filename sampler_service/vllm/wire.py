@@ -1,0 +1,94 @@
+"""What a request tells the worker beside vLLM's own parameters: `SamplingParams.extra_args`, plain values only."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from sampler_service.engine import Params, Request, Targets
+from sampler_service.sampling import Rule
+
+_DRAWS, _SCORES = "tinsmith_draws", "tinsmith_scores"
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """How a sequence draws."""
+
+    key: int
+    """Of its random stream."""
+    first: int
+    """Tokens that it has drawn before this request: a sequence that moved to another version goes on here."""
+    temperature: float
+    top_k: int
+    top_p: float
+    topk: int
+    """Columns of its top-k table."""
+
+    @property
+    def rule(self) -> Rule:
+        return Rule(self.temperature, self.top_k, self.top_p)
+
+    @classmethod
+    def read(cls, extra_args: dict[str, Any]) -> Self:
+        return cls(**extra_args[_DRAWS])
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What to score of a prompt, and under which name the scores wait to be taken."""
+
+    name: str
+    seed: int
+    temperature: float
+    prompt_logprobs: bool
+    prompt_logprobs_last_n: int | None
+    topk_prompt_logprobs: int
+    prompt_alt_tokens_k: int
+    target_rows: bytes | None
+    target_tokens: bytes | None
+    """int64; None when there are none."""
+
+    @classmethod
+    def of(cls, request: Request, *, name: str, seed: int) -> Self:
+        targets = request.targets
+        return cls(
+            name=name,
+            seed=seed,
+            temperature=request.params.temperature,
+            prompt_logprobs=request.prompt_logprobs,
+            prompt_logprobs_last_n=request.prompt_logprobs_last_n,
+            topk_prompt_logprobs=request.topk_prompt_logprobs,
+            prompt_alt_tokens_k=request.prompt_alt_tokens_k,
+            target_rows=None if targets is None else targets.rows_M.tobytes(),
+            target_tokens=None if targets is None else targets.tokens_M.tobytes(),
+        )
+
+    @classmethod
+    def read(cls, extra_args: dict[str, Any]) -> Self | None:
+        found = extra_args.get(_SCORES)
+        return None if found is None else cls(**found)
+
+    def request(self, prompt: list[int]) -> Request:
+        """The part of the request that its scores depend on."""
+        rows, tokens = self.target_rows, self.target_tokens
+        return Request(
+            np.array(prompt, np.int32),
+            params=Params(temperature=self.temperature),
+            prompt_logprobs=self.prompt_logprobs,
+            prompt_logprobs_last_n=self.prompt_logprobs_last_n,
+            topk_prompt_logprobs=self.topk_prompt_logprobs,
+            prompt_alt_tokens_k=self.prompt_alt_tokens_k,
+            targets=None
+            if rows is None or tokens is None
+            else Targets(np.frombuffer(rows, np.int64), np.frombuffer(tokens, np.int64)),
+        )
+
+
+def extra_args(draws: Draws, scores: Scores | None) -> dict[str, Any]:
+    args = {_DRAWS: asdict(draws)}
+    if scores is not None:
+        args[_SCORES] = asdict(scores)
+    return args

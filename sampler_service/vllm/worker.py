@@ -1,0 +1,126 @@
+"""What Tinsmith adds to vLLM's worker: versions from shared memory, its own draws and prompt scores.
+
+The engine calls these methods by name (collective_rpc), between two steps. They lean on vLLM's internals, which is why
+its version is pinned, and why the engine checks itself at start.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.lora.lora_model import LoRAModel  # pyright: ignore[reportMissingImports]
+from vllm.lora.peft_helper import PEFTHelper  # pyright: ignore[reportMissingImports]
+from vllm.lora.punica_wrapper import punica_cpu  # pyright: ignore[reportMissingImports]
+from vllm.lora.utils import parse_fine_tuned_lora_name  # pyright: ignore[reportMissingImports]
+
+from sampler_service.vllm.draw import StreamSampler
+from sampler_service.vllm.kernels import SlotKernels
+from sampler_service.vllm.score import PromptScoring
+from sampler_service.vllm.shared_memory import Handle
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """A version that this worker can load at any time."""
+
+    handle: Handle
+    specs: Sequence[tuple[str, Sequence[int]]]
+    """Names and shapes, in the order of the buffer: A and B in turn."""
+    rank: int
+    scaling: float
+
+
+class WorkerExtension:
+    """Mixed into vLLM's Worker, whose names it must not have."""
+
+    model_runner: Any
+
+    def tinsmith_set_up(self, parent: int) -> None:
+        """Once, before the first request. `parent`: the process that this one must not outlive."""
+        threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
+        runner = self.model_runner
+        self.tinsmith_scoring = runner._get_prompt_logprobs_dict = PromptScoring(runner)
+        runner.sampler = StreamSampler(runner)
+        self.tinsmith_versions: dict[int, Registered] = {}
+        if not runner.lora_config:
+            return
+        runner.lora_manager._load_adapter = self._tinsmith_load
+        if runner.device.type == "cpu":
+            _replace_kernels(runner.lora_manager._adapter_manager)
+
+    def tinsmith_without_place(self, names: Sequence[str]) -> list[str]:
+        """Those PEFT names of layers that this model takes no adapter for."""
+        manager = self.model_runner.lora_manager._adapter_manager
+        places = set(manager.modules).union(*manager.packed_modules.values())
+        return [name for name in names if parse_fine_tuned_lora_name(name, self._tinsmith_mapper())[0] not in places]
+
+    def tinsmith_register(
+        self, number: int, handle: tuple[int, int, int], specs: Sequence[Any], rank: int, scaling: float
+    ) -> None:
+        """A version that requests may name from now on."""
+        self.tinsmith_versions[number] = Registered(Handle(*handle), specs, rank, scaling)
+
+    def tinsmith_forget(self, number: int) -> None:
+        """No request names it any more."""
+        self.tinsmith_versions.pop(number, None)
+        self.model_runner.lora_manager.remove_adapter(number)
+
+    def tinsmith_loaded(self) -> list[int]:
+        """Versions that lie on the device."""
+        return sorted(self.model_runner.lora_manager.list_adapters())
+
+    def tinsmith_take_scores(self, name: str) -> list[bytes] | None:
+        return self.tinsmith_scoring.take(name)
+
+    def _tinsmith_load(self, request: Any) -> LoRAModel:
+        """What vLLM's manager calls for a version that is not on the device."""
+        version = self.tinsmith_versions[request.lora_int_id]
+        manager = self.model_runner.lora_manager
+        flat = version.handle.open()
+        tensors, start = {}, 0
+        for n, (name, shape) in enumerate(version.specs):
+            size = shape[0] * shape[1]
+            view = flat[start : start + size].view(*shape)
+            # The scaling goes into a copy of B here: vLLM would multiply the shared buffer by it, in place.
+            tensors[name] = view * version.scaling if n % 2 else view
+            start += size
+        return LoRAModel.from_lora_tensors(
+            request.lora_int_id,
+            tensors,
+            PEFTHelper(r=version.rank, lora_alpha=version.rank, target_modules=[]),
+            device="cpu",
+            dtype=manager.lora_config.lora_dtype,
+            model_vocab_size=manager.vocab_size,
+            weights_mapper=self._tinsmith_mapper(),
+        )
+
+    def _tinsmith_mapper(self) -> Any:
+        mapper = getattr(self.model_runner.lora_manager._adapter_manager.model, "hf_to_vllm_mapper", None)
+        return None if mapper is None else mapper.get_rename_mapper()
+
+
+def _replace_kernels(manager: Any) -> None:
+    """On the CPU; and tells the new kernels the rank of what comes into a slot."""
+    kernels = SlotKernels()
+    kernels.install(punica_cpu)
+    activate = manager.activate_adapter
+
+    def activate_adapter(number: int) -> bool:
+        activated = activate(number)
+        slot = manager.lora_index_to_id.index(number)
+        kernels.ranks[slot] = manager.get_adapter(number).rank
+        return activated
+
+    manager.activate_adapter = activate_adapter
+
+
+def _die_with(parent: int) -> None:
+    """A sampler that is killed cannot stop its engine."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
