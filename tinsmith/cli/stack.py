@@ -89,9 +89,11 @@ class Stack:
     log_level: str
     threads: Threads
     full_training: bool = False
+    """The trainers train all parameters."""
+    engine: str = "auto"
+    """Of the samplers."""
     trainer_ranks: int = 1
     """Processes of each trainer, which share its threads."""
-    """The trainers train all parameters."""
 
     @property
     def url(self) -> str:
@@ -146,12 +148,14 @@ class Stack:
         )
 
     def _sampler(self, pair: Pair) -> Service:
+        engine = "torch" if self.full_training else self.engine  # vLLM serves adapters only
         flags = {
             "base-model": pair.model.source,
             "model-names": json.dumps(pair.model.names),
             "listen": _local(pair.sampler_port),
             "metrics-port": str(pair.sampler_metrics_port),
             "num-threads": str(self.threads.sampler),
+            **({} if engine == "auto" else {"engine": engine}),  # then SAMPLER_ENGINE may say it
         }
         return self._grpc_service("sampler", pair.suffix, flags, port=pair.sampler_port, threads=self.threads.sampler)
 

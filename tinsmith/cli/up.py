@@ -62,6 +62,10 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         help="train all parameters of the base models, one run at a time for each (clients send rank 0), instead of "
         "LoRA adapters",
     )  # fmt: skip
+    parser.add_argument(
+        "--engine", default="auto", choices=["auto", "vllm", "torch"],
+        help="what generates: vLLM, or the trainer's own modelling code; auto takes vLLM on CUDA, where it is installed",
+    )  # fmt: skip
     parser.add_argument("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
     parser.add_argument(
         "--trainer-ranks", type=int, default=1, metavar="N",
@@ -89,6 +93,8 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if arguments.trainer_ranks < 1:
         raise UsageError(f"--trainer-ranks: {arguments.trainer_ranks} is not at least 1")
+    if arguments.full_training and arguments.engine == "vllm":
+        raise UsageError("--engine: vllm serves adapters only, and not what --full-training makes; take torch")
     keys = _keys(arguments.host, arguments.api_key)
     port = _check_port(arguments.host, arguments.port)
     with _lock(state_dir):
@@ -101,6 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
             log_level=arguments.log_level,
             threads=threads,
             full_training=arguments.full_training,
+            engine=arguments.engine,
             trainer_ranks=arguments.trainer_ranks,
         )
         pairs = stack.pairs()

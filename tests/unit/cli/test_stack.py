@@ -71,6 +71,15 @@ def test_full_training_is_a_flag_of_the_trainers() -> None:
     assert not any("--full-training" in other.argv for other in others)
 
 
+def test_the_engine_is_a_flag_of_the_samplers_and_full_training_takes_the_one_that_serves_it() -> None:
+    stack = make_stack([BaseModel("/m/a", ("a",))])
+    assert not any("--engine" in service.argv for service in stack.services(stack.pairs()))
+    for changed, engine in (({"engine": "vllm"}, "vllm"), ({"full_training": True}, "torch")):
+        trainer, sampler, gateway = replace(stack, **changed).services(stack.pairs())
+        assert flag(sampler, "engine") == engine
+        assert "--engine" not in [*trainer.argv, *gateway.argv]
+
+
 def test_several_ranks_of_a_trainer_are_started_by_torchrun_and_share_its_threads() -> None:
     stack = replace(make_stack([BaseModel("/m/a", ("a",))]), trainer_ranks=2)
     trainer, sampler, _ = stack.services(stack.pairs())
