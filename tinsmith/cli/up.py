@@ -64,7 +64,7 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--engine", default="auto", choices=["auto", "vllm", "torch"],
-        help="what generates: vLLM, or the trainer's own modelling code; auto takes vLLM on CUDA, where it is installed",
+        help="what generates: vLLM, or the trainer's own modelling code; auto is vLLM on CUDA, where it is installed",
     )  # fmt: skip
     parser.add_argument("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
     parser.add_argument(
