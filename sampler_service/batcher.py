@@ -330,10 +330,11 @@ class Batcher:
             task = sequence.owner
             if not math.isfinite(logprob):
                 broken[task] = sequence
-            elif task.take(sequence, token, logprob):
-                ended.add(row)
+                continue
             if task.generation.stream and task not in broken:
-                self._deliveries.deltas.append((task, Delta(sequence.index, (token,), (logprob,))))
+                self._deliveries.deltas.append((task, task.delta(sequence, token, logprob)))
+            if task.take(sequence, token, logprob):
+                ended.add(row)
         self.metrics.sampled_tokens.inc(len(sequences))
         num_running = len(running)
         row = num_running

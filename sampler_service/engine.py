@@ -6,7 +6,7 @@ Shapes: P prompt tokens, L tokens of a sequence, k columns of a table, M named c
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -85,6 +85,13 @@ class TopkTable:
     def empty(cls, rows: int, k: int) -> TopkTable:
         return cls(np.zeros((rows, k), np.int32), np.full((rows, k), EMPTY_LOGPROB, np.float32))
 
+    @classmethod
+    def joined(cls, tables: Sequence[TopkTable]) -> TopkTable:
+        """Their rows, one after the other."""
+        return cls(
+            np.concatenate([table.token_ids for table in tables]), np.concatenate([table.logprobs for table in tables])
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class AltTokens:
@@ -145,6 +152,21 @@ class Delta:
     """A row for each token, when topk_sample_logprobs was asked for."""
 
 
+def _joined(deltas: Sequence[Delta]) -> Iterable[Delta]:
+    """One for each sequence."""
+    by_index: dict[int, list[Delta]] = {}
+    for delta in deltas:
+        by_index.setdefault(delta.index, []).append(delta)
+    for index, parts in by_index.items():
+        tables = [part.topk for part in parts if part.topk is not None]
+        yield Delta(
+            index,
+            [token for part in parts for token in part.tokens],
+            [logprob for part in parts for logprob in part.logprobs],
+            TopkTable.joined(tables) if tables else None,
+        )
+
+
 class Generation:
     """A submitted request, as its caller sees it. Lives on the event loop."""
 
@@ -166,12 +188,20 @@ class Generation:
             raise
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """Tokens as they come, until the last one or a failure, which result() raises. Leaving early cancels."""
+        """Tokens as they come, until the last one or a failure, which result() raises. Leaving early cancels.
+
+        The engine never waits for its reader: a slow one finds all that has come meanwhile in one delta for each
+        sequence. So what waits here is no more than the result will hold.
+        """
         ended = False
         try:
-            while (delta := await self._deltas.get()) is not None:
-                yield delta
-            ended = True
+            while not ended:
+                news = [await self._deltas.get()]
+                while not self._deltas.empty():
+                    news.append(self._deltas.get_nowait())
+                ended = news[-1] is None
+                for delta in _joined([delta for delta in news if delta is not None]):
+                    yield delta
         finally:
             if not ended:
                 self._on_cancel()

@@ -9,6 +9,7 @@ import numpy as np
 
 from sampler_service.adapters import Version
 from sampler_service.engine import (
+    Delta,
     Floats,
     Generation,
     Int64s,
@@ -170,6 +171,11 @@ class Task:
         prompt = self.request.prompt
         return np.concatenate([prompt, np.array(sequence.tokens, prompt.dtype)])
 
+    def delta(self, sequence: Sequence[Task], token: int, logprob: float) -> Delta:
+        """For whoever reads the tokens as they come; before the token is taken."""
+        table = self._table(self.tables[sequence.index][-1:]) if self.topk else None
+        return Delta(sequence.index, (token,), (logprob,), table)
+
     def take(self, sequence: Sequence[Task], token: int, logprob: float) -> bool:
         """Adds a token to one of its sequences. True when the sequence has ended."""
         sequence.tokens.append(token)
@@ -185,15 +191,16 @@ class Task:
         self.tables.setdefault(sequence.index, []).append((token_ids, logprobs))
 
     def _finish(self, sequence: Sequence[Task], reason: StopReason) -> None:
-        topk = None
-        if self.topk:
-            rows = self.tables.pop(sequence.index)
-            topk = TopkTable.empty(len(rows), self.topk)
-            for n, (token_ids, logprobs) in enumerate(rows):
-                topk.token_ids[n, : len(token_ids)] = token_ids
-                topk.logprobs[n, : len(logprobs)] = logprobs
+        topk = self._table(self.tables.pop(sequence.index)) if self.topk else None
         spans = self._spans(sequence) if self.request.follow_run else ()
         self.finished[sequence.index] = SampledSequence(sequence.tokens, sequence.logprobs, reason, topk, spans)
+
+    def _table(self, rows: list[TopkRow]) -> TopkTable:
+        table = TopkTable.empty(len(rows), self.topk)
+        for n, (token_ids, logprobs) in enumerate(rows):
+            table.token_ids[n, : len(token_ids)] = token_ids
+            table.logprobs[n, : len(logprobs)] = logprobs
+        return table
 
     def _spans(self, sequence: Sequence[Task]) -> list[VersionSpan]:
         stretches = self._stretches[sequence.index]
