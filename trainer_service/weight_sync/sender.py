@@ -30,6 +30,7 @@ from trainer_service.weight_sync.samplers import Sampler, Samplers
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
+_CLOSE_S = 1.0
 _DTYPES = {torch.float32: types_pb2.DTYPE_FLOAT32, torch.bfloat16: types_pb2.DTYPE_BFLOAT16}
 
 
@@ -106,7 +107,9 @@ class WeightSender:
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.gather(self._keeping, return_exceptions=True)
-        self._drop_group()
+        if self._group is not None:
+            await asyncio.wait([in_thread(self._group.close)], timeout=_CLOSE_S)
+        self._group = None
         self._former.close()
         await self._samplers.close()
 

@@ -1,6 +1,7 @@
-"""The sender against receivers that speak the real protocol over real gRPC and gloo, in this process."""
+"""The sender against receivers that speak the real protocol over real gRPC, gloo and shared memory, in this process."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -13,14 +14,18 @@ from torch import Tensor
 
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
-from tinsmith.rpc.errors import AlreadyExists, DataCorrupted, FailedPrecondition, InvalidRequest, NotReady
+from tinsmith.rpc.errors import AlreadyExists, DataCorrupted, FailedPrecondition, InvalidRequest, NotReady, Unsupported
 from tinsmith.rpc.server import Server
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, weight_sync_pb2, weight_sync_pb2_grpc
 from tinsmith.v1 import weight_sync_pb2 as pb
 from tinsmith.weight_channel.buckets import receive
 from tinsmith.weight_channel.group import WeightGroup, join_store
+from tinsmith.weight_channel.ring import RingInlet, connect_ring
+from tinsmith.weight_channel.ring_memory import map_host_ring
+from tinsmith.weight_channel.transport import Inlet
 from trainer_service.metrics import Metrics
 from trainer_service.weight_sync import Version, WeightSender
+from trainer_service.weight_sync.choice import Channel
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -38,7 +43,11 @@ class Receiver(weight_sync_pb2_grpc.WeightSyncServiceServicer, sampler_pb2_grpc.
         self.versions: dict[str, Tensor] = {}
         self.faults: list[str] = []
         """Each makes the call of that name fail once."""
-        self._group: WeightGroup | None = None
+        self.backends: list[str] = []
+        self.least_epoch = 0
+        self.on_this_machine = True
+        self._meeting: socket.socket | None = None
+        self._group: Inlet | None = None
         self._started: pb.StartWeightUpdateRequest | None = None
         self._flat = torch.empty(0)
         self.received = ""
@@ -48,10 +57,24 @@ class Receiver(weight_sync_pb2_grpc.WeightSyncServiceServicer, sampler_pb2_grpc.
             self.faults.remove(name)
             raise FailedPrecondition(f"{name} was told to fail")
 
+    async def ProbeWeightTransfer(
+        self, request: pb.ProbeWeightTransferRequest, context: Context
+    ) -> pb.ProbeWeightTransferResponse:
+        self._fault("probe")
+        if not self.on_this_machine:
+            return pb.ProbeWeightTransferResponse()
+        self._part()
+        self._meeting = connect_ring(request.socket)
+        return pb.ProbeWeightTransferResponse(connected=True)
+
     async def InitWeightTransfer(
         self, request: pb.InitWeightTransferRequest, context: Context
     ) -> pb.InitWeightTransferResponse:
-        def form() -> WeightGroup:
+        def form() -> Inlet:
+            if request.backend == "shm":
+                trainer, self._meeting = self._meeting, None
+                assert trainer is not None
+                return RingInlet(map_host_ring(trainer, request.ring), trainer, epoch=request.epoch)
             return WeightGroup.form(
                 join_store(request.store_host, request.store_port, timeout_s=TIMEOUT_S),
                 epoch=request.epoch,
@@ -62,11 +85,28 @@ class Receiver(weight_sync_pb2_grpc.WeightSyncServiceServicer, sampler_pb2_grpc.
                 timeout_s=TIMEOUT_S,
             )
 
-        self._group = await asyncio.to_thread(form)
+        if request.epoch <= self.least_epoch:
+            raise FailedPrecondition("epoch: not above the present one", epoch=self.least_epoch)
+        formed = await asyncio.to_thread(form)
+        self.leave()
+        self._group = formed
         self._fault("init")
+        self.backends.append(request.backend)
         self.epochs.append(request.epoch)
         self.joined.set()
         return pb.InitWeightTransferResponse()
+
+    def leave(self) -> None:
+        """As if it had died: its connections close."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+        self._part()
+
+    def _part(self) -> None:
+        if self._meeting is not None:
+            self._meeting.close()
+        self._meeting = None
 
     async def StartWeightUpdate(
         self, request: pb.StartWeightUpdateRequest, context: Context
@@ -84,14 +124,16 @@ class Receiver(weight_sync_pb2_grpc.WeightSyncServiceServicer, sampler_pb2_grpc.
     async def UpdateWeights(self, request: pb.UpdateWeightsRequest, context: Context) -> pb.UpdateWeightsResponse:
         announced, group = self._started, self._group
         if "update" in self.faults:
-            self._group = group = None
+            group = None
+            self.leave()
         self._fault("update")
         assert announced is not None
         assert group is not None
         self._flat = flat = torch.empty(sum(torch.Size(spec.shape).numel() for spec in announced.tensors))
         if "middle" in self.faults:
-            await asyncio.to_thread(group.broadcast, flat[: announced.bucket_bytes // 4])
-            self._group = group = None  # its sockets close
+            await asyncio.to_thread(group.receive, flat[: announced.bucket_bytes // 4])
+            group = None
+            self.leave()
         self._fault("middle")
         assert group is not None
         arriving = partial(receive, group, flat, dtype=torch.float32, bucket_bytes=announced.bucket_bytes)
@@ -131,6 +173,7 @@ MakeVersion = Callable[[str], Version]
 @pytest.fixture
 async def serve() -> AsyncIterator[Serve]:
     servers: list[Server] = []
+    receivers: list[Receiver] = []
 
     async def make(receiver: Receiver, *, port: int = 0) -> Server:
         server = Server(f"127.0.0.1:{port}", [weight_sync_pb2.DESCRIPTOR, sampler_pb2.DESCRIPTOR])
@@ -139,27 +182,38 @@ async def serve() -> AsyncIterator[Serve]:
         await server.start()
         await server.set_serving(True)
         servers.append(server)
+        receivers.append(receiver)
         return server
 
     yield make
     for server in servers:
         await server.stop(0)
+    for receiver in receivers:
+        receiver.leave()
+
+
+@pytest.fixture(params=["gloo", "shm"])
+def channel(request: pytest.FixtureRequest) -> Channel:
+    return request.param
 
 
 @pytest.fixture
-async def connect(serve: Serve) -> AsyncIterator[Connect]:
+async def connect(serve: Serve, channel: Channel) -> AsyncIterator[Connect]:
     """Makes a sender to some servers, or addresses. It is closed before the servers stop."""
     senders: list[WeightSender] = []
 
-    async def make(*samplers: Server | str, started: bool = True) -> WeightSender:
+    async def make(
+        *samplers: Server | str, started: bool = True, channel: Channel = channel, silence_s: float = 20
+    ) -> WeightSender:
         sender = WeightSender(
             [sampler if isinstance(sampler, str) else f"127.0.0.1:{sampler.port}" for sampler in samplers],
             trainer_id="test",
             host="127.0.0.1",
-            channel="gloo",
+            channel=channel,
             timeout_s=TIMEOUT_S,
             metrics=Metrics(CollectorRegistry()),
             bucket_bytes=BUCKET_BYTES,
+            silence_s=silence_s,
         )
         senders.append(sender)
         if started:
@@ -247,10 +301,12 @@ async def test_a_version_that_some_hold_goes_to_the_others(
     assert all("m@2" in receiver.versions for receiver in receivers)
 
 
-@pytest.mark.parametrize("verb", ["init", "start", "update", "middle", "finish"])
+@pytest.mark.parametrize("verb", ["probe", "init", "start", "update", "middle", "finish"])
 async def test_a_failure_of_any_verb_is_retried_on_a_new_group(
-    connect: Connect, serve: Serve, make_version: MakeVersion, verb: str
+    connect: Connect, serve: Serve, make_version: MakeVersion, verb: str, channel: Channel
 ) -> None:
+    if (verb, channel) == ("probe", "gloo"):
+        pytest.skip("nobody is asked where it is")
     receivers = [Receiver(), Receiver()]
     receivers[1].faults = [verb]
     sender = await connect(*[await serve(receiver) for receiver in receivers], started=False)
@@ -272,6 +328,42 @@ async def test_a_channel_that_never_works_ends_in_a_clear_error(
         await sender.publish(make_version("m@1"))
     receiver.faults = []
     assert len((await sender.publish(make_version("m@2"))).members) == 1
+
+
+async def test_auto_takes_shared_memory_on_this_machine_and_gloo_for_the_rest_in_one_publish(
+    connect: Connect, serve: Serve, make_version: MakeVersion
+) -> None:
+    receivers = [Receiver(), Receiver(), Receiver(), Receiver()]
+    receivers[1].on_this_machine = receivers[3].on_this_machine = False
+    sender = await connect(*[await serve(receiver) for receiver in receivers], channel="auto")
+    versions = [make_version(f"m@{n}") for n in (1, 2)]
+    for version in versions:
+        assert len((await sender.publish(version)).members) == 4
+    assert [receiver.backends[-1] for receiver in receivers] == ["shm", "gloo", "shm", "gloo"]
+    for receiver in receivers:
+        for version in versions:
+            assert torch.equal(receiver.versions[version.version_id], version.adapter.flat)
+
+
+async def test_shared_memory_that_was_asked_for_and_cannot_be_had_is_a_clear_error(
+    connect: Connect, serve: Serve, make_version: MakeVersion
+) -> None:
+    receiver = Receiver()
+    receiver.on_this_machine = False
+    sender = await connect(await serve(receiver), channel="shm")
+    with pytest.raises(Unsupported, match=r"channel: 'shm' does not reach the sampler 127\.0\.0\.1:\d+: it is not on"):
+        await sender.publish(make_version("m@1"))
+
+
+async def test_a_sampler_that_has_a_later_epoch_in_mind_is_outbid(
+    connect: Connect, serve: Serve, make_version: MakeVersion
+) -> None:
+    """As after a restart of the trainer with a clock that was set back."""
+    receiver = Receiver()
+    receiver.least_epoch = 1 << 50
+    sender = await connect(await serve(receiver))
+    assert len((await sender.publish(make_version("m@1"))).members) == 1
+    assert receiver.epochs[-1] > 1 << 50
 
 
 async def test_a_refusal_is_handed_on_as_it_is(
