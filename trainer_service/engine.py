@@ -19,6 +19,7 @@ from tinsmith.modeling.full_weights import TrainedWeights, Weights, reload
 from tinsmith.rpc.errors import FailedPrecondition, InvalidRequest, ServiceError
 from trainer_service.batch import Batch, Datum, Limits, Output
 from trainer_service.budget import Lengths, Plan
+from trainer_service.canary import Scores, Tokens, score
 from trainer_service.job import Job, Piece, whole
 from trainer_service.losses import LOSS_FNS
 from trainer_service.metrics import Metrics
@@ -264,6 +265,14 @@ class TrainingEngine:
             step=model.step,
             optimizer=self._optimizer_state(model) if with_optimizer else None,
         )
+
+    def weights(self, model_id: str) -> Weights:
+        """The live ones."""
+        return self._models[model_id].adapter
+
+    def score(self, weights: Weights, sequences: Sequence[Tokens]) -> Scores:
+        """canary.score of live weights or any others for this base model. Raises OutOfCapacity."""
+        return self._room.found(lambda: score(self.base, weights, sequences), what="scoring a published version")
 
     def _optimizer_state(self, model: ModelState) -> OptimizerState:
         """Of a model that has taken no step: the one that its first step will begin with."""

@@ -11,12 +11,13 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from tests.batches import random_datum, request
-from tests.models import VOCAB_SIZE
+from tests.models import CONTEXT, VOCAB_SIZE
 from tests.unit.trainer_service.custom_losses import custom_loss, graph, node, ref
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.rpc.errors import ServiceError
 from tinsmith.v1 import types_pb2
 from trainer_service.batch import Batch, Output
+from trainer_service.canary import canary
 from trainer_service.checkpoints import CheckpointStore
 from trainer_service.engine import TrainingEngine
 from trainer_service.job import Piece
@@ -196,6 +197,8 @@ def play(engine: TrainingEngine, root: Path, *, others: Path | None = None) -> d
     (output,) = engine.forward_backward(twice)
     assert isinstance(output, Output)
     script.seen["one model, drawn by rank 0"] = np.ptp(np.stack(output.logprobs), axis=0)
+    scores(script, "all:train:0")
+    scores(script, "attn:train:0")
     return script.seen
 
 
@@ -211,6 +214,7 @@ def play_full(engine: TrainingEngine) -> dict[str, Any]:
     script.forward_backward("restored", [("full:train:0", script.batch(datums(2)))])
     script.seen["norm"] = np.array(engine.optim_step("full:train:0", ADAM)["grad_norm:mean"])
     script.weights("last", "full:train:0")
+    scores(script, "full:train:0")
     return script.seen
 
 
@@ -220,6 +224,18 @@ def play_starved(engine: TrainingEngine) -> dict[str, Any]:
     tenants(script)
     script.seen["token budget"] = np.array(float(engine.token_budget))
     return script.seen
+
+
+def scores(script: Script, model_id: str) -> None:
+    """What a publish asks of the trainer: of live weights, and of a copy once the live ones have moved on."""
+    engine = script.engine
+    sequences = canary(vocab_size=VOCAB_SIZE, max_context_length=CONTEXT)
+    copied = engine.capture(model_id, with_optimizer=False).adapter
+    script.seen[f"scores {model_id}"] = engine.score(engine.weights(model_id), sequences)
+    engine.forward_backward([(model_id, script.batch(datums(13)))])
+    engine.optim_step(model_id, ADAM if model_id.startswith(("all", "full")) else DIMUON)
+    script.seen[f"scores {model_id}, moved on"] = engine.score(engine.weights(model_id), sequences)
+    script.seen[f"scores {model_id}, copied"] = engine.score(copied, sequences)
 
 
 def write(seen: Mapping[str, Any], folder: Path) -> None:

@@ -14,6 +14,7 @@ ServiceError                 INTERNAL             server
 ├── FailedPrecondition       FAILED_PRECONDITION  user
 │   ├── VersionNotLoaded                                   ask the trainer to publish it, then try again
 │   ├── VersionGone                                        the location holds other weights by now
+│   ├── VersionRefused                    server           samplers do not compute it as the trainer does
 │   └── ModelLost                                          the trainer restarted and does not hold the model
 ├── Unauthenticated          UNAUTHENTICATED      server   a gRPC call without a key; the gateway's own, for the SDK
 ├── OutOfCapacity            RESOURCE_EXHAUSTED   server   a queue, a cache or a disk is full
@@ -101,6 +102,10 @@ class VersionNotLoaded(FailedPrecondition):
 
 class VersionGone(FailedPrecondition):
     reason = "VERSION_GONE"
+
+
+class VersionRefused(FailedPrecondition):
+    reason, category = "VERSION_REFUSED", "server"
 
 
 class ModelLost(FailedPrecondition):

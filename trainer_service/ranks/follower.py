@@ -7,15 +7,18 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
-from tinsmith.modeling.full_weights import FullWeights
+from tinsmith.modeling.full_weights import FullWeights, Weights
 from tinsmith.rpc.errors import ServiceError
 from tinsmith.v1 import trainer_pb2
 from trainer_service.batch import Batch
 from trainer_service.budget import Footprint, Plan
+from trainer_service.canary import score
 from trainer_service.engine import OptimizerState, State, TrainingEngine
 from trainer_service.job import Job, Piece
 from trainer_service.model_state import ModelState
@@ -52,6 +55,7 @@ class Follower:
             "taint": lambda message: engine.taint(message.fields["model_id"], message.fields["reason"]),
             "optim_step": self._optim_step,
             "restore": self._restore,
+            "score": self._score,
         }
 
     def work(self) -> None:
@@ -90,13 +94,22 @@ class Follower:
     def _restore(self, message: Message) -> None:
         config = AdapterConfig(**message.fields["config"])
         flat, *tensors = message.tensors
-        base, optimizer = self._engine.base, None
+        optimizer = None
         if message.fields["optimizer"] is not None:
             kind, names = message.fields["optimizer"]
             optimizer = OptimizerState(kind, dict(zip(names, tensors, strict=True)))
-        weights = FullWeights(base, flat) if config.rank == 0 else Adapter(config, base.targets, flat)
-        state = State(config, weights, message.fields["step"], optimizer)
+        state = State(config, self._weights(config, flat), message.fields["step"], optimizer)
         self._engine.restore(message.fields["model_id"], state, with_optimizer=message.fields["with_optimizer"])
+
+    def _score(self, message: Message) -> None:
+        config = AdapterConfig(**message.fields["config"])
+        sequences = [np.array(tokens, np.int32) for tokens in message.fields["sequences"]]
+        with self._team.one_pass():
+            score(self._engine.base, self._weights(config, message.tensors[0]), sequences)
+
+    def _weights(self, config: AdapterConfig, flat: Tensor) -> Weights:
+        base = self._engine.base
+        return FullWeights(base, flat) if config.rank == 0 else Adapter(config, base.targets, flat)
 
     def _run(self, message: Message) -> None:
         pieces = self._team.all_or_none(lambda: self._pieces(message))

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.base_model import BaseModel
+from tinsmith.modeling.full_weights import Weights
 from tinsmith.rpc.errors import OutOfCapacity, ServiceError
 from trainer_service.batch import Output
 from trainer_service.budget import Lengths, Plan
+from trainer_service.canary import Scores, Tokens, score
 from trainer_service.engine import State, TrainingEngine
 from trainer_service.job import Job, Piece
 from trainer_service.mismatch import Mismatch
@@ -148,6 +150,21 @@ class LeadingEngine(TrainingEngine):
             Message("restore", fields, tensors),
             lambda: super(LeadingEngine, self).restore(model_id, state, with_optimizer=with_optimizer),
         )
+
+    def score(self, weights: Weights, sequences: Sequence[Tokens]) -> Scores:
+        if not self._ranks.together:
+            return super().score(weights, sequences)  # rank 0 has all that it takes
+        fields = {"config": asdict(weights.config), "sequences": [tokens.tolist() for tokens in sequences]}
+        message = Message("score", fields, [weights.flat.detach().cpu()])
+
+        def call() -> Scores:
+            with self._ranks.one_pass():
+                return score(self.base, weights, sequences)
+
+        try:
+            return self._everywhere(message, call)
+        except MemoryError:
+            raise OutOfCapacity("there is no memory for scoring a published version at this moment") from None
 
     def _everywhere(self, message: Message, call: Callable[[], T]) -> T:
         """Sends the message and makes the call, which is the same here. An error of any rank is raised on all."""

@@ -37,8 +37,8 @@ class RankTeam:
         self._group = group
         self._sharded = sharded
         self._tensor_parallel = group.place.tensor_parallel > 1
-        self._votes_halfway = sharded is not None or self._tensor_parallel
-        """Backward computes together, so everyone must know before it whether forward was fine."""
+        self.together = sharded is not None or self._tensor_parallel
+        """Ranks need each other within a pass: before backward everyone must know whether forward was fine."""
         self._halfway = False
         self._decided = False
         """A vote of this pass has failed: there is nothing left to agree on."""
@@ -78,7 +78,7 @@ class RankTeam:
     def halfway(self) -> None:
         if self._sharded is not None:
             self._sharded.catch_up(backward=False)
-        if self._votes_halfway:
+        if self.together:
             self._vote(None)
         self._halfway = True
 
