@@ -1,7 +1,8 @@
-"""Which trainer and which sampler serve which base model.
+"""Which trainers and samplers there are, and which serves which base model.
 
-Services may be down when the gateway starts and come later. Each one is watched by a task that asks what it serves
-whenever a connection to it is made, so that a restarted service with another model is noticed.
+Services may be down when the gateway starts and come later. Each trainer is watched by a task that asks what it serves
+whenever a connection to it is made, so that a restarted service with another model is noticed; samplers are watched in
+replicas.py.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
+from gateway.metrics import Metrics
+from gateway.replicas import Replica, Replicas
 from tinsmith.rpc.channel import connect
 from tinsmith.rpc.errors import InvalidRequest, NotReady
 from tinsmith.rpc.logs import REQUEST_ID_METADATA
-from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+from tinsmith.v1 import sampler_pb2, trainer_pb2, trainer_pb2_grpc
 
 T = TypeVar("T")
 
@@ -62,58 +65,60 @@ class Trainer:
         self.info = await self.stub.GetTrainerInfo(trainer_pb2.GetTrainerInfoRequest(), wait_for_ready=True)
 
 
-class Sampler:
-    def __init__(self, address: str, *, api_key: str) -> None:
-        self.address = address
-        self.channel = connect(address, api_key=api_key)
-        self.stub: Any = sampler_pb2_grpc.SamplerServiceStub(self.channel)
-        self.info: sampler_pb2.GetSamplerInfoResponse | None = None
-        self.num_running = 0
-
-    @property
-    def is_connected(self) -> bool:
-        return self.channel.get_state() == grpc.ChannelConnectivity.READY
-
-    async def ask(self) -> None:
-        self.info = await self.stub.GetSamplerInfo(sampler_pb2.GetSamplerInfoRequest(), wait_for_ready=True)
-
-
 class Clients:
-    def __init__(self, *, trainers: Sequence[str], samplers: Sequence[str], api_key: str = "") -> None:
+    def __init__(
+        self,
+        *,
+        trainers: Sequence[str],
+        samplers: Sequence[str],
+        metrics: Metrics,
+        api_key: str = "",
+        sampler_timeout_s: float = 3.0,
+        sampler_load_factor: float = 1.25,
+    ) -> None:
         """`api_key` is sent to all of them, unless it is empty."""
         self._trainers = [Trainer(address, api_key=api_key) for address in trainers]
-        self._samplers = [Sampler(address, api_key=api_key) for address in samplers]
         self._changed = asyncio.Condition()
+        self.samplers = Replicas(
+            samplers,
+            changed=self._changed,
+            metrics=metrics,
+            api_key=api_key,
+            timeout_s=sampler_timeout_s,
+            load_factor=sampler_load_factor,
+        )
         self._watches: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        self._watches = [asyncio.create_task(self._watch(service)) for service in (*self._trainers, *self._samplers)]
+        self._watches = [asyncio.create_task(self._watch(trainer)) for trainer in self._trainers]
+        self.samplers.start()
 
     async def close(self) -> None:
         for watch in self._watches:
             watch.cancel()
         await asyncio.gather(*self._watches, return_exceptions=True)
-        for service in (*self._trainers, *self._samplers):
-            await service.channel.close()
+        for trainer in self._trainers:
+            await trainer.channel.close()
+        await self.samplers.close()
 
-    async def _watch(self, service: Trainer | Sampler) -> None:
+    async def _watch(self, trainer: Trainer) -> None:
         boot_id, is_quiet = "", False
         while True:
             try:
-                await service.ask()
+                await trainer.ask()
             except grpc.aio.AioRpcError as error:
                 if not is_quiet:
-                    logger.info("%s does not say yet what it serves: %s", service.address, error.details())
+                    logger.info("%s does not say yet what it serves: %s", trainer.address, error.details())
                 is_quiet = True
                 await asyncio.sleep(0.1)  # it is up, but loading
                 continue
             is_quiet = False
-            if service.info is not None and service.info.boot_id != boot_id:
-                boot_id = service.info.boot_id
-                logger.info("%s serves %s", service.address, ", ".join(service.info.base_models))
+            if trainer.info is not None and trainer.info.boot_id != boot_id:
+                boot_id = trainer.info.boot_id
+                logger.info("%s serves %s", trainer.address, ", ".join(trainer.info.base_models))
             async with self._changed:
                 self._changed.notify_all()
-            await service.channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
+            await trainer.channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
 
     # What is served
 
@@ -121,12 +126,18 @@ class Clients:
         return (trainer.info for trainer in self._trainers if trainer.info is not None)
 
     def sampler_infos(self) -> Iterator[sampler_pb2.GetSamplerInfoResponse]:
-        return (sampler.info for sampler in self._samplers if sampler.info is not None)
+        return (sampler.info for sampler in self.samplers.all if sampler.info is not None)
 
     @property
     def unreached(self) -> list[str]:
-        """Addresses of those that have not said yet what they serve."""
-        return [service.address for service in (*self._trainers, *self._samplers) if service.info is None]
+        """Addresses of those that have not said yet what they serve; but not of samplers that are more than one for
+        each base model that is trained."""
+        trainers = [trainer.address for trainer in self._trainers if trainer.info is None]
+        samplers = [sampler.address for sampler in self.samplers.all if sampler.info is None]
+        sampled = {name for info in self.sampler_infos() for name in info.base_models}
+        if not trainers and sampled and all(sampled.issuperset(info.base_models) for info in self.trainer_infos()):
+            return []
+        return trainers + samplers
 
     def all_trainers(self) -> list[Trainer]:
         """Raises NotReady while one has not said yet what it serves."""
@@ -135,8 +146,8 @@ class Clients:
         return self._trainers
 
     def check_all_known(self) -> None:
-        """Raises NotReady while a service has not said yet what it serves."""
-        if any(service.info is None for service in (*self._trainers, *self._samplers)):
+        """Raises NotReady while a service that may be needed has not said yet what it serves."""
+        if self.unreached:
             raise NotReady("not every service has been reached yet")
 
     def any_trainer(self) -> Trainer:
@@ -168,7 +179,7 @@ class Clients:
         """Raises NotReady or InvalidRequest unless a sampler serves it."""
         if any(base_model in info.base_models for info in self.sampler_infos()):
             return
-        if any(sampler.info is None for sampler in self._samplers):
+        if any(sampler.info is None for sampler in self.samplers.all):
             raise NotReady(f"no sampler that serves {base_model!r} has been reached yet")
         served = sorted({name for info in self.sampler_infos() for name in info.base_models})
         raise InvalidRequest(
@@ -192,18 +203,6 @@ class Clients:
         """find_trainer, but waits while it is not known; raises InvalidRequest only."""
         return await self.settle(lambda: self.find_trainer(base_model))
 
-    def find_sampler(self, base_model: str) -> Sampler | None:
-        """The connected sampler with the least to do; None when there is none now."""
-        serving = [
-            sampler
-            for sampler in self._samplers
-            if sampler.is_connected and sampler.info is not None and base_model in sampler.info.base_models
-        ]
-        return min(serving, key=lambda sampler: sampler.num_running, default=None)
-
-    async def sampler(self, base_model: str) -> Sampler:
-        """find_sampler, but waits until there is one."""
-        async with self._changed:
-            while (sampler := self.find_sampler(base_model)) is None:
-                await self._changed.wait()
-            return sampler
+    async def sampler(self, base_model: str) -> Replica:
+        """Any that serves it now; waits until there is one."""
+        return await self.samplers.route(base_model)

@@ -37,7 +37,11 @@ class GatewayConfig(BaseSettings):
     trainers: list[str] = ["127.0.0.1:8001"]
     """gRPC addresses of the trainers, HOST:PORT; each serves the base models that it names."""
     samplers: list[str] = ["127.0.0.1:8002"]
-    """gRPC addresses of the samplers, HOST:PORT; several may serve one base model."""
+    """gRPC addresses of the samplers, HOST:PORT; those that serve one base model share its requests."""
+    sampler_timeout_s: float = Field(default=3.0, gt=0, le=60)
+    """A sampler that answers no health check for so long gets no requests until it does, and others get what it has."""
+    sampler_load_factor: float = Field(default=1.25, ge=1)
+    """Requests that share a prefix go to one sampler, until it has so many times the mean of the sequences in work."""
     state_dir: Path = Path("state/gateway")
     """Folder of the default database."""
     database_url: SecretStr = SecretStr("")

@@ -51,7 +51,12 @@ class Gateway:
         self.store = Store(config.resolved_database_url)
         self.ledger = Ledger(self.store)
         self.clients = Clients(
-            trainers=config.trainers, samplers=config.samplers, api_key=config.service_key.get_secret_value()
+            trainers=config.trainers,
+            samplers=config.samplers,
+            metrics=self.metrics,
+            api_key=config.service_key.get_secret_value(),
+            sampler_timeout_s=config.sampler_timeout_s,
+            sampler_load_factor=config.sampler_load_factor,
         )
         self.futures = Futures(cache_bytes=config.result_cache_bytes, metrics=self.metrics, ledger=self.ledger)
         self.completions = Completions(self.store, self.futures)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Enum, Gauge, Histogram
 
 from tinsmith.rpc.metrics import LATENCY_BUCKETS_S, new_registry
 
@@ -45,3 +45,25 @@ class Metrics:
             "gateway_prompt_tokens_total", "Prompt tokens of finished samples.", registry=self.registry
         )
         self.sampled_tokens = Counter("gateway_sampled_tokens_total", "Tokens sampled.", registry=self.registry)
+        self.sampler_state = Enum(
+            "gateway_sampler_state",
+            "How each sampler is; only one that serves gets requests.",
+            ["sampler"],
+            states=["gone", "silent", "loading", "serving"],
+            registry=self.registry,
+        )
+        self.sampler_sequences = Gauge(
+            "gateway_sampler_sequences",
+            "Sequences that each sampler has in work for this gateway.",
+            ["sampler"],
+            registry=self.registry,
+        )
+        self.sampler_requests = Counter(
+            "gateway_sampler_requests_total", "Samples given to each sampler.", ["sampler"], registry=self.registry
+        )
+        self.resubmissions = Counter(
+            "gateway_resubmissions_total",
+            "Samples that were given to a sampler that became unreachable, and were sent again.",
+            ["sampler"],
+            registry=self.registry,
+        )

@@ -1,26 +1,29 @@
 """Samples, from submission to answer.
 
-A sample is a call to a sampler. One that goes away, or is full, is waited for; a version that it does not hold is
-published to it by the trainer, once for all samples that want it.
+A sample is a call to a sampler (replicas.py chooses which). When that goes away, or is full, another is tried, and when
+there is none it is waited for. A version that none holds is published to them by the trainer, once for all samples that
+want it; one that only some hold is sampled there, and meanwhile published to the others.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from dataclasses import dataclass
 from functools import partial
 
 import grpc.aio
 
 from gateway import json_forms
-from gateway.clients import Clients, Sampler, is_lost
+from gateway.clients import Clients, is_lost
 from gateway.config import GatewayConfig
 from gateway.futures import PROTOBUF, Answer, Futures, Pending, Progress
 from gateway.inflight import Inflight
 from gateway.ledger import Ledger
 from gateway.metrics import Metrics
 from gateway.records import Records
+from gateway.replicas import Replica, Replicas
 from gateway.reports import ran_of
 from gateway.retirement import Retirement
 from gateway.tables import SamplingSession
@@ -41,6 +44,9 @@ from tinsmith.v1 import sampler_pb2, trainer_pb2, types_pb2
 logger = logging.getLogger(__name__)
 
 KIND = "asample"
+_TOP_UP_S = 10.0
+"""Between two attempts to give a version to those that lack it."""
+_MAX_TOPPED_UP = 4096
 
 
 @dataclass(slots=True)
@@ -52,6 +58,29 @@ class Pause:
     async def wait(self) -> None:
         await asyncio.sleep(self.next_s)
         self.next_s = min(2 * self.next_s, 2.0)
+
+
+class Tries:
+    """Where one request goes, try after try: to another replica at once, and when all were tried, after a pause."""
+
+    def __init__(self, replicas: Replicas, base_model: str) -> None:
+        self._replicas = replicas
+        self._base_model = base_model
+        self._replica: Replica | None = None
+        self._in_vain: set[Replica] = set()
+        self._pause = Pause()
+
+    async def route(self, request: sampler_pb2.SampleRequest | None) -> Replica:
+        self._replica = await self._replicas.route(self._base_model, request, avoid=self._in_vain)
+        return self._replica
+
+    async def next(self) -> None:
+        """The last try was in vain."""
+        if self._replica is not None:
+            self._in_vain.add(self._replica)
+        if self._in_vain.issuperset(self._replicas.usable(self._base_model)):
+            self._in_vain.clear()
+            await self._pause.wait()
 
 
 class Samples:
@@ -76,6 +105,9 @@ class Samples:
         self._records = records
         self._metrics = metrics
         self._publishing: dict[str, asyncio.Task[None]] = {}
+        self._topped_up: dict[str, float] = {}
+        """When a version was last published to those that lacked it; the oldest first."""
+        self._background: set[asyncio.Task[None]] = set()
 
     def check_capacity(self) -> None:
         """Raises OutOfCapacity when too many samples are in work; cheap, to be asked before the body is read."""
@@ -134,38 +166,40 @@ class Samples:
         self, pending: Pending, request: sampler_pb2.SampleRequest, session: SamplingSession
     ) -> sampler_pb2.SampleResponse:
         """Draws from the version that the session has now, and sets it in the request."""
-        pause = Pause()
+        tries = Tries(self._clients.samplers, session.base_model)
         while True:
             drawn_from = await self._inflight.resolve(session)
             request.version_id = drawn_from.version_id
+            if not self._clients.samplers.usable(session.base_model):
+                pending.progress.paused("the sampler is unreachable")
+            replica = await tries.route(request)
+            self.top_up(drawn_from)
             try:
-                return await self._call(pending, request, base_model=session.base_model)
+                return await self._call(pending, request, replica)
             except NotReady:
+                self._clients.samplers.lost(replica)
                 pending.progress.paused("the sampler is unreachable")
             except OutOfCapacity as error:
                 pending.progress.paused(f"the sampler is full: {error.message}")
             except VersionNotLoaded:
                 try:
-                    if await self.publish(drawn_from, progress=pending.progress):
+                    if await self.provide(drawn_from, replica, progress=pending.progress):
                         continue
                 except (CheckpointNotFound, VersionGone):
                     if (await self._inflight.resolve(session)).version_id == drawn_from.version_id:
                         raise
                     continue  # an inflight sampler has moved on, and what it has left is gone
-            await pause.wait()
+            await tries.next()
 
     async def _call(
-        self, pending: Pending, request: sampler_pb2.SampleRequest, *, base_model: str
+        self, pending: Pending, request: sampler_pb2.SampleRequest, replica: Replica
     ) -> sampler_pb2.SampleResponse:
-        if (sampler := self._clients.find_sampler(base_model)) is None:
-            pending.progress.paused("the sampler is unreachable")
-            sampler = await self._clients.sampler(base_model)
         pending.progress.active("the sampler is working on it")
-        pending.ask = lambda: _ask(sampler, pending.request_id)
-        sampler.num_running += 1
+        pending.ask = lambda: _ask(replica, pending.request_id)
         try:
-            call = sampler.stub.Sample(request, metadata=((REQUEST_ID_METADATA, pending.request_id),))
-            response = await call
+            call = replica.stub.Sample(request, metadata=((REQUEST_ID_METADATA, pending.request_id),))
+            with self._clients.samplers.holding(replica, call, weight=request.num_samples):
+                response = await call
             pending.ran = ran_of(await call.trailing_metadata())
             return response
         except grpc.aio.AioRpcError as error:
@@ -173,7 +207,40 @@ class Samples:
             raise NotReady(error.details() or "") if is_lost(error) else from_rpc_error(error) from error
         finally:
             pending.ask = None
-            sampler.num_running -= 1
+
+    async def provide(self, session: SamplingSession, replica: Replica, *, progress: Progress) -> bool:
+        """After VERSION_NOT_LOADED from a replica: True once one is known to hold the session's version, published if
+        need be; False when none can have it now. Raises what the trainer says when it never will."""
+        samplers = self._clients.samplers
+        replica.versions.discard(session.version_id)
+        if samplers.lacking(session.base_model, session.version_id):
+            return True  # others hold it
+        if not await self.publish(session, progress=progress):
+            return False
+        await samplers.list_versions(session.base_model)
+        usable = samplers.usable(session.base_model)
+        return any(session.version_id in replica.versions for replica in usable)
+
+    def top_up(self, session: SamplingSession) -> None:
+        """Has the version published to replicas that lack it where others hold it; nobody waits for that."""
+        version_id, now = session.version_id, time.monotonic()
+        lacking = self._clients.samplers.lacking(session.base_model, version_id)
+        if not lacking or version_id in self._publishing or now < self._topped_up.get(version_id, 0.0) + _TOP_UP_S:
+            return
+        self._topped_up[version_id] = now
+        while len(self._topped_up) > _MAX_TOPPED_UP:
+            del self._topped_up[next(iter(self._topped_up))]
+        addresses = ", ".join(replica.address for replica in lacking)
+        task = asyncio.create_task(self._top_up(session, addresses))
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _top_up(self, session: SamplingSession, addresses: str) -> None:
+        try:
+            if await self.publish(session, progress=Progress()):
+                await self._clients.samplers.list_versions(session.base_model)
+        except ServiceError as error:
+            logger.info("%s cannot be published to %s: %s", session.version_id, addresses, error.message)
 
     async def publish(self, session: SamplingSession, *, progress: Progress) -> bool:
         """Has the trainer send the session's version to the samplers; False when it cannot now.
@@ -214,6 +281,6 @@ class Samples:
         logger.info("published %s of %s again", session.version_id, location)
 
 
-async def _ask(sampler: Sampler, request_id: str) -> types_pb2.QueueStatus:
-    reply = await sampler.stub.DescribeRequest(sampler_pb2.DescribeRequestRequest(request_id=request_id))
+async def _ask(replica: Replica, request_id: str) -> types_pb2.QueueStatus:
+    reply = await replica.stub.DescribeRequest(sampler_pb2.DescribeRequestRequest(request_id=request_id))
     return reply.status

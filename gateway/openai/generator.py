@@ -1,7 +1,7 @@
 """Calls of samplers for the OpenAI API: straight to gRPC, without a future.
 
-A sampler that is away or full is waited for a while; a version that it does not hold is published to it. What has been
-generated is counted, also when the client leaves in the middle, which stops the generation.
+A sampler that is away or full is waited for a while, unless another does the work; a version that none holds is
+published. What has been generated is counted, also when the client leaves in the middle, which stops the generation.
 """
 
 from __future__ import annotations
@@ -9,19 +9,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc.aio
 
-from gateway.clients import Clients, Sampler, is_lost
+from gateway.clients import Clients, is_lost
 from gateway.config import GatewayConfig
 from gateway.futures import Progress
 from gateway.ledger import Ledger
 from gateway.metrics import Metrics
+from gateway.openai.resumption import resumed, with_seed
 from gateway.openai.text import Vocabulary
-from gateway.samples import Pause, Samples
+from gateway.replicas import Replica
+from gateway.samples import Samples, Tries
 from gateway.tables import SamplingSession
 from tinsmith.rpc.errors import NotReady, OutOfCapacity, ServiceError, VersionNotLoaded, from_rpc_error
 from tinsmith.rpc.logs import REQUEST_ID_METADATA
@@ -43,6 +45,8 @@ class Source:
     """Empty for the base model."""
     location: str = ""
     """Where the trainer finds the version again."""
+    follow_run: str = ""
+    """The run whose newer versions a generation moves to; empty for what is fixed."""
 
     def session(self) -> SamplingSession:
         """Of no client; it is not stored."""
@@ -73,8 +77,8 @@ class Generator:
 
     async def tokenizer(self, source: Source) -> TokenizerInfo:
         """Of the base model; asked for once of each sampler process."""
-        sampler = await self._sampler(source)
-        boot_id = sampler.info.boot_id if sampler.info is not None else ""
+        replica = await self._in_time(self._clients.sampler(source.base_model), source)
+        boot_id = replica.info.boot_id if replica.info is not None else ""
         if boot_id not in self._tokenizers:
             self._tokenizers[boot_id] = asyncio.create_task(self._load_tokenizer(source))
         try:
@@ -85,13 +89,13 @@ class Generator:
 
     async def _load_tokenizer(self, source: Source) -> TokenizerInfo:
         request = pb.GetTokenizerRequest()
-        reply = await self._ask(source, lambda sampler: sampler.stub.GetTokenizer(request))
+        reply = await self._ask(source, lambda replica: self._reply(replica, replica.stub.GetTokenizer(request)))
         vocabulary = await asyncio.to_thread(Vocabulary, reply.tokenizer_json)
         return TokenizerInfo(vocabulary, tuple(reply.eos_token_ids))
 
     async def tokenize(self, source: Source, request: pb.TokenizeRequest) -> bytes:
         """int32 tokens, little endian."""
-        reply = await self._ask(source, lambda sampler: sampler.stub.Tokenize(request))
+        reply = await self._ask(source, lambda replica: self._reply(replica, replica.stub.Tokenize(request)))
         return reply.tokens
 
     # Samples
@@ -105,8 +109,13 @@ class Generator:
 
     async def sample(self, source: Source, request: pb.SampleRequest, *, request_id: str) -> pb.SampleResponse:
         metadata = ((REQUEST_ID_METADATA, request_id),)
+
+        def call(replica: Replica) -> Awaitable[pb.SampleResponse]:
+            sampling = replica.stub.Sample(request, metadata=metadata)
+            return self._reply(replica, sampling, weight=request.num_samples)
+
         with self._running():
-            response = await self._ask(source, lambda sampler: sampler.stub.Sample(request, metadata=metadata))
+            response = await self._ask(source, call, request)
         num_sampled = sum(len(sequence.tokens) // 4 for sequence in response.sequences)
         self._count(source, request, num_sampled=num_sampled, num_cached=response.prompt_cache_hit_tokens)
         return response
@@ -115,44 +124,64 @@ class Generator:
     async def stream(
         self, source: Source, request: pb.SampleRequest, *, request_id: str
     ) -> AsyncIterator[AsyncIterator[pb.StreamSampleResponse]]:
-        """Deltas, then the result. Once it is entered, the sampler has begun; leaving it stops the sampler."""
-        metadata = ((REQUEST_ID_METADATA, request_id),)
-        asked = pb.StreamSampleRequest(request=request)
+        """Deltas, then the result. Once it is entered, a sampler has begun; leaving it stops that. One that is lost in
+        the middle is replaced by another."""
         num_sampled = num_cached = 0
+        opened = contextlib.AsyncExitStack()
+        tries = Tries(self._clients.samplers, source.base_model)
 
-        async def begin(sampler: Sampler) -> tuple[Sampler, Any, pb.StreamSampleResponse]:
-            call = sampler.stub.StreamSample(asked, metadata=metadata)
-            try:
-                first = await call.read()
-                if first is grpc.aio.EOF:
-                    await call.wait_for_connection()
-                    raise ServiceError("the sampler ended a stream without an answer")
-            except BaseException:
-                call.cancel()
-                raise
-            return sampler, call, first
+        async def begin() -> AsyncIterator[pb.StreamSampleResponse]:
+            first, rest = await self._ask(
+                source, lambda replica: self._begin(replica, request, request_id), request, tries=tries
+            )
+            opened.push_async_callback(rest.aclose)
+            return _chain(first, rest)
 
-        async def pieces() -> AsyncIterator[pb.StreamSampleResponse]:
+        async def again() -> AsyncIterator[pb.StreamSampleResponse]:
+            await opened.aclose()
+            await tries.next()
+            return await begin()
+
+        async def pieces(first_try: AsyncIterator[pb.StreamSampleResponse]) -> AsyncIterator[pb.StreamSampleResponse]:
             nonlocal num_sampled, num_cached
-            piece = first
-            while piece is not grpc.aio.EOF:
+            async for piece in resumed(first_try, again, num_samples=request.num_samples):
                 num_sampled += len(piece.delta.tokens) // 4
                 num_cached = max(num_cached, piece.result.prompt_cache_hit_tokens)
                 yield piece
-                try:
-                    piece = await call.read()
-                except grpc.aio.AioRpcError as error:
-                    raise _meaning(error) from error
 
         with self._running():
-            sampler, call, first = await self._ask(source, begin)
-            sampler.num_running += 1
+            with_seed(request)
             try:
-                yield pieces()
+                yield pieces(await begin())
             finally:
-                sampler.num_running -= 1
-                call.cancel()
+                await opened.aclose()
                 self._count(source, request, num_sampled=num_sampled, num_cached=num_cached)
+
+    async def _begin(
+        self, replica: Replica, request: pb.SampleRequest, request_id: str
+    ) -> tuple[pb.StreamSampleResponse, AsyncGenerator[pb.StreamSampleResponse, None]]:
+        """The first piece of a stream, and the others."""
+        pieces = self._pieces(replica, request, request_id)
+        try:
+            first = await anext(pieces, None)
+            if first is None:
+                raise ServiceError("the sampler ended a stream without an answer")
+        except BaseException:
+            await pieces.aclose()
+            raise
+        return first, pieces
+
+    async def _pieces(
+        self, replica: Replica, request: pb.SampleRequest, request_id: str
+    ) -> AsyncGenerator[pb.StreamSampleResponse, None]:
+        asked = pb.StreamSampleRequest(request=request)
+        call = replica.stub.StreamSample(asked, metadata=((REQUEST_ID_METADATA, request_id),))
+        try:
+            with self._holding(replica, call, weight=request.num_samples):
+                while (piece := await call.read()) is not grpc.aio.EOF:
+                    yield piece
+        finally:
+            call.cancel()
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
@@ -173,48 +202,74 @@ class Generator:
 
     # Waiting
 
-    async def _sampler(self, source: Source) -> Sampler:
+    async def _in_time(self, replica: Awaitable[Replica], source: Source) -> Replica:
         """Raises NotReady when none comes in time."""
         try:
             async with asyncio.timeout(self._config.openai_wait_s):
-                return await self._clients.sampler(source.base_model)
+                return await replica
         except TimeoutError:
             raise NotReady(f"no sampler of {source.base_model!r} can be reached; try again") from None
 
-    async def _ask(self, source: Source, call: Callable[[Sampler], Any]) -> Any:
-        """The answer of a sampler. After openai_wait_s in vain it raises what stands in the way: NotReady or
-        OutOfCapacity."""
+    @contextlib.contextmanager
+    def _holding(self, replica: Replica, call: Any, *, weight: int = 1) -> Iterator[None]:
+        """The replica has the call in work. Raises ServiceError for what the call fails with."""
+        samplers = self._clients.samplers
+        try:
+            with samplers.holding(replica, call, weight=weight):
+                yield
+        except grpc.aio.AioRpcError as error:
+            if not is_lost(error):
+                raise from_rpc_error(error) from error
+            samplers.lost(replica)
+            raise NotReady(error.details() or "the sampler went away") from error
+        except NotReady:
+            samplers.lost(replica)
+            raise
+
+    async def _reply(self, replica: Replica, call: Any, *, weight: int = 1) -> Any:
+        with self._holding(replica, call, weight=weight):
+            return await call
+
+    async def _ask(
+        self,
+        source: Source,
+        call: Callable[[Replica], Awaitable[T]],
+        request: pb.SampleRequest | None = None,
+        *,
+        tries: Tries | None = None,
+    ) -> T:
+        """The answer of a sampler: of the one for the request, or of any. After openai_wait_s in vain it raises what
+        stands in the way: NotReady or OutOfCapacity."""
         give_up_at = time.monotonic() + self._config.openai_wait_s
-        pause = Pause()
+        tries = tries or Tries(self._clients.samplers, source.base_model)
         while True:
-            sampler = await self._sampler(source)
-            sampler.num_running += 1
+            replica = await self._in_time(tries.route(request), source)
+            if request is not None:
+                self._samples.top_up(source.session())
             try:
-                return await call(sampler)
-            except grpc.aio.AioRpcError as error:
-                cause = _meaning(error)
-            finally:
-                sampler.num_running -= 1
+                return await call(replica)
+            except (NotReady, OutOfCapacity, VersionNotLoaded) as error:
+                cause = error
             remaining_s = give_up_at - time.monotonic()
             if isinstance(cause, VersionNotLoaded):
-                published = await self._publish(source, timeout_s=remaining_s)
+                provided = await self._provide(source, replica, timeout_s=remaining_s)
                 cause = NotReady(f"the weights of {source.name} cannot be sent to the sampler now; try again")
-                if published and remaining_s > 0:
+                if provided and remaining_s > 0:
                     continue
-            elif not isinstance(cause, NotReady | OutOfCapacity):
-                raise cause
             if remaining_s <= 0:
                 raise cause
-            await pause.wait()
+            await tries.next()
 
-    async def _publish(self, source: Source, *, timeout_s: float) -> bool:
+    async def _provide(self, source: Source, replica: Replica, *, timeout_s: float) -> bool:
         """False when it cannot be done now. Raises what the trainer says when it never will."""
         try:
             async with asyncio.timeout(max(0.0, timeout_s)):
-                return await self._samples.publish(source.session(), progress=Progress())
+                return await self._samples.provide(source.session(), replica, progress=Progress())
         except TimeoutError:
             return False
 
 
-def _meaning(error: grpc.aio.AioRpcError) -> ServiceError:
-    return NotReady(error.details() or "the sampler went away") if is_lost(error) else from_rpc_error(error)
+async def _chain(first: T, rest: AsyncIterator[T]) -> AsyncIterator[T]:
+    yield first
+    async for item in rest:
+        yield item

@@ -1,4 +1,4 @@
-"""Processes that die, or stop, in the middle of work: one cluster of two samplers for each file, healed for each test."""
+"""Processes that die, or stop, in the middle of work: a cluster of two samplers for each file, healed for each test."""
 
 from __future__ import annotations
 

@@ -366,6 +366,10 @@ class FakeSampler(sampler_pb2_grpc.SamplerServiceServicer):
             else None,
         )
 
+    async def ListVersions(self, request: Any, context: Any) -> Any:
+        infos = [sampler_pb2.VersionInfo(version_id=version_id) for version_id in sorted(self.versions - {""})]
+        return sampler_pb2.ListVersionsResponse(versions=infos)
+
     async def DescribeRequest(self, request: Any, context: Any) -> Any:
         return sampler_pb2.DescribeRequestResponse(status=self.status)
 
@@ -397,7 +401,7 @@ class Backend:
 
 
 class Stack:
-    """One gateway, one trainer, one sampler."""
+    """One gateway, one trainer, one sampler; and more samplers where a test adds them."""
 
     def __init__(self, state_dir: Path) -> None:
         self.state_dir = state_dir
@@ -406,6 +410,8 @@ class Stack:
         self.trainer.samplers.append(self.sampler)
         self.trainer_backend = Backend(self.trainer, "trainer")
         self.sampler_backend = Backend(self.sampler, "sampler")
+        self.sampler_ports: list[int] | None = None
+        """Where the gateway finds the samplers; None: the one."""
         self.settings: dict[str, Any] = {"long_poll_s": 5.0, "submit_timeout_s": 1.0, "reap_interval_s": 0.2}
         self.server: GatewayServer | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -416,7 +422,7 @@ class Stack:
         config = GatewayConfig(
             port=self.port,
             trainers=[f"127.0.0.1:{self.trainer_backend.port}"],
-            samplers=[f"127.0.0.1:{self.sampler_backend.port}"],
+            samplers=[f"127.0.0.1:{port}" for port in self.sampler_ports or [self.sampler_backend.port]],
             state_dir=self.state_dir,
             **self.settings,
         )

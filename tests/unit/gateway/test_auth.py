@@ -17,6 +17,7 @@ from pydantic import SecretStr, ValidationError
 from gateway.auth import LOCAL, Callers, owner_of
 from gateway.clients import Clients
 from gateway.config import GatewayConfig
+from gateway.metrics import Metrics
 from gateway.store import Store
 from gateway.tokens import InvalidToken, Tokens
 from tests.unit.gateway.stack import BASE_MODEL, FakeTrainer, Stack
@@ -118,7 +119,9 @@ async def test_a_service_key_that_a_trainer_does_not_know_is_told_in_the_log(cap
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(FakeTrainer(), server.grpc)
     await server.start()
     address = f"127.0.0.1:{server.port}"
-    right, wrong = (Clients(trainers=[address], samplers=[], api_key=key) for key in ("tml-service", "tml-other"))
+    right, wrong = (
+        Clients(trainers=[address], samplers=[], metrics=Metrics(), api_key=key) for key in ("tml-service", "tml-other")
+    )
     with caplog.at_level("INFO"):
         for clients in (right, wrong):
             clients.start()

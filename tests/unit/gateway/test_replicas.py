@@ -1,0 +1,350 @@
+"""Several samplers of one base model: who gets a request, and what becomes of it when its sampler is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.gateway.stack import BASE_MODEL, Backend, Client, FakeSampler, Stack, sample_body
+from tests.unit.gateway.talking import TalkingSampler
+from tests.unit.gateway.test_sampling import sampler_of_a_save
+from tinsmith.rpc.errors import NotReady, OutOfCapacity
+from tinsmith.v1 import sampler_pb2
+
+
+class Proxy:
+    """Carries bytes to a service, unless it is frozen: then its connections stay open, and nothing comes through, as
+    with a process after SIGSTOP."""
+
+    def __init__(self) -> None:
+        self.thawed = asyncio.Event()
+        self.thawed.set()
+        self.port = 0
+        self._upstream = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self, upstream: int) -> None:
+        self._upstream = upstream
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        writers = [writer]
+        try:
+            upstream_reader, upstream_writer = await asyncio.open_connection("127.0.0.1", self._upstream)
+            writers.append(upstream_writer)
+            carrying = [self._carry(reader, upstream_writer), self._carry(upstream_reader, writer)]
+            both = [asyncio.ensure_future(each) for each in carrying]
+            try:
+                await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for each in both:
+                    each.cancel()
+                await asyncio.gather(*both, return_exceptions=True)
+        except (OSError, asyncio.CancelledError):
+            pass
+        finally:
+            self._tasks.discard(task)
+            for each in writers:
+                each.close()
+            for each in writers:
+                with contextlib.suppress(OSError):
+                    await each.wait_closed()
+
+    async def _carry(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        while data := await source.read(65536):
+            await self.thawed.wait()
+            sink.write(data)
+            await sink.drain()
+
+    async def stop(self) -> None:
+        self._server.close()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Pair:
+    """A gateway in front of two samplers, each behind a proxy."""
+
+    def __init__(self, stack: Stack, samplers: list[Any]) -> None:
+        self.stack = stack
+        self.samplers = samplers
+        self.backends = [Backend(sampler, "sampler") for sampler in samplers]
+        self.proxies = [Proxy() for _ in samplers]
+
+    async def start(self) -> None:
+        for backend, proxy in zip(self.backends, self.proxies, strict=True):
+            await backend.start()
+            await proxy.start(backend.port)
+        self.stack.trainer.samplers[:] = self.samplers
+        self.stack.sampler_ports = [proxy.port for proxy in self.proxies]
+        await self.stack.trainer_backend.start()
+        self.stack.sampler_backend.server = self.backends[0].server  # so that the start waits for a sampler
+        await self.stack.start_gateway(sampler_timeout_s=0.3)
+        await until(lambda: len(self.replicas.usable(BASE_MODEL)) == 2)
+
+    async def stop(self) -> None:
+        await self.stack.stop_gateway()
+        await self.stack.trainer_backend.stop()
+        for backend, proxy in zip(self.backends, self.proxies, strict=True):
+            await proxy.stop()
+            await backend.stop()
+
+    @property
+    def replicas(self) -> Any:
+        assert self.stack.server is not None
+        return self.stack.server.app.state.gateway.clients.samplers
+
+    def asked(self) -> list[int]:
+        return [len(sampler.requests) for sampler in self.samplers]
+
+    async def metric(self, client: Client, name: str, n: int, **labels: str) -> float:
+        wanted = {"sampler": f"127.0.0.1:{self.proxies[n].port}"} | labels
+        for line in (await client.get("/metrics")).text.splitlines():
+            head, _, value = line.rpartition(" ")
+            if head.startswith(f"{name}{{") and all(f'{key}="{label}"' in head for key, label in wanted.items()):
+                return float(value)
+        raise AssertionError(f"no {name} of {wanted}")
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not is_so():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def pair(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> AsyncIterator[Pair]:
+    pair = Pair(Stack(tmp_path), [FakeSampler(), FakeSampler()])
+    await pair.start()
+    yield pair
+    await pair.stop()
+    assert [record.getMessage() for record in caplog.get_records("call") if record.levelname == "ERROR"] == []
+
+
+@pytest.fixture
+async def client(pair: Pair) -> AsyncIterator[Client]:
+    async with Client(base_url=pair.stack.url, timeout=20, headers={"x-api-key": "tml-test"}) as client:
+        yield client
+
+
+def body(sampler_id: str, seq_id: int, tokens: list[int], **fields: Any) -> dict[str, Any]:
+    return sample_body(sampler_id, seq_id, prompt={"chunks": [{"type": "encoded_text", "tokens": tokens}]}, **fields)
+
+
+async def answered(client: Client, receipt: Any) -> sampler_pb2.SampleResponse:
+    response = sampler_pb2.SampleResponse.FromString(await client.result(receipt))
+    assert len(response.sequences) == 2
+    return response
+
+
+async def test_prompts_spread_and_a_prompt_stays(pair: Pair, client: Client) -> None:
+    sampler_id = await client.sampling_session(await client.session())
+    for sampler in pair.samplers:
+        sampler.go.clear()
+    receipts = [await client.call("asample", body(sampler_id, n, [n] * 40)) for n in range(32)]
+    await until(lambda: sum(pair.asked()) == 32)
+    assert max(pair.asked()) <= 1.25 * 16 + 1
+    assert await pair.metric(client, "gateway_sampler_sequences", 0) == 2 * pair.asked()[0]
+    for sampler in pair.samplers:
+        sampler.go.set()
+    for receipt in receipts:
+        await answered(client, receipt)
+    before = pair.asked()
+    turns = [7] * 400
+    for n, length in enumerate((40, 80, 200, 400)):  # a conversation
+        await answered(client, await client.call("asample", body(sampler_id, 100 + n, turns[:length])))
+    assert sorted(now - then for now, then in zip(pair.asked(), before, strict=True)) == [0, 4]
+    assert await pair.metric(client, "gateway_sampler_requests_total", 0) == pair.asked()[0]
+
+
+@pytest.mark.parametrize("how", ["killed", "silent", "not serving"])
+async def test_what_a_lost_sampler_held_is_sent_again_and_answered_once(pair: Pair, client: Client, how: str) -> None:
+    sampler_id = await client.sampling_session(await client.session())
+    pair.samplers[0].go.clear()
+    receipts = [await client.call("asample", body(sampler_id, n, [n] * 40)) for n in range(8)]
+    await until(lambda: sum(pair.asked()) == 8)
+    held = pair.asked()[0]
+    assert held
+    if how == "killed":
+        await pair.backends[0].stop()
+    elif how == "silent":
+        pair.proxies[0].thawed.clear()
+    else:
+        assert pair.backends[0].server is not None
+        await pair.backends[0].server.set_serving(False)
+    for receipt in receipts:
+        await answered(client, receipt)
+    assert pair.asked() == [held, 8]
+    assert await pair.metric(client, "gateway_resubmissions_total", 0) == held
+    assert await pair.metric(client, "gateway_sampler_sequences", 0) == 0
+    assert len(pair.replicas.usable(BASE_MODEL)) == 1
+    # It comes back, and its answers come late.
+    pair.samplers[0].go.set()
+    if how == "killed":
+        await pair.backends[0].start()
+    elif how == "silent":
+        pair.proxies[0].thawed.set()
+    else:
+        assert pair.backends[0].server is not None
+        await pair.backends[0].server.set_serving(True)
+    await until(lambda: len(pair.replicas.usable(BASE_MODEL)) == 2)
+    assert await pair.metric(client, "gateway_sampler_state", 0, gateway_sampler_state="serving") == 1
+    for n in range(20, 30):
+        await answered(client, await client.call("asample", body(sampler_id, n, [n] * 40)))
+    assert pair.asked()[0] > held
+
+
+async def test_a_silent_sampler_keeps_its_work_where_no_other_is(pair: Pair, client: Client) -> None:
+    await pair.backends[1].stop()
+    sampler_id = await client.sampling_session(await client.session())
+    pair.samplers[0].go.clear()
+    receipt = await client.call("asample", body(sampler_id, 0, [1] * 40))
+    await until(lambda: pair.asked()[0] == 1)
+    pair.proxies[0].thawed.clear()
+    await until(lambda: not pair.replicas.usable(BASE_MODEL))
+    pair.samplers[0].go.set()
+    pair.proxies[0].thawed.set()
+    await answered(client, receipt)
+    assert pair.asked() == [1, 0]
+
+
+async def test_work_of_a_silent_sampler_goes_to_one_that_comes_later(pair: Pair, client: Client) -> None:
+    await pair.backends[1].stop()
+    sampler_id = await client.sampling_session(await client.session())
+    pair.samplers[0].go.clear()
+    receipt = await client.call("asample", body(sampler_id, 0, [1] * 40))
+    await until(lambda: pair.asked()[0] == 1)
+    pair.proxies[0].thawed.clear()
+    await until(lambda: not pair.replicas.usable(BASE_MODEL))
+    await pair.backends[1].start()
+    await answered(client, receipt)
+    assert pair.asked() == [1, 1]
+
+
+async def test_a_full_sampler_leaves_its_requests_to_the_other(pair: Pair, client: Client) -> None:
+    async def full(request: Any, context: Any) -> Any:
+        raise OutOfCapacity("the queue is full")
+
+    pair.samplers[0].Sample = full
+    pair.backends[0].servicer = pair.samplers[0]
+    await pair.backends[0].stop()
+    await pair.backends[0].start()
+    await until(lambda: len(pair.replicas.usable(BASE_MODEL)) == 2)
+    sampler_id = await client.sampling_session(await client.session())
+    receipts = [await client.call("asample", body(sampler_id, n, [n] * 40)) for n in range(8)]
+    for receipt in receipts:
+        await answered(client, receipt)
+    assert pair.asked() == [0, 8]
+
+
+async def test_a_version_is_sampled_where_it_is_and_published_to_who_lacks_it(pair: Pair, client: Client) -> None:
+    sampler_id, _ = await sampler_of_a_save(client, await client.session())
+    version_id = next(iter(pair.samplers[0].versions - {""}))
+    await answered(client, await client.call("asample", body(sampler_id, 0, [1] * 40)))
+    # One is started anew, and holds nothing.
+    await pair.backends[1].stop()
+    await until(lambda: len(pair.replicas.usable(BASE_MODEL)) == 1)
+    pair.samplers[1].versions = {""}
+    pair.samplers[1].requests.clear()
+    await pair.backends[1].start()
+    await until(lambda: len(pair.replicas.usable(BASE_MODEL)) == 2)
+    receipts = [await client.call("asample", body(sampler_id, n, [n] * 40)) for n in range(1, 9)]
+    for receipt in receipts:
+        await answered(client, receipt)
+    assert pair.stack.trainer.published == [version_id]
+    await until(lambda: all(version_id in replica.versions for replica in pair.replicas.all))
+    receipts = [await client.call("asample", body(sampler_id, n, [n] * 40)) for n in range(20, 30)]
+    for receipt in receipts:
+        await answered(client, receipt)
+    assert pair.asked()[1] > 0
+    assert pair.stack.trainer.published == [version_id]
+
+
+async def test_a_version_that_one_has_evicted_is_sampled_at_the_other(pair: Pair, client: Client) -> None:
+    sampler_id, _ = await sampler_of_a_save(client, await client.session())
+    for n in range(8):
+        await answered(client, await client.call("asample", body(sampler_id, n, [n] * 40)))
+    pair.samplers[0].versions = {""}
+    receipts = [await client.call("asample", body(sampler_id, n, [n] * 40)) for n in range(20, 30)]
+    for receipt in receipts:
+        await answered(client, receipt)
+    await until(lambda: len(pair.samplers[0].versions) == 2)
+
+
+async def test_the_gateway_is_healthy_while_each_model_has_a_sampler(pair: Pair, client: Client) -> None:
+    await pair.backends[1].stop()
+    await pair.stack.restart_gateway()
+    assert (await client.get("/api/v1/healthz")).status_code == 200
+    models = (await client.get("/api/v1/get_server_capabilities")).json()["supported_models"]
+    assert [model["sampleable"] for model in models] == [True, True]
+
+
+# Streams of the OpenAI API
+
+
+@pytest.fixture
+async def talkers(tmp_path: Path) -> AsyncIterator[Pair]:
+    pair = Pair(Stack(tmp_path), [TalkingSampler(), TalkingSampler()])
+    await pair.start()
+    yield pair
+    await pair.stop()
+
+
+async def events(pair: Pair, **fields: Any) -> list[Any]:
+    asked = {"model": BASE_MODEL, "prompt": "Hi", "max_tokens": 100, "stream": True} | fields
+    async with Client(base_url=pair.stack.url, timeout=20) as client:
+        reply = await client.post("/v1/completions", json=asked)
+    assert reply.status_code == 200
+    lines = [line.removeprefix("data: ") for line in reply.text.split("\n\n") if line]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+def text_of(events: list[Any], *, index: int = 0) -> str:
+    choices = [choice for event in events if event != "[DONE]" for choice in event["choices"]]
+    return "".join(choice["text"] for choice in choices if choice["index"] == index)
+
+
+@pytest.mark.parametrize("how", ["lost", "silent"])
+async def test_a_stream_goes_on_at_another_sampler_where_it_was(talkers: Pair, how: str) -> None:
+    undisturbed = await events(talkers, n=2)
+    first = next(sampler for sampler in talkers.samplers if sampler.requests)
+    n, other = talkers.samplers.index(first), talkers.samplers[1 - talkers.samplers.index(first)]
+    if how == "lost":
+        first.error, first.error_after = NotReady("going down"), 4
+        streamed = await events(talkers, n=2)
+    else:
+        first.pauses = True
+        first.go.clear()
+        streaming = asyncio.create_task(events(talkers, n=2))
+        await until(lambda: len(first.requests) == 2)
+        await asyncio.sleep(0.1)  # the three tokens are out
+        talkers.proxies[n].thawed.clear()
+        streamed = await streaming
+    assert text_of(streamed) == text_of(streamed, index=1) == text_of(undisturbed)
+    assert streamed[-1] == "[DONE]"
+    assert len(other.requests) == 1
+    seeds = [request.sampling_params.seed for request in (first.requests[-1], other.requests[0])]
+    assert seeds[0] == seeds[1] != first.requests[0].sampling_params.seed
+
+
+async def test_a_stream_that_would_go_on_differently_fails(talkers: Pair) -> None:
+    await events(talkers)
+    first = next(sampler for sampler in talkers.samplers if sampler.requests)
+    other = next(sampler for sampler in talkers.samplers if not sampler.requests)
+    first.error, first.error_after = NotReady("going down"), 4
+    other.says = "the sun ❄ and the sand"
+    streamed = await events(talkers)
+    assert "differs from what was sent" in streamed[-1]["error"]["message"]
+    assert other.says.startswith(text_of(streamed[:-1])) is False or text_of(streamed[:-1]) in first.says
