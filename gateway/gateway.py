@@ -60,7 +60,7 @@ class Gateway:
         )
         self.futures = Futures(cache_bytes=config.result_cache_bytes, metrics=self.metrics, ledger=self.ledger)
         self.completions = Completions(self.store, self.futures)
-        self.inflight = Inflight(self.store)
+        self.inflight = Inflight(self.store, self.clients)
         self.records = Records(self.store, retention_s=config.record_retention_s)
         self.custom_losses = CustomLosses(config, store=self.store, clients=self.clients, futures=self.futures)
         self.retirement = Retirement(self.store, self.clients)
@@ -136,6 +136,7 @@ class Gateway:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.futures.close()
+        await self.inflight.close()
         await self.clients.close()
         with contextlib.suppress(SQLAlchemyError):
             await self.ledger.flush()

@@ -170,6 +170,7 @@ class Samples:
         while True:
             drawn_from = await self._inflight.resolve(session)
             request.version_id = drawn_from.version_id
+            request.follow_run = drawn_from.inflight_run_id or ""
             if not self._clients.samplers.usable(session.base_model):
                 pending.progress.paused("the sampler is unreachable")
             replica = await tries.route(request)

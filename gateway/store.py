@@ -145,20 +145,21 @@ class Store:
 
     async def move_inflight(
         self, model_id: str, version_id: str, location: str, *, is_newer: Callable[[str, str], bool]
-    ) -> None:
-        """Inflight samplers of the model follow it to this version, unless they are at a newer one."""
+    ) -> bool:
+        """Inflight samplers of the model follow it to this version; False when they are there, or at a newer one."""
         moved = False
         while not moved:
             async with self.begin() as db:
                 model = await db.get_one(Model, model_id)
                 seen = model.inflight_version_id
                 if seen is not None and not is_newer(version_id, seen):
-                    return
+                    return False
                 unchanged = Model.inflight_version_id.is_(None) if seen is None else Model.inflight_version_id == seen
                 query = update(Model).where(Model.model_id == model_id, unchanged)
                 result = await db.execute(query.values(inflight_version_id=version_id, inflight_location=location))
                 moved = result.rowcount > 0  # type: ignore[attr-defined]
         self._models.pop(model_id, None)
+        return True
 
     async def unreleased_models(self) -> list[tuple[Model, Session]]:
         """Models of ended sessions that the trainer still holds."""

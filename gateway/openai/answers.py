@@ -50,6 +50,13 @@ def completion_logprobs(entries: Sequence[Entry], vocabulary: Vocabulary, *, has
     }
 
 
+def extension(update: Update) -> Json:
+    """What OpenAI's choices have no field for."""
+    if not update.spans:
+        return {}
+    return {"tinsmith": {"version_spans": [{"version": name, "num_tokens": count} for name, count in update.spans]}}
+
+
 def head_of(request_id: str, source: Source, *, kind: str) -> Json:
     """What all chunks of one answer share."""
     return {

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from gateway.errors import json_response
 from gateway.gateway import Gateway
-from gateway.openai.answers import Json, chat_logprobs, chunks_of, head_of, log_begin
+from gateway.openai.answers import Json, chat_logprobs, chunks_of, extension, head_of, log_begin
 from gateway.openai.completions import token_bytes
 from gateway.openai.draws import Draw, Update, sample_request
 from gateway.openai.events import event_stream, while_connected
@@ -96,6 +96,7 @@ async def chat(gateway: Gateway, request: Request, body: Chat, *, owner: str) ->
             "logprobs": logprobs,
             "finish_reason": update.finish_reason,
             **token_ids,
+            **extension(update),
         }
 
     if not body.stream:
@@ -117,7 +118,8 @@ async def chat(gateway: Gateway, request: Request, body: Chat, *, owner: str) ->
             part = Update(update.index, update.text, update.tokens, update.entries)
             made.append(choice(part, delta={"content": update.text}))
         if update.finish_reason is not None:
-            made.append(choice(Update(update.index, finish_reason=update.finish_reason), delta={}))
+            end = Update(update.index, finish_reason=update.finish_reason, spans=update.spans)
+            made.append(choice(end, delta={}))
         return made
 
     head = head_of(request_id, source, kind="chat.completion.chunk")

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from gateway.convert import check_int32
 from gateway.errors import json_response
 from gateway.gateway import Gateway
-from gateway.openai.answers import Json, chunks_of, completion_logprobs, head_of, log_begin, usage_of
+from gateway.openai.answers import Json, chunks_of, completion_logprobs, extension, head_of, log_begin, usage_of
 from gateway.openai.draws import Draw, Update, sample_request
 from gateway.openai.events import event_stream, together, while_connected
 from gateway.openai.generator import Source
@@ -131,4 +131,5 @@ def _choice(update: Update, body: Completion, vocabulary: Vocabulary) -> Json:
         "text": update.text,
         "logprobs": logprobs,
         "finish_reason": update.finish_reason,
+        **extension(update),
     }

@@ -49,6 +49,8 @@ class Update:
     tokens: list[int] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    spans: Sequence[tuple[str, int]] = ()
+    """With the end, of a choice that follows a run: versions, and how many tokens each has drawn."""
 
 
 @dataclass(slots=True)
@@ -89,6 +91,7 @@ def sample_request(
     topk = check_int32(topk, field="logprobs")
     return pb.SampleRequest(
         version_id=source.version_id,
+        follow_run=source.follow_run,
         prompt=[types_pb2.Chunk(encoded_text=types_pb2.EncodedText(tokens=prompt))],
         num_samples=check_int32(body.num_choices, field="n"),
         sampling_params=pb.SamplingParams(
@@ -180,8 +183,8 @@ class Draw:
         self._request = request
         self._request_id = request_id
         self._scores_only = scores_only
-        # Tables come with the result only: then nothing can be shown before it.
-        self._waits = bool(request.topk_sample_logprobs or request.prompt_logprobs or scores_only)
+        # Scores of the prompt, which come first, are in the result only: then nothing can be shown before it.
+        self._waits = bool(request.prompt_logprobs or scores_only)
         vocabulary = tokenizer.vocabulary
         stop = request.sampling_params.stop
         hidden = {*tokenizer.eos_token_ids, *stop.token_ids}
@@ -214,9 +217,10 @@ class Draw:
             elif not self._waits:
                 delta = piece.delta
                 tokens = np.frombuffer(delta.tokens, _INT32).tolist()
+                logprobs = np.frombuffer(delta.logprobs, _FLOAT32).tolist()
                 choice = self._choices[delta.index]
                 update = choice.echo(self.prompt, [None] * len(self.prompt), [()] * len(self.prompt))
-                choice.push(update, tokens, np.frombuffer(delta.logprobs, _FLOAT32).tolist(), [()] * len(tokens))
+                choice.push(update, tokens, logprobs, _rows(delta.topk_sampled_logprobs, len(tokens)))
                 yield update
 
     def _finished(self, response: pb.SampleResponse) -> Iterator[Update]:
@@ -237,6 +241,7 @@ class Draw:
                 tops = _rows(sequence.topk_sampled_logprobs, len(tokens))
                 choice.push(update, tokens[seen:], logprobs[seen:], tops[seen:])
                 choice.finish(update, "stop" if sequence.stop_reason == types_pb2.STOP_REASON_STOP else "length")
+                update.spans = [(span.version_id, span.num_tokens) for span in sequence.version_spans]
             yield update
         num_sampled = sum(choice.num_tokens for choice in self._choices)
         self.usage = Usage(num_prompt, response.prompt_cache_hit_tokens, num_sampled)

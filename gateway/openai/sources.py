@@ -20,7 +20,7 @@ MAX_LISTED = 100
 async def find_source(gateway: Gateway, model: str, *, owner: str) -> Source:
     """Raises ModelNotFound for an unknown name, InvalidRequest for what is no path, and NotReady when the service that
     may know it cannot be reached."""
-    version_id = location = ""
+    version_id = location = follow_run = ""
     base_model = model
     if model.startswith(SCHEME):
         checkpoint = await gateway.checkpoints.find(model, field="model", owner=owner)
@@ -31,13 +31,14 @@ async def find_source(gateway: Gateway, model: str, *, owner: str) -> Source:
         run = await gateway.store.model(checkpoint.run_id) if checkpoint.inflight else None
         if run is not None and run.inflight_version_id is not None:  # the newest of those that the path stands for
             version_id, location = run.inflight_version_id, run.inflight_location or ""
+            follow_run = checkpoint.run_id
     try:
         await gateway.clients.settle(
             lambda: gateway.clients.check_sampled(base_model), timeout_s=gateway.config.submit_timeout_s
         )
     except InvalidRequest as error:
         raise ModelNotFound(error.message.replace("base_model:", "model:", 1), field="model") from error
-    return Source(model, base_model, owner, version_id, location)
+    return Source(model, base_model, owner, version_id, location, follow_run)
 
 
 def _model(name: str, *, created: float, parent: str | None = None) -> dict[str, Any]:

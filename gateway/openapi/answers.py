@@ -320,6 +320,19 @@ class Usage(TypedDict):
     prompt_tokens_details: CachedTokens
 
 
+class VersionSpan(TypedDict):
+    """A stretch of a choice's tokens that one version drew."""
+
+    version: str
+    num_tokens: int
+
+
+class ChoiceExtension(TypedDict):
+    """Of a choice that follows a training run."""
+
+    version_spans: list[VersionSpan]
+
+
 class CompletionChoice(TypedDict):
     index: int
     text: str
@@ -327,6 +340,7 @@ class CompletionChoice(TypedDict):
     finish_reason: Literal["stop", "length"]
     token_ids: NotRequired[list[int]]
     prompt_token_ids: NotRequired[list[int]]
+    tinsmith: NotRequired[ChoiceExtension]
 
 
 class Completion(TypedDict):
@@ -351,6 +365,7 @@ class ChatChoice(TypedDict):
     logprobs: dict[str, Any] | None
     finish_reason: Literal["stop", "length"]
     token_ids: NotRequired[list[int]]
+    tinsmith: NotRequired[ChoiceExtension]
 
 
 class ChatCompletion(TypedDict):

@@ -330,6 +330,9 @@ class FakeSampler(sampler_pb2_grpc.SamplerServiceServicer):
     def __init__(self) -> None:
         self.versions = {""}
         self.requests: list[sampler_pb2.SampleRequest] = []
+        self.moves: list[tuple[str, str]] = []
+        """Runs and versions of MoveGenerations."""
+        self.moved = asyncio.Event()
         self.called = asyncio.Event()
         self.cancelled = asyncio.Event()
         self.status = types_pb2.QueueStatus(running=True)
@@ -358,6 +361,9 @@ class FakeSampler(sampler_pb2_grpc.SamplerServiceServicer):
             stop_reason=types_pb2.STOP_REASON_LENGTH,
             tokens=struct.pack("<2i", 5, 6),
             logprobs=struct.pack("<2f", -0.5, -0.25),
+            version_spans=[types_pb2.VersionSpan(version_id=request.version_id, num_tokens=2)]
+            if request.follow_run
+            else None,
         )
         return sampler_pb2.SampleResponse(
             sequences=[sequence] * request.num_samples,
@@ -365,6 +371,13 @@ class FakeSampler(sampler_pb2_grpc.SamplerServiceServicer):
             if request.prompt_logprobs
             else None,
         )
+
+    async def MoveGenerations(self, request: Any, context: Any) -> Any:
+        self.moves.append((request.run_id, request.version_id))
+        self.moved.set()
+        if request.version_id not in self.versions:
+            raise VersionNotLoaded(f"version {request.version_id} is not resident")
+        return sampler_pb2.MoveGenerationsResponse(num_sequences=1)
 
     async def ListVersions(self, request: Any, context: Any) -> Any:
         infos = [sampler_pb2.VersionInfo(version_id=version_id) for version_id in sorted(self.versions - {""})]

@@ -94,13 +94,13 @@ class TalkingSampler(FakeSampler):
                 break
         return tokens, False
 
-    def _table(self, tokens: list[int], k: int) -> types_pb2.TopkLogprobs | None:
-        """The token itself, then the end token, then empty cells."""
+    def _table(self, tokens: list[int], k: int, *, first: int = 0) -> types_pb2.TopkLogprobs | None:
+        """The token itself, then the end token, then empty cells. `first`: number of the first token."""
         if not k:
             return None
         rows = [
             [(token, logprob(n)), (self.end, logprob(n) - 1), *[(0, -99999.0)] * k][:k]
-            for n, token in enumerate(tokens)
+            for n, token in enumerate(tokens, first)
         ]
         return types_pb2.TopkLogprobs(
             token_ids=_ints([token for row in rows for token, _ in row]),
@@ -117,6 +117,12 @@ class TalkingSampler(FakeSampler):
             tokens=_ints(tokens),
             logprobs=_floats([logprob(n) for n in range(len(tokens))]),
             topk_sampled_logprobs=self._table(tokens, request.topk_sample_logprobs),
+            version_spans=[
+                types_pb2.VersionSpan(version_id="before", num_tokens=len(tokens) - 1),
+                types_pb2.VersionSpan(version_id=request.version_id, num_tokens=1),
+            ]
+            if request.follow_run
+            else None,
         )
         scores = _floats([math.nan, *[-1.0] * (len(prompt) - 1)]) if request.prompt_logprobs else None
         return pb.SampleResponse(
@@ -154,7 +160,12 @@ class TalkingSampler(FakeSampler):
                 if self.pauses and n == 3:
                     await self.go.wait()
                 for index in range(request.num_samples):
-                    delta = pb.SampleDelta(index=index, tokens=_ints([token]), logprobs=_floats([logprob(n)]))
+                    delta = pb.SampleDelta(
+                        index=index,
+                        tokens=_ints([token]),
+                        logprobs=_floats([logprob(n)]),
+                        topk_sampled_logprobs=self._table([token], request.topk_sample_logprobs, first=n),
+                    )
                     yield pb.StreamSampleResponse(delta=delta)
         except (asyncio.CancelledError, GeneratorExit):
             self.stopped.set()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
 from tests.unit.gateway.stack import Client, Stack, sample_body
 
 
@@ -39,18 +41,50 @@ async def test_every_inflight_sampler_of_a_run_follows_its_newest_inflight_save(
     assert await drawn_from(stack, client, first, 9) == f"{model_id}@4"
 
 
+async def test_an_inflight_save_moves_what_is_generating(stack: Stack, client: Client) -> None:
+    session_id = await client.session()
+    model_id = await client.model(session_id)
+    sampler_id = (await save(client, model_id, 1, sampling_session_seq_id=1))["sampling_session_id"]
+    await stack.sampler.moved.wait()
+    assert stack.sampler.moves == [(model_id, f"{model_id}@1")]
+    snapshot = (await save(client, model_id, 2, sampling_session_seq_id=2, kind="snapshot"))["sampling_session_id"]
+    stack.sampler.moved.clear()
+    await save(client, model_id, 3, path="named")
+    await stack.sampler.moved.wait()
+    assert stack.sampler.moves[1:] == [(model_id, f"{model_id}@3")]
+    for each, follows in ((sampler_id, model_id), (snapshot, "")):
+        await client.result(await client.call("asample", sample_body(each, 0)))
+        assert stack.sampler.requests[-1].follow_run == follows
+
+
+async def test_a_sampler_that_does_not_move_fails_no_save(
+    stack: Stack, client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    session_id = await client.session()
+    model_id = await client.model(session_id)
+    stack.trainer.samplers.clear()  # it does not get the version
+    await save(client, model_id, 1, sampling_session_seq_id=1)
+    async with asyncio.timeout(5):
+        while "do not move" not in caplog.text:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert f"generations of {model_id} at 127.0.0.1" in caplog.text
+    assert "is not resident" in caplog.text
+
+
 async def test_a_save_that_is_answered_again_moves_no_sampler_back(stack: Stack, client: Client) -> None:
     session_id = await client.session()
     model_id = await client.model(session_id)
     sampler_id = (await save(client, model_id, 1, sampling_session_seq_id=1))["sampling_session_id"]
     await save(client, model_id, 2, sampling_session_seq_id=2)
+    moves = stack.sampler.moves[:]
     await stack.restart_gateway()
     again = await save(client, model_id, 1, sampling_session_seq_id=1)
     assert again["sampling_session_id"] == sampler_id
+    assert stack.sampler.moves == moves
     assert await drawn_from(stack, client, sampler_id, 0) == f"{model_id}@2"
 
 
-async def test_a_running_sample_keeps_its_version_and_a_repeat_is_the_same_sample(stack: Stack, client: Client) -> None:
+async def test_a_repeat_is_the_sample_that_runs_whatever_was_saved_meanwhile(stack: Stack, client: Client) -> None:
     session_id = await client.session()
     model_id = await client.model(session_id)
     sampler_id = (await save(client, model_id, 1, sampling_session_seq_id=1))["sampling_session_id"]

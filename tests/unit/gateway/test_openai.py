@@ -277,6 +277,7 @@ async def test_log_probabilities_of_a_chat(client: Client, sampler: TalkingSampl
     parts = await events(client, "chat/completions", CHAT, logprobs=True, top_logprobs=3)
     assert [entry for part in parts for entry in part["choices"][0]["logprobs"]["content"]] == entries
     assert "".join(part["choices"][0]["delta"].get("content", "") for part in parts) == SAYS
+    assert max(len(part["choices"][0]["logprobs"]["content"]) for part in parts) == 1  # with its token
 
 
 async def test_log_probabilities_of_a_completion(client: Client, sampler: TalkingSampler) -> None:
@@ -317,6 +318,32 @@ async def test_echo_begins_with_the_prompt_and_its_log_probabilities(
     only = await choice_of(echo=True, logprobs=2, max_tokens=0)
     assert only["text"] == "Hi"
     assert only["logprobs"]["token_logprobs"] == [None, -1.0, -1.0]
+
+
+async def saved_inflight(client: Client) -> str:
+    model_id = await client.model(await client.session())
+    body = {"model_id": model_id, "seq_id": 1, "path": "step1", "kind": "inflight"}
+    return (await client.result(await client.call("save_weights_for_sampler", body)))["path"]
+
+
+@pytest.mark.parametrize(("endpoint", "body"), [("completions", COMPLETION), ("chat/completions", CHAT)])
+async def test_what_follows_a_run_names_the_versions_of_its_tokens(
+    client: Client, sampler: TalkingSampler, endpoint: str, body: dict[str, Any]
+) -> None:
+    path = await saved_inflight(client)
+    answer = await ask(client, endpoint, body, model=path, n=2)
+    run_id, version_id = sampler.requests[-1].follow_run, sampler.requests[-1].version_id
+    assert version_id == f"{run_id}@1" == answer["version"]
+    num_tokens = answer["usage"]["completion_tokens"] // 2
+    spans = [{"version": "before", "num_tokens": num_tokens - 1}, {"version": version_id, "num_tokens": 1}]
+    assert [choice["tinsmith"] for choice in answer["choices"]] == 2 * [{"version_spans": spans}]
+    parts = [part["choices"][0] for part in await events(client, endpoint, body, model=path, n=2)]
+    for index in (0, 1):
+        own = [part for part in parts if part["index"] == index]
+        assert own[-1]["finish_reason"] == "stop"
+        assert [part.get("tinsmith") for part in own] == [*[None] * (len(own) - 1), {"version_spans": spans}]
+    assert "tinsmith" not in (await ask(client, endpoint, body))["choices"][0]
+    assert sampler.requests[-1].follow_run == ""
 
 
 # Streams
