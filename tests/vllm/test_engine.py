@@ -1,0 +1,406 @@
+"""The sampler service on vLLM, over gRPC, held against the torch engine in this process. One server for all."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+from prometheus_client import CollectorRegistry
+
+from sampler_service import convert
+from sampler_service.torch_engine import TorchEngine
+from tests.stack import make_base_model
+from tests.unit.sampler_service.serving import floats, ints, make_adapter, sample, serving
+from tests.vllm.service import MODEL, VllmService
+from tinsmith.modeling.adapter import Adapter
+from tinsmith.modeling.full_weights import Weights
+from tinsmith.rpc.channel import connect
+from tinsmith.rpc.errors import (
+    EngineDead,
+    InvalidRequest,
+    NotFound,
+    Unsupported,
+    VersionNotLoaded,
+    from_rpc_error,
+)
+from tinsmith.rpc.tensors import from_numpy, to_numpy
+from tinsmith.v1 import sampler_pb2 as pb
+from tinsmith.v1 import sampler_pb2_grpc
+from tinsmith.v1 import types_pb2 as types
+from trainer_service.metrics import Metrics
+from trainer_service.weight_sync.sender import Version, WeightSender
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(600),
+    pytest.mark.asyncio(loop_scope="module"),
+]
+
+CHUNK = 64
+"""Tokens of a step: longer prompts are computed in pieces."""
+SLOTS = 2
+"""Versions on the device at once."""
+TOLERANCE = 5e-4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_base_model(tmp_path_factory.mktemp("base") / "tiny", pretrain_steps=20)
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[VllmService]:
+    flags = {
+        "max-lora-rank": 12,  # none of the ranks that vLLM knows
+        "max-device-versions": SLOTS,
+        "max-kv-tokens": 4096,
+        "prefix-cache-bytes": 4 * 1024 * 1024,
+        "prefill-tokens-per-step": CHUNK,
+        "max-running": 12,
+        "max-waiting": 64,
+    }
+    with VllmService(model, *(part for name, value in flags.items() for part in (f"--{name}", str(value)))) as server:
+        yield server
+
+
+class Service:
+    """The server's API, errors as ServiceError."""
+
+    def __init__(self, channel: grpc.aio.Channel, sender: WeightSender) -> None:
+        self.stub = sampler_pb2_grpc.SamplerServiceStub(channel)
+        self._sender = sender
+
+    async def call(self, method: str, request: Any, **options: Any) -> Any:
+        try:
+            return await getattr(self.stub, method)(request, **options)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+
+    async def sample(self, tokens: Any, **fields: Any) -> pb.SampleResponse:
+        return await self.call("Sample", sample(tokens, **fields))
+
+    async def publish(self, version_id: str, adapter: Weights) -> None:
+        await self._sender.publish(Version(version_id, MODEL, adapter))
+
+    async def remove(self, version_id: str) -> None:
+        await self.call("RemoveVersion", pb.RemoveVersionRequest(version_id=version_id))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def service(server: VllmService) -> AsyncIterator[Service]:
+    metrics = Metrics(CollectorRegistry())
+    sender = WeightSender([server.address], trainer_id="t", host="127.0.0.1", timeout_s=60, metrics=metrics)
+    async with connect(server.address) as channel:
+        yield Service(channel, sender)
+    await sender.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def torch_engine(model: Path) -> AsyncIterator[TorchEngine]:
+    async with serving(model, max_kv_tokens=4096) as engine:
+        yield engine
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def adapters(service: Service, torch_engine: TorchEngine) -> dict[str, Adapter]:
+    """Versions of several ranks and groups, on both engines; more than the device has slots for."""
+    made = {
+        "all": make_adapter(torch_engine.targets, seed=1, rank=8),
+        "odd": make_adapter(torch_engine.targets, seed=2, rank=3),
+        "attn": make_adapter(torch_engine.targets, seed=3, rank=12, train_mlp=False, train_unembed=False),
+        "head": make_adapter(torch_engine.targets, seed=4, rank=1, train_mlp=False, train_attn=False),
+    }
+    for name, adapter in made.items():
+        await service.publish(name, adapter)
+        await torch_engine.install(name, adapter)
+    return made
+
+
+def tokens_of(length: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(2000, size=length).astype(np.int32)
+
+
+async def torch_sample(engine: TorchEngine, request: pb.SampleRequest) -> pb.SampleResponse:
+    result = await (await engine.submit(convert.request_from_proto(request))).result()
+    return convert.response_to_proto(result, request)
+
+
+def assert_same(found: pb.SampleResponse, wanted: pb.SampleResponse) -> None:
+    """Tokens equal, logprobs to rounding."""
+    assert len(found.sequences) == len(wanted.sequences)
+    for ours, theirs in zip(found.sequences, wanted.sequences, strict=True):
+        assert ints(ours.tokens) == ints(theirs.tokens)
+        assert ours.stop_reason == theirs.stop_reason
+        np.testing.assert_allclose(floats(ours.logprobs), floats(theirs.logprobs), atol=TOLERANCE)
+        assert_same_table(ours.topk_sampled_logprobs, theirs.topk_sampled_logprobs)
+    np.testing.assert_allclose(floats(found.prompt_logprobs), floats(wanted.prompt_logprobs), atol=TOLERANCE)
+    assert_same_table(found.topk_prompt_logprobs, wanted.topk_prompt_logprobs)
+    assert found.HasField("target_prompt_logprobs") == wanted.HasField("target_prompt_logprobs")
+    if found.HasField("target_prompt_logprobs"):
+        ours, theirs = (to_numpy(one.target_prompt_logprobs, field="t") for one in (found, wanted))
+        np.testing.assert_allclose(ours, theirs, atol=TOLERANCE)
+    assert found.HasField("prompt_alt_tokens") == wanted.HasField("prompt_alt_tokens")
+    if found.HasField("prompt_alt_tokens"):
+        ours, theirs = found.prompt_alt_tokens, wanted.prompt_alt_tokens
+        np.testing.assert_array_equal(to_numpy(ours.tokens, field="t"), to_numpy(theirs.tokens, field="t"))
+        np.testing.assert_allclose(
+            to_numpy(ours.logprobs, field="l"), to_numpy(theirs.logprobs, field="l"), atol=TOLERANCE
+        )
+
+
+def assert_same_table(found: types.TopkLogprobs, wanted: types.TopkLogprobs) -> None:
+    assert (found.k, found.length) == (wanted.k, wanted.length)
+    assert ints(found.token_ids) == ints(wanted.token_ids)
+    np.testing.assert_allclose(floats(found.logprobs), floats(wanted.logprobs), atol=TOLERANCE)
+
+
+def requests() -> dict[str, pb.SampleRequest]:
+    """Every option, on the base model and on versions, short prompts and such as are computed in pieces."""
+    short, long = tokens_of(20, 1), tokens_of(3 * CHUNK + 7, 2)
+    targets = np.random.default_rng(3).integers(-1, 2000, size=(len(short) - 1, 3)).astype(np.int64)
+    cut = {"temperature": 0.7, "top_k": 30, "top_p": 0.8}
+    return {
+        "greedy": sample(short, temperature=0.0, max_tokens=12),
+        "plain": sample(short, seed=7, max_tokens=12, num_samples=3),
+        "cut": sample(short, seed=8, max_tokens=12, num_samples=4, **cut),
+        "negative seed": sample(short, seed=-5, max_tokens=6, temperature=1.3),
+        "in pieces": sample(long, seed=9, max_tokens=6, num_samples=2, **cut),
+        "long, scored": sample(
+            long, version_id="all", seed=9, max_tokens=4, prompt_logprobs=True, topk_prompt_logprobs=4
+        ),
+        "last n": sample(
+            long, version_id="head", seed=9, max_tokens=2, prompt_logprobs=True, prompt_logprobs_last_n=10,
+            topk_prompt_logprobs=2,
+        ),
+        "tables": sample(short, version_id="odd", seed=10, max_tokens=8, topk_sample_logprobs=5, num_samples=2),
+        "greedy table": sample(short, version_id="all", temperature=0.0, max_tokens=8, topk_sample_logprobs=3),
+        "targets": sample(
+            short, version_id="head", seed=11, max_tokens=3, target_prompt_logprobs=from_numpy(targets)
+        ),
+        "alternatives": sample(
+            short, version_id="attn", seed=12, max_tokens=3, temperature=0.7, prompt_alt_tokens_k=3,
+            prompt_logprobs=True,
+        ),
+        "all": sample(short, version_id="all", seed=13, max_tokens=12, num_samples=2, **cut),
+        "odd": sample(short, version_id="odd", seed=13, max_tokens=12, num_samples=2, **cut),
+        "attn": sample(short, version_id="attn", seed=13, max_tokens=12, num_samples=2, **cut),
+        "head": sample(short, version_id="head", seed=13, max_tokens=12, num_samples=2, **cut),
+    }  # fmt: skip
+
+
+async def num_running(service: Service, version_id: str) -> int:
+    listed = await service.call("ListVersions", pb.ListVersionsRequest())
+    return next(version.num_running for version in listed.versions if version.version_id == version_id)
+
+
+async def is_running(service: Service, request_id: str) -> bool:
+    described = await service.call("DescribeRequest", pb.DescribeRequestRequest(request_id=request_id))
+    return described.status.running
+
+
+async def until(true: Callable[[], Awaitable[Any]]) -> None:
+    while not await true():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+async def test_it_says_what_it_is(service: Service) -> None:
+    info = await service.call("GetSamplerInfo", pb.GetSamplerInfoRequest())
+    assert (info.engine, info.device, info.max_lora_rank) == ("vllm", "cpu", 12)
+    assert list(info.adapter_groups) == ["attn", "mlp", "unembed"]
+    assert list(info.base_models) == [MODEL]
+
+
+async def test_each_request_alone_and_all_in_one_batch_give_what_the_torch_engine_gives(
+    service: Service, torch_engine: TorchEngine, adapters: dict[str, Adapter]
+) -> None:
+    asked = requests()
+    wanted = {name: await torch_sample(torch_engine, request) for name, request in asked.items()}
+    together = await asyncio.gather(*(service.call("Sample", request) for request in asked.values()))
+    for name, found in zip(asked, together, strict=True):
+        try:
+            assert_same(found, wanted[name])
+        except AssertionError as error:
+            raise AssertionError(f"in a batch, {name!r}: {error}") from None
+    for name, request in asked.items():
+        try:
+            assert_same(await service.call("Sample", request), wanted[name])
+        except AssertionError as error:
+            raise AssertionError(f"alone, {name!r}: {error}") from None
+    drawn = {name: wanted[name].sequences[0].logprobs for name in ("cut", *adapters)}
+    assert len(set(drawn.values())) == len(drawn)  # the versions differ
+
+
+async def test_num_samples_beyond_the_places_and_none_of_them_equal(service: Service) -> None:
+    response = await service.sample(tokens_of(8), seed=1, max_tokens=6, num_samples=30)
+    assert len({sequence.tokens for sequence in response.sequences}) == 30
+    alone = await service.sample(tokens_of(8), seed=1, max_tokens=6)
+    assert alone.sequences[0].tokens == response.sequences[0].tokens
+
+
+async def test_stops(service: Service, torch_engine: TorchEngine) -> None:
+    prompt = tokens_of(12, 5)
+    free = await service.sample(prompt, temperature=0.0, max_tokens=40)
+    tokens = ints(free.sequences[0].tokens)
+    by_id = sample(prompt, temperature=0.0, max_tokens=40, stop=pb.StopCondition(token_ids=[tokens[7]]))
+    found = await service.call("Sample", by_id)
+    assert found.sequences[0].stop_reason == types.STOP_REASON_STOP
+    assert ints(found.sequences[0].tokens) == tokens[: tokens.index(tokens[7]) + 1]
+    decode = await torch_engine._stops.rule(convert.StopCondition(("x",)))
+    assert decode.decode is not None
+    text = decode.decode(tokens[10:13])
+    by_string = sample(prompt, temperature=0.0, max_tokens=40, stop=pb.StopCondition(strings=[text, "never"]))
+    assert_same(await service.call("Sample", by_string), await torch_sample(torch_engine, by_string))
+    own = pb.SampleRequest()
+    own.CopyFrom(sample(prompt, temperature=1.0, seed=3, num_samples=2))
+    own.sampling_params.ClearField("stop")
+    own.sampling_params.ClearField("max_tokens")  # to the model's own end token, or the context's end
+    assert_same(await service.call("Sample", own), await torch_sample(torch_engine, own))
+
+
+async def test_a_prompt_is_reused_by_its_version_alone(service: Service, adapters: dict[str, Adapter]) -> None:
+    prompt = tokens_of(100, 6)
+    first = await service.sample(prompt, version_id="all", max_tokens=1)
+    again = await service.sample(prompt, version_id="all", max_tokens=1)
+    base = await service.sample(prompt, max_tokens=1)
+    assert [one.prompt_cache_hit_tokens for one in (first, again, base)] == [0, 96, 0]
+    scored = await service.sample(prompt, version_id="all", max_tokens=1, prompt_logprobs=True)
+    assert not np.isnan(floats(scored.prompt_logprobs)[1:]).any()
+
+
+async def test_a_name_that_comes_back_with_other_weights_has_nothing_of_the_old_ones(
+    service: Service, torch_engine: TorchEngine
+) -> None:
+    request = sample(tokens_of(100, 7), version_id="again", seed=1, max_tokens=6)
+    for seed in (21, 22):
+        adapter = make_adapter(torch_engine.targets, seed=seed, rank=4)
+        await service.publish("again", adapter)
+        await torch_engine.install("again", adapter)
+        wanted = await torch_sample(torch_engine, request)
+        for _ in range(2):
+            assert_same(await service.call("Sample", request), wanted)
+        await service.remove("again")
+        torch_engine.remove("again")
+
+
+async def test_a_version_that_is_not_there_is_refused_and_one_that_leaves_ends_what_it_began(
+    service: Service, torch_engine: TorchEngine
+) -> None:
+    adapter = make_adapter(torch_engine.targets, seed=31, rank=2)
+    await service.publish("leaving", adapter)
+    await torch_engine.install("leaving", adapter)
+    request = sample(tokens_of(10), version_id="leaving", seed=1, max_tokens=60)
+    running = asyncio.create_task(service.call("Sample", request))
+    await until(lambda: num_running(service, "leaving"))
+    await service.remove("leaving")
+    with pytest.raises(VersionNotLoaded):
+        await service.call("Sample", request)
+    assert_same(await running, await torch_sample(torch_engine, request))
+    with pytest.raises(VersionNotLoaded):
+        await service.sample(tokens_of(4), version_id="never", max_tokens=1)
+    torch_engine.remove("leaving")
+    await service.sample(tokens_of(4), max_tokens=1)
+
+
+async def test_what_is_wrong_is_named_and_harms_nobody(service: Service) -> None:
+    for fields in ({"max_tokens": 0}, {"top_p": 0.0}, {"num_samples": 0}, {"topk_sample_logprobs": 1000}):
+        with pytest.raises(InvalidRequest, match=next(iter(fields))):
+            await service.sample(tokens_of(4), **{"max_tokens": 1, **fields})
+    with pytest.raises(InvalidRequest, match="vocabulary"):
+        await service.sample([10**6], max_tokens=1)
+    with pytest.raises(InvalidRequest, match="context window"):
+        await service.sample(tokens_of(4), max_tokens=10**6)
+    await service.sample(tokens_of(4), max_tokens=1)
+
+
+async def test_deltas_are_the_tokens_of_the_result(service: Service, adapters: dict[str, Adapter]) -> None:
+    request = sample(tokens_of(10), version_id="odd", seed=2, max_tokens=20, num_samples=2, topk_sample_logprobs=2)
+    tokens: dict[int, list[int]] = {0: [], 1: []}
+    logprobs: dict[int, list[float]] = {0: [], 1: []}
+    num_deltas = 0
+    async for message in service.stub.StreamSample(pb.StreamSampleRequest(request=request)):
+        if message.HasField("delta"):
+            num_deltas += 1
+            tokens[message.delta.index] += ints(message.delta.tokens)
+            logprobs[message.delta.index] += floats(message.delta.logprobs).tolist()
+            assert message.delta.topk_sampled_logprobs.length == len(ints(message.delta.tokens))
+    result = message.result
+    assert num_deltas > 10
+    for index, sequence in enumerate(result.sequences):
+        assert tokens[index] == ints(sequence.tokens)
+        np.testing.assert_array_equal(logprobs[index], floats(sequence.logprobs))
+
+
+async def test_who_waits_is_told_and_who_leaves_is_forgotten(service: Service) -> None:
+    call = service.stub.Sample(
+        sample(tokens_of(10), max_tokens=1000, num_samples=12), metadata=(("x-request-id", "long"),)
+    )
+    behind = service.stub.Sample(sample(tokens_of(10), max_tokens=4), metadata=(("x-request-id", "behind"),))
+    describe = pb.DescribeRequestRequest(request_id="long")
+    await until(lambda: is_running(service, "long"))
+    status = (await service.call("DescribeRequest", pb.DescribeRequestRequest(request_id="behind"))).status
+    assert (status.running, status.position) == (False, 1)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert len(ints((await behind).sequences[0].tokens)) == 4  # its place was free long before 1000 steps
+    with pytest.raises(NotFound):
+        await service.call("DescribeRequest", describe)
+
+
+async def test_a_generation_that_follows_a_run_goes_on_with_its_newer_version(
+    service: Service, torch_engine: TorchEngine
+) -> None:
+    old, new = (make_adapter(torch_engine.targets, seed=seed, rank=4) for seed in (41, 42))
+    await service.publish("run@1", old)
+    await service.publish("run@2", new)
+    for name, adapter in (("run@1", old), ("run@2", new)):
+        await torch_engine.install(name, adapter)
+    request = sample(
+        tokens_of(40, 8), version_id="run@1", follow_run="run", seed=5, max_tokens=120, num_samples=2,
+        prompt_logprobs=True,
+    )  # fmt: skip
+    messages = []
+    async for message in service.stub.StreamSample(pb.StreamSampleRequest(request=request)):
+        messages.append(message)
+        if len(messages) == 10:
+            answer = await service.call("MoveGenerations", pb.MoveGenerationsRequest(run_id="run", version_id="run@2"))
+            assert answer.num_sequences == 2
+    result = messages[-1].result
+    for sequence in result.sequences:
+        spans = [(span.version_id, span.num_tokens) for span in sequence.version_spans]
+        assert [name for name, _ in spans] == ["run@1", "run@2"]
+        assert sum(count for _, count in spans) == 120
+        tokens, logprobs, start = ints(sequence.tokens), floats(sequence.logprobs), 40
+        for name, count in spans:  # each part as that version scores it, after all that came before
+            whole = np.concatenate([tokens_of(40, 8), np.array(tokens, np.int32)])
+            scored = await torch_sample(
+                torch_engine, sample(whole, version_id=name, max_tokens=1, prompt_logprobs=True)
+            )
+            wanted = floats(scored.prompt_logprobs)[start : start + count]
+            np.testing.assert_allclose(logprobs[start - 40 : start - 40 + count], wanted, atol=TOLERANCE)
+            start += count
+    alone = sample(tokens_of(40, 8), version_id="run@1", seed=5, max_tokens=4)
+    first = ints((await torch_sample(torch_engine, alone)).sequences[0].tokens)
+    assert ints(result.sequences[0].tokens)[:4] == first
+
+
+async def test_full_weights_are_refused_with_what_to_do(service: Service, torch_engine: TorchEngine) -> None:
+    numel = sum(parameter.numel() for parameter in torch_engine.base.parameters.values())
+    with pytest.raises(Unsupported, match="--engine torch"):
+        await service.publish("full", torch_engine.full_weights(torch.zeros(numel)))
+
+
+async def test_the_death_of_the_engine_ends_all_and_the_service(server: VllmService, service: Service) -> None:
+    waiting = [asyncio.create_task(service.sample(tokens_of(10), max_tokens=1000)) for _ in range(3)]
+    await asyncio.sleep(0.5)
+    for engine in server.engines():
+        engine.kill()
+    for one in waiting:
+        with pytest.raises(EngineDead):
+            await one
+    assert await asyncio.to_thread(server.process.wait, 60) == 1
