@@ -13,6 +13,7 @@ import secrets
 import socket
 import struct
 import sys
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Self
@@ -89,6 +90,7 @@ class RingOutlet:
     def __init__(self, memory: RingMemory, receivers: Sequence[socket.socket]) -> None:
         self.memory = memory
         self._receivers = receivers
+        self._ending = weakref.finalize(self, _end, *receivers)  # as a process group, it ends with its last user
         self._num_taken = [0] * len(receivers)
         self._num_sent = 0
 
@@ -111,8 +113,7 @@ class RingOutlet:
                 (self._num_taken[n],) = _TAKEN.unpack(_receive(receiver, _TAKEN.size, timeout_s))
 
     def close(self) -> None:
-        for receiver in self._receivers:
-            _end(receiver)
+        self._ending()
 
 
 class RingInlet:
@@ -122,6 +123,7 @@ class RingInlet:
         self.epoch = epoch
         self._memory = memory
         self._trainer = trainer
+        self._ending = weakref.finalize(self, _end, trainer)
         self._num_received = 0
 
     @property
@@ -147,13 +149,13 @@ class RingInlet:
             data = self._trainer.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
             return
-        except OSError as error:
-            raise RuntimeError(f"the trainer of group {self.epoch} is lost: {error}") from error
+        except OSError:  # it is closed, with something unread
+            data = b""
         if not data:
-            raise RuntimeError(f"the trainer has given group {self.epoch} up")
+            raise RuntimeError(f"the trainer has given group {self.epoch} up, or is gone")
 
     def close(self) -> None:
-        _end(self._trainer)
+        self._ending()
 
 
 def _settle(tensor: Tensor) -> None:
@@ -181,8 +183,9 @@ def _receive(peer: socket.socket, size: int, timeout_s: float) -> bytes:
     return message
 
 
-def _end(peer: socket.socket) -> None:
-    """Also wakes a thread that waits for it, which close alone would not."""
-    with suppress(OSError):
-        peer.shutdown(socket.SHUT_RDWR)
-    peer.close()
+def _end(*peers: socket.socket) -> None:
+    """Also wakes a thread that waits for one, which close alone would not."""
+    for peer in peers:
+        with suppress(OSError):
+            peer.shutdown(socket.SHUT_RDWR)
+        peer.close()

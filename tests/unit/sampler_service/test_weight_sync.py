@@ -1,6 +1,7 @@
 """The receiving side of the weight channel, with a trainer that is a thread, and real process groups."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -34,6 +35,9 @@ from tinsmith.v1 import weight_sync_pb2 as pb
 from tinsmith.v1 import weight_sync_pb2_grpc
 from tinsmith.weight_channel.buckets import bucket_slices, send
 from tinsmith.weight_channel.group import WeightGroup, open_store
+from tinsmith.weight_channel.ring import RingListener, RingOutlet
+from tinsmith.weight_channel.ring_memory import make_host_ring
+from tinsmith.weight_channel.transport import Outlet
 
 TIMEOUT_S = 30.0
 """torch looks up the name of a peer when it connects, which takes seconds where no name server answers."""
@@ -47,6 +51,7 @@ class Trainer:
         self.trainer_id = trainer_id
         self.store = open_store("127.0.0.1", timeout_s=TIMEOUT_S)
         self.epoch = 0
+        self.weight_group: Outlet
 
     async def form(self) -> None:
         self.epoch += 1
@@ -62,6 +67,25 @@ class Trainer:
             )
         )
         _, self.weight_group = await asyncio.gather(self._call("InitWeightTransfer", self.group()), form)
+
+    async def probe(self) -> socket.socket:
+        """The connection that the sampler has made."""
+        self.epoch += 1
+        with RingListener() as listener:
+            probe = pb.ProbeWeightTransferRequest(trainer_id=self.trainer_id, epoch=self.epoch, socket=listener.name)
+            reply = await self._call("ProbeWeightTransfer", probe)
+            assert reply == pb.ProbeWeightTransferResponse(connected=True)
+            return listener.accept()
+
+    async def form_ring(self, *, slot_bytes: int = 4096) -> None:
+        connection = await self.probe()
+        memory = make_host_ring([connection], num_slots=3, slot_bytes=slot_bytes)
+        self.weight_group = RingOutlet(memory, [connection])
+        await self._call("InitWeightTransfer", self.ring(slot_bytes=slot_bytes))
+
+    def ring(self, *, slot_bytes: int, **fields: Any) -> pb.InitWeightTransferRequest:
+        ring = pb.SharedRing(num_slots=3, slot_bytes=slot_bytes)
+        return self.group(**{"backend": "shm", "ring": ring, "rank": 0, **fields})
 
     def group(self, **fields: Any) -> pb.InitWeightTransferRequest:
         return pb.InitWeightTransferRequest(
@@ -272,7 +296,9 @@ async def test_an_announcement_that_does_not_fit_is_refused(
         ({"rank": 0}, "rank: 0"),
         ({"rank": 2}, "rank: 2"),
         ({"backend": "mpi"}, "backend: 'mpi'"),
-        ({"backend": "nccl"}, "needs CUDA"),
+        ({"backend": "nccl"}, "backend: 'nccl' needs CUDA, and this sampler runs on cpu; set the trainer's channel to"),
+        ({"backend": "cuda_ipc"}, "backend: 'cuda_ipc' needs CUDA"),
+        ({"backend": "shm"}, "ring: 0 slots of 0 bytes hold nothing"),
         ({"trainer_id": ""}, "trainer_id: is empty"),
     ],
     ids=str,
@@ -326,7 +352,7 @@ async def test_a_trainer_lost_between_two_buckets_leaves_nothing_and_the_next_ep
     await setup.trainer.start("v1", full, bucket_bytes=100_000)
     request = pb.UpdateWeightsRequest(trainer_id="t", version_id="v1", epoch=setup.trainer.epoch)
     receiving = asyncio.create_task(setup.trainer._call("UpdateWeights", request))
-    await asyncio.to_thread(lambda: setup.trainer.weight_group.broadcast(full.flat[:25_000]))
+    await asyncio.to_thread(lambda: setup.trainer.weight_group.send(full.flat[:25_000]))
     del setup.trainer.weight_group  # its sockets close
     with pytest.raises(FailedPrecondition, match=r"group 1 of trainer 't' broke while version 'v1' was received"):
         await receiving
@@ -350,3 +376,72 @@ async def test_a_full_version_that_never_fits_or_an_engine_that_takes_none_is_re
     monkeypatch.setattr(setup.engine, "full_weights", refuse)
     with pytest.raises(Unsupported, match="this engine serves adapters only"):
         await setup.trainer.start("v1", full)
+
+
+async def test_a_version_that_comes_by_shared_memory_samples_like_the_trainers_adapter(setup: Setup) -> None:
+    await setup.trainer.form_ring()
+    adapter = setup.adapter(1)
+    assert adapter.num_bytes > 3 * 4096
+    for name in ("v1", "v2"):
+        await setup.trainer.start(name, adapter, bucket_bytes=4096)
+        await setup.trainer.finish(name, await setup.trainer.send(name, adapter, bucket_bytes=4096))
+    await setup.engine.install("local", adapter)
+    local, *sent = [
+        await generate(setup.engine, prompt(6), version_id=name, max_tokens=10, seed=1)
+        for name in ("local", "v1", "v2")
+    ]
+    assert all(each.sequences == local.sequences for each in sent)
+    setup.trainer.weight_group.close()
+
+
+@pytest.mark.parametrize("form", ["form", "form_ring"])
+async def test_a_version_whose_trainer_has_given_the_group_up_is_not_installed(setup: Setup, form: str) -> None:
+    """As when this process was stopped between the last bucket and the call that ends the update."""
+    await getattr(setup.trainer, form)()
+    adapter = setup.adapter(1)
+    await setup.trainer.start("v1", adapter, bucket_bytes=4096)
+    sum_ = await setup.trainer.send("v1", adapter, bucket_bytes=4096)
+    await asyncio.to_thread(setup.trainer.weight_group.close)
+    with pytest.raises(FailedPrecondition, match=r"version 'v1' is not wanted any more: .* given group 1 up"):
+        await setup.trainer.finish("v1", sum_)
+    assert setup.engine.versions() == []
+
+
+async def test_calls_of_an_older_epoch_are_refused(setup: Setup) -> None:
+    await setup.trainer.form_ring()
+    adapter = setup.adapter(1)
+    await setup.trainer.start("v1", adapter, bucket_bytes=4096)
+    sum_ = await setup.trainer.send("v1", adapter, bucket_bytes=4096)
+    setup.trainer.epoch = 0
+    update = pb.UpdateWeightsRequest(trainer_id="t", version_id="v1", epoch=0)
+    for call in (
+        setup.trainer.start("v2", adapter),
+        setup.trainer._call("UpdateWeights", update),
+        setup.trainer.finish("v1", sum_),
+    ):
+        with pytest.raises(FailedPrecondition, match=r"epoch: 0 is not the group that this sampler is in \(1\)"):
+            await call
+    with pytest.raises(FailedPrecondition, match="epoch: 0 is not above that of the present group, 1") as error:
+        await setup.trainer._call("InitWeightTransfer", setup.trainer.group())
+    assert error.value.metadata == {"epoch": "1"}
+    assert setup.engine.versions() == []
+    setup.trainer.epoch = 1
+    await setup.trainer.finish("v1", sum_)
+    setup.trainer.weight_group.close()
+
+
+async def test_a_ring_needs_the_connection_of_its_own_probe_and_memory_of_the_size_that_was_said(setup: Setup) -> None:
+    trainer = setup.trainer
+    with pytest.raises(FailedPrecondition, match="needs the connection of a ProbeWeightTransfer of epoch 0"):
+        await trainer._call("InitWeightTransfer", trainer.ring(slot_bytes=4096))
+    with (
+        await trainer.probe(),
+        pytest.raises(FailedPrecondition, match="needs the connection of a ProbeWeightTransfer of epoch 9"),
+    ):
+        await trainer._call("InitWeightTransfer", trainer.ring(slot_bytes=4096, epoch=9))
+    with await trainer.probe() as connection:
+        make_host_ring([connection], num_slots=3, slot_bytes=4096)
+        with pytest.raises(FailedPrecondition, match="the ring's memory has 12288 bytes, not 3 x 5000"):
+            await trainer._call("InitWeightTransfer", trainer.ring(slot_bytes=5000))
+    elsewhere = pb.ProbeWeightTransferRequest(trainer_id="t", epoch=5, socket="tinsmith-weights-elsewhere")
+    assert await trainer._call("ProbeWeightTransfer", elsewhere) == pb.ProbeWeightTransferResponse()
