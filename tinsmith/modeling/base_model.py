@@ -24,12 +24,13 @@ from tinsmith.modeling.adapter import GROUPS, Group, Target
 from tinsmith.modeling.attention import Layout, Packed
 from tinsmith.modeling.config import load_config
 from tinsmith.modeling.experts import LoraExperts, is_fused_experts
+from tinsmith.modeling.kernels import prepacked
 from tinsmith.modeling.kernels.choice import PLAIN, Kernels, Setting, choose
 from tinsmith.modeling.kernels.elementwise import eager_on_host
 from tinsmith.modeling.kernels.install import install
 from tinsmith.modeling.kernels.transfer import on_device
 from tinsmith.modeling.logprobs import Head, target_logprobs
-from tinsmith.modeling.lora import ActiveRuns, LoraLinear, Run, join_readers, listening
+from tinsmith.modeling.lora import ActiveRuns, Call, LoraLinear, Run, join_readers, listening, prepack
 from tinsmith.modeling.parallel import Division
 from tinsmith.modeling.parallel_base import ShardedLayers
 from tinsmith.modeling.parallel_tensor import TensorParallel
@@ -81,12 +82,15 @@ class BaseModel:
         dtype: torch.dtype,
         trainable: bool = False,
         kernels: Setting = "auto",
+        prepack: bool | None = False,
         division: Division | None = None,
     ) -> BaseModel:
         """Loads a folder or a Hugging Face id. With a division, all ranks must do it together.
 
         `trainable`: for full-parameter training (full_weights.py). The layers stay as they are, so that autograd gives
         the gradient of every parameter, and take no adapters.
+        `prepack`: passes without gradient get a second copy of the matrices, in the layout of the CPU's products
+        (kernels/prepacked.py); None: where there is memory for it.
 
         Raises UnsupportedModel when the model's own forward and the packed one disagree, its files lack parameters or
         hold broken ones, or it has no plain output layer, OSError when there is no such model or a file is damaged, and
@@ -107,7 +111,13 @@ class BaseModel:
             if division is None:
                 model.to(device)  # type: ignore[arg-type]  # transformers' decorated signature
             return cls._prepared(
-                model, path=str(path), device=device, trainable=trainable, kernels=kernels, division=division
+                model,
+                path=str(path),
+                device=device,
+                trainable=trainable,
+                kernels=kernels,
+                prepacks=prepack,
+                division=division,
             )
 
         base, probe = prepare() if division is None else division.in_turns(prepare)
@@ -120,7 +130,7 @@ class BaseModel:
         Raises UnsupportedModel as `load` does.
         """
         base, probe = cls._prepared(
-            model, path=path, device=model.device, trainable=trainable, kernels=kernels, division=None
+            model, path=path, device=model.device, trainable=trainable, kernels=kernels, prepacks=False, division=None
         )
         return base._checked(probe)
 
@@ -133,6 +143,7 @@ class BaseModel:
         device: torch.device,
         trainable: bool,
         kernels: Setting,
+        prepacks: bool | None,
         division: Division | None,
     ) -> tuple[BaseModel, Probe]:
         """Adapts and divides the model; and what its own forward pass gives, from before that."""
@@ -151,7 +162,7 @@ class BaseModel:
         )
         buffers = persistent_buffers(model)
         targets, refused = _adapt(model, active, replace=not trainable)
-        calls: list[tuple[str, Tensor]] = []
+        calls: list[Call] = []
         if not trainable:
             with listening(active) as calls:
                 probe.run_groups(model, targets)
@@ -162,10 +173,18 @@ class BaseModel:
             tensor_parallel, sharded = division.apply(model, layers, active, device)
         if not trainable:
             join_readers(model, calls)
+        head = _head(model)
+        if not trainable and prepacks is not False and prepacked.works(model.dtype, device):
+            matrices = [head.weight_V_H, *(layer.weight for layer in model.modules() if isinstance(layer, LoraLinear))]
+            num_bytes = sum(matrix.nbytes for matrix in matrices)
+            if prepacks or prepacked.have_room(num_bytes):
+                prepack(model)
+                head = head.with_prepacked()
+                logger.info("%s: matrices copied into the layout of the CPU's products, %d MB", path, num_bytes >> 20)
         base = cls(
             path=path,
             decoder=model.get_decoder(),
-            head=_head(model),
+            head=head,
             targets=targets,
             config=model.config.get_text_config(),
             active=active,

@@ -6,13 +6,14 @@ Shapes: T packed tokens, V vocabulary, H hidden, M named tokens (several may sha
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tinsmith.modeling.kernels.prepacked import Prepacked
 from tinsmith.modeling.kernels.transfer import on_device
 from tinsmith.modeling.lora import Run
 from tinsmith.modeling.projections import add_rows
@@ -36,10 +37,17 @@ class Head:
     """Logits become softcap * tanh(logits / softcap), as in Gemma 2."""
     scale: float = 1.0
     """Factor on the logits, as in Cohere and Granite."""
+    prepacked: Prepacked | None = None
+    """Of weight and bias, for passes without gradient."""
 
     @property
     def vocab_size(self) -> int:
         return self.weight_V_H.shape[0]
+
+    @torch.no_grad()
+    def with_prepacked(self) -> Head:
+        """Its weight may be the embedding's too, so it lies row by row."""
+        return replace(self, prepacked=Prepacked([self.weight_V_H], [self.bias_V], by_columns=False))
 
     @property
     def max_rows(self) -> int:
@@ -264,9 +272,13 @@ def _lora(piece: _Piece, runs: Sequence[Run], parameters: Sequence[Tensor]) -> l
 
 def _project(head: Head, hidden_n_H: Tensor, lora: Sequence[tuple[Tensor, Tensor, float]]) -> Tensor:
     """float32 [n, V], before scale and softcap. The adapters' share is computed in float32."""
-    out = _product(hidden_n_H, head.weight_V_H.T)
-    if head.bias_V is not None:
-        out.add_(head.bias_V)
+    prepacked = head.prepacked
+    if prepacked is not None and prepacked.copies(head.weight_V_H):
+        out = prepacked.together(hidden_n_H).float()
+    else:
+        out = _product(hidden_n_H, head.weight_V_H.T)
+        if head.bias_V is not None:
+            out.add_(head.bias_V)
     for a_R_H, b_V_R, scaling in lora:
         out.addmm_(hidden_n_H.float() @ a_R_H.T, b_V_R.T, alpha=scaling)
     return out

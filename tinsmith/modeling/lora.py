@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.kernels.grouped_lora import Groups
+from tinsmith.modeling.kernels.prepacked import Prepacked
 from tinsmith.modeling.projections import Frozen, Share, add_rows, project
 
 
@@ -36,8 +37,18 @@ class ActiveRuns:
     """The same runs, where grouped matrix products serve them."""
     waiting: Waiting | None = None
     """What layers are about to ask for."""
-    calls: list[tuple[str, Tensor]] | None = None
-    """Names and inputs of adapted layers as they are called, while `readers` listens."""
+    calls: list[Call] | None = None
+    """Of adapted layers, while `listening`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Of an adapted layer."""
+
+    name: str
+    x: Tensor
+    version: int
+    """Of x: what is written in place later is another input."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +57,16 @@ class Waiting:
 
     x: Tensor
     version: int
-    """Of x: what is written in place later is another input."""
     outputs: dict[str, Tensor]
 
     def take(self, name: str, x: Tensor) -> Tensor | None:
         """The layer's output for x, once."""
-        return self.outputs.pop(name, None) if self.x is x and self.version == x._version else None
+        return self.outputs.pop(name, None) if self.x is x and self.version == _version(x) else None
+
+
+def _version(x: Tensor) -> int:
+    """How often it was written in place; of inference tensors nobody counts."""
+    return 0 if x.is_inference() else x._version
 
 
 class LoraLinear(nn.Module):
@@ -68,11 +83,13 @@ class LoraLinear(nn.Module):
         self.active = active
         self.readers: tuple[LoraLinear, ...] = (self,)
         """All layers that read this one's input, this one among them, in the order of their calls."""
+        self.prepacked: Prepacked | None = None
+        """Of all readers; the first one of them has it."""
 
     def forward(self, x: Tensor) -> Tensor:
         active = self.active
         if active.calls is not None:
-            active.calls.append((self.name, x))
+            active.calls.append(Call(self.name, x, _version(x)))
         if active.groups is not None:
             y = active.groups.linear(x.flatten(0, -2), self.weight, self.bias, self.name)
             if y is not None:
@@ -85,20 +102,41 @@ class LoraLinear(nn.Module):
         if y is None:
             outputs = dict(zip((layer.name for layer in self.readers), _project(x, self.readers), strict=True))
             y = outputs.pop(self.name)
-            active.waiting = Waiting(x, x._version, outputs)
+            active.waiting = Waiting(x, _version(x), outputs)
         if active.waiting is not None and not active.waiting.outputs:
             active.waiting = None
         return y
 
     def _without_gradient(self, x: Tensor) -> Tensor:
         """As few operations as there can be: a decode step of one token is made of their fixed costs."""
-        y = nn.functional.linear(x, self.weight, self.bias)
+        active = self.active
+        if active.waiting is not None:
+            y = active.waiting.take(self.name, x)
+            if y is not None:
+                if not active.waiting.outputs:
+                    active.waiting = None
+                return y
+        prepacked = self.prepacked
+        if prepacked is None or not prepacked.gains(x) or not prepacked.copies(self.weight):
+            y = nn.functional.linear(x, self.weight, self.bias)
+            self._add_shares(x, y)
+            return y
+        y, *others = prepacked(x)
+        self._add_shares(x, y)
+        if others:
+            outputs = {}
+            for layer, output in zip(self.readers[1:], others, strict=True):
+                layer._add_shares(x, output)
+                outputs[layer.name] = output
+            active.waiting = Waiting(x, _version(x), outputs)
+        return y
+
+    def _add_shares(self, x: Tensor, y: Tensor) -> None:
         for run in self.active.runs:
             weights = run.adapter.weights.get(self.name)
             if weights is not None:
                 low_n_R = x.reshape(-1, x.shape[-1])[run.rows] @ weights.a_R_I.to(x.dtype).T
                 add_rows(y.view(-1, y.shape[-1]), run.rows, low_n_R, weights.b_O_R.to(x.dtype).T, run.adapter.scaling)
-        return y
 
 
 def _project(x: Tensor, layers: Sequence[LoraLinear]) -> Sequence[Tensor]:
@@ -114,7 +152,7 @@ def _project(x: Tensor, layers: Sequence[LoraLinear]) -> Sequence[Tensor]:
 
 
 @contextmanager
-def listening(active: ActiveRuns) -> Iterator[list[tuple[str, Tensor]]]:
+def listening(active: ActiveRuns) -> Iterator[list[Call]]:
     """Notes the name and the input of every adapted layer that is called."""
     active.calls = calls = []
     try:
@@ -123,10 +161,22 @@ def listening(active: ActiveRuns) -> Iterator[list[tuple[str, Tensor]]]:
         active.calls = None
 
 
-def join_readers(model: nn.Module, calls: Sequence[tuple[str, Tensor]]) -> None:
+def join_readers(model: nn.Module, calls: Sequence[Call]) -> None:
     """Lets neighbours in `calls` that read the very same tensor compute together from now on."""
-    for _, group in groupby(calls, key=lambda call: id(call[1])):
-        layers = [model.get_submodule(name) for name in dict.fromkeys(name for name, _ in group)]
+    for _, group in groupby(calls, key=lambda call: (id(call.x), call.version)):
+        layers = [model.get_submodule(name) for name in dict.fromkeys(call.name for call in group)]
         if len(layers) > 1 and all(type(layer) is LoraLinear for layer in layers):  # a divided layer's input is its own
             for layer in layers:
                 layer.readers = tuple(layers)  # type: ignore[assignment]
+
+
+@torch.no_grad()
+def prepack(model: nn.Module) -> None:
+    """Gives adapted layers their frozen matrices in the layout of the CPU's products, for passes without gradient.
+
+    After join_readers. Layers that are divided among ranks stay as they are.
+    """
+    for layer in model.modules():
+        if type(layer) is LoraLinear and layer.readers[0] is layer:
+            readers = layer.readers
+            layer.prepacked = Prepacked([one.weight for one in readers], [one.bias for one in readers])
