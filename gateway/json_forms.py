@@ -229,6 +229,10 @@ def _sequence(sequence: types_pb2.SampledSequence) -> dict[str, Any]:
         result["logprobs"] = _floats(np.frombuffer(sequence.logprobs, "<f4"))
     if sequence.HasField("topk_sampled_logprobs"):
         result["topk_logprobs"] = _topk(sequence.topk_sampled_logprobs)
+    if sequence.version_spans:  # not of the public API; what reads JSON ignores names that it does not know
+        result["version_spans"] = [
+            {"version": span.version_id, "num_tokens": span.num_tokens} for span in sequence.version_spans
+        ]
     return result
 
 

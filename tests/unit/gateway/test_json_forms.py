@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tinker.proto.response_conv import deserialize_proto_response
+from tinker.types.sample_response import SampleResponse
 
 from gateway import json_forms
 from gateway.convert import chunk
@@ -206,6 +208,29 @@ def test_sample_results_have_null_where_nothing_was_computed() -> None:
     sparse = tensor([-1.0], shape=[1, 1], sparse_crow_indices=[0, 1], sparse_col_indices=[0])
     assert found["target_prompt_logprobs"] == sparse
     assert found["prompt_alt_tokens"] == {"tokens": tensor([9], "int64", shape=[1, 1]), "logprobs": sparse}
+
+
+def test_spans_of_versions_are_an_addition_that_the_sdk_passes_over() -> None:
+    sequence = types_pb2.SampledSequence(
+        tokens=np.array([5, 6, 7], "<i4").tobytes(), logprobs=np.array([-0.5, -0.25, -1.0], "<f4").tobytes()
+    )
+    plain = sampler_pb2.SampleResponse(sequences=[sequence])
+    spans = [types_pb2.VersionSpan(version_id="a:train:0@1", num_tokens=2), types_pb2.VersionSpan(num_tokens=1)]
+    spanned = sampler_pb2.SampleResponse()
+    spanned.CopyFrom(plain)
+    spanned.sequences[0].version_spans.extend(spans)
+    one, other = (
+        deserialize_proto_response(message.SerializeToString(), SampleResponse) for message in (plain, spanned)
+    )
+    assert isinstance(other, SampleResponse)
+    assert other.sequences[0].tokens == [5, 6, 7]
+    assert repr(other) == repr(one)
+    (found,) = json.loads(json_forms.sample_result(spanned.SerializeToString()))["sequences"]
+    assert found.pop("version_spans") == [
+        {"version": "a:train:0@1", "num_tokens": 2},
+        {"version": "", "num_tokens": 1},
+    ]
+    assert [found] == json.loads(json_forms.sample_result(plain.SerializeToString()))["sequences"]
 
 
 # Over HTTP
