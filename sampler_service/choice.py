@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Literal
 
 from sampler_service.config import SamplerConfig
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.sizing import resolve_device
 from sampler_service.torch_engine import TorchEngine
+from sampler_service.vllm.settings import is_installed
 from sampler_service.vllm_engine import VllmEngine
 
 
@@ -16,7 +16,7 @@ def engine_name(config: SamplerConfig) -> Literal["vllm", "torch"]:
     """On a CPU the torch engine starts sooner, and is no slower for short prompts and groups."""
     if config.engine != "auto":
         return config.engine
-    with_vllm = resolve_device(config.device) == "cuda" and find_spec("vllm") is not None
+    with_vllm = resolve_device(config.device) == "cuda" and is_installed()
     return "vllm" if with_vllm else "torch"
 
 

@@ -1,0 +1,124 @@
+"""The parts of the vLLM engine that need no vLLM."""
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sampler_service import choice, vllm_engine
+from sampler_service.choice import engine_name
+from sampler_service.config import SamplerConfig
+from sampler_service.engine import Params, Request, Targets
+from sampler_service.scoring import PromptScorer
+from sampler_service.vllm.outputs import Drawn, drawn_tokens
+from sampler_service.vllm.settings import slot_rank
+from sampler_service.vllm.shared_memory import Handle, SharedTensor
+from sampler_service.vllm.wire import Draws, Scores, extra_args
+
+
+def test_another_process_reads_shared_weights_and_cannot_change_them() -> None:
+    shared = SharedTensor(torch.arange(5.0))
+    code = """
+import sys
+from sampler_service.vllm.shared_memory import Handle
+tensor = Handle(*map(int, sys.argv[1:])).open()
+print(tensor.tolist())
+tensor += 1
+"""
+    handle = shared.handle
+    argv = [sys.executable, "-c", code, str(handle.pid), str(handle.fd), str(handle.num_bytes)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[4])
+    assert done.stdout.strip() == "[0.0, 1.0, 2.0, 3.0, 4.0]"
+    assert shared.tensor.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    view = handle.open()
+    shared.close()
+    assert view.tolist() == shared.tensor.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    with pytest.raises(OSError, match=str(handle.fd)):
+        Handle(handle.pid, handle.fd, handle.num_bytes).open()
+
+
+def test_what_the_worker_is_told_comes_back_as_it_was() -> None:
+    draws = Draws(key=2**64 - 1, first=3, temperature=0.5, top_k=-1, top_p=0.25, topk=2)
+    targets = Targets(np.array([0, 2]), np.array([5, -1]))
+    request = Request(
+        np.array([1, 2, 3, 4], np.int32), params=Params(temperature=0.5), prompt_logprobs=True,
+        prompt_logprobs_last_n=2, topk_prompt_logprobs=3, targets=targets, prompt_alt_tokens_k=4,
+    )  # fmt: skip
+    scores = Scores.of(request, name="n", seed=-9)
+    args = extra_args(draws, scores)
+    assert Draws.read(args) == draws
+    again = Scores.read(args)
+    assert again is not None
+    assert again == scores
+    seen = again.request([1, 2, 3, 4])
+    assert seen.targets is not None
+    np.testing.assert_array_equal(seen.targets.rows_M, targets.rows_M)
+    np.testing.assert_array_equal(seen.targets.tokens_M, targets.tokens_M)
+    ours, theirs = PromptScorer(request, seed=-9), PromptScorer(seen, seed=again.seed)
+    assert theirs.first_row == ours.first_row
+    for array in theirs._arrays:
+        array[...] = np.arange(array.size).reshape(array.shape)
+    ours.restore(theirs.dump())
+    for one, other in zip(ours._arrays, theirs._arrays, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert Scores.read(extra_args(draws, None)) is None
+
+
+def flat(*positions: list[tuple[int, float]]) -> Any:
+    """As vLLM's FlatLogprobs."""
+    ends = np.cumsum([len(position) for position in positions]).tolist()
+    entries = [entry for position in positions for entry in position]
+    return SimpleNamespace(
+        start_indices=[0, *ends[:-1]],
+        end_indices=ends,
+        token_ids=[token for token, _ in entries],
+        logprobs=[logprob for _, logprob in entries],
+    )
+
+
+def test_outputs_with_their_tables_also_where_vllm_has_joined_two() -> None:
+    apart = [(7, -3.0), (1, -0.5), (2, -1.0)]
+    among_the_best = [(2, -1.0), (1, -0.5), (2, -1.0)]
+    joined = [(2, -1.0), (1, -0.5)]
+    completion = SimpleNamespace(token_ids=[7, 2, 2], logprobs=flat(apart, among_the_best, joined))
+    drawn = list(drawn_tokens(completion, 2))
+    assert [(one.token, one.logprob) for one in drawn] == [(7, -3.0), (2, -1.0), (2, -1.0)]
+    table = Drawn.table(drawn, 3)
+    assert table is not None
+    assert table.token_ids.tolist() == [[1, 2, 0]] * 3
+    assert table.logprobs.tolist() == [[-0.5, -1.0, -99999.0]] * 3
+    assert Drawn.table(drawn, 0) is None
+
+
+def test_slots_are_of_the_next_rank_that_vllm_knows() -> None:
+    assert [slot_rank(rank) for rank in (1, 2, 8, 33, 512)] == [1, 8, 8, 64, 512]
+    with pytest.raises(ValueError, match="max_lora_rank: 513"):
+        slot_rank(513)
+
+
+@pytest.mark.parametrize(
+    ("engine", "device", "installed", "chosen"),
+    [
+        ("auto", "cuda", True, "vllm"),
+        ("auto", "cuda", False, "torch"),
+        ("auto", "cpu", True, "torch"),
+        ("torch", "cuda", True, "torch"),
+        ("vllm", "cpu", False, "vllm"),
+    ],
+)
+def test_auto_takes_vllm_on_cuda_where_it_is_installed(
+    engine: Any, device: Any, installed: bool, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "is_installed", lambda: installed)
+    assert engine_name(SamplerConfig(base_model="m", engine=engine, device=device)) == chosen
+
+
+def test_vllm_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_engine, "is_installed", lambda: False)
+    with pytest.raises(ValueError, match=r"tinsmith\[vllm\]"):
+        vllm_engine.check_installed()
