@@ -1,9 +1,9 @@
 """The command lines of the services that `tinsmith up` runs: ports, folders and cores.
 
 **Cores.** Trainer and sampler take turns in most reinforcement-learning loops, but two OpenMP pools that share cores
-cost a factor of 2 to 4, so each gets its own: of C usable cores the trainers share C // 2 and the samplers the rest,
-never less than one thread each. Idle OpenMP threads sleep instead of spinning (OMP_WAIT_POLICY=PASSIVE). Where the
-models run on a GPU the division does not matter.
+cost a factor of 2 to 4, so each process gets its own: of C usable cores the trainers share C // 2 and the samplers the
+rest, never less than one thread each. Idle OpenMP threads sleep instead of spinning (OMP_WAIT_POLICY=PASSIVE). Where
+the models run on a GPU the division does not matter.
 """
 
 from __future__ import annotations
@@ -38,28 +38,38 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-def divide_cores(cores: int, *, pairs: int, trainer_threads: int | None, sampler_threads: int | None) -> Threads:
-    """Threads of each trainer and each sampler; a number that the user gave is taken as it is."""
+def divide_cores(
+    cores: int, *, groups: int, samplers: int, trainer_threads: int | None, sampler_threads: int | None
+) -> Threads:
+    """Threads of each trainer and each sampler, of which every group has one and `samplers`; a number that the user
+    gave is taken as it is."""
     for flag, value in (("--trainer-threads", trainer_threads), ("--sampler-threads", sampler_threads)):
         if value is not None and value < 1:
             raise UsageError(f"{flag}: {value} is not at least 1")
     trainers = max(1, cores // 2)
     return Threads(
-        trainer=trainer_threads or max(1, trainers // pairs),
-        sampler=sampler_threads or max(1, (cores - trainers) // pairs),
+        trainer=trainer_threads or max(1, trainers // groups),
+        sampler=sampler_threads or max(1, (cores - trainers) // (groups * samplers)),
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """One trainer and its sampler."""
+class Instance:
+    """A trainer or a sampler."""
+
+    suffix: str
+    """Of its name; empty when there is no other of its kind."""
+    port: int
+    metrics_port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One trainer and its samplers."""
 
     model: BaseModel
-    suffix: str  # "" when there is one pair only
-    trainer_port: int
-    trainer_metrics_port: int
-    sampler_port: int
-    sampler_metrics_port: int
+    trainer: Instance
+    samplers: Sequence[Instance]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +104,8 @@ class Stack:
     """Of the samplers."""
     trainer_ranks: int = 1
     """Processes of each trainer, which share its threads."""
+    num_samplers: int = 1
+    """Of each trainer."""
 
     @property
     def url(self) -> str:
@@ -103,70 +115,83 @@ class Stack:
     def logs(self) -> Path:
         return self.state_dir / "logs"
 
-    def pairs(self) -> list[Pair]:
+    def groups(self) -> list[Group]:
         """With ports that the kernel says are free."""
-        free = iter(_free_ports(4 * len(self.models)))
-        several = len(self.models) > 1
-        return [
-            Pair(model, f"-{number}" if several else "", next(free), next(free), next(free), next(free))
-            for number, model in enumerate(self.models, start=1)
-        ]
+        free = iter(_free_ports(2 * (1 + self.num_samplers) * len(self.models)))
+        groups = []
+        for number, model in enumerate(self.models, start=1):
+            suffix = f"-{number}" if len(self.models) > 1 else ""
+            several = self.num_samplers > 1
+            trainer = Instance(suffix, next(free), next(free))
+            samplers = [
+                Instance(f"{suffix}-{replica}" if several else suffix, next(free), next(free))
+                for replica in range(1, self.num_samplers + 1)
+            ]
+            groups.append(Group(model, trainer, samplers))
+        return groups
 
-    def services(self, pairs: Sequence[Pair]) -> list[Service]:
+    def services(self, groups: Sequence[Group]) -> list[Service]:
         """Trainers and samplers first; the gateway last, so that it is the first to be stopped."""
         return [
-            *(self._trainer(pair) for pair in pairs),
-            *(self._sampler(pair) for pair in pairs),
-            self._gateway(pairs),
+            *(self._trainer(group) for group in groups),
+            *(self._sampler(group, sampler) for group in groups for sampler in group.samplers),
+            self._gateway(groups),
         ]
 
-    def summary(self, pairs: Sequence[Pair]) -> str:
-        models = ", ".join(name for pair in pairs for name in pair.model.names)
-        trainers = ", ".join(_local(pair.trainer_port) for pair in pairs)
-        samplers = ", ".join(_local(pair.sampler_port) for pair in pairs)
-        ports = ", ".join(f"{pair.trainer_metrics_port}, {pair.sampler_metrics_port}" for pair in pairs)
+    def summary(self, groups: Sequence[Group]) -> str:
+        models = ", ".join(name for group in groups for name in group.model.names)
+        trainers = ", ".join(_local(group.trainer.port) for group in groups)
+        samplers = ", ".join(_local(sampler.port) for group in groups for sampler in group.samplers)
+        instances = [instance for group in groups for instance in (group.trainer, *group.samplers)]
+        ports = ", ".join(str(instance.metrics_port) for instance in instances)
         return (
             f"models: {models}; trainer: {trainers}; sampler: {samplers}; metrics: /metrics, and on ports {ports}; "
             f"logs: {self.logs}"
         )
 
-    def _trainer(self, pair: Pair) -> Service:
+    def _trainer(self, group: Group) -> Service:
         threads = max(1, self.threads.trainer // self.trainer_ranks)
         flags = {
-            "base-model": pair.model.source,
-            "model-names": json.dumps(pair.model.names),
-            "listen": _local(pair.trainer_port),
-            "samplers": json.dumps([_local(pair.sampler_port)]),
+            "base-model": group.model.source,
+            "model-names": json.dumps(group.model.names),
+            "listen": _local(group.trainer.port),
+            "samplers": json.dumps([_local(sampler.port) for sampler in group.samplers]),
             "checkpoint-dir": str(self.state_dir / "checkpoints"),
-            "state-dir": str(self.state_dir / "trainers" / _folder_name(pair.model)),
-            "metrics-port": str(pair.trainer_metrics_port),
+            "state-dir": str(self.state_dir / "trainers" / _folder_name(group.model)),
+            "metrics-port": str(group.trainer.metrics_port),
             "num-threads": str(threads),
             **({"full-training": "true"} if self.full_training else {}),
         }
-        return self._grpc_service(
-            "trainer", pair.suffix, flags, port=pair.trainer_port, threads=threads, ranks=self.trainer_ranks
-        )
+        return self._grpc_service("trainer", group.trainer, flags, threads=threads, ranks=self.trainer_ranks)
 
-    def _sampler(self, pair: Pair) -> Service:
+    def _sampler(self, group: Group, sampler: Instance) -> Service:
         engine = "torch" if self.full_training else self.engine  # vLLM serves adapters only
         flags = {
-            "base-model": pair.model.source,
-            "model-names": json.dumps(pair.model.names),
-            "listen": _local(pair.sampler_port),
-            "metrics-port": str(pair.sampler_metrics_port),
+            "base-model": group.model.source,
+            "model-names": json.dumps(group.model.names),
+            "listen": _local(sampler.port),
+            "metrics-port": str(sampler.metrics_port),
             "num-threads": str(self.threads.sampler),
             **({} if engine == "auto" else {"engine": engine}),  # then SAMPLER_ENGINE may say it
         }
-        return self._grpc_service("sampler", pair.suffix, flags, port=pair.sampler_port, threads=self.threads.sampler)
+        return self._grpc_service("sampler", sampler, flags, threads=self.threads.sampler, restarts=True)
 
     def _grpc_service(
-        self, kind: str, suffix: str, flags: dict[str, str], *, port: int, threads: int, ranks: int = 1
+        self,
+        kind: str,
+        instance: Instance,
+        flags: dict[str, str],
+        *,
+        threads: int,
+        ranks: int = 1,
+        restarts: bool = False,
     ) -> Service:
         return Service(
-            name=f"{kind}{suffix}",
+            name=f"{kind}{instance.suffix}",
             argv=_command(f"{kind}_service", {**flags, "log-level": self.log_level}, ranks=ranks),
-            log=self.logs / f"{kind}{suffix}.log",
-            wait_ready=partial(_wait_grpc, _local(port)),
+            log=self.logs / f"{kind}{instance.suffix}.log",
+            wait_ready=partial(_wait_grpc, _local(instance.port)),
+            restarts=restarts,
             env={
                 "OMP_NUM_THREADS": str(threads),
                 "OMP_WAIT_POLICY": "PASSIVE",
@@ -178,12 +203,12 @@ class Stack:
             },
         )
 
-    def _gateway(self, pairs: Sequence[Pair]) -> Service:
+    def _gateway(self, groups: Sequence[Group]) -> Service:
         flags = {
             "host": self.host,
             "port": str(self.port),
-            "trainers": json.dumps([_local(pair.trainer_port) for pair in pairs]),
-            "samplers": json.dumps([_local(pair.sampler_port) for pair in pairs]),
+            "trainers": json.dumps([_local(group.trainer.port) for group in groups]),
+            "samplers": json.dumps([_local(sampler.port) for group in groups for sampler in group.samplers]),
             "state-dir": str(self.state_dir / "gateway"),
             "log-level": self.log_level,
         }

@@ -1,14 +1,14 @@
 """Runs child processes that live and die together.
 
 They start in the given order, each in its own session, so that Ctrl-C reaches only this process, which then stops them
-in order. When one ends by itself the others are stopped too: nothing is restarted behind the user's back. If this
-process is killed outright, the kernel kills them (Linux).
+in order. When one ends by itself the others are stopped too, unless the others can do without it (`restarts`): then it
+is started again, after a pause that grows with every end. If this process is killed outright, the kernel kills them
+(Linux).
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import signal
 import subprocess
@@ -17,16 +17,19 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
+
+from tinsmith.cli import child
 
 STOP_GRACE_S = 7.0
 """From the first SIGTERM to SIGKILL: a stop is promised within 10 s."""
 
 _FIRST_GRACE_S = 2.5
 _LOG_LINES_SHOWN = 20
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded before any fork
+_FIRST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 30.0
+_LASTED_S = 60.0
+"""What has served for so long starts again after the first pause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,8 @@ class Service:
     """Returns once it serves."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Added to this process's environment."""
+    restarts: bool = False
+    """When it ends after all were ready, it is started again, and the others go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +60,13 @@ async def supervise(
     report: Callable[[str], None],
     startup_timeout_s: float,
 ) -> int:
-    """Runs the services until SIGINT, SIGTERM or SIGHUP (returns 0), or until one fails or ends (returns 1).
+    """Runs the services until SIGINT, SIGTERM or SIGHUP (returns 0), or until one fails or ends for good (returns 1).
 
     `services` are stopped from the last to the first. When this returns or raises, none of them is left.
     """
     running: list[_Running] = []
     async with _signals(running) as stop:
         try:
-            # All are forked before anything here starts a thread.
             for service in services:
                 running.append(_start(service))
                 report(f"{service.name}: starting (log: {service.log})")
@@ -73,7 +77,7 @@ async def supervise(
 
 
 async def _watch(
-    running: Sequence[_Running],
+    running: list[_Running],
     stop: asyncio.Event,
     *,
     on_ready: Callable[[], None],
@@ -83,6 +87,7 @@ async def _watch(
     stopping = asyncio.create_task(stop.wait())
     starting = asyncio.create_task(_wait_all_ready(running, report=report, timeout_s=startup_timeout_s))
     waiting: set[asyncio.Future[object]] = {stopping, starting, *(one.exited for one in running)}  # type: ignore[arg-type]
+    reviving: list[asyncio.Task[None]] = []
     try:
         while True:
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -93,16 +98,24 @@ async def _watch(
                 for one in dead:
                     report(_obituary(one.service, code=one.exited.result()))
                 return 1
+            for task in reviving:
+                if task in done:
+                    task.result()
             try:
                 starting.result()
             except TimeoutError as error:
                 report(str(error))
                 return 1
             on_ready()
+            for place, one in enumerate(running):
+                if one.service.restarts:
+                    waiting.discard(one.exited)  # type: ignore[arg-type]
+                    reviving.append(asyncio.create_task(_revive(running, place, report=report)))
+            waiting.update(reviving)  # type: ignore[arg-type]  # they end only with an error, which is to be raised
     finally:
-        stopping.cancel()
-        starting.cancel()
-        await asyncio.gather(stopping, starting, return_exceptions=True)
+        for task in (stopping, starting, *reviving):
+            task.cancel()
+        await asyncio.gather(stopping, starting, *reviving, return_exceptions=True)
 
 
 async def _wait_all_ready(running: Sequence[_Running], *, report: Callable[[str], None], timeout_s: float) -> None:
@@ -122,27 +135,42 @@ async def _wait_all_ready(running: Sequence[_Running], *, report: Callable[[str]
         raise TimeoutError(f"not ready after {timeout_s:g} s: {', '.join(waiting_for)}; see the log") from None
 
 
+async def _revive(running: list[_Running], place: int, *, report: Callable[[str], None]) -> None:
+    """Starts one of those running again whenever it ends."""
+    pause_s, ready_at = _FIRST_PAUSE_S, time.monotonic()
+    while True:
+        service, code = running[place].service, await asyncio.shield(running[place].exited)
+        report(_obituary(service, code=code))
+        if time.monotonic() - ready_at >= _LASTED_S:
+            pause_s = _FIRST_PAUSE_S
+        report(f"{service.name}: starting again in {pause_s:g} s; the others go on")
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        started = time.monotonic()
+        running[place] = one = _start(service)
+        ready = asyncio.ensure_future(service.wait_ready())
+        try:
+            await asyncio.wait({ready, one.exited}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ready.cancel()
+            await asyncio.gather(ready, return_exceptions=True)
+        ready_at = time.monotonic()
+        if not one.exited.done():
+            report(f"{service.name}: ready again after {ready_at - started:.1f} s")
+
+
 def _start(service: Service) -> _Running:
     service.log.parent.mkdir(parents=True, exist_ok=True)
     with service.log.open("ab") as log:
         process = subprocess.Popen(  # noqa: S603
-            service.argv,
+            [sys.executable, "-I", child.__file__, str(os.getpid()), *service.argv],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             env={**os.environ, **service.env},
             start_new_session=True,
-            preexec_fn=partial(die_with_parent, os.getpid()),  # no thread exists yet
         )
     return _Running(service, process, asyncio.get_running_loop().create_future())
-
-
-def die_with_parent(parent: int) -> None:
-    """To be called in a child just forked by `parent`: the kernel then kills it when that ends, however it ends."""
-    if _libc is not None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before the call above
-            os._exit(1)
 
 
 @asynccontextmanager

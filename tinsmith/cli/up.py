@@ -1,4 +1,4 @@
-"""`tinsmith up`: trainer, sampler and gateway as separate processes on this machine, in the foreground.
+"""`tinsmith up`: trainer, samplers and gateway as separate processes on this machine, in the foreground.
 
 This process only starts, watches and stops the others; it loads no torch.
 """
@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from tinsmith.cli.base_models import BaseModel, UsageError, parse
+from tinsmith.cli.child import die_with_parent
 from tinsmith.cli.stack import Keys, Stack, divide_cores, usable_cores
-from tinsmith.cli.supervisor import die_with_parent, supervise
+from tinsmith.cli.supervisor import supervise
 from tinsmith.rpc.auth import is_loopback
 
 if TYPE_CHECKING:
@@ -41,8 +42,8 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--base-model", action="append", default=[], metavar="[NAME=]PATH|HUB_ID",
         help="weights to serve, repeatable. PATH alone is served under its folder's name, HUB_ID under itself. Several "
-        "names for one folder load it once; each different one has its own trainer and sampler. Default: a small model "
-        f"made on the first start and served as {DEFAULT_MODEL_NAME}",
+        "names for one folder load it once; each different one has its own trainer and samplers. Default: a small "
+        f"model made on the first start and served as {DEFAULT_MODEL_NAME}",
     )  # fmt: skip
     parser.add_argument("--models-file", type=Path, metavar="FILE", help='more of them, as JSON: {"name": "path", ...}')
     parser.add_argument("--host", default="127.0.0.1", help="address of the HTTP API (default %(default)s)")
@@ -72,6 +73,11 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         help="processes of each trainer, which divide the data and its threads (default %(default)s); "
         "TRAINER_TENSOR_PARALLEL and TRAINER_SHARD_BASE in the environment divide the base model, too",
     )  # fmt: skip
+    parser.add_argument(
+        "--samplers", type=int, default=1, metavar="N",
+        help="samplers of each base model, which share its requests and the samplers' cores (default %(default)s); one "
+        "that ends is started again, and the others do its work meanwhile",
+    )  # fmt: skip
     parser.add_argument("--trainer-threads", type=int, metavar="N", help="CPU threads of each trainer")
     parser.add_argument("--sampler-threads", type=int, metavar="N", help="CPU threads of each sampler")
     parser.add_argument(
@@ -85,14 +91,16 @@ def run(arguments: argparse.Namespace) -> int:
     """Checks everything that can be checked before a process starts; raises UsageError."""
     state_dir: Path = arguments.state_dir.expanduser().absolute()
     models = parse(arguments.base_model, models_file=arguments.models_file)
+    for flag in ("samplers", "trainer_ranks"):
+        if (value := getattr(arguments, flag)) < 1:
+            raise UsageError(f"--{flag.replace('_', '-')}: {value} is not at least 1")
     threads = divide_cores(
         usable_cores(),
-        pairs=max(1, len(models)),
+        groups=max(1, len(models)),
+        samplers=arguments.samplers,
         trainer_threads=arguments.trainer_threads,
         sampler_threads=arguments.sampler_threads,
     )
-    if arguments.trainer_ranks < 1:
-        raise UsageError(f"--trainer-ranks: {arguments.trainer_ranks} is not at least 1")
     if arguments.full_training and arguments.engine == "vllm":
         raise UsageError("--engine: vllm serves adapters only, and not what --full-training makes; take torch")
     keys = _keys(arguments.host, arguments.api_key)
@@ -109,12 +117,13 @@ def run(arguments: argparse.Namespace) -> int:
             full_training=arguments.full_training,
             engine=arguments.engine,
             trainer_ranks=arguments.trainer_ranks,
+            num_samplers=arguments.samplers,
         )
-        pairs = stack.pairs()
+        groups = stack.groups()
         return asyncio.run(
             supervise(
-                stack.services(pairs),
-                on_ready=lambda: _report(f"Tinsmith is ready at {stack.url} ({stack.summary(pairs)})"),
+                stack.services(groups),
+                on_ready=lambda: _report(f"Tinsmith is ready at {stack.url} ({stack.summary(groups)})"),
                 report=_report,
                 startup_timeout_s=arguments.startup_timeout,
             )

@@ -28,23 +28,34 @@ def flag(service: Service, name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("cores", "pairs", "expected"), [(1, 1, (1, 1)), (2, 1, (1, 1)), (9, 1, (4, 5)), (16, 2, (4, 4)), (2, 3, (1, 1))]
+    ("cores", "groups", "samplers", "expected"),
+    [
+        (1, 1, 1, (1, 1)),
+        (2, 1, 1, (1, 1)),
+        (9, 1, 1, (4, 5)),
+        (16, 2, 1, (4, 4)),
+        (2, 3, 1, (1, 1)),
+        (16, 1, 4, (8, 2)),
+        (16, 2, 3, (4, 1)),
+        (2, 1, 2, (1, 1)),
+    ],
 )
 def test_trainers_and_samplers_share_no_core_where_there_are_enough(
-    cores: int, pairs: int, expected: tuple[int, int]
+    cores: int, groups: int, samplers: int, expected: tuple[int, int]
 ) -> None:
-    assert divide_cores(cores, pairs=pairs, trainer_threads=None, sampler_threads=None) == Threads(*expected)
+    threads = divide_cores(cores, groups=groups, samplers=samplers, trainer_threads=None, sampler_threads=None)
+    assert threads == Threads(*expected)
 
 
 def test_thread_flags_are_taken_as_they_are_and_zero_is_refused() -> None:
-    assert divide_cores(4, pairs=1, trainer_threads=4, sampler_threads=1) == Threads(4, 1)
+    assert divide_cores(4, groups=1, samplers=2, trainer_threads=4, sampler_threads=1) == Threads(4, 1)
     with pytest.raises(UsageError, match="--sampler-threads: 0"):
-        divide_cores(4, pairs=1, trainer_threads=None, sampler_threads=0)
+        divide_cores(4, groups=1, samplers=1, trainer_threads=None, sampler_threads=0)
 
 
 def test_each_trainer_knows_its_own_sampler_and_the_gateway_knows_all() -> None:
     stack = make_stack([BaseModel("/m/a", ("a", "b")), BaseModel("org/c", ("org/c",))])
-    services = {service.name: service for service in stack.services(stack.pairs())}
+    services = {service.name: service for service in stack.services(stack.groups())}
     assert list(services) == ["trainer-1", "trainer-2", "sampler-1", "sampler-2", "gateway"]
     for number in "12":
         assert json.loads(flag(services[f"trainer-{number}"], "samplers")) == [
@@ -62,27 +73,44 @@ def test_each_trainer_knows_its_own_sampler_and_the_gateway_knows_all() -> None:
     assert len(set(ports)) == 8
 
 
+def test_several_samplers_are_known_to_their_trainer_and_to_the_gateway() -> None:
+    stack = replace(make_stack([BaseModel("/m/a", ("a",)), BaseModel("/m/b", ("b",))]), num_samplers=2)
+    groups = stack.groups()
+    services = {service.name: service for service in stack.services(groups)}
+    names = ["sampler-1-1", "sampler-1-2", "sampler-2-1", "sampler-2-2"]
+    assert list(services) == ["trainer-1", "trainer-2", *names, "gateway"]
+    addresses = [flag(services[name], "listen") for name in names]
+    assert json.loads(flag(services["trainer-1"], "samplers")) == addresses[:2]
+    assert json.loads(flag(services["trainer-2"], "samplers")) == addresses[2:]
+    assert json.loads(flag(services["gateway"], "samplers")) == addresses
+    assert f"; sampler: {', '.join(addresses)}; metrics:" in stack.summary(groups)
+    assert [name for name, service in services.items() if service.restarts] == names
+    alone = replace(make_stack([BaseModel("/m/a", ("a",))]), num_samplers=2)
+    logs = [service.log.name for service in alone.services(alone.groups())]
+    assert logs == ["trainer.log", "sampler-1.log", "sampler-2.log", "gateway.log"]
+
+
 def test_full_training_is_a_flag_of_the_trainers() -> None:
     stack = make_stack([BaseModel("/m/a", ("a",))])
-    assert "--full-training" not in stack.services(stack.pairs())[0].argv
+    assert "--full-training" not in stack.services(stack.groups())[0].argv
     stack = replace(stack, full_training=True)
-    trainer, *others = stack.services(stack.pairs())
+    trainer, *others = stack.services(stack.groups())
     assert flag(trainer, "full-training") == "true"
     assert not any("--full-training" in other.argv for other in others)
 
 
 def test_the_engine_is_a_flag_of_the_samplers_and_full_training_takes_the_one_that_serves_it() -> None:
     stack = make_stack([BaseModel("/m/a", ("a",))])
-    assert not any("--engine" in service.argv for service in stack.services(stack.pairs()))
+    assert not any("--engine" in service.argv for service in stack.services(stack.groups()))
     for changed, engine in (({"engine": "vllm"}, "vllm"), ({"full_training": True}, "torch")):
-        trainer, sampler, gateway = replace(stack, **changed).services(stack.pairs())
+        trainer, sampler, gateway = replace(stack, **changed).services(stack.groups())
         assert flag(sampler, "engine") == engine
         assert "--engine" not in [*trainer.argv, *gateway.argv]
 
 
 def test_several_ranks_of_a_trainer_are_started_by_torchrun_and_share_its_threads() -> None:
     stack = replace(make_stack([BaseModel("/m/a", ("a",))]), trainer_ranks=2)
-    trainer, sampler, _ = stack.services(stack.pairs())
+    trainer, sampler, _ = stack.services(stack.groups())
     assert trainer.argv[3:8] == ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     assert trainer.env["OMP_NUM_THREADS"] == flag(trainer, "num-threads") == "1"
     assert sampler.argv[3] == "sampler_service"
@@ -91,8 +119,8 @@ def test_several_ranks_of_a_trainer_are_started_by_torchrun_and_share_its_thread
 def test_a_trainers_state_folder_does_not_depend_on_its_neighbours() -> None:
     a, b = BaseModel("/m/a", ("a",)), BaseModel("/n/a", ("b",))
     alone, beside = make_stack([a]), make_stack([b, a])
-    folder = flag(alone.services(alone.pairs())[0], "state-dir")
-    folders = [flag(service, "state-dir") for service in beside.services(beside.pairs())[:2]]
+    folder = flag(alone.services(alone.groups())[0], "state-dir")
+    folders = [flag(service, "state-dir") for service in beside.services(beside.groups())[:2]]
     assert folders[1] == folder != folders[0]
 
 
@@ -100,7 +128,7 @@ def test_keys_travel_by_environment_and_not_on_the_command_line(monkeypatch: pyt
     for name in ("TRAINER_API_KEYS", "SAMPLER_API_KEYS"):
         monkeypatch.delenv(name, raising=False)
     stack = make_stack([BaseModel("/m/a", ("a",))], keys=Keys('["tml-secret"]', "service-secret"))
-    services = stack.services(stack.pairs())
+    services = stack.services(stack.groups())
     for service in services:
         prefix = service.name.upper()
         assert service.env[f"{prefix}_API_KEYS"] == '["tml-secret"]'
@@ -118,7 +146,7 @@ def test_keys_that_the_user_has_set_for_one_service_stay(monkeypatch: pytest.Mon
 
 def test_without_keys_no_service_asks_for_one() -> None:
     stack = make_stack([BaseModel("/m/a", ("a",))])
-    assert not any("KEY" in name for service in stack.services(stack.pairs()) for name in service.env)
+    assert not any("KEY" in name for service in stack.services(stack.groups()) for name in service.env)
 
 
 async def test_waiting_for_a_grpc_service_ends_when_it_serves() -> None:

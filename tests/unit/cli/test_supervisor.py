@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-# argv: folder, then one Python program per service. Prints what is reported, and READY.
+# argv: folder, then one Python program per service; those that begin with "# restarts" are started again. Prints what
+# is reported, and READY.
 SUPERVISOR = """
 import asyncio, sys
 from pathlib import Path
@@ -26,7 +27,10 @@ def waiter(name):
     return wait
 
 services = [
-    Service(name, [sys.executable, "-c", program, str(folder / name)], folder / "logs" / f"{name}.log", waiter(name))
+    Service(
+        name, [sys.executable, "-c", program, str(folder / name)], folder / "logs" / f"{name}.log", waiter(name),
+        restarts=program.startswith("# restarts"),
+    )
     for name, program in ((f"s{i}", program) for i, program in enumerate(sys.argv[2:]))
 ]
 report = lambda line: print(line, flush=True)
@@ -54,6 +58,25 @@ LEAVES_A_CHILD = PRELUDE + textwrap.dedent(
     pathlib.Path(me + ".child").write_text(str(child.pid))
     up(); time.sleep(100)
     """
+)
+
+
+DIES_ONCE = (
+    "# restarts"
+    + PRELUDE
+    + textwrap.dedent(
+        """
+    first = not pathlib.Path(me + ".pid").exists()
+    up()
+    if first:
+        time.sleep(0.5)
+        print("segmentation fault", flush=True)
+        pathlib.Path(me + ".up").unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.signal(signal.SIGTERM, stopped)
+    time.sleep(100)
+    """
+    )
 )
 
 
@@ -163,6 +186,39 @@ def test_a_death_later_is_reported_and_nothing_is_restarted(start: Start) -> Non
     assert code == 1
     assert "s1 was killed by SIGKILL" in output
     assert "    out of memory" in output
+    assert not is_alive(run.pid("s0.pid"))
+
+
+def test_a_service_that_the_others_can_do_without_is_started_again(start: Start) -> None:
+    run = start(POLITE, DIES_ONCE, POLITE)
+    run.wait_ready()
+    first = run.pid("s1.pid")
+    assert run.process.stdout is not None
+    told = ""
+    for line in run.process.stdout:
+        told += line
+        if "ready again" in line:
+            break
+    assert "s1 was killed by SIGKILL" in told
+    assert "    segmentation fault" in told
+    assert "s1: starting again in 1 s; the others go on" in told
+    assert run.pid("s1.pid") != first
+    assert all(is_alive(run.pid(f"s{i}.pid")) for i in range(3))
+    run.process.terminate()
+    assert run.finish()[0] == 0
+    assert not any(is_alive(run.pid(f"s{i}.pid")) for i in range(3))
+
+
+def test_a_stop_signal_does_not_wait_for_the_pause_before_a_restart(start: Start) -> None:
+    run = start(POLITE, DIES_ONCE)
+    run.wait_ready()
+    assert run.process.stdout is not None
+    for line in run.process.stdout:
+        if "starting again" in line:
+            break
+    run.process.terminate()
+    code, output = run.finish()
+    assert (code, output) == (0, "stopping\n")
     assert not is_alive(run.pid("s0.pid"))
 
 
