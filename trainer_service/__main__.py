@@ -20,6 +20,8 @@ from tinsmith.rpc.settings import read_settings
 from tinsmith.v1 import trainer_pb2
 from tinsmith.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
 from tinsmith.weight_channel.ring_memory import gpu_uuid
+from trainer_service.canary import canary_of
+from trainer_service.certificate import GAP_LIMITS, GapRule, Publisher
 from trainer_service.checkpoints import CheckpointStore
 from trainer_service.config import TrainerConfig
 from trainer_service.engine import TrainingEngine
@@ -78,7 +80,7 @@ async def serve(config: TrainerConfig, group: RankGroup | None) -> None:
         logger.info("stopping")
         await server.stop(_CALL_GRACE_S)
         ended = await trainer.scheduler.close(timeout_s=_STOP_TIMEOUT_S)
-        await trainer.operations.sender.close()
+        await trainer.operations.publisher.sender.close()
         if ended and isinstance(trainer.operations.engine, LeadingEngine):
             await asyncio.wait({asyncio.create_task(asyncio.to_thread(trainer.operations.engine.stop))}, timeout=1)
         journal.close()
@@ -110,13 +112,16 @@ async def start(
     engine = TrainingEngine(base, **settings) if group is None else LeadingEngine(base, group, **settings)
     await asyncio.to_thread(lambda: engine.follow(measure(engine, bounds(config))))
     checkpoints = CheckpointStore(config.checkpoint_dir, metrics)
-    operations = Operations(engine, checkpoints, sender, config.public_names, config.max_lora_rank)
     scheduler = Scheduler(
         engine,
         journal,
         max_queued_operations=config.max_queued_operations,
         max_models=config.max_models,
         metrics=metrics,
+    )
+    publisher = Publisher(sender, canary_of(base), gap_rule(config, base.dtype), metrics)
+    operations = Operations(
+        engine, checkpoints, publisher, scheduler.run_alone, config.public_names, config.max_lora_rank
     )
     importer = Importer(base, checkpoints, max_rank=config.max_lora_rank, max_bytes=config.max_import_bytes)
     return Trainer(uuid.uuid4().hex, operations, scheduler, journal, checkpoints, importer)
@@ -148,6 +153,11 @@ def bounds(config: TrainerConfig) -> Bounds:
         adapter_device_bytes=config.adapter_device_bytes,
         ranks_per_machine=Place.of(config).local_world_size,
     )
+
+
+def gap_rule(config: TrainerConfig, dtype: torch.dtype) -> GapRule:
+    limit = GAP_LIMITS[dtype] if config.publish_gap_limit is None else config.publish_gap_limit
+    return GapRule(limit, config.on_publish_gap, config.publish_score_timeout_s)
 
 
 def load(config: TrainerConfig, group: RankGroup | None) -> BaseModel:

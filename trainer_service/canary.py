@@ -37,6 +37,10 @@ def canary(*, vocab_size: int, max_context_length: int) -> Sequence[Tokens]:
     return list((np.power(float(vocab_size), drawn) - 1).astype(np.int32).clip(0, vocab_size - 1))
 
 
+def canary_of(base: BaseModel) -> Sequence[Tokens]:
+    return canary(vocab_size=base.vocab_size, max_context_length=base.max_context_length)
+
+
 def score(base: BaseModel, weights: Weights, sequences: Sequence[Tokens]) -> Scores:
     """What the pass that trains gives with these weights, which may be a live model's own, or a copy in host memory.
 

@@ -4,6 +4,7 @@
     config.json, model*.safetensors, ...             a plain Hugging Face model with its tokenizer
     optimizer.safetensors                            the optimizer's state, of kind TRAINING only
     manifest.json                                    what it is, size and SHA-256 of every file above
+    certificate.json                                 of the version's last publish; made later, replaced as a whole
 
 Files of kind EXTERNAL may be encrypted; then ".age" is appended to their names.
 
@@ -27,6 +28,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from google.protobuf import json_format
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -54,6 +56,7 @@ logger = logging.getLogger(__name__)
 
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 _OPTIMIZER = "optimizer.safetensors"
+_CERTIFICATE = "certificate.json"
 _TEMPORARY = "~tmp"
 """Not the name of any run."""
 _REPLACED = "replaced-"
@@ -131,6 +134,8 @@ class CheckpointStore:
                         _link(self._path(source) / file.name, folder / file.name)
                     except FileNotFoundError:
                         raise DataCorrupted(f"{source}/{file.name} is missing", file=f"{source}/{file.name}") from None
+                with contextlib.suppress(FileNotFoundError):
+                    _link(self._path(source) / _CERTIFICATE, folder / _CERTIFICATE)
             copied.CopyFrom(found.checkpoint)
             copied.location = str(destination)
             copied.kind = destination.kind_number
@@ -217,6 +222,31 @@ class CheckpointStore:
             if with_optimizer:
                 optimizer = OptimizerState(info.optimizer or DEFAULT_OPTIMIZER, load_file(folder / _OPTIMIZER))
         return info, State(config=config, adapter=adapter, step=info.step, optimizer=optimizer)
+
+    def put_certificate(self, location: Location, certificate: pb.PublishCertificate) -> None:
+        """Does nothing when the version is no longer there. A full disk raises OutOfCapacity."""
+        with self.scratch() as folder:
+            written = folder / _CERTIFICATE
+            content = json_format.MessageToJson(certificate, preserving_proto_field_name=True)
+            written.write_text(content + "\n")
+            _sync(written)
+            with self._swap, contextlib.suppress(CheckpointNotFound):
+                if self._read_manifest(location).checkpoint.version_id == certificate.version_id:
+                    written.rename(self._path(location) / _CERTIFICATE)
+
+    def certificate(self, location: Location) -> pb.PublishCertificate:
+        """Raises CheckpointNotFound, NotFound when the version was never published, DataCorrupted."""
+        with self._swap:
+            self._read_manifest(location)
+            try:
+                content = (self._path(location) / _CERTIFICATE).read_text()
+            except FileNotFoundError:
+                raise NotFound(f"{location}: its version was never published, so it has no certificate") from None
+        try:
+            return json_format.Parse(content, pb.PublishCertificate())
+        except json_format.ParseError as error:
+            name = f"{location}/{_CERTIFICATE}"
+            raise DataCorrupted(f"{name} is damaged: {error}", file=name) from None
 
     def delete(self, location: Location) -> None:
         """An unknown one is no error."""

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from tinsmith.rpc.errors import ServiceError
 from trainer_service.lanes import BatchRun, Call, Item, Lanes, MicroBatch
@@ -21,6 +21,8 @@ from trainer_service.speed import Speed
 from trainer_service.work import BatchEngine, Operation, Output
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +82,16 @@ class ComputeThread:
                     item.result.set_exception(error)
             self._changed.notify()
 
-    async def run_alone(self, call: Callable[[], object]) -> None:
+    async def run_alone(self, call: Callable[[], T]) -> T:
         """Runs what belongs to no operation, after what runs now."""
-        result: asyncio.Future[object] = self._loop.create_future()
+        result: asyncio.Future[T] = self._loop.create_future()
         with self._changed:
             if self._closed:
                 result.cancel()
             else:
                 self._lanes.put_first(Call(None, call, result))
             self._changed.notify()
-        await result
+        return await result
 
     async def close(self, *, timeout_s: float) -> bool:
         """Starts nothing more. Returns False when something still runs after `timeout_s` seconds."""

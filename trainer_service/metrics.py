@@ -47,6 +47,12 @@ class Metrics:
         self.ess = values("ess", "Effective sample size of a batch, as a share of its tokens.", _SHARES, "loss_fn")
         self.ratio_max = values("ratio_max", "Largest ratio, trainer to sampler, of a batch.", _RATIOS, "loss_fn")
         self.publish_seconds = seconds("publish", "Publishing a version to the samplers.")
+        self.publish_gap = values(
+            "publish_gap_nats", "Largest gap of a canary token, of one sampler and version.", _NATS, "engine"
+        )
+        self.publish_certificates = counter(
+            "publish_certificates", "Certificates: passed, warned, refused; unscored ones name no sampler.", "outcome"
+        )
         self.publish_bytes = counter("publish_bytes", "Adapter bytes broadcast, once for each publish.")
         self.publish_failures = counter("publish_failures", "Attempts to publish that failed.")
         self.weight_groups = counter("weight_groups", "Process groups formed with samplers.")

@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.full_weights import config_of
@@ -28,20 +28,32 @@ from tinsmith.rpc.errors import (
 from tinsmith.rpc.paths import check_model_id, check_name
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
+from tinsmith.v1.types_pb2 import PublishCertificate
 from trainer_service.batch import Batch
+from trainer_service.canary import Scores
+from trainer_service.certificate import Certified, Publisher
 from trainer_service.checkpoints import CheckpointStore
 from trainer_service.custom_loss import CustomLoss
 from trainer_service.encryption import Recipient, parse_recipients
 from trainer_service.engine import State, TrainingEngine
 from trainer_service.locations import KINDS, Location
 from trainer_service.optimizers import DEFAULT_OPTIMIZER, check_kind, params_from_proto
-from trainer_service.weight_sync import Version, WeightSender
+from trainer_service.weight_sync import Version
 from trainer_service.work import RunBatch, Turn, Work
 
 logger = logging.getLogger(__name__)
 
 _SENT_KINDS = {types_pb2.CHECKPOINT_KIND_SAMPLER, types_pb2.CHECKPOINT_KIND_EPHEMERAL}
 """Kinds that are sent to the samplers when they are saved."""
+
+
+T = TypeVar("T")
+
+
+class RunAlone(Protocol):
+    async def __call__(self, call: Callable[[], T]) -> T:
+        """Makes the call on the compute thread, before the next micro-batch."""
+        ...
 
 
 @dataclass(slots=True)
@@ -71,14 +83,17 @@ class Model:
 class Operations:
     engine: TrainingEngine
     checkpoints: CheckpointStore
-    sender: WeightSender
+    publisher: Publisher
+    run_alone: RunAlone
+    """Of the scheduler."""
     base_models: Sequence[str]
     """Public names of the base model."""
     max_lora_rank: int
     models: dict[str, Model] = field(default_factory=dict)
-    _publishing: dict[tuple[Location, str], asyncio.Task[int]] = field(default_factory=dict)
+    _publishing: dict[tuple[Location, str], asyncio.Task[Certified]] = field(default_factory=dict)
     _asked_for: set[str] = field(default_factory=set)
     """Versions of live models that were published on demand."""
+    _scoring: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def create_model(self, request: pb.CreateModelRequest) -> Work:
         """Raises InvalidRequest for what is wrong on the face of it; a checkpoint is looked at in the work."""
@@ -190,7 +205,11 @@ class Operations:
         with_optimizer = request.kind == types_pb2.CHECKPOINT_KIND_TRAINING
         if request.overwrite:
             await turn.settled()  # two saves that replace one checkpoint are written in their order
-        state = await turn.run(lambda: self.engine.capture(request.model_id, with_optimizer=with_optimizer))
+        scores: asyncio.Future[Scores] | None = None
+        if request.kind in _SENT_KINDS and self.publisher.has_samplers:
+            state, scores = await self._capture_and_score(turn, request.model_id)
+        else:
+            state = await turn.run(lambda: self.engine.capture(request.model_id, with_optimizer=with_optimizer))
         info = types_pb2.CheckpointInfo(
             location=str(location),
             kind=request.kind,
@@ -209,13 +228,36 @@ class Operations:
         saving = asyncio.to_thread(
             self.checkpoints.save, info, state, overwrite=request.overwrite, recipients=recipients
         )
-        if request.kind in _SENT_KINDS:
-            stored, num_samplers = await self._save_and_publish(saving, info, state)
+        if scores is not None:
+            stored, certified = await self._save_and_publish(saving, info, state, scores)
         else:
-            stored, num_samplers = await saving, 0
+            stored, certified = await saving, None
         return pb.WaitResultResponse(
-            save_checkpoint=pb.SaveCheckpointResponse(checkpoint=stored, num_samplers=num_samplers)
+            save_checkpoint=pb.SaveCheckpointResponse(
+                checkpoint=stored,
+                num_samplers=0 if certified is None else certified.num_samplers,
+                certificate=None if certified is None else certified.certificate,
+            )
         )
+
+    async def _capture_and_score(self, turn: Turn, model_id: str) -> tuple[State, asyncio.Future[Scores]]:
+        """A copy, as soon as it is made: the call goes on with scoring the canary while the copy is stored and sent.
+
+        So a publish asks for the compute thread once.
+        """
+        loop = asyncio.get_running_loop()
+        captured: asyncio.Future[State] = loop.create_future()
+
+        def call() -> Scores:
+            state = self.engine.capture(model_id, with_optimizer=False)
+            loop.call_soon_threadsafe(lambda: captured.done() or captured.set_result(state))
+            return self.engine.score(self.engine.weights(model_id), self.publisher.sequences)
+
+        scores = asyncio.ensure_future(turn.run(call))
+        await asyncio.wait({captured, scores}, return_when=asyncio.FIRST_COMPLETED)
+        if not captured.done():
+            await scores  # raises: there is no copy
+        return captured.result(), scores
 
     def _keep_replaced(self, location: Location) -> None:
         """A version that samplers have may be wanted again when its checkpoint is replaced: its files stay, hidden."""
@@ -226,26 +268,42 @@ class Operations:
                 self.checkpoints.copy(location, hidden, ttl_seconds=None)
 
     async def _save_and_publish(
-        self, saving: Coroutine[Any, Any, types_pb2.CheckpointInfo], info: types_pb2.CheckpointInfo, state: State
-    ) -> tuple[types_pb2.CheckpointInfo, int]:
+        self,
+        saving: Coroutine[Any, Any, types_pb2.CheckpointInfo],
+        info: types_pb2.CheckpointInfo,
+        state: State,
+        scores: asyncio.Future[Scores],
+    ) -> tuple[types_pb2.CheckpointInfo, Certified | None]:
         """Both at once. Without files there must be no version; without a sampler, files are enough for now."""
         version = Version(info.version_id, info.base_model, state.adapter)
-        publishing = asyncio.create_task(self.sender.publish(version))
+        publishing = asyncio.create_task(self.publisher.publish(version, scores))
         try:
             stored = await saving
         except BaseException:
             await asyncio.wait([publishing])
-            await self.sender.remove(info.version_id)
+            await self.publisher.sender.remove(info.version_id)
             raise
         try:
-            return stored, len((await publishing).members)
+            certified = await publishing
         except (NotReady, OutOfCapacity) as error:  # a sample that wants it publishes it
             logger.warning("%s is saved, but not published: %s", info.location, error)
-            return stored, 0
+            return stored, None
         except ServiceError as error:
             raise type(error)(
                 f"{info.location} is saved, but a sampler refused it: {error}", **error.metadata
             ) from error
+        if certified is not None:
+            await self._keep(certified.certificate, info.location)
+        return stored, certified
+
+    async def _keep(self, certificate: PublishCertificate, location: str) -> None:
+        """With the version's files, whatever it says. Raises VersionRefused."""
+        where = Location.parse(location, field="location")
+        try:
+            await asyncio.to_thread(self.checkpoints.put_certificate, where, certificate)
+        except OutOfCapacity as error:  # it is in the answer and in the metrics
+            logger.warning("the certificate of %s is not stored: %s", location, error)
+        self.publisher.check(certificate, location=location)
 
     def load_checkpoint(self, request: pb.LoadCheckpointRequest) -> Work:
         location = Location.parse(request.location, field="location")
@@ -261,10 +319,11 @@ class Operations:
         self.models[request.model_id].step = state.step
         return pb.WaitResultResponse(load_checkpoint=pb.LoadCheckpointResponse(checkpoint=info))
 
-    async def publish(self, location: Location, version_id: str) -> int:
-        """Sends a stored version to the samplers; calls that want the same one share the work. Returns their number.
+    async def publish(self, location: Location, version_id: str) -> Certified:
+        """Sends a stored version to the samplers; calls that want the same one share the work.
 
-        Raises VersionGone when the location holds another version, NotReady when no sampler can be reached.
+        Raises VersionGone when the location holds another version, NotReady when no sampler can be reached, and
+        VersionRefused when one is too far from the trainer.
         """
         key = location, version_id
         running = self._publishing.get(key)
@@ -273,14 +332,21 @@ class Operations:
             running.add_done_callback(lambda _: self._publishing.pop(key))
         return await asyncio.shield(running)
 
-    async def _publish(self, location: Location, version_id: str) -> int:
+    async def _publish(self, location: Location, version_id: str) -> Certified:
         if location.run_id in self.models:
             self._asked_for.add(version_id)
         info, state = await self._find_version(location, version_id)
-        published = await self.sender.publish(Version(version_id, info.base_model, state.adapter))
-        if not published.members:
+        scores = asyncio.ensure_future(self._score(state))
+        certified = await self.publisher.publish(Version(version_id, info.base_model, state.adapter), scores)
+        if certified is None:
             raise NotReady(f"{version_id} cannot be published: no sampler is serving; try again")
-        return len(published.members)
+        await self._keep(certified.certificate, info.location)
+        return certified
+
+    async def _score(self, state: State) -> Scores:
+        """One at a time, so that micro-batches wait for one of many at most."""
+        async with self._scoring:
+            return await self.run_alone(lambda: self.engine.score(state.adapter, self.publisher.sequences))
 
     async def _find_version(self, location: Location, version_id: str) -> tuple[types_pb2.CheckpointInfo, State]:
         try:
@@ -340,7 +406,7 @@ class Operations:
         self.models.pop(model_id, None)
         self._asked_for -= {version_id for version_id in self._asked_for if version_id.startswith(f"{model_id}@")}
         await asyncio.to_thread(self.checkpoints.delete_ephemeral, model_id)
-        await self.sender.remove_all(f"{model_id}@")
+        await self.publisher.sender.remove_all(f"{model_id}@")
 
 
 def _hidden(location: Location, version_id: str) -> Location | None:

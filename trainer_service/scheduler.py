@@ -110,6 +110,10 @@ class Scheduler:
             raise outcome
         return FINISHED
 
+    async def run_alone(self, call: Callable[[], T]) -> T:
+        """Runs what belongs to no operation on the compute thread, before the next micro-batch."""
+        return await self._compute.run_alone(call)
+
     def next_seq_id(self, model_id: str) -> int:
         return self._models[model_id].next_seq_id
 

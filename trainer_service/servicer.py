@@ -126,8 +126,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: pb.PublishCheckpointRequest, context: Context
     ) -> pb.PublishCheckpointResponse:
         location = Location.parse(request.location, field="location")
-        num_samplers = await self._ready.operations.publish(location, request.version_id)
-        return pb.PublishCheckpointResponse(num_samplers=num_samplers)
+        certified = await self._ready.operations.publish(location, request.version_id)
+        return pb.PublishCheckpointResponse(num_samplers=certified.num_samplers, certificate=certified.certificate)
+
+    async def GetCertificate(self, request: pb.GetCertificateRequest, context: Context) -> pb.GetCertificateResponse:
+        location = Location.parse(request.location, field="location")
+        certificate = await asyncio.to_thread(self._ready.checkpoints.certificate, location)
+        return pb.GetCertificateResponse(certificate=certificate)
 
     async def GetCheckpoint(self, request: pb.GetCheckpointRequest, context: Context) -> pb.GetCheckpointResponse:
         location = Location.parse(request.location, field="location")

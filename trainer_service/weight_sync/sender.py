@@ -17,7 +17,7 @@ import torch
 
 from tinsmith.modeling.full_weights import Weights
 from tinsmith.rpc.errors import AlreadyExists, NotReady, ServiceError
-from tinsmith.v1 import sampler_pb2, types_pb2
+from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, types_pb2
 from tinsmith.v1 import weight_sync_pb2 as pb
 from tinsmith.weight_channel.buckets import bucket_slices, checksum, send
 from tinsmith.weight_channel.transport import bucket_timeout_s
@@ -142,6 +142,15 @@ class WeightSender:
                     sum_ = sent or await asyncio.to_thread(checksum, version.adapter.flat, version.adapter.sent_dtype)
                     return Published(version.sent_bytes, seconds, sum_, [member.address for member in members])
         raise NotReady(f"{version.version_id} was not published: {_ATTEMPTS} attempts failed; the last: {failures[-1]}")
+
+    @property
+    def has_samplers(self) -> bool:
+        """There are any to publish to, whether they serve now or not."""
+        return bool(self._samplers.all)
+
+    def stub(self, address: str) -> sampler_pb2_grpc.SamplerServiceStub:
+        """To ask one of `Published.members`."""
+        return next(sampler.versions for sampler in self._samplers.all if sampler.address == address)
 
     async def remove(self, version_id: str) -> None:
         """Asks every sampler to free a version. Best effort: an idle one is evicted by the sampler anyway."""

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import grpc.aio
@@ -30,6 +30,8 @@ from tinsmith.rpc.server import Server
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import trainer_pb2_grpc, types_pb2
 from trainer_service.__main__ import serve
+from trainer_service.canary import canary_of
+from trainer_service.certificate import Certified, GapRule, Publisher
 from trainer_service.checkpoints import CheckpointStore
 from trainer_service.config import TrainerConfig
 from trainer_service.engine import State, TrainingEngine
@@ -60,7 +62,7 @@ class Service:
         await self.channel.close()
         await self.server.stop(0)
         await self.trainer.scheduler.close(timeout_s=10)
-        await self.trainer.operations.sender.close()
+        await self.trainer.operations.publisher.sender.close()
         await asyncio.to_thread(self.trainer.journal.close)
 
 
@@ -82,8 +84,9 @@ async def start(base: BaseModel, tmp_path: Path) -> AsyncIterator[StartService]:
         engine = TrainingEngine(base, max_tokens_per_microbatch=64)
         sender = WeightSender([], trainer_id="t", host="127.0.0.1", timeout_s=5, metrics=metrics)
         checkpoints = CheckpointStore(tmp_path / "checkpoints", metrics)
-        operations = Operations(engine, checkpoints, sender, ["tiny", "alias"], max_lora_rank=16)
         scheduler = Scheduler(engine, journal, max_queued_operations=20, max_models=4, metrics=metrics)
+        publisher = Publisher(sender, canary_of(base), GapRule(0.01, "refuse", timeout_s=5), metrics)
+        operations = Operations(engine, checkpoints, publisher, scheduler.run_alone, ["tiny", "alias"], 16)
         importer = Importer(base, checkpoints, max_rank=16, max_bytes=1 << 22)
         servicer = TrainerServicer()
         servicer.trainer = Trainer("boot", operations, scheduler, journal, checkpoints, importer)
@@ -398,12 +401,14 @@ async def test_the_optimizer_of_sampler_weights_is_refused_by_name(stub: Any) ->
 async def test_a_sampler_that_is_full_just_now_does_not_fail_the_save(
     service: Service, stub: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def publish(version: object) -> int:
+    async def publish(version: object) -> NoReturn:
         raise errors.OutOfCapacity("2 versions in use hold everything")
 
-    monkeypatch.setattr(service.trainer.operations.sender, "publish", publish)
+    monkeypatch.setattr(WeightSender, "has_samplers", True)
+    monkeypatch.setattr(service.trainer.operations.publisher.sender, "publish", publish)
     reply = await stub.SaveCheckpoint(save(1, kind=types_pb2.CHECKPOINT_KIND_SAMPLER))
     assert reply.num_samplers == 0
+    assert not reply.HasField("certificate")
     assert (await stub.GetCheckpoint(pb.GetCheckpointRequest(location=reply.checkpoint.location))).checkpoint.step == 0
 
 
@@ -493,11 +498,11 @@ async def test_overwriting_keeps_a_version_that_samplers_have_while_its_run_live
 ) -> None:
     published: list[torch.Tensor] = []
 
-    async def publish(version: Version) -> int:
+    async def publish(version: Version, scores: object) -> Certified:
         published.append(version.adapter.flat.clone())
-        return 1
+        return Certified(1, types_pb2.PublishCertificate(version_id=version.version_id, passed=True))
 
-    monkeypatch.setattr(service.trainer.operations.sender, "publish", publish)
+    monkeypatch.setattr(service.trainer.operations.publisher, "publish", publish)
     first = (await stub.SaveCheckpoint(save(1))).checkpoint
     wanted = pb.PublishCheckpointRequest(location=first.location, version_id=first.version_id)
     await stub.PublishCheckpoint(wanted)

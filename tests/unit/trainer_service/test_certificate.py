@@ -1,0 +1,275 @@
+"""Certificates of publishes, with samplers that score by the modelling code or are wrong in a way of their own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+
+from tests.unit.trainer_service.engines import create
+from tinsmith.modeling.base_model import BaseModel
+from tinsmith.modeling.full_weights import Weights
+from tinsmith.rpc.channel import connect
+from tinsmith.rpc.errors import InvalidRequest, NotReady, OutOfCapacity, ServiceError, VersionNotLoaded, VersionRefused
+from tinsmith.rpc.server import Server
+from tinsmith.v1 import sampler_pb2 as pb
+from tinsmith.v1 import sampler_pb2_grpc, types_pb2
+from trainer_service.canary import Scores, canary_of, score
+from trainer_service.certificate import GapRule, OnGap, Publisher
+from trainer_service.engine import TrainingEngine
+from trainer_service.metrics import Metrics
+from trainer_service.weight_sync import Published, Version
+
+
+@dataclass
+class Sampler(sampler_pb2_grpc.SamplerServiceServicer):
+    """Scores as the trainer does, unless `wrong` changes the weights; `errors` come first, one for each call."""
+
+    base: BaseModel
+    wrong: Callable[[Weights], Weights] = lambda weights: weights
+    errors: list[ServiceError] = field(default_factory=list)
+    versions: dict[str, Weights] = field(default_factory=dict)
+    asked: list[pb.SampleRequest] = field(default_factory=list)
+    delay: asyncio.Event = field(default_factory=asyncio.Event)
+    """Sample waits for it."""
+
+    def __post_init__(self) -> None:
+        self.delay.set()
+
+    async def GetSamplerInfo(self, request: Any, context: Any) -> pb.GetSamplerInfoResponse:
+        return pb.GetSamplerInfoResponse(engine="fake")
+
+    async def Sample(self, request: pb.SampleRequest, context: Any) -> pb.SampleResponse:
+        self.asked.append(request)
+        await self.delay.wait()
+        if self.errors:
+            raise self.errors.pop(0)
+        if request.version_id not in self.versions:
+            raise VersionNotLoaded(request.version_id)
+        tokens = np.frombuffer(request.prompt[0].encoded_text.tokens, "<i4")
+        scores = score(self.base, self.wrong(self.versions[request.version_id]), [tokens])
+        return pb.SampleResponse(prompt_logprobs=np.concatenate([[np.nan], scores]).astype("<f4").tobytes())
+
+
+class Sender:
+    """What Publisher asks of a WeightSender."""
+
+    has_samplers = True
+
+    def __init__(self, samplers: dict[str, Sampler], stubs: dict[str, Any]) -> None:
+        self.samplers = samplers
+        self.stubs = stubs
+
+    async def publish(self, version: Version) -> Published:
+        for sampler in self.samplers.values():
+            sampler.versions[version.version_id] = version.adapter
+        return Published(version.sent_bytes, 0.25, "c0ffee", list(self.samplers))
+
+    async def remove(self, version_id: str) -> None:
+        for sampler in self.samplers.values():
+            sampler.versions.pop(version_id, None)
+
+    def stub(self, address: str) -> Any:
+        return self.stubs[address]
+
+
+@dataclass
+class Bench:
+    publisher: Publisher
+    samplers: Sequence[Sampler]
+    version: Version
+    scores: Scores
+    registry: CollectorRegistry
+
+    async def publish(self) -> types_pb2.PublishCertificate:
+        ours: asyncio.Future[Scores] = asyncio.get_running_loop().create_future()
+        ours.set_result(self.scores)
+        certified = await self.publisher.publish(self.version, ours)
+        assert certified is not None
+        assert certified.num_samplers == len(self.samplers)
+        return certified.certificate
+
+    def count(self, outcome: str) -> float | None:
+        return self.registry.get_sample_value("trainer_publish_certificates_total", {"outcome": outcome})
+
+    @property
+    def holders(self) -> list[int]:
+        """Numbers of the samplers that hold the version."""
+        return [n for n, sampler in enumerate(self.samplers) if sampler.versions]
+
+
+MakeBench = Callable[..., Awaitable[Bench]]
+
+
+@pytest.fixture
+async def make_bench(base: BaseModel) -> AsyncIterator[MakeBench]:
+    servers: list[Server] = []
+    channels: list[Any] = []
+
+    async def make(*samplers: Sampler, limit: float = 0.01, on_gap: OnGap = "refuse", timeout_s: float = 20.0) -> Bench:
+        stubs, by_address = {}, {}
+        for sampler in samplers:
+            server = Server("127.0.0.1:0", [pb.DESCRIPTOR])
+            sampler_pb2_grpc.add_SamplerServiceServicer_to_server(sampler, server.grpc)
+            await server.start()
+            servers.append(server)
+            channels.append(connect(f"127.0.0.1:{server.port}"))
+            by_address[f"127.0.0.1:{server.port}"] = sampler
+            stubs[f"127.0.0.1:{server.port}"] = sampler_pb2_grpc.SamplerServiceStub(channels[-1])
+        engine = TrainingEngine(base, max_tokens_per_microbatch=100)
+        create(engine, "m")
+        weights = engine.capture("m", with_optimizer=False).adapter
+        registry = CollectorRegistry()
+        sender: Any = Sender(by_address, stubs)
+        sequences = canary_of(base)
+        publisher = Publisher(sender, sequences, GapRule(limit, on_gap, timeout_s), Metrics(registry))
+        return Bench(publisher, samplers, Version("m@1", "tiny", weights), engine.score(weights, sequences), registry)
+
+    yield make
+    for channel in channels:
+        await channel.close()
+    for server in servers:
+        await server.stop(0)
+
+
+def perturbed(weights: Weights) -> Weights:
+    """One of its values is another."""
+    flat = weights.flat.clone()
+    flat[0] += 5.0
+    return weights.like(flat)
+
+
+def without_adapter(weights: Weights) -> Weights:
+    return weights.like(torch.zeros_like(weights.flat))
+
+
+def not_finite(weights: Weights) -> Weights:
+    return weights.like(torch.full_like(weights.flat, torch.nan))
+
+
+async def test_samplers_that_compute_the_same_pass(base: BaseModel, make_bench: MakeBench) -> None:
+    bench = await make_bench(Sampler(base), Sampler(base))
+    certificate = await bench.publish()
+    assert certificate.passed
+    assert (certificate.version_id, certificate.weights_hash, certificate.limit) == ("m@1", "c0ffee", 0.01)
+    assert (certificate.num_bytes, certificate.publish_seconds) == (bench.version.sent_bytes, 0.25)
+    assert [gap.engine for gap in certificate.samplers] == ["fake", "fake"]
+    assert len({gap.address for gap in certificate.samplers}) == 2
+    for gap in certificate.samplers:
+        assert 0 <= gap.mean_gap <= gap.max_gap < 1e-4
+        assert gap.num_tokens == bench.scores.size == 60
+    bench.publisher.check(certificate, location="r/sampler_weights/one")
+    assert bench.holders == [0, 1]
+    assert bench.count("passed") == 1
+    assert bench.registry.get_sample_value("trainer_publish_gap_nats_count", {"engine": "fake"}) == 2
+
+
+async def test_the_canary_is_scored_by_the_call_that_serves_clients(base: BaseModel, make_bench: MakeBench) -> None:
+    bench = await make_bench(Sampler(base))
+    await bench.publish()
+    asked = bench.samplers[0].asked
+    assert len(asked) == len(bench.publisher.sequences)
+    assert {one.version_id for one in asked} == {"m@1"}
+    assert all(one.prompt_logprobs and one.sampling_params.max_tokens == 1 for one in asked)
+
+
+@pytest.mark.parametrize("wrong", [perturbed, without_adapter, not_finite])
+async def test_one_wrong_replica_refuses_the_version_everywhere(
+    base: BaseModel, make_bench: MakeBench, wrong: Callable[[Weights], Weights]
+) -> None:
+    bench = await make_bench(Sampler(base), Sampler(base, wrong))
+    certificate = await bench.publish()
+    assert not certificate.passed
+    good, bad = certificate.samplers
+    assert good.max_gap < 1e-4 < 0.01 < bad.max_gap
+    with pytest.raises(VersionRefused) as refused:
+        bench.publisher.check(certificate, location="r/sampler_weights/one")
+    message = refused.value.message
+    assert message.startswith("r/sampler_weights/one is saved, but version m@1 is refused: the sampler at")
+    assert "publish_gap_limit 0.01" in message
+    assert bad.address in message
+    assert ("not finite" if wrong is not_finite else f"{bad.max_gap:.3g} nats") in message
+    assert bench.holders == []
+    assert bench.count("refused") == 1
+
+
+async def test_a_warning_serves_the_version_all_the_same(
+    base: BaseModel, make_bench: MakeBench, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = await make_bench(Sampler(base, perturbed), on_gap="warn")
+    certificate = await bench.publish()
+    assert not certificate.passed
+    bench.publisher.check(certificate, location="r/sampler_weights/one")
+    assert bench.holders == [0]
+    assert bench.count("warned") == 1
+    assert "m@1 is served all the same" in caplog.text
+
+
+@pytest.mark.parametrize(("limit", "passed"), [(0.0, True), (1e3, True), (1e-3, False)])
+async def test_the_limit_decides_and_0_is_none(
+    base: BaseModel, make_bench: MakeBench, limit: float, passed: bool
+) -> None:
+    bench = await make_bench(Sampler(base, perturbed), limit=limit)
+    certificate = await bench.publish()
+    assert certificate.passed == passed
+    assert certificate.samplers[0].max_gap > 1e-3
+    assert bench.holders == ([0] if passed else [])
+
+
+async def test_weights_that_have_diverged_are_refused_by_what_the_trainer_says(
+    base: BaseModel, make_bench: MakeBench
+) -> None:
+    bench = await make_bench(Sampler(base))
+    bench.scores = np.full_like(bench.scores, np.nan)
+    certificate = await bench.publish()
+    with pytest.raises(VersionRefused, match="or the trainer gives logprobs of the canary that are not finite"):
+        bench.publisher.check(certificate, location="x")
+
+
+@pytest.mark.parametrize("error", [NotReady("stopping"), VersionNotLoaded("evicted")])
+async def test_a_sampler_that_leaves_is_not_in_the_certificate(
+    base: BaseModel, make_bench: MakeBench, error: ServiceError
+) -> None:
+    bench = await make_bench(Sampler(base), Sampler(base, errors=[error] * 50))
+    certificate = await bench.publish()
+    assert certificate.passed
+    assert len(certificate.samplers) == 1
+    assert bench.count("passed") == 1
+
+
+async def test_a_sampler_that_never_answers_delays_the_publish_and_no_more(
+    base: BaseModel, make_bench: MakeBench
+) -> None:
+    stuck = Sampler(base)
+    stuck.delay.clear()
+    bench = await make_bench(stuck, timeout_s=0.05)
+    certificate = await bench.publish()
+    assert (certificate.passed, list(certificate.samplers)) == (True, [])
+    assert bench.count("unscored") == 1
+    stuck.delay.set()
+
+
+async def test_a_full_sampler_is_asked_again(base: BaseModel, make_bench: MakeBench) -> None:
+    bench = await make_bench(Sampler(base, errors=[OutOfCapacity("full")] * 6))
+    assert len((await bench.publish()).samplers) == 1
+
+
+async def test_a_sampler_of_another_vocabulary_is_refused(base: BaseModel, make_bench: MakeBench) -> None:
+    bench = await make_bench(Sampler(base, errors=[InvalidRequest("token 400 is not in the vocabulary")]))
+    assert not (await bench.publish()).passed
+    assert bench.holders == []
+
+
+async def test_what_the_trainer_cannot_score_is_on_no_sampler(base: BaseModel, make_bench: MakeBench) -> None:
+    bench = await make_bench(Sampler(base))
+    ours: asyncio.Future[Scores] = asyncio.get_running_loop().create_future()
+    ours.set_exception(OutOfCapacity("there is no memory"))
+    with pytest.raises(OutOfCapacity, match="no memory"):
+        await bench.publisher.publish(bench.version, ours)
+    assert bench.holders == []

@@ -1,0 +1,221 @@
+"""Saves and publishes through the whole trainer, to real samplers in this process, one of which may compute wrongly."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+from prometheus_client import CollectorRegistry
+
+from sampler_service.__main__ import make_server
+from sampler_service.config import SamplerConfig
+from sampler_service.engine import EngineSlot
+from sampler_service.torch_engine import TorchEngine
+from tests.batches import random_datum, request
+from tests.models import VOCAB_SIZE
+from tests.unit.sampler_service.serving import serving
+from tinsmith.modeling.base_model import BaseModel
+from tinsmith.modeling.full_weights import Weights
+from tinsmith.rpc.channel import connect
+from tinsmith.rpc.errors import CheckpointNotFound, NotFound, ServiceError, VersionRefused, from_rpc_error
+from tinsmith.rpc.server import Server
+from tinsmith.v1 import trainer_pb2 as pb
+from tinsmith.v1 import trainer_pb2_grpc, types_pb2
+from trainer_service.canary import canary_of
+from trainer_service.certificate import GapRule, Publisher
+from trainer_service.checkpoints import CheckpointStore
+from trainer_service.engine import TrainingEngine
+from trainer_service.imports import Importer
+from trainer_service.journal import Journal
+from trainer_service.metrics import Metrics
+from trainer_service.operations import Operations
+from trainer_service.scheduler import Scheduler
+from trainer_service.servicer import Trainer, TrainerServicer
+from trainer_service.weight_sync import WeightSender
+
+MODEL = "s:train:0"
+SAMPLER = types_pb2.CHECKPOINT_KIND_SAMPLER
+ADAM = pb.AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8)
+
+
+@dataclass
+class Stack:
+    """A trainer with a model that has made a step, and its samplers."""
+
+    stub: Any
+    engines: list[TorchEngine]
+    next_seq_id: int = 1
+
+    async def call(self, rpc: str, message: Any, **fields: Any) -> Any:
+        """With the next seq_id. Raises the service's own error."""
+        self.next_seq_id += 1
+        try:
+            return await getattr(self.stub, rpc)(message(model_id=MODEL, seq_id=self.next_seq_id - 1, **fields))
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
+    async def save(self, name: str = "one") -> pb.SaveCheckpointResponse:
+        return await self.call("SaveCheckpoint", pb.SaveCheckpointRequest, kind=SAMPLER, name=name)
+
+    async def step(self) -> None:
+        data = [random_datum(9, self.next_seq_id, vocab_size=VOCAB_SIZE)]
+        batch = request(data, model_id=MODEL, seq_id=self.next_seq_id)
+        self.next_seq_id += 1
+        await self.stub.ForwardBackward(batch)
+        await self.call("OptimStep", pb.OptimStepRequest, adam_params=ADAM)
+
+    async def certificate(self, location: str) -> types_pb2.PublishCertificate:
+        try:
+            return (await self.stub.GetCertificate(pb.GetCertificateRequest(location=location))).certificate
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
+    async def publish(self, location: str, version_id: str) -> pb.PublishCheckpointResponse:
+        try:
+            wanted = pb.PublishCheckpointRequest(location=location, version_id=version_id)
+            return await self.stub.PublishCheckpoint(wanted)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
+    def make_wrong(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """From now on the last sampler changes what it installs, after its checksum was right."""
+        engine, install = self.engines[-1], self.engines[-1].install
+
+        async def changed(version_id: str, weights: Weights) -> None:
+            await install(version_id, weights.like(weights.flat * 2))
+
+        monkeypatch.setattr(engine, "install", changed)
+
+    def held(self) -> list[list[str]]:
+        return [[version.version_id for version in engine.versions()] for engine in self.engines]
+
+
+@pytest.fixture
+async def stack(base: BaseModel, model_folder: Path, tmp_path: Path) -> AsyncIterator[Stack]:
+    async with AsyncExitStack() as exits:
+        engines, addresses = [], []
+        for _ in range(2):
+            engine = await exits.enter_async_context(serving(model_folder, max_lora_rank=16))
+            config = SamplerConfig(
+                base_model=str(model_folder), model_names=("tiny",), listen="127.0.0.1:0", max_lora_rank=16
+            )
+            server = make_server(config, EngineSlot(engine), engine.metrics)
+            await server.start()
+            await server.set_serving(True)
+            exits.push_async_callback(server.stop, 0)
+            engines.append(engine)
+            addresses.append(f"127.0.0.1:{server.port}")
+        metrics = Metrics(CollectorRegistry())
+        journal = Journal(tmp_path / "journal", max_bytes=1 << 24, result_retention_s=60, metrics=metrics)
+        exits.push_async_callback(asyncio.to_thread, journal.close)
+        training = TrainingEngine(base, max_tokens_per_microbatch=64)
+        sender = WeightSender(addresses, trainer_id="t", host="127.0.0.1", timeout_s=20, metrics=metrics)
+        sender.start()
+        exits.push_async_callback(sender.close)
+        checkpoints = CheckpointStore(tmp_path / "checkpoints", metrics)
+        scheduler = Scheduler(training, journal, max_queued_operations=20, max_models=4, metrics=metrics)
+        exits.push_async_callback(scheduler.close, timeout_s=10)
+        publisher = Publisher(sender, canary_of(base), GapRule(0.01, "refuse", timeout_s=20), metrics)
+        operations = Operations(training, checkpoints, publisher, scheduler.run_alone, ["tiny"], 16)
+        servicer = TrainerServicer()
+        importer = Importer(base, checkpoints, max_rank=16, max_bytes=1 << 22)
+        servicer.trainer = Trainer("boot", operations, scheduler, journal, checkpoints, importer)
+        server = Server("127.0.0.1:0", [pb.DESCRIPTOR])
+        trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server.grpc)
+        await server.start()
+        exits.push_async_callback(server.stop, 0)
+        channel = await exits.enter_async_context(connect(f"127.0.0.1:{server.port}"))
+        stack = Stack(trainer_pb2_grpc.TrainerServiceStub(channel), engines)
+        lora = types_pb2.LoraConfig(rank=4, seed=1, train_attn=True, train_mlp=True)
+        await stack.stub.CreateModel(pb.CreateModelRequest(model_id=MODEL, base_model="tiny", lora_config=lora))
+        await stack.step()
+        yield stack
+
+
+async def test_every_save_has_a_certificate_that_stays_with_the_version(stack: Stack) -> None:
+    saved = await stack.save()
+    assert saved.num_samplers == 2
+    certificate = saved.certificate
+    assert certificate.passed
+    assert certificate.version_id == saved.checkpoint.version_id
+    assert len(certificate.weights_hash) == 32
+    assert [gap.engine for gap in certificate.samplers] == ["torch", "torch"]
+    assert all(gap.max_gap < 1e-4 and gap.num_tokens == 60 for gap in certificate.samplers)
+    assert await stack.certificate(saved.checkpoint.location) == certificate
+    await stack.step()
+    other = await stack.save("two")
+    assert other.certificate.weights_hash != certificate.weights_hash
+    assert await stack.certificate(saved.checkpoint.location) == certificate
+
+
+async def test_what_was_never_published_has_none(stack: Stack) -> None:
+    kind = types_pb2.CHECKPOINT_KIND_TRAINING
+    saved = await stack.call("SaveCheckpoint", pb.SaveCheckpointRequest, kind=kind, name="state")
+    assert not saved.HasField("certificate")
+    with pytest.raises(NotFound, match="never published"):
+        await stack.certificate(saved.checkpoint.location)
+    with pytest.raises(CheckpointNotFound):
+        await stack.certificate(f"{MODEL}/weights/none")
+    published = await stack.publish(saved.checkpoint.location, saved.checkpoint.version_id)
+    assert published.certificate.passed
+    assert await stack.certificate(saved.checkpoint.location) == published.certificate
+
+
+async def test_a_version_that_one_sampler_computes_wrongly_is_never_served(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = await stack.save("right")
+    stack.make_wrong(monkeypatch)
+    await stack.step()
+    with pytest.raises(VersionRefused) as refused:
+        await stack.save("wrong")
+    location, version_id = f"{MODEL}/sampler_weights/wrong", refused.value.metadata["version_id"]
+    assert float(refused.value.metadata["max_gap"]) > 0.01
+    assert "publish_gap_limit 0.01" in refused.value.message
+    assert stack.held() == [[right.checkpoint.version_id]] * 2
+    certificate = await stack.certificate(location)
+    assert (certificate.passed, certificate.version_id) == (False, version_id)
+    # Its files are there; sampling from them publishes it again, with the same end while the sampler is as it is.
+    with pytest.raises(VersionRefused):
+        await stack.publish(location, version_id)
+    assert stack.held() == [[right.checkpoint.version_id]] * 2
+    monkeypatch.undo()
+    assert (await stack.publish(location, version_id)).certificate.passed
+    assert (await stack.certificate(location)).passed
+    assert all(version_id in versions for versions in stack.held())
+    # Training was never touched.
+    await stack.step()
+    assert (await stack.save("later")).certificate.passed
+
+
+async def test_a_stored_version_is_scored_as_it_was_whatever_the_model_is_now(stack: Stack) -> None:
+    saved = await stack.save()
+    for engine in stack.engines:
+        engine.remove(saved.checkpoint.version_id)
+    for _ in range(3):
+        await stack.step()
+    published = await stack.publish(saved.checkpoint.location, saved.checkpoint.version_id)
+    assert published.certificate.passed
+    assert published.certificate.weights_hash == saved.certificate.weights_hash
+
+
+async def test_a_copy_has_the_certificate_of_its_source(stack: Stack) -> None:
+    saved = await stack.save()
+    destination = f"{MODEL}/sampler_weights/copy"
+    await stack.stub.CopyCheckpoint(pb.CopyCheckpointRequest(source=saved.checkpoint.location, destination=destination))
+    assert await stack.certificate(destination) == saved.certificate
+    await stack.stub.DeleteCheckpoint(pb.DeleteCheckpointRequest(location=saved.checkpoint.location))
+    assert await stack.certificate(destination) == saved.certificate
+
+
+async def test_saves_at_the_same_time_each_get_their_own(stack: Stack) -> None:
+    answers = await asyncio.gather(*(stack.save(f"n{n}") for n in range(6)), return_exceptions=True)
+    for answer in answers:
+        assert not isinstance(answer, (BaseException, ServiceError)), answer
+        assert answer.certificate.version_id == answer.checkpoint.version_id

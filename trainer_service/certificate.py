@@ -1,0 +1,202 @@
+"""Publishing a version, and its certificate: how far every sampler that holds it is from the trainer.
+
+All score the canary: the trainer by the pass that trains, while the weights are on their way, the samplers by the call
+that serves clients. A gap above the limit refuses the version, or warns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import grpc
+import grpc.aio
+import numpy as np
+import torch
+
+from tinsmith.rpc.errors import NotReady, OutOfCapacity, ServiceError, VersionNotLoaded, VersionRefused, from_rpc_error
+from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, types_pb2
+from tinsmith.v1.types_pb2 import PublishCertificate
+from trainer_service.canary import Scores, Tokens
+from trainer_service.metrics import Metrics
+from trainer_service.weight_sync import Published, Version, WeightSender
+
+logger = logging.getLogger(__name__)
+
+GAP_LIMITS = {torch.float32: 0.01, torch.bfloat16: 1.0}
+"""In nats, by what the trainer computes in. Far above rounding (docs/architecture.md says what was measured), far below
+what another model gives."""
+
+_PAUSE_S = 0.05
+"""Before a sampler whose queue is full is asked again."""
+
+OnGap = Literal["refuse", "warn"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class GapRule:
+    limit: float
+    """Largest gap of a token, in nats; 0 is none."""
+    on_gap: OnGap
+    timeout_s: float
+    """Of scoring on one sampler. One that takes longer is not in the certificate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Certified:
+    """A version that samplers hold, unless it was refused."""
+
+    num_samplers: int
+    certificate: PublishCertificate
+
+
+class Publisher:
+    """Belongs to the event loop."""
+
+    def __init__(self, sender: WeightSender, sequences: Sequence[Tokens], rule: GapRule, metrics: Metrics) -> None:
+        self.sender = sender
+        self.sequences = sequences
+        self._rule = rule
+        self._metrics = metrics
+
+    @property
+    def has_samplers(self) -> bool:
+        return self.sender.has_samplers
+
+    async def publish(self, version: Version, scores: asyncio.Future[Scores]) -> Certified | None:
+        """`scores` are the trainer's. Returns None when no sampler serves.
+
+        A version that is refused is on no sampler afterwards; `check` raises for its certificate. Raises what
+        WeightSender.publish raises, and what `scores` raises: then the version is on no sampler either.
+        """
+        scores.add_done_callback(lambda ours: ours.cancelled() or ours.exception())  # perhaps nobody needs them
+        published = await self.sender.publish(version)
+        if not published.members:
+            return None
+        try:
+            certificate = await self._certify(version, published, await scores)
+        except BaseException:
+            await self.sender.remove(version.version_id)
+            raise
+        await self._judge(certificate)
+        return Certified(len(published.members), certificate)
+
+    def check(self, certificate: PublishCertificate, *, location: str) -> None:
+        """Raises VersionRefused when that is what became of the version."""
+        if certificate.passed or self._rule.on_gap != "refuse":
+            return
+        worst = _worst(certificate)
+        raise VersionRefused(
+            f"{location} is saved, but version {certificate.version_id} is refused: {_described(worst)}, above "
+            f"publish_gap_limit {certificate.limit:g}. Sampler and trainer do not compute the same model; once that is "
+            "repaired, sampling from the checkpoint publishes it again",
+            version_id=certificate.version_id,
+            sampler=worst.address,
+            max_gap=worst.max_gap,
+            limit=certificate.limit,
+        )
+
+    async def _certify(self, version: Version, published: Published, ours: Scores) -> PublishCertificate:
+        measured = await asyncio.gather(
+            *(self._measure(address, version.version_id, ours) for address in published.members)
+        )
+        gaps = [gap for gap in measured if gap is not None]
+        limit = self._rule.limit
+        return PublishCertificate(
+            version_id=version.version_id,
+            weights_hash=published.checksum,
+            num_bytes=published.num_bytes,
+            publish_seconds=published.seconds,
+            limit=limit,
+            passed=all(gap.max_gap <= limit for gap in gaps) if limit else True,
+            samplers=gaps,
+            issued_at=time.time(),
+        )
+
+    async def _judge(self, certificate: PublishCertificate) -> None:
+        for gap in certificate.samplers:
+            self._metrics.publish_gap.labels(gap.engine).observe(gap.max_gap)
+        refused = not certificate.passed and self._rule.on_gap == "refuse"
+        outcome = "passed" if certificate.passed else "refused" if refused else "warned"
+        if not certificate.samplers:
+            outcome = "unscored"
+        self._metrics.publish_certificates.labels(outcome).inc()
+        if not certificate.passed:
+            what = "refused" if refused else "served all the same"
+            logger.warning("%s is %s: %s", certificate.version_id, what, _described(_worst(certificate)))
+        if refused:
+            await self.sender.remove(certificate.version_id)
+
+    async def _measure(self, address: str, version_id: str, ours: Scores) -> types_pb2.SamplerGap | None:
+        """None for a sampler that does not answer, is too busy, or has let the version go by now."""
+        stub = self.sender.stub(address)
+        try:
+            async with asyncio.timeout(self._rule.timeout_s):
+                info, theirs = await asyncio.gather(
+                    _called(stub.GetSamplerInfo(sampler_pb2.GetSamplerInfoRequest())),
+                    asyncio.gather(*(self._score(stub, version_id, tokens) for tokens in self.sequences)),
+                )
+        except (NotReady, VersionNotLoaded, TimeoutError) as error:
+            reason = str(error) or f"no answer within {self._rule.timeout_s:g} s"
+            logger.warning("%s is not in the certificate of %s: %s", address, version_id, reason)
+            return None
+        # A difference of numbers that are none is no small one.
+        gaps_M = np.nan_to_num(np.abs(np.concatenate(theirs).astype(np.float64) - ours), nan=np.inf)
+        return types_pb2.SamplerGap(
+            address=address,
+            engine=info.engine,
+            max_gap=gaps_M.max(),
+            mean_gap=gaps_M.mean(),
+            num_tokens=gaps_M.size,
+        )
+
+    async def _score(self, stub: sampler_pb2_grpc.SamplerServiceStub, version_id: str, tokens: Tokens) -> Scores:
+        """Of all tokens but the first."""
+        chunk = types_pb2.Chunk(encoded_text=types_pb2.EncodedText(tokens=tokens.astype("<i4").tobytes()))
+        request = sampler_pb2.SampleRequest(
+            version_id=version_id,
+            prompt=[chunk],
+            num_samples=1,
+            sampling_params=sampler_pb2.SamplingParams(max_tokens=1, temperature=0, stop=sampler_pb2.StopCondition()),
+            prompt_logprobs=True,
+        )
+        while True:
+            try:
+                answer = await _called(stub.Sample(request))
+                return np.frombuffer(answer.prompt_logprobs, "<f4")[1:]
+            except OutOfCapacity:
+                await asyncio.sleep(_PAUSE_S)
+            except (NotReady, VersionNotLoaded):
+                raise
+            except ServiceError as error:  # what it gives are no numbers, or it serves another vocabulary
+                logger.warning("scoring %s failed: %s", version_id, error)
+                return np.full(tokens.size - 1, np.nan, np.float32)
+
+
+async def _called(call: Awaitable[T]) -> T:
+    """Raises NotReady when the sampler went away in between."""
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        gone = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+        raise NotReady(error.details() or "it is gone") if gone else from_rpc_error(error) from error
+
+
+def _worst(certificate: PublishCertificate) -> types_pb2.SamplerGap:
+    return max(certificate.samplers, key=lambda gap: gap.max_gap)
+
+
+def _described(gap: types_pb2.SamplerGap) -> str:
+    who = f"the sampler at {gap.address} ({gap.engine})"
+    if math.isinf(gap.max_gap):
+        return f"{who} or the trainer gives logprobs of the canary that are not finite; the weights may have diverged"
+    return (
+        f"{who} and the trainer differ by up to {gap.max_gap:.3g} nats in the logprob of a canary token "
+        f"({gap.mean_gap:.3g} on average)"
+    )
