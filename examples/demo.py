@@ -32,7 +32,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tinker import types
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from tinsmith.cli.supervisor import die_with_parent
+from tinsmith.cli.child import die_with_parent
 from tinsmith.toy.text import PEOPLE
 
 mpl.use("agg")  # no screen is needed
