@@ -1,10 +1,15 @@
-"""How fast all weights of a model come to a sampler, and what share that is of a bare broadcast's bandwidth.
+"""How fast weights come to a sampler, and what that costs those who sample meanwhile.
 
     python benchmarks/bench_publish.py --size small
 
 A sampler service is started; this process is the trainer's end of the weight channel (WeightSender). One publish is the
-four verbs: announce, buckets, checksum, the version visible. The baseline is one broadcast of as many bytes from this
-process to another one by gloo, and nothing else. The two take turns, round by round.
+four verbs: announce, buckets, checksum, the version visible. What is measured:
+
+- all weights of the model, by shared memory and by gloo, each against one broadcast of as many bytes from this process
+  to another one by gloo, and nothing else. They take turns, round by round.
+- an adapter (rank 32, every module), and the first token from it, against a token from the version before.
+- tokens a second of --streams generations, with an adapter published every second, against the same without. Both ways
+  take turns, --window-s seconds each.
 """
 
 from __future__ import annotations
@@ -16,23 +21,33 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 from figure import Figure, Report
 from prometheus_client import CollectorRegistry
 
+from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import TrainedWeights
 from tinsmith.rpc.channel import connect, wait_serving
 from tinsmith.toy.model import SHAPES, Recipe, make
+from tinsmith.v1 import sampler_pb2 as pb
+from tinsmith.v1 import types_pb2
+from tinsmith.v1.sampler_pb2_grpc import SamplerServiceStub
 from tinsmith.weight_channel.group import WeightGroup, join_store, open_store
 from trainer_service.metrics import Metrics
 from trainer_service.weight_sync import Version, WeightSender
+from trainer_service.weight_sync.choice import Channel
 
 TIMEOUT_S = 60.0
+WARM_UP = 2
+RANK = 32
+PERIOD_S = 1.0
+CHANNELS: tuple[Channel, ...] = ("shm", "gloo")
 
 
 def form(port: int, *, rank: int) -> WeightGroup:
@@ -46,12 +61,12 @@ def receive_broadcasts(port: int, numel: int, rounds: int) -> None:
     """The other process of the baseline."""
     group, buffer = form(port, rank=1), torch.zeros(numel)
     for _ in range(rounds):
-        group.broadcast(buffer)
+        group.broadcast(buffer)()
 
 
 @contextmanager
 def sampler(folder: Path, *, num_bytes: int) -> Iterator[str]:
-    """Address of a sampler service with room for two versions."""
+    """Address of a sampler service with room for two full versions."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     flags = {"base-model": str(folder), "listen": address, "num-threads": "1"}
@@ -65,47 +80,173 @@ def sampler(folder: Path, *, num_bytes: int) -> Iterator[str]:
         process.wait()
 
 
-async def measure(folder: Path, *, rounds: int, bucket_bytes: int) -> list[Figure]:
-    base = BaseModel.load(folder, device=torch.device("cpu"), dtype=torch.float32, trainable=True)
-    weights = TrainedWeights.take(base)
+class Bench:
+    """One sampler, and a sender for each transport."""
+
+    def __init__(self, folder: Path, address: str, stub: SamplerServiceStub, *, bucket_bytes: int) -> None:
+        self.folder = folder
+        self.stub = stub
+        self.senders = {
+            channel: WeightSender(
+                [address],
+                trainer_id=channel,
+                host="127.0.0.1",
+                channel=channel,
+                timeout_s=TIMEOUT_S,
+                bucket_bytes=bucket_bytes,
+                metrics=Metrics(CollectorRegistry()),
+            )
+            for channel in CHANNELS
+        }
+        for sender in self.senders.values():
+            sender.start()
+        self._num_published = 0
+
+    @classmethod
+    @asynccontextmanager
+    async def started(cls, folder: Path, *, num_bytes: int, bucket_bytes: int) -> AsyncIterator[Bench]:
+        with sampler(folder, num_bytes=num_bytes) as address:
+            async with connect(address) as channel:
+                await wait_serving(channel, timeout_s=TIMEOUT_S)
+                bench = cls(folder, address, SamplerServiceStub(channel), bucket_bytes=bucket_bytes)
+                yield bench
+                for sender in bench.senders.values():
+                    await sender.close()
+
+    async def publish(self, weights: Adapter | TrainedWeights, *, channel: Channel) -> str:
+        self._num_published += 1
+        version_id = f"m@{self._num_published}"
+        published = await self.senders[channel].publish(Version(version_id, str(self.folder), weights))
+        assert len(published.members) == 1
+        return version_id
+
+    def request(self, version_id: str, *, tokens: int, seed: int) -> pb.SampleRequest:
+        prompt = np.random.default_rng(seed).integers(1000, size=16).astype("<i4")
+        return pb.SampleRequest(
+            version_id=version_id,
+            prompt=[types_pb2.Chunk(encoded_text=types_pb2.EncodedText(tokens=prompt.tobytes()))],
+            num_samples=1,
+            sampling_params=pb.SamplingParams(max_tokens=tokens, stop=pb.StopCondition()),
+        )
+
+
+async def seconds(work: object) -> float:
+    begin = time.perf_counter()
+    await work  # type: ignore[misc]
+    return time.perf_counter() - begin
+
+
+async def all_weights(bench: Bench, weights: TrainedWeights, *, rounds: int) -> list[Figure]:
     flat = weights.flat
     gigabytes = flat.nbytes / 1e9
     store = open_store("127.0.0.1", timeout_s=TIMEOUT_S)
-    warm = 2
     spawn = multiprocessing.get_context("spawn")
-    other = spawn.Process(target=receive_broadcasts, args=(store.port, flat.numel(), rounds + warm), daemon=True)
+    arguments = (store.port, flat.numel(), rounds + WARM_UP)
+    other = spawn.Process(target=receive_broadcasts, args=arguments, daemon=True)
     other.start()
     group = await asyncio.to_thread(form, store.port, rank=0)
-    with sampler(folder, num_bytes=flat.nbytes) as address:
-        async with connect(address) as channel:
-            await wait_serving(channel, timeout_s=TIMEOUT_S)
-        sender = WeightSender(
-            [address],
-            trainer_id="bench",
-            host="127.0.0.1",
-            channel="gloo",
-            timeout_s=TIMEOUT_S,
-            bucket_bytes=bucket_bytes,
-            metrics=Metrics(CollectorRegistry()),
-        )
-        sender.start()
-        bare, published = [], []
-        for n in range(rounds + warm):
-            begin = time.perf_counter()
-            await asyncio.to_thread(group.broadcast, flat)
-            bare.append(time.perf_counter() - begin)
-            begin = time.perf_counter()
-            published_to = await sender.publish(Version(f"m@{n}", str(folder), weights))
-            assert len(published_to.members) == 1
-            published.append(time.perf_counter() - begin)
-        await sender.close()
+    bare: list[float] = []
+    published: dict[Channel, list[float]] = {channel: [] for channel in CHANNELS}
+    for _ in range(rounds + WARM_UP):
+        bare.append(gigabytes / await seconds(asyncio.to_thread(lambda: group.broadcast(flat)())))
+        for channel in CHANNELS:
+            published[channel].append(gigabytes / await seconds(bench.publish(weights, channel=channel)))
     other.join()
     print(f"{flat.numel() / 1e6:.1f} M parameters, {gigabytes:.3f} GB", flush=True)
-    rates = [[gigabytes / seconds for seconds in times[warm:]] for times in (published, bare)]
     return [
-        Figure("publish of all weights", "ms", [1e3 * seconds for seconds in published[warm:]]),
-        Figure("publish of all weights", "GB/s", rates[0], "a bare gloo broadcast", rates[1], aim="at least 0.6 x"),
+        Figure(
+            f"publish of all weights, {channel}",
+            "GB/s",
+            rates[WARM_UP:],
+            "a bare gloo broadcast",
+            bare[WARM_UP:],
+            aim="at least 0.6 x",
+        )
+        for channel, rates in published.items()
     ]
+
+
+async def first_token(bench: Bench, adapter: Adapter, *, rounds: int) -> list[Figure]:
+    figures = []
+    for channel in CHANNELS:
+        known: list[float] = []
+        new: list[float] = []
+        version_id = await bench.publish(adapter, channel=channel)
+        for n in range(rounds + WARM_UP):
+            known.append(1e3 * await seconds(bench.stub.Sample(bench.request(version_id, tokens=1, seed=n))))
+            begin = time.perf_counter()
+            version_id = await bench.publish(adapter, channel=channel)
+            await bench.stub.Sample(bench.request(version_id, tokens=1, seed=1000 + n))
+            new.append(1e3 * (time.perf_counter() - begin))
+        name = f"adapter of {adapter.num_bytes / 1e6:.1f} MB to first token, {channel}"
+        figures.append(Figure(name, "ms", new[WARM_UP:], "a token of a known version", known[WARM_UP:]))
+    return figures
+
+
+async def while_publishing(
+    bench: Bench, adapter: Adapter, *, rounds: int, window_s: float, streams: int
+) -> list[Figure]:
+    """The generations use one version to their end, as a sampling client does."""
+    version_id = await bench.publish(adapter, channel="shm")
+    num_tokens = 0
+
+    async def generate(seed: int) -> None:
+        nonlocal num_tokens
+        while True:
+            seed += streams
+            request = pb.StreamSampleRequest(request=bench.request(version_id, tokens=200, seed=seed))
+            async for piece in bench.stub.StreamSample(request):
+                num_tokens += len(piece.delta.tokens) // 4
+
+    async def publish_on(channel: Channel) -> None:
+        while True:
+            await asyncio.gather(bench.publish(adapter, channel=channel), asyncio.sleep(PERIOD_S))
+
+    async def rate(channel: Channel | None) -> float:
+        publishing = asyncio.create_task(publish_on(channel)) if channel else None
+        begin, before = time.perf_counter(), num_tokens
+        await asyncio.sleep(window_s)
+        found = (num_tokens - before) / (time.perf_counter() - begin)
+        if publishing is not None:
+            publishing.cancel()
+            await asyncio.gather(publishing, return_exceptions=True)
+        return found
+
+    generating = [asyncio.create_task(generate(seed)) for seed in range(streams)]
+    await rate(None)
+    figures = []
+    for channel in CHANNELS:
+        rates = [(await rate(channel), await rate(None)) for _ in range(rounds)]
+        figures.append(
+            Figure(
+                f"{streams} generations, a publish by {channel} every second",
+                "tokens/s",
+                [disturbed for disturbed, _ in rates],
+                "without",
+                [quiet for _, quiet in rates],
+                aim="at least 0.9 x",
+            )
+        )
+    for task in generating:
+        task.cancel()
+    await asyncio.gather(*generating, return_exceptions=True)
+    return figures
+
+
+async def measure(folder: Path, report: Report, arguments: argparse.Namespace) -> None:
+    base = BaseModel.load(folder, device=torch.device("cpu"), dtype=torch.float32, trainable=True)
+    adapter = Adapter.create(AdapterConfig(RANK), base.targets, torch.device("cpu"))
+    weights = TrainedWeights.take(base)
+    rounds = arguments.rounds
+    options = {"num_bytes": weights.flat.nbytes + 8 * adapter.num_bytes, "bucket_bytes": arguments.bucket_mb * 1024**2}
+    async with Bench.started(folder, **options) as bench:
+        for figure in await all_weights(bench, weights, rounds=rounds):
+            report.add(figure)
+        for figure in await first_token(bench, adapter, rounds=rounds):
+            report.add(figure)
+        windows = {"window_s": arguments.window_s, "streams": arguments.streams}
+        for figure in await while_publishing(bench, adapter, rounds=max(2, rounds // 2), **windows):
+            report.add(figure)
 
 
 def main() -> None:
@@ -113,15 +254,16 @@ def main() -> None:
     parser.add_argument("--size", choices=SHAPES, default="small")
     parser.add_argument("--models", type=Path, default=Path("~/.cache/tinsmith-bench"), help="where the model is kept")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--bucket-mb", type=int, default=16, help="MiB of one bucket")
+    parser.add_argument("--bucket-mb", type=int, default=16, help="MiB of one bucket, for gloo")
+    parser.add_argument("--window-s", type=float, default=5.0)
+    parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep everything that was measured")
     arguments = parser.parse_args()
     folder = arguments.models.expanduser() / arguments.size
     make(Recipe(arguments.size), folder, report=print)  # does nothing when the model is there
     torch.set_num_threads(1)
     report = Report({name: str(value) for name, value in vars(arguments).items()})
-    for figure in asyncio.run(measure(folder, rounds=arguments.rounds, bucket_bytes=arguments.bucket_mb * 1024**2)):
-        report.add(figure)
+    asyncio.run(measure(folder, report, arguments))
     report.print_table()
     if arguments.json:
         report.write_json(arguments.json)

@@ -1,4 +1,4 @@
-"""A flat buffer on its way through the transports: in buckets, so that packing, hashing and sending overlap.
+"""A flat buffer on its way through the transports: in buckets, so that hashing, sending and copying overlap.
 
 Both ends cut the buffer at the same places, from the bucket size that the announcement holds. On the wire a value may
 have a narrower type than in a buffer; the checksum is that of the bytes on the wire.
@@ -7,13 +7,12 @@ have a narrower type than in a buffer; the checksum is that of the bytes on the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 import xxhash
 from torch import Tensor
 
-from tinsmith.weight_channel.transport import Inlet, Outlet
+from tinsmith.weight_channel.transport import Inlet, Outlet, Wait
 
 
 def bucket_slices(numel: int, *, itemsize: int, bucket_bytes: int) -> list[slice]:
@@ -25,24 +24,20 @@ def bucket_slices(numel: int, *, itemsize: int, bucket_bytes: int) -> list[slice
 def send(outlets: Sequence[Outlet], flat: Tensor, *, dtype: torch.dtype, bucket_bytes: int) -> str:
     """Sends a buffer in host memory as `dtype` through every transport. Returns the checksum.
 
-    While one bucket is sent, the next one is packed and hashed. Blocks; raises RuntimeError when a receiver is lost.
+    A bucket is hashed while it is on its way, and the next one begun before it has arrived. Blocks; raises RuntimeError
+    when a receiver is lost.
     """
     digest = xxhash.xxh3_128()
-    slices = bucket_slices(flat.numel(), itemsize=dtype.itemsize, bucket_bytes=bucket_bytes)
-
-    def pack(part: slice) -> Tensor:
+    last: list[Wait] = []
+    for part in bucket_slices(flat.numel(), itemsize=dtype.itemsize, bucket_bytes=bucket_bytes):
         bucket = flat[part].to(dtype)
+        begun = [outlet.send(bucket) for outlet in outlets]
         digest.update(_bytes(bucket))
-        return bucket
-
-    with ThreadPoolExecutor(1) as packer:
-        packing = packer.submit(pack, slices[0])
-        for n in range(len(slices)):
-            bucket = packing.result()
-            if n + 1 < len(slices):
-                packing = packer.submit(pack, slices[n + 1])
-            for outlet in outlets:
-                outlet.send(bucket)
+        for wait in last:
+            wait()
+        last = begun
+    for wait in last:
+        wait()
     return digest.hexdigest()
 
 
@@ -55,24 +50,22 @@ def receive(inlet: Inlet, flat: Tensor, *, dtype: torch.dtype, bucket_bytes: int
     digest = xxhash.xxh3_128()
     slices = bucket_slices(flat.numel(), itemsize=dtype.itemsize, bucket_bytes=bucket_bytes)
     in_place = flat.dtype == dtype and flat.device.type == inlet.device
-    longest = slices[0].stop
-    staging = [] if in_place else [torch.empty(longest, dtype=dtype, device=inlet.device) for _ in range(2)]
+    staging = [] if in_place else [torch.empty(slices[0].stop, dtype=dtype, device=inlet.device) for _ in range(2)]
 
-    def unpack(bucket: Tensor, part: slice) -> None:
+    def begin(n: int) -> tuple[Tensor, Wait]:
+        part = slices[n]
+        bucket = flat[part] if in_place else staging[n % 2][: part.stop - part.start]
+        return bucket, inlet.receive(bucket)
+
+    following = begin(0)
+    for n, part in enumerate(slices):
+        bucket, wait = following
+        if n + 1 < len(slices):
+            following = begin(n + 1)
+        wait()
         digest.update(_bytes(bucket))
         if not in_place:
             flat[part].copy_(bucket)
-
-    unpacking: Future[None] | None = None
-    with ThreadPoolExecutor(1) as unpacker:
-        for n, part in enumerate(slices):
-            bucket = flat[part] if in_place else staging[n % 2][: part.stop - part.start]
-            inlet.receive(bucket)
-            if unpacking is not None:
-                unpacking.result()  # its staging buffer is the next one
-            unpacking = unpacker.submit(unpack, bucket, part)
-        if unpacking is not None:
-            unpacking.result()
     return digest.hexdigest()
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tinsmith.weight_channel.transport import bucket_timeout_s
+from tinsmith.weight_channel.transport import Wait, bucket_timeout_s
 
 Backend = Literal["gloo", "nccl"]
 
@@ -71,22 +71,27 @@ class WeightGroup:
         group = dist.ProcessGroupGloo(prefix, rank, world_size, options)
         return cls(group, prefix, rank, world_size, epoch, "cpu")
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Sends rank 0's tensor to all others, in place. Blocks; raises RuntimeError when a rank is lost."""
+    def broadcast(self, tensor: Tensor) -> Wait:
+        """Begins to send rank 0's tensor to all others, in place."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
         options.timeout = timedelta(seconds=bucket_timeout_s(tensor.nbytes))
         group: Any = self.process_group  # the stubs lack the overload with options
-        group.broadcast([tensor], options).wait()
-        if tensor.is_cuda:
-            torch.cuda.synchronize(tensor.device)
+        work = group.broadcast([tensor], options)
 
-    def send(self, bucket: Tensor) -> None:
-        self.broadcast(bucket.to(self.device))
+        def wait() -> None:
+            work.wait()
+            if tensor.is_cuda:
+                torch.cuda.synchronize(tensor.device)
 
-    def receive(self, bucket: Tensor) -> None:
-        self.broadcast(bucket)
+        return wait
+
+    def send(self, bucket: Tensor) -> Wait:
+        return self.broadcast(bucket.to(self.device))
+
+    def receive(self, bucket: Tensor) -> Wait:
+        return self.broadcast(bucket)
 
     def check(self) -> None:
         if self.store.check(["closed"]):

@@ -16,13 +16,14 @@ import sys
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from tinsmith.weight_channel.ring_memory import RingMemory
-from tinsmith.weight_channel.transport import bucket_timeout_s
+from tinsmith.weight_channel.transport import Wait, bucket_timeout_s
 
 AVAILABLE = sys.platform == "linux"
 """memfd, abstract sockets and SO_PEERCRED are Linux's."""
@@ -94,7 +95,7 @@ class RingOutlet:
         self._num_taken = [0] * len(receivers)
         self._num_sent = 0
 
-    def send(self, bucket: Tensor) -> None:
+    def send(self, bucket: Tensor) -> Wait:
         if bucket.nbytes > self.memory.slot_bytes:
             raise RuntimeError(f"a bucket of {bucket.nbytes} bytes is larger than a slot of {self.memory.slot_bytes}")
         timeout_s = bucket_timeout_s(bucket.nbytes)
@@ -106,6 +107,7 @@ class RingOutlet:
         for receiver in self._receivers:
             _send(receiver, message, timeout_s)
         self._num_sent += 1
+        return _nothing_to_wait_for
 
     def _wait_taken(self, count: int, timeout_s: float) -> None:
         for n, receiver in enumerate(self._receivers):
@@ -130,7 +132,10 @@ class RingInlet:
     def device(self) -> str:
         return self._memory.device
 
-    def receive(self, bucket: Tensor) -> None:
+    def receive(self, bucket: Tensor) -> Wait:
+        return partial(self._receive, bucket)
+
+    def _receive(self, bucket: Tensor) -> None:
         timeout_s = bucket_timeout_s(bucket.nbytes)
         number, num_bytes = _BUCKET.unpack(_receive(self._trainer, _BUCKET.size, timeout_s))
         if (number, num_bytes) != (self._num_received, bucket.nbytes) or num_bytes > self._memory.slot_bytes:
@@ -156,6 +161,9 @@ class RingInlet:
 
     def close(self) -> None:
         self._ending()
+
+
+def _nothing_to_wait_for() -> None: ...
 
 
 def _settle(tensor: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, Protocol, cast, get_args
 
 from torch import Tensor
@@ -19,14 +20,15 @@ ON_CUDA = ("nccl", "cuda_ipc")
 """Buckets lie in GPU memory."""
 
 
+Wait = Callable[[], None]
+"""Blocks until a bucket is through; raises RuntimeError when the other end is lost, or sends another size."""
+
+
 class Outlet(Protocol):
     """The trainer's end, for all receivers that have this transport."""
 
-    def send(self, bucket: Tensor) -> None:
-        """Takes a contiguous bucket in host memory, which may change afterwards.
-
-        Blocks; raises RuntimeError when a receiver is lost.
-        """
+    def send(self, bucket: Tensor) -> Wait:
+        """Begins to send a contiguous bucket in host memory; it must not change before the wait for it is over."""
         ...
 
     def close(self) -> None:
@@ -45,8 +47,8 @@ class Inlet(Protocol):
         """Where the buckets that it fills lie: "cpu" or "cuda"."""
         ...
 
-    def receive(self, bucket: Tensor) -> None:
-        """Fills it with the next bucket. Blocks; raises RuntimeError when the trainer is lost or sends another size."""
+    def receive(self, bucket: Tensor) -> Wait:
+        """Begins to fill it with the next bucket. Waits must be waited for in their order."""
         ...
 
     def check(self) -> None:

@@ -352,7 +352,7 @@ async def test_a_trainer_lost_between_two_buckets_leaves_nothing_and_the_next_ep
     await setup.trainer.start("v1", full, bucket_bytes=100_000)
     request = pb.UpdateWeightsRequest(trainer_id="t", version_id="v1", epoch=setup.trainer.epoch)
     receiving = asyncio.create_task(setup.trainer._call("UpdateWeights", request))
-    await asyncio.to_thread(lambda: setup.trainer.weight_group.send(full.flat[:25_000]))
+    await asyncio.to_thread(setup.trainer.weight_group.send(full.flat[:25_000]))
     del setup.trainer.weight_group  # its sockets close
     with pytest.raises(FailedPrecondition, match=r"group 1 of trainer 't' broke while version 'v1' was received"):
         await receiving

@@ -131,7 +131,7 @@ class Receiver(weight_sync_pb2_grpc.WeightSyncServiceServicer, sampler_pb2_grpc.
         assert group is not None
         self._flat = flat = torch.empty(sum(torch.Size(spec.shape).numel() for spec in announced.tensors))
         if "middle" in self.faults:
-            await asyncio.to_thread(group.receive, flat[: announced.bucket_bytes // 4])
+            await asyncio.to_thread(group.receive(flat[: announced.bucket_bytes // 4]))
             group = None
             self.leave()
         self._fault("middle")

@@ -84,12 +84,12 @@ def test_a_slot_is_not_used_again_before_the_slowest_receiver_has_emptied_it() -
         threads.submit(send_all, outlet)
         buffer = torch.empty(SLOT_BYTES // 4)
         for _ in range(RING.num_slots):
-            quick.receive(buffer)
+            quick.receive(buffer)()
         assert select.select([quick._trainer], [], [], 0.2)[0] == [], "one receiver alone frees no slot"
         assert len(sent) == RING.num_slots
-        slow.receive(buffer)
+        slow.receive(buffer)()
         assert torch.equal(buffer, parts[0])
-        quick.receive(buffer)
+        quick.receive(buffer)()
         assert torch.equal(buffer, parts[3])
 
 
@@ -103,7 +103,7 @@ name, num_slots, slot_bytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 trainer = connect_ring(name)
 inlet = RingInlet(map_host_ring(trainer, pb.SharedRing(num_slots=num_slots, slot_bytes=slot_bytes)), trainer, epoch=1)
 for _ in range(2):
-    inlet.receive(torch.empty(slot_bytes // 4))
+    inlet.receive(torch.empty(slot_bytes // 4))()
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -139,7 +139,7 @@ def test_a_trainer_that_gives_up_wakes_its_receivers_which_then_know() -> None:
         inlet.check()
         threading.Timer(0.05, outlet.close).start()
         with pytest.raises(RuntimeError, match="the other end of the ring has closed it"):
-            inlet.receive(torch.empty(4))
+            inlet.receive(torch.empty(4))()
         with pytest.raises(RuntimeError, match="the trainer has given group 1 up"):
             inlet.check()
 
@@ -148,7 +148,7 @@ def test_a_bucket_of_another_size_than_was_announced_is_an_error() -> None:
     with ring() as (outlet, (inlet,)):
         outlet.send(FLAT[:10])
         with pytest.raises(RuntimeError, match="bucket 0 of 40 bytes came, instead of bucket 0 of 44"):
-            inlet.receive(torch.empty(11))
+            inlet.receive(torch.empty(11))()
         with pytest.raises(RuntimeError, match="a bucket of 80000 bytes is larger than a slot of 4096"):
             outlet.send(FLAT)
 
