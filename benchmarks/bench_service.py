@@ -29,6 +29,7 @@ import tinker
 from figure import Figure, Report, usable_cores
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from processes import Baseline, Target, peak_rss_mb, started
+from rounds import MIN_ROUNDS, alternate, ms, seconds
 from tinker import types
 
 from tinsmith.rpc.server import RAN
@@ -36,7 +37,6 @@ from tinsmith.rpc.tensors import from_numpy
 from tinsmith.v1 import trainer_pb2, trainer_pb2_grpc, types_pb2
 
 RANK = 32
-MIN_ROUNDS = 3
 LATENCY_ROUNDS = 4
 """Rounds of a latency figure for each round of a throughput figure."""
 
@@ -62,16 +62,7 @@ class Bench:
 
     def rounds(self, *runs: Run, repeats: int) -> list[list[float]]:
         """The values of each run. A figure takes about `budget_s` seconds at most, but never fewer than MIN_ROUNDS."""
-        begin = time.perf_counter()
-        for _ in range(max(1, repeats // 5)):  # warm-up
-            for run in runs:
-                run()
-            if time.perf_counter() - begin > self.budget_s / 5:
-                break
-        begin, rows = time.perf_counter(), []
-        while len(rows) < repeats and (len(rows) < MIN_ROUNDS or time.perf_counter() - begin < self.budget_s):
-            rows.append([run() for run in runs])
-        return [list(column) for column in zip(*rows, strict=True)]
+        return alternate(runs, repeats=repeats, budget_s=self.budget_s)
 
     def latencies(self, *runs: Run) -> list[list[float]]:
         return self.rounds(*runs, repeats=LATENCY_ROUNDS * self.repeats)
@@ -102,17 +93,6 @@ class Bench:
 
     def healthz_ms(self) -> float:
         return ms(lambda: self.http.get("/api/v1/healthz").raise_for_status())
-
-
-def seconds(work: Callable[[], object]) -> float:
-    """Wall clock."""
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
-
-
-def ms(work: Callable[[], object]) -> float:
-    return 1e3 * seconds(work)
 
 
 def forward(trainer: tinker.TrainingClient, data: list[types.Datum]) -> None:

@@ -5,6 +5,7 @@ JSON request, and each line of stdout its answer:
 
     {"do": "train", "lengths": [256, 256], "threads": 1}                                          -> {"seconds": 0.8}
     {"do": "generate", "prompts": 8, "samples": 8, "prompt_tokens": 64, "new_tokens": 64, "threads": 1} -> the same
+    {"do": "serve", "load": [[0.5, 32, 16], ...], "threads": 1} -> and the latency of each (arrival, prompt, output)
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import peft
@@ -26,9 +28,12 @@ CUDA = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)  # as the services choose by default
 
 
-def load(folder: str, *, rank: int) -> peft.PeftModel:
-    """The base model with a new adapter on every linear layer, the output layer included: the SDK's default."""
+def load(folder: str, *, rank: int) -> Any:
+    """The base model with a new adapter on every linear layer, the output layer included: the SDK's default. Without
+    one for rank 0."""
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPE).to(DEVICE)  # type: ignore[arg-type]
+    if rank == 0:
+        return base.eval()
     linear = {name.rpartition(".")[2] for name, module in base.named_modules() if isinstance(module, torch.nn.Linear)}
     config = peft.LoraConfig(r=rank, lora_alpha=32, target_modules=sorted(linear), task_type="CAUSAL_LM")
     with warnings.catch_warnings():
@@ -36,11 +41,13 @@ def load(folder: str, *, rank: int) -> peft.PeftModel:
         return peft.get_peft_model(base, config)
 
 
+MAX_BATCH = 64
+"""Sequences that generate at once, as many as the services run by default."""
 MAX_TOKENS = 32768 if CUDA else 4096
 """Padded tokens at once. More are cut into pieces, padded alike: the same work, in memory that there is."""
 
 
-def train(model: peft.PeftModel, *, lengths: list[int]) -> None:
+def train(model: Any, *, lengths: list[int]) -> None:
     """Forward and backward over sequences padded to the longest."""
     longest = max(lengths)
     rows = max(1, MAX_TOKENS // longest)
@@ -49,7 +56,7 @@ def train(model: peft.PeftModel, *, lengths: list[int]) -> None:
     model.zero_grad()
 
 
-def _accumulate(model: peft.PeftModel, lengths: list[int], longest: int) -> None:
+def _accumulate(model: Any, lengths: list[int], longest: int) -> None:
     shape = len(lengths), longest
     tokens = torch.randint(model.config.vocab_size, shape, device=DEVICE)
     mask = torch.arange(shape[1], device=DEVICE) < torch.tensor(lengths, device=DEVICE)[:, None]
@@ -58,13 +65,36 @@ def _accumulate(model: peft.PeftModel, lengths: list[int], longest: int) -> None
     cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum").backward()
 
 
-@torch.inference_mode()
-def generate(model: peft.PeftModel, *, prompts: int, samples: int, prompt_tokens: int, new_tokens: int) -> None:
-    """Samples at temperature 1; no sequence ends early."""
+def generate(model: Any, *, prompts: int, samples: int, prompt_tokens: int, new_tokens: int) -> None:
     tokens = torch.randint(model.config.vocab_size, (prompts, prompt_tokens), device=DEVICE)
-    made = model.generate(
+    made = _generate(model, tokens, torch.ones_like(tokens), samples=samples, new_tokens=new_tokens)
+    if made.shape != (prompts * samples, prompt_tokens + new_tokens):
+        raise RuntimeError(f"generate gave {tuple(made.shape)}, not {prompts * samples} x {prompt_tokens + new_tokens}")
+
+
+def serve(model: Any, *, load: list[tuple[float, int, int]]) -> list[float]:
+    """Batches of whatever has arrived, prompts padded to the longest, until the last one of a batch has its tokens."""
+    begin, latencies = time.perf_counter(), []
+    while len(latencies) < len(load):
+        first = len(latencies)
+        time.sleep(max(0.0, begin + load[first][0] - time.perf_counter()))
+        elapsed = time.perf_counter() - begin
+        batch = [one for one in load[first : first + MAX_BATCH] if one[0] <= elapsed]
+        lengths = torch.tensor([prompt for _, prompt, _ in batch], device=DEVICE)
+        longest = int(lengths.max())
+        tokens = torch.randint(model.config.vocab_size, (len(batch), longest), device=DEVICE)
+        mask = torch.arange(longest, device=DEVICE) >= longest - lengths[:, None]
+        _generate(model, tokens, mask.long(), samples=1, new_tokens=max(new for _, _, new in batch))
+        latencies += [time.perf_counter() - begin - at_s for at_s, _, _ in batch]
+    return latencies
+
+
+@torch.inference_mode()
+def _generate(model: Any, tokens: torch.Tensor, mask: torch.Tensor, *, samples: int, new_tokens: int) -> torch.Tensor:
+    """Samples at temperature 1; no sequence ends early."""
+    return model.generate(
         input_ids=tokens,
-        attention_mask=torch.ones_like(tokens),
+        attention_mask=mask,
         num_return_sequences=samples,
         min_new_tokens=new_tokens,
         max_new_tokens=new_tokens,
@@ -73,18 +103,19 @@ def generate(model: peft.PeftModel, *, prompts: int, samples: int, prompt_tokens
         top_k=0,
         top_p=1.0,
     )
-    if made.shape != (prompts * samples, prompt_tokens + new_tokens):
-        raise RuntimeError(f"generate gave {tuple(made.shape)}, not {prompts * samples} x {prompt_tokens + new_tokens}")
 
 
-def answer(model: peft.PeftModel, request: dict[str, Any]) -> dict[str, float]:
-    work = {"train": train, "generate": generate}[request.pop("do")]
+WORK: dict[str, Callable[..., list[float] | None]] = {"train": train, "generate": generate, "serve": serve}
+
+
+def answer(model: Any, request: dict[str, Any]) -> dict[str, Any]:
+    work = WORK[request.pop("do")]
     torch.set_num_threads(request.pop("threads"))
     begin = time.perf_counter()
-    work(model, **request)
+    latencies = work(model, **request)
     if CUDA:
         torch.cuda.synchronize()
-    return {"seconds": time.perf_counter() - begin}
+    return {"seconds": time.perf_counter() - begin, "latencies": latencies}
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,11 +41,18 @@ class Target:
 
 
 @contextmanager
-def started(size: str, *, models: Path, trainer_threads: int, sampler_threads: int) -> Iterator[Target]:
+def started(
+    size: str,
+    *,
+    models: Path,
+    trainer_threads: int,
+    sampler_threads: int,
+    more_flags: Sequence[str] = (),
+    python: str = sys.executable,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Target]:
     """`tinsmith up` with a model of this size, free ports, and a state folder that goes away with it."""
-    name, folder = f"bench/{size}", models.expanduser() / size
-    # Does nothing when the model is there.
-    subprocess.run([*TINSMITH, "make-base-model", "--size", size, "--out", str(folder)], check=True)  # noqa: S603
+    name, folder = f"bench/{size}", model_folder(size, models)
     with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as state:
         flags = {
             "port": "0",
@@ -54,15 +61,30 @@ def started(size: str, *, models: Path, trainer_threads: int, sampler_threads: i
             "trainer-threads": str(trainer_threads),
             "sampler-threads": str(sampler_threads),
         }
-        command = [*TINSMITH, "up", *(part for flag, value in flags.items() for part in (f"--{flag}", value))]
+        parts = [part for flag, value in flags.items() for part in (f"--{flag}", value)]
+        command = [python, *TINSMITH[1:], "up", *parts, *more_flags]
         # Its own session: Ctrl-C reaches this process alone, which then stops it once.
-        up = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)  # noqa: S603
+        up = subprocess.Popen(  # noqa: S603
+            command,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, **(environment or {})},
+        )
         try:
             url, grpc_address = _wait_ready(up)
             yield Target(url, name, folder, grpc_address, up)
         finally:
             up.terminate()
             up.wait(_STOP_S)
+
+
+def model_folder(size: str, models: Path) -> Path:
+    """A model with random weights, made if it is not there."""
+    folder = models.expanduser() / size
+    command = [*TINSMITH, "make-base-model", "--size", size, "--out", str(folder)]
+    subprocess.run(command, check=True)  # noqa: S603
+    return folder
 
 
 def _wait_ready(up: subprocess.Popen[str]) -> tuple[str, str]:
@@ -75,37 +97,61 @@ def _wait_ready(up: subprocess.Popen[str]) -> tuple[str, str]:
     raise SystemExit("tinsmith up ended before it was ready")
 
 
-class Baseline:
-    """hf_baseline.py as a subprocess, which sleeps between requests."""
+class Loop:
+    """A script of this folder as a subprocess, which sleeps between requests: JSON lines in, JSON lines out."""
 
-    def __init__(self, folder: Path, *, rank: int) -> None:
-        script = Path(__file__).with_name("hf_baseline.py")
+    def __init__(
+        self,
+        script: str,
+        *arguments: str,
+        python: str = sys.executable,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._script = script
         self._process = subprocess.Popen(  # noqa: S603
-            [sys.executable, str(script), str(folder), str(rank)],
+            [python, str(Path(__file__).with_name(script)), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},  # as `tinsmith up` sets it for the services
+            # as `tinsmith up` sets it for the services
+            env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", **(environment or {})},
         )
         self.pid = self._process.pid
         self._answer()  # it has loaded
 
-    def seconds(self, **request: Any) -> float:
-        """How long the work took there; hf_baseline.py says what a request is."""
+    def ask(self, **request: Any) -> dict[str, Any]:
+        """The script says what a request and its answer are; every answer has `seconds`."""
         assert self._process.stdin is not None
         print(json.dumps(request), file=self._process.stdin, flush=True)
-        return self._answer()["seconds"]
+        return self._answer()
+
+    def seconds(self, **request: Any) -> float:
+        """How long the work took there."""
+        return self.ask(**request)["seconds"]
 
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
 
-    def _answer(self) -> dict[str, float]:
+    def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         if not (line := self._process.stdout.readline()):
-            raise RuntimeError(f"hf_baseline.py ended with exit status {self._process.wait()}; its error is above")
+            raise RuntimeError(f"{self._script} ended with exit status {self._process.wait()}; its error is above")
         return json.loads(line)
+
+
+class Baseline(Loop):
+    """hf_baseline.py."""
+
+    def __init__(self, folder: Path, *, rank: int) -> None:
+        super().__init__("hf_baseline.py", str(folder), str(rank))
+
+
+def cpu_seconds(pid: int) -> float:
+    """Of a process and its living children so far."""
+    parent = psutil.Process(pid)
+    return sum(sum(one.cpu_times()[:2]) for one in (parent, *parent.children(recursive=True)))
 
 
 def peak_rss_mb(pid: int) -> float:

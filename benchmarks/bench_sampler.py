@@ -1,0 +1,309 @@
+"""Sampling through the SDK on the torch engine, against transformers.generate, vLLM, and the service on vLLM.
+
+    python benchmarks/bench_sampler.py --size small                          # tiny, small or medium
+    python benchmarks/bench_sampler.py --size small --vllm-python V/bin/python    # an interpreter that has vllm
+
+Every engine has the same threads and the same work, and they take turns, round by round, each one idle while another
+works. Beside wall clock the CPU time of an engine's own processes is taken (a client's is not), which other work on the
+machine disturbs less. README.md says what each figure means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import tinker
+from figure import Figure, Report, usable_cores
+from processes import Loop, Target, cpu_seconds, model_folder, started
+from rounds import alternate, ms
+from sampler_load import Arrival, mixed_load, num_new_tokens
+from tinker import types
+
+OURS = "the SDK, torch engine"
+BARE = "the torch engine alone"
+VLLM_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TORCH_COMPILE_DISABLE": "1",  # its helper needs a compiler, and gains nothing here
+    "HF_HUB_OFFLINE": "1",
+}
+GROUPS = {"prompts": 8, "samples": 8, "prompt_tokens": 64, "new_tokens": 64}
+ONE = {"prompts": 1, "samples": 1, "prompt_tokens": 64, "new_tokens": 32}
+BACKGROUND_TOKENS = 192
+PROBES = 8
+"""Short requests, one after the other, while a full batch decodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one piece of work took."""
+
+    seconds: float
+    cpu_seconds: float
+    latencies: Sequence[float] = ()
+
+
+class Party(Protocol):
+    """An engine to measure."""
+
+    name: str
+
+    def generate(self, *, prompts: int, samples: int, prompt_tokens: int, new_tokens: int) -> Work:
+        """All prompts at once."""
+        ...
+
+    def serve(self, load: Sequence[Arrival]) -> Work:
+        """Each request when it arrives."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class InLoop:
+    """A loop in a subprocess."""
+
+    name: str
+    loop: Loop
+    more: Mapping[str, Any]
+    """Goes with every request."""
+
+    def generate(self, **shape: int) -> Work:
+        return self._ask(do="generate", **shape)
+
+    def serve(self, load: Sequence[Arrival]) -> Work:
+        return self._ask(do="serve", load=[(one.at_s, one.prompt_tokens, one.new_tokens) for one in load])
+
+    def _ask(self, **request: Any) -> Work:
+        before = cpu_seconds(self.loop.pid)
+        answer = self.loop.ask(**request, **self.more)
+        return Work(answer["seconds"], cpu_seconds(self.loop.pid) - before, answer["latencies"] or ())
+
+
+@dataclass(frozen=True, slots=True)
+class ThroughSDK:
+    """A service that was started here."""
+
+    name: str
+    target: Target
+    client: tinker.SamplingClient
+    vocab: int
+    rng: np.random.Generator
+
+    def generate(self, *, prompts: int, samples: int, prompt_tokens: int, new_tokens: int) -> Work:
+        load = [Arrival(0.0, prompt_tokens, new_tokens)] * prompts
+        return self.serve(load, samples=samples)
+
+    def serve(self, load: Sequence[Arrival], *, samples: int = 1) -> Work:
+        prompts = [self.prompt(one.prompt_tokens) for one in load]
+        before, begin = self.cpu_seconds(), time.perf_counter()
+        ended: dict[int, float] = {}
+        futures = []
+        for index, (one, prompt) in enumerate(zip(load, prompts, strict=True)):
+            time.sleep(max(0.0, begin + one.at_s - time.perf_counter()))
+            future = self.submit(prompt, samples=samples, new_tokens=one.new_tokens)
+            future.add_done_callback(lambda _, index=index: ended.setdefault(index, time.perf_counter()))
+            futures.append(future)
+        made = sum(len(sequence.tokens) for future in futures for sequence in future.result().sequences)
+        seconds = time.perf_counter() - begin
+        if made != samples * num_new_tokens(load):
+            raise RuntimeError(f"{self.name} gave {made} tokens, not {samples * num_new_tokens(load)}")
+        latencies = [ended.get(n, begin + seconds) - begin - one.at_s for n, one in enumerate(load)]
+        return Work(seconds, self.cpu_seconds() - before, latencies)
+
+    def submit(self, prompt: types.ModelInput, *, samples: int, new_tokens: int) -> Any:
+        params = types.SamplingParams(max_tokens=new_tokens, temperature=1.0, stop=[])  # nothing ends early
+        return self.client.sample(prompt, samples, params).future()
+
+    def first_token_ms(self) -> float:
+        prompt = self.prompt(8)
+        return ms(lambda: self.submit(prompt, samples=1, new_tokens=1).result())
+
+    def cpu_seconds(self) -> float:
+        assert self.target.up is not None
+        return cpu_seconds(self.target.up.pid)
+
+    def prompt(self, length: int) -> types.ModelInput:
+        return types.ModelInput.from_ints(self.rng.integers(self.vocab, size=length).tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    ours: ThroughSDK
+    others: Sequence[Party]
+    repeats: int
+    budget_s: float
+    spread_s: float
+
+    def rounds(self, run: Callable[[Any], Work], parties: Sequence[Party]) -> list[list[Work]]:
+        runs = [lambda party=party: run(party) for party in parties]
+        return alternate(runs, repeats=self.repeats, budget_s=self.budget_s)
+
+    def compare(self, name: str, run: Callable[[Any], Work], *, num_tokens: int, aim: str) -> Iterator[Figure]:
+        """Ours against each of the others: tokens by the second, of wall clock and of CPU time."""
+        ours, *others = self.rounds(run, [self.ours, *self.others])
+        for party, theirs in zip(self.others, others, strict=True):
+            wanted = "" if party.name == BARE else aim
+            yield Figure(
+                f"{name}, tokens/s",
+                "tokens/s",
+                _rates(ours, num_tokens),
+                party.name,
+                _rates(theirs, num_tokens),
+                wanted,
+            )
+            by_cpu = [_cpu_rates(works, num_tokens) for works in (ours, theirs)]
+            yield Figure(f"{name}, by CPU time", "tokens/CPU-s", by_cpu[0], party.name, by_cpu[1], wanted)
+            if ours[0].latencies and theirs[0].latencies and len(theirs[0].latencies) > 1:
+                for share in (50, 95):
+                    values, base = (
+                        [float(np.percentile(work.latencies, share)) for work in works] for works in (ours, theirs)
+                    )
+                    yield Figure(f"{name}, latency p{share}", "s", values, party.name, base)
+
+
+def groups(bench: Bench) -> Iterator[Figure]:
+    """8 prompts x 8 samples, 64+64: what a step of reinforcement learning asks for."""
+    num_tokens = GROUPS["prompts"] * GROUPS["samples"] * GROUPS["new_tokens"]
+    yield from bench.compare("8 x 8, 64+64", lambda party: party.generate(**GROUPS), num_tokens=num_tokens, aim="2 x")
+
+
+def one_request(bench: Bench) -> Iterator[Figure]:
+    """Latency of one request alone."""
+    ours, *others = bench.rounds(lambda party: party.generate(**ONE), [bench.ours, *bench.others])
+    for party, theirs in zip(bench.others, others, strict=True):
+        for unit, kind in (("ms", "seconds"), ("CPU-ms", "cpu_seconds")):
+            values, base = ([1e3 * getattr(work, kind) for work in works] for works in (ours, theirs))
+            yield Figure("one request, 64+32", unit, values, party.name, base)
+
+
+def mixed(bench: Bench) -> Iterator[Figure]:
+    """64 requests of all lengths that arrive one after the other."""
+    load = mixed_load(count=64, spread_s=bench.spread_s, seed=0)
+    tokens = num_new_tokens(load)
+    yield from bench.compare("64 mixed requests", lambda party: party.serve(load), num_tokens=tokens, aim="2 x")
+
+
+def first_token(bench: Bench) -> Iterator[Figure]:
+    """A request for one token while 56 sequences decode; in steps of that batch, which the same batch alone tells."""
+    background = {"prompts": 7, "samples": 8, "prompt_tokens": 64}
+    ours = bench.ours
+    values, steps = [], []
+    for _ in range(bench.repeats):
+        alone = ours.generate(**background, new_tokens=BACKGROUND_TOKENS)
+        step_ms = 1e3 * alone.seconds / BACKGROUND_TOKENS
+        prompts = [ours.prompt(background["prompt_tokens"]) for _ in range(background["prompts"])]
+        futures = [
+            ours.submit(prompt, samples=background["samples"], new_tokens=BACKGROUND_TOKENS) for prompt in prompts
+        ]
+        time.sleep(10 * step_ms / 1e3)  # until they decode
+        probes = [ours.first_token_ms() for _ in range(PROBES) if not futures[0].done()]
+        for future in futures:
+            future.result()
+        values.append(float(np.median(probes)))
+        steps.append(step_ms)
+    yield Figure("one token beside a full batch", "ms", values, "a decode step", steps, aim="under 3 steps")
+
+
+FIGURES: dict[str, Callable[[Bench], Iterator[Figure]]] = {
+    measure.__name__: measure for measure in (groups, one_request, mixed, first_token)
+}
+
+
+@contextmanager
+def prepared(arguments: argparse.Namespace) -> Iterator[Bench]:
+    """All engines, idle."""
+    folder = model_folder(arguments.size, arguments.models)
+    vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
+    threads = {"OMP_NUM_THREADS": str(arguments.threads)}
+    rng = np.random.default_rng(0)
+    with ExitStack() as stack:
+
+        def loop(name: str, *command: str, more: Mapping[str, Any] | None = None, **how: Any) -> InLoop:
+            return InLoop(name, stack.enter_context(closing(Loop(*command, **how))), more or {})
+
+        def service(name: str, engine: str, **how: Any) -> ThroughSDK:
+            shares = {"trainer_threads": 1, "sampler_threads": arguments.threads, "models": arguments.models}
+            flags = ("--engine", engine)
+            target = stack.enter_context(started(arguments.size, more_flags=flags, **shares, **how))
+            client = tinker.ServiceClient(base_url=target.url, api_key="tml-bench")
+            return ThroughSDK(
+                name, target, client.create_sampling_client(base_model=target.base_model).result(), vocab, rng
+            )
+
+        others: list[Party] = [
+            loop("transformers.generate", "hf_baseline.py", str(folder), "0", more={"threads": arguments.threads}),
+            loop(BARE, "engine_baseline.py", str(folder), str(arguments.threads), environment=threads),
+        ]
+        python = arguments.vllm_python
+        if _imports(python, "vllm"):
+            how = {"python": python, "environment": VLLM_ENVIRONMENT | threads}
+            others.append(loop("vLLM alone", "vllm_baseline.py", str(folder), **how))
+            if _imports(python, "sampler_service.vllm_engine", "gateway", "trainer_service"):
+                others.append(service("the SDK, vLLM engine", "vllm", **how))
+            else:
+                print(f"LEFT OUT: the service on vLLM; {python} has no tinsmith with its dependencies", flush=True)
+        else:
+            print(f"LEFT OUT: vLLM and the service on it; {python} has no vllm (--vllm-python names one)", flush=True)
+        ours = service(OURS, "torch")
+        yield Bench(ours, others, arguments.repeats, arguments.budget_s, arguments.spread_s)
+
+
+def _imports(python: str, *modules: str) -> bool:
+    code = "import importlib.util, sys; sys.exit(not all(importlib.util.find_spec(name) for name in sys.argv[1:]))"
+    try:
+        return subprocess.run([python, "-c", code, *modules], capture_output=True, check=False).returncode == 0  # noqa: S603
+    except OSError:
+        return False
+
+
+def _rates(works: Sequence[Work], num_tokens: int) -> list[float]:
+    return [num_tokens / work.seconds for work in works]
+
+
+def _cpu_rates(works: Sequence[Work], num_tokens: int) -> list[float]:
+    return [num_tokens / work.cpu_seconds for work in works]
+
+
+def parse_arguments() -> argparse.Namespace:
+    cores = usable_cores()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=("tiny", "small", "medium"), default="small")
+    parser.add_argument("--models", type=Path, default=Path("~/.cache/tinsmith-bench"), help="where (%(default)s)")
+    parser.add_argument("--vllm-python", default=".venv-vllm/bin/python", help="an interpreter with vllm (%(default)s)")
+    parser.add_argument("--threads", type=int, default=max(1, cores - cores // 2), help="of each engine (%(default)s)")
+    parser.add_argument("--spread-s", type=float, default=4.0, help="time of the mixed load's arrivals (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds of a figure (%(default)s)")
+    parser.add_argument("--budget-s", type=float, default=120.0, help="its seconds, past 3 rounds (%(default)s)")
+    parser.add_argument("--only", nargs="+", choices=FIGURES, default=list(FIGURES), help="measure these")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+    return parser.parse_args()
+
+
+def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is stopped
+    arguments = parse_arguments()
+    report = Report({name: str(value) for name, value in vars(arguments).items()})
+    try:
+        with prepared(arguments) as bench:
+            for name in arguments.only:
+                for figure in FIGURES[name](bench):
+                    report.add(figure)
+    finally:  # what was measured before a failure is worth keeping
+        if arguments.json:
+            report.write_json(arguments.json)
+    report.print_table()
+
+
+if __name__ == "__main__":
+    main()
