@@ -13,6 +13,7 @@ from sampler_service.metrics import SamplerMetrics
 from sampler_service.servicer import SamplerServicer
 from sampler_service.tokenizer import TokenizerSlot
 from sampler_service.weight_sync import WeightSyncServicer
+from tinsmith.allocator import keep_freed_memory
 from tinsmith.modeling.base_model import UnsupportedModel
 from tinsmith.rpc import logs
 from tinsmith.rpc.metrics import new_registry, serve_metrics
@@ -93,6 +94,7 @@ def main() -> None:
     config = read_settings(SamplerConfig)
     logs.setup(config.log_level)
     logger.info("configuration: %s", config.model_dump_json())
+    keep_freed_memory()  # the temporaries of a step are as large as those of a training step
     sys.exit(asyncio.run(serve(config)))
 
 
