@@ -11,11 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of
 from tinsmith.modeling.full_logprobs import full_target_logprobs
 from tinsmith.modeling.kernels.transfer import on_device
 from tinsmith.modeling.lora import Run
+from tinsmith.modeling.pass_gradient import PassGradient
 from tinsmith.rpc.errors import InvalidRequest, OutOfCapacity, ServiceError
 from trainer_service.activation_checkpointing import checkpointed
 from trainer_service.batch import Datum
@@ -181,7 +183,10 @@ class Passes:
             gradients = list(self._gradients(terms, runs, items))
         self._check_finite(terms, {id(model): _largest(tensors) for model, tensors in gradients})
 
-        sums = [(model.need_gradient().tensors(), tensors) for model, tensors in gradients]
+        sums = [
+            (total.tensors() if self._base.trainable else [total.flat], tensors)
+            for total, tensors in ((model.need_gradient(), tensors) for model, tensors in gradients)
+        ]
         results = [logprobs.detach().numpy() for logprobs in shaped]
 
         def keep() -> None:
@@ -213,17 +218,21 @@ class Passes:
         for model_id, group in groupby(range(len(items)), key=lambda n: items[n].model_id):
             mine = list(group)
             rows = slice(int(starts[mine[0]]), int(starts[mine[-1] + 1]))
-            yield Run(self._models[model_id].adapter, rows)  # type: ignore[arg-type]  # full weights meet no layer
+            adapter: Adapter = self._models[model_id].adapter  # type: ignore[assignment]  # full weights meet no layer
+            yield Run(adapter, rows, PassGradient(adapter))
 
     def _gradients(
         self, terms: Sequence[tuple[Job, Term]], runs: Sequence[Run], items: Sequence[Item]
     ) -> Iterable[tuple[ModelState, list[Tensor]]]:
-        """The gradient of the terms' sum for each run's model, tensor by tensor."""
+        """The gradient of the terms' sum for each run's model: of an adapter in one piece, of full weights tensor by
+        tensor."""
         total = torch.stack([term.differentiable for _, term in terms]).sum()
         parameters = [tensor for run in runs for tensor in run.adapter.tensors()]
         grads = iter(torch.autograd.grad(total, parameters, materialize_grads=True))
         for model_id, run in zip(dict.fromkeys(item.model_id for item in items), runs, strict=True):
-            yield self._models[model_id], [next(grads) for _ in run.adapter.tensors()]
+            mine = [next(grads) for _ in run.adapter.tensors()]
+            in_one = None if self._base.trainable else run.gradient
+            yield self._models[model_id], mine if in_one is None else [in_one.gather(mine)]
 
 
 def _largest(tensors: list[Tensor]) -> float:

@@ -26,6 +26,7 @@ from tinsmith.modeling.config import load_config
 from tinsmith.modeling.experts import LoraExperts, is_fused_experts
 from tinsmith.modeling.kernels import prepacked
 from tinsmith.modeling.kernels.choice import PLAIN, Kernels, Setting, choose
+from tinsmith.modeling.kernels.cpu import CPU
 from tinsmith.modeling.kernels.elementwise import eager_on_host
 from tinsmith.modeling.kernels.install import install
 from tinsmith.modeling.kernels.transfer import on_device
@@ -36,6 +37,7 @@ from tinsmith.modeling.parallel_base import ShardedLayers
 from tinsmith.modeling.parallel_tensor import TensorParallel
 from tinsmith.modeling.pretrained import listed, load_causal_lm, persistent_buffers
 from tinsmith.modeling.self_check import TOLERANCE, Probe
+from tinsmith.modeling.whole_layers import take_over
 from tinsmith.rpc.errors import Unsupported
 
 logger = logging.getLogger(__name__)
@@ -173,6 +175,8 @@ class BaseModel:
             tensor_parallel, sharded = division.apply(model, layers, active, device)
         if not trainable:
             join_readers(model, calls)
+        if chosen.elementwise is CPU and not trainable and tensor_parallel is None and sharded is None:
+            take_over(_layers(model.get_decoder(), model.config.get_text_config().num_hidden_layers), active)
         head = _head(model)
         if not trainable and prepacks is not False and prepacked.works(model.dtype, device):
             matrices = [head.weight_V_H, *(layer.weight for layer in model.modules() if isinstance(layer, LoraLinear))]

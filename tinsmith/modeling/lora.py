@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.kernels.grouped_lora import Groups
 from tinsmith.modeling.kernels.prepacked import Prepacked
+from tinsmith.modeling.pass_gradient import PassGradient
 from tinsmith.modeling.projections import Frozen, Share, add_rows, project
 
 
@@ -26,6 +27,8 @@ class Run:
     adapter: Adapter
     rows: slice | Tensor
     """A slice, or int64 [n] row numbers."""
+    gradient: PassGradient | None = None
+    """Where backward writes the adapter's gradient, as far as layers can. None: autograd returns tensors of its own."""
 
 
 @dataclass(slots=True)
@@ -139,12 +142,18 @@ class LoraLinear(nn.Module):
                 add_rows(y.view(-1, y.shape[-1]), run.rows, low_n_R, weights.b_O_R.to(x.dtype).T, run.adapter.scaling)
 
 
-def _project(x: Tensor, layers: Sequence[LoraLinear]) -> Sequence[Tensor]:
+def shares_of(runs: Sequence[Run], names: Sequence[str]) -> list[Share]:
+    """What the runs add to the layers of these names, which read the same input."""
     shares = []
-    for run in layers[0].active.runs:
-        weights = [run.adapter.weights.get(layer.name) for layer in layers]
+    for run in runs:
+        weights = [run.adapter.weights.get(name) for name in names]
         if any(one is not None for one in weights):
-            shares.append(Share(run.rows, run.adapter.scaling, weights))
+            shares.append(Share(run.rows, run.adapter.scaling, weights, names, run.gradient))
+    return shares
+
+
+def _project(x: Tensor, layers: Sequence[LoraLinear]) -> Sequence[Tensor]:
+    shares = shares_of(layers[0].active.runs, [layer.name for layer in layers])
     frozen = [Frozen(layer.weight, layer.bias) for layer in layers]
     if not shares:
         return project(x, frozen, [])

@@ -1,8 +1,10 @@
 """Frozen linear layers that read the same input, such as q, k and v, with the shares of adapters in them.
 
-Together they need one product for all A that one adapter has there, and one buffer for the input's gradient.
+Together they need one product for all A that one adapter has there, and one buffer for the input's gradient. `project`
+is for autograd; `forward` and `backward` are its two halves, for who differentiates by hand.
 
-Shapes: T packed tokens, n rows of one share, I input features, O output features, R rank, S ranks of a share added up.
+Shapes: T packed tokens, n rows of one share, I input features, O output features, R rank, S ranks of a share added up,
+G shares that are computed as one batch.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.modeling.adapter import LoraWeights
+from tinsmith.modeling.pass_gradient import PassGradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +37,33 @@ class Share:
     scaling: float
     weights: Sequence[LoraWeights | None]
     """One entry for each layer; not all of them None."""
+    names: Sequence[str] = ()
+    """Of the layers."""
+    gradient: PassGradient | None = None
+    """Where the gradients are written, by the layers' names. None: to tensors of their own."""
 
     @property
     def layers(self) -> list[int]:
         """Those that the adapter has."""
         return [n for n, weights in enumerate(self.weights) if weights is not None]
 
+    @property
+    def parameters(self) -> list[Tensor]:
+        """A and B in turn of these layers."""
+        return [tensor for weights in self.weights if weights is not None for tensor in (weights.a_R_I, weights.b_O_R)]
+
 
 def project(x_T_I: Tensor, layers: Sequence[Frozen], shares: Sequence[Share]) -> Sequence[Tensor]:
     """[T, O] of each layer. Differentiable in x, A and B; no two shares have a row in common."""
     if not shares:
         return [torch.nn.functional.linear(x_T_I, layer.weight_O_I, layer.bias_O) for layer in layers]
-    parameters = [tensor for share in shares for w in share.weights if w is not None for tensor in (w.a_R_I, w.b_O_R)]
-    outputs = _Project.apply(x_T_I, layers, shares, *parameters)
+    outputs = _Project.apply(x_T_I, layers, shares, *parameters_of(shares))
     return (outputs,) if isinstance(outputs, Tensor) else outputs
+
+
+def parameters_of(shares: Sequence[Share]) -> list[Tensor]:
+    """Of all shares, in the order in which `backward` has their gradients."""
+    return [tensor for share in shares for tensor in share.parameters]
 
 
 class _Project(torch.autograd.Function):
@@ -55,133 +71,232 @@ class _Project(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_T_I: Tensor, layers: Sequence[Frozen], shares: Sequence[Share], *parameters: Tensor) -> Any:
-        ctx.merged = all(_worth_merging(x_T_I, share, layers, parameters) for share in shares)
-        if ctx.merged:
-            outputs, lows = _merged_forward(x_T_I, layers, shares, parameters), []
-        else:
-            outputs, lows = _forward(x_T_I, layers, shares, parameters)
-        ctx.save_for_backward(x_T_I, *(layer.weight_O_I for layer in layers), *parameters, *lows)
-        ctx.layers, ctx.shares, ctx.num_parameters = len(layers), shares, len(parameters)
+        outputs, lows = forward(x_T_I, layers, shares)
+        ctx.merged = lows is None
+        ctx.save_for_backward(x_T_I, *(layer.weight_O_I for layer in layers), *parameters, *(lows or ()))
+        ctx.layers, ctx.shares, ctx.num_parameters = layers, shares, len(parameters)
         return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
     @staticmethod
     def backward(ctx: Any, *grads_T_O: Tensor) -> tuple[Tensor | None, ...]:
-        x_T_I, *rest = ctx.saved_tensors
-        weights, rest = rest[: ctx.layers], rest[ctx.layers :]
-        parameters, lows = rest[: ctx.num_parameters], rest[ctx.num_parameters :]
-        shares: Sequence[Share] = ctx.shares
-        grad_x_T_I = torch.empty_like(x_T_I) if ctx.needs_input_grad[0] else None
-        if grad_x_T_I is not None and not ctx.merged:
-            _sum_of_products(grad_x_T_I, grads_T_O, weights)
-        grads: list[Tensor | None] = []
-        for n, (share, mine) in enumerate(zip(shares, _by_share(shares, parameters), strict=True)):
-            x_n_I = x_T_I[share.rows]
-            grads_n_O = [grad_T_O[share.rows] for grad_T_O in grads_T_O]
-            a_S_I = _stacked(mine[::2], x_T_I.dtype)
-            columns = _columns(mine[::2])
-            low_n_S = x_n_I @ a_S_I.T if ctx.merged else lows[n]
-            grad_low_n_S = torch.empty_like(low_n_S)
-            for layer, where, b_O_R in zip(share.layers, columns, mine[1::2], strict=True):
-                torch.mm(grads_n_O[layer], b_O_R.to(x_T_I.dtype), out=grad_low_n_S[:, where])
-            grad_low_n_S.mul_(share.scaling)
-            grad_a_S_I = grad_low_n_S.T @ x_n_I
-            for layer, where, a_R_I, b_O_R in zip(share.layers, columns, mine[::2], mine[1::2], strict=True):
-                # The product of a few long rows with the gradient is three times as fast as its transpose.
-                grad_b_R_O = (low_n_S[:, where].T @ grads_n_O[layer]).mul_(share.scaling)
-                grads += [grad_a_S_I[where].to(a_R_I.dtype), grad_b_R_O.T.to(b_O_R.dtype)]
-            if grad_x_T_I is not None and not ctx.merged:
-                add_rows(grad_x_T_I, share.rows, grad_low_n_S, a_S_I, 1.0)
-        if grad_x_T_I is not None and ctx.merged:
-            for rows, there in _segments(weights, shares, parameters, x_T_I.shape[0]):
-                _sum_of_products(grad_x_T_I[rows], [grad_T_O[rows] for grad_T_O in grads_T_O], there)
+        x_T_I, *rest = ctx.saved_tensors  # weights and parameters among them, to know that nobody has changed them
+        lows = None if ctx.merged else rest[len(ctx.layers) + ctx.num_parameters :]
+        grad_x_T_I, grads = backward(x_T_I, ctx.layers, ctx.shares, lows, grads_T_O, need_x=ctx.needs_input_grad[0])
         return grad_x_T_I, None, None, *grads
 
 
-def _forward(
-    x_T_I: Tensor, layers: Sequence[Frozen], shares: Sequence[Share], parameters: Sequence[Tensor]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """The outputs, and x A^T [n, S] of each share."""
-    outputs = [torch.nn.functional.linear(x_T_I, layer.weight_O_I, layer.bias_O) for layer in layers]
+def forward(
+    x_T_I: Tensor, layers: Sequence[Frozen], shares: Sequence[Share], outputs: Sequence[Tensor] | None = None
+) -> tuple[Sequence[Tensor], list[Tensor] | None]:
+    """The outputs, in `outputs` if given, and what `backward` wants to see again."""
+    if outputs is None:
+        outputs = [x_T_I.new_empty(x_T_I.shape[0], layer.weight_O_I.shape[0]) for layer in layers]
+    if shares and all(_worth_merging(x_T_I, share, layers) for share in shares):
+        weights = [layer.weight_O_I for layer in layers]
+        for rows, there in _segments(weights, shares, x_T_I.shape[0]):
+            for output, weight_O_I in zip(outputs, there, strict=True):
+                torch.mm(x_T_I[rows], weight_O_I.T, out=output[rows])
+        _add_biases(outputs, layers)
+        return outputs, None
+    for output, layer in zip(outputs, layers, strict=True):
+        torch.mm(x_T_I, layer.weight_O_I.T, out=output)
+    _add_biases(outputs, layers)
     lows = []
-    for share, mine in zip(shares, _by_share(shares, parameters), strict=True):
-        low_n_S = x_T_I[share.rows] @ _stacked(mine[::2], x_T_I.dtype).T
-        for layer, where, b_O_R in zip(share.layers, _columns(mine[::2]), mine[1::2], strict=True):
-            add_rows(outputs[layer], share.rows, low_n_S[:, where], b_O_R.to(x_T_I.dtype).T, share.scaling)
-        lows.append(low_n_S)
+    for block in _blocks(shares, x_T_I.shape[0]):
+        low = _product(block.of(x_T_I), block.a(x_T_I.dtype).mT)
+        for layer, part, b in zip(block.layers, block.split(low), block.bs(x_T_I.dtype), strict=True):
+            block.add(outputs[layer], part, b.mT, alpha=block.scaling)
+        lows.append(low)
     return outputs, lows
 
 
-def _merged_forward(
-    x_T_I: Tensor, layers: Sequence[Frozen], shares: Sequence[Share], parameters: Sequence[Tensor]
-) -> list[Tensor]:
-    outputs = [x_T_I.new_empty(x_T_I.shape[0], layer.weight_O_I.shape[0]) for layer in layers]
-    weights = [layer.weight_O_I for layer in layers]
-    for rows, there in _segments(weights, shares, parameters, x_T_I.shape[0]):
-        for output, layer, weight_O_I in zip(outputs, layers, there, strict=True):
-            torch.mm(x_T_I[rows], weight_O_I.T, out=output[rows])
-            if layer.bias_O is not None:
-                output[rows].add_(layer.bias_O)
-    return outputs
+def backward(
+    x_T_I: Tensor,
+    layers: Sequence[Frozen],
+    shares: Sequence[Share],
+    lows: Sequence[Tensor] | None,
+    grads_T_O: Sequence[Tensor],
+    *,
+    need_x: bool,
+) -> tuple[Tensor | None, list[Tensor]]:
+    """The gradient of x, when it is needed, and of every share's A and B in turn."""
+    grad_x_T_I = None
+    if need_x:
+        grad_x_T_I = torch.empty_like(x_T_I)
+        weights = [layer.weight_O_I for layer in layers]
+        if lows is None:
+            for rows, there in _segments(weights, shares, x_T_I.shape[0]):
+                _sum_of_products(grad_x_T_I[rows], [grad_T_O[rows] for grad_T_O in grads_T_O], there)
+        else:
+            _sum_of_products(grad_x_T_I, grads_T_O, weights)
+    grads: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+    for number, block in enumerate(_blocks(shares, x_T_I.shape[0])):
+        x_n_I, a_S_I = block.of(x_T_I), block.a(x_T_I.dtype)
+        low = _product(x_n_I, a_S_I.mT) if lows is None else lows[number]
+        grads_n_O = [block.of(grads_T_O[layer]) for layer in block.layers]
+        parts = [_product(grad, b) for grad, b in zip(grads_n_O, block.bs(x_T_I.dtype), strict=True)]
+        grad_low = (parts[0] if len(parts) == 1 else torch.cat(parts, -1)).mul_(block.scaling)
+        # The product of a few long rows with the gradient is three times as fast as its transpose.
+        grads_b_R_O = [_product(part.mT, grad) for part, grad in zip(block.split(low), grads_n_O, strict=True)]
+        grads.update(block.gradients(_product(grad_low.mT, x_n_I), grads_b_R_O))
+        if grad_x_T_I is not None and lows is not None:
+            block.add(grad_x_T_I, grad_low, a_S_I, alpha=1.0)
+    return grad_x_T_I, [grad for n, share in enumerate(shares) for m in share.layers for grad in grads[n, m]]
 
 
-def _worth_merging(x_T_I: Tensor, share: Share, layers: Sequence[Frozen], parameters: Sequence[Tensor]) -> bool:
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Shares that follow each other on as many rows each, of one rank and with the same layers: one batched product
+    instead of many. A single share is a block too, without the dimension G."""
+
+    first: int
+    shares: Sequence[Share]
+    rows: slice | Tensor | None
+    """Of all of them; None means all rows that there are."""
+    layers: Sequence[int]
+
+    @property
+    def scaling(self) -> float:
+        return self.shares[0].scaling
+
+    def of(self, x_T_C: Tensor) -> Tensor:
+        """[n, C], or [G, n, C]."""
+        x = x_T_C if self.rows is None else x_T_C[self.rows]
+        return x if len(self.shares) == 1 else x.unflatten(0, (len(self.shares), -1))
+
+    def a(self, dtype: torch.dtype) -> Tensor:
+        """[S, I], or [G, S, I]."""
+        matrices = [self._weights(share, layer).a_R_I for share in self.shares for layer in self.layers]
+        if len(matrices) == 1:
+            return matrices[0].to(dtype)
+        a = torch.cat(matrices).to(dtype)
+        return a if len(self.shares) == 1 else a.unflatten(0, (len(self.shares), -1))
+
+    def bs(self, dtype: torch.dtype) -> list[Tensor]:
+        """[O, R], or [G, O, R], of each layer."""
+        if len(self.shares) == 1:
+            return [self._weights(self.shares[0], layer).b_O_R.to(dtype) for layer in self.layers]
+        return [
+            torch.stack([self._weights(share, layer).b_O_R for share in self.shares]).to(dtype) for layer in self.layers
+        ]
+
+    def split(self, low: Tensor) -> Sequence[Tensor]:
+        """The columns of each layer."""
+        if len(self.layers) == 1:
+            return (low,)
+        return low.split([self._weights(self.shares[0], layer).a_R_I.shape[0] for layer in self.layers], -1)
+
+    def add(self, out_T_C: Tensor, left: Tensor, right: Tensor, *, alpha: float) -> None:
+        """Adds alpha * left @ right to the block's rows, in place."""
+        if isinstance(self.rows, Tensor):
+            out_T_C.index_add_(0, self.rows, left @ right, alpha=alpha)
+        elif len(self.shares) == 1:
+            self.of(out_T_C).addmm_(left, right, alpha=alpha)
+        else:
+            self.of(out_T_C).baddbmm_(left, right, alpha=alpha)
+
+    def gradients(
+        self, grad_a_S_I: Tensor, grads_b_R_O: Sequence[Tensor]
+    ) -> Iterator[tuple[tuple[int, int], tuple[Tensor, Tensor]]]:
+        """Those of A and B, by the numbers of share and layer, where the shares want them. Those of B come unscaled."""
+        each = [grad_a_S_I] if len(self.shares) == 1 else grad_a_S_I.unbind()
+        for g, (share, mine) in enumerate(zip(self.shares, each, strict=True)):
+            for layer, grad_a_R_I, grad_b_R_O in zip(self.layers, self._rows(mine), grads_b_R_O, strict=True):
+                grad_b_O_R = (grad_b_R_O if len(self.shares) == 1 else grad_b_R_O[g]).T
+                yield (self.first + g, layer), _kept(share, layer, grad_a_R_I, grad_b_O_R)
+
+    def _rows(self, grad_a_S_I: Tensor) -> Sequence[Tensor]:
+        if len(self.layers) == 1:
+            return (grad_a_S_I,)
+        return grad_a_S_I.split([self._weights(self.shares[0], layer).a_R_I.shape[0] for layer in self.layers])
+
+    @staticmethod
+    def _weights(share: Share, layer: int) -> LoraWeights:
+        return cast(LoraWeights, share.weights[layer])
+
+
+def _blocks(shares: Sequence[Share], num_rows: int) -> list[_Block]:
+    """All shares, in order."""
+    out, first = [], 0
+    for n, share in enumerate(shares):
+        if n + 1 == len(shares) or not _is_followed(share, shares[n + 1]):
+            rows = share.rows
+            if isinstance(rows, slice):
+                rows = slice(cast(slice, shares[first].rows).start, rows.stop)
+            is_all = isinstance(rows, slice) and rows == slice(0, num_rows)
+            out.append(_Block(first, shares[first : n + 1], None if is_all else rows, share.layers))
+            first = n + 1
+    return out
+
+
+def _is_followed(share: Share, after: Share) -> bool:
+    """Whether the two can be one block."""
+    if not isinstance(share.rows, slice) or not isinstance(after.rows, slice):
+        return False
+    adjoin = share.rows.stop == after.rows.start
+    as_many = share.rows.stop - share.rows.start == after.rows.stop - after.rows.start
+    return adjoin and as_many and share.scaling == after.scaling and _ranks(share) == _ranks(after)
+
+
+def _ranks(share: Share) -> list[int]:
+    """Of each layer; 0 where the adapter has none."""
+    return [0 if weights is None else weights.a_R_I.shape[0] for weights in share.weights]
+
+
+def _kept(share: Share, layer: int, grad_a_R_I: Tensor, grad_b_O_R: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients, in the dtypes of A and B, where the share wants them. That of B comes unscaled."""
+    weights = cast(LoraWeights, share.weights[layer])
+    there = None if share.gradient is None else share.gradient.take(share.names[layer])
+    if there is None:
+        return grad_a_R_I.to(weights.a_R_I.dtype), grad_b_O_R.mul_(share.scaling).to(weights.b_O_R.dtype)
+    return there.a_R_I.copy_(grad_a_R_I), torch.mul(grad_b_O_R, share.scaling, out=there.b_O_R)
+
+
+def _worth_merging(x_T_I: Tensor, share: Share, layers: Sequence[Frozen]) -> bool:
     """Whether W + scaling B A costs less than adding the share to so many rows, forward and backward.
 
     On a CPU both are bound by memory: W is read and written twice, each row of the output and of the input's gradient
     once more. Not in half precision, in which a small share would be rounded away.
     """
-    full = x_T_I.dtype in (torch.float32, torch.float64) and all(one.dtype == x_T_I.dtype for one in parameters)
-    if not isinstance(share.rows, slice) or x_T_I.is_cuda or not full:
+    if not isinstance(share.rows, slice) or x_T_I.is_cuda or x_T_I.dtype not in (torch.float32, torch.float64):
         return False
     weights = [layers[n].weight_O_I for n in share.layers]
     num_rows = share.rows.stop - share.rows.start
-    return num_rows * sum(sum(one.shape) for one in weights) > 2 * sum(one.numel() for one in weights)
+    many = num_rows * sum(sum(one.shape) for one in weights) > 2 * sum(one.numel() for one in weights)
+    return many and all(one.dtype == x_T_I.dtype for one in share.parameters)
 
 
 def _segments(
-    weights: Sequence[Tensor], shares: Sequence[Share], parameters: Sequence[Tensor], num_rows: int
+    weights: Sequence[Tensor], shares: Sequence[Share], num_rows: int
 ) -> Iterator[tuple[slice, list[Tensor]]]:
     """All rows, in order, and every layer's weights there, with the share that has the rows merged in.
 
     They are made one after the other, and again in backward: waiting for it, they would take the memory of a model.
     """
     row = 0
-    for share, mine in sorted(
-        zip(shares, _by_share(shares, parameters), strict=True), key=lambda pair: cast(slice, pair[0].rows).start
-    ):
+    for share in sorted(shares, key=lambda share: cast(slice, share.rows).start):
         rows = cast(slice, share.rows)
         if rows.start > row:
             yield slice(row, rows.start), list(weights)
         there = list(weights)
-        for layer, a_R_I, b_O_R in zip(share.layers, mine[::2], mine[1::2], strict=True):
-            there[layer] = torch.addmm(weights[layer].T, a_R_I.T, b_O_R.T, alpha=share.scaling).T
+        for layer in share.layers:
+            mine = cast(LoraWeights, share.weights[layer])
+            there[layer] = torch.addmm(weights[layer].T, mine.a_R_I.T, mine.b_O_R.T, alpha=share.scaling).T
         yield rows, there
         row = rows.stop
     if row < num_rows:
         yield slice(row, num_rows), list(weights)
 
 
-def _by_share(shares: Sequence[Share], parameters: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-    """A and B in turn of each share's layers."""
-    out, first = [], 0
-    for share in shares:
-        last = first + 2 * len(share.layers)
-        out.append(parameters[first:last])
-        first = last
-    return out
+def _add_biases(outputs: Sequence[Tensor], layers: Sequence[Frozen]) -> None:
+    for output, layer in zip(outputs, layers, strict=True):
+        if layer.bias_O is not None:
+            output.add_(layer.bias_O)
 
 
-def _stacked(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    return (matrices[0] if len(matrices) == 1 else torch.cat(list(matrices))).to(dtype)
-
-
-def _columns(matrices: Sequence[Tensor]) -> list[slice]:
-    """Where each of them lies in their stack."""
-    out, first = [], 0
-    for matrix in matrices:
-        out.append(slice(first, first + matrix.shape[0]))
-        first = out[-1].stop
-    return out
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right, of a block or of a batch of them, with less around it."""
+    return torch.mm(left, right) if left.ndim == 2 else torch.bmm(left, right)
 
 
 def _sum_of_products(out: Tensor, left: Sequence[Tensor], right: Sequence[Tensor]) -> None:

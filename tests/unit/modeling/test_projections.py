@@ -1,5 +1,7 @@
 """Layers that read one input, computed together, against each alone through autograd; and who is taken together."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -7,7 +9,8 @@ from torch import Tensor, nn
 from tinsmith.modeling import projections
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, LoraWeights, Target
 from tinsmith.modeling.base_model import BaseModel
-from tinsmith.modeling.lora import ActiveRuns, LoraLinear, Run, join_readers, listening
+from tinsmith.modeling.lora import ActiveRuns, LoraLinear, Run, join_readers, listening, shares_of
+from tinsmith.modeling.pass_gradient import PassGradient
 from tinsmith.modeling.projections import Frozen, Share, project
 
 T, INPUTS, OUTPUTS = 40, 6, (4, 9, 2)
@@ -17,6 +20,8 @@ ROWS = {
     "out of order": [slice(30, 40), slice(0, 12)],
     "by number": [torch.tensor([5, 1, 30]), slice(8, 20)],
 }
+ALIKE = [slice(1, 14), slice(14, 27), slice(27, 40)]
+"""Rows of shares that are computed as one batch, when they are of one rank too."""
 
 
 @pytest.fixture(params=ROWS)
@@ -32,6 +37,15 @@ def shares(request: pytest.FixtureRequest) -> list[Share]:
             ],
         )
         for n, rows in enumerate(ROWS[request.param])
+    ]
+
+
+@pytest.fixture
+def alike() -> list[Share]:
+    torch.manual_seed(0)
+    return [
+        Share(rows, 2.0, [None if out == 9 else weights(rank=3, out=out) for out in OUTPUTS], names="abc")
+        for rows in ALIKE
     ]
 
 
@@ -61,6 +75,19 @@ def test_layers_together_equal_each_alone_gradients_included(
 ) -> None:
     if merged:
         monkeypatch.setattr(projections, "_worth_merging", lambda x, share, *_: isinstance(share.rows, slice))
+    check(shares, frozen_input=frozen_input)
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_shares_that_are_alike_are_one_batch(alike: list[Share], merged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(projections, "_worth_merging", lambda *_: merged)
+    assert [len(block.shares) for block in projections._blocks(alike, T)] == [3]
+    check(alike, frozen_input=False)
+    other = [alike[0], replace(alike[1], scaling=3.0), alike[2]]
+    assert [len(block.shares) for block in projections._blocks(other, T)] == [1, 1, 1]
+
+
+def check(shares: list[Share], *, frozen_input: bool) -> None:
     x = torch.randn(T, INPUTS, dtype=torch.float64, requires_grad=not frozen_input)
     layers = [
         Frozen(
@@ -77,12 +104,43 @@ def test_layers_together_equal_each_alone_gradients_included(
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_gradients_are_written_to_the_buffer_of_the_pass_once(count: int) -> None:
+    torch.manual_seed(0)
+    targets = [Target(name, "mlp", INPUTS, out) for name, out in zip("abc", OUTPUTS, strict=True)]
+    adapters = [
+        Adapter.create(
+            AdapterConfig(rank=3, seed=n, train_attn=False, train_unembed=False), targets, torch.device("cpu")
+        )
+        for n in range(count)
+    ]
+    for adapter in adapters:
+        for tensor in adapter.tensors():
+            tensor.normal_().requires_grad_()
+    x = torch.randn(13 * count, INPUTS)
+    layers = [Frozen(torch.randn(out, INPUTS)) for out in OUTPUTS[:2]]  # "c" is not called
+
+    def gradients(written: list[PassGradient] | None) -> list[Tensor]:
+        runs = [Run(adapter, slice(13 * n, 13 * n + 13), written and written[n]) for n, adapter in enumerate(adapters)]
+        outputs = [*project(x, layers, shares_of(runs, "ab")), *project(2 * x, layers[1:], shares_of(runs, "b"))]
+        loss = torch.cat([y.square().sum()[None] for y in outputs]).sum()
+        inputs = [tensor for adapter in adapters for tensor in adapter.tensors()]
+        return list(torch.autograd.grad(loss, inputs, materialize_grads=True))
+
+    ours = [PassGradient(adapter) for adapter in adapters]
+    found, expected = gradients(ours), gradients(None)
+    for n, one in enumerate(ours):
+        flat = one.gather(found[6 * n : 6 * n + 6])
+        assert found[6 * n].untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+        torch.testing.assert_close(flat, torch.cat([grad.flatten() for grad in expected[6 * n : 6 * n + 6]]))
+
+
 def test_a_share_is_merged_where_it_has_many_rows_and_full_precision() -> None:
     def worth(num_rows: int, dtype: torch.dtype = torch.float32, adapter: torch.dtype = torch.float32) -> bool:
-        share = Share(slice(0, num_rows), 1.0, [LoraWeights(torch.ones(2, 8), torch.ones(24, 2))])
+        mine = LoraWeights(torch.ones(2, 8, dtype=adapter), torch.ones(24, 2, dtype=adapter))
+        share = Share(slice(0, num_rows), 1.0, [mine])
         layer = Frozen(torch.ones(24, 8, dtype=dtype))
-        parameters = [torch.ones(2, 8, dtype=adapter), torch.ones(24, 2, dtype=adapter)]
-        return projections._worth_merging(torch.ones(num_rows, 8, dtype=dtype), share, [layer], parameters)
+        return projections._worth_merging(torch.ones(num_rows, 8, dtype=dtype), share, [layer])
 
     assert worth(13)
     assert not worth(12)  # 2 * 8 * 24 / (8 + 24) rows cost the same
@@ -127,9 +185,9 @@ def test_an_input_that_is_not_the_same_is_computed_by_itself() -> None:
     alone_b = model.b(x)
     join_readers(model, calls)
     assert model.a.readers == model.b.readers == (model.a, model.b)
-    assert torch.equal(model(x, x), same)
+    torch.testing.assert_close(model(x, x), same)
     assert active.waiting is None
-    assert torch.equal(model(x, other), different)
+    torch.testing.assert_close(model(x, other), different)
     model.a(x)
     x.add_(1)  # now it is another input
     assert not torch.equal(model.b(x), alone_b)

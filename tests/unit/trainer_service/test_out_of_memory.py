@@ -41,10 +41,10 @@ class Memory:
         self.max_tokens = 10_000
         self.max_tokens_checkpointed = 10_000
         self.passes: list[int] = []
-        whole = type(base).hidden_states
+        whole, usual = type(base).hidden_states, base.layers[0].__dict__.get("forward")
 
         def hidden_states(self_: BaseModel, tokens_T: torch.Tensor, *args: Any) -> torch.Tensor:
-            checkpointed = "forward" in base.layers[0].__dict__
+            checkpointed = base.layers[0].__dict__.get("forward") is not usual
             self.passes.append(len(tokens_T))
             if len(tokens_T) > (self.max_tokens_checkpointed if checkpointed else self.max_tokens):
                 raise torch.OutOfMemoryError("CUDA out of memory")
@@ -170,7 +170,7 @@ def test_a_datum_that_fails_alone_runs_with_activation_checkpointing_at_once_the
     expected = run(engine, "roomy", one)
     memory.max_tokens = 40
     output = run(engine, "m", one)
-    assert output.metrics == pytest.approx(expected.metrics, rel=1e-6)
+    assert output.metrics == pytest.approx(expected.metrics, rel=1e-5)
     assert_near(gradient(engine, "m"), gradient(engine, "roomy"), 1e-5)
     memory.passes.clear()
     run(engine, "m", one)

@@ -6,6 +6,7 @@ few times as torch's operations allow. float32 and float64 only: in half precisi
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,20 +17,65 @@ from tinsmith.modeling.kernels import elementwise
 from tinsmith.modeling.kernels.elementwise import Elementwise
 
 
+def normalize(x: Tensor, weight_F: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """RMSNorm of x, and the factor of each row, which backward wants."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    scale = torch.addcmul(_scalar(eps, x.dtype), norm, norm, value=1 / x.shape[-1]).rsqrt_()
+    return (x * scale).mul_(weight_F), scale
+
+
+def normalize_backward(grad: Tensor, x: Tensor, scale: Tensor, weight_F: Tensor) -> Tensor:
+    """The gradient of x."""
+    # y = w x s with s = (mean(x^2) + eps)^(-1/2), so dx = s w dy - x s^3 mean(x w dy)
+    grad = grad * weight_F
+    share = torch.linalg.vecdot(grad, x).unsqueeze(-1).mul_(scale.pow(3).div_(-x.shape[-1]))
+    return grad.mul_(scale).addcmul_(x, share)
+
+
+def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of gate and up."""
+    return torch.ops.aten.silu_backward(grad * up, gate), silu(gate).mul_(grad)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, N, D]; cos and sin [T, 1, D]."""
+    half = x.shape[-1] // 2
+    first, second = x.split(half, -1)
+    sin_first, sin_second = sin.split(half, -1)
+    y = x * cos
+    y_first, y_second = y.split(half, -1)
+    y_first.addcmul_(second, sin_first, value=-1)
+    y_second.addcmul_(first, sin_second)
+    return y
+
+
+def rotate_backward(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The gradient of x."""
+    half = grad.shape[-1] // 2
+    first, second = grad.split(half, -1)
+    sin_first, sin_second = sin.split(half, -1)
+    out = grad * cos
+    out_first, out_second = out.split(half, -1)
+    out_first.addcmul_(second, sin_second)
+    out_second.addcmul_(first, sin_first, value=-1)
+    return out
+
+
+@cache
+def _scalar(value: float, dtype: torch.dtype) -> Tensor:
+    return torch.tensor(value, dtype=dtype)
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_F: Tensor, eps: float) -> Tensor:
-        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        y, scale = normalize(x, weight_F, eps)
         ctx.save_for_backward(x, scale, weight_F)
-        return (x * scale).mul_(weight_F)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        x, scale, weight_F = ctx.saved_tensors
-        # y = w x s with s = (mean(x^2) + eps)^(-1/2), so dx = s w dy - x s^3 mean(x w dy)
-        grad = grad_outputs[0] * weight_F
-        share = torch.linalg.vecdot(grad, x).unsqueeze(-1).mul_(scale.pow(3).div_(-x.shape[-1]))
-        return grad.mul_(scale).addcmul_(x, share), None, None
+        return normalize_backward(grad_outputs[0], *ctx.saved_tensors), None, None
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -40,38 +86,24 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        grad_gate = torch.ops.aten.silu_backward(grad_outputs[0] * up, gate)
-        return grad_gate, silu(gate).mul_(grad_outputs[0])
+        return swiglu_backward(grad_outputs[0], *ctx.saved_tensors)
 
 
 class _Rotary(torch.autograd.Function):
-    """x [T, N, D]; cos and sin [T, 1, D]."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        half = x.shape[-1] // 2
-        y = x * cos
-        y[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
-        y[..., half:].addcmul_(x[..., :half], sin[..., half:])
-        return y
+        return rotate(x, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        (grad,) = grad_outputs
-        half = grad.shape[-1] // 2
-        out = grad * cos
-        out[..., :half].addcmul_(grad[..., half:], sin[..., half:])
-        out[..., half:].addcmul_(grad[..., :half], sin[..., :half], value=-1)
-        return out, None, None
+        return rotate_backward(grad_outputs[0], *ctx.saved_tensors), None, None
 
 
 def rms_norm(x: Tensor, weight_F: Tensor, eps: float, *, gemma: bool) -> Tensor:
     weight_F = 1.0 + weight_F if gemma else weight_F
     if not torch.is_grad_enabled():  # fixed costs are what counts in a decode step, here and below
-        return torch.rms_norm(x, weight_F.shape, weight_F, eps)
+        return normalize(x, weight_F, eps)[0]
     return _RMSNorm.apply(x, weight_F, eps)
 
 

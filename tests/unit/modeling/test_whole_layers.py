@@ -1,0 +1,130 @@
+"""Whole decoder layers against the code of transformers that they take the place of, gradients included."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.models import TINY_CONFIG
+from tinsmith.modeling import whole_layers
+from tinsmith.modeling.adapter import Adapter, AdapterConfig
+from tinsmith.modeling.attention import Packed
+from tinsmith.modeling.base_model import BaseModel, positions_of
+from tinsmith.modeling.kernels.cpu import CPU
+from tinsmith.modeling.lora import ActiveRuns, Run
+from tinsmith.modeling.pass_gradient import PassGradient
+
+LENGTHS = (7, 7, 3, 12, 12)
+T = sum(LENGTHS)
+
+
+def base_of(kind: str, **settings: Any) -> BaseModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **{**TINY_CONFIG, **settings})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "bias" in name:
+            parameter.data.normal_(0.5, 0.2)
+    return BaseModel.of(model, path=kind)
+
+
+def adapter(base: BaseModel, seed: int, rank: int, **groups: bool) -> Adapter:
+    made = Adapter.create(AdapterConfig(rank=rank, seed=seed, **groups), base.targets, torch.device("cpu"))
+    torch.manual_seed(seed)
+    for weights in made.weights.values():
+        weights.b_O_R.normal_(0, 0.05)
+    for tensor in made.tensors():
+        tensor.requires_grad_()
+    return made
+
+
+def passed(base: BaseModel, runs: list[Run]) -> list[Tensor]:
+    """The hidden states, and the gradients of all adapters."""
+    tokens = torch.randint(256, (T,), generator=torch.Generator().manual_seed(3))
+    hidden = base.hidden_states(tokens, positions_of(LENGTHS, base.device), Packed(LENGTHS), runs)
+    factors = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(4))
+    inputs = [tensor for run in runs for tensor in run.adapter.tensors()]
+    return [hidden, *torch.autograd.grad((hidden * factors).sum(), inputs, materialize_grads=True)]
+
+
+def own_code(base: BaseModel) -> None:
+    for layer in base.layers:
+        layer.__dict__.pop("forward", None)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "qwen2": {},  # biases
+    "llama": {"attention_bias": True},
+    "mistral": {"sliding_window": 5},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whole_layers_equal_their_own_code(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = base_of(kind, **KINDS[kind])
+    assert all("forward" in layer.__dict__ for layer in base.layers)
+    same_rank = [adapter(base, n, rank=4) for n in range(2)]
+    other = adapter(base, 2, rank=3, train_mlp=False)
+    runs = {
+        "one": [Run(same_rank[0], slice(0, T))],
+        "alike": [Run(one, slice(7 * n, 7 * n + 7)) for n, one in enumerate(same_rank)],
+        "others": [Run(same_rank[0], slice(2, 9)), Run(other, slice(17, T))],
+        "by number": [Run(other, torch.tensor([3, 1, 30]))],
+    }
+    calls: list[int] = []
+    whole_run = whole_layers.WholeLayer.run
+    monkeypatch.setattr(
+        whole_layers.WholeLayer, "run", lambda self, *args: calls.append(self.index) or whole_run(self, *args)
+    )
+    ours = {name: passed(base, some) for name, some in runs.items()}
+    assert calls == [0, 1] * len(runs)
+    with torch.no_grad():  # which goes through the layers' own code
+        base.hidden_states(torch.arange(3), torch.arange(3), Packed([3]), runs["one"][:0])
+    assert len(calls) == 2 * len(runs)
+    own_code(base)
+    for name, some in runs.items():
+        for found, expected in zip(ours[name], passed(base, some), strict=True):
+            assert (found - expected).norm() <= 2e-5 * expected.norm(), name
+
+
+def test_gradients_are_written_where_the_run_says() -> None:
+    base = base_of("qwen3")
+    mine = adapter(base, 1, rank=4)
+    expected = passed(base, [Run(mine, slice(0, T))])[1:]
+    written = PassGradient(mine)
+    found = passed(base, [Run(mine, slice(0, T), written)])[1:]
+    flat = written.gather(found)
+    layers = [grad for name, grad in zip(mine.specs(), found, strict=True) if "layers" in name[0]]
+    assert {grad.untyped_storage().data_ptr() for grad in layers} == {flat.untyped_storage().data_ptr()}
+    torch.testing.assert_close(flat, torch.cat([grad.flatten() for grad in expected]))
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "granite": {"residual_multiplier": 0.5},
+    "olmo2": {},  # norms after, not before
+    "gemma2": {},
+    "phi3": {},  # q, k and v in one
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_layers_keep_their_own_code(kind: str) -> None:
+    base = base_of(kind, **OTHERS[kind])
+    assert base.kernels.elementwise is CPU
+    assert all("forward" not in layer.__dict__ for layer in base.layers)
+
+
+def test_a_layer_that_only_looks_alike_keeps_its_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = base_of("qwen3")
+    own_code(base)
+    kind = type(base.layers[0])
+    forward = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, hidden_states, **kw: 1.001 * forward(self, hidden_states, **kw))
+    assert whole_layers.take_over(base.layers, ActiveRuns()) == 0
+    monkeypatch.setattr(kind, "forward", lambda self, hidden_states, **kw: forward(self, hidden_states.detach(), **kw))
+    assert whole_layers.take_over(base.layers, ActiveRuns()) == 0
+    monkeypatch.undo()
+    assert whole_layers.take_over(base.layers, base.active) == 2
