@@ -53,6 +53,10 @@ class Process:
         self._env = {**os.environ, "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:2", **env}
         self._process: subprocess.Popen[bytes] | None = None
 
+    def run_instead(self, script: Path) -> None:
+        """From the next start on, with the same flags."""
+        self._argv[1:4] = [str(script)]
+
     @property
     def pid(self) -> int:
         assert self._process is not None, f"{self.name} does not run"
