@@ -121,7 +121,10 @@ def test_gradients_are_written_to_the_buffer_of_the_pass_once(count: int) -> Non
     layers = [Frozen(torch.randn(out, INPUTS)) for out in OUTPUTS[:2]]  # "c" is not called
 
     def gradients(written: list[PassGradient] | None) -> list[Tensor]:
-        runs = [Run(adapter, slice(13 * n, 13 * n + 13), written and written[n]) for n, adapter in enumerate(adapters)]
+        runs = [
+            Run(adapter, slice(13 * n, 13 * n + 13), written[n] if written else None)
+            for n, adapter in enumerate(adapters)
+        ]
         outputs = [*project(x, layers, shares_of(runs, "ab")), *project(2 * x, layers[1:], shares_of(runs, "b"))]
         loss = torch.cat([y.square().sum()[None] for y in outputs]).sum()
         inputs = [tensor for adapter in adapters for tensor in adapter.tensors()]
