@@ -92,7 +92,7 @@ class TrainerConfig(BaseSettings):
     """Longest time that forming a group of samplers, or one call, may take."""
     channel_silence_s: float = Field(default=3.0, gt=0)
     """While weights are sent, a sampler that leaves a health check unanswered for so long is left out."""
-    channel_bucket_bytes: int = Field(default=16 * 1024**2, ge=64 * 1024)
+    channel_bucket_bytes: int = Field(default=16 * 1024**2, ge=64 * 1024, multiple_of=4)
     """Weights travel in buckets of so many bytes; at most 4 MiB where all samplers are on the trainer's machine."""
     publish_gap_limit: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Largest gap, in nats, between the trainer's and a sampler's logprob of a canary token after a publish. By default
