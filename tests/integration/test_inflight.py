@@ -1,0 +1,200 @@
+"""Samplers while their model is trained: those that follow the run, and those that stand still."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import openai
+import pytest
+import tinker
+import torch
+from openai.types import CompletionChoice
+from tinker import ModelInput, SamplingParams
+
+from tests.integration.examples import (
+    BASE_MODEL,
+    PROMPT,
+    batch,
+    forward,
+    new_model,
+    random_tokens,
+    sample,
+    score,
+    train,
+)
+from tests.integration.wire import Wire, next_token_datum
+from tests.stack import Stack
+from tests.switching import plain_model, switching_logprobs
+from tinsmith.modeling.adapter import AdapterConfig, chosen_targets, num_elements
+from tinsmith.modeling.base_model import BaseModel
+from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc
+
+FAST = tinker.AdamParams(learning_rate=1e-2)
+NUM_SAMPLES = 4
+LENGTH = 300
+TRIES = 5
+
+Spans = list[tuple[str, int]]
+
+
+def running(stack: Stack, wire: Wire) -> float:
+    return wire.metrics(stack.metrics_url("sampler"))["sampler_running_sequences"]
+
+
+def step_and_save(client: tinker.TrainingClient) -> tinker.SamplingClient:
+    train(client, batch(11), steps=2, adam=FAST)
+    return client.save_weights_and_get_sampling_client(kind="inflight").result()
+
+
+def until_mixed(draw: Callable[[], tuple[Any, Spans]], *, num_versions: int) -> tuple[Any, Spans]:
+    """What it draws while the model is saved in between; once more when the machine gave it too little time."""
+    seen = []
+    for _ in range(TRIES):
+        drawn, spans = draw()
+        if len(spans) >= num_versions:
+            return drawn, spans
+        seen.append(spans)
+    raise AssertionError(f"no sample saw {num_versions} versions: {seen}")
+
+
+def check_spans(stack: Stack, toy: Path, tokens: Sequence[int], logprobs: Sequence[float], spans: Spans) -> None:
+    """Each token's logprob is that of its version, given the keys and values that earlier versions have left."""
+    assert sum(count for _, count in spans) == len(tokens)
+    last = 40  # tokens of the last span; a longer proof takes time only
+    spans = [*spans[:-1], (spans[-1][0], min(last, spans[-1][1]))]
+    count = sum(count for _, count in spans)
+    models = {}
+    for name, _ in spans:
+        run_id, _, seq_id = name.rpartition("@")
+        models[name] = plain_model(toy, stack.checkpoints / run_id / "ephemeral" / seq_id)
+    torch.set_num_threads(1)
+    expected = switching_logprobs(models, PROMPT, tokens[:count], spans)
+    np.testing.assert_allclose(logprobs[:count], expected, atol=5e-4)
+    pure = switching_logprobs(models, PROMPT, tokens[:count], [(spans[-1][0], count)])
+    assert np.abs(pure - logprobs[:count]).max() > 0.05
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+def test_a_long_sample_goes_on_with_each_new_version_and_names_them(
+    service: tinker.ServiceClient, stack: Stack, wire: Wire, toy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asynchronous RL in small: the sampler draws while the trainer steps and saves."""
+    # Polled for one by one, an answer is kept after the SDK has it: what the SDK passes over is still in it.
+    alone = service.holder.get_client_config().model_copy(update={"sample_use_retrieve_futures": False})
+    monkeypatch.setattr(service.holder, "_client_config", alone)
+    client = new_model(service, seed=11)
+    sampler = client.save_weights_and_get_sampling_client(kind="inflight").result()
+
+    def draw() -> tuple[tinker.SampledSequence, Spans]:
+        params = SamplingParams(max_tokens=LENGTH, stop=[])
+        future = sampler.sample(ModelInput.from_ints(PROMPT), NUM_SAMPLES, params)
+        while not running(stack, wire) and not future.future().done():
+            time.sleep(0.01)
+        for _ in range(2):
+            step_and_save(client)
+        result = future.result()
+        request_id = result.sequences[0].sequence_id.rpartition(":")[0]
+        raw = sampler_pb2.SampleResponse.FromString(wire.sampled(request_id).SerializeToString())
+        spans = [[(span.version_id, span.num_tokens) for span in one.version_spans] for one in raw.sequences]
+        assert [list(np.frombuffer(one.tokens, "<i4")) for one in raw.sequences] == [s.tokens for s in result.sequences]
+        assert all(one == spans[0] for one in spans)  # they were in the same steps
+        return result.sequences[0], spans[0]
+
+    sequence, spans = until_mixed(draw, num_versions=3)
+    numbers = [int(name.rpartition("@")[2]) for name, _ in spans]
+    assert numbers == sorted(set(numbers))
+    assert sequence.logprobs is not None
+    check_spans(stack, toy, sequence.tokens, sequence.logprobs, spans)
+
+
+def test_the_openai_endpoint_names_the_versions_in_its_last_chunk(stack: Stack, wire: Wire) -> None:
+    model_id = wire.model(wire.session(), base_model=BASE_MODEL, rank=8, seed=12)
+    data = [next_token_datum(random_tokens(20, 1), weights=[1.0] * 19)]
+    seq_ids = itertools.count(1)
+
+    def save() -> str:
+        body = {"model_id": model_id, "seq_id": next(seq_ids), "kind": "inflight"}
+        request_id = wire.request_id(wire.post("save_weights_for_sampler", **body, path=f"v{body['seq_id']}"))
+        return wire.json_result(request_id)["path"]
+
+    path = save()
+
+    def draw() -> tuple[list[CompletionChoice], Spans]:
+        with openai.OpenAI(base_url=f"{stack.base_url}/v1", api_key="tml-test", max_retries=0, timeout=60) as http:
+            chunks = http.completions.create(model=path, prompt=PROMPT, max_tokens=LENGTH, logprobs=2, stream=True)
+            choices = [next(chunks).choices[0]]
+            wire.output(wire.forward_backward(model_id, next(seq_ids), data))
+            wire.json_result(wire.optim_step(model_id, next(seq_ids), learning_rate=1e-2))
+            save()
+            choices += [chunk.choices[0] for chunk in chunks]
+        assert not any(hasattr(choice, "tinsmith") for choice in choices[:-1])
+        spans = choices[-1].tinsmith["version_spans"]  # type: ignore[attr-defined]
+        return choices, [(span["version"], span["num_tokens"]) for span in spans]
+
+    choices, spans = until_mixed(draw, num_versions=2)
+    first, second = (name.rpartition("@") for name, _ in spans)
+    assert first[0] == second[0] == model_id
+    assert int(first[2]) < int(second[2])
+    listed = [choice.logprobs for choice in choices if choice.logprobs is not None]
+    assert sum(count for _, count in spans) == sum(len(one.tokens or ()) for one in listed)
+    assert len([one for one in listed if one.tokens]) > 1
+    for one in listed:  # each table is with its token
+        assert one.top_logprobs is not None
+        assert [len(top) >= 2 for top in one.top_logprobs] == [True] * len(one.tokens or ())
+
+
+def test_no_optimizer_step_and_no_eviction_changes_a_bit_of_a_snapshot(toy: Path, tmp_path: Path) -> None:
+    base = BaseModel.load(str(toy), device=torch.device("cpu"), dtype=torch.float32)
+    config = AdapterConfig(8)
+    num_bytes = 4 * num_elements(config, chosen_targets(config, base.targets))
+    env = {"SAMPLER_ADAPTER_MEMORY_BYTES": str(2 * num_bytes)}  # two versions at a time
+    prompts = [random_tokens(length, length) for length in (3, 40, 300)]
+    with (
+        Stack(tmp_path, base_models=[f"{BASE_MODEL}={toy}"], env=env) as stack,
+        tinker.ServiceClient(base_url=stack.base_url, api_key="tml-test") as service,
+        grpc.insecure_channel(stack.samplers[0]) as channel,
+    ):
+        resident = sampler_pb2_grpc.SamplerServiceStub(channel).ListVersions
+        client = new_model(service)
+        train(client, batch(1), steps=1, adam=FAST)
+        sampler = client.save_weights_and_get_sampling_client().result()
+        (version_id,) = (one.version_id for one in resident(sampler_pb2.ListVersionsRequest()).versions)
+        before = [score(sampler, tokens) for tokens in prompts]
+        drawn = sample(sampler, PROMPT, seed=1, max_tokens=50)[0]
+
+        train(client, batch(1), steps=10, adam=FAST)
+        for tokens, scores in zip(prompts, before, strict=True):
+            np.testing.assert_array_equal(score(sampler, tokens), scores)
+
+        for _ in range(2):
+            newer = client.save_weights_and_get_sampling_client().result()
+            assert np.abs(score(newer, prompts[1]) - before[1]).max() > 0.01
+        assert version_id not in [one.version_id for one in resident(sampler_pb2.ListVersionsRequest()).versions]
+        for tokens, scores in zip(prompts, before, strict=True):
+            np.testing.assert_array_equal(score(sampler, tokens), scores)
+        again = sample(sampler, PROMPT, seed=1, max_tokens=50)[0]
+        assert (again.tokens, again.logprobs) == (drawn.tokens, drawn.logprobs)
+
+
+def draw_much(service: tinker.ServiceClient, client: tinker.TrainingClient) -> None:
+    samplers = [client.save_weights_and_get_sampling_client(kind=kind).result() for kind in ("snapshot", "inflight")]
+    samplers.append(service.create_sampling_client(base_model=BASE_MODEL).result())
+    params = SamplingParams(max_tokens=60, stop=[])
+    for future in [one.sample(ModelInput.from_ints(PROMPT), 16, params) for one in samplers for _ in range(4)]:
+        future.result()
+
+
+def test_no_sampling_changes_a_bit_of_what_the_trainer_computes(service: tinker.ServiceClient) -> None:
+    client = new_model(service, seed=13)
+    train(client, batch(2), steps=3, adam=FAST)
+    sequences = [random_tokens(length, length) for length in (5, 64, 200)]
+    before = forward(client, *sequences)
+    draw_much(service, client)
+    for one, other in zip(forward(client, *sequences), before, strict=True):
+        np.testing.assert_array_equal(one, other)
