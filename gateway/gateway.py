@@ -13,6 +13,7 @@ from starlette.requests import Request
 from gateway.auth import Callers
 from gateway.billing import Billing
 from gateway.catalog import Catalog
+from gateway.certificates import Certificates
 from gateway.checkpoints import Checkpoints
 from gateway.clients import Clients
 from gateway.completions import Completions
@@ -71,6 +72,7 @@ class Gateway:
             retirement=self.retirement,
             timeout_s=config.submit_timeout_s,
         )
+        self.certificates = Certificates(self.clients, self.inflight, self.retirement)
         self.copies = Copies(self.store, self.clients, self.checkpoints)
         self.imports = Imports(
             config, store=self.store, clients=self.clients, checkpoints=self.checkpoints, copies=self.copies

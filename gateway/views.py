@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from datetime import UTC, datetime
 from typing import Any
 
 from gateway.tables import Checkpoint, Model, Session
 from tinsmith.rpc.paths import KINDS
+from tinsmith.v1 import types_pb2
 
 Json = dict[str, Any]
 
@@ -39,6 +41,29 @@ def checkpoint_view(checkpoint: Checkpoint) -> Json:
         "public": checkpoint.public,
         "user_metadata": checkpoint.user_metadata or None,
         "expires_at": None if checkpoint.expires_at is None else time_text(checkpoint.expires_at),
+    }
+
+
+def certificate_view(certificate: types_pb2.PublishCertificate) -> Json:
+    """A gap that is not finite is the text "inf", as in metrics."""
+    return {
+        "version_id": certificate.version_id,
+        "passed": certificate.passed,
+        "limit": certificate.limit or None,
+        "samplers": [
+            {
+                "address": gap.address,
+                "engine": gap.engine,
+                "max_gap": gap.max_gap if math.isfinite(gap.max_gap) else "inf",
+                "mean_gap": gap.mean_gap if math.isfinite(gap.mean_gap) else "inf",
+                "num_tokens": gap.num_tokens,
+            }
+            for gap in certificate.samplers
+        ],
+        "weights_hash": certificate.weights_hash,
+        "num_bytes": certificate.num_bytes,
+        "publish_seconds": certificate.publish_seconds,
+        "issued_at": time_text(certificate.issued_at),
     }
 
 

@@ -223,6 +223,25 @@ class SignedUrl(TypedDict):
     expires: str
 
 
+class SamplerGap(TypedDict):
+    address: str
+    engine: str
+    max_gap: float | Literal["inf"]
+    mean_gap: float | Literal["inf"]
+    num_tokens: int
+
+
+class Certificate(TypedDict):
+    version_id: str
+    passed: bool
+    limit: float | None
+    samplers: list[SamplerGap]
+    weights_hash: str
+    num_bytes: int
+    publish_seconds: float
+    issued_at: str
+
+
 class SessionIds(TypedDict):
     sessions: list[str]
 

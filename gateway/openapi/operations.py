@@ -147,6 +147,11 @@ OPERATIONS: dict[Callable[..., Any], Operation] = {
         "One more client of a sampler", answers.JoinedSampler, schemas.JoinSamplingSession, errors=(404,)
     ),
     sampling.get_sampler: Operation("What a sampler samples from", answers.Sampler, errors=(404,)),
+    sampling.certificate: Operation(
+        "How far the samplers are from the trainer, for the version of a sampler",
+        answers.Certificate,
+        errors=(400, 404, 503),
+    ),
     sampling.asample: Operation("Samples", answers.SampleReceipt, schemas.Sample, errors=(422, 429, 503)),
     futures.retrieve_future: Operation(
         "A result, by a long poll; protobuf for those whose Accept names it",
@@ -179,6 +184,9 @@ OPERATIONS: dict[Callable[..., Any], Operation] = {
     checkpoints.set_ttl: Operation("When a checkpoint expires", answers.Empty, schemas.SetTtl, errors=(404, 503)),
     checkpoints.external_weights_urls: Operation("Addresses of files", answers.SignedUrls, errors=_CHECKPOINT),
     checkpoints.archive: Operation("Address of an archive", answers.SignedUrl, errors=_CHECKPOINT, status=302),
+    checkpoints.certificate: Operation(
+        "How far the samplers were from the trainer at the last publish", answers.Certificate, errors=_CHECKPOINT
+    ),
     downloads.checkpoint_file: Operation(
         "A file, by its signed address",
         query=bodies.SignedQuery,

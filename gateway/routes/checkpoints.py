@@ -18,7 +18,7 @@ from gateway.convert import check_ttl
 from gateway.errors import json_response
 from gateway.gateway import gateway_of, owner_of
 from gateway.tables import Checkpoint
-from gateway.views import time_text
+from gateway.views import certificate_view, time_text
 from tinsmith.rpc.errors import InvalidRequest
 from tinsmith.rpc.paths import SCHEME
 
@@ -78,6 +78,12 @@ async def external_weights_urls(request: Request) -> Response:
     return json_response({"urls": urls, "expires": time_text(expires_at)})
 
 
+async def certificate(request: Request) -> Response:
+    """Tinsmith's own: how far the samplers were from the trainer when the version was last published."""
+    found = await gateway_of(request).certificates.of_checkpoint(await _find(request))
+    return json_response(certificate_view(found))
+
+
 async def archive(request: Request) -> Response:
     """The address of a tar archive of the adapter's files; SDKs up to 0.30 download those, early ones only by a 302."""
     gateway = gateway_of(request)
@@ -97,4 +103,5 @@ routes = [
     Route(f"{_ONE}/ttl", set_ttl, methods=["PUT"]),
     Route(f"{_ONE}/external_weights_urls", external_weights_urls),
     Route(f"{_ONE}/archive", archive),
+    Route(f"{_ONE}/certificate", certificate),
 ]

@@ -17,6 +17,7 @@ from gateway.errors import json_response
 from gateway.gateway import Gateway, gateway_of, owner_of
 from gateway.routes.models import check_session
 from gateway.tables import SamplingSession
+from gateway.views import certificate_view
 from tinsmith.rpc.errors import InvalidRequest, NotFound, SequenceConflict, ServiceError
 from tinsmith.v1 import sampler_pb2
 
@@ -100,6 +101,16 @@ async def get_sampler(request: Request) -> Response:
     return json_response({"sampler_id": sampler_id, "base_model": row.base_model, "model_path": row.model_path})
 
 
+async def certificate(request: Request) -> Response:
+    """Tinsmith's own: of the version that a sample which starts now is drawn from."""
+    gateway = gateway_of(request)
+    sampler_id = request.path_params["sampling_session_id"]
+    session = await gateway.store.sampling_session(sampler_id)
+    if session is None:
+        raise HTTPException(404, f"there is no sampler {sampler_id!r}")
+    return json_response(certificate_view(await gateway.certificates.of_sampler(session)))
+
+
 async def asample(request: Request) -> Response:
     """Idempotent on sampling_session_id and seq_id."""
     gateway = gateway_of(request)
@@ -138,5 +149,6 @@ routes = [
     Route("/create_sampling_session", create_sampling_session, methods=["POST"]),
     Route("/join_sampling_session", join_sampling_session, methods=["POST"]),
     Route("/samplers/{sampling_session_id}", get_sampler),
+    Route("/samplers/{sampling_session_id}/certificate", certificate),
     Route("/asample", asample, methods=["POST"]),
 ]

@@ -15,6 +15,7 @@ _CLI = "integration/test_cli.py::"
 _FUTURES = "integration/test_futures.py::"
 _OPENAI = "integration/test_openai.py::"
 _IMPORT = "integration/test_import_export.py::"
+_CERTIFICATES = "integration/test_certificates.py::"
 _KEYS = "unit/gateway/test_keys.py::"
 
 _TWINS = {
@@ -175,6 +176,7 @@ ENDPOINTS: dict[str, str] = {
     "POST /api/v1/retrieve_future": f"{_PROTOCOL}test_a_poll_is_held_and_then_says_try_again",
     "POST /api/v1/retrieve_futures": f"{_FUTURES}test_the_sdk_waits_for_many_samples_with_one_poll",
     "GET /api/v1/samplers/{sampling_session_id}": f"{_METHODS}test_get_sampler_says_what_is_sampled",
+    "GET /api/v1/samplers/{sampling_session_id}/certificate": f"{_CERTIFICATES}test_a_sampler_without_a_path_has_one",
     "POST /api/v1/save_weights": f"{_METHODS}test_a_checkpoint_is_replaced_only_when_that_is_asked_for",
     "POST /api/v1/save_weights_external": _EXTERNAL,
     "POST /api/v1/save_weights_for_sampler": _WAYS,
@@ -192,6 +194,7 @@ ENDPOINTS: dict[str, str] = {
     "GET /api/v1/models/{run_id}/checkpoints": f"{_EARLY}test_checkpoints_of_a_run_are_listed_under_its_first_name_too",
     f"DELETE {_CHECKPOINT}": _DELETED,
     f"GET {_CHECKPOINT}/archive": _ARCHIVE,
+    f"GET {_CHECKPOINT}/certificate": f"{_CERTIFICATES}test_every_published_version_has_a_certificate",
     f"GET {_CHECKPOINT}/external_weights_urls": _EXTERNAL,
     f"DELETE {_CHECKPOINT}/publish": _PUBLISHED,
     f"POST {_CHECKPOINT}/publish": _PUBLISHED,

@@ -1,32 +1,29 @@
-"""`tinsmith checkpoints import`: an adapter made elsewhere becomes a checkpoint of a running server."""
+"""`tinsmith checkpoints`: import an adapter made elsewhere into a running server, show a certificate."""
 
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
-import os
 import re
 import tarfile
 import tempfile
-import urllib.error
 import urllib.parse
-import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from tinsmith.cli import client
 from tinsmith.cli.base_models import UsageError
+from tinsmith.cli.client import Server
+from tinsmith.rpc.paths import SCHEME
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 _CONFIG = "adapter_config.json"
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
-_TIMEOUT_S = 600.0
 
 
 def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -52,20 +49,25 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         metavar="TIME",
         help="delete it after so many seconds, or 90m, 12h, 30d (default: never)",
     )
-    importing.add_argument(
-        "--base-url", default=os.environ.get("TINKER_BASE_URL") or DEFAULT_URL,
-        help=f"address of the server (default: TINKER_BASE_URL, or {DEFAULT_URL})",
-    )  # fmt: skip
-    importing.add_argument(
-        "--api-key", default=os.environ.get("TINKER_API_KEY", ""), help="key for it (default: TINKER_API_KEY)"
+    client.add_arguments(importing)
+    importing.set_defaults(run=run_import)
+    certifying = actions.add_parser(
+        "certificate",
+        help="how far the samplers were from the trainer when a version was published",
+        description="Prints the certificate of a published version. Exits with 1 when a gap was above the limit.",
     )
-    importing.set_defaults(run=run)
+    certifying.add_argument(
+        "version", metavar="PATH_OR_SAMPLER", help="tinker:// path of a checkpoint, or the id of a sampler"
+    )
+    certifying.add_argument("--json", action="store_true", help="print it as the server answers it")
+    client.add_arguments(certifying)
+    certifying.set_defaults(run=run_certificate)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    server = _Server(arguments.base_url, arguments.api_key)
+def run_import(arguments: argparse.Namespace) -> int:
+    server = Server.of(arguments)
     with _archive(arguments.source) as archive:
-        query = {"base_model": arguments.base_model or server.only_model(), "name": arguments.name}
+        query = {"base_model": arguments.base_model or _only_model(server), "name": arguments.name}
         if arguments.ttl is not None:
             query["ttl_seconds"] = str(arguments.ttl)
         answer = server.call(f"checkpoints/import?{urllib.parse.urlencode(query)}", body=archive)
@@ -75,41 +77,38 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-class _Server:
-    def __init__(self, base_url: str, api_key: str) -> None:
-        if not base_url.startswith(("http://", "https://")):
-            raise UsageError(f"--base-url: {base_url!r} does not begin with http:// or https://")
-        self._base_url = base_url.rstrip("/")
-        self._headers = {"X-API-Key": api_key} if api_key else {}
-
-    def only_model(self) -> str:
-        models = self.call("get_server_capabilities")["supported_models"]
-        names = [model["model_name"] for model in models if model.get("trainable", True)]
-        if len(names) != 1:
-            raise UsageError(f"--base-model: name one of {', '.join(names) or 'none'}, which this server trains")
-        return names[0]
-
-    def call(self, path: str, *, body: IO[bytes] | None = None) -> Any:
-        """The answer's JSON. Raises UsageError with what the server says."""
-        request = urllib.request.Request(f"{self._base_url}/api/v1/{path}", data=body, headers=self._headers)  # noqa: S310
-        if body is not None:
-            request.add_header("Content-Type", "application/x-tar")
-            request.add_header("Content-Length", str(body.seek(0, os.SEEK_END)))
-            body.seek(0)
-        try:
-            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:  # noqa: S310  # http or https
-                return json.load(response)
-        except urllib.error.HTTPError as error:
-            raise UsageError(f"the server refused it: {_detail(error)}") from None
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            raise UsageError(f"no Tinsmith answers at {self._base_url}: {error}") from None
+def run_certificate(arguments: argparse.Namespace) -> int:
+    version = arguments.version
+    if version.startswith(SCHEME):
+        run_id, _, checkpoint = version.removeprefix(SCHEME).partition("/")
+        path = f"training_runs/{run_id}/checkpoints/{checkpoint}/certificate"
+    else:
+        path = f"samplers/{version}/certificate"
+    certificate = Server.of(arguments).call(urllib.parse.quote(path, safe="/:"))
+    print(json.dumps(certificate, indent=2) if arguments.json else "\n".join(_lines(certificate)))
+    return 0 if certificate["passed"] else 1
 
 
-def _detail(error: urllib.error.HTTPError) -> str:
-    try:
-        return str(json.loads(error.read())["detail"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return f"{error.code} {error.reason}"
+def _lines(certificate: Mapping[str, Any]) -> Iterator[str]:
+    limit = certificate["limit"]
+    yield f"version    {certificate['version_id']}, XXH3-128 {certificate['weights_hash']}"
+    yield f"published  {certificate['num_bytes']} bytes in {certificate['publish_seconds']:.3f} s"
+    yield f"issued     {certificate['issued_at']}"
+    yield f"limit      {'none' if limit is None else f'{limit:g} nats'}"
+    for gap in certificate["samplers"]:
+        gaps = f"largest gap {float(gap['max_gap']):.2e} nats, mean {float(gap['mean_gap']):.2e}"
+        yield f"sampler    {gap['address']} ({gap['engine']}): {gaps}, {gap['num_tokens']} tokens"
+    if not certificate["samplers"]:
+        yield "sampler    none has scored it"
+    yield "passed" if certificate["passed"] else "NOT passed: a gap is above the limit"
+
+
+def _only_model(server: Server) -> str:
+    models = server.call("get_server_capabilities")["supported_models"]
+    names = [model["model_name"] for model in models if model.get("trainable", True)]
+    if len(names) != 1:
+        raise UsageError(f"--base-model: name one of {', '.join(names) or 'none'}, which this server trains")
+    return names[0]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""`tinsmith checkpoints import` against a small HTTP server."""
+"""`tinsmith checkpoints` against a small HTTP server."""
 
 import io
 import json
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -26,6 +27,9 @@ class Server:
     query: dict[str, list[str]] = field(default_factory=dict)
     key: str | None = None
     body: bytes = b""
+    path: str = ""
+    """Of the certificate that was asked for."""
+    certificate: dict[str, Any] = field(default_factory=dict)
 
 
 @pytest.fixture
@@ -34,6 +38,10 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            if self.path.endswith("/certificate"):
+                state.path, state.key = self.path, self.headers.get("X-API-Key")
+                self.reply(state.status, json.dumps(state.certificate).encode())
+                return
             models = [{"model_name": name, "trainable": True} for name in state.models]
             self.reply(200, json.dumps({"supported_models": models}).encode())
 
@@ -146,6 +154,56 @@ def test_with_several_models_one_must_be_named(
     server.models = ["tiny", "big"]
     assert run(adapter, "--name", "x") == 2
     assert "--base-model: name one of tiny, big" in capsys.readouterr().err
+
+
+CERTIFICATE: dict[str, Any] = {
+    "version_id": "s:train:0@5",
+    "passed": True,
+    "limit": 0.01,
+    "samplers": [
+        {"address": "10.0.0.7:8002", "engine": "torch", "max_gap": 2.5e-6, "mean_gap": 6e-7, "num_tokens": 60}
+    ],
+    "weights_hash": "c0ffee",
+    "num_bytes": 4096,
+    "publish_seconds": 0.0204,
+    "issued_at": "2023-11-14T22:13:20.500000Z",
+}
+
+
+@pytest.mark.parametrize(
+    ("version", "path"),
+    [
+        ("tinker://s:train:0/sampler_weights/one", "training_runs/s:train:0/checkpoints/sampler_weights/one"),
+        ("s:sample:0", "samplers/s:sample:0"),
+    ],
+)
+def test_a_certificate_is_shown(server: Server, capsys: pytest.CaptureFixture[str], version: str, path: str) -> None:
+    server.certificate = CERTIFICATE
+    assert main(["checkpoints", "certificate", version, "--api-key", "tml-x"]) == 0
+    assert (server.path, server.key) == (f"/api/v1/{path}/certificate", "tml-x")
+    assert capsys.readouterr().out.splitlines() == [
+        "version    s:train:0@5, XXH3-128 c0ffee",
+        "published  4096 bytes in 0.020 s",
+        "issued     2023-11-14T22:13:20.500000Z",
+        "limit      0.01 nats",
+        "sampler    10.0.0.7:8002 (torch): largest gap 2.50e-06 nats, mean 6.00e-07, 60 tokens",
+        "passed",
+    ]
+    assert main(["checkpoints", "certificate", version, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == CERTIFICATE
+
+
+def test_one_that_was_not_passed_is_the_exit_status(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    gap = {**CERTIFICATE["samplers"][0], "max_gap": "inf"}
+    server.certificate = {**CERTIFICATE, "passed": False, "samplers": [gap]}
+    assert main(["checkpoints", "certificate", "s:sample:0"]) == 1
+    assert "largest gap inf nats" in (shown := capsys.readouterr().out)
+    assert shown.endswith("NOT passed: a gap is above the limit\n")
+    server.certificate = {**CERTIFICATE, "limit": None, "samplers": []}
+    assert main(["checkpoints", "certificate", "s:sample:0"]) == 0
+    shown = capsys.readouterr().out
+    assert "limit      none" in shown
+    assert "none has scored it" in shown
 
 
 def test_the_command_line_imports_no_torch() -> None:

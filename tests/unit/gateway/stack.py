@@ -18,6 +18,7 @@ from tinsmith.rpc.errors import (
     CheckpointNotFound,
     InvalidRequest,
     ModelNotFound,
+    NotFound,
     NotReady,
     OutOfCapacity,
     ResultNotFound,
@@ -68,6 +69,8 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self.deletion = asyncio.Event()
         """Set by every DeleteModel and DeleteCheckpoint."""
         self.published: list[str] = []
+        self.certificates: dict[str, types_pb2.PublishCertificate] = {}
+        """By version."""
         self.samplers: list[FakeSampler] = []
         self.go = asyncio.Event()
         """Operations wait for it after their acknowledgement."""
@@ -252,6 +255,12 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         for sampler in self.samplers:
             sampler.versions.add(request.version_id)
         return trainer_pb2.PublishCheckpointResponse(num_samplers=len(self.samplers))
+
+    async def GetCertificate(self, request: Any, context: Any) -> Any:
+        info = self._checkpoint(request.location)
+        if info.version_id not in self.certificates:
+            raise NotFound(f"{request.location}: its version was never published")
+        return trainer_pb2.GetCertificateResponse(certificate=self.certificates[info.version_id])
 
     async def GetCheckpoint(self, request: Any, context: Any) -> Any:
         info = self._checkpoint(request.location)
