@@ -12,6 +12,7 @@ KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights"
 """Kind segment of a path -> checkpoint_type in the public API."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_SEQ_ID = re.compile(r"[0-9]{1,18}")
 _RUN_ID = re.compile(r"[A-Za-z0-9._-]+(:[A-Za-z0-9._-]+)*")
 
 
@@ -51,7 +52,7 @@ def version_number(version_id: str, *, run_id: str, field: str) -> int:
     if not version_id:
         return -1
     run, _, number = version_id.rpartition("@")
-    if run != run_id or not number.isdecimal():
+    if run != run_id or not _SEQ_ID.fullmatch(number):
         raise InvalidRequest(f"{field}: {version_id!r} is not a version of run {run_id!r}, RUN_ID@SEQ_ID", field=field)
     return int(number)
 

@@ -1,7 +1,7 @@
 import pytest
 
 from tinsmith.rpc.errors import InvalidRequest
-from tinsmith.rpc.paths import TinkerPath, check_name
+from tinsmith.rpc.paths import TinkerPath, check_name, version_number
 
 
 def test_a_path_is_its_three_parts() -> None:
@@ -41,3 +41,14 @@ def test_an_unsafe_name_is_refused_with_its_value(name: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         check_name(name, field="path")
     assert repr(name) in str(caught.value)
+
+
+def test_versions_of_a_run_are_ordered_by_their_number() -> None:
+    numbers = [version_number(name, run_id="a:train:0", field="v") for name in ("", "a:train:0@9", "a:train:0@10")]
+    assert numbers == [-1, 9, 10]
+
+
+@pytest.mark.parametrize("name", ["a:train:1@3", "a:train:0", "a:train:0@", "a:train:0@-1", "a:train:0@" + "9" * 5000])
+def test_what_is_no_version_of_the_run_is_refused_by_name(name: str) -> None:
+    with pytest.raises(InvalidRequest, match="version_id: 'a:train"):
+        version_number(name, run_id="a:train:0", field="version_id")
