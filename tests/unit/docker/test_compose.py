@@ -81,6 +81,17 @@ def test_only_the_gpu_file_reserves_gpus_and_the_two_models_have_one_each() -> N
     assert gpus(CPU, "trainer") == gpus(CPU, "sampler") == []
 
 
+@BOTH
+def test_a_second_sampler_is_the_first_under_another_name_and_waits_for_its_profile(compose: dict[str, Any]) -> None:
+    first, second = compose["services"]["sampler"], dict(compose["services"]["sampler-2"])
+    assert second.pop("profiles") == ["replicas"]
+    assert second["environment"] == first["environment"] | {"SAMPLER_CHANNEL_HOST": "sampler-2"}
+    named = {"environment", "deploy"}
+    assert {key: second[key] for key in set(second) - named} == {key: first[key] for key in set(first) - named}
+    for service, name in (("gateway", "GATEWAY_SAMPLERS"), ("trainer", "TRAINER_SAMPLERS")):
+        assert compose["services"][service]["environment"][name] == '${SAMPLERS:-["sampler:8002"]}'
+
+
 def test_keys_and_passwords_have_no_default() -> None:
     text = (DOCKER / "compose.yaml").read_text()
     for name in ("GATEWAY_API_KEYS", "TINSMITH_SERVICE_KEY", "POSTGRES_PASSWORD"):
