@@ -1,6 +1,6 @@
 """The samplers: which of them are well, which versions they hold, and who gets a request.
 
-Every replica is asked for its health once a second. One whose connection is lost, that says that it does not serve, or
+Every replica is asked for its health twice a second. One whose connection is lost, that says that it does not serve, or
 that answers nothing for `timeout_s`, gets no request any more, and what it holds is taken away as soon as another
 replica is there: those calls end with NotReady, so that their callers send them again. Where no other is, calls stay
 with a replica that is silent: it may only have been stopped, and go on.
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 State = Literal["gone", "silent", "loading", "serving"]
 """No connection; a connection, and no answer; an answer that is not SERVING; well."""
 
-_INTERVAL_S = 1.0
+_INTERVAL_S = 0.5
 _RETRY_S = 0.2
 _ASK_TIMEOUT_S = 2.0
 
@@ -71,17 +71,16 @@ class Replica:
     async def ask(self) -> None:
         """What it serves and which versions it holds."""
         self.info = await self.stub.GetSamplerInfo(sampler_pb2.GetSamplerInfoRequest(), timeout=_ASK_TIMEOUT_S)
-        await self.list_versions()
+        self.versions = await self.list_versions()
 
-    async def list_versions(self) -> None:
+    async def list_versions(self) -> set[str]:
         request, found = sampler_pb2.ListVersionsRequest(), set[str]()
         while True:
             page = await self.stub.ListVersions(request, timeout=_ASK_TIMEOUT_S)
             found.update(version.version_id for version in page.versions)
             if not page.next_page_token:
-                break
+                return found
             request.page_token = page.next_page_token
-        self.versions = found
 
 
 class Replicas:
@@ -268,8 +267,11 @@ class Replicas:
 
     async def _list_versions(self, replicas: Sequence[Replica]) -> None:
         outcomes = await asyncio.gather(*(replica.list_versions() for replica in replicas), return_exceptions=True)
+        # All at once: one that answers first would get all requests of a burst.
         for replica, outcome in zip(replicas, outcomes, strict=True):
-            if isinstance(outcome, grpc.aio.AioRpcError):
+            if isinstance(outcome, set):
+                replica.versions = outcome
+            elif isinstance(outcome, grpc.aio.AioRpcError):
                 logger.debug("%s does not say what it holds: %s", replica.address, outcome.details())
-            elif isinstance(outcome, BaseException):
+            else:
                 raise outcome
