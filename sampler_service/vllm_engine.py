@@ -56,7 +56,7 @@ from tinsmith.rpc.errors import Cancelled, EngineDead, NotReady, OutOfCapacity, 
 logger = logging.getLogger(__name__)
 
 _HEALTH_INTERVAL_S = 0.25
-_STOP_TIMEOUT_S = 5.0
+_STOP_TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,12 +92,12 @@ class VllmEngine:
             max_num_samples=config.max_num_samples,
             max_topk_logprobs=config.max_topk_logprobs,
         )
-        self._llm = llm
+        self._llm: Any = llm
         self._reference = reference
         self._config = config
         self._speed = speed
         self._stops = StopRules(config.base_model, reference.eos_token_ids)
-        self._worker = WorkerVersions(llm)
+        self._worker = WorkerVersions(self._rpc)
         self._store = AdapterStore(max_bytes=config.adapter_memory_bytes, on_gone=self._forget)
         self._leads = Leads(self._store.__contains__)
         self._tasks: dict[Task, None] = {}
@@ -239,13 +239,25 @@ class VllmEngine:
         self._end_all(NotReady("the sampler is shutting down"))
         if self._llm.output_handler is not None:  # or it logs that the process has died
             self._llm.output_handler.cancel()
-        await in_thread(lambda: self._llm.shutdown(timeout=_STOP_TIMEOUT_S))
+        llm, self._llm = self._llm, None
+        await in_thread(lambda: llm.shutdown(timeout=_STOP_TIMEOUT_S))
 
     def _check_alive(self) -> None:
         if self.died.is_set():
             raise EngineDead("the engine has died; the log has the cause")
         if self._stopping:
             raise NotReady("the sampler is shutting down")
+
+    @property
+    def _answers(self) -> bool:
+        """Whether vLLM's process is there."""
+        return self._llm is not None and not self._llm.errored
+
+    async def _rpc(self, method: str, *args: Any) -> Any:
+        """Calls a method of the worker extension."""
+        if not self._answers:
+            raise EngineDead("the engine has died; the log has the cause")
+        return (await self._llm.collective_rpc(method, args=args))[0]
 
     # Sequences.
 
@@ -290,13 +302,13 @@ class VllmEngine:
                     if self._deliver(sequence, output):
                         break
         except Exception as error:
-            if not self._llm.errored:
+            if self._answers:
                 logger.error("a request failed in vLLM", exc_info=error)
                 self._end(task, ServiceError(f"the engine failed in this request: {error}; the log has the cause"))
             # else the health check ends everything
         finally:
-            if scores is not None and not self._llm.errored:
-                await self._llm.collective_rpc("tinsmith_take_scores", args=(name,))  # nobody wants them any more
+            if scores is not None and self._answers:
+                await self._rpc("tinsmith_take_scores", name)  # nobody wants them any more
 
     def _scores_of(self, sequence: RunningSequence[Task], name: str) -> Scores | None:
         """What this run scores: the first sequence does it, until it has a token."""
@@ -306,9 +318,8 @@ class VllmEngine:
         return Scores.of(task.request, name=name, seed=task.scorer.seed)
 
     async def _take_scores(self, task: Task, name: str) -> None:
-        (dumped, *_) = await self._llm.collective_rpc("tinsmith_take_scores", args=(name,))
         assert task.scorer is not None
-        task.scorer.restore(dumped)
+        task.scorer.restore(await self._rpc("tinsmith_take_scores", name))
 
     def _prompt(self, sequence: RunningSequence[Task]) -> Any:
         from vllm.inputs.engine import tokens_input  # pyright: ignore[reportMissingImports]
@@ -450,7 +461,7 @@ class VllmEngine:
 
     async def _set_up(self) -> None:
         """Readies the worker, and checks it."""
-        await self._llm.collective_rpc("tinsmith_set_up", args=(os.getpid(),))
+        await self._rpc("tinsmith_set_up", os.getpid())
         self._health = asyncio.create_task(self._watch())
         if self.targets:
             await self._choose_targets()
@@ -466,11 +477,10 @@ class VllmEngine:
     async def _choose_targets(self) -> None:
         """Without the groups that vLLM's class of this model takes no adapters for."""
         names = {target.peft_names[0]: target for target in self.targets if target.num_experts is None}
-        (homeless, *_) = await self._llm.collective_rpc("tinsmith_without_place", args=(list(names),))
         for target in self.targets:
             if target.num_experts is not None:
                 self._refuse(target.group, f"{target.name} is a tensor of all experts")
-        for name in homeless:
+        for name in await self._rpc("tinsmith_without_place", list(names)):
             self._refuse(names[name].group, f"vLLM takes no adapter for {names[name].name}")
 
     def _refuse(self, group: Group, reason: str) -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from sampler_service.vllm.shared_memory import SharedTensor
 from tinsmith.modeling.adapter import Adapter
+
+Rpc = Callable[..., Awaitable[Any]]
+"""Calls a method of the worker by its name, with arguments; gives what it returns."""
 
 
 class SharedAdapter(Adapter):
@@ -22,8 +26,8 @@ class SharedAdapter(Adapter):
 class WorkerVersions:
     """Tells the worker what comes and goes. A number is never used again, and so is no name of vLLM's prefix cache."""
 
-    def __init__(self, llm: Any) -> None:
-        self._llm = llm
+    def __init__(self, rpc: Rpc) -> None:
+        self._rpc = rpc
         self._numbers = itertools.count(1)
         self._leaving: set[asyncio.Task[None]] = set()
 
@@ -32,9 +36,7 @@ class WorkerVersions:
         resident = SharedAdapter(adapter, shared, next(self._numbers))
         handle = (shared.handle.pid, shared.handle.fd, shared.handle.num_bytes)
         specs = [(name, list(shape)) for name, shape in resident.specs()]
-        await self._llm.collective_rpc(
-            "tinsmith_register", args=(resident.number, handle, specs, adapter.config.rank, adapter.scaling)
-        )
+        await self._rpc("tinsmith_register", resident.number, handle, specs, adapter.config.rank, adapter.scaling)
         return resident
 
     def forget(self, resident: SharedAdapter) -> None:
@@ -45,7 +47,7 @@ class WorkerVersions:
 
     async def _forget(self, resident: SharedAdapter) -> None:
         try:
-            await self._llm.collective_rpc("tinsmith_forget", args=(resident.number,))
+            await self._rpc("tinsmith_forget", resident.number)
         except Exception:  # noqa: S110 - the engine has died, and all it knew with it
             pass
         finally:
