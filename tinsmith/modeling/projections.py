@@ -19,6 +19,9 @@ from torch import Tensor
 from tinsmith.modeling.adapter import LoraWeights
 from tinsmith.modeling.pass_gradient import PassGradient
 
+_FEW_ROWS = 64
+"""Up to so many, what a product costs is its call."""
+
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
@@ -136,9 +139,7 @@ def backward(
         grads_n_O = [block.of(grads_T_O[layer]) for layer in block.layers]
         parts = [_product(grad, b) for grad, b in zip(grads_n_O, block.bs(x_T_I.dtype), strict=True)]
         grad_low = (parts[0] if len(parts) == 1 else torch.cat(parts, -1)).mul_(block.scaling)
-        # The product of a few long rows with the gradient is three times as fast as its transpose.
-        grads_b_R_O = [_product(part.mT, grad) for part, grad in zip(block.split(low), grads_n_O, strict=True)]
-        grads.update(block.gradients(_product(grad_low.mT, x_n_I), grads_b_R_O))
+        grads.update(block.gradients(x_n_I, low, grad_low, grads_n_O))
         if grad_x_T_I is not None and lows is not None:
             block.add(grad_x_T_I, grad_low, a_S_I, alpha=1.0)
     return grad_x_T_I, [grad for n, share in enumerate(shares) for m in share.layers for grad in grads[n, m]]
@@ -196,14 +197,35 @@ class _Block:
             self.of(out_T_C).baddbmm_(left, right, alpha=alpha)
 
     def gradients(
-        self, grad_a_S_I: Tensor, grads_b_R_O: Sequence[Tensor]
+        self, x_n_I: Tensor, low_n_S: Tensor, grad_low_n_S: Tensor, grads_n_O: Sequence[Tensor]
     ) -> Iterator[tuple[tuple[int, int], tuple[Tensor, Tensor]]]:
-        """Those of A and B, by the numbers of share and layer, where the shares want them. Those of B come unscaled."""
+        """Those of A and B, by the numbers of share and layer, where the shares want them."""
+        parts = self.split(low_n_S)
+        if len(self.shares) == 1 and x_n_I.shape[0] <= _FEW_ROWS and self.shares[0].gradient is not None:
+            for layer, low, grad_low, grad in zip(self.layers, parts, self.split(grad_low_n_S), grads_n_O, strict=True):
+                yield (self.first, layer), self._written(layer, x_n_I, low, grad_low, grad)
+            return
+        # The product of a few long rows with the gradient is three times as fast as its transpose.
+        grads_b_R_O = [_product(low.mT, grad) for low, grad in zip(parts, grads_n_O, strict=True)]
+        grad_a_S_I = _product(grad_low_n_S.mT, x_n_I)
         each = [grad_a_S_I] if len(self.shares) == 1 else grad_a_S_I.unbind()
         for g, (share, mine) in enumerate(zip(self.shares, each, strict=True)):
             for layer, grad_a_R_I, grad_b_R_O in zip(self.layers, self._rows(mine), grads_b_R_O, strict=True):
                 grad_b_O_R = (grad_b_R_O if len(self.shares) == 1 else grad_b_R_O[g]).T
-                yield (self.first + g, layer), _kept(share, layer, grad_a_R_I, grad_b_O_R)
+                yield (self.first + g, layer), _written(share, layer, grad_a_R_I, grad_b_O_R)
+
+    def _written(
+        self, layer: int, x_n_I: Tensor, low_n_R: Tensor, grad_low_n_R: Tensor, grad_n_O: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Of a single share with few rows, where the number of operations counts: right into its buffer."""
+        (share,) = self.shares
+        assert share.gradient is not None
+        there = share.gradient.take(share.names[layer])
+        if there is None or there.a_R_I.dtype != x_n_I.dtype:
+            return _kept(share, layer, grad_low_n_R.T @ x_n_I, grad_n_O.T @ low_n_R, there)
+        grad_a_R_I = torch.mm(grad_low_n_R.T, x_n_I, out=there.a_R_I)
+        grad_b_O_R = torch.addmm(there.b_O_R, grad_n_O.T, low_n_R, beta=0, alpha=self.scaling, out=there.b_O_R)
+        return grad_a_R_I, grad_b_O_R
 
     def _rows(self, grad_a_S_I: Tensor) -> Sequence[Tensor]:
         if len(self.layers) == 1:
@@ -243,11 +265,17 @@ def _ranks(share: Share) -> list[int]:
     return [0 if weights is None else weights.a_R_I.shape[0] for weights in share.weights]
 
 
-def _kept(share: Share, layer: int, grad_a_R_I: Tensor, grad_b_O_R: Tensor) -> tuple[Tensor, Tensor]:
+def _written(share: Share, layer: int, grad_a_R_I: Tensor, grad_b_O_R: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients, in the dtypes of A and B, where the share wants them. That of B comes unscaled."""
-    weights = cast(LoraWeights, share.weights[layer])
     there = None if share.gradient is None else share.gradient.take(share.names[layer])
+    return _kept(share, layer, grad_a_R_I, grad_b_O_R, there)
+
+
+def _kept(
+    share: Share, layer: int, grad_a_R_I: Tensor, grad_b_O_R: Tensor, there: LoraWeights | None
+) -> tuple[Tensor, Tensor]:
     if there is None:
+        weights = cast(LoraWeights, share.weights[layer])
         return grad_a_R_I.to(weights.a_R_I.dtype), grad_b_O_R.mul_(share.scaling).to(weights.b_O_R.dtype)
     return there.a_R_I.copy_(grad_a_R_I), torch.mul(grad_b_O_R, share.scaling, out=there.b_O_R)
 
