@@ -176,7 +176,8 @@ class BaseModel:
         if not trainable:
             join_readers(model, calls)
         if chosen.elementwise is CPU and not trainable and tensor_parallel is None and sharded is None:
-            take_over(_layers(model.get_decoder(), model.config.get_text_config().num_hidden_layers), active)
+            decoder = model.get_decoder()
+            take_over(decoder, _layers(decoder, model.config.get_text_config().num_hidden_layers), active)
         head = _head(model)
         if not trainable and prepacks is not False and prepacked.works(model.dtype, device):
             matrices = [head.weight_V_H, *(layer.weight for layer in model.modules() if isinstance(layer, LoraLinear))]

@@ -18,8 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from tinsmith.modeling.attention import Heads, Packed
+from tinsmith.modeling.attention import Heads, Layout, Packed
+from tinsmith.modeling.generation import GenerationLayer, generate
 from tinsmith.modeling.kernels.cpu import (
     CPU,
     normalize,
@@ -192,15 +194,54 @@ class _AfterAttention(torch.autograd.Function):
         return grad_attended, grad_x, None, None, *of_out, *of_up, *of_down
 
 
-def take_over(layers: Sequence[nn.Module], active: ActiveRuns) -> int:
-    """Puts a WholeLayer in the place of the code of each layer that computes the same. Returns of how many."""
+def take_over(decoder: nn.Module, layers: Sequence[nn.Module], active: ActiveRuns) -> int:
+    """Puts a WholeLayer in the place of the code of each layer that computes the same. Returns of how many.
+
+    When they are all of the decoder's layers, what lies around them goes with less around it, too.
+    """
     count = 0
     for index, layer in enumerate(layers):
         whole = _whole(layer, index)
         if whole is not None:
-            layer.forward = partial(_forward, layer.forward, whole, active)
+            generating = GenerationLayer(whole, _linear_layers(layer))
+            layer.forward = partial(_forward, partial(generate, layer.forward, generating, active), whole, active)
             count += 1
+    if count and count == len(layers) and _is_plain(decoder, layers):
+        decoder.forward = partial(_decode, decoder.forward, decoder)
     return count
+
+
+def _decode(own: Any, decoder: Any, *, input_ids: Tensor, position_ids: Tensor, layout: Any, **kwargs: Any) -> Any:
+    if type(layout) is not Packed and torch.is_grad_enabled():
+        return own(input_ids=input_ids, position_ids=position_ids, layout=layout, **kwargs)
+    return BaseModelOutputWithPast(last_hidden_state=_through(decoder, input_ids, position_ids, layout))
+
+
+def _through(decoder: Any, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
+    """What a plain decoder computes."""
+    hidden = decoder.embed_tokens(input_ids)
+    angles = decoder.rotary_emb(hidden, position_ids)
+    for layer in decoder.layers:
+        hidden = layer(
+            hidden, attention_mask=None, position_ids=position_ids, position_embeddings=angles, layout=layout
+        )
+    return decoder.norm(hidden)
+
+
+@torch.no_grad()
+def _is_plain(decoder: nn.Module, layers: Sequence[nn.Module]) -> bool:
+    """Whether there is nothing but tokens to vectors, the layers, and a norm."""
+    if {name for name, _ in decoder.named_children()} != {"embed_tokens", "layers", "norm", "rotary_emb"}:
+        return False
+    if list(decoder.layers) != list(layers):  # type: ignore[arg-type]
+        return False
+    tokens, positions = torch.tensor([[1, 0, 2, 1]]), torch.tensor([[0, 1, 0, 1]])
+    try:
+        ours = _through(decoder, tokens, positions, Packed([2, 2]))
+        theirs = decoder(input_ids=tokens, position_ids=positions, use_cache=False, layout=Packed([2, 2]))[0]
+    except (TypeError, RuntimeError, AttributeError):
+        return False
+    return _near(ours, theirs)
 
 
 def _forward(
@@ -238,12 +279,13 @@ def _whole(layer: nn.Module, index: int) -> WholeLayer | None:
     if set(parts) != {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}:
         return None
     attention, mlp = dict(parts["self_attn"].named_children()), parts["mlp"]
-    own = [attention.pop(f"{name}_proj", None) for name in "qkvo"]
+    for name in "qkvo":
+        attention.pop(f"{name}_proj", None)
     of_heads = [attention.pop(f"{name}_norm") for name in "qk" if f"{name}_norm" in attention]
     norms = [parts["input_layernorm"], parts["post_attention_layernorm"], *of_heads]
     if attention or type(mlp) is not FusedMLP or len(of_heads) == 1:
         return None
-    linear = [one for one in (*own, mlp.gate_proj, mlp.up_proj, mlp.down_proj) if type(one) is LoraLinear]
+    linear = _linear_layers(layer)
     if len(linear) < 7 or any(one.weight.dtype not in (torch.float32, torch.float64) for one in linear):
         return None
     if any(type(norm) is not FusedRMSNorm or norm.backend is not CPU for norm in norms):
@@ -273,6 +315,13 @@ def _whole(layer: nn.Module, index: int) -> WholeLayer | None:
         down=_Joint.of(down),
     )
     return _tried(found, layer)
+
+
+def _linear_layers(layer: nn.Module) -> list[LoraLinear]:
+    """Those of a Llama layer's seven that are adapted ones."""
+    names = (*(f"self_attn.{name}_proj" for name in "qkvo"), "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    modules = dict(layer.named_modules())
+    return [one for name in names if type(one := modules.get(name)) is LoraLinear]
 
 
 def _tried(whole: WholeLayer, layer: nn.Module) -> WholeLayer | None:

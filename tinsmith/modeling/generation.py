@@ -1,0 +1,123 @@
+"""Decoder layers of the Llama family without gradients, in as few operations as there can be.
+
+A decode step of few rows is made of the fixed costs of its operations. So what is computed from one tensor is one
+product, queries and keys are normalised and turned together, and nothing is called twice. whole_layers.py finds the
+layers by their structure; they are held against the plain model with everything else when a base model is loaded.
+
+Shapes: T packed tokens, H hidden, I input features, O output features, N query heads, K key/value heads, D head
+dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+from tinsmith.modeling.attention import Layout
+from tinsmith.modeling.kernels.cpu import normalize, rotate
+from tinsmith.modeling.projections import add_rows
+
+if TYPE_CHECKING:
+    from tinsmith.modeling.lora import ActiveRuns, LoraLinear, Run
+    from tinsmith.modeling.whole_layers import WholeLayer
+
+
+class Joined:
+    """Adapted layers that read one input. Their matrices lie end to end, column by column; each layer has a view."""
+
+    def __init__(self, layers: Sequence[LoraLinear]) -> None:
+        self.layers = layers
+        sizes = [layer.weight.shape[0] for layer in layers]
+        stops = list(accumulate(sizes))
+        self._columns = [slice(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
+        self._weight = layers[0].weight.data
+        self._bias = layers[0].bias
+        if len(layers) > 1:
+            self._weight = torch.cat([layer.weight.data.T for layer in layers], 1).T
+            for layer, rows in zip(layers, self._columns, strict=True):
+                layer.weight.data = self._weight[rows]
+            self._bias = None
+            if any(layer.bias is not None for layer in layers):
+                biases = (
+                    layer.weight.new_zeros(layer.weight.shape[0]) if layer.bias is None else layer.bias
+                    for layer in layers
+                )
+                self._bias = torch.cat(list(biases))
+
+    @property
+    def is_current(self) -> bool:
+        """False while the model holds other parameters than when this was made."""
+        return self.layers[0].weight.data_ptr() == self._weight.data_ptr()
+
+    def __call__(self, x_T_I: Tensor, runs: Sequence[Run]) -> Tensor:
+        """[T, O] of all layers, side by side."""
+        prepacked = self.layers[0].prepacked
+        if prepacked is not None and prepacked.gains(x_T_I):
+            y_T_O = prepacked.together(x_T_I)
+        else:
+            y_T_O = linear(x_T_I, self._weight, self._bias)
+        for run in runs:
+            x_n_I = None
+            for layer, columns in zip(self.layers, self._columns, strict=True):
+                weights = run.adapter.weights.get(layer.name)
+                if weights is not None:
+                    x_n_I = x_T_I[run.rows] if x_n_I is None else x_n_I
+                    low_n_R = x_n_I @ weights.a_R_I.T
+                    add_rows(y_T_O[:, columns], run.rows, low_n_R, weights.b_O_R.T, run.adapter.scaling)
+        return y_T_O
+
+
+class GenerationLayer:
+    def __init__(self, whole: WholeLayer, layers: Sequence[LoraLinear]) -> None:
+        """layers: q, k, v, o, gate, up and down."""
+        self._whole = whole
+        q, k, v, out, gate, up, down = layers
+        self._qkv, self._out, self._gate_up, self._down = (
+            Joined(one) for one in ((q, k, v), (out,), (gate, up), (down,))
+        )
+        sizes = [layer.weight.shape[0] // whole.head_dim for layer in (q, k, v)]
+        self._turned_and_not = [sizes[0] + sizes[1], sizes[2]]
+        self._queries_and_keys = sizes[:2]
+
+    @property
+    def is_current(self) -> bool:
+        return self._qkv.is_current
+
+    def run(self, x_T_H: Tensor, cos_T_1_D: Tensor, sin_T_1_D: Tensor, layout: Layout, runs: Sequence[Run]) -> Tensor:
+        """The layer's output [T, H]."""
+        whole = self._whole
+        before, of_heads, after = whole.before_attention, whole.of_heads, whole.before_mlp
+        normal_T_H, _ = normalize(x_T_H, before.weight, before.eps)
+        heads = self._qkv(normal_T_H, runs).unflatten(1, (-1, whole.head_dim))
+        qk, v = heads.split(self._turned_and_not, 1)
+        if of_heads is not None:
+            qk, _ = normalize(qk, of_heads.weight, of_heads.eps)
+        q, k = rotate(qk, cos_T_1_D, sin_T_1_D).split(self._queries_and_keys, 1)
+        attended_T_C = layout.attend(whole.index, q, k, v, whole.heads).flatten(1)
+        middle_T_H = self._out(attended_T_C, runs).add_(x_T_H)
+        normal_T_H, _ = normalize(middle_T_H, after.weight, after.eps)
+        gate_T_F, up_T_F = self._gate_up(normal_T_H, runs).chunk(2, 1)
+        return self._down(silu(gate_T_F).mul_(up_T_F), runs).add_(middle_T_H)
+
+
+def generate(
+    own: Callable[..., Tensor],
+    layer: GenerationLayer,
+    active: ActiveRuns,
+    hidden_states: Tensor,
+    *args: Any,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    layout: Any = None,
+    **kwargs: Any,
+) -> Tensor:
+    """A decoder layer's forward, which goes through its own code wherever this one does not serve."""
+    groups_or_calls = active.groups is not None or active.calls is not None
+    if position_embeddings is None or args or groups_or_calls or torch.is_grad_enabled() or not layer.is_current:
+        return own(hidden_states, *args, position_embeddings=position_embeddings, layout=layout, **kwargs)
+    cos, sin = (angles.transpose(0, 1) for angles in position_embeddings)
+    return layer.run(hidden_states[0], cos, sin, layout, active.runs)[None]
