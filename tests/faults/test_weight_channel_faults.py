@@ -85,8 +85,9 @@ def run(service: tinker.ServiceClient) -> Run:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(running: Cluster) -> Run:
-    return run(tinker.ServiceClient(base_url=running.url, api_key="tml-test"))
+def undisturbed(running: Cluster) -> Iterator[Run]:
+    with tinker.ServiceClient(base_url=running.url, api_key="tml-test") as service:
+        yield run(service)
 
 
 def versions(sampler: Process) -> set[str]:

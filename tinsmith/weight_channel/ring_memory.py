@@ -18,7 +18,8 @@ from torch import Tensor
 
 from tinsmith.v1 import weight_sync_pb2 as pb
 
-_SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
+_MFD_NOEXEC_SEAL = 8
+"""Never to be executed, which some systems insist on; Python has no name for it yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,20 +40,26 @@ class RingMemory:
 
 
 def make_host_ring(receivers: Sequence[socket.socket], *, num_slots: int, slot_bytes: int) -> RingMemory:
-    """New memory, whose descriptor every receiver gets. Pages are taken as they are first used."""
+    """New memory, whose descriptor every receiver gets. Pages are taken as they are first used. Raises OSError."""
     size = num_slots * slot_bytes
-    descriptor = os.memfd_create("tinsmith-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    descriptor = _memfd()
     try:
         os.ftruncate(descriptor, size)
         # Of a size that never changes: a receiver could not survive that mapped memory is cut off.
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, sum(getattr(fcntl, seal) for seal in _SEALS))
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         for receiver in receivers:
             socket.send_fds(receiver, [b"ring"], [descriptor])
         return RingMemory(_mapped(descriptor, size), num_slots, slot_bytes)
-    except OSError as error:
-        raise RuntimeError(f"no ring of {size} bytes could be made: {error}") from error
     finally:
         os.close(descriptor)
+
+
+def _memfd() -> int:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        return os.memfd_create("tinsmith-weights", flags | _MFD_NOEXEC_SEAL)
+    except OSError:  # Linux before 6.3
+        return os.memfd_create("tinsmith-weights", flags)
 
 
 def map_host_ring(trainer: socket.socket, ring: pb.SharedRing) -> RingMemory:

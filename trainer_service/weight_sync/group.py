@@ -90,6 +90,12 @@ class Former:
 
     async def form(self, members: Sequence[Sampler]) -> Group:
         """Raises ChannelBroken, or what a member refuses it with."""
+        try:
+            return await self._form(members)
+        except (RuntimeError, OSError) as error:
+            raise ChannelBroken(str(error)) from error
+
+    async def _form(self, members: Sequence[Sampler]) -> Group:
         started = time.perf_counter()
         self._epoch += 1
         epoch = self._epoch
@@ -148,7 +154,7 @@ class Former:
                     request.socket = listener.name
                 reply = await member.call(member.weights.ProbeWeightTransfer(request, timeout=self._timeout_s))
                 if listener is not None and reply.connected:
-                    connection = leaving.enter_context(_accepted(listener, member))
+                    connection = leaving.enter_context(listener.accept())
             return Place(member.address, connection is not None, reply.gpu_uuid), connection
 
         met = await all_of(*(meet(member) for member in members))
@@ -160,16 +166,13 @@ class Former:
     ) -> Outlet:
         """Also completes the requests."""
         num_slots = ring.NUM_SLOTS
-        try:
-            if requests[0].backend == "shm":
-                memory = make_host_ring(receivers, num_slots=num_slots, slot_bytes=slot_bytes)
-            else:
-                memory = make_cuda_ring(device=self._device, num_slots=num_slots, slot_bytes=slot_bytes)
-            for request in requests:
-                handle = cuda_handle(memory) if memory.device == "cuda" else None
-                request.ring.CopyFrom(pb.SharedRing(num_slots=num_slots, slot_bytes=slot_bytes, cuda=handle))
-        except RuntimeError as error:
-            raise ChannelBroken(str(error)) from error
+        if requests[0].backend == "shm":
+            memory = make_host_ring(receivers, num_slots=num_slots, slot_bytes=slot_bytes)
+        else:
+            memory = make_cuda_ring(device=self._device, num_slots=num_slots, slot_bytes=slot_bytes)
+        for request in requests:
+            handle = cuda_handle(memory) if memory.device == "cuda" else None
+            request.ring.CopyFrom(pb.SharedRing(num_slots=num_slots, slot_bytes=slot_bytes, cuda=handle))
         return RingOutlet(memory, receivers)
 
     async def _join(
@@ -195,10 +198,3 @@ class Former:
                 timeout_s=self._timeout_s,
             )
         )
-
-
-def _accepted(listener: RingListener, member: Sampler) -> socket:
-    try:
-        return listener.accept()
-    except RuntimeError as error:
-        raise ChannelBroken(f"{member.address}: {error}") from error
