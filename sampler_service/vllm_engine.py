@@ -201,7 +201,11 @@ class VllmEngine:
         self._check_alive()
         self._store.make_room(version_id, weights.num_bytes)
         shared = await in_thread(lambda: SharedTensor(weights.flat))
-        resident = await self._worker.register(weights, shared)
+        try:
+            resident = await self._worker.register(weights, shared)
+        except BaseException:
+            shared.close()
+            raise
         try:
             self._store.install(version_id, resident)
         except ServiceError:
@@ -295,7 +299,7 @@ class VllmEngine:
                 async for output in outputs:
                     first = not sequence.tokens and output.outputs[0].token_ids
                     if first and sequence.index == 0:
-                        task.cache_hit_tokens = output.num_cached_tokens or 0
+                        self._note_reuse(task, output.num_cached_tokens or 0)
                     if first and scores is not None:
                         await self._take_scores(task, name)
                         scores = None
@@ -316,6 +320,13 @@ class VllmEngine:
         if task.scorer is None or sequence.index or sequence.tokens:
             return None
         return Scores.of(task.request, name=name, seed=task.scorer.seed)
+
+    def _note_reuse(self, task: Task, tokens: int) -> None:
+        """Prompt tokens that vLLM had computed before."""
+        task.cache_hit_tokens = tokens
+        self.metrics.prefix_lookups.inc()
+        self.metrics.prefix_hits.inc(tokens > 0)
+        self.metrics.prefix_hit_tokens.inc(tokens)
 
     async def _take_scores(self, task: Task, name: str) -> None:
         assert task.scorer is not None
@@ -560,8 +571,9 @@ def _start(config: SamplerConfig, reference: Reference, metrics: SamplerMetrics,
             'take engine "torch" there'
         )
     args = AsyncEngineArgs(**engine_args(config, reference))
+    stats = StepStats(metrics, speed, cache_bytes=args.kv_cache_memory_bytes)
     try:
-        return AsyncLLM.from_engine_args(args, stat_loggers=[lambda _config, _index=0: StepStats(metrics, speed)])
+        return AsyncLLM.from_engine_args(args, stat_loggers=[lambda _config, _index=0: stats])
     except RuntimeError as error:  # what its process died of is in the log
         raise UnsupportedModel(f"{reference.architecture}: vLLM does not start with it: {error}") from error
 

@@ -48,10 +48,12 @@ class Stack:
         flags: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         startup_timeout_s: float = 180.0,
+        python: str = sys.executable,
     ) -> None:
-        """`env` is added to the environment: GATEWAY_*, TRAINER_* and SAMPLER_* settings that `up` has no flag for."""
+        """`env` is added to the environment: GATEWAY_*, TRAINER_* and SAMPLER_* settings that `up` has no flag for.
+        `python` runs it; the default is this one."""
         self.state_dir = state_dir
-        self._argv = [sys.executable, "-m", "tinsmith.cli", "up", "--port", "0", "--state-dir", str(state_dir), *flags]
+        self._argv = [python, "-m", "tinsmith.cli", "up", "--port", "0", "--state-dir", str(state_dir), *flags]
         self._argv += [part for model in base_models for part in ("--base-model", model)]
         self._env = {**os.environ, **(env or {})}
         self._startup_timeout_s = startup_timeout_s

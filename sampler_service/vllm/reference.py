@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from sampler_service.eos import eos_token_ids
 from sampler_service.sizing import Sizes, resolve_device, resolve_dtype
 from tinsmith.modeling.adapter import AdapterConfig, Group, Target
 from tinsmith.modeling.attention import Packed
-from tinsmith.modeling.base_model import BaseModel, positions_of
+from tinsmith.modeling.base_model import BaseModel, UnsupportedModel, positions_of
 from tinsmith.modeling.logprobs import target_logprobs
 from tinsmith.modeling.lora import Run
 from tinsmith.modeling.self_check import only, random_adapter
@@ -56,12 +56,35 @@ class Reference:
 
 def take_reference(config: SamplerConfig) -> Reference:
     """Blocks. Raises as BaseModel.load does."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_measure, config.model_dump()).result()
+    spawn = multiprocessing.get_context("spawn")
+    receiver, sender = spawn.Pipe(duplex=False)
+    # A daemon: it does not hold up the end of a sampler that is stopped while it loads.
+    process = spawn.Process(target=_report, args=(config.model_dump(), sender), daemon=True)
+    process.start()
+    sender.close()
+    try:
+        outcome: Reference | Exception = receiver.recv()
+    except EOFError:
+        process.join()
+        raise UnsupportedModel(
+            f"the process that loads {config.base_model} to measure it died, status {process.exitcode}; it has "
+            "probably found no memory"
+        ) from None
+    process.join()
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
 
 
-def _measure(settings: dict[str, object]) -> Reference:
-    config = SamplerConfig.model_validate(settings)
+def _report(settings: dict[str, object], sender: Connection) -> None:
+    try:
+        outcome = _measure(SamplerConfig.model_validate(settings))
+    except Exception as error:
+        outcome = error
+    sender.send(outcome)
+
+
+def _measure(config: SamplerConfig) -> Reference:
     device = torch.device(resolve_device(config.device))
     share = 1.0
     if device.type == "cuda":

@@ -14,8 +14,10 @@ from sampler_service.speed import Speed
 class StepStats(StatLoggerBase):
     """Hears of every step, on the event loop."""
 
-    def __init__(self, metrics: SamplerMetrics, speed: Speed) -> None:
+    def __init__(self, metrics: SamplerMetrics, speed: Speed, *, cache_bytes: int) -> None:
+        """`cache_bytes`: of all keys and values that vLLM has room for, those of its prefix cache among them."""
         self._metrics = metrics
+        self._cache_bytes = cache_bytes
         self._speed = speed
         self._last: float | None = None
         """When the last step ended, while there was more to do."""
@@ -24,17 +26,13 @@ class StepStats(StatLoggerBase):
         now, metrics = time.perf_counter(), self._metrics
         prefilled = 0
         if iteration_stats is not None:
-            tokens = iteration_stats.prompt_token_stats
-            prefilled = tokens.computed
+            prefilled = iteration_stats.prompt_token_stats.computed
             metrics.prefilled_tokens.inc(prefilled)
             metrics.sampled_tokens.inc(iteration_stats.num_generation_tokens)
             metrics.preemptions.inc(iteration_stats.num_preempted_reqs)
         if scheduler_stats is not None:
             metrics.running.set(scheduler_stats.num_running_reqs)
-            prefix = scheduler_stats.prefix_cache_stats
-            if prefix is not None:
-                metrics.prefix_lookups.inc(prefix.requests)
-                metrics.prefix_hit_tokens.inc(prefix.hits)
+            metrics.cache_bytes.set(scheduler_stats.kv_cache_usage * self._cache_bytes)
             if self._last is not None:
                 metrics.step_time.observe(now - self._last)
                 self._speed.observe(now - self._last, prefilled=prefilled)

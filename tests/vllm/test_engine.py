@@ -329,7 +329,7 @@ async def test_deltas_are_the_tokens_of_the_result(service: Service, adapters: d
             logprobs[message.delta.index] += floats(message.delta.logprobs).tolist()
             assert message.delta.topk_sampled_logprobs.length == len(ints(message.delta.tokens))
     result = message.result
-    assert num_deltas > 10
+    assert num_deltas > 2
     for index, sequence in enumerate(result.sequences):
         assert tokens[index] == ints(sequence.tokens)
         np.testing.assert_array_equal(logprobs[index], floats(sequence.logprobs))
@@ -367,7 +367,7 @@ async def test_a_generation_that_follows_a_run_goes_on_with_its_newer_version(
     messages = []
     async for message in service.stub.StreamSample(pb.StreamSampleRequest(request=request)):
         messages.append(message)
-        if len(messages) == 10:
+        if len(messages) == 1:
             answer = await service.call("MoveGenerations", pb.MoveGenerationsRequest(run_id="run", version_id="run@2"))
             assert answer.num_sequences == 2
     result = messages[-1].result
@@ -387,6 +387,22 @@ async def test_a_generation_that_follows_a_run_goes_on_with_its_newer_version(
     alone = sample(tokens_of(40, 8), version_id="run@1", seed=5, max_tokens=4)
     first = ints((await torch_sample(torch_engine, alone)).sequences[0].tokens)
     assert ints(result.sequences[0].tokens)[:4] == first
+
+
+async def test_a_move_between_equal_versions_changes_no_token(service: Service, torch_engine: TorchEngine) -> None:
+    adapter = make_adapter(torch_engine.targets, seed=51, rank=4)
+    for name in ("twin@1", "twin@2"):
+        await service.publish(name, adapter)
+    fields = {"version_id": "twin@1", "seed": 6, "max_tokens": 100, "num_samples": 2, "temperature": 0.8, "top_k": 50}
+    request = sample(tokens_of(30, 9), follow_run="twin", **fields)
+    messages = []
+    async for message in service.stub.StreamSample(pb.StreamSampleRequest(request=request)):
+        messages.append(message)
+        if len(messages) == 1:
+            await service.call("MoveGenerations", pb.MoveGenerationsRequest(run_id="twin", version_id="twin@2"))
+    moved, unmoved = messages[-1].result, await service.sample(tokens_of(30, 9), **fields)
+    assert all(len(sequence.version_spans) == 2 for sequence in moved.sequences)
+    assert_same(moved, unmoved)
 
 
 async def test_full_weights_are_refused_with_what_to_do(service: Service, torch_engine: TorchEngine) -> None:

@@ -1,0 +1,71 @@
+"""`tinsmith up --engine vllm`, as a user with vLLM installed starts it: trained, published, sampled through the SDK."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import tinker
+from tinker import types
+
+from tests.stack import Stack, make_base_model
+from tests.vllm.service import PYTHON
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(600),
+    # The SDK leaves sockets to the garbage collector.
+    pytest.mark.filterwarnings("ignore:unclosed (transport )?<:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+MODEL = "tests/tiny"
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    folder = make_base_model(tmp_path_factory.mktemp("base") / "tiny", pretrain_steps=20)
+    assert PYTHON.exists(), "make test-vllm makes it"
+    env = {"SAMPLER_MAX_KV_TOKENS": "4096", "SAMPLER_PREFIX_CACHE_BYTES": "1000000", "SAMPLER_DEVICE": "cpu"}
+    with Stack(
+        tmp_path_factory.mktemp("stack"),
+        base_models=[f"{MODEL}={folder}"],
+        flags=["--engine", "vllm"],
+        env=env,
+        python=str(PYTHON),
+    ) as stack:
+        yield stack
+
+
+def test_each_publish_samples_what_was_trained(stack: Stack) -> None:
+    service = tinker.ServiceClient(base_url=stack.base_url, api_key="tml-test")
+    trainer = service.create_lora_training_client(base_model=MODEL, rank=8, seed=0).result()
+    tokens = np.random.default_rng(0).integers(2000, size=24).tolist()
+    prompt = types.ModelInput.from_ints(tokens)
+    params = types.SamplingParams(max_tokens=16, seed=1, temperature=1.0)
+    datum = types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)},  # type: ignore[arg-type]
+    )
+    before = None
+    for _ in range(2):
+        trainer.forward_backward([datum], "cross_entropy").result()
+        trainer.optim_step(types.AdamParams(learning_rate=0.05)).result()
+        sampler = trainer.save_weights_and_get_sampling_client().result()
+        response = sampler.sample(prompt, num_samples=2, sampling_params=params, include_prompt_logprobs=True).result()
+        forward = trainer.forward([datum], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_numpy()
+        assert response.prompt_logprobs is not None
+        np.testing.assert_allclose(np.array(response.prompt_logprobs[1:], np.float32), forward, atol=1e-3)
+        assert before is None or np.abs(before - forward).max() > 0.1
+        before = forward
+        for sequence in response.sequences:  # what was drawn is what the trainer thinks of it
+            assert sequence.logprobs is not None
+            whole = [*tokens, *sequence.tokens]
+            scored = types.Datum(
+                model_input=types.ModelInput.from_ints(whole[:-1]),
+                loss_fn_inputs={"target_tokens": whole[1:], "weights": [1.0] * (len(whole) - 1)},  # type: ignore[arg-type]
+            )
+            output = trainer.forward([scored], "cross_entropy").result().loss_fn_outputs[0]
+            drawn = output["logprobs"].to_numpy()[-len(sequence.tokens) :]
+            np.testing.assert_allclose(np.array(sequence.logprobs, np.float32), drawn, atol=1e-3)
+    base = service.create_sampling_client(base_model=MODEL).result()
+    assert len(base.sample(prompt, num_samples=1, sampling_params=params).result().sequences[0].tokens) > 0
