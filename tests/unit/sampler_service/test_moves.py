@@ -290,6 +290,31 @@ async def test_an_interrupted_sequence_is_computed_anew_by_the_new_version_alone
         assert again.prompt_cache_hit_tokens >= 100
 
 
+async def test_what_was_interrupted_after_a_move_is_of_one_version_again(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sampler_service.scheduler.HEADROOM", 16)
+    async with serving(model_folder, max_kv_tokens=300) as engine:
+        for number in (1, 2):
+            await engine.install(version(number), make_adapter(engine.targets, seed=number))
+        asked = [following(prompt(20, seed=n), seed=n) for n in (1, 2)]
+        with stepping(engine) as steps:
+            generations = [await engine.submit(one) for one in asked]
+            await steps(5)
+            moving = asyncio.create_task(engine.move(RUN, version(2)))
+            await asyncio.sleep(0)
+            await steps()
+            assert await moving == 2
+        results = [(await generation.result()).sequences[0] for generation in generations]
+        assert metric(engine, "preemptions_total") == 1  # of the younger one
+        found = []
+        for one, sequence in zip(asked, results, strict=True):
+            assert names(sequence) == [version(1), version(2)]
+            turn = np.concatenate([one.prompt, sequence.tokens[:100]]).astype(np.int32)
+            found.append((await generate(engine, turn, version_id=version(2), max_tokens=1)).prompt_cache_hit_tokens)
+    assert found == [0, 112]
+
+
 async def test_a_request_that_crosses_with_a_move_begins_on_the_newest_resident_version(engine: TorchEngine) -> None:
     assert await engine.move(RUN, version(2)) == 0
     crossed = await (await engine.submit(following(prompt(9), max_tokens=4))).result()
