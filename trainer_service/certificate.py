@@ -56,6 +56,28 @@ class Certified:
     certificate: PublishCertificate
 
 
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """What one sampler has said."""
+
+    address: str
+    engine: str
+    scores: Scores
+
+    def gap(self, ours: Scores) -> types_pb2.SamplerGap:
+        theirs = self.scores.astype(np.float64)
+        with np.errstate(invalid="ignore"):
+            gaps_M = np.where(theirs == ours, 0.0, np.abs(theirs - ours))
+        gaps_M[np.isnan(gaps_M)] = np.inf  # a difference of what are no numbers is no small one
+        return types_pb2.SamplerGap(
+            address=self.address,
+            engine=self.engine,
+            max_gap=gaps_M.max(),
+            mean_gap=gaps_M.mean(),
+            num_tokens=gaps_M.size,
+        )
+
+
 class Publisher:
     """Belongs to the event loop."""
 
@@ -80,7 +102,9 @@ class Publisher:
         if not published.members:
             return None
         try:
-            certificate = await self._certify(version, published, await scores)
+            measuring = (self._measure(address, version.version_id) for address in published.members)
+            measured, ours = await asyncio.gather(asyncio.gather(*measuring), scores)
+            certificate = self._certificate(published, version.version_id, measured, ours)
         except BaseException:
             await self.sender.remove(version.version_id)
             raise
@@ -102,14 +126,13 @@ class Publisher:
             limit=certificate.limit,
         )
 
-    async def _certify(self, version: Version, published: Published, ours: Scores) -> PublishCertificate:
-        measured = await asyncio.gather(
-            *(self._measure(address, version.version_id, ours) for address in published.members)
-        )
-        gaps = [gap for gap in measured if gap is not None]
+    def _certificate(
+        self, published: Published, version_id: str, measured: Sequence[_Measured | None], ours: Scores
+    ) -> PublishCertificate:
+        gaps = [one.gap(ours) for one in measured if one is not None]
         limit = self._rule.limit
         return PublishCertificate(
-            version_id=version.version_id,
+            version_id=version_id,
             weights_hash=published.checksum,
             num_bytes=published.num_bytes,
             publish_seconds=published.seconds,
@@ -133,7 +156,7 @@ class Publisher:
         if refused:
             await self.sender.remove(certificate.version_id)
 
-    async def _measure(self, address: str, version_id: str, ours: Scores) -> types_pb2.SamplerGap | None:
+    async def _measure(self, address: str, version_id: str) -> _Measured | None:
         """None for a sampler that does not answer, is too busy, or has let the version go by now."""
         stub = self.sender.stub(address)
         try:
@@ -146,15 +169,7 @@ class Publisher:
             reason = str(error) or f"no answer within {self._rule.timeout_s:g} s"
             logger.warning("%s is not in the certificate of %s: %s", address, version_id, reason)
             return None
-        # A difference of numbers that are none is no small one.
-        gaps_M = np.nan_to_num(np.abs(np.concatenate(theirs).astype(np.float64) - ours), nan=np.inf)
-        return types_pb2.SamplerGap(
-            address=address,
-            engine=info.engine,
-            max_gap=gaps_M.max(),
-            mean_gap=gaps_M.mean(),
-            num_tokens=gaps_M.size,
-        )
+        return _Measured(address, info.engine, np.concatenate(theirs))
 
     async def _score(self, stub: sampler_pb2_grpc.SamplerServiceStub, version_id: str, tokens: Tokens) -> Scores:
         """Of all tokens but the first."""

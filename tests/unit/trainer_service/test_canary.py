@@ -18,7 +18,7 @@ from trainer_service.batch import Batch
 from trainer_service.canary import Tokens, _in_place, canary
 from trainer_service.engine import TrainingEngine
 
-SEQUENCES = canary(vocab_size=VOCAB_SIZE, max_context_length=CONTEXT)
+SEQUENCES = canary(4, vocab_size=VOCAB_SIZE, max_context_length=CONTEXT)
 
 
 def trained(engine: TrainingEngine, model_id: str, sequences: Sequence[Tokens]) -> np.ndarray:
@@ -41,11 +41,11 @@ def full_engine(model_folder: Path) -> TrainingEngine:
 @pytest.mark.parametrize("vocab_size", [2, 17, 512, 151_936])
 @pytest.mark.parametrize("context", [3, 16, 4096])
 def test_the_canary_is_fixed_and_fits_every_model(vocab_size: int, context: int) -> None:
-    sequences = canary(vocab_size=vocab_size, max_context_length=context)
+    sequences = canary(4, vocab_size=vocab_size, max_context_length=context)
     tokens = np.concatenate(sequences)
     assert 0 <= tokens.min() <= tokens.max() < vocab_size
     assert all(2 <= one.size < context for one in sequences), "one more token is drawn"
-    again = canary(vocab_size=vocab_size, max_context_length=context)
+    again = canary(4, vocab_size=vocab_size, max_context_length=context)
     assert all(np.array_equal(one, other) for one, other in zip(sequences, again, strict=True))
 
 

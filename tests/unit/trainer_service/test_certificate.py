@@ -21,7 +21,7 @@ from tinsmith.rpc.server import Server
 from tinsmith.v1 import sampler_pb2 as pb
 from tinsmith.v1 import sampler_pb2_grpc, types_pb2
 from trainer_service.canary import Scores, canary_of, score
-from trainer_service.certificate import GapRule, OnGap, Publisher
+from trainer_service.certificate import GapRule, OnGap, Publisher, _Measured
 from trainer_service.engine import TrainingEngine
 from trainer_service.metrics import Metrics
 from trainer_service.weight_sync import Published, Version
@@ -163,7 +163,7 @@ async def test_samplers_that_compute_the_same_pass(base: BaseModel, make_bench: 
     assert len({gap.address for gap in certificate.samplers}) == 2
     for gap in certificate.samplers:
         assert 0 <= gap.mean_gap <= gap.max_gap < 1e-4
-        assert gap.num_tokens == bench.scores.size == 60
+        assert gap.num_tokens == bench.scores.size == 15
     bench.publisher.check(certificate, location="r/sampler_weights/one")
     assert bench.holders == [0, 1]
     assert bench.count("passed") == 1
@@ -264,6 +264,13 @@ async def test_a_sampler_of_another_vocabulary_is_refused(base: BaseModel, make_
     bench = await make_bench(Sampler(base, errors=[InvalidRequest("token 400 is not in the vocabulary")]))
     assert not (await bench.publish()).passed
     assert bench.holders == []
+
+
+def test_tokens_that_are_impossible_to_both_are_no_gap() -> None:
+    ours = np.array([-1.0, -np.inf, -2.0], np.float32)
+    assert _Measured("a", "e", ours.copy()).gap(ours).max_gap == 0
+    assert _Measured("a", "e", np.array([-1.0, -9.0, -2.0], np.float32)).gap(ours).max_gap == np.inf
+    assert _Measured("a", "e", np.array([np.nan, -np.inf, -2.0], np.float32)).gap(ours).max_gap == np.inf
 
 
 async def test_what_the_trainer_cannot_score_is_on_no_sampler(base: BaseModel, make_bench: MakeBench) -> None:
