@@ -193,7 +193,7 @@ class Batcher:
         pieces = self.scheduler.plan()
         for piece in pieces:
             task = piece.job.owner
-            if piece.came_from != piece.job.lane:
+            if piece.came_from > piece.job.lane:  # before the cache may shrink
                 self.lanes.cache.move(piece.came_from, piece.job.lane, piece.start)
             if not task.planned:
                 task.planned = True
@@ -208,6 +208,9 @@ class Batcher:
         lanes = len(running) + sum(len(piece.job.sequences) for piece in pieces)
         lengths = [sequence.length for sequence in running] + [piece.start + piece.length for piece in pieces]
         self.lanes.fit(lanes, max(lengths))
+        for piece in pieces:
+            if piece.came_from < piece.job.lane:
+                self.lanes.cache.move(piece.came_from, piece.job.lane, piece.start)
         for piece in pieces:
             self.lanes.load(piece)
         return pieces

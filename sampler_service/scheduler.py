@@ -1,14 +1,16 @@
 """Who computes in the next step, and in which lane of the cache. Knows no tensors.
 
-Its promises: requests are admitted in the order in which they came; what is admitted has its room in the cache, so that
-a sequence with max_tokens is never interrupted; a prompt is computed in pieces, beside the running sequences.
+Its promises: requests get their room in the order in which they came; what is admitted has its room in the cache, so
+that a sequence with max_tokens is never interrupted; a prompt is computed in pieces, beside the running sequences. A
+quarter of each step's prompt tokens is for short prompts that have room: they do not wait until long ones before them
+are computed, which lose that share of a step and nothing else.
 
 A sequence without max_tokens may reach the context's end, and mostly stops long before. It starts with a modest
 reservation that grows as it goes; when there is no room to grow, the youngest such sequence gives its place back and
 goes on later, from the tokens that it has.
 
 The lanes: 0 .. len(running) - 1 decode; above them lie the prompts that this step computes. At most one prompt is left
-unfinished by a step, because pieces are handed out in order.
+unfinished by a step, the last one, because pieces are handed out in order.
 """
 
 from __future__ import annotations
@@ -16,12 +18,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Generic, TypeVar
 
 Owner = TypeVar("Owner")
 
 HEADROOM = 256
 """Output tokens that a sequence without max_tokens reserves at first."""
+
+SHORT_SHARE = 4
+"""One part in so many of a step's prompt tokens is for short prompts."""
 
 
 @dataclass(slots=True, eq=False)
@@ -113,32 +119,70 @@ class Scheduler(Generic[Owner]):
         budget = self.tokens_per_step
         pieces: list[Piece[Owner]] = []
         lane = len(self.running)
-        job = self.partial or self._admit(pieces)
-        while job is not None and budget > 0:
+        partial, self.partial = self.partial, None
+        held = [] if partial is None else [partial]
+        admitted = deque([*self._overtaking(held), *held])
+        while budget > 0:
+            job = admitted.popleft() if admitted else self._admit(pieces)
+            if job is None:
+                break
             length = min(budget, job.length - job.done)
-            pieces.append(Piece(job, job.done, length, came_from=job.lane if job is self.partial else lane))
+            pieces.append(Piece(job, job.done, length, came_from=job.lane if job is partial else lane))
             job.lane = lane
             job.done += length
             budget -= length
             lane += len(job.sequences)
-            self.partial = None if pieces[-1].ends else job
-            job = self._admit(pieces) if budget > 0 else None
+            if not pieces[-1].ends:
+                self.partial = job
         return pieces
 
+    def _overtaking(self, held: list[Job[Owner]]) -> list[Job[Owner]]:
+        """Short jobs that go before longer ones, admitted; there is room for those ahead of them as well."""
+        budget = self.tokens_per_step // SHORT_SHARE
+        if not self._more_than_a_step(held):
+            return []  # nobody has to wait
+        chosen, ahead = [], [sequence for job in held for sequence in job.sequences]
+        for job in self.waiting:
+            if budget == 0 or not self._has_room(job, ahead):
+                break
+            ahead += job.sequences
+            if job.length <= budget:
+                budget -= job.length
+                chosen.append(job)
+        for job in chosen:
+            self.waiting.remove(job)
+            self._reserve(job)
+        return chosen
+
+    def _more_than_a_step(self, held: list[Job[Owner]]) -> bool:
+        pending = 0
+        for job in chain(held, self.waiting):
+            pending += job.length - job.done
+            if pending > self.tokens_per_step:
+                return True
+        return False
+
     def _admit(self, pieces: Iterable[Piece[Owner]]) -> Job[Owner] | None:
-        if not self.waiting:
+        if not self.waiting or not self._has_room(
+            self.waiting[0], [s for piece in pieces for s in piece.job.sequences]
+        ):
             return None
-        job = self.waiting[0]
-        active = [*self.running, *(sequence for piece in pieces for sequence in piece.job.sequences)]
+        job = self.waiting.popleft()
+        self._reserve(job)
+        return job
+
+    def _has_room(self, job: Job[Owner], ahead: Iterable[Sequence[Owner]]) -> bool:
+        """Beside the running sequences and those `ahead`, which have or will get their room."""
+        active = [*self.running, *ahead]
         lanes = len(active) + len(job.sequences)
         longest = max(sequence.need for sequence in job.sequences)
-        capacity = max([longest, *(sequence.reserved for sequence in active)])
-        if lanes > self.max_running or lanes * capacity > self.max_kv_tokens:
-            return None
+        capacity = max([longest, *(sequence.reserved or sequence.need for sequence in active)])
+        return lanes <= self.max_running and lanes * capacity <= self.max_kv_tokens
+
+    def _reserve(self, job: Job[Owner]) -> None:
         for sequence in job.sequences:
             sequence.reserved = sequence.need
         job.done = self._reuse(job)
-        return self.waiting.popleft()
 
     def grow(self) -> list[int]:
         """Renews reservations that are used up. Returns the lanes whose sequences have to leave; they are queued."""

@@ -132,6 +132,18 @@ async def test_joining_and_leaving_a_batch_changes_nobodys_tokens(model_folder: 
     assert [s.tokens for s in again.sequences] == [s.tokens for s in alone.sequences]
 
 
+async def test_short_prompts_that_overtake_a_long_one_change_nobodys_tokens(model_folder: Path) -> None:
+    asked = [request(prompt(200), num_samples=2, max_tokens=10, seed=1)]
+    asked += [request(prompt(3 + n, seed=n), num_samples=1 + n % 3, max_tokens=1 + 4 * n, seed=n) for n in range(6)]
+    async with serving(model_folder, prefill_tokens_per_step=32) as engine:
+        alone = [await (await engine.submit(one)).result() for one in asked]
+    async with serving(model_folder, prefill_tokens_per_step=32) as engine:
+        generations = [await engine.submit(one) for one in asked]
+        together = await asyncio.gather(*(generation.result() for generation in generations))
+    for one, other in zip(alone, together, strict=True):
+        assert [s.tokens for s in one.sequences] == [s.tokens for s in other.sequences]
+
+
 async def test_seeds_reproduce_and_samples_differ(model_folder: Path) -> None:
     async with serving(model_folder) as engine:
         one = await generate(engine, prompt(6), num_samples=4, max_tokens=12, seed=5)

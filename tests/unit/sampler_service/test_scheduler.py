@@ -1,5 +1,7 @@
 """Admission, pieces and lanes, without a model."""
 
+import pytest
+
 from sampler_service.scheduler import HEADROOM, Job, Scheduler, Sequence
 
 
@@ -38,6 +40,49 @@ def test_a_prompt_in_pieces_follows_the_running_when_they_leave() -> None:
     del s.running[1:]
     (piece,) = s.plan()
     assert (piece.came_from, piece.job.lane, piece.start, piece.ends) == (3, 1, 90, False)
+
+
+def first_token_after(s: Scheduler[str], owner: str) -> int:
+    """Steps until the owner's prompt is computed, and its first token with it."""
+    for step in range(1, 100):
+        if any(name == owner for name, *_ in begin(s)) and any(one.owner == owner for one in s.running):
+            return step
+    raise AssertionError(f"{owner} got no token in 100 steps")
+
+
+@pytest.mark.parametrize("others", [[1000], [100, 100, 100], [70, 1000, 1000], [101, 5, 99, 400]])
+@pytest.mark.parametrize("steps_before", [0, 1, 2])
+def test_a_short_prompt_gets_its_first_token_within_three_steps(others: list[int], steps_before: int) -> None:
+    s = scheduler(job("running", 10, samples=3), *(job(f"long {n}", length) for n, length in enumerate(others)))
+    for _ in range(steps_before):
+        begin(s)
+    s.waiting.append(job("short", 20))
+    assert first_token_after(s, "short") <= 3
+
+
+def test_many_short_prompts_leave_most_of_each_step_to_a_long_one() -> None:
+    s = scheduler(job("long", 300), max_running=100)
+    steps = 0
+    while not any(one.owner == "long" for one in s.running):
+        s.waiting.extend(job("short", 10) for _ in range(10))
+        begin(s)
+        steps += 1
+    assert steps == 4  # 75 or more of 100 tokens each
+
+
+def test_a_prompt_in_pieces_lies_above_those_that_overtake_it() -> None:
+    s = scheduler(job("long", 300))
+    assert begin(s) == [("long", 0, 100, 0)]
+    s.waiting.append(job("short", 20, samples=2))
+    (first, second) = s.plan()
+    assert (first.job.owner, first.job.lane, first.ends) == ("short", 0, True)
+    assert (second.came_from, second.job.lane, second.start, second.length) == (0, 2, 100, 80)
+
+
+def test_nobody_overtakes_into_the_room_of_a_request_that_came_before() -> None:
+    s = scheduler(job("a", 90, samples=4), job("b", 300, samples=4), job("short", 5))
+    assert [piece[0] for piece in begin(s)] == ["a", "b"]
+    assert [piece[0] for piece in begin(s)] == ["b"]
 
 
 def test_a_job_waits_for_its_whole_room_and_nobody_overtakes_it() -> None:
