@@ -58,7 +58,8 @@ class Work:
 class Party(Protocol):
     """An engine to measure."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def generate(self, *, prompts: int, samples: int, prompt_tokens: int, new_tokens: int) -> Work:
         """All prompts at once."""

@@ -25,14 +25,14 @@ random = np.random.default_rng(0)
 
 def load_engine(folder: str) -> Any:
     import torch
-    from vllm import LLM
+    from vllm import LLM  # pyright: ignore[reportMissingImports]
 
     where = CUDA_ONLY if torch.cuda.is_available() else CPU_ONLY
     return LLM(model=folder, max_model_len=4096, max_num_seqs=64, max_num_batched_tokens=4096, seed=0, **where)
 
 
 def request(llm: Any, *, prompt_tokens: int, new_tokens: int, samples: int) -> tuple[Any, Any]:
-    from vllm import SamplingParams
+    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
 
     vocab_size = llm.llm_engine.model_config.get_vocab_size()
     params = SamplingParams(
