@@ -7,6 +7,7 @@ transfer the group is dropped and the trainer forms the next epoch.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Sequence
@@ -52,6 +53,7 @@ class _Update:
     receiving: bool = False
     received: str = ""
     """Checksum of the whole, once it has arrived."""
+    in_new_memory: bool = False
 
 
 @dataclass(slots=True)
@@ -86,6 +88,9 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
         self._meetings = Meetings()
         self._links: dict[str, _Link] = {}
         """By trainer id."""
+        self._spare: Tensor | None = None
+        """A buffer for the next adapter, in memory that has been used."""
+        self._preparing: asyncio.Task[None] | None = None
 
     async def ProbeWeightTransfer(
         self, request: pb.ProbeWeightTransferRequest, context: Context
@@ -134,15 +139,25 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
         sent_dtype = _sent_dtype(request, config)
         layout = _layout(config, engine)
         _check_layout(request, layout.specs())
-        evicted = engine.make_room(request.version_id, layout.num_bytes)
+        evicted = [weights.flat for weights in engine.make_room(request.version_id, layout.num_bytes)]
+        spare, self._spare = self._spare, None
         try:
-            weights = layout.like(_buffer(layout.flat, torch.device(device), [weights.flat for weights in evicted]))
+            flat = _buffer(layout.flat, torch.device(device), evicted if spare is None else [*evicted, spare])
         except RuntimeError as error:  # of torch's allocators
             raise OutOfCapacity(
                 f"there is no memory on this sampler for the {layout.num_bytes} bytes of version "
                 f"{request.version_id!r} ({error})"
             ) from error
-        return _Update(request.version_id, weights, sent_dtype, request.bucket_bytes, time.perf_counter())
+        update = _Update(request.version_id, layout.like(flat), sent_dtype, request.bucket_bytes, time.perf_counter())
+        update.in_new_memory = not evicted
+        return update
+
+    async def _prepare(self, flat: Tensor) -> None:
+        """Memory for the next adapter of this size, used once: its first use may take longer than the transfer."""
+        try:
+            self._spare = await in_thread(lambda: torch.empty_like(flat).zero_())
+        except RuntimeError as error:
+            logger.debug("no memory for a spare buffer: %s", error)
 
     async def UpdateWeights(self, request: pb.UpdateWeightsRequest, context: Context) -> pb.UpdateWeightsResponse:
         link, update = self._update(request)
@@ -194,6 +209,8 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
         except ServiceError as error:
             self.metrics.publishes.labels(error.reason).inc()
             raise
+        if update.in_new_memory and update.weights.config.rank and update.weights.flat.device.type == "cpu":
+            self._preparing = asyncio.create_task(self._prepare(update.weights.flat))
         self.metrics.publishes.labels("ok").inc()
         self.metrics.publish_time.observe(time.perf_counter() - update.started)
         logger.info("version %s is visible (%d bytes)", update.version_id, update.weights.num_bytes)

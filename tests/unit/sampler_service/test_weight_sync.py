@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 import torch
 
+from sampler_service import weight_sync
 from sampler_service.__main__ import make_server
 from sampler_service.config import SamplerConfig
 from sampler_service.engine import EngineSlot
@@ -445,3 +446,27 @@ async def test_a_ring_needs_the_connection_of_its_own_probe_and_memory_of_the_si
             await trainer._call("InitWeightTransfer", trainer.ring(slot_bytes=5000))
     elsewhere = pb.ProbeWeightTransferRequest(trainer_id="t", epoch=5, socket="tinsmith-weights-elsewhere")
     assert await trainer._call("ProbeWeightTransfer", elsewhere) == pb.ProbeWeightTransferResponse()
+
+
+async def test_the_next_adapter_of_a_size_finds_memory_that_has_been_used(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spares: asyncio.Queue[torch.Tensor] = asyncio.Queue()
+    in_thread = weight_sync.in_thread
+
+    async def record(work: Any) -> Any:
+        result = await in_thread(work)
+        if isinstance(result, torch.Tensor):
+            spares.put_nowait(result)
+        return result
+
+    monkeypatch.setattr(weight_sync, "in_thread", record)
+    await setup.trainer.form()
+    spare = None
+    for n in range(3):
+        adapter = setup.adapter(n, rank=1)
+        await setup.trainer.publish(f"v{n}", adapter)
+        flat = setup.engine._store._visible[f"v{n}"].weights.flat
+        assert torch.equal(flat, adapter.flat)
+        assert spare is None or flat.data_ptr() == spare.data_ptr()
+        spare = await spares.get()
