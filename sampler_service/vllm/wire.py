@@ -71,6 +71,11 @@ class Scores:
         found = extra_args.get(_SCORES)
         return None if found is None else cls(**found)
 
+    @staticmethod
+    def drop(extra_args: dict[str, Any]) -> None:
+        """So that a prompt that is computed again, after a preemption, is not scored again."""
+        extra_args.pop(_SCORES, None)
+
     def request(self, prompt: list[int]) -> Request:
         """The part of the request that its scores depend on."""
         rows, tokens = self.target_rows, self.target_tokens

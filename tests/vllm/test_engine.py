@@ -352,6 +352,23 @@ async def test_who_waits_is_told_and_who_leaves_is_forgotten(service: Service) -
         await service.call("DescribeRequest", describe)
 
 
+async def moved_midway(
+    service: Service, request: pb.SampleRequest, *, run_id: str, version_id: str
+) -> pb.SampleResponse:
+    """What a request gives that moves to a version as soon as each of its two sequences has a token."""
+    begun: set[int] = set()
+    answer, message = None, None
+    async for message in service.stub.StreamSample(pb.StreamSampleRequest(request=request)):
+        begun.add(message.delta.index)
+        if answer is None and len(begun) == 2:
+            move = pb.MoveGenerationsRequest(run_id=run_id, version_id=version_id)
+            answer = await service.call("MoveGenerations", move)
+    assert answer is not None
+    assert answer.num_sequences == 2
+    assert message is not None
+    return message.result
+
+
 async def test_a_generation_that_follows_a_run_goes_on_with_its_newer_version(
     service: Service, torch_engine: TorchEngine
 ) -> None:
@@ -364,13 +381,7 @@ async def test_a_generation_that_follows_a_run_goes_on_with_its_newer_version(
         tokens_of(40, 8), version_id="run@1", follow_run="run", seed=5, max_tokens=120, num_samples=2,
         prompt_logprobs=True,
     )  # fmt: skip
-    messages = []
-    async for message in service.stub.StreamSample(pb.StreamSampleRequest(request=request)):
-        messages.append(message)
-        if len(messages) == 1:
-            answer = await service.call("MoveGenerations", pb.MoveGenerationsRequest(run_id="run", version_id="run@2"))
-            assert answer.num_sequences == 2
-    result = messages[-1].result
+    result = await moved_midway(service, request, run_id="run", version_id="run@2")
     for sequence in result.sequences:
         spans = [(span.version_id, span.num_tokens) for span in sequence.version_spans]
         assert [name for name, _ in spans] == ["run@1", "run@2"]
@@ -395,12 +406,8 @@ async def test_a_move_between_equal_versions_changes_no_token(service: Service, 
         await service.publish(name, adapter)
     fields = {"version_id": "twin@1", "seed": 6, "max_tokens": 100, "num_samples": 2, "temperature": 0.8, "top_k": 50}
     request = sample(tokens_of(30, 9), follow_run="twin", **fields)
-    messages = []
-    async for message in service.stub.StreamSample(pb.StreamSampleRequest(request=request)):
-        messages.append(message)
-        if len(messages) == 1:
-            await service.call("MoveGenerations", pb.MoveGenerationsRequest(run_id="twin", version_id="twin@2"))
-    moved, unmoved = messages[-1].result, await service.sample(tokens_of(30, 9), **fields)
+    moved = await moved_midway(service, request, run_id="twin", version_id="twin@2")
+    unmoved = await service.sample(tokens_of(30, 9), **fields)
     assert all(len(sequence.version_spans) == 2 for sequence in moved.sequences)
     assert_same(moved, unmoved)
 
