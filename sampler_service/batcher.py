@@ -265,7 +265,8 @@ class Batcher:
             segments = [(adapter_of(running[lane]), 1) for lane in one.lanes]
             runs = runs_of([*segments, *((adapter_of(piece.job.sequences[0]), piece.length) for piece in one.pieces)])
         prefills = [Prefill(piece.job.lane, piece.start, piece.length) for piece in one.pieces]
-        layout = Cached(self.lanes.cache, positions_B, prefills, lanes_B=lanes_B)
+        shared = None if decoding is None else decoding.shared
+        layout = Cached(self.lanes.cache, positions_B, prefills, lanes_B=lanes_B, shared=shared)
         return self.base.hidden_states(_joined(tokens), _joined(positions), layout, runs)
 
     def _kept_runs(self, one: Pass) -> list[Run] | None:
@@ -353,6 +354,8 @@ class Batcher:
                 self.lanes.remember(job.sequences[0], job.lane)
             self.lanes.place(job, first, len(going_on))
             running.extend(going_on)
+            for sequence in going_on:
+                sequence.prompt = job
             for sequence in going_on:
                 job.owner.follow(sequence, has_lane=True)
             self._let_go(job.owner)

@@ -45,6 +45,8 @@ class Sequence(Generic[Owner]):
     """Grows with submission."""
     reserved: int = 0
     """Cached tokens that it may use without asking."""
+    prompt: Job[Owner] | None = None
+    """What its cached tokens began with, together with those of the job's other sequences."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 

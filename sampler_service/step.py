@@ -17,7 +17,11 @@ from sampler_service.sampling import Rules, UInt64s
 from sampler_service.task import Task
 from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.full_weights import FullWeights
+from tinsmith.modeling.kv_cache import SharedPrompts
 from tinsmith.modeling.lora import Run
+
+MIN_SHARED_TOKENS = 32
+"""Shorter prompts are read as often as they are used: two products cost more."""
 
 TaskSequence = scheduler.Sequence[Task]
 TaskPiece = scheduler.Piece[Task]
@@ -100,6 +104,18 @@ def passes_of(running: Sequence[TaskSequence], pieces: Sequence[TaskPiece]) -> l
     return list(passes.values())
 
 
+def shared_prompts_of(running: Sequence[TaskSequence], device: torch.device) -> SharedPrompts | None:
+    """None where reading a prompt once for all its sequences would gain nothing."""
+    groups: dict[int, list[int]] = {}
+    for row, sequence in enumerate(running):
+        groups.setdefault(id(sequence.prompt), []).append(row)
+    length = min(sequence.prompt.length if sequence.prompt else 0 for sequence in running)
+    most = max(len(rows) for rows in groups.values())
+    if length < MIN_SHARED_TOKENS or 2 * len(groups) > len(running) or len(groups) * most > 2 * len(running):
+        return None
+    return SharedPrompts.of(list(groups.values()), length, device)
+
+
 @dataclass(slots=True)
 class Decoding:
     """The running sequences as tensors; kept from step to step while the same ones run."""
@@ -111,6 +127,7 @@ class Decoding:
     """And its position."""
     runs: list[Run]
     passes: list[Pass]
+    shared: SharedPrompts | None
 
     @classmethod
     def of(cls, running: Sequence[TaskSequence], *, vocab_size: int, device: torch.device) -> Decoding:
@@ -120,6 +137,7 @@ class Decoding:
             positions_B=torch.tensor([sequence.length - 1 for sequence in running], dtype=torch.int64, device=device),
             runs=runs_of((adapter_of(sequence), 1) for sequence in running),
             passes=passes_of(running, []),
+            shared=shared_prompts_of(running, device),
         )
 
     def advance(self, tokens_B: Tensor) -> None:

@@ -3,7 +3,8 @@
 Lanes 0 .. n-1 are the running ones, so that a decode step reads the cache as one view, without gathering: whoever frees
 a lane moves the last one into its place. All lanes have one capacity, which grows with the longest.
 
-Shapes: S lanes, C capacity, B decoding rows, N query heads, K key/value heads, D head dimension, T packed tokens.
+Shapes: S lanes, C capacity, B decoding rows, N query heads, K key/value heads, D head dimension, T packed tokens, L keys,
+U groups of rows that share a prompt, M rows of the largest group, R query heads of one key/value head, P shared keys.
 """
 
 from __future__ import annotations
@@ -91,15 +92,53 @@ class Prefill:
     length: int
 
 
+@dataclass(frozen=True, slots=True)
+class SharedPrompts:
+    """Groups of decoding rows, such as the samples of one request, that have the same first keys and values: one product
+    reads those of a group once. Every decoding row is in a group."""
+
+    length: int
+    """Keys that the rows of each group share."""
+    rows_U_M: Tensor
+    """Row numbers; a smaller group repeats its first one."""
+    places_B: Tensor
+    """Where each row stands in rows_U_M, flattened."""
+
+    @classmethod
+    def of(cls, groups: Sequence[Sequence[int]], length: int, device: torch.device) -> SharedPrompts:
+        most = max(len(rows) for rows in groups)
+        places = {row: n * most + m for n, rows in enumerate(groups) for m, row in enumerate(rows)}
+        return cls(
+            length=length,
+            rows_U_M=torch.tensor([[*rows, *[rows[0]] * (most - len(rows))] for rows in groups], device=device),
+            places_B=torch.tensor([places[row] for row in range(len(places))], device=device),
+        )
+
+    def together(self, x_B_K_R_X: Tensor) -> Tensor:
+        """[U, K, M R, X]: the rows of each group side by side."""
+        return x_B_K_R_X[self.rows_U_M].transpose(1, 2).flatten(2, 3)
+
+    def apart(self, x_U_K_MR_X: Tensor) -> Tensor:
+        """[B, K, R, X] again."""
+        num_rows = self.rows_U_M.shape[1]
+        return x_U_K_MR_X.unflatten(2, (num_rows, -1)).transpose(1, 2).flatten(0, 1)[self.places_B]
+
+
 class Cached:
     """Layout of one forward pass: first one new token for each of lanes 0 .. B-1, then pieces of prompts.
 
     `positions_B` is int64 [B]: where each decoding lane's new token goes. `lanes_B`, int64 [B], names other lanes than
-    the first ones; their keys and values are gathered.
+    the first ones; their keys and values are gathered. `shared` is about the first ones.
     """
 
     def __init__(
-        self, cache: KVCache, positions_B: Tensor, prefills: Sequence[Prefill], *, lanes_B: Tensor | None = None
+        self,
+        cache: KVCache,
+        positions_B: Tensor,
+        prefills: Sequence[Prefill],
+        *,
+        lanes_B: Tensor | None = None,
+        shared: SharedPrompts | None = None,
     ) -> None:
         self.cache = cache
         self.positions_B = positions_B
@@ -111,6 +150,13 @@ class Cached:
         keys = torch.arange(self.num_keys, device=positions_B.device)
         self._mask_B_1_1_L = (keys <= positions_B[:, None])[:, None, None]
         self._keys = keys
+        self._shared = None if self._gathers else shared
+        self._bias_B_1_1_L = torch.zeros(()).to(positions_B.device)
+        if self._shared is not None:
+            hidden = ~self._mask_B_1_1_L
+            self._bias_B_1_1_L = torch.zeros(hidden.shape, device=positions_B.device).masked_fill_(
+                hidden, float("-inf")
+            )
 
     def attend(self, layer: int, q_T_N_D: Tensor, k_T_K_D: Tensor, v_T_K_D: Tensor, heads: Heads) -> Tensor:
         keys_S_K_C_D, values_S_K_C_D = self.cache.layer(layer, k_T_K_D, v_T_K_D)
@@ -135,17 +181,39 @@ class Cached:
 
     def _decode(self, q_B_N_D: Tensor, keys_S_K_C_D: Tensor, values_S_K_C_D: Tensor, heads: Heads) -> Tensor:
         batch, num_heads, head_dim = q_B_N_D.shape
+        plain = heads.softcap is None and heads.sinks_N is None
+        if self._shared is not None and plain and heads.window is None:
+            return self._decode_shared(self._shared, q_B_N_D, keys_S_K_C_D[:batch], values_S_K_C_D[:batch], heads)
         lanes = self._lanes_B if self._gathers else slice(0, batch)
         k = keys_S_K_C_D[:, :, : self.num_keys][lanes]
         v = values_S_K_C_D[:, :, : self.num_keys][lanes]
         mask = self._mask_B_1_1_L
         if heads.window is not None:
             mask = mask & (self._keys > self.positions_B[:, None] - heads.window)[:, None, None]
-        if heads.softcap is None and heads.sinks_N is None:
+        if plain:
             # The query heads of one key/value head are rows of one product: no key is repeated.
             q = q_B_N_D.view(batch, k.shape[1], -1, head_dim)
             return masked(q, k, v, heads, mask).reshape(batch, num_heads, -1)
         return masked(q_B_N_D[:, :, None], k, v, heads, mask)[:, :, 0]
+
+    def _decode_shared(
+        self, shared: SharedPrompts, q_B_N_D: Tensor, keys_B_K_C_D: Tensor, values_B_K_C_D: Tensor, heads: Heads
+    ) -> Tensor:
+        """The same, in two parts: the keys that a group shares, and each row's own."""
+        first_U, own = shared.rows_U_M[:, 0], slice(shared.length, self.num_keys)
+        q_B_K_R_D = q_B_N_D.unflatten(1, (keys_B_K_C_D.shape[1], -1))
+        keys_U_K_P_D, values_U_K_P_D = (x[:, :, : shared.length][first_U] for x in (keys_B_K_C_D, values_B_K_C_D))
+        scores = torch.cat(
+            [
+                shared.apart(shared.together(q_B_K_R_D) @ keys_U_K_P_D.transpose(-1, -2)),
+                q_B_K_R_D @ keys_B_K_C_D[:, :, own].transpose(-1, -2),
+            ],
+            -1,
+        )
+        weights_B_K_R_L = scores.mul_(heads.scale).add_(self._bias_B_1_1_L).softmax(-1)
+        of_prompt, of_own = weights_B_K_R_L[..., : shared.length], weights_B_K_R_L[..., own]
+        out_B_K_R_D = shared.apart(shared.together(of_prompt) @ values_U_K_P_D)
+        return out_B_K_R_D.add_(of_own @ values_B_K_C_D[:, :, own]).flatten(1, 2)
 
 
 class KVBlocks:

@@ -20,6 +20,7 @@ from tests.unit.sampler_service.serving import (
     request,
     serving,
 )
+from tinsmith.modeling.kv_cache import SharedPrompts
 from tinsmith.rpc.errors import NotReady, ServiceError, VersionNotLoaded
 
 SHAPES = {
@@ -142,6 +143,29 @@ async def test_short_prompts_that_overtake_a_long_one_change_nobodys_tokens(mode
         together = await asyncio.gather(*(generation.result() for generation in generations))
     for one, other in zip(alone, together, strict=True):
         assert [s.tokens for s in one.sequences] == [s.tokens for s in other.sequences]
+
+
+async def test_samples_that_share_a_long_prompt_are_the_models_own(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    of = SharedPrompts.of
+    monkeypatch.setattr(SharedPrompts, "of", lambda *args: made.append(args[1]) or of(*args))
+    async with serving(model_folder) as engine:
+        asked = [
+            request(prompt(40 + 9 * n, seed=n), num_samples=4 - n, max_tokens=10 + 3 * n, seed=n) for n in range(2)
+        ]
+        together = await asyncio.gather(
+            *[generation.result() for generation in [await engine.submit(one) for one in asked]]
+        )
+        alone = await generate(engine, asked[0].prompt, max_tokens=10, seed=0)
+    assert 40 in made
+    assert together[0].sequences[0].tokens == alone.sequences[0].tokens
+    for one, result in zip(asked, together, strict=True):
+        for sequence in result.sequences:
+            logits = plain_logits(model_folder, [*one.prompt, *sequence.tokens])[len(one.prompt) - 1 : -1]
+            expected = logits.log_softmax(-1).gather(-1, torch.tensor(sequence.tokens)[:, None])[:, 0]
+            np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-4)
 
 
 async def test_seeds_reproduce_and_samples_differ(model_folder: Path) -> None:
