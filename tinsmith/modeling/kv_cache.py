@@ -3,8 +3,8 @@
 Lanes 0 .. n-1 are the running ones, so that a decode step reads the cache as one view, without gathering: whoever frees
 a lane moves the last one into its place. All lanes have one capacity, which grows with the longest.
 
-Shapes: S lanes, C capacity, B decoding rows, N query heads, K key/value heads, D head dimension, T packed tokens, L keys,
-U groups of rows that share a prompt, M rows of the largest group, R query heads of one key/value head, P shared keys.
+Shapes: S lanes, C capacity, B decoding rows, N query heads, K key/value heads, D head dimension, T packed tokens, L
+keys, U groups of rows that share a prompt, M rows of the largest group, R query heads of a key/value head, P shared keys.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class SharedPrompts:
-    """Groups of decoding rows, such as the samples of one request, that have the same first keys and values: one product
+    """Groups of decoding rows that have the same first keys and values, such as the samples of one request: one product
     reads those of a group once. Every decoding row is in a group."""
 
     length: int
