@@ -4,7 +4,8 @@ Lanes 0 .. n-1 are the running ones, so that a decode step reads the cache as on
 a lane moves the last one into its place. All lanes have one capacity, which grows with the longest.
 
 Shapes: S lanes, C capacity, B decoding rows, N query heads, K key/value heads, D head dimension, T packed tokens, L
-keys, U groups of rows that share a prompt, M rows of the largest group, R query heads of a key/value head, P shared keys.
+keys, U groups of rows that share a prompt, M rows of the largest group, R query heads of a key/value head, P shared
+keys.
 """
 
 from __future__ import annotations
