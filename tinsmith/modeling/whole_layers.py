@@ -214,7 +214,8 @@ def take_over(decoder: nn.Module, layers: Sequence[nn.Module], active: ActiveRun
 def _decode(own: Any, decoder: Any, *, input_ids: Tensor, position_ids: Tensor, layout: Any, **kwargs: Any) -> Any:
     if type(layout) is not Packed and torch.is_grad_enabled():
         return own(input_ids=input_ids, position_ids=position_ids, layout=layout, **kwargs)
-    return BaseModelOutputWithPast(last_hidden_state=_through(decoder, input_ids, position_ids, layout))
+    hidden: Any = _through(decoder, input_ids, position_ids, layout)  # transformers names a type of its own here
+    return BaseModelOutputWithPast(last_hidden_state=hidden)
 
 
 def _through(decoder: Any, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:

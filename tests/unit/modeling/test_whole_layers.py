@@ -50,8 +50,8 @@ def passed(base: BaseModel, runs: list[Run]) -> list[Tensor]:
 
 
 def own_code(base: BaseModel) -> None:
-    for layer in base.layers:
-        layer.__dict__.pop("forward", None)
+    for module in (base.decoder, *base.layers):
+        module.__dict__.pop("forward", None)
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -65,13 +65,14 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_whole_layers_equal_their_own_code(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     base = base_of(kind, **KINDS[kind])
-    assert all("forward" in layer.__dict__ for layer in base.layers)
+    assert all("forward" in module.__dict__ for module in (base.decoder, *base.layers))
     same_rank = [adapter(base, n, rank=4) for n in range(2)]
     other = adapter(base, 2, rank=3, train_mlp=False)
     runs = {
         "one": [Run(same_rank[0], slice(0, T))],
         "alike": [Run(one, slice(7 * n, 7 * n + 7)) for n, one in enumerate(same_rank)],
         "others": [Run(same_rank[0], slice(2, 9)), Run(other, slice(17, T))],
+        "few": [Run(same_rank[0], slice(0, 7), PassGradient(same_rank[0]))],
         "by number": [Run(other, torch.tensor([3, 1, 30]))],
     }
     calls: list[int] = []
@@ -123,8 +124,16 @@ def test_a_layer_that_only_looks_alike_keeps_its_own_code(monkeypatch: pytest.Mo
     kind = type(base.layers[0])
     forward = kind.forward
     monkeypatch.setattr(kind, "forward", lambda self, hidden_states, **kw: 1.001 * forward(self, hidden_states, **kw))
-    assert whole_layers.take_over(base.layers, ActiveRuns()) == 0
+    assert whole_layers.take_over(base.decoder, base.layers, ActiveRuns()) == 0
     monkeypatch.setattr(kind, "forward", lambda self, hidden_states, **kw: forward(self, hidden_states.detach(), **kw))
-    assert whole_layers.take_over(base.layers, ActiveRuns()) == 0
+    assert whole_layers.take_over(base.decoder, base.layers, ActiveRuns()) == 0
     monkeypatch.undo()
-    assert whole_layers.take_over(base.layers, base.active) == 2
+    assert whole_layers.take_over(base.decoder, base.layers, base.active) == 2
+
+
+def test_a_decoder_that_does_more_around_its_layers_keeps_its_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = base_of("qwen3")
+    own_code(base)
+    monkeypatch.setattr(type(base.decoder), "forward", lambda self, **kw: (1.001 * kw["position_ids"][..., None],))
+    assert whole_layers.take_over(base.decoder, base.layers, base.active) == 2
+    assert "forward" not in base.decoder.__dict__
