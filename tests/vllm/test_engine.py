@@ -395,9 +395,10 @@ async def test_a_generation_that_follows_a_run_goes_on_with_its_newer_version(
             wanted = floats(scored.prompt_logprobs)[start : start + count]
             np.testing.assert_allclose(logprobs[start - 40 : start - 40 + count], wanted, atol=TOLERANCE)
             start += count
-    alone = sample(tokens_of(40, 8), version_id="run@1", seed=5, max_tokens=4)
-    first = ints((await torch_sample(torch_engine, alone)).sequences[0].tokens)
-    assert ints(result.sequences[0].tokens)[:4] == first
+    sequence = result.sequences[0]
+    count = sequence.version_spans[0].num_tokens
+    alone = sample(tokens_of(40, 8), version_id="run@1", seed=5, max_tokens=count)
+    assert ints(sequence.tokens)[:count] == ints((await torch_sample(torch_engine, alone)).sequences[0].tokens)
 
 
 async def test_a_move_between_equal_versions_changes_no_token(service: Service, torch_engine: TorchEngine) -> None:
