@@ -154,6 +154,7 @@ def test_whatever_changes_an_engine_is_done_on_every_rank() -> None:
         "begin",  # computes nothing
         "forward_backward",  # begin, run and finish
         "capture",  # reads
+        "weights",
         "check_trainable",
         # What a plan or the settings say, the same on every rank:
         "token_budget",
