@@ -138,6 +138,7 @@ class Gateway:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.futures.close()
+        await self.samples.close()
         await self.inflight.close()
         await self.clients.close()
         with contextlib.suppress(SQLAlchemyError):

@@ -45,7 +45,9 @@ logger = logging.getLogger(__name__)
 
 KIND = "asample"
 _TOP_UP_S = 10.0
-"""Between two attempts to give a version to those that lack it."""
+"""Between two attempts to give a version to those that lack it; twice that after another one so soon, and so on: they
+may have no room for all that is sampled."""
+_MAX_TOP_UP_S = 600.0
 _MAX_TOPPED_UP = 4096
 
 
@@ -105,9 +107,14 @@ class Samples:
         self._records = records
         self._metrics = metrics
         self._publishing: dict[str, asyncio.Task[None]] = {}
-        self._topped_up: dict[str, float] = {}
-        """When a version was last published to those that lacked it; the oldest first."""
+        self._topped_up: dict[str, tuple[float, float]] = {}
+        """When a version was last published to those that lacked it, and for how long it is not again."""
         self._background: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
 
     def check_capacity(self) -> None:
         """Raises OutOfCapacity when too many samples are in work; cheap, to be asked before the body is read."""
@@ -196,7 +203,7 @@ class Samples:
         self, pending: Pending, request: sampler_pb2.SampleRequest, replica: Replica
     ) -> sampler_pb2.SampleResponse:
         pending.progress.active("the sampler is working on it")
-        pending.ask = lambda: _ask(replica, pending.request_id)
+        pending.ask = lambda: _ask(replica, pending)
         try:
             call = replica.stub.Sample(request, metadata=((REQUEST_ID_METADATA, pending.request_id),))
             with self._clients.samplers.holding(replica, call, weight=request.num_samples):
@@ -226,9 +233,13 @@ class Samples:
         """Has the version published to replicas that lack it where others hold it; nobody waits for that."""
         version_id, now = session.version_id, time.monotonic()
         lacking = self._clients.samplers.lacking(session.base_model, version_id)
-        if not lacking or version_id in self._publishing or now < self._topped_up.get(version_id, 0.0) + _TOP_UP_S:
+        if not lacking or version_id in self._publishing:
             return
-        self._topped_up[version_id] = now
+        last, pause_s = self._topped_up.get(version_id, (-_MAX_TOP_UP_S, 0.0))
+        if now < last + pause_s:
+            return
+        again_soon = now < last + 2 * pause_s
+        self._topped_up[version_id] = (now, min(2 * pause_s, _MAX_TOP_UP_S) if again_soon else _TOP_UP_S)
         while len(self._topped_up) > _MAX_TOPPED_UP:
             del self._topped_up[next(iter(self._topped_up))]
         addresses = ", ".join(replica.address for replica in lacking)
@@ -282,6 +293,10 @@ class Samples:
         logger.info("published %s of %s again", session.version_id, location)
 
 
-async def _ask(replica: Replica, request_id: str) -> types_pb2.QueueStatus:
-    reply = await replica.stub.DescribeRequest(sampler_pb2.DescribeRequestRequest(request_id=request_id))
-    return reply.status
+async def _ask(replica: Replica, pending: Pending) -> types_pb2.QueueStatus:
+    """Raises TimeoutError at once where nothing answers."""
+    if replica.state != "serving":
+        pending.progress.paused("the sampler does not answer")
+        raise TimeoutError
+    request = sampler_pb2.DescribeRequestRequest(request_id=pending.request_id)
+    return (await replica.stub.DescribeRequest(request)).status

@@ -68,6 +68,7 @@ class Proxy:
 
     async def stop(self) -> None:
         self._server.close()
+        await asyncio.sleep(0.01)  # what was accepted last has begun then
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -91,7 +92,7 @@ class Pair:
         self.stack.sampler_ports = [proxy.port for proxy in self.proxies]
         await self.stack.trainer_backend.start()
         self.stack.sampler_backend.server = self.backends[0].server  # so that the start waits for a sampler
-        await self.stack.start_gateway(sampler_timeout_s=0.3)
+        await self.stack.start_gateway(sampler_timeout_s=0.3, long_poll_s=1.0)
         await until(lambda: len(self.replicas.usable(BASE_MODEL)) == 2)
 
     async def stop(self) -> None:
@@ -144,7 +145,9 @@ def body(sampler_id: str, seq_id: int, tokens: list[int], **fields: Any) -> dict
 
 
 async def answered(client: Client, receipt: Any) -> sampler_pb2.SampleResponse:
-    response = sampler_pb2.SampleResponse.FromString(await client.result(receipt))
+    while "protobuf" not in (reply := await client.poll(receipt["request_id"])).headers["content-type"]:
+        assert reply.json()["type"] == "try_again", reply.text
+    response = sampler_pb2.SampleResponse.FromString(reply.content)
     assert len(response.sequences) == 2
     return response
 
@@ -214,6 +217,8 @@ async def test_a_silent_sampler_keeps_its_work_where_no_other_is(pair: Pair, cli
     await until(lambda: pair.asked()[0] == 1)
     pair.proxies[0].thawed.clear()
     await until(lambda: not pair.replicas.usable(BASE_MODEL))
+    waiting = (await client.poll(receipt["request_id"])).json()
+    assert (waiting["queue_state"], waiting["queue_state_reason"]) == ("paused_capacity", "the sampler does not answer")
     pair.samplers[0].go.set()
     pair.proxies[0].thawed.set()
     await answered(client, receipt)
