@@ -19,7 +19,7 @@ from sampler_service.engine import Delta, Result
 from sampler_service.lanes import Lanes
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.sampling import draw, scaled_logprobs, uniforms
-from sampler_service.scheduler import Job, Scheduler
+from sampler_service.scheduler import PASSING, Job, Scheduler
 from sampler_service.scoring import not_finite
 from sampler_service.sizing import Sizes
 from sampler_service.speed import Speed
@@ -63,7 +63,7 @@ class Batcher:
         self.base = base
         self.parameters = Parameters(base)
         self.lanes = Lanes(
-            max_lanes=max_running,
+            max_lanes=max_running + PASSING,
             max_tokens=sizes.max_kv_tokens,
             bytes_per_token=sizes.bytes_per_token,
             prefix_bytes=sizes.prefix_cache_bytes,

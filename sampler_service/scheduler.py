@@ -3,7 +3,8 @@
 Its promises: requests get their room in the order in which they came; what is admitted has its room in the cache, so
 that a sequence with max_tokens is never interrupted; a prompt is computed in pieces, beside the running sequences. A
 quarter of each step's prompt tokens is for short prompts that have room: they do not wait until long ones before them
-are computed, which lose that share of a step and nothing else.
+are computed, which lose that share of a step and nothing else. A short prompt that is only scored, or draws one token,
+needs its lane for one step: it does not wait for the running sequences to end.
 
 A sequence without max_tokens may reach the context's end, and mostly stops long before. It starts with a modest
 reservation that grows as it goes; when there is no room to grow, the youngest such sequence gives its place back and
@@ -28,6 +29,9 @@ HEADROOM = 256
 
 SHORT_SHARE = 4
 """One part in so many of a step's prompt tokens is for short prompts."""
+
+PASSING = 4
+"""Lanes beyond those of running sequences, for prompts that stay for one step."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +62,11 @@ class Sequence(Generic[Owner]):
     def need(self) -> int:
         """Cached tokens to reserve when it is admitted."""
         return self.max_length if self.bounded else min(self.max_length, self.length + HEADROOM)
+
+    @property
+    def passes(self) -> bool:
+        """It ends with the token that its prompt gives."""
+        return self.max_length <= self.length + 1
 
 
 @dataclass(slots=True, eq=False)
@@ -123,7 +132,8 @@ class Scheduler(Generic[Owner]):
         lane = len(self.running)
         partial, self.partial = self.partial, None
         held = [] if partial is None else [partial]
-        admitted = deque([*self._overtaking(held), *held])
+        passing = self._passing(held)
+        admitted = deque([*passing, *self._overtaking([*held, *passing]), *held])
         while budget > 0:
             job = admitted.popleft() if admitted else self._admit(pieces)
             if job is None:
@@ -138,6 +148,24 @@ class Scheduler(Generic[Owner]):
                 self.partial = job
         return pieces
 
+    def _passing(self, held: list[Job[Owner]]) -> list[Job[Owner]]:
+        """Short jobs of one step, admitted although those before them wait for room."""
+        ahead = [sequence for job in held for sequence in job.sequences]
+        if not self.waiting or self._has_room(self.waiting[0], ahead):
+            return []
+        budget = self.tokens_per_step // SHORT_SHARE
+        chosen: list[Job[Owner]] = []
+        for job in self.waiting:
+            if len(chosen) == PASSING:
+                break
+            passes = len(job.sequences) == 1 and job.sequences[0].passes
+            if passes and job.length <= budget and self._has_room(job, ahead, more_lanes=PASSING):
+                budget -= job.length
+                ahead += job.sequences
+                chosen.append(job)
+        self._take(chosen)
+        return chosen
+
     def _overtaking(self, held: list[Job[Owner]]) -> list[Job[Owner]]:
         """Short jobs that go before longer ones, admitted; there is room for those ahead of them as well."""
         budget = self.tokens_per_step // SHORT_SHARE
@@ -151,10 +179,13 @@ class Scheduler(Generic[Owner]):
             if job.length <= budget:
                 budget -= job.length
                 chosen.append(job)
+        self._take(chosen)
+        return chosen
+
+    def _take(self, chosen: list[Job[Owner]]) -> None:
         for job in chosen:
             self.waiting.remove(job)
             self._reserve(job)
-        return chosen
 
     def _more_than_a_step(self, held: list[Job[Owner]]) -> bool:
         pending = 0
@@ -173,13 +204,13 @@ class Scheduler(Generic[Owner]):
         self._reserve(job)
         return job
 
-    def _has_room(self, job: Job[Owner], ahead: Iterable[Sequence[Owner]]) -> bool:
+    def _has_room(self, job: Job[Owner], ahead: Iterable[Sequence[Owner]], *, more_lanes: int = 0) -> bool:
         """Beside the running sequences and those `ahead`, which have or will get their room."""
         active = [*self.running, *ahead]
         lanes = len(active) + len(job.sequences)
         longest = max(sequence.need for sequence in job.sequences)
         capacity = max([longest, *(sequence.reserved or sequence.need for sequence in active)])
-        return lanes <= self.max_running and lanes * capacity <= self.max_kv_tokens
+        return lanes <= self.max_running + more_lanes and lanes * capacity <= self.max_kv_tokens
 
     def _reserve(self, job: Job[Owner]) -> None:
         for sequence in job.sequences:

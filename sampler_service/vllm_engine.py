@@ -32,6 +32,7 @@ from sampler_service.leads import Leads, is_newer
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.queue_status import status_of
 from sampler_service.sampling import stream_keys
+from sampler_service.scheduler import PASSING
 from sampler_service.scheduler import Sequence as RunningSequence
 from sampler_service.scoring import PromptScorer, not_finite, wants_scores
 from sampler_service.self_check import Comparison
@@ -174,8 +175,12 @@ class VllmEngine:
         ]
         self._tasks[task] = None
         self._count_waiting(1)
-        self._queue.extend(task.sequences)
-        self._admit()
+        first, *others = task.sequences
+        if first.passes and not others and len(self._runs) < self._config.max_running + PASSING:
+            self._begin(first)  # it need not wait for running ones to end
+        else:
+            self._queue.extend(task.sequences)
+            self._admit()
         return generation
 
     def describe(self, request_id: str) -> QueueStatus | None:

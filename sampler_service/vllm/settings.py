@@ -6,6 +6,7 @@ import os
 from importlib.util import find_spec
 
 from sampler_service.config import SamplerConfig
+from sampler_service.scheduler import PASSING
 from sampler_service.vllm.reference import Reference
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -60,8 +61,8 @@ def engine_args(config: SamplerConfig, reference: Reference) -> dict[str, object
         "kv_cache_memory_bytes": num_blocks * BLOCK_TOKENS * sizes.bytes_per_token,
         "gpu_memory_utilization": round(0.9 * reference.memory_share, 2),
         "enforce_eager": on_cpu,  # compiled, it starts minutes later and decodes 5 % faster
-        "max_num_seqs": config.max_running,
-        "max_num_batched_tokens": max(sizes.tokens_per_step, config.max_running),
+        "max_num_seqs": config.max_running + PASSING,
+        "max_num_batched_tokens": max(sizes.tokens_per_step, config.max_running + PASSING),
         "enable_prefix_caching": sizes.prefix_cache_bytes > 0,
         "max_logprobs": -1,
         "enable_lora": bool(reference.targets),

@@ -298,6 +298,20 @@ async def test_more_samples_than_places_run_in_turns(model_folder: Path) -> None
     np.testing.assert_allclose(narrow.prompt.logprobs, wide.prompt.logprobs, atol=1e-5)
 
 
+async def test_scores_of_a_prompt_do_not_wait_for_a_full_batch(model_folder: Path) -> None:
+    async with serving(model_folder) as engine:
+        alone = await generate(engine, prompt(12), max_tokens=1, seed=1, prompt_logprobs=True)
+    async with serving(model_folder, max_running=2, max_kv_tokens=2048) as engine:
+        running = await engine.submit(request(prompt(6), num_samples=2, max_tokens=240, seed=1), stream=True)
+        waiting = await engine.submit(request(prompt(6), num_samples=2, max_tokens=240, seed=1))
+        scored = await generate(engine, prompt(12), max_tokens=1, seed=1, prompt_logprobs=True)
+        assert metric(engine, "running_sequences") == 2
+        assert metric(engine, "waiting_requests") == 1
+        one, other = await running.result(), await waiting.result()
+    assert [s.tokens for s in one.sequences] == [s.tokens for s in other.sequences]
+    np.testing.assert_allclose(scored.prompt.logprobs, alone.prompt.logprobs, atol=1e-5)
+
+
 async def test_streaming_gives_the_result_piece_by_piece(model_folder: Path) -> None:
     async with serving(model_folder) as engine:
         generation = await engine.submit(request(prompt(6), num_samples=3, max_tokens=9, seed=1), stream=True)

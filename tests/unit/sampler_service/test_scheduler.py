@@ -149,3 +149,23 @@ def test_a_job_starts_behind_what_need_not_be_computed_also_when_it_takes_severa
     s.running.extend(one.job.sequences[:1])
     (rest,) = s.plan()
     assert (rest.start, rest.length, rest.job.lane, rest.came_from) == (131, 69, 1, 2)
+
+
+def test_a_short_prompt_of_one_token_passes_a_full_batch_and_those_that_wait_for_it() -> None:
+    s = scheduler(job("full", 10, samples=4), max_running=4)
+    begin(s)
+    s.waiting.extend([job("waits", 10), *(job(f"scored {n}", 8, max_tokens=1) for n in range(5))])
+    s.waiting.append(job("long", 90, max_tokens=1))
+    s.waiting.append(job("several", 8, samples=2, max_tokens=1))
+    assert [(name, lane) for name, _, _, lane in begin(s)] == [("scored 0", 4), ("scored 1", 5), ("scored 2", 6)]
+    del s.running[4:]
+    assert [piece.job.owner for piece in s.plan()] == ["scored 3", "scored 4"]
+    assert [one.owner for one in s.waiting] == ["waits", "long", "several"]
+    assert s.plan() == []
+
+
+def test_what_passes_needs_room_in_the_cache() -> None:
+    s = scheduler(job("full", 10, samples=4), max_running=4, max_kv_tokens=80)
+    begin(s)
+    s.waiting.extend([job("waits", 10), job("scored", 8, max_tokens=1)])
+    assert s.plan() == []
