@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -20,17 +18,10 @@ import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.integration.examples import BASE_MODEL
+from tinsmith.cli.ports import free_ports
 
 START_LIMIT_S = 120.0
 _LOG_LINES_SHOWN = 60
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 def wait_until(holds: Callable[[], bool], *, what: str, limit_s: float = 60.0) -> float:

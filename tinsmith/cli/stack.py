@@ -13,15 +13,14 @@ import hashlib
 import json
 import os
 import re
-import socket
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from tinsmith.cli.base_models import BaseModel, UsageError
+from tinsmith.cli.ports import free_ports
 from tinsmith.cli.supervisor import Service
 from tinsmith.rpc.channel import connect, wait_serving
 
@@ -117,7 +116,7 @@ class Stack:
 
     def groups(self) -> list[Group]:
         """With ports that the kernel says are free."""
-        free = iter(_free_ports(2 * (1 + self.num_samplers) * len(self.models)))
+        free = iter(free_ports(2 * (1 + self.num_samplers) * len(self.models)))
         groups = []
         for number, model in enumerate(self.models, start=1):
             suffix = f"-{number}" if len(self.models) > 1 else ""
@@ -246,15 +245,6 @@ def _folder_name(model: BaseModel) -> str:
     """The same at every start with these weights, whatever else is served beside them."""
     readable = re.sub(r"[^\w.-]+", "-", Path(model.source).name)
     return f"{readable}-{hashlib.sha256(model.source.encode()).hexdigest()[:8]}"
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports on 127.0.0.1 that are free now and all different."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 async def _wait_grpc(address: str) -> None:

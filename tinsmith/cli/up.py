@@ -20,6 +20,7 @@ from typing import IO, TYPE_CHECKING
 
 from tinsmith.cli.base_models import BaseModel, UsageError, parse
 from tinsmith.cli.child import die_with_parent
+from tinsmith.cli.ports import free_ports
 from tinsmith.cli.stack import Keys, Stack, divide_cores, usable_cores
 from tinsmith.cli.supervisor import supervise
 from tinsmith.rpc.auth import is_loopback
@@ -157,11 +158,12 @@ def _check_port(host: str, port: int) -> int:
     if not 0 <= port <= 65535:
         raise UsageError(f"--port: {port} is not in 0 to 65535")
     try:
+        port = port or free_ports(1)[0]
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the gateway does: TIME_WAIT is no obstacle
             probe.bind(address)
-            return probe.getsockname()[1]
+            return port
     except OSError as error:
         raise UsageError(f"--host {host} --port {port}: cannot listen there ({error}); try another --port") from None
 

@@ -6,8 +6,9 @@ every model, and tested; `tinsmith doctor` holds gradients against autograd for 
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -97,20 +98,28 @@ class Probe:
                 with adapted(model, adapter):
                     self.groups[group] = _plain(model, tokens)
 
-    @torch.no_grad()
     def gaps(self, base: BaseModel) -> Gaps:
-        """Of the packed forward pass: the base model's, and all groups' adapters in one batch."""
+        """Of the packed forward pass: the base model's, and all groups' adapters in one batch.
+
+        The worse one of training and generation, which go through code of their own (whole_layers.py, generation.py).
+        """
         self._move(base.device)
-        packed = self._packed(base, [])
         starts = [sum(_LENGTHS[:n]) for n in range(len(_LENGTHS) + 1)]
         rows = {group: slice(starts[n], starts[n + 1]) for n, group in enumerate(GROUPS)}
         runs = [Run(adapter, rows[group]) for group, adapter in self.adapters.items()]
-        mixed = self._packed(base, runs)
+        passes = []
+        for training in (False, True):
+            with torch.set_grad_enabled(training):
+                passes.append((self._packed(base, []).detach(), self._packed(base, runs).detach()))
         # Rounding may choose another expert for a token, whose logprobs are then others altogether.
         usual = base.dtype != torch.float32 and any(target.num_experts is not None for target in base.targets)
+        plain = torch.cat(list(self.base))
         return Gaps(
-            _gap(packed, torch.cat(list(self.base)), usual=usual),
-            {group: _gap(mixed[rows[group]], theirs, usual=usual) for group, theirs in self.groups.items()},
+            _worst(_gap(packed, plain, usual=usual) for packed, _ in passes),
+            {
+                group: _worst(_gap(mixed[rows[group]], theirs, usual=usual) for _, mixed in passes)
+                for group, theirs in self.groups.items()
+            },
             {group: _gap(theirs, self.base[GROUPS.index(group)], usual=usual) for group, theirs in self.groups.items()},
         )
 
@@ -152,6 +161,11 @@ def _gap(ours_T_V: Tensor, theirs_T_V: Tensor, *, usual: bool) -> float:
     """The largest one of any token, or of the token in the middle. What is computed wrongly is wrong for most."""
     gaps_T = (ours_T_V.log_softmax(-1) - theirs_T_V.log_softmax(-1)).abs().amax(-1)
     return (gaps_T.median() if usual else gaps_T.max()).item()
+
+
+def _worst(gaps: Iterable[float]) -> float:
+    """The largest, or NaN."""
+    return max(gaps, key=lambda gap: (math.isnan(gap), gap))
 
 
 def _ends(targets: Sequence[Target]) -> list[Target]:

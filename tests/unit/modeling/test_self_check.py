@@ -1,5 +1,6 @@
 """What the check at load finds: adapters of a group that the packed forward pass computes wrongly."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,12 @@ from transformers import AutoModelForCausalLM
 
 from tests.models import VOCAB_SIZE
 from tests.oracle import Oracle
+from tinsmith.modeling import base_model, whole_layers
 from tinsmith.modeling.adapter import GROUPS, Group
 from tinsmith.modeling.base_model import BaseModel
-from tinsmith.modeling.lora import LoraLinear
+from tinsmith.modeling.generation import Joined
+from tinsmith.modeling.lora import LoraLinear, Run
+from tinsmith.modeling.projections import Share
 from tinsmith.modeling.reference import adapted
 from tinsmith.modeling.self_check import Gaps, only, random_adapter
 from tinsmith.rpc.errors import Unsupported
@@ -41,7 +45,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> BaseModel:
     return BaseModel.load(folder, device=CPU, dtype=dtype)
 
 
-def lose_adapters_of(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+def lose_in_own_code(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     """As if the layers with this in their names had not been replaced."""
     forward = LoraLinear.forward
 
@@ -51,13 +55,40 @@ def lose_adapters_of(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
         return forward(self, x)
 
     monkeypatch.setattr(LoraLinear, "forward", plain)
+    monkeypatch.setattr(base_model, "take_over", lambda *_: 0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def lose_in_training(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    shares_of = whole_layers.shares_of
+
+    def without(runs: Sequence[Run], names: Sequence[str]) -> list[Share]:
+        return shares_of(runs, [f"{name} is lost" if part in name else name for name in names])
+
+    monkeypatch.setattr(whole_layers, "shares_of", without)
+
+
+def lose_in_generation(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    call = Joined.__call__
+
+    def without(self: Joined, x: torch.Tensor, runs: Sequence[Run]) -> torch.Tensor:
+        return call(self, x, [] if any(part in layer.name for layer in self.layers) else runs)
+
+    monkeypatch.setattr(Joined, "__call__", without)
+
+
+LOSSES = [lose_in_own_code, lose_in_training, lose_in_generation]
+
+
+@pytest.mark.parametrize(
+    ("lose", "dtype"), [*((lose, torch.float32) for lose in LOSSES), (lose_in_own_code, torch.bfloat16)]
+)
 def test_a_group_whose_adapters_are_lost_is_refused_by_name_and_the_others_are_not(
-    model_folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+    model_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lose: Callable[[pytest.MonkeyPatch, str], None],
+    dtype: torch.dtype,
 ) -> None:
-    lose_adapters_of(monkeypatch, "mlp")
+    lose(monkeypatch, "mlp")
     base = load(model_folder, dtype)
     assert base.groups == ["attn", "unembed"]
     assert {target.group for target in base.targets} == {"attn", "unembed"}
@@ -73,8 +104,11 @@ def test_a_gap_as_large_as_what_the_adapter_does_refuses_the_group_within_any_to
     assert set(Gaps(0.0, {"attn": float("nan")}, {"attn": 1.0}).refused(0.5)) == {"attn"}
 
 
-def test_one_layer_of_many_is_enough_to_refuse_its_group(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lose_adapters_of(monkeypatch, "1.self_attn.o_proj")
+@pytest.mark.parametrize("lose", LOSSES)
+def test_one_layer_of_many_is_enough_to_refuse_its_group(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, lose: Callable[[pytest.MonkeyPatch, str], None]
+) -> None:
+    lose(monkeypatch, "1.self_attn.o_proj")
     assert load(model_folder).groups == ["mlp", "unembed"]
 
 

@@ -36,7 +36,10 @@ def test_a_service_never_imports_another(service: str) -> None:
     code = (
         f"import importlib, pkgutil, sys, {service}\n"
         f"for m in pkgutil.walk_packages({service}.__path__, '{service}.'):\n"
-        "    if '.migrations' not in m.name: importlib.import_module(m.name)\n"
+        "    if '.migrations' in m.name: continue\n"
+        "    try: importlib.import_module(m.name)\n"
+        "    except ModuleNotFoundError as error:\n"
+        "        if error.name != 'vllm': raise\n"  # what runs inside vLLM
         f"print(*sorted({others!r} & set(sys.modules)))"
     )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()

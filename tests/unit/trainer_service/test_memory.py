@@ -81,4 +81,4 @@ def test_logits_of_a_long_batch_never_exist_at_once(base: BaseModel, monkeypatch
         with Allocations() as allocations:
             run(engine, "m", loss)
         elements = one.num_tokens * base.vocab_size
-        assert allocations.largest_bytes < 4 * elements / 3  # that of [T, intermediate] is a quarter of it
+        assert allocations.largest_bytes < 4 * elements * 2 / 3  # that of [T, 2 intermediate] is half of it
