@@ -200,10 +200,6 @@ def sample_request(body: schemas.Sample, *, version_id: str) -> sampler_pb2.Samp
             raise Unsupported(f"{field}: a sample names its weights by sampling_session_id only")
     last_n = body.prompt_logprobs_last_n
     target = body.target_prompt_logprobs
-    counts = {
-        field: check_int32(getattr(body, field), field=field)
-        for field in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k")
-    }
     return sampler_pb2.SampleRequest(
         version_id=version_id,
         prompt=[chunk(value, field=f"prompt.chunks[{i}]") for i, value in enumerate(body.prompt.chunks)],
@@ -212,7 +208,9 @@ def sample_request(body: schemas.Sample, *, version_id: str) -> sampler_pb2.Samp
         prompt_logprobs=bool(body.prompt_logprobs),
         prompt_logprobs_last_n=None if last_n is None else check_int32(last_n, field="prompt_logprobs_last_n"),
         target_prompt_logprobs=None if target is None else tensor(target, field="target_prompt_logprobs"),
-        **counts,
+        topk_prompt_logprobs=check_int32(body.topk_prompt_logprobs, field="topk_prompt_logprobs"),
+        topk_sample_logprobs=check_int32(body.topk_sample_logprobs, field="topk_sample_logprobs"),
+        prompt_alt_tokens_k=check_int32(body.prompt_alt_tokens_k, field="prompt_alt_tokens_k"),
     )
 
 

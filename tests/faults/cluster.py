@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, Any, Self
 
 import grpc
 import httpx
@@ -85,7 +85,7 @@ class Process:
 
     def is_serving(self) -> bool:
         with grpc.insecure_channel(self.address) as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
+            stub: Any = health_pb2_grpc.HealthStub(channel)  # its methods are made at run time
             try:
                 reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=1.0)
             except grpc.RpcError:

@@ -88,6 +88,9 @@ class GenerationLayer:
     def is_current(self) -> bool:
         return self._qkv.is_current
 
+    def turned_by(self, angles: Tensor) -> bool:
+        return self._whole.turned_by(angles)
+
     def run(self, x_T_H: Tensor, cos_T_1_D: Tensor, sin_T_1_D: Tensor, layout: Layout, runs: Sequence[Run]) -> Tensor:
         """The layer's output [T, H]."""
         whole = self._whole
@@ -117,7 +120,9 @@ def generate(
 ) -> Tensor:
     """A decoder layer's forward, which goes through its own code wherever this one does not serve."""
     groups_or_calls = active.groups is not None or active.calls is not None
-    if position_embeddings is None or args or groups_or_calls or torch.is_grad_enabled() or not layer.is_current:
+    turns = position_embeddings is not None and layer.turned_by(position_embeddings[0])
+    if not turns or args or groups_or_calls or torch.is_grad_enabled() or not layer.is_current:
         return own(hidden_states, *args, position_embeddings=position_embeddings, layout=layout, **kwargs)
+    assert position_embeddings is not None
     cos, sin = (angles.transpose(0, 1) for angles in position_embeddings)
     return layer.run(hidden_states[0], cos, sin, layout, active.runs)[None]

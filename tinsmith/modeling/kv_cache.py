@@ -211,7 +211,9 @@ class Cached:
             ],
             -1,
         )
-        weights_B_K_R_L = scores.mul_(heads.scale).add_(self._bias_B_1_1_L).softmax(-1)
+        # In float32, as attention does it elsewhere.
+        scores = scores.float().mul_(heads.scale).add_(self._bias_B_1_1_L)
+        weights_B_K_R_L = scores.softmax(-1).to(values_B_K_C_D.dtype)
         of_prompt, of_own = weights_B_K_R_L[..., : shared.length], weights_B_K_R_L[..., own]
         out_B_K_R_D = shared.apart(shared.together(of_prompt) @ values_U_K_P_D)
         return out_B_K_R_D.add_(of_own @ values_B_K_C_D[:, :, own]).flatten(1, 2)

@@ -83,6 +83,10 @@ class WholeLayer:
     gate_up: _Joint
     down: _Joint
 
+    def turned_by(self, angles: Tensor) -> bool:
+        """False where only a part of each head turns, which is for the layer's own code."""
+        return angles.shape[-1] == self.head_dim
+
     def run(self, x_T_H: Tensor, cos_T_1_D: Tensor, sin_T_1_D: Tensor, layout: Packed, runs: Sequence[Run]) -> Tensor:
         """The layer's output [T, H]."""
         qkv, out, gate_up, down = (one.shares(runs) for one in (self.qkv, self.out, self.gate_up, self.down))
@@ -240,7 +244,7 @@ def _is_plain(decoder: nn.Module, layers: Sequence[nn.Module]) -> bool:
     try:
         ours = _through(decoder, tokens, positions, Packed([2, 2]))
         theirs = decoder(input_ids=tokens, position_ids=positions, use_cache=False, layout=Packed([2, 2]))[0]
-    except (TypeError, RuntimeError, AttributeError):
+    except (TypeError, ValueError, RuntimeError, AttributeError):
         return False
     return _near(ours, theirs)
 
@@ -256,8 +260,10 @@ def _forward(
     **kwargs: Any,
 ) -> Tensor:
     plain = type(layout) is Packed and layout.flash is None and active.groups is None and active.calls is None
-    if args or position_embeddings is None or not plain or not torch.is_grad_enabled():
+    turns = position_embeddings is not None and whole.turned_by(position_embeddings[0])
+    if args or not turns or not plain or not torch.is_grad_enabled():
         return own(hidden_states, *args, position_embeddings=position_embeddings, layout=layout, **kwargs)
+    assert position_embeddings is not None
     cos, sin = (angles.transpose(0, 1) for angles in position_embeddings)
     return whole.run(hidden_states[0], cos, sin, layout, active.runs)[None]
 
@@ -344,7 +350,7 @@ def _tried(whole: WholeLayer, layer: nn.Module) -> WholeLayer | None:
             ours = whole.run(x, cos.transpose(0, 1), sin.transpose(0, 1), layout.packed, [])
             grad = torch.randn(ours.shape, generator=generator, dtype=like.dtype)
             pairs = [(ours, theirs), tuple(torch.autograd.grad(y, x, grad)[0] for y in (ours, theirs))]
-        except (TypeError, RuntimeError, AttributeError):
+        except (TypeError, ValueError, RuntimeError, AttributeError):
             return None  # it asks for something else, or gives it
     return whole if all(_near(mine, other) for mine, other in pairs) else None
 

@@ -58,6 +58,7 @@ SPARSE: dict[str, dict[str, Any]] = {
     "GraniteMoe": EXPERTS,
     # Shared experts, and a dense layer before the sparse one:
     "Qwen2Moe": {**EXPERTS, "shared_expert_intermediate_size": 32, "mlp_only_layers": [0]},
+    "Glm4Moe": {**ROUTED, "n_shared_experts": 1, "partial_rotary_factor": 0.5},
     "DeepseekV3": {
         **ROUTED, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16,
         "v_head_dim": 16, "num_key_value_heads": 4,
