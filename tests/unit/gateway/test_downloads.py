@@ -25,7 +25,7 @@ async def external(client: Client, name: str = "x") -> str:
 
 async def fetch(url: str, *, method: str = "GET") -> httpx.Response:
     """As the CLI does it: without any header of ours."""
-    async with httpx.AsyncClient() as plain:
+    async with httpx.AsyncClient(timeout=30) as plain:
         return await plain.request(method, url)
 
 
@@ -145,5 +145,5 @@ async def test_gateways_behind_one_database_accept_each_others_addresses(stack: 
 async def test_a_download_whose_trainer_is_away_is_answered_at_once(stack: Stack, client: Client) -> None:
     url = (await ask(client, "GET", await external(client), "external_weights_urls"))["urls"]["adapter_config.json"]
     await stack.trainer_backend.stop()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         assert (await fetch(url)).status_code == 503
