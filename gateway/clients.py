@@ -18,7 +18,7 @@ import grpc.aio
 from gateway.metrics import Metrics
 from gateway.replicas import Replica, Replicas
 from tinsmith.rpc.channel import connect
-from tinsmith.rpc.errors import InvalidRequest, NotReady
+from tinsmith.rpc.errors import EngineDead, InvalidRequest, NotReady, ServiceError, from_rpc_error
 from tinsmith.rpc.logs import REQUEST_ID_METADATA
 from tinsmith.v1 import sampler_pb2, trainer_pb2, trainer_pb2_grpc
 
@@ -40,6 +40,14 @@ _REPLIES: dict[str, Any] = {
 def is_lost(error: grpc.aio.AioRpcError) -> bool:
     """True when the service went away or is not ready: the call may be made again."""
     return error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+
+
+def meaning(error: grpc.aio.AioRpcError, *, lost: str = "") -> ServiceError:
+    """What a failed call means; NotReady, with the words `lost` where there are some, when the service is_lost."""
+    meant = from_rpc_error(error)
+    if not is_lost(error) or isinstance(meant, EngineDead):
+        return meant
+    return NotReady(lost or error.details() or "the service went away")
 
 
 class Trainer:

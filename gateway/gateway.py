@@ -28,6 +28,7 @@ from gateway.ledger import Ledger
 from gateway.metrics import Metrics
 from gateway.openai.generator import Generator
 from gateway.operations import Operations
+from gateway.publishing import Publishing
 from gateway.reaper import Reaper
 from gateway.records import Records
 from gateway.results import Results
@@ -90,18 +91,19 @@ class Gateway:
             metrics=self.metrics,
             ledger=self.ledger,
         )
+        self.publishing = Publishing(self.clients, self.retirement)
         self.samples = Samples(
             config,
             clients=self.clients,
             futures=self.futures,
             inflight=self.inflight,
             records=self.records,
-            retirement=self.retirement,
+            publishing=self.publishing,
             ledger=self.ledger,
             metrics=self.metrics,
         )
         self.generator = Generator(
-            config, clients=self.clients, samples=self.samples, ledger=self.ledger, metrics=self.metrics
+            config, clients=self.clients, publishing=self.publishing, ledger=self.ledger, metrics=self.metrics
         )
         self.reaper = Reaper(
             config,
@@ -138,7 +140,7 @@ class Gateway:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.futures.close()
-        await self.samples.close()
+        await self.publishing.close()
         await self.inflight.close()
         await self.clients.close()
         with contextlib.suppress(SQLAlchemyError):

@@ -94,7 +94,8 @@ class Replicas:
         timeout_s: float = 3.0,
         load_factor: float = 1.25,
     ) -> None:
-        """`changed` is told of every replica that comes or goes. `load_factor`: see routing.choose."""
+        """`changed` is told of every replica that comes or goes, and of what they hold. `load_factor`: see
+        routing.choose."""
         self.all = [Replica(address, api_key=api_key) for address in addresses]
         self._changed = changed
         self._metrics = metrics
@@ -222,6 +223,18 @@ class Replicas:
         lacking = [replica for replica in usable if version_id and version_id not in replica.versions]
         return lacking if len(lacking) < len(usable) else []
 
+    def holders(self, base_model: str, version_id: str) -> list[Replica]:
+        """The usable ones that are known to hold a version."""
+        return [replica for replica in self.usable(base_model) if version_id in replica.versions]
+
+    def candidates(self, base_model: str, version_id: str) -> list[Replica]:
+        """Those that may be asked for a version, or for the base model: where some hold it, only those."""
+        return self.holders(base_model, version_id) or self.usable(base_model)
+
+    async def wait_for_holder(self, base_model: str, version_id: str) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.holders(base_model, version_id))
+
     async def wait(self, base_model: str) -> list[Replica]:
         """The usable ones, once there is one."""
         if usable := self.usable(base_model):
@@ -234,17 +247,16 @@ class Replicas:
     async def route(
         self, base_model: str, request: sampler_pb2.SampleRequest | None = None, *, avoid: Collection[Replica] = ()
     ) -> Replica:
-        """The replica for a request, or for no particular one; one to avoid only where there is no other. Waits until
-        there is one."""
-        usable = await self.wait(base_model)
-        candidates = [replica for replica in usable if replica not in avoid] or usable
+        """The replica for a request, or for no particular one; one to avoid only where no other may have it.
+        Waits until there is one."""
+        await self.wait(base_model)
+        version_id = "" if request is None else request.version_id
+        if version_id and len(self.usable(base_model)) > 1 and not self.holders(base_model, version_id):
+            await self.list_versions(base_model)
+        candidates = self.candidates(base_model, version_id) or await self.wait(base_model)
+        candidates = [replica for replica in candidates if replica not in avoid] or candidates
         if request is None:
             return min(candidates, key=lambda replica: replica.load)
-        version_id = request.version_id
-        if len(candidates) > 1 and version_id:
-            if not any(version_id in replica.versions for replica in candidates):
-                await self.list_versions(base_model)
-            candidates = [replica for replica in candidates if version_id in replica.versions] or candidates
         if len(candidates) == 1:
             return candidates[0]
         by_address = {replica.address: replica for replica in candidates}
@@ -275,3 +287,5 @@ class Replicas:
                 logger.debug("%s does not say what it holds: %s", replica.address, outcome.details())
             else:
                 raise outcome
+        async with self._changed:
+            self._changed.notify_all()

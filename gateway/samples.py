@@ -2,53 +2,45 @@
 
 A sample is a call to a sampler (replicas.py chooses which). When that goes away, or is full, another is tried, and when
 there is none it is waited for. A version that none holds is published to them by the trainer, once for all samples that
-want it; one that only some hold is sampled there, and meanwhile published to the others.
+want it (publishing.py); one that only some hold is sampled there, and meanwhile published to the others.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
 from dataclasses import dataclass
 from functools import partial
 
 import grpc.aio
 
 from gateway import json_forms
-from gateway.clients import Clients, is_lost
+from gateway.clients import Clients, meaning
 from gateway.config import GatewayConfig
-from gateway.futures import PROTOBUF, Answer, Futures, Pending, Progress
+from gateway.futures import PROTOBUF, Answer, Futures, Pending
 from gateway.inflight import Inflight
 from gateway.ledger import Ledger
 from gateway.metrics import Metrics
+from gateway.publishing import Publishing
 from gateway.records import Records
 from gateway.replicas import Replica, Replicas
 from gateway.reports import ran_of
-from gateway.retirement import Retirement
 from gateway.tables import SamplingSession
 from tinsmith.rpc.errors import (
     CheckpointNotFound,
-    FailedPrecondition,
+    EngineDead,
     NotReady,
     OutOfCapacity,
     SequenceConflict,
     ServiceError,
     VersionGone,
     VersionNotLoaded,
-    from_rpc_error,
 )
 from tinsmith.rpc.logs import REQUEST_ID_METADATA
-from tinsmith.v1 import sampler_pb2, trainer_pb2, types_pb2
-
-logger = logging.getLogger(__name__)
+from tinsmith.v1 import sampler_pb2, types_pb2
 
 KIND = "asample"
-_TOP_UP_S = 10.0
-"""Between two attempts to give a version to those that lack it; twice that after another one so soon, and so on: they
-may have no room for all that is sampled."""
-_MAX_TOP_UP_S = 600.0
-_MAX_TOPPED_UP = 4096
+_MAX_DEATHS = 5
+"""Engines that may die with a request in work, before it is thought to be what kills them."""
 
 
 @dataclass(slots=True)
@@ -63,26 +55,48 @@ class Pause:
 
 
 class Tries:
-    """Where one request goes, try after try: to another replica at once, and when all were tried, after a pause."""
+    """Where one request goes, try after try: to another replica that may have it at once, and when all were tried,
+    after a pause."""
 
     def __init__(self, replicas: Replicas, base_model: str) -> None:
         self._replicas = replicas
         self._base_model = base_model
         self._replica: Replica | None = None
+        self._version_id = ""
         self._in_vain: set[Replica] = set()
+        self._dead: set[str] = set()
+        """Boots of samplers whose engine has died."""
+        self._was_provided = False
         self._pause = Pause()
 
     async def route(self, request: sampler_pb2.SampleRequest | None) -> Replica:
+        self._version_id = "" if request is None else request.version_id
         self._replica = await self._replicas.route(self._base_model, request, avoid=self._in_vain)
         return self._replica
+
+    def died(self, error: EngineDead) -> None:
+        """The engine of the last try has died. Raises ServiceError when too many have."""
+        if self._replica is not None and self._replica.info is not None:
+            self._dead.add(self._replica.info.boot_id)
+        if len(self._dead) >= _MAX_DEATHS:
+            raise ServiceError(
+                f"{len(self._dead)} engines have died with this request in work, so it is not sent again; "
+                f"the last: {error.message}"
+            )
 
     async def next(self) -> None:
         """The last try was in vain."""
         if self._replica is not None:
             self._in_vain.add(self._replica)
-        if self._in_vain.issuperset(self._replicas.usable(self._base_model)):
+        if self._in_vain.issuperset(self._replicas.candidates(self._base_model, self._version_id)):
             self._in_vain.clear()
             await self._pause.wait()
+
+    async def provided(self) -> None:
+        """The last try found no version, and by now one has it: no pause, unless that has helped nothing before."""
+        if self._was_provided:
+            await self._pause.wait()
+        self._was_provided = True
 
 
 class Samples:
@@ -94,27 +108,18 @@ class Samples:
         futures: Futures,
         inflight: Inflight,
         records: Records,
-        retirement: Retirement,
+        publishing: Publishing,
         ledger: Ledger,
         metrics: Metrics,
     ) -> None:
         self._config = config
-        self._retirement = retirement
+        self._publishing = publishing
         self._ledger = ledger
         self._clients = clients
         self._futures = futures
         self._inflight = inflight
         self._records = records
         self._metrics = metrics
-        self._publishing: dict[str, asyncio.Task[None]] = {}
-        self._topped_up: dict[str, tuple[float, float]] = {}
-        """When a version was last published to those that lacked it, and for how long it is not again."""
-        self._background: set[asyncio.Task[None]] = set()
-
-    async def close(self) -> None:
-        for task in self._background:
-            task.cancel()
-        await asyncio.gather(*self._background, return_exceptions=True)
 
     def check_capacity(self) -> None:
         """Raises OutOfCapacity when too many samples are in work; cheap, to be asked before the body is read."""
@@ -181,21 +186,25 @@ class Samples:
             if not self._clients.samplers.usable(session.base_model):
                 pending.progress.paused("the sampler is unreachable")
             replica = await tries.route(request)
-            self.top_up(drawn_from)
+            self._publishing.top_up(drawn_from)
             try:
                 return await self._call(pending, request, replica)
-            except NotReady:
+            except NotReady as error:
                 self._clients.samplers.lost(replica)
                 pending.progress.paused("the sampler is unreachable")
+                if isinstance(error, EngineDead):
+                    tries.died(error)
             except OutOfCapacity as error:
                 pending.progress.paused(f"the sampler is full: {error.message}")
             except VersionNotLoaded:
                 try:
-                    if await self.provide(drawn_from, replica, progress=pending.progress):
+                    if await self._provide(pending, drawn_from, replica):
+                        await tries.provided()
                         continue
                 except (CheckpointNotFound, VersionGone):
                     if (await self._inflight.resolve(session)).version_id == drawn_from.version_id:
                         raise
+                    await tries.provided()
                     continue  # an inflight sampler has moved on, and what it has left is gone
             await tries.next()
 
@@ -212,85 +221,16 @@ class Samples:
             return response
         except grpc.aio.AioRpcError as error:
             pending.ran = ran_of(error.trailing_metadata())
-            raise NotReady(error.details() or "") if is_lost(error) else from_rpc_error(error) from error
+            raise meaning(error) from error
         finally:
             pending.ask = None
 
-    async def provide(self, session: SamplingSession, replica: Replica, *, progress: Progress) -> bool:
-        """After VERSION_NOT_LOADED from a replica: True once one is known to hold the session's version, published if
-        need be; False when none can have it now. Raises what the trainer says when it never will."""
-        samplers = self._clients.samplers
-        replica.versions.discard(session.version_id)
-        if samplers.lacking(session.base_model, session.version_id):
-            return True  # others hold it
-        if not await self.publish(session, progress=progress):
-            return False
-        await samplers.list_versions(session.base_model)
-        usable = samplers.usable(session.base_model)
-        return any(session.version_id in replica.versions for replica in usable)
-
-    def top_up(self, session: SamplingSession) -> None:
-        """Has the version published to replicas that lack it where others hold it; nobody waits for that."""
-        version_id, now = session.version_id, time.monotonic()
-        lacking = self._clients.samplers.lacking(session.base_model, version_id)
-        if not lacking or version_id in self._publishing:
-            return
-        last, pause_s = self._topped_up.get(version_id, (-_MAX_TOP_UP_S, 0.0))
-        if now < last + pause_s:
-            return
-        again_soon = now < last + 2 * pause_s
-        self._topped_up[version_id] = (now, min(2 * pause_s, _MAX_TOP_UP_S) if again_soon else _TOP_UP_S)
-        while len(self._topped_up) > _MAX_TOPPED_UP:
-            del self._topped_up[next(iter(self._topped_up))]
-        addresses = ", ".join(replica.address for replica in lacking)
-        task = asyncio.create_task(self._top_up(session, addresses))
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-
-    async def _top_up(self, session: SamplingSession, addresses: str) -> None:
+    async def _provide(self, pending: Pending, session: SamplingSession, replica: Replica) -> bool:
+        pending.ask = lambda: self._publishing.describe(session.base_model, pending.progress)
         try:
-            if await self.publish(session, progress=Progress()):
-                await self._clients.samplers.list_versions(session.base_model)
-        except ServiceError as error:
-            logger.info("%s cannot be published to %s: %s", session.version_id, addresses, error.message)
-
-    async def publish(self, session: SamplingSession, *, progress: Progress) -> bool:
-        """Has the trainer send the session's version to the samplers; False when it cannot now.
-
-        Raises what the trainer says when it never will.
-        """
-        progress.active("publishing the weights to the sampler")
-        version_id = session.version_id
-        if not version_id:
-            raise FailedPrecondition("the sampler does not hold the base model that it names")
-        if version_id not in self._publishing:
-            task = asyncio.create_task(self._publish_once(session))
-            self._publishing[version_id] = task
-            task.add_done_callback(lambda _: self._publishing.pop(version_id))
-        try:
-            await asyncio.shield(self._publishing[version_id])
-        except (NotReady, OutOfCapacity) as error:
-            progress.paused(f"the weights cannot be published now: {error.message}")
-            return False
-        return True
-
-    async def _publish_once(self, session: SamplingSession) -> None:
-        try:
-            await self._publish_from(session.location, session)
-        except (CheckpointNotFound, VersionGone):  # it was deleted, has expired, or its path was used again
-            location = await self._retirement.find(session.location, session.version_id)
-            if location is None:
-                raise
-            await self._publish_from(location, session)
-
-    async def _publish_from(self, location: str, session: SamplingSession) -> None:
-        trainer = await self._clients.trainer(session.base_model)
-        request = trainer_pb2.PublishCheckpointRequest(location=location, version_id=session.version_id)
-        try:
-            await trainer.stub.PublishCheckpoint(request)
-        except grpc.aio.AioRpcError as error:
-            raise NotReady("the trainer is unreachable") if is_lost(error) else from_rpc_error(error) from error
-        logger.info("published %s of %s again", session.version_id, location)
+            return await self._publishing.provide(session, replica, progress=pending.progress)
+        finally:
+            pending.ask = None
 
 
 async def _ask(replica: Replica, pending: Pending) -> types_pb2.QueueStatus:

@@ -15,17 +15,18 @@ from typing import Any, TypeVar
 
 import grpc.aio
 
-from gateway.clients import Clients, is_lost
+from gateway.clients import Clients, is_lost, meaning
 from gateway.config import GatewayConfig
 from gateway.futures import Progress
 from gateway.ledger import Ledger
 from gateway.metrics import Metrics
 from gateway.openai.resumption import resumed, with_seed
 from gateway.openai.text import Vocabulary
+from gateway.publishing import Publishing
 from gateway.replicas import Replica
-from gateway.samples import Samples, Tries
+from gateway.samples import Tries
 from gateway.tables import SamplingSession
-from tinsmith.rpc.errors import NotReady, OutOfCapacity, ServiceError, VersionNotLoaded, from_rpc_error
+from tinsmith.rpc.errors import EngineDead, NotReady, OutOfCapacity, ServiceError, VersionNotLoaded
 from tinsmith.rpc.logs import REQUEST_ID_METADATA
 from tinsmith.v1 import sampler_pb2 as pb
 
@@ -61,11 +62,11 @@ class TokenizerInfo:
 
 class Generator:
     def __init__(
-        self, config: GatewayConfig, *, clients: Clients, samples: Samples, ledger: Ledger, metrics: Metrics
+        self, config: GatewayConfig, *, clients: Clients, publishing: Publishing, ledger: Ledger, metrics: Metrics
     ) -> None:
         self._config = config
         self._clients = clients
-        self._samples = samples
+        self._publishing = publishing
         self._ledger = ledger
         self._metrics = metrics
         self.known_versions: set[str] = set()
@@ -137,8 +138,10 @@ class Generator:
             opened.push_async_callback(rest.aclose)
             return _chain(first, rest)
 
-        async def again() -> AsyncIterator[pb.StreamSampleResponse]:
+        async def again(lost: NotReady) -> AsyncIterator[pb.StreamSampleResponse]:
             await opened.aclose()
+            if isinstance(lost, EngineDead):
+                tries.died(lost)
             await tries.next()
             return await begin()
 
@@ -218,10 +221,9 @@ class Generator:
             with samplers.holding(replica, call, weight=weight):
                 yield
         except grpc.aio.AioRpcError as error:
-            if not is_lost(error):
-                raise from_rpc_error(error) from error
-            samplers.lost(replica)
-            raise NotReady(error.details() or "the sampler went away") from error
+            if is_lost(error):
+                samplers.lost(replica)
+            raise meaning(error, lost=error.details() or "the sampler went away") from error
         except NotReady:
             samplers.lost(replica)
             raise
@@ -245,16 +247,19 @@ class Generator:
         while True:
             replica = await self._in_time(tries.route(request), source)
             if request is not None:
-                self._samples.top_up(source.session())
+                self._publishing.top_up(source.session())
             try:
                 return await call(replica)
             except (NotReady, OutOfCapacity, VersionNotLoaded) as error:
                 cause = error
+                if isinstance(error, EngineDead):
+                    tries.died(error)
             remaining_s = give_up_at - time.monotonic()
             if isinstance(cause, VersionNotLoaded):
                 provided = await self._provide(source, replica, timeout_s=remaining_s)
                 cause = NotReady(f"the weights of {source.name} cannot be sent to the sampler now; try again")
                 if provided and remaining_s > 0:
+                    await tries.provided()
                     continue
             if remaining_s <= 0:
                 raise cause
@@ -264,7 +269,7 @@ class Generator:
         """False when it cannot be done now. Raises what the trainer says when it never will."""
         try:
             async with asyncio.timeout(max(0.0, timeout_s)):
-                return await self._samples.provide(source.session(), replica, progress=Progress())
+                return await self._publishing.provide(source.session(), replica, progress=Progress())
         except TimeoutError:
             return False
 

@@ -16,8 +16,8 @@ from tinsmith.v1 import sampler_pb2 as pb
 _TOKEN_BYTES = 4
 _MAX_TRIES = 5
 
-Try = Callable[[], Awaitable[AsyncIterator[pb.StreamSampleResponse]]]
-"""Begins a stream; the iterator raises NotReady when the sampler is lost."""
+Try = Callable[[NotReady], Awaitable[AsyncIterator[pb.StreamSampleResponse]]]
+"""Begins a stream after another was lost, which is told; the iterator raises NotReady when the sampler is lost."""
 
 
 def with_seed(request: pb.SampleRequest) -> pb.SampleRequest:
@@ -53,10 +53,10 @@ async def resumed(
                 if len(known) < len(delta.tokens):
                     yield pb.StreamSampleResponse(delta=_after(delta, len(known) // _TOKEN_BYTES)) if known else piece
             return
-        except NotReady:
+        except NotReady as lost:
             if not num_left:
                 raise
-            pieces = await again()
+            pieces = await again(lost)
 
 
 def _check(before: bytes, now: bytes) -> None:

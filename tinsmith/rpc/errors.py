@@ -19,9 +19,9 @@ ServiceError                 INTERNAL             server
 ├── Unauthenticated          UNAUTHENTICATED      server   a gRPC call without a key; the gateway's own, for the SDK
 ├── OutOfCapacity            RESOURCE_EXHAUSTED   server   a queue, a cache or a disk is full
 ├── NotReady                 UNAVAILABLE          server   loading or draining
+│   └── EngineDead                                         the process is about to end, and to be started again
 ├── DataCorrupted            DATA_LOSS            server   a checksum does not match
-├── Cancelled                CANCELLED            server   the caller has left; nobody hears of it but the metrics
-└── EngineDead               INTERNAL             server   the process must be restarted
+└── Cancelled                CANCELLED            server   the caller has left; nobody hears of it but the metrics
 
 Category is what the Tinker SDK shows: "user" for the caller's mistake, "server" for ours, "unknown" for neither.
 """
@@ -124,16 +124,16 @@ class NotReady(ServiceError):
     code, reason = grpc.StatusCode.UNAVAILABLE, "NOT_READY"
 
 
+class EngineDead(NotReady):
+    reason = "ENGINE_DEAD"
+
+
 class DataCorrupted(ServiceError):
     code, reason = grpc.StatusCode.DATA_LOSS, "DATA_CORRUPTED"
 
 
 class Cancelled(ServiceError):
     code, reason = grpc.StatusCode.CANCELLED, "CANCELLED"
-
-
-class EngineDead(ServiceError):
-    reason = "ENGINE_DEAD"
 
 
 def _subclasses(cls: type[ServiceError]) -> list[type[ServiceError]]:

@@ -339,6 +339,8 @@ class FakeSampler(sampler_pb2_grpc.SamplerServiceServicer):
     def __init__(self) -> None:
         self.versions = {""}
         self.requests: list[sampler_pb2.SampleRequest] = []
+        self.refusals: list[ServiceError] = []
+        """What the next samples fail with."""
         self.moves: list[tuple[str, str]] = []
         """Runs and versions of MoveGenerations."""
         self.moved = asyncio.Event()
@@ -357,6 +359,8 @@ class FakeSampler(sampler_pb2_grpc.SamplerServiceServicer):
     async def Sample(self, request: Any, context: Any) -> Any:
         self.requests.append(request)
         self.called.set()
+        if self.refusals:
+            raise self.refusals.pop()
         if request.version_id not in self.versions:
             raise VersionNotLoaded(f"version {request.version_id} is not resident")
         try:

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from gateway.samples import Pause
 from tests.unit.gateway.stack import BASE_MODEL, Backend, Client, FakeSampler, Stack, sample_body
 from tests.unit.gateway.talking import TalkingSampler
 from tests.unit.gateway.test_sampling import sampler_of_a_save
-from tinsmith.rpc.errors import NotReady, OutOfCapacity
+from tinsmith.rpc.errors import EngineDead, NotReady, OutOfCapacity, VersionNotLoaded
 from tinsmith.v1 import sampler_pb2
 
 
@@ -254,6 +255,110 @@ async def test_a_full_sampler_leaves_its_requests_to_the_other(pair: Pair, clien
     assert pair.asked() == [0, 8]
 
 
+async def lacking_at(pair: Pair, client: Client, n: int) -> str:
+    """A sampling session whose version one of the two does not hold, and cannot get now."""
+
+    async def refuse(request: Any, context: Any) -> Any:
+        raise NotReady("the samplers cannot take it now")
+
+    pair.stack.trainer.PublishCheckpoint = refuse  # type: ignore[method-assign]
+    await pair.stack.trainer_backend.stop()
+    await pair.stack.trainer_backend.start()
+    sampler_id, _ = await sampler_of_a_save(client, await client.session())
+    pair.samplers[n].versions = {""}
+    await pair.replicas.list_versions(BASE_MODEL)
+    return sampler_id
+
+
+async def test_a_full_holder_is_asked_again_after_pauses_and_one_that_lacks_the_version_is_not(
+    pair: Pair, client: Client
+) -> None:
+    sampler_id = await lacking_at(pair, client, 1)
+    pair.samplers[0].refusals = [OutOfCapacity("the queue is full")] * 3
+    await answered(client, await client.call("asample", body(sampler_id, 0, [1] * 40)))
+    assert pair.asked() == [4, 0]
+
+
+async def test_a_version_that_is_said_to_be_there_and_is_not_is_asked_for_with_pauses(
+    pair: Pair, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses = []
+
+    async def wait(pause: Pause) -> None:
+        pauses.append(pause.next_s)
+
+    monkeypatch.setattr(Pause, "wait", wait)
+    sampler_id, _ = await sampler_of_a_save(client, await client.session())
+    for sampler in pair.samplers:
+        sampler.refusals = [VersionNotLoaded("it has just been evicted")] * 2
+    await answered(client, await client.call("asample", body(sampler_id, 0, [1] * 40)))
+    tries = sum(pair.asked())
+    assert len(pauses) >= tries - 2  # the first is at once
+
+
+@pytest.mark.parametrize("num_samplers", [1, 2])
+async def test_what_an_engine_had_that_died_is_sent_again(pair: Pair, client: Client, num_samplers: int) -> None:
+    if num_samplers == 1:
+        await pair.backends[1].stop()
+        await until(lambda: len(pair.replicas.usable(BASE_MODEL)) == 1)
+    sampler_id = await client.sampling_session(await client.session())
+    # The channel itself makes a call three times.
+    pair.samplers[0].refusals = [EngineDead("the engine has died")] * 4
+    receipts = [await client.call("asample", body(sampler_id, n, [n] * 40)) for n in range(8)]
+    for receipt in receipts:
+        await answered(client, receipt)
+    assert pair.samplers[0].refusals == []
+
+
+async def test_a_request_that_kills_every_engine_is_given_up(pair: Pair, client: Client) -> None:
+    class Deadly(list[Any]):
+        """Each death is that of another process."""
+
+        def pop(self, index: Any = -1) -> Any:
+            for replica in pair.replicas.all:
+                replica.info.boot_id += "+"
+            return EngineDead("an illegal memory access")
+
+    sampler_id = await client.sampling_session(await client.session())
+    for sampler in pair.samplers:
+        sampler.refusals = Deadly([None])
+    failure = await client.result(await client.call("asample", body(sampler_id, 0, [1] * 40)))
+    assert "5 engines have died with this request" in failure["error"]
+    assert "an illegal memory access" in failure["error"]
+    assert failure["category"] == "server"
+
+
+async def test_who_waits_for_a_silent_trainer_says_so_and_goes_on_when_a_holder_is_back(
+    pair: Pair, client: Client
+) -> None:
+    sampler_id, _ = await sampler_of_a_save(client, await client.session())
+    pair.samplers[1].versions = {""}
+    await pair.replicas.list_versions(BASE_MODEL)
+
+    async def never(request: Any, context: Any) -> Any:
+        await asyncio.Event().wait()
+
+    trainer = pair.stack.trainer
+    trainer.PublishCheckpoint = never  # type: ignore[method-assign]
+    await pair.stack.trainer_backend.stop()
+    await pair.stack.trainer_backend.start()
+    pair.proxies[0].thawed.clear()
+    await until(lambda: len(pair.replicas.usable(BASE_MODEL)) == 1)
+    receipt = await client.call("asample", body(sampler_id, 0, [1] * 40))
+    waiting = (await client.poll(receipt["request_id"])).json()
+    assert waiting["queue_state"] == "active"
+    assert waiting["queue_state_reason"] == "publishing the weights to the sampler"
+    trainer.GetTrainerInfo = never  # type: ignore[method-assign]
+    await pair.stack.trainer_backend.stop()
+    await pair.stack.trainer_backend.start()
+    waiting = (await client.poll(receipt["request_id"])).json()
+    assert waiting["queue_state"] == "paused_capacity"
+    assert "the trainer does not answer" in waiting["queue_state_reason"]
+    pair.proxies[0].thawed.set()
+    await answered(client, receipt)
+    assert pair.asked()[0] == 1
+
+
 async def test_a_version_is_sampled_where_it_is_and_published_to_who_lacks_it(pair: Pair, client: Client) -> None:
     sampler_id, _ = await sampler_of_a_save(client, await client.session())
     version_id = next(iter(pair.samplers[0].versions - {""}))
@@ -321,13 +426,13 @@ def text_of(events: list[Any], *, index: int = 0) -> str:
     return "".join(choice["text"] for choice in choices if choice["index"] == index)
 
 
-@pytest.mark.parametrize("how", ["lost", "silent"])
+@pytest.mark.parametrize("how", ["lost", "dead", "silent"])
 async def test_a_stream_goes_on_at_another_sampler_where_it_was(talkers: Pair, how: str) -> None:
     undisturbed = await events(talkers, n=2)
     first = next(sampler for sampler in talkers.samplers if sampler.requests)
     n, other = talkers.samplers.index(first), talkers.samplers[1 - talkers.samplers.index(first)]
-    if how == "lost":
-        first.error, first.error_after = NotReady("going down"), 4
+    if how != "silent":
+        first.error, first.error_after = (NotReady if how == "lost" else EngineDead)("going down"), 4
         streamed = await events(talkers, n=2)
     else:
         first.pauses = True
