@@ -3,7 +3,7 @@
     python benchmarks/bench_publish.py --size small
 
 A sampler service is started; this process is the trainer's end of the weight channel (WeightSender). One publish is the
-four verbs: announce, buckets, checksum, the version visible. What is measured:
+verbs: announce, buckets, checksum, the version visible. What is measured:
 
 - all weights of the model, by shared memory and by gloo, each against one broadcast of as many bytes from this process
   to another one by gloo, and nothing else. They take turns, round by round.
@@ -116,8 +116,9 @@ class Bench:
     async def publish(self, weights: Adapter | TrainedWeights, *, channel: Channel) -> str:
         self._num_published += 1
         version_id = f"m@{self._num_published}"
-        published = await self.senders[channel].publish(Version(version_id, str(self.folder), weights))
-        assert len(published.members) == 1
+        sender = self.senders[channel]
+        published = await sender.publish(Version(version_id, str(self.folder), weights))
+        assert await sender.confirm(version_id, published.members) == published.members
         return version_id
 
     def request(self, version_id: str, *, tokens: int, seed: int) -> pb.SampleRequest:

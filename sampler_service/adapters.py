@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 from collections.abc import Callable
@@ -13,6 +14,9 @@ from tinsmith.rpc.errors import AlreadyExists, InvalidRequest, OutOfCapacity, Ve
 
 logger = logging.getLogger(__name__)
 
+PROBATION_S = 60.0
+"""A version that is not confirmed in this time is dropped."""
+
 
 @dataclass(slots=True, eq=False)
 class Version:
@@ -20,6 +24,8 @@ class Version:
     weights: Weights
     namespace: int
     """Of its keys and values in the prefix cache: another one at each installation. 0 is the base model's."""
+    on_probation: bool = False
+    """Hidden from all but those who ask for it as such."""
     num_running: int = 0
     """Generations that use it now."""
 
@@ -28,33 +34,34 @@ class AdapterStore:
     """Belongs to one thread, the event loop's. A version in use is never evicted."""
 
     def __init__(self, *, max_bytes: int, on_gone: Callable[[Version], None]) -> None:
-        """`on_gone` hears of a version that is neither visible nor in use any more."""
+        """`on_gone` hears of a version that is neither resident nor in use any more."""
         self.max_bytes = max_bytes
         self._on_gone = on_gone
         self._namespaces = itertools.count(1)
-        self._visible: dict[str, Version] = {}
+        self._resident: dict[str, Version] = {}
         """Least recently used first."""
         self._leaving: list[Version] = []
         """Removed, and still in use."""
 
     @property
     def num_bytes(self) -> int:
-        return sum(version.weights.num_bytes for version in [*self._visible.values(), *self._leaving])
+        return sum(version.weights.num_bytes for version in [*self._resident.values(), *self._leaving])
 
     def __contains__(self, version_id: str) -> bool:
-        return version_id in self._visible
+        """Whether it is visible."""
+        version = self._resident.get(version_id)
+        return version is not None and not version.on_probation
 
     def check(self, version_id: str) -> None:
         """Raises VersionNotLoaded."""
         if version_id not in self:
-            raise VersionNotLoaded(
-                f"version {version_id!r} is not loaded on this sampler; publish it again", version_id=version_id
-            )
+            raise _not_loaded(version_id)
 
-    def acquire(self, version_id: str) -> Version:
-        """Counts one more user. Raises VersionNotLoaded."""
-        self.check(version_id)
-        version = self._visible[version_id] = self._visible.pop(version_id)
+    def acquire(self, version_id: str, *, on_probation: bool = False) -> Version:
+        """Counts one more user, of a version that may be `on_probation`. Raises VersionNotLoaded."""
+        if not (version_id in self or (on_probation and version_id in self._resident)):
+            raise _not_loaded(version_id)
+        version = self._resident[version_id] = self._resident.pop(version_id)
         version.num_running += 1
         return version
 
@@ -67,17 +74,18 @@ class AdapterStore:
     def make_room(self, version_id: str, num_bytes: int) -> list[Weights]:
         """Evicts what must go before so many bytes come in, and returns it: nobody uses it any more.
 
-        Raises AlreadyExists, OutOfCapacity while those in use leave no room, InvalidRequest if it is too large; then
-        nothing is evicted.
+        What is there of the same version, on probation, is dropped. Raises AlreadyExists, OutOfCapacity while those in
+        use leave no room, InvalidRequest if it is too large; then nothing is evicted.
         """
-        if version_id in self._visible:
+        if version_id in self:
             raise AlreadyExists(f"version {version_id!r} is resident already", version_id=version_id)
+        self.remove(version_id)
         if num_bytes > self.max_bytes:
             raise InvalidRequest(
                 f"version {version_id!r} needs {num_bytes} bytes, above this sampler's adapter_memory_bytes "
                 f"{self.max_bytes}: it can never be served"
             )
-        in_use = [version for version in [*self._visible.values(), *self._leaving] if version.num_running]
+        in_use = [version for version in [*self._resident.values(), *self._leaving] if version.num_running]
         used = sum(version.weights.num_bytes for version in in_use)
         if used + num_bytes > self.max_bytes:
             raise OutOfCapacity(
@@ -86,22 +94,39 @@ class AdapterStore:
             )
 
         evicted = []
-        for version in [version for version in self._visible.values() if version.num_running == 0]:
+        for version in [version for version in self._resident.values() if version.num_running == 0]:
             if self.num_bytes + num_bytes <= self.max_bytes:
                 break
-            del self._visible[version.version_id]
+            del self._resident[version.version_id]
             self._on_gone(version)
             evicted.append(version.weights)
             logger.info("evicted version %s to make room for %s", version.version_id, version_id)
         return evicted
 
-    def install(self, version_id: str, weights: Weights) -> None:
-        """Raises as make_room does, with nothing changed."""
+    def install(self, version_id: str, weights: Weights, *, on_probation: bool = False) -> None:
+        """Raises as make_room does, with nothing changed.
+
+        `on_probation`: hidden until it is confirmed, and dropped after PROBATION_S; needs a running event loop.
+        """
         self.make_room(version_id, weights.num_bytes)
-        self._visible[version_id] = Version(version_id, weights, next(self._namespaces))
+        version = Version(version_id, weights, next(self._namespaces), on_probation)
+        self._resident[version_id] = version
+        if on_probation:
+            asyncio.get_running_loop().call_later(PROBATION_S, self._expire, version)
+
+    def confirm(self, version_id: str) -> None:
+        """Makes a version visible. Raises VersionNotLoaded."""
+        if version_id not in self._resident:
+            raise _not_loaded(version_id)
+        self._resident[version_id].on_probation = False
+
+    def _expire(self, version: Version) -> None:
+        if version.on_probation and self._resident.get(version.version_id) is version:
+            logger.warning("dropped version %s: it was not confirmed in %g s", version.version_id, PROBATION_S)
+            self.remove(version.version_id)
 
     def remove(self, version_id: str) -> None:
-        version = self._visible.pop(version_id, None)
+        version = self._resident.pop(version_id, None)
         if version is None:
             return
         if version.num_running:
@@ -110,7 +135,15 @@ class AdapterStore:
             self._on_gone(version)
 
     def versions(self) -> list[VersionInfo]:
+        """Visible ones, by id."""
         return [
             VersionInfo(version_id, version.weights.config, version.weights.num_bytes, version.num_running)
-            for version_id, version in sorted(self._visible.items())
+            for version_id, version in sorted(self._resident.items())
+            if not version.on_probation
         ]
+
+
+def _not_loaded(version_id: str) -> VersionNotLoaded:
+    return VersionNotLoaded(
+        f"version {version_id!r} is not loaded on this sampler; publish it again", version_id=version_id
+    )

@@ -89,7 +89,11 @@ class Batcher:
     def add(self, jobs: Sequence[Job[Task]]) -> None:
         """The jobs of one request."""
         self._tasks[jobs[0].owner] = None
-        self.scheduler.waiting.extend(jobs)
+        waiting = self.scheduler.waiting
+        if jobs[0].owner.request.on_probation:  # a publish waits for it
+            waiting.extendleft(reversed(jobs))
+        else:
+            waiting.extend(jobs)
 
     @torch.inference_mode()
     def cancel(self, task: Task, outcome: ServiceError) -> None:

@@ -44,6 +44,7 @@ def request_from_proto(message: pb.SampleRequest) -> Request:
         targets=_targets(message.target_prompt_logprobs, length=len(prompt)) if has_targets else None,
         prompt_alt_tokens_k=message.prompt_alt_tokens_k,
         follow_run=message.follow_run,
+        on_probation=message.on_probation,
     )
 
 

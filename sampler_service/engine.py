@@ -72,6 +72,8 @@ class Request:
     prompt_alt_tokens_k: int = 0
     follow_run: str = ""
     """The run whose newest version it moves to between tokens; empty: it keeps its version to the end."""
+    on_probation: bool = False
+    """The version may be on probation, and a full queue is no reason to refuse the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,8 +292,15 @@ class SamplingEngine(Protocol):
         """
         ...
 
-    async def install(self, version_id: str, weights: Weights) -> None:
-        """Makes a version visible to the next request; running ones keep theirs. The weights are the engine's now."""
+    async def install(self, version_id: str, weights: Weights, *, on_probation: bool = False) -> None:
+        """Makes a version visible to the next request; running ones keep theirs. The weights are the engine's now.
+
+        `on_probation`: only to requests that ask for it as such, until it is confirmed; for a minute at most.
+        """
+        ...
+
+    def confirm(self, version_id: str) -> None:
+        """Makes a version on probation visible to all. Raises VersionNotLoaded."""
         ...
 
     def remove(self, version_id: str) -> None:

@@ -123,10 +123,10 @@ class TorchEngine:
         self.limits.check(request)
         stop = await self._stops.rule(request.params.stop)
         self._check_alive()
-        if self._num_waiting >= self._config.max_waiting:
+        if self._num_waiting >= self._config.max_waiting and not request.on_probation:
             raise OutOfCapacity(f"{self._num_waiting} requests wait already, the most that max_waiting allows")
         version_id = self._leads.first_version(request)
-        version = self._store.acquire(version_id) if version_id else None
+        version = self._store.acquire(version_id, on_probation=request.on_probation) if version_id else None
         seed = secrets.randbits(63) if request.params.seed is None else request.params.seed
         generation = Generation(stream=stream, on_cancel=lambda: self._cancel(task))
         task = Task(
@@ -156,11 +156,15 @@ class TorchEngine:
         self._count_versions()
         return evicted
 
-    async def install(self, version_id: str, weights: Weights) -> None:
+    async def install(self, version_id: str, weights: Weights, *, on_probation: bool = False) -> None:
         if weights.flat.device != self.base.device:
             flat = await in_thread(lambda: weights.flat.to(self.base.device))
             weights = weights.like(flat)
-        self._store.install(version_id, weights)
+        self._store.install(version_id, weights, on_probation=on_probation)
+        self._count_versions()
+
+    def confirm(self, version_id: str) -> None:
+        self._store.confirm(version_id)
         self._count_versions()
 
     def remove(self, version_id: str) -> None:
@@ -253,6 +257,7 @@ class TorchEngine:
 
     def _forget(self, version: Version) -> None:
         self._inbox.put(lambda: self._batcher.forget_version(version.namespace, version.weights))
+        self._count_versions()
 
     # The compute thread.
 

@@ -146,10 +146,10 @@ class VllmEngine:
         self.limits.check(request)
         stop = await self._stops.rule(request.params.stop)
         self._check_alive()
-        if self._num_waiting >= self._config.max_waiting:
+        if self._num_waiting >= self._config.max_waiting and not request.on_probation:
             raise OutOfCapacity(f"{self._num_waiting} requests wait already, the most that max_waiting allows")
         version_id = self._leads.first_version(request)
-        version = self._store.acquire(version_id) if version_id else None
+        version = self._store.acquire(version_id, on_probation=request.on_probation) if version_id else None
         seed = secrets.randbits(63) if request.params.seed is None else request.params.seed
         generation = Generation(stream=stream, on_cancel=lambda: self._cancel(task))
         task = Task(
@@ -176,7 +176,8 @@ class VllmEngine:
         self._tasks[task] = None
         self._count_waiting(1)
         first, *others = task.sequences
-        if first.passes and not others and len(self._runs) < self._config.max_running + PASSING:
+        has_place = request.on_probation or len(self._runs) < self._config.max_running + PASSING
+        if first.passes and not others and has_place:
             self._begin(first)  # it need not wait for running ones to end
         else:
             self._queue.extend(task.sequences)
@@ -198,7 +199,7 @@ class VllmEngine:
         self._count_versions()
         return []
 
-    async def install(self, version_id: str, weights: Weights) -> None:
+    async def install(self, version_id: str, weights: Weights, *, on_probation: bool = False) -> None:
         if not isinstance(weights, Adapter):
             self.full_weights(weights.flat)
             return
@@ -211,10 +212,14 @@ class VllmEngine:
             shared.close()
             raise
         try:
-            self._store.install(version_id, resident)
+            self._store.install(version_id, resident, on_probation=on_probation)
         except ServiceError:
             self._worker.forget(resident)
             raise
+        self._count_versions()
+
+    def confirm(self, version_id: str) -> None:
+        self._store.confirm(version_id)
         self._count_versions()
 
     def remove(self, version_id: str) -> None:
@@ -466,6 +471,7 @@ class VllmEngine:
     def _forget(self, version: Version) -> None:
         assert isinstance(version.weights, SharedAdapter)
         self._worker.forget(version.weights)
+        self._count_versions()
 
     def _count_waiting(self, change: int) -> None:
         self._num_waiting += change

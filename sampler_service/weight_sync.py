@@ -1,8 +1,8 @@
 """Receiving side of the weight channel.
 
 A trainer forms a group with its samplers (one for each trainer and epoch), announces a version, sends its buffer in
-buckets, and asks for it to be made visible. Whatever fails before that last step leaves nothing behind; after a failed
-transfer the group is dropped and the trainer forms the next epoch.
+buckets, and has it installed on probation; once it has been measured, it is confirmed. Whatever fails before that last
+step leaves nothing that is served; after a failed transfer the group is dropped and the trainer forms the next epoch.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
                     f"version {update.version_id!r}: the received buffer has checksum {update.received}, the sent one "
                     f"{request.checksum}"
                 )
-            await self.slot.get().install(update.version_id, update.weights)
+            await self.slot.get().install(update.version_id, update.weights, on_probation=True)
         except ServiceError as error:
             self.metrics.publishes.labels(error.reason).inc()
             raise
@@ -213,8 +213,13 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
             self._preparing = asyncio.create_task(self._prepare(update.weights.flat))
         self.metrics.publishes.labels("ok").inc()
         self.metrics.publish_time.observe(time.perf_counter() - update.started)
-        logger.info("version %s is visible (%d bytes)", update.version_id, update.weights.num_bytes)
+        logger.info("version %s is here, on probation (%d bytes)", update.version_id, update.weights.num_bytes)
         return pb.FinishWeightUpdateResponse(version_id=update.version_id)
+
+    async def ConfirmVersion(self, request: pb.ConfirmVersionRequest, context: Context) -> pb.ConfirmVersionResponse:
+        self.slot.get().confirm(request.version_id)
+        logger.info("version %s is visible", request.version_id)
+        return pb.ConfirmVersionResponse()
 
     def _link(self, request: _Verb) -> _Link:
         link = self._links.get(request.trainer_id)

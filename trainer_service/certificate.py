@@ -1,7 +1,8 @@
 """Publishing a version, and its certificate: how far every sampler that holds it is from the trainer.
 
 All score the canary: the trainer by the pass that trains, while the weights are on their way, the samplers by the call
-that serves clients. A gap above the limit refuses the version, or warns.
+that serves clients. Until then the version is on probation with them. A gap above the limit refuses it, or warns; a
+sampler that could not be measured does not serve it, unless gaps only warn.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
+from weakref import WeakValueDictionary
 
 import grpc
 import grpc.aio
@@ -47,10 +49,15 @@ class GapRule:
     timeout_s: float
     """Of scoring on one sampler. One that takes longer is not in the certificate."""
 
+    @property
+    def refuses(self) -> bool:
+        """Whether a version has to be measured before it is served."""
+        return self.limit > 0 and self.on_gap == "refuse"
+
 
 @dataclass(frozen=True, slots=True)
 class Certified:
-    """A version that samplers hold, unless it was refused."""
+    """A version that samplers serve, unless it was refused."""
 
     num_samplers: int
     certificate: PublishCertificate
@@ -86,6 +93,8 @@ class Publisher:
         self.sequences = sequences
         self._rule = rule
         self._metrics = metrics
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """By version: what is confirmed is what was measured, and not what another publish has brought meanwhile."""
 
     @property
     def has_samplers(self) -> bool:
@@ -94,10 +103,15 @@ class Publisher:
     async def publish(self, version: Version, scores: asyncio.Future[Scores]) -> Certified | None:
         """`scores` are the trainer's. Returns None when no sampler serves.
 
-        A version that is refused is on no sampler afterwards; `check` raises for its certificate. Raises what
-        WeightSender.publish raises, and what `scores` raises: then the version is on no sampler either.
+        A version that is refused is served by no sampler afterwards; `check` raises for its certificate. Raises what
+        WeightSender.publish raises, what `scores` raises, and NotReady when no sampler could be measured, or none has
+        confirmed: then no sampler serves the version either.
         """
         scores.add_done_callback(lambda ours: ours.cancelled() or ours.exception())  # perhaps nobody needs them
+        async with self._turns.setdefault(version.version_id, asyncio.Lock()):
+            return await self._publish(version, scores)
+
+    async def _publish(self, version: Version, scores: asyncio.Future[Scores]) -> Certified | None:
         published = await self.sender.publish(version)
         if not published.members:
             return None
@@ -108,12 +122,29 @@ class Publisher:
         except BaseException:
             await self.sender.remove(version.version_id)
             raise
-        await self._judge(certificate)
-        return Certified(len(published.members), certificate)
+        self._note(certificate)
+        if self._is_refused(certificate):
+            await self.sender.remove(version.version_id)
+            return Certified(0, certificate)
+        return await self._admit(certificate, published.members)
+
+    async def _admit(self, certificate: PublishCertificate, members: Collection[str]) -> Certified:
+        """Has the version confirmed: by those that were measured, or by all where that is no condition."""
+        if self._rule.refuses:
+            members = {gap.address for gap in certificate.samplers}
+        if not members:
+            raise NotReady(
+                f"{certificate.version_id} is not confirmed: no sampler could be measured within "
+                f"{self._rule.timeout_s:g} s"
+            )
+        serving = await self.sender.confirm(certificate.version_id, members)
+        if not serving:
+            raise NotReady(f"{certificate.version_id} was measured, and then no sampler has confirmed it")
+        return Certified(len(serving), certificate)
 
     def check(self, certificate: PublishCertificate, *, location: str) -> None:
         """Raises VersionRefused when that is what became of the version."""
-        if certificate.passed or self._rule.on_gap != "refuse":
+        if not self._is_refused(certificate):
             return
         worst = _worst(certificate)
         raise VersionRefused(
@@ -137,24 +168,27 @@ class Publisher:
             num_bytes=published.num_bytes,
             publish_seconds=published.seconds,
             limit=limit,
-            passed=all(gap.max_gap <= limit for gap in gaps) if limit else True,
+            passed=bool(gaps) and not (limit and any(gap.max_gap > limit for gap in gaps)),
             samplers=gaps,
             issued_at=time.time(),
         )
 
-    async def _judge(self, certificate: PublishCertificate) -> None:
+    def _is_refused(self, certificate: PublishCertificate) -> bool:
+        return self._rule.refuses and bool(certificate.samplers) and not certificate.passed
+
+    def _note(self, certificate: PublishCertificate) -> None:
         for gap in certificate.samplers:
             self._metrics.publish_gap.labels(gap.engine).observe(gap.max_gap)
-        refused = not certificate.passed and self._rule.on_gap == "refuse"
+        refused = self._is_refused(certificate)
         outcome = "passed" if certificate.passed else "refused" if refused else "warned"
         if not certificate.samplers:
             outcome = "unscored"
-        self._metrics.publish_certificates.labels(outcome).inc()
-        if not certificate.passed:
+            what = "served by none" if self._rule.refuses else "served all the same"
+            logger.warning("%s is %s: no sampler could be measured", certificate.version_id, what)
+        elif not certificate.passed:
             what = "refused" if refused else "served all the same"
             logger.warning("%s is %s: %s", certificate.version_id, what, _described(_worst(certificate)))
-        if refused:
-            await self.sender.remove(certificate.version_id)
+        self._metrics.publish_certificates.labels(outcome).inc()
 
     async def _measure(self, address: str, version_id: str) -> _Measured | None:
         """None for a sampler that does not answer, is too busy, or has let the version go by now."""
@@ -180,6 +214,7 @@ class Publisher:
             num_samples=1,
             sampling_params=sampler_pb2.SamplingParams(max_tokens=1, temperature=0, stop=sampler_pb2.StopCondition()),
             prompt_logprobs=True,
+            on_probation=True,
         )
         while True:
             try:

@@ -51,7 +51,9 @@ class Metrics:
             "publish_gap_nats", "Largest gap of a canary token, of one sampler and version.", _NATS, "engine"
         )
         self.publish_certificates = counter(
-            "publish_certificates", "Certificates: passed, warned, refused; unscored ones name no sampler.", "outcome"
+            "publish_certificates",
+            "Publishes: passed, warned, refused, or unscored: by no sampler.",
+            "outcome",
         )
         self.publish_bytes = counter("publish_bytes", "Adapter bytes broadcast, once for each publish.")
         self.publish_failures = counter("publish_failures", "Attempts to publish that failed.")

@@ -274,7 +274,7 @@ class Operations:
         state: State,
         scores: asyncio.Future[Scores],
     ) -> tuple[types_pb2.CheckpointInfo, Certified | None]:
-        """Both at once. Without files there must be no version; without a sampler, files are enough for now."""
+        """Both at once. Without files there must be no version; without a sampler that serves it, files are enough."""
         version = Version(info.version_id, info.base_model, state.adapter)
         publishing = asyncio.create_task(self.publisher.publish(version, scores))
         try:
@@ -322,8 +322,8 @@ class Operations:
     async def publish(self, location: Location, version_id: str) -> Certified:
         """Sends a stored version to the samplers; calls that want the same one share the work.
 
-        Raises VersionGone when the location holds another version, NotReady when no sampler can be reached, and
-        VersionRefused when one is too far from the trainer.
+        Raises VersionGone when the location holds another version, NotReady when no sampler can be reached or measured,
+        and VersionRefused when one is too far from the trainer.
         """
         key = location, version_id
         running = self._publishing.get(key)

@@ -129,7 +129,7 @@ class SamplerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListVersions(self, request, context):
-        """ListVersions lists the resident versions.
+        """ListVersions lists the resident versions, without those on probation.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -144,3 +144,13 @@ class FinishWeightUpdateResponse(_message.Message):
     VERSION_ID_FIELD_NUMBER: _ClassVar[int]
     version_id: str
     def __init__(self, version_id: _Optional[str] = ...) -> None: ...
+
+class ConfirmVersionRequest(_message.Message):
+    __slots__ = ("version_id",)
+    VERSION_ID_FIELD_NUMBER: _ClassVar[int]
+    version_id: str
+    def __init__(self, version_id: _Optional[str] = ...) -> None: ...
+
+class ConfirmVersionResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

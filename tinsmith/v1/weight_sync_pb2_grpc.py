@@ -27,7 +27,7 @@ if _version_not_supported:
 
 class WeightSyncServiceStub:
     """WeightSyncService is the control side of the weight channel. A trainer calls it on every sampler; the bytes travel
-    by one of the transports of docs/weight-channel.md. The four verbs are vLLM's.
+    by one of the transports of docs/weight-channel.md. The names of the four verbs from Init to Finish are vLLM's.
     """
 
     def __init__(self, channel):
@@ -61,11 +61,16 @@ class WeightSyncServiceStub:
                 request_serializer=tinsmith_dot_v1_dot_weight__sync__pb2.FinishWeightUpdateRequest.SerializeToString,
                 response_deserializer=tinsmith_dot_v1_dot_weight__sync__pb2.FinishWeightUpdateResponse.FromString,
                 _registered_method=True)
+        self.ConfirmVersion = channel.unary_unary(
+                '/tinsmith.v1.WeightSyncService/ConfirmVersion',
+                request_serializer=tinsmith_dot_v1_dot_weight__sync__pb2.ConfirmVersionRequest.SerializeToString,
+                response_deserializer=tinsmith_dot_v1_dot_weight__sync__pb2.ConfirmVersionResponse.FromString,
+                _registered_method=True)
 
 
 class WeightSyncServiceServicer:
     """WeightSyncService is the control side of the weight channel. A trainer calls it on every sampler; the bytes travel
-    by one of the transports of docs/weight-channel.md. The four verbs are vLLM's.
+    by one of the transports of docs/weight-channel.md. The names of the four verbs from Init to Finish are vLLM's.
     """
 
     def ProbeWeightTransfer(self, request, context):
@@ -97,7 +102,15 @@ class WeightSyncServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def FinishWeightUpdate(self, request, context):
-        """FinishWeightUpdate checks the whole buffer and makes the version visible, all of it or nothing.
+        """FinishWeightUpdate checks the whole buffer and installs the version on probation: only a Sample with on_probation
+        finds it. One that is not confirmed within a minute is dropped, and so is one that is announced again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ConfirmVersion(self, request, context):
+        """ConfirmVersion makes a version on probation visible; for a visible one it does nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -131,6 +144,11 @@ def add_WeightSyncServiceServicer_to_server(servicer, server):
                     request_deserializer=tinsmith_dot_v1_dot_weight__sync__pb2.FinishWeightUpdateRequest.FromString,
                     response_serializer=tinsmith_dot_v1_dot_weight__sync__pb2.FinishWeightUpdateResponse.SerializeToString,
             ),
+            'ConfirmVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.ConfirmVersion,
+                    request_deserializer=tinsmith_dot_v1_dot_weight__sync__pb2.ConfirmVersionRequest.FromString,
+                    response_serializer=tinsmith_dot_v1_dot_weight__sync__pb2.ConfirmVersionResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'tinsmith.v1.WeightSyncService', rpc_method_handlers)
@@ -141,7 +159,7 @@ def add_WeightSyncServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class WeightSyncService:
     """WeightSyncService is the control side of the weight channel. A trainer calls it on every sampler; the bytes travel
-    by one of the transports of docs/weight-channel.md. The four verbs are vLLM's.
+    by one of the transports of docs/weight-channel.md. The names of the four verbs from Init to Finish are vLLM's.
     """
 
     @staticmethod
@@ -269,6 +287,33 @@ class WeightSyncService:
             '/tinsmith.v1.WeightSyncService/FinishWeightUpdate',
             tinsmith_dot_v1_dot_weight__sync__pb2.FinishWeightUpdateRequest.SerializeToString,
             tinsmith_dot_v1_dot_weight__sync__pb2.FinishWeightUpdateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ConfirmVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tinsmith.v1.WeightSyncService/ConfirmVersion',
+            tinsmith_dot_v1_dot_weight__sync__pb2.ConfirmVersionRequest.SerializeToString,
+            tinsmith_dot_v1_dot_weight__sync__pb2.ConfirmVersionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,4 +1,4 @@
-"""Publishing: four verbs on every sampler, the bytes by the group's transports, a new group after every error.
+"""Publishing: the verbs on every sampler, the bytes by the group's transports, a new group after every error.
 
 A group holds the samplers that serve. It is formed ahead of need, when one joins or leaves, and anew after an error.
 Training is never touched: a version is a copy, and whatever happens to it here happens beside the compute thread.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import grpc.aio
@@ -31,6 +31,10 @@ logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
 _CLOSE_S = 1.0
+_CONFIRM_S = 2.0
+"""One that takes longer is not waited for. If it confirms later, no harm: the version was found good."""
+_REMOVE_S = 1.0
+"""The same, but the call stands until its own time-out."""
 _DTYPES = {torch.float32: types_pb2.DTYPE_FLOAT32, torch.bfloat16: types_pb2.DTYPE_BFLOAT16}
 
 
@@ -58,7 +62,7 @@ class Published:
     checksum: str
     """XXH3-128 of the buffer's bytes on the wire, in hexadecimal."""
     members: Sequence[str]
-    """Addresses of the samplers that hold the version: all that serve; none when there is none."""
+    """Addresses of the samplers that hold the version, some on probation: all that serve; none when there is none."""
 
 
 class WeightSender:
@@ -97,6 +101,7 @@ class WeightSender:
         self._lock = asyncio.Lock()
         self._changed = asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
+        self._removing: set[asyncio.Future[None]] = set()
 
     def start(self) -> None:
         """Watches the samplers and forms groups in the background."""
@@ -104,6 +109,9 @@ class WeightSender:
         self._keeping = asyncio.create_task(self._keep_formed())
 
     async def close(self) -> None:
+        for removing in self._removing:
+            removing.cancel()
+        await asyncio.gather(*self._removing, return_exceptions=True)
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.gather(self._keeping, return_exceptions=True)
@@ -114,7 +122,7 @@ class WeightSender:
         await self._samplers.close()
 
     async def publish(self, version: Version) -> Published:
-        """Brings the version to all samplers that serve.
+        """Brings the version to all samplers that serve; to those that do not have it, on probation.
 
         Raises NotReady when the channel failed again and again, and a sampler's own error when it refuses the version.
         """
@@ -152,16 +160,39 @@ class WeightSender:
         """To ask one of `Published.members`."""
         return next(sampler.versions for sampler in self._samplers.all if sampler.address == address)
 
+    async def confirm(self, version_id: str, addresses: Collection[str]) -> Sequence[str]:
+        """Makes a version visible on these samplers, all at once. Returns those that have answered so."""
+        request = pb.ConfirmVersionRequest(version_id=version_id)
+
+        async def confirmed(sampler: Sampler) -> bool:
+            try:
+                await sampler.weights.ConfirmVersion(request, timeout=_CONFIRM_S)
+            except grpc.aio.AioRpcError as error:
+                logger.warning("%s did not confirm %s: %s", sampler.address, version_id, error.details())
+                return False
+            return True
+
+        asked = [sampler for sampler in self._samplers.all if sampler.address in addresses]
+        answers = await asyncio.gather(*(confirmed(sampler) for sampler in asked))
+        return [sampler.address for sampler, answer in zip(asked, answers, strict=True) if answer]
+
     async def remove(self, version_id: str) -> None:
         """Asks every sampler to free a version. Best effort: an idle one is evicted by the sampler anyway."""
         request = sampler_pb2.RemoveVersionRequest(version_id=version_id)
-        for sampler in self._samplers.serving():
-            await self._try(sampler, sampler.versions.RemoveVersion(request, timeout=self._timeout_s))
+        await self._each(lambda sampler: sampler.versions.RemoveVersion(request, timeout=self._timeout_s))
 
     async def remove_all(self, prefix: str) -> None:
         """The same for every version whose id begins so."""
-        for sampler in self._samplers.serving():
-            await self._try(sampler, self._remove_all(sampler, prefix))
+        await self._each(lambda sampler: self._remove_all(sampler, prefix))
+
+    async def _each(self, call: Callable[[Sampler], Awaitable[object]]) -> None:
+        """On all that serve, at once."""
+        removing = [asyncio.ensure_future(self._try(sampler, call(sampler))) for sampler in self._samplers.serving()]
+        self._removing.update(removing)
+        for one in removing:
+            one.add_done_callback(self._removing.discard)
+        if removing:
+            await asyncio.wait(removing, timeout=_REMOVE_S)
 
     async def _remove_all(self, sampler: Sampler, prefix: str) -> None:
         request = sampler_pb2.ListVersionsRequest()

@@ -1,6 +1,9 @@
+import asyncio
+
 import pytest
 import torch
 
+from sampler_service import adapters
 from sampler_service.adapters import AdapterStore, Version
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, Target
 from tinsmith.rpc.errors import AlreadyExists, OutOfCapacity, VersionNotLoaded
@@ -77,3 +80,65 @@ def test_a_version_is_gone_when_it_is_evicted_or_removed_and_nobody_uses_it() ->
     store.remove("b")
     assert [version.version_id for version in gone] == ["a", "b", "b"]
     assert len({version.namespace for version in gone}) == 3
+
+
+async def test_a_version_on_probation_is_found_by_those_who_ask_for_it_as_such() -> None:
+    store = store_of(2)
+    store.install("a", adapter(), on_probation=True)
+    assert "a" not in store
+    assert store.versions() == []
+    assert store.num_bytes == SIZE
+    for use in (store.acquire, store.check):
+        with pytest.raises(VersionNotLoaded, match="'a' is not loaded"):
+            use("a")
+    held = store.acquire("a", on_probation=True)
+    store.confirm("a")
+    store.confirm("a")
+    assert store.acquire("a") is held
+    assert store.acquire("a", on_probation=True) is held
+    assert [version.version_id for version in store.versions()] == ["a"]
+    for name in ("unknown", "b"):
+        with pytest.raises(VersionNotLoaded):
+            store.confirm(name)
+
+
+async def test_a_version_on_probation_gives_way_to_the_same_published_again() -> None:
+    gone: list[Version] = []
+    store = store_of(2, gone)
+    store.install("a", adapter(), on_probation=True)
+    first = store.acquire("a", on_probation=True)
+    store.make_room("a", SIZE)
+    with pytest.raises(VersionNotLoaded):
+        store.confirm("a")
+    store.install("a", adapter(), on_probation=True)
+    store.confirm("a")
+    assert store.acquire("a") is not first
+    assert gone == []
+    store.release(first)
+    assert gone == [first]
+
+
+async def test_a_version_that_nobody_confirms_is_dropped_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "PROBATION_S", 0.01)
+    dropped = asyncio.Event()
+    gone: list[Version] = []
+
+    def on_gone(version: Version) -> None:
+        gone.append(version)
+        if version.version_id == "late":
+            dropped.set()
+
+    store = AdapterStore(max_bytes=10 * SIZE, on_gone=on_gone)
+    store.install("again", adapter(), on_probation=True)
+    monkeypatch.setattr(adapters, "PROBATION_S", 60.0)
+    store.install("again", adapter(), on_probation=True)
+    monkeypatch.setattr(adapters, "PROBATION_S", 0.01)
+    store.install("confirmed", adapter(), on_probation=True)
+    store.confirm("confirmed")
+    store.install("late", adapter(), on_probation=True)
+    await dropped.wait()
+    assert [version.version_id for version in gone] == ["again", "late"]
+    store.confirm("again")
+    assert [version.version_id for version in store.versions()] == ["again", "confirmed"]
+    with pytest.raises(VersionNotLoaded):
+        store.confirm("late")

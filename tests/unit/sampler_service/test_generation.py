@@ -19,9 +19,10 @@ from tests.unit.sampler_service.serving import (
     prompt,
     request,
     serving,
+    until,
 )
 from tinsmith.modeling.kv_cache import SharedPrompts
-from tinsmith.rpc.errors import NotReady, ServiceError, VersionNotLoaded
+from tinsmith.rpc.errors import NotReady, OutOfCapacity, ServiceError, VersionNotLoaded
 
 SHAPES = {
     "grouped queries": {},
@@ -415,3 +416,25 @@ async def test_a_stopping_engine_fails_what_is_left(model_folder: Path) -> None:
         generation = await engine.submit(request(prompt(4), max_tokens=250))
     with pytest.raises(NotReady, match="shutting down"):
         await generation.result()
+
+
+async def test_the_canary_of_a_publish_waits_for_no_place_and_no_queue_is_too_full_for_it(model_folder: Path) -> None:
+    async with serving(model_folder, max_running=2, max_waiting=1) as engine:
+        await engine.install("v", make_adapter(engine.targets, seed=1), on_probation=True)
+        for n in range(3):
+            await engine.submit(request(prompt(6), max_tokens=250, seed=n))
+            await until(lambda n=n: n == 2 or engine._num_waiting == 0)
+        with pytest.raises(OutOfCapacity):
+            await generate(engine, prompt(6), version_id="v", max_tokens=1)
+        await generate(engine, prompt(6), version_id="v", max_tokens=1, prompt_logprobs=True, on_probation=True)
+        assert engine._num_waiting == 1, "the batch was full all the time"
+
+
+async def test_where_the_cache_is_full_the_canary_of_a_publish_is_next(model_folder: Path) -> None:
+    async with serving(model_folder, max_kv_tokens=256) as engine:
+        running = await engine.submit(request(prompt(6), max_tokens=200))
+        await until(lambda: engine._num_waiting == 0)
+        await asyncio.gather(*[engine.submit(request(prompt(6), max_tokens=200, seed=n)) for n in range(3)])
+        await generate(engine, prompt(6), max_tokens=1, prompt_logprobs=True, on_probation=True)
+        await running.result()
+        assert engine._num_waiting >= 2, "it has passed those"

@@ -29,6 +29,7 @@ from tinsmith.rpc.errors import (
     InvalidRequest,
     ServiceError,
     Unsupported,
+    VersionNotLoaded,
     from_rpc_error,
 )
 from tinsmith.v1 import types_pb2 as types
@@ -137,9 +138,13 @@ class Trainer:
         )
         await self._call("FinishWeightUpdate", request)
 
+    async def confirm(self, version_id: str) -> None:
+        await self._call("ConfirmVersion", pb.ConfirmVersionRequest(version_id=version_id))
+
     async def publish(self, version_id: str, adapter: Weights) -> None:
         await self.start(version_id, adapter)
         await self.finish(version_id, await self.send(version_id, adapter))
+        await self.confirm(version_id)
 
     async def _call(self, method: str, request: Any) -> Any:
         try:
@@ -193,6 +198,31 @@ async def test_a_published_version_samples_like_the_trainers_adapter(setup: Setu
         assert sent.sequences == local.sequences
     assert metric(setup.engine, "publishes_total", outcome="ok") == 2
     assert metric(setup.engine, "publish_bytes_total") == sum(adapter.num_bytes for adapter in adapters.values())
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["adapter", "full"])
+async def test_a_version_that_has_arrived_is_on_probation_until_it_is_confirmed(setup: Setup, full: bool) -> None:
+    setup.engine._store.max_bytes = 3_000_000
+    weights = make_full(setup.engine.base, seed=1) if full else setup.adapter(1)
+    version_id = "s:train:0@1"
+    await setup.trainer.form()
+    for _ in range(2):  # announced again, the first is dropped
+        await setup.trainer.start(version_id, weights)
+        await setup.trainer.finish(version_id, await setup.trainer.send(version_id, weights))
+    assert setup.engine.versions() == []
+    with pytest.raises(VersionNotLoaded):
+        await generate(setup.engine, prompt(6), version_id=version_id, max_tokens=2)
+    with pytest.raises(VersionNotLoaded):
+        await setup.engine.move("s:train:0", version_id)
+    measured = await generate(setup.engine, prompt(6), version_id=version_id, max_tokens=2, seed=1, on_probation=True)
+    await setup.trainer.confirm(version_id)
+    served = await generate(setup.engine, prompt(6), version_id=version_id, max_tokens=2, seed=1)
+    assert served.sequences == measured.sequences
+    assert await setup.engine.move("s:train:0", version_id) == 0
+    with pytest.raises(AlreadyExists):
+        await setup.trainer.start(version_id, weights)
+    with pytest.raises(VersionNotLoaded, match="'other' is not loaded"):
+        await setup.trainer.confirm("other")
 
 
 async def test_a_wrong_checksum_leaves_nothing_visible_and_the_next_publish_works(setup: Setup) -> None:
@@ -339,6 +369,7 @@ async def test_a_full_version_in_buckets_samples_like_the_trainers_parameters(se
     sum_ = await setup.trainer.send("v1", full, dtype=dtype, bucket_bytes=100_000)
     assert setup.engine.versions() == []
     await setup.trainer.finish("v1", sum_)
+    await setup.trainer.confirm("v1")
     await setup.engine.install("local", full.like(full.flat.clone()))
     sent, local = [
         await generate(setup.engine, prompt(6), version_id=name, max_tokens=10, seed=1) for name in ("v1", "local")
@@ -386,6 +417,7 @@ async def test_a_version_that_comes_by_shared_memory_samples_like_the_trainers_a
     for name in ("v1", "v2"):
         await setup.trainer.start(name, adapter, bucket_bytes=4096)
         await setup.trainer.finish(name, await setup.trainer.send(name, adapter, bucket_bytes=4096))
+        await setup.trainer.confirm(name)
     await setup.engine.install("local", adapter)
     local, *sent = [
         await generate(setup.engine, prompt(6), version_id=name, max_tokens=10, seed=1)
@@ -466,7 +498,7 @@ async def test_the_next_adapter_of_a_size_finds_memory_that_has_been_used(
     for n in range(3):
         adapter = setup.adapter(n, rank=1)
         await setup.trainer.publish(f"v{n}", adapter)
-        flat = setup.engine._store._visible[f"v{n}"].weights.flat
+        flat = setup.engine._store._resident[f"v{n}"].weights.flat
         assert torch.equal(flat, adapter.flat)
         assert spare is None or flat.data_ptr() == spare.data_ptr()
         spare = await spares.get()

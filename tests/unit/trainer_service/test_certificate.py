@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,8 @@ class Sampler(sampler_pb2_grpc.SamplerServiceServicer):
     wrong: Callable[[Weights], Weights] = lambda weights: weights
     errors: list[ServiceError] = field(default_factory=list)
     versions: dict[str, Weights] = field(default_factory=dict)
+    confirmed: set[str] = field(default_factory=set)
+    confirms: bool = True
     asked: list[pb.SampleRequest] = field(default_factory=list)
     delay: asyncio.Event = field(default_factory=asyncio.Event)
     """Sample waits for it."""
@@ -74,6 +76,13 @@ class Sender:
     async def remove(self, version_id: str) -> None:
         for sampler in self.samplers.values():
             sampler.versions.pop(version_id, None)
+            sampler.confirmed.discard(version_id)
+
+    async def confirm(self, version_id: str, addresses: Sequence[str]) -> Sequence[str]:
+        confirmed = [address for address in self.samplers if address in addresses and self.samplers[address].confirms]
+        for address in confirmed:
+            self.samplers[address].confirmed.add(version_id)
+        return confirmed
 
     def stub(self, address: str) -> Any:
         return self.stubs[address]
@@ -92,7 +101,7 @@ class Bench:
         ours.set_result(self.scores)
         certified = await self.publisher.publish(self.version, ours)
         assert certified is not None
-        assert certified.num_samplers == len(self.samplers)
+        assert certified.num_samplers == len(self.serving)
         return certified.certificate
 
     def count(self, outcome: str) -> float | None:
@@ -102,6 +111,11 @@ class Bench:
     def holders(self) -> list[int]:
         """Numbers of the samplers that hold the version."""
         return [n for n, sampler in enumerate(self.samplers) if sampler.versions]
+
+    @property
+    def serving(self) -> list[int]:
+        """Numbers of those that have confirmed it."""
+        return [n for n, sampler in enumerate(self.samplers) if sampler.confirmed]
 
 
 MakeBench = Callable[..., Awaitable[Bench]]
@@ -165,7 +179,7 @@ async def test_samplers_that_compute_the_same_pass(base: BaseModel, make_bench: 
         assert 0 <= gap.mean_gap <= gap.max_gap < 1e-4
         assert gap.num_tokens == bench.scores.size == 15
     bench.publisher.check(certificate, location="r/sampler_weights/one")
-    assert bench.holders == [0, 1]
+    assert bench.serving == [0, 1]
     assert bench.count("passed") == 1
     assert bench.registry.get_sample_value("trainer_publish_gap_nats_count", {"engine": "fake"}) == 2
 
@@ -176,7 +190,7 @@ async def test_the_canary_is_scored_by_the_call_that_serves_clients(base: BaseMo
     asked = bench.samplers[0].asked
     assert len(asked) == len(bench.publisher.sequences)
     assert {one.version_id for one in asked} == {"m@1"}
-    assert all(one.prompt_logprobs and one.sampling_params.max_tokens == 1 for one in asked)
+    assert all(one.prompt_logprobs and one.sampling_params.max_tokens == 1 and one.on_probation for one in asked)
 
 
 @pytest.mark.parametrize("wrong", [perturbed, without_adapter, not_finite])
@@ -206,7 +220,7 @@ async def test_a_warning_serves_the_version_all_the_same(
     certificate = await bench.publish()
     assert not certificate.passed
     bench.publisher.check(certificate, location="r/sampler_weights/one")
-    assert bench.holders == [0]
+    assert bench.serving == [0]
     assert bench.count("warned") == 1
     assert "m@1 is served all the same" in caplog.text
 
@@ -219,7 +233,7 @@ async def test_the_limit_decides_and_0_is_none(
     certificate = await bench.publish()
     assert certificate.passed == passed
     assert certificate.samplers[0].max_gap > 1e-3
-    assert bench.holders == ([0] if passed else [])
+    assert bench.holders == bench.serving == ([0] if passed else [])
 
 
 async def test_weights_that_have_diverged_are_refused_by_what_the_trainer_says(
@@ -233,26 +247,55 @@ async def test_weights_that_have_diverged_are_refused_by_what_the_trainer_says(
 
 
 @pytest.mark.parametrize("error", [NotReady("stopping"), VersionNotLoaded("evicted")])
-async def test_a_sampler_that_leaves_is_not_in_the_certificate(
+async def test_a_sampler_that_cannot_be_measured_does_not_serve_the_version(
     base: BaseModel, make_bench: MakeBench, error: ServiceError
 ) -> None:
     bench = await make_bench(Sampler(base), Sampler(base, errors=[error] * 50))
     certificate = await bench.publish()
     assert certificate.passed
     assert len(certificate.samplers) == 1
+    assert bench.serving == [0]
     assert bench.count("passed") == 1
 
 
-async def test_a_sampler_that_never_answers_delays_the_publish_and_no_more(
-    base: BaseModel, make_bench: MakeBench
+@pytest.fixture
+def stuck(base: BaseModel) -> Iterator[Sampler]:
+    """It does not answer while the test lasts."""
+    sampler = Sampler(base)
+    sampler.delay.clear()
+    yield sampler
+    sampler.delay.set()
+
+
+async def test_what_no_sampler_has_measured_none_serves(
+    make_bench: MakeBench, stuck: Sampler, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stuck = Sampler(base)
-    stuck.delay.clear()
     bench = await make_bench(stuck, timeout_s=0.05)
-    certificate = await bench.publish()
-    assert (certificate.passed, list(certificate.samplers)) == (True, [])
+    with pytest.raises(NotReady, match=r"m@1 is not confirmed: no sampler could be measured within 0\.05 s"):
+        await bench.publish()
+    assert bench.serving == []
     assert bench.count("unscored") == 1
-    stuck.delay.set()
+    assert "m@1 is served by none: no sampler could be measured" in caplog.text
+
+
+@pytest.mark.parametrize("rule", [{"on_gap": "warn"}, {"limit": 0.0}], ids=str)
+async def test_where_gaps_refuse_nothing_it_is_served_and_has_not_passed(
+    make_bench: MakeBench, stuck: Sampler, rule: dict[str, Any]
+) -> None:
+    bench = await make_bench(stuck, timeout_s=0.05, **rule)
+    certificate = await bench.publish()
+    assert (certificate.passed, list(certificate.samplers)) == (False, [])
+    bench.publisher.check(certificate, location="x")
+    assert bench.serving == [0]
+    assert bench.count("unscored") == 1
+
+
+async def test_a_sampler_that_does_not_confirm_does_not_count(base: BaseModel, make_bench: MakeBench) -> None:
+    bench = await make_bench(Sampler(base), Sampler(base, confirms=False))
+    assert len((await bench.publish()).samplers) == 2
+    assert bench.serving == [0]
+    with pytest.raises(NotReady, match="no sampler has confirmed"):
+        await (await make_bench(Sampler(base, confirms=False))).publish()
 
 
 async def test_a_full_sampler_is_asked_again(base: BaseModel, make_bench: MakeBench) -> None:

@@ -19,11 +19,19 @@ from sampler_service.engine import EngineSlot
 from sampler_service.torch_engine import TorchEngine
 from tests.batches import random_datum, request
 from tests.models import VOCAB_SIZE
-from tests.unit.sampler_service.serving import serving
+from tests.unit.sampler_service.serving import generate, prompt, serving
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import Weights
 from tinsmith.rpc.channel import connect
-from tinsmith.rpc.errors import CheckpointNotFound, NotFound, ServiceError, VersionRefused, from_rpc_error
+from tinsmith.rpc.errors import (
+    CheckpointNotFound,
+    NotFound,
+    NotReady,
+    ServiceError,
+    VersionNotLoaded,
+    VersionRefused,
+    from_rpc_error,
+)
 from tinsmith.rpc.server import Server
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import trainer_pb2_grpc, types_pb2
@@ -50,6 +58,7 @@ class Stack:
 
     stub: Any
     engines: list[TorchEngine]
+    publisher: Publisher
     next_seq_id: int = 1
 
     async def call(self, rpc: str, message: Any, **fields: Any) -> Any:
@@ -87,8 +96,8 @@ class Stack:
         """From now on the last sampler changes what it installs, after its checksum was right."""
         engine, install = self.engines[-1], self.engines[-1].install
 
-        async def changed(version_id: str, weights: Weights) -> None:
-            await install(version_id, weights.like(weights.flat * 2))
+        async def changed(version_id: str, weights: Weights, **options: bool) -> None:
+            await install(version_id, weights.like(weights.flat * 2), **options)
 
         monkeypatch.setattr(engine, "install", changed)
 
@@ -101,7 +110,9 @@ async def stack(base: BaseModel, model_folder: Path, tmp_path: Path) -> AsyncIte
     async with AsyncExitStack() as exits:
         engines, addresses = [], []
         for _ in range(2):
-            engine = await exits.enter_async_context(serving(model_folder, max_lora_rank=16))
+            engine = await exits.enter_async_context(
+                serving(model_folder, max_lora_rank=16, max_running=2, max_waiting=1)
+            )
             config = SamplerConfig(
                 base_model=str(model_folder), model_names=("tiny",), listen="127.0.0.1:0", max_lora_rank=16
             )
@@ -131,7 +142,7 @@ async def stack(base: BaseModel, model_folder: Path, tmp_path: Path) -> AsyncIte
         await server.start()
         exits.push_async_callback(server.stop, 0)
         channel = await exits.enter_async_context(connect(f"127.0.0.1:{server.port}"))
-        stack = Stack(trainer_pb2_grpc.TrainerServiceStub(channel), engines)
+        stack = Stack(trainer_pb2_grpc.TrainerServiceStub(channel), engines, publisher)
         lora = types_pb2.LoraConfig(rank=4, seed=1, train_attn=True, train_mlp=True)
         await stack.stub.CreateModel(pb.CreateModelRequest(model_id=MODEL, base_model="tiny", lora_config=lora))
         await stack.step()
@@ -192,6 +203,65 @@ async def test_a_version_that_one_sampler_computes_wrongly_is_never_served(
     # Training was never touched.
     await stack.step()
     assert (await stack.save("later")).certificate.passed
+
+
+async def test_a_refused_version_is_served_by_none_even_where_its_removal_never_arrives(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a sampler that was stopped before it, and goes on later."""
+    for engine in stack.engines:
+        monkeypatch.setattr(engine, "remove", lambda version_id: None)
+    stack.make_wrong(monkeypatch)
+    with pytest.raises(VersionRefused) as refused:
+        await stack.save("wrong")
+    version_id = refused.value.metadata["version_id"]
+    assert stack.held() == [[], []]
+    for engine in stack.engines:
+        assert engine._store.num_bytes > 0
+        with pytest.raises(VersionNotLoaded):
+            await generate(engine, prompt(6), version_id=version_id, max_tokens=1)
+    monkeypatch.undo()
+    assert (await stack.publish(f"{MODEL}/sampler_weights/wrong", version_id)).num_samplers == 2
+    assert stack.held() == [[version_id]] * 2
+
+
+async def test_a_save_that_no_sampler_can_measure_is_saved_and_not_published(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def measure(address: str, version_id: str) -> None:
+        return None
+
+    monkeypatch.setattr(stack.publisher, "_measure", measure)
+    saved = await stack.save()
+    assert saved.num_samplers == 0
+    assert not saved.HasField("certificate")
+    assert stack.held() == [[], []]
+    with pytest.raises(NotReady, match="no sampler could be measured"):
+        await stack.publish(saved.checkpoint.location, saved.checkpoint.version_id)
+    monkeypatch.undo()
+    published = await stack.publish(saved.checkpoint.location, saved.checkpoint.version_id)
+    assert (published.num_samplers, published.certificate.passed) == (2, True)
+    assert stack.held() == [[saved.checkpoint.version_id]] * 2
+
+
+async def test_a_sampler_that_was_not_measured_gets_the_version_when_it_is_wanted(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = stack.publisher._measure
+    left_out: list[str] = []
+
+    async def some(address: str, version_id: str) -> Any:
+        left_out.append(address)
+        return await measure(address, version_id) if address != left_out[0] else None
+
+    monkeypatch.setattr(stack.publisher, "_measure", some)
+    saved = await stack.save()
+    assert (saved.num_samplers, len(saved.certificate.samplers)) == (1, 1)
+    assert sorted(len(versions) for versions in stack.held()) == [0, 1]
+    monkeypatch.undo()
+    published = await stack.publish(saved.checkpoint.location, saved.checkpoint.version_id)
+    assert (published.num_samplers, len(published.certificate.samplers)) == (2, 2)
+    assert stack.held() == [[saved.checkpoint.version_id]] * 2
 
 
 async def test_a_stored_version_is_scored_as_it_was_whatever_the_model_is_now(stack: Stack) -> None:

@@ -14,7 +14,15 @@ from torch import Tensor
 
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
-from tinsmith.rpc.errors import AlreadyExists, DataCorrupted, FailedPrecondition, InvalidRequest, NotReady, Unsupported
+from tinsmith.rpc.errors import (
+    AlreadyExists,
+    DataCorrupted,
+    FailedPrecondition,
+    InvalidRequest,
+    NotReady,
+    Unsupported,
+    VersionNotLoaded,
+)
 from tinsmith.rpc.server import Server
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, weight_sync_pb2, weight_sync_pb2_grpc
 from tinsmith.v1 import weight_sync_pb2 as pb
@@ -25,6 +33,7 @@ from tinsmith.weight_channel.ring_memory import map_host_ring
 from tinsmith.weight_channel.transport import Inlet
 from trainer_service.metrics import Metrics
 from trainer_service.weight_sync import Version, WeightSender
+from trainer_service.weight_sync import sender as sender_module
 from trainer_service.weight_sync.choice import Channel
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -41,6 +50,10 @@ class Receiver(weight_sync_pb2_grpc.WeightSyncServiceServicer, sampler_pb2_grpc.
         self.epochs: list[int] = []
         self.joined = asyncio.Event()
         self.versions: dict[str, Tensor] = {}
+        self.confirmed: list[str] = []
+        self.awake = asyncio.Event()
+        """ConfirmVersion and RemoveVersion wait for it."""
+        self.awake.set()
         self.faults: list[str] = []
         """Each makes the call of that name fail once."""
         self.backends: list[str] = []
@@ -149,6 +162,13 @@ class Receiver(weight_sync_pb2_grpc.WeightSyncServiceServicer, sampler_pb2_grpc.
         self.versions[request.version_id] = self._flat
         return pb.FinishWeightUpdateResponse(version_id=request.version_id)
 
+    async def ConfirmVersion(self, request: pb.ConfirmVersionRequest, context: Context) -> pb.ConfirmVersionResponse:
+        await self.awake.wait()
+        if request.version_id not in self.versions:
+            raise VersionNotLoaded(request.version_id)
+        self.confirmed.append(request.version_id)
+        return pb.ConfirmVersionResponse()
+
     async def ListVersions(
         self, request: sampler_pb2.ListVersionsRequest, context: Context
     ) -> sampler_pb2.ListVersionsResponse:
@@ -161,6 +181,7 @@ class Receiver(weight_sync_pb2_grpc.WeightSyncServiceServicer, sampler_pb2_grpc.
     async def RemoveVersion(
         self, request: sampler_pb2.RemoveVersionRequest, context: Context
     ) -> sampler_pb2.RemoveVersionResponse:
+        await self.awake.wait()
         self.versions.pop(request.version_id, None)
         return sampler_pb2.RemoveVersionResponse()
 
@@ -416,3 +437,32 @@ async def test_versions_of_a_deleted_model_are_removed(
     await sender.remove_all("a@")
     await sender.remove("b@1")
     assert list(receiver.versions) == ["ab@1"]
+
+
+async def test_those_that_are_named_confirm_and_a_silent_one_is_not_waited_for(
+    connect: Connect, serve: Serve, make_version: MakeVersion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receivers = [Receiver() for _ in range(4)]
+    sender = await connect(*[await serve(receiver) for receiver in receivers])
+    members = (await sender.publish(make_version("m@1"))).members
+    del receivers[1].versions["m@1"]
+    receivers[2].awake.clear()
+    monkeypatch.setattr(sender_module, "_CONFIRM_S", 0.2)
+    assert await sender.confirm("m@1", members[:3]) == members[:1]
+    assert [receiver.confirmed for receiver in receivers] == [["m@1"], [], [], []]
+
+
+async def test_a_silent_sampler_does_not_hold_up_a_removal_and_hears_of_it_when_it_wakes_up(
+    connect: Connect, serve: Serve, make_version: MakeVersion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent, other = receivers = [Receiver(), Receiver()]
+    sender = await connect(*[await serve(receiver) for receiver in receivers])
+    await sender.publish(make_version("m@1"))
+    silent.awake.clear()
+    monkeypatch.setattr(sender_module, "_REMOVE_S", 0.2)
+    await sender.remove("m@1")
+    assert [list(receiver.versions) for receiver in receivers] == [["m@1"], []]
+    silent.awake.set()
+    await asyncio.gather(*sender._removing)
+    assert silent.versions == {}
+    assert other.versions == {}
