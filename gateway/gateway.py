@@ -62,10 +62,11 @@ class Gateway:
         )
         self.futures = Futures(cache_bytes=config.result_cache_bytes, metrics=self.metrics, ledger=self.ledger)
         self.completions = Completions(self.store, self.futures)
-        self.inflight = Inflight(self.store, self.clients)
         self.records = Records(self.store, retention_s=config.record_retention_s)
         self.custom_losses = CustomLosses(config, store=self.store, clients=self.clients, futures=self.futures)
         self.retirement = Retirement(self.store, self.clients)
+        self.publishing = Publishing(self.clients, self.retirement)
+        self.inflight = Inflight(self.store, self.clients, self.publishing)
         self.checkpoints = Checkpoints(
             self.store,
             self.clients,
@@ -91,7 +92,6 @@ class Gateway:
             metrics=self.metrics,
             ledger=self.ledger,
         )
-        self.publishing = Publishing(self.clients, self.retirement)
         self.samples = Samples(
             config,
             clients=self.clients,
@@ -140,8 +140,8 @@ class Gateway:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.futures.close()
-        await self.publishing.close()
         await self.inflight.close()
+        await self.publishing.close()
         await self.clients.close()
         with contextlib.suppress(SQLAlchemyError):
             await self.ledger.flush()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -74,10 +74,13 @@ class Replica:
         self.versions = await self.list_versions()
 
     async def list_versions(self) -> set[str]:
-        request, found = sampler_pb2.ListVersionsRequest(), set[str]()
+        return {version.version_id for version in await self.describe_versions()}
+
+    async def describe_versions(self) -> list[sampler_pb2.VersionInfo]:
+        request, found = sampler_pb2.ListVersionsRequest(), list[sampler_pb2.VersionInfo]()
         while True:
             page = await self.stub.ListVersions(request, timeout=_ASK_TIMEOUT_S)
-            found.update(version.version_id for version in page.versions)
+            found += page.versions
             if not page.next_page_token:
                 return found
             request.page_token = page.next_page_token
@@ -104,6 +107,8 @@ class Replicas:
         self._conversations = Conversations()
         self._listing: dict[str, asyncio.Task[None]] = {}  # by base model
         self._tasks: list[asyncio.Task[None]] = []
+        self.on_serving: Callable[[Replica], None] | None = None
+        """Told of each that can be used from now on, or again."""
 
     def start(self) -> None:
         for replica in self.all:
@@ -169,6 +174,8 @@ class Replicas:
         if state == "serving" and replica.info is not None:
             names, num_versions = ", ".join(replica.info.base_models), len(replica.versions)
             logger.info("%s serves %s; it holds %d versions", replica.address, names, num_versions)
+            if self.on_serving is not None:
+                self.on_serving(replica)
         elif before == "serving":
             logger.warning("%s is %s; it had %d sequences in work", replica.address, state, replica.load)
         self._take_away()

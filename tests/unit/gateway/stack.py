@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import struct
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -338,6 +339,8 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
 class FakeSampler(sampler_pb2_grpc.SamplerServiceServicer):
     def __init__(self) -> None:
         self.versions = {""}
+        self.running: Counter[str] = Counter()
+        """Sequences that use a version; a move takes them along."""
         self.requests: list[sampler_pb2.SampleRequest] = []
         self.refusals: list[ServiceError] = []
         """What the next samples fail with."""
@@ -390,10 +393,15 @@ class FakeSampler(sampler_pb2_grpc.SamplerServiceServicer):
         self.moved.set()
         if request.version_id not in self.versions:
             raise VersionNotLoaded(f"version {request.version_id} is not resident")
-        return sampler_pb2.MoveGenerationsResponse(num_sequences=1)
+        behind = {each for each in self.running if each.rpartition("@")[0] == request.run_id}
+        self.running[request.version_id] = num_sequences = sum(self.running.pop(each) for each in behind)
+        return sampler_pb2.MoveGenerationsResponse(num_sequences=num_sequences)
 
     async def ListVersions(self, request: Any, context: Any) -> Any:
-        infos = [sampler_pb2.VersionInfo(version_id=version_id) for version_id in sorted(self.versions - {""})]
+        infos = [
+            sampler_pb2.VersionInfo(version_id=version_id, num_running=self.running[version_id])
+            for version_id in sorted(self.versions - {""})
+        ]
         return sampler_pb2.ListVersionsResponse(versions=infos)
 
     async def DescribeRequest(self, request: Any, context: Any) -> Any:

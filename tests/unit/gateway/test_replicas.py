@@ -14,6 +14,7 @@ import pytest
 from gateway.samples import Pause
 from tests.unit.gateway.stack import BASE_MODEL, Backend, Client, FakeSampler, Stack, sample_body
 from tests.unit.gateway.talking import TalkingSampler
+from tests.unit.gateway.test_inflight import save
 from tests.unit.gateway.test_sampling import sampler_of_a_save
 from tinsmith.rpc.errors import EngineDead, NotReady, OutOfCapacity, VersionNotLoaded
 from tinsmith.v1 import sampler_pb2
@@ -391,6 +392,34 @@ async def test_a_version_that_one_has_evicted_is_sampled_at_the_other(pair: Pair
     for receipt in receipts:
         await answered(client, receipt)
     await until(lambda: len(pair.samplers[0].versions) == 2)
+
+
+async def test_a_sampler_that_was_silent_during_saves_has_its_generations_moved_to_the_newest(
+    pair: Pair, client: Client
+) -> None:
+    session_id = await client.session()
+    models = [await client.model(session_id, seq=n) for n in (0, 1)]
+    for model_id in models:
+        await save(client, model_id, 1, path="a1")
+    silent, other = pair.samplers
+    for model_id in models:
+        silent.running[f"{model_id}@1"] = 3
+    silent.running["nobody@7"] = 1
+    silent.versions.add("nobody@7")
+    await until(lambda: len(silent.moves) == len(other.moves) == 2)
+    pair.proxies[0].thawed.clear()
+    await until(lambda: len(pair.replicas.usable(BASE_MODEL)) == 1)
+    pair.stack.trainer.samplers[:] = [other]
+    await save(client, models[0], 2, path="a2")
+    await save(client, models[0], 3, path="a3")
+    await until(lambda: len(other.moves) == 4)
+    assert len(silent.moves) == 2
+    pair.stack.trainer.samplers[:] = pair.samplers
+    pair.proxies[0].thawed.set()
+    await until(lambda: silent.running[f"{models[0]}@3"] == 3)
+    assert silent.moves[2:] == [(models[0], f"{models[0]}@3")]
+    assert pair.stack.trainer.published == [f"{models[0]}@3"]
+    assert silent.running[f"{models[1]}@1"] == 3
 
 
 async def test_the_gateway_is_healthy_while_each_model_has_a_sampler(pair: Pair, client: Client) -> None:
