@@ -4,7 +4,8 @@
 
 The file, when it is there, holds "<moment> <signal>", such as "middle SIGKILL". It is taken away before the signal is
 sent, so each order is carried out once. Moments: before a verb is handled ("probe", "init", "start", "update",
-"finish"), after the first bucket ("middle"), and when the version is installed, before the answer ("after").
+"finish", "confirm"), after the first bucket ("middle"), and when the version is on probation, before the answer
+("after").
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ VERBS = {
     "start": "StartWeightUpdate",
     "update": "UpdateWeights",
     "finish": "FinishWeightUpdate",
+    "confirm": "ConfirmVersion",
 }
 
 
