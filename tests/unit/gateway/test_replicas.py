@@ -336,11 +336,19 @@ async def test_who_waits_for_a_silent_trainer_says_so_and_goes_on_when_a_holder_
     pair.samplers[1].versions = {""}
     await pair.replicas.list_versions(BASE_MODEL)
 
-    async def never(request: Any, context: Any) -> Any:
-        await asyncio.Event().wait()
+    goes_on, answers = asyncio.Event(), asyncio.Event()
+    trainer, answer = pair.stack.trainer, pair.stack.trainer.GetTrainerInfo
 
-    trainer = pair.stack.trainer
-    trainer.PublishCheckpoint = never  # type: ignore[method-assign]
+    async def publish(request: Any, context: Any) -> Any:
+        await goes_on.wait()
+        raise NotReady("no sampler can be reached")
+
+    async def info(request: Any, context: Any) -> Any:
+        await answers.wait()
+        return await answer(request, context)
+
+    answers.set()
+    trainer.PublishCheckpoint, trainer.GetTrainerInfo = publish, info  # type: ignore[method-assign]
     await pair.stack.trainer_backend.stop()
     await pair.stack.trainer_backend.start()
     pair.proxies[0].thawed.clear()
@@ -349,15 +357,15 @@ async def test_who_waits_for_a_silent_trainer_says_so_and_goes_on_when_a_holder_
     waiting = (await client.poll(receipt["request_id"])).json()
     assert waiting["queue_state"] == "active"
     assert waiting["queue_state_reason"] == "publishing the weights to the sampler"
-    trainer.GetTrainerInfo = never  # type: ignore[method-assign]
-    await pair.stack.trainer_backend.stop()
-    await pair.stack.trainer_backend.start()
+    answers.clear()
     waiting = (await client.poll(receipt["request_id"])).json()
     assert waiting["queue_state"] == "paused_capacity"
     assert "the trainer does not answer" in waiting["queue_state_reason"]
     pair.proxies[0].thawed.set()
     await answered(client, receipt)
     assert pair.asked()[0] == 1
+    goes_on.set()
+    answers.set()
 
 
 async def test_a_version_is_sampled_where_it_is_and_published_to_who_lacks_it(pair: Pair, client: Client) -> None:
