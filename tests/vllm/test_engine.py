@@ -85,7 +85,12 @@ class Service:
         return await self.call("Sample", sample(tokens, **fields))
 
     async def publish(self, version_id: str, adapter: Weights) -> None:
-        await self._sender.publish(Version(version_id, MODEL, adapter))
+        """As the trainer does: on probation the version is for those who ask for it as such."""
+        published = await self._sender.publish(Version(version_id, MODEL, adapter))
+        with pytest.raises(VersionNotLoaded):
+            await self.sample(tokens_of(5), version_id=version_id, max_tokens=1)
+        assert (await self.sample(tokens_of(5), version_id=version_id, max_tokens=1, on_probation=True)).sequences
+        assert await self._sender.confirm(version_id, published.members) == published.members
 
     async def remove(self, version_id: str) -> None:
         await self.call("RemoveVersion", pb.RemoveVersionRequest(version_id=version_id))
