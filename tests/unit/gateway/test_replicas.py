@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -103,6 +104,8 @@ class Pair:
         for backend, proxy in zip(self.backends, self.proxies, strict=True):
             await proxy.stop()
             await backend.stop()
+        gc.collect()  # gRPC leaves calls of a channel that never connected, and ends them on this loop
+        await asyncio.sleep(0.01)
 
     @property
     def replicas(self) -> Any:
@@ -303,12 +306,12 @@ async def test_what_an_engine_had_that_died_is_sent_again(pair: Pair, client: Cl
         await pair.backends[1].stop()
         await until(lambda: len(pair.replicas.usable(BASE_MODEL)) == 1)
     sampler_id = await client.sampling_session(await client.session())
-    # The channel itself makes a call three times.
-    pair.samplers[0].refusals = [EngineDead("the engine has died")] * 4
-    receipts = [await client.call("asample", body(sampler_id, n, [n] * 40)) for n in range(8)]
-    for receipt in receipts:
-        await answered(client, receipt)
-    assert pair.samplers[0].refusals == []
+    for sampler in pair.samplers:  # the channel itself makes a call three times
+        sampler.refusals = [EngineDead("the engine has died") for _ in range(3)]
+    await answered(client, await client.call("asample", body(sampler_id, 0, [1] * 40)))
+    assert any(not sampler.refusals for sampler in pair.samplers)
+    resubmitted = [await pair.metric(client, "gateway_resubmissions_total", n) for n in range(num_samplers)]
+    assert all(count >= 1 for count in resubmitted)
 
 
 async def test_a_request_that_kills_every_engine_is_given_up(pair: Pair, client: Client) -> None:
