@@ -56,8 +56,8 @@ class TensorParallel:
         return parallel
 
     def runs(self, runs: Sequence[Run]) -> list[Run]:
-        """The same with what this rank's layers need of each adapter."""
-        return [replace(run, adapter=self._part(run)) for run in runs]
+        """The same with what this rank's layers need of each adapter; their gradients are parts of it, or of a sum."""
+        return [replace(run, adapter=self._part(run), gradient=None) for run in runs]
 
     def _part(self, run: Run) -> Adapter:
         adapter = copy(run.adapter)
