@@ -100,7 +100,7 @@ def starve(base: BaseModel) -> list[int]:
             fail()
         args[0].register_hook(lambda _: fail())
 
-    base.layers[0].get_submodule("mlp").register_forward_pre_hook(count)
+    base.layers[1].register_forward_pre_hook(count)  # between the layers, whatever they are made of
     return failed
 
 
