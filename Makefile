@@ -64,7 +64,7 @@ test: setup ## The fast tests
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 test-slow: setup ## Tests with many processes
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow --numprocesses 2 --dist loadfile
 
 test-recipes: setup $(COOKBOOK)/.installed $(HUB)/env.sh ## The unmodified tinker-cookbook recipes against a real stack
 	$(BIN)/python -m pytest -m recipes
