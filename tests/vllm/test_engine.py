@@ -203,8 +203,12 @@ async def num_running(service: Service, version_id: str) -> int:
     return next(version.num_running for version in listed.versions if version.version_id == version_id)
 
 
-async def is_running(service: Service, request_id: str) -> bool:
-    described = await service.call("DescribeRequest", pb.DescribeRequestRequest(request_id=request_id))
+async def is_running(service: Service, request_id: str) -> bool | None:
+    """None: it has not come yet, or is no more."""
+    try:
+        described = await service.call("DescribeRequest", pb.DescribeRequestRequest(request_id=request_id))
+    except NotFound:
+        return None
     return described.status.running
 
 
@@ -347,6 +351,8 @@ async def test_who_waits_is_told_and_who_leaves_is_forgotten(service: Service) -
     behind = service.stub.Sample(sample(tokens_of(10), max_tokens=4), metadata=(("x-request-id", "behind"),))
     describe = pb.DescribeRequestRequest(request_id="long")
     await until(lambda: is_running(service, "long"))
+    while await is_running(service, "behind") is None:
+        await asyncio.sleep(0.01)
     status = (await service.call("DescribeRequest", pb.DescribeRequestRequest(request_id="behind"))).status
     assert (status.running, status.position) == (False, 1)
     call.cancel()
