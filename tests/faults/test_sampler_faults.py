@@ -98,11 +98,9 @@ def metric(cluster: Cluster, name: str, sampler: Process, **labels: str) -> floa
 
 def state(cluster: Cluster, sampler: Process) -> str:
     name = "gateway_sampler_state"
-    return next(
-        state
-        for state in ("gone", "silent", "loading", "serving")
-        if metric(cluster, name, sampler, **{name: state}) == 1
-    )
+    states = ("gone", "silent", "loading", "serving")
+    # It may change between two of these questions: then there is no answer yet.
+    return next((state for state in states if metric(cluster, name, sampler, **{name: state}) == 1), "")
 
 
 def wait_busy(cluster: Cluster, *samplers: Process) -> None:
