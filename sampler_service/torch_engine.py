@@ -7,9 +7,7 @@ the next step and leaves it at its last token. The event loop checks requests, o
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-import secrets
 import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
@@ -18,19 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sampler_service.adapters import AdapterStore, Version
+from sampler_service.adapters import Version
 from sampler_service.batcher import Batcher, Deliveries
 from sampler_service.config import SamplerConfig
-from sampler_service.engine import Generation, Params, QueueStatus, Request, Result, StopCondition, VersionInfo
+from sampler_service.engine import Generation, Params, QueueStatus, Request, StopCondition
 from sampler_service.eos import eos_token_ids
-from sampler_service.leads import Leads, is_newer
+from sampler_service.front import Front
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.prefix_cache import BLOCK_TOKENS
 from sampler_service.queue_status import status_of
-from sampler_service.sampling import stream_keys
 from sampler_service.scheduler import Job
-from sampler_service.scheduler import Sequence as RunningSequence
-from sampler_service.scoring import PromptScorer, wants_scores
 from sampler_service.self_check import Comparison
 from sampler_service.sizing import Sizes, resolve_device, resolve_dtype
 from sampler_service.stops import StopRules
@@ -45,36 +40,22 @@ from tinsmith.rpc.errors import Cancelled, EngineDead, NotReady, OutOfCapacity, 
 
 logger = logging.getLogger(__name__)
 
-SAMPLE_STREAM = 0
 
-
-class TorchEngine:
+class TorchEngine(Front):
     """A SamplingEngine. Made by load(), on the event loop that it will deliver to."""
 
     name = "torch"
 
     def __init__(self, base: BaseModel, batcher: Batcher, limits: Limits, config: SamplerConfig) -> None:
+        self.eos_token_ids = eos_token_ids(base.path, base.config)
+        super().__init__(config, batcher.metrics, limits, StopRules(base.path, self.eos_token_ids))
         self.base = base
-        self.limits = limits
-        self.metrics = batcher.metrics
-        self.died = asyncio.Event()
-        """Set when the compute thread cannot go on."""
-        self._config = config
         self._batcher = batcher
-        self._store = AdapterStore(max_bytes=config.adapter_memory_bytes, on_gone=self._forget)
-        self._leads = Leads(self._store.__contains__)
         self._moves: set[asyncio.Future[int]] = set()
         """Moves that the compute thread has not made yet."""
-        self.eos_token_ids = eos_token_ids(base.path, base.config)
-        self._stops = StopRules(base.path, self.eos_token_ids)
         self._loop = asyncio.get_running_loop()
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         """Work on the batch, for the compute thread; None ends it."""
-        self._tasks: dict[Task, None] = {}
-        """Requests that have not ended, in the order of their arrival."""
-        self._num_waiting = 0
-        self._stopping = False
-        self._orders = itertools.count()
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
 
     @classmethod
@@ -112,37 +93,14 @@ class TorchEngine:
         return self.base.device.type
 
     @property
-    def max_context_length(self) -> int:
-        return self.limits.max_length
-
-    @property
     def targets(self) -> Sequence[Target]:
         return self.base.targets
 
     async def submit(self, request: Request, *, stream: bool = False, request_id: str = "") -> Generation:
-        self.limits.check(request)
-        stop = await self._stops.rule(request.params.stop)
-        self._check_alive()
-        if self._num_waiting >= self._config.max_waiting and not request.on_probation:
-            raise OutOfCapacity(f"{self._num_waiting} requests wait already, the most that max_waiting allows")
-        version_id = self._leads.first_version(request)
-        version = self._store.acquire(version_id, on_probation=request.on_probation) if version_id else None
-        seed = secrets.randbits(63) if request.params.seed is None else request.params.seed
-        generation = Generation(stream=stream, on_cancel=lambda: self._cancel(task))
-        task = Task(
-            request=request,
-            generation=generation,
-            version=version,
-            stop=stop,
-            keys=stream_keys(seed, SAMPLE_STREAM, request.num_samples),
-            scorer=PromptScorer(request, seed=seed) if wants_scores(request) else None,
-            request_id=request_id,
-        )
+        task = await self._accept(request, stream=stream, request_id=request_id)
         jobs = self._jobs(task)
-        self._tasks[task] = None
-        self._count_waiting(1)
         self._inbox.put(lambda: self._batcher.add(jobs))
-        return generation
+        return task.generation
 
     def describe(self, request_id: str) -> QueueStatus | None:
         batcher = self._batcher
@@ -163,37 +121,15 @@ class TorchEngine:
         self._store.install(version_id, weights, on_probation=on_probation)
         self._count_versions()
 
-    def confirm(self, version_id: str) -> None:
-        self._store.confirm(version_id)
-        self._count_versions()
-
-    def remove(self, version_id: str) -> None:
-        self._store.remove(version_id)
-        self._count_versions()
-
     async def move(self, run_id: str, version_id: str) -> int:
-        self._check_alive()
-        self._store.check(version_id)
-        if not self._leads.move(run_id, version_id):
-            return 0
-        behind = [
-            task
-            for task in self._tasks
-            if task.request.follow_run == run_id
-            and is_newer(version_id, task.held[-1].version_id if task.held else "", run_id=run_id)
-        ]
+        behind = self._behind(run_id, version_id)
         if not behind:
             return 0
-        for task in behind:
-            task.held.append(self._store.acquire(version_id))
         version = behind[0].held[-1]
         moved: asyncio.Future[int] = self._loop.create_future()
         self._moves.add(moved)
         self._inbox.put(lambda: self._batcher.move(behind, version, moved))
         return await moved
-
-    def versions(self) -> list[VersionInfo]:
-        return self._store.versions()
 
     async def stop(self) -> None:
         """Ends after the step that is being computed; unfinished requests fail with NotReady."""
@@ -202,32 +138,13 @@ class TorchEngine:
         await in_thread(self._thread.join)
         self._end_all(NotReady("the sampler is shutting down"))
 
-    def _check_alive(self) -> None:
-        if self.died.is_set():
-            raise EngineDead("the engine has died; the log has the cause")
-        if self._stopping:
-            raise NotReady("the sampler is shutting down")
-
     def _jobs(self, task: Task) -> list[Job[Task]]:
         """One job, or several when the samples cannot all run at once. Only the first scores the prompt."""
-        request, limits = task.request, self.limits
-        length, max_tokens = len(request.prompt), request.params.max_tokens
-        order = next(self._orders)
-        task.sequences = sequences = [
-            RunningSequence(
-                owner=task,
-                index=index,
-                prompt_length=length,
-                max_length=limits.max_length if max_tokens is None else length + max_tokens,
-                bounded=max_tokens is not None,
-                order=order,
-            )
-            for index in range(request.num_samples)
-        ]
+        sequences = task.sequences
         scheduler = self._batcher.scheduler
         together = min(scheduler.max_running, scheduler.max_kv_tokens // sequences[0].need)
         groups = [sequences[n : n + together] for n in range(0, len(sequences), together)]
-        return [Job(task, length, group, scored=n == 0) for n, group in enumerate(groups)]
+        return [Job(task, len(task.request.prompt), group, scored=n == 0) for n, group in enumerate(groups)]
 
     async def _warm_up(self) -> None:
         """Short requests on the base model and on an adapter, so that no user meets a first-time pause.
@@ -321,38 +238,17 @@ class TorchEngine:
         for task, outcome in deliveries.ended:
             self._end(task, outcome)
 
-    def _admitted(self, task: Task) -> None:
-        if task in self._tasks and not task.admitted:
-            task.admitted = True
-            self._count_waiting(-1)
-
-    def _end(self, task: Task, outcome: Result | ServiceError) -> None:
-        """The one end of a request; a cancel may cross with a result."""
-        if task not in self._tasks:
-            return
-        self._admitted(task)
-        del self._tasks[task]
+    def _let_go(self, task: Task) -> None:
         for version in task.held:
             self._store.release(version)
         task.held.clear()
-        self.metrics.requests.labels(outcome.reason if isinstance(outcome, ServiceError) else "ok").inc()
-        task.generation.finish(outcome)
 
     def _die(self, error: BaseException) -> None:
         self.died.set()
         self._end_all(EngineDead(f"the engine has died: {error}"))
 
     def _end_all(self, error: ServiceError) -> None:
-        for task in list(self._tasks):
-            self._end(task, error)
+        super()._end_all(error)
         for moved in self._moves:
             if not moved.done():
                 moved.set_exception(error)
-
-    def _count_waiting(self, change: int) -> None:
-        self._num_waiting += change
-        self.metrics.waiting.set(self._num_waiting)
-
-    def _count_versions(self) -> None:
-        self.metrics.versions.set(len(self._store.versions()))
-        self.metrics.version_bytes.set(self._store.num_bytes)

@@ -13,7 +13,6 @@ import itertools
 import logging
 import math
 import os
-import secrets
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -25,22 +24,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sampler_service.adapters import AdapterStore, Version
+from sampler_service.adapters import Version
 from sampler_service.config import SamplerConfig
-from sampler_service.engine import Delta, Generation, Params, QueueStatus, Request, Result, StopCondition, VersionInfo
-from sampler_service.leads import Leads, is_newer
+from sampler_service.engine import Delta, Generation, Params, QueueStatus, Request, Result, StopCondition
+from sampler_service.front import Front
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.queue_status import status_of
-from sampler_service.sampling import stream_keys
 from sampler_service.scheduler import PASSING
 from sampler_service.scheduler import Sequence as RunningSequence
-from sampler_service.scoring import PromptScorer, not_finite, wants_scores
+from sampler_service.scoring import not_finite
 from sampler_service.self_check import Comparison
 from sampler_service.speed import Speed
 from sampler_service.stops import StopRules
 from sampler_service.task import Task
 from sampler_service.threads import in_thread
-from sampler_service.torch_engine import SAMPLE_STREAM
 from sampler_service.validation import Limits
 from sampler_service.vllm.outputs import Drawn, drawn_tokens
 from sampler_service.vllm.reference import Reference, Sample, take_reference
@@ -52,7 +49,7 @@ from tinsmith.modeling.adapter import Adapter, Group, Target
 from tinsmith.modeling.base_model import UnsupportedModel
 from tinsmith.modeling.full_weights import FullWeights, Weights
 from tinsmith.modeling.self_check import TOLERANCE, random_adapter
-from tinsmith.rpc.errors import Cancelled, EngineDead, NotReady, OutOfCapacity, ServiceError, Unsupported
+from tinsmith.rpc.errors import Cancelled, EngineDead, NotReady, ServiceError, Unsupported
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +66,7 @@ class Run:
     generating: asyncio.Task[None]
 
 
-class VllmEngine:
+class VllmEngine(Front):
     """A SamplingEngine. Made by load(), on the event loop that it belongs to."""
 
     name = "vllm"
@@ -77,39 +74,28 @@ class VllmEngine:
     def __init__(
         self, llm: Any, reference: Reference, config: SamplerConfig, metrics: SamplerMetrics, speed: Speed
     ) -> None:
-        self.device = reference.device
-        self.eos_token_ids = reference.eos_token_ids
-        self.targets: Sequence[Target] = reference.targets
-        self.refused_groups: dict[Group, str] = {}
-        """Groups whose adapters vLLM does not serve for this model, and why."""
-        self.metrics = metrics
-        self.died = asyncio.Event()
-        """Set when vLLM's process cannot go on."""
-        self.limits = Limits(
+        limits = Limits(
             vocab_size=reference.vocab_size,
             max_context_length=reference.max_context_length,
             max_kv_tokens=reference.sizes.max_kv_tokens,
             max_num_samples=config.max_num_samples,
             max_topk_logprobs=config.max_topk_logprobs,
         )
+        super().__init__(config, metrics, limits, StopRules(config.base_model, reference.eos_token_ids))
+        self.device = reference.device
+        self.eos_token_ids = reference.eos_token_ids
+        self.targets: Sequence[Target] = reference.targets
+        self.refused_groups: dict[Group, str] = {}
+        """Groups whose adapters vLLM does not serve for this model, and why."""
         self._llm: Any = llm
         self._reference = reference
-        self._config = config
         self._speed = speed
-        self._stops = StopRules(config.base_model, reference.eos_token_ids)
         self._worker = WorkerVersions(self._rpc)
-        self._store = AdapterStore(max_bytes=config.adapter_memory_bytes, on_gone=self._forget)
-        self._leads = Leads(self._store.__contains__)
-        self._tasks: dict[Task, None] = {}
-        """Requests that have not ended, in the order of their arrival."""
         self._queue: deque[RunningSequence[Task]] = deque()
         """Sequences that wait for a place."""
         self._runs: dict[RunningSequence[Task], Run] = {}
         self._leaving: dict[Run, None] = {}
         """Runs that were cancelled, until vLLM has heard of it."""
-        self._num_waiting = 0
-        self._stopping = False
-        self._orders = itertools.count()
         self._names = itertools.count()
         self._health: asyncio.Task[None] | None = None
 
@@ -138,43 +124,8 @@ class VllmEngine:
             raise
         return engine
 
-    @property
-    def max_context_length(self) -> int:
-        return self.limits.max_length
-
     async def submit(self, request: Request, *, stream: bool = False, request_id: str = "") -> Generation:
-        self.limits.check(request)
-        stop = await self._stops.rule(request.params.stop)
-        self._check_alive()
-        if self._num_waiting >= self._config.max_waiting and not request.on_probation:
-            raise OutOfCapacity(f"{self._num_waiting} requests wait already, the most that max_waiting allows")
-        version_id = self._leads.first_version(request)
-        version = self._store.acquire(version_id, on_probation=request.on_probation) if version_id else None
-        seed = secrets.randbits(63) if request.params.seed is None else request.params.seed
-        generation = Generation(stream=stream, on_cancel=lambda: self._cancel(task))
-        task = Task(
-            request=request,
-            generation=generation,
-            version=version,
-            stop=stop,
-            keys=stream_keys(seed, SAMPLE_STREAM, request.num_samples),
-            scorer=PromptScorer(request, seed=seed) if wants_scores(request) else None,
-            request_id=request_id,
-        )
-        length, max_tokens, order = len(request.prompt), request.params.max_tokens, next(self._orders)
-        task.sequences = [
-            RunningSequence(
-                owner=task,
-                index=index,
-                prompt_length=length,
-                max_length=self.limits.max_length if max_tokens is None else length + max_tokens,
-                bounded=max_tokens is not None,
-                order=order,
-            )
-            for index in range(request.num_samples)
-        ]
-        self._tasks[task] = None
-        self._count_waiting(1)
+        task = await self._accept(request, stream=stream, request_id=request_id)
         first, *others = task.sequences
         has_place = request.on_probation or len(self._runs) < self._config.max_running + PASSING
         if first.passes and not others and has_place:
@@ -182,7 +133,7 @@ class VllmEngine:
         else:
             self._queue.extend(task.sequences)
             self._admit()
-        return generation
+        return task.generation
 
     def describe(self, request_id: str) -> QueueStatus | None:
         return status_of(request_id, list(self._tasks), self._runs, self._speed)
@@ -218,31 +169,10 @@ class VllmEngine:
             raise
         self._count_versions()
 
-    def confirm(self, version_id: str) -> None:
-        self._store.confirm(version_id)
-        self._count_versions()
-
-    def remove(self, version_id: str) -> None:
-        self._store.remove(version_id)
-        self._count_versions()
-
     async def move(self, run_id: str, version_id: str) -> int:
-        self._check_alive()
-        self._store.check(version_id)
-        if not self._leads.move(run_id, version_id):
-            return 0
-        moved = 0
-        for task in list(self._tasks):
-            held = task.held[-1].version_id if task.held else ""
-            if task.request.follow_run == run_id and is_newer(version_id, held, run_id=run_id):
-                version = self._store.acquire(version_id)
-                task.held.append(version)
-                moved += self._move(task, version)
+        moved = sum([self._move(task, task.held[-1]) for task in self._behind(run_id, version_id)])
         self._admit()
         return moved
-
-    def versions(self) -> list[VersionInfo]:
-        return self._store.versions()
 
     async def stop(self) -> None:
         """Unfinished requests fail with NotReady; vLLM's process is gone when this returns."""
@@ -254,12 +184,6 @@ class VllmEngine:
             self._llm.output_handler.cancel()
         llm, self._llm = self._llm, None
         await in_thread(lambda: llm.shutdown(timeout=0))  # it has nothing to save
-
-    def _check_alive(self) -> None:
-        if self.died.is_set():
-            raise EngineDead("the engine has died; the log has the cause")
-        if self._stopping:
-            raise NotReady("the sampler is shutting down")
 
     @property
     def _answers(self) -> bool:
@@ -443,12 +367,7 @@ class VllmEngine:
     def _cancel(self, task: Task) -> None:
         self._end(task, Cancelled("the caller has left"))
 
-    def _end(self, task: Task, outcome: Result | ServiceError) -> None:
-        """The one end of a request."""
-        if task not in self._tasks:
-            return
-        self._admitted(task)
-        del self._tasks[task]
+    def _let_go(self, task: Task) -> None:
         if any(sequence not in self._runs and sequence.index not in task.finished for sequence in task.sequences):
             self._queue = deque(sequence for sequence in self._queue if sequence.owner is not task)
         current = asyncio.current_task()
@@ -456,30 +375,11 @@ class VllmEngine:
             del self._runs[run.sequence]
             self._break_off(run)
         self._release_unused(task)
-        self.metrics.requests.labels(outcome.reason if isinstance(outcome, ServiceError) else "ok").inc()
-        task.generation.finish(outcome)
-
-    def _end_all(self, error: ServiceError) -> None:
-        for task in list(self._tasks):
-            self._end(task, error)
-
-    def _admitted(self, task: Task) -> None:
-        if not task.admitted:
-            task.admitted = True
-            self._count_waiting(-1)
 
     def _forget(self, version: Version) -> None:
         assert isinstance(version.weights, SharedAdapter)
         self._worker.forget(version.weights)
         self._count_versions()
-
-    def _count_waiting(self, change: int) -> None:
-        self._num_waiting += change
-        self.metrics.waiting.set(self._num_waiting)
-
-    def _count_versions(self) -> None:
-        self.metrics.versions.set(len(self._store.versions()))
-        self.metrics.version_bytes.set(self._store.num_bytes)
 
     # Start and health.
 

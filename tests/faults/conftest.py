@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,23 +9,12 @@ import pytest
 import tinker
 
 from tests.faults.cluster import Cluster
+from tests.left_sockets import allow_left_sockets, collect_left_sockets  # noqa: F401 - a fixture
 from tests.stack import make_base_model
 
 
-@pytest.fixture(scope="module", autouse=True)
-def collect_left_sockets() -> Iterator[None]:
-    """The SDK leaves sockets to the garbage collector: here, and not in some other test."""
-    yield
-    with warnings.catch_warnings(action="ignore", category=ResourceWarning):
-        gc.collect()
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Until then it may come to them in any test of this folder."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.filterwarnings("ignore:unclosed (transport )?<:ResourceWarning"))
-            item.add_marker(pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"))
+    allow_left_sockets(items, Path(__file__).parent)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,0 +1,153 @@
+"""What every engine does on the event loop: checks requests, holds versions for them, and ends each of them once."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from abc import ABC, abstractmethod
+
+from sampler_service.adapters import AdapterStore, Version
+from sampler_service.config import SamplerConfig
+from sampler_service.engine import Generation, Request, Result, VersionInfo
+from sampler_service.leads import Leads, is_newer
+from sampler_service.metrics import SamplerMetrics
+from sampler_service.sampling import stream_keys
+from sampler_service.scheduler import Sequence
+from sampler_service.scoring import PromptScorer, wants_scores
+from sampler_service.stops import StopRules
+from sampler_service.task import Task
+from sampler_service.validation import Limits
+from tinsmith.rpc.errors import EngineDead, NotReady, OutOfCapacity, ServiceError
+
+SAMPLE_STREAM = 0
+
+
+class Front(ABC):
+    """The half of a SamplingEngine that does not compute."""
+
+    def __init__(self, config: SamplerConfig, metrics: SamplerMetrics, limits: Limits, stops: StopRules) -> None:
+        self.metrics = metrics
+        self.limits = limits
+        self.died = asyncio.Event()
+        """Set when the engine cannot go on."""
+        self._config = config
+        self._stops = stops
+        self._store = AdapterStore(max_bytes=config.adapter_memory_bytes, on_gone=self._forget)
+        self._leads = Leads(self._store.__contains__)
+        self._tasks: dict[Task, None] = {}
+        """Requests that have not ended, in the order of their arrival."""
+        self._num_waiting = 0
+        self._stopping = False
+        self._orders = itertools.count()
+
+    @property
+    def max_context_length(self) -> int:
+        return self.limits.max_length
+
+    def confirm(self, version_id: str) -> None:
+        self._store.confirm(version_id)
+        self._count_versions()
+
+    def remove(self, version_id: str) -> None:
+        self._store.remove(version_id)
+        self._count_versions()
+
+    def versions(self) -> list[VersionInfo]:
+        return self._store.versions()
+
+    @abstractmethod
+    def _cancel(self, task: Task) -> None:
+        """The caller has left."""
+
+    @abstractmethod
+    def _forget(self, version: Version) -> None:
+        """Neither visible nor in use any more."""
+
+    @abstractmethod
+    def _let_go(self, task: Task) -> None:
+        """Of an ended request: what it still holds."""
+
+    async def _accept(self, request: Request, *, stream: bool, request_id: str) -> Task:
+        """A request that waits from now on. Raises what submit does."""
+        self.limits.check(request)
+        stop = await self._stops.rule(request.params.stop)
+        self._check_alive()
+        if self._num_waiting >= self._config.max_waiting and not request.on_probation:
+            raise OutOfCapacity(f"{self._num_waiting} requests wait already, the most that max_waiting allows")
+        version_id = self._leads.first_version(request)
+        version = self._store.acquire(version_id, on_probation=request.on_probation) if version_id else None
+        seed = secrets.randbits(63) if request.params.seed is None else request.params.seed
+        task = Task(
+            request=request,
+            generation=Generation(stream=stream, on_cancel=lambda: self._cancel(task)),
+            version=version,
+            stop=stop,
+            keys=stream_keys(seed, SAMPLE_STREAM, request.num_samples),
+            scorer=PromptScorer(request, seed=seed) if wants_scores(request) else None,
+            request_id=request_id,
+        )
+        length, max_tokens, order = len(request.prompt), request.params.max_tokens, next(self._orders)
+        task.sequences = [
+            Sequence(
+                owner=task,
+                index=index,
+                prompt_length=length,
+                max_length=self.limits.max_length if max_tokens is None else length + max_tokens,
+                bounded=max_tokens is not None,
+                order=order,
+            )
+            for index in range(request.num_samples)
+        ]
+        self._tasks[task] = None
+        self._count_waiting(1)
+        return task
+
+    def _behind(self, run_id: str, version_id: str) -> list[Task]:
+        """Requests that are to move to a version, which they hold now. Raises what move does."""
+        self._check_alive()
+        self._store.check(version_id)
+        if not self._leads.move(run_id, version_id):
+            return []
+        behind = [
+            task
+            for task in self._tasks
+            if task.request.follow_run == run_id
+            and is_newer(version_id, task.held[-1].version_id if task.held else "", run_id=run_id)
+        ]
+        for task in behind:
+            task.held.append(self._store.acquire(version_id))
+        return behind
+
+    def _check_alive(self) -> None:
+        if self.died.is_set():
+            raise EngineDead("the engine has died; the log has the cause")
+        if self._stopping:
+            raise NotReady("the sampler is shutting down")
+
+    def _admitted(self, task: Task) -> None:
+        if task in self._tasks and not task.admitted:
+            task.admitted = True
+            self._count_waiting(-1)
+
+    def _end(self, task: Task, outcome: Result | ServiceError) -> None:
+        """The one end of a request; a cancel may cross with a result."""
+        if task not in self._tasks:
+            return
+        self._admitted(task)
+        del self._tasks[task]
+        self._let_go(task)
+        self.metrics.requests.labels(outcome.reason if isinstance(outcome, ServiceError) else "ok").inc()
+        task.generation.finish(outcome)
+
+    def _end_all(self, error: ServiceError) -> None:
+        for task in list(self._tasks):
+            self._end(task, error)
+
+    def _count_waiting(self, change: int) -> None:
+        self._num_waiting += change
+        self.metrics.waiting.set(self._num_waiting)
+
+    def _count_versions(self) -> None:
+        self.metrics.versions.set(len(self._store.versions()))
+        self.metrics.version_bytes.set(self._store.num_bytes)
