@@ -264,10 +264,8 @@ def main() -> None:
     make(Recipe(arguments.size), folder, report=print)  # does nothing when the model is there
     torch.set_num_threads(1)
     report = Report({name: str(value) for name, value in vars(arguments).items()})
-    asyncio.run(measure(folder, report, arguments))
-    report.print_table()
-    if arguments.json:
-        report.write_json(arguments.json)
+    with report.kept(arguments.json):
+        asyncio.run(measure(folder, report, arguments))
 
 
 if __name__ == "__main__":

@@ -166,13 +166,10 @@ def main() -> None:
         command = [*TINSMITH, "make-base-model", "--size", arguments.size, "--out", str(arguments.model)]
         subprocess.run(command, check=True)  # noqa: S603
     report = Report({key: str(value) for key, value in vars(arguments).items()})
-    with ExitStack() as stack:
+    with report.kept(arguments.json), ExitStack() as stack:
         one, several = (stack.enter_context(closing(Ranks(count, arguments))) for count in (1, arguments.ranks))
         for shape in arguments.shapes.split(","):
             measure(shape, one, several, arguments, report)
-    report.print_table()
-    if arguments.json:
-        report.write_json(arguments.json)
 
 
 if __name__ == "__main__":

@@ -417,16 +417,11 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is stopped
     arguments = parse_arguments()
     report = Report({name: str(value) for name, value in vars(arguments).items() if name != "api_key"})
-    try:
-        with prepared(arguments) as bench:
-            for name in FIGURES:
-                if name in arguments.only:
-                    for figure in FIGURES[name](bench):
-                        report.add(figure)
-    finally:  # what was measured before a failure is worth keeping
-        if arguments.json:
-            report.write_json(arguments.json)
-    report.print_table()
+    with report.kept(arguments.json), prepared(arguments) as bench:
+        for name in FIGURES:
+            if name in arguments.only:
+                for figure in FIGURES[name](bench):
+                    report.add(figure)
 
 
 if __name__ == "__main__":

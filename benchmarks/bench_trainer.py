@@ -374,23 +374,18 @@ def main() -> None:
     if "OMP_WAIT_POLICY" not in os.environ:  # OpenMP reads it when it is loaded; as `tinsmith up` sets it
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"})  # noqa: S606
     report = Report({name: str(value) for name, value in vars(arguments).items()})
-    try:
-        with prepared(arguments) as bench:
-            (m, k, n), best = bench.peak.shape, bench.peak.rates[bench.peak.shape]
-            report.settings["peak"] = f"{best / 1e9:.0f} GFLOP/s, torch.mm of [{m}, {k}] and [{k}, {n}]"
-            report.settings["kernels"] = f"{arguments.kernels}: {bench.engine.base.kernels}"
-            if bench.device.type == "cuda":
-                report.settings["gpu"] = torch.cuda.get_device_name(bench.device)
-            print(f"matrix-product peak: {report.settings['peak']}", flush=True)
-            print(f"kernels: {report.settings['kernels']}", flush=True)
-            for name in FIGURES:
-                if name in arguments.only:
-                    for figure in FIGURES[name](bench):
-                        report.add(figure)
-    finally:  # what was measured before a failure is worth keeping
-        if arguments.json:
-            report.write_json(arguments.json)
-    report.print_table()
+    with report.kept(arguments.json), prepared(arguments) as bench:
+        (m, k, n), best = bench.peak.shape, bench.peak.rates[bench.peak.shape]
+        report.settings["peak"] = f"{best / 1e9:.0f} GFLOP/s, torch.mm of [{m}, {k}] and [{k}, {n}]"
+        report.settings["kernels"] = f"{arguments.kernels}: {bench.engine.base.kernels}"
+        if bench.device.type == "cuda":
+            report.settings["gpu"] = torch.cuda.get_device_name(bench.device)
+        print(f"matrix-product peak: {report.settings['peak']}", flush=True)
+        print(f"kernels: {report.settings['kernels']}", flush=True)
+        for name in FIGURES:
+            if name in arguments.only:
+                for figure in FIGURES[name](bench):
+                    report.add(figure)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ import platform
 import re
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -88,6 +89,16 @@ class Report:
             "figures": [figure.to_json() for figure in self.figures],
         }
         file.write_text(json.dumps(report, indent=2) + "\n")
+
+    @contextmanager
+    def kept(self, file: Path | None) -> Iterator[None]:
+        """Around the measuring: what was measured before a failure is worth keeping. Ends with the table."""
+        try:
+            yield
+        finally:
+            if file is not None:
+                self.write_json(file)
+        self.print_table()
 
     def print_table(self) -> None:
         versions = ", ".join(f"{name} {version}" for name, version in self.machine["versions"].items())

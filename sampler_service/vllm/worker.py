@@ -70,10 +70,6 @@ class WorkerExtension:
         self.tinsmith_versions.pop(number, None)
         self.model_runner.lora_manager.remove_adapter(number)
 
-    def tinsmith_loaded(self) -> list[int]:
-        """Versions that lie on the device."""
-        return sorted(self.model_runner.lora_manager.list_adapters())
-
     def tinsmith_take_scores(self, name: str) -> list[bytes] | None:
         return self.tinsmith_scoring.take(name)
 
