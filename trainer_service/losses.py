@@ -57,8 +57,12 @@ class Targets:
     """Targets of each datum; M in all."""
 
     @property
+    def gap_M(self) -> Tensor:
+        return self.p_M - self.arrays["logprobs"]
+
+    @property
     def ratio_M(self) -> Tensor:
-        return torch.exp(self.p_M - self.arrays["logprobs"])
+        return torch.exp(self.gap_M)
 
 
 LossFn = Callable[[Targets], Tensor]
@@ -76,7 +80,7 @@ def importance_sampling(x: Targets) -> Tensor:
 
 def ppo(x: Targets) -> Tensor:
     """-min(r A, clip(r) A); the thresholds bound the ratio itself (Schulman et al. 2017, arXiv:1707.06347)."""
-    return _pessimistic(x, x.ratio_M)
+    return _pessimistic(x, x.gap_M)
 
 
 def gspo(x: Targets) -> Tensor:
@@ -88,8 +92,8 @@ def gspo(x: Targets) -> Tensor:
     gap_M = (x.p_M.detach() - x.arrays["logprobs"]) * mask_M
     sizes_D = torch.tensor(x.sizes, device=x.p_M.device)
     totals_D, counts_D = (torch.segment_reduce(values_M, "sum", lengths=sizes_D) for values_M in (gap_M, mask_M))
-    ratio_M = torch.exp(totals_D / counts_D).repeat_interleave(sizes_D, output_size=x.p_M.shape[0])
-    return _pessimistic(x, ratio_M * torch.exp(x.p_M - x.p_M.detach()))
+    mean_M = (totals_D / counts_D).repeat_interleave(sizes_D, output_size=x.p_M.shape[0])
+    return _pessimistic(x, mean_M + (x.p_M - x.p_M.detach()))
 
 
 def cispo(x: Targets) -> Tensor:
@@ -99,8 +103,7 @@ def cispo(x: Targets) -> Tensor:
 
 def dro(x: Targets) -> Tensor:
     """-(p A - beta/2 (p - q)^2): direct reward optimisation (Richemond et al. 2024, arXiv:2405.19107)."""
-    gap = x.p_M - x.arrays["logprobs"]
-    return -(x.p_M * x.arrays["advantages"] - 0.5 * x.config["beta"] * gap.square())
+    return -(x.p_M * x.arrays["advantages"] - 0.5 * x.config["beta"] * x.gap_M.square())
 
 
 def stable_reinforce(x: Targets) -> Tensor:
@@ -113,14 +116,16 @@ def stable_reinforce(x: Targets) -> Tensor:
     """
     mask_M = (x.arrays["sampled_mask"] != 0).to(x.p_M.dtype)
     # Where r is capped it must not be computed: it may be infinite, and 0 times infinity is no gradient.
-    gap_M = x.p_M - x.arrays["logprobs"]
-    weight_M = torch.exp(gap_M.clamp(max=math.log(x.config["ratio_cap"])))
-    return mask_M * (0.5 * x.config["kl_coeff"] * gap_M.square() - weight_M * x.arrays["advantages"])
+    weight_M = torch.exp(x.gap_M.clamp(max=math.log(x.config["ratio_cap"])))
+    return mask_M * (0.5 * x.config["kl_coeff"] * x.gap_M.square() - weight_M * x.arrays["advantages"])
 
 
-def _pessimistic(x: Targets, ratio_M: Tensor) -> Tensor:
+def _pessimistic(x: Targets, log_ratio_M: Tensor) -> Tensor:
     """The smaller of the clipped and the unclipped objective, negated."""
     advantages = x.arrays["advantages"]
+    # Well above the upper threshold a gain is constant. There the ratio may be infinite, and must not be computed.
+    constant_from = x.arrays["clip_high_threshold"].clamp(min=1).log() + 1
+    ratio_M = torch.exp(torch.where(advantages >= 0, log_ratio_M.minimum(constant_from), log_ratio_M))
     return -torch.minimum(ratio_M * advantages, _clip(x, ratio_M) * advantages)
 
 

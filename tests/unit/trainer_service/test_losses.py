@@ -114,3 +114,12 @@ def test_stable_reinforce_has_a_bounded_gradient_where_the_ratio_has_none() -> N
     far = {"logprobs": torch.full((4,), -200.0), "advantages": A, "sampled_mask": torch.ones(4)}
     assert gradient("importance_sampling", far).isinf().all()
     torch.testing.assert_close(gradient("stable_reinforce", far, kl_coeff=0.1), 0.1 * (P.detach() + 200))
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo"])
+def test_a_clipped_gain_is_constant_where_the_ratio_overflows(name: str) -> None:
+    inputs = {"logprobs": torch.full((4,), -200.0), "advantages": A.abs(), "sequence_ratio_mask": torch.ones(4)}
+    torch.testing.assert_close(evaluated(name, inputs, {}, [4]), -1.2 * A.abs())
+    assert not gradient(name, inputs).any()
+    inputs["advantages"] = -A.abs()  # a loss that has no bound stays one
+    assert gradient(name, inputs).isinf().all()
