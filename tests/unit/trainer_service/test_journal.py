@@ -1,4 +1,6 @@
 import asyncio
+import os
+import shutil
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -204,3 +206,34 @@ async def test_everything_acknowledged_survives_kill_9(tmp_path: Path) -> None:
         record = await journal.find("m", acknowledged[-1])
         assert record is not None
         assert isinstance(record.outcome, ModelLost)
+
+
+@pytest.mark.parametrize("num_bytes", [1, 24, 2048, 4096])
+async def test_what_a_power_cut_tears_from_the_end_takes_nothing_that_was_acknowledged(
+    tmp_path: Path, num_bytes: int
+) -> None:
+    async with opened(tmp_path / "before") as journal:
+        await journal.append(MODEL, 0, created())
+        for seq_id in range(1, 20):
+            await journal.append(MODEL, seq_id, batch(seq_id))
+            after = tmp_path / f"after-{seq_id}"
+            shutil.copytree(tmp_path / "before", after)
+            with (after / "journal.sqlite-wal").open("r+b") as log:
+                log.truncate(log.seek(0, os.SEEK_END) - num_bytes)
+            async with opened(after) as copy:
+                assert [found for found, _ in await copy.requests(MODEL)] == list(range(seq_id + 1))
+
+
+async def test_a_torn_write_behind_the_last_transaction_is_as_if_it_had_never_begun(tmp_path: Path) -> None:
+    async with opened(tmp_path / "before") as journal:
+        await journal.append(MODEL, 0, created())
+        await journal.append(MODEL, 1, batch(1))
+        shutil.copytree(tmp_path / "before", tmp_path / "after")
+    with (tmp_path / "after" / "journal.sqlite-wal").open("r+b") as log:
+        frame = log.read(32 + 24 + 4096)[32:]
+        log.seek(0, os.SEEK_END)
+        log.write(frame[:3000])
+    async with opened(tmp_path / "after") as journal:
+        assert [found for found, _ in await journal.requests(MODEL)] == [0, 1]
+        await journal.append(MODEL, 2, batch(2))
+        assert [found for found, _ in await journal.requests(MODEL)] == [0, 1, 2]
