@@ -105,6 +105,8 @@ class Stack:
     """Processes of each trainer, which share its threads."""
     num_samplers: int = 1
     """Of each trainer."""
+    supervised: bool = True
+    """A service that ends is started again."""
 
     @property
     def url(self) -> str:
@@ -173,7 +175,7 @@ class Stack:
             "num-threads": str(self.threads.sampler),
             **({} if engine == "auto" else {"engine": engine}),  # then SAMPLER_ENGINE may say it
         }
-        return self._grpc_service("sampler", sampler, flags, threads=self.threads.sampler, restarts=True)
+        return self._grpc_service("sampler", sampler, flags, threads=self.threads.sampler)
 
     def _grpc_service(
         self,
@@ -183,14 +185,13 @@ class Stack:
         *,
         threads: int,
         ranks: int = 1,
-        restarts: bool = False,
     ) -> Service:
         return Service(
             name=f"{kind}{instance.suffix}",
             argv=_command(f"{kind}_service", {**flags, "log-level": self.log_level}, ranks=ranks),
             log=self.logs / f"{kind}{instance.suffix}.log",
             wait_ready=partial(_wait_grpc, _local(instance.port)),
-            restarts=restarts,
+            restarts=self.supervised,
             env={
                 "OMP_NUM_THREADS": str(threads),
                 "OMP_WAIT_POLICY": "PASSIVE",
@@ -216,6 +217,7 @@ class Stack:
             argv=_command("gateway", flags),
             log=self.logs / "gateway.log",
             wait_ready=partial(_wait_http, self.host, self.port),
+            restarts=self.supervised,
             env=self._keys("gateway"),
         )
 

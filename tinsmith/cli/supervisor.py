@@ -1,9 +1,10 @@
-"""Runs child processes that live and die together.
+"""Runs child processes, and starts those again that end.
 
 They start in the given order, each in its own session, so that Ctrl-C reaches only this process, which then stops them
-in order. When one ends by itself the others are stopped too, unless the others can do without it (`restarts`): then it
-is started again, after a pause that grows with every end. If this process is killed outright, the kernel kills them
-(Linux).
+in order. Until all have been ready once, the end of one is the end of all, with its reason: a wrong flag is not tried
+again for ever. After that, one that ends by itself is started again with the same command, and so with the same ports,
+after a pause that grows with every end; one without `restarts` ends all of it. If this process is killed outright, the
+kernel kills them (Linux).
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 30.0
 _LASTED_S = 60.0
 """What has served for so long starts again after the first pause."""
+_FEW_STARTS = 2
+"""In vain: from then on it is told how many there were."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,9 @@ async def supervise(
 ) -> int:
     """Runs the services until SIGINT, SIGTERM or SIGHUP (returns 0), or until one fails or ends for good (returns 1).
 
-    `services` are stopped from the last to the first. When this returns or raises, none of them is left.
+    `startup_timeout_s` is for the first start, where it ends all, and for each one after that, where the service that
+    is not ready by then is killed and started again. `services` are stopped from the last to the first. When this
+    returns or raises, none of them is left.
     """
     running: list[_Running] = []
     async with _signals(running) as stop:
@@ -110,7 +115,8 @@ async def _watch(
             for place, one in enumerate(running):
                 if one.service.restarts:
                     waiting.discard(one.exited)  # type: ignore[arg-type]
-                    reviving.append(asyncio.create_task(_revive(running, place, report=report)))
+                    task = _revive(running, place, report=report, timeout_s=startup_timeout_s)
+                    reviving.append(asyncio.create_task(task))
             waiting.update(reviving)  # type: ignore[arg-type]  # they end only with an error, which is to be raised
     finally:
         for task in (stopping, starting, *reviving):
@@ -135,28 +141,43 @@ async def _wait_all_ready(running: Sequence[_Running], *, report: Callable[[str]
         raise TimeoutError(f"not ready after {timeout_s:g} s: {', '.join(waiting_for)}; see the log") from None
 
 
-async def _revive(running: list[_Running], place: int, *, report: Callable[[str], None]) -> None:
+async def _revive(running: list[_Running], place: int, *, report: Callable[[str], None], timeout_s: float) -> None:
     """Starts one of those running again whenever it ends."""
-    pause_s, ready_at = _FIRST_PAUSE_S, time.monotonic()
+    service = running[place].service
+    pause_s, ready_at, in_vain = _FIRST_PAUSE_S, time.monotonic(), 0
     while True:
-        service, code = running[place].service, await asyncio.shield(running[place].exited)
+        code = await asyncio.shield(running[place].exited)
+        _kill_group(running[place])  # what it has left may hold its port and its files
         report(_obituary(service, code=code))
-        if time.monotonic() - ready_at >= _LASTED_S:
+        if not in_vain and time.monotonic() - ready_at >= _LASTED_S:
             pause_s = _FIRST_PAUSE_S
-        report(f"{service.name}: starting again in {pause_s:g} s; the others go on")
+        so_far = f" (it was not ready after the last {in_vain} starts)" if in_vain >= _FEW_STARTS else ""
+        report(f"{service.name}: starting again in {pause_s:g} s{so_far}; the others go on")
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         started = time.monotonic()
         running[place] = one = _start(service)
-        ready = asyncio.ensure_future(service.wait_ready())
-        try:
-            await asyncio.wait({ready, one.exited}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            ready.cancel()
-            await asyncio.gather(ready, return_exceptions=True)
-        ready_at = time.monotonic()
-        if not one.exited.done():
+        if await _is_ready(one, timeout_s=timeout_s):
+            ready_at, in_vain = time.monotonic(), 0
             report(f"{service.name}: ready again after {ready_at - started:.1f} s")
+            continue
+        in_vain += 1
+        if not one.exited.done():
+            report(f"{service.name}: not ready after {timeout_s:g} s; it is killed")
+            _kill_group(one)
+
+
+async def _is_ready(one: _Running, *, timeout_s: float) -> bool:
+    """False when it ends before, or takes longer."""
+    ready = asyncio.ensure_future(one.service.wait_ready())
+    try:
+        done, _ = await asyncio.wait({ready, one.exited}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        ready.cancel()
+        await asyncio.gather(ready, return_exceptions=True)
+    if ready in done:
+        ready.result()
+    return ready in done and not one.exited.done()
 
 
 def _start(service: Service) -> _Running:
@@ -211,9 +232,14 @@ async def _stop_all(running: Sequence[_Running], *, hurry: asyncio.Event) -> Non
     asking.cancel()
     hurrying.cancel()
     for one in running:
-        with suppress(ProcessLookupError):  # the group: also what a service may have left behind
-            os.killpg(one.process.pid, signal.SIGKILL)
+        _kill_group(one)
         one.process.wait()
+
+
+def _kill_group(one: _Running) -> None:
+    """Also what a service may have left behind."""
+    with suppress(ProcessLookupError):
+        os.killpg(one.process.pid, signal.SIGKILL)
 
 
 def _terminate(one: _Running) -> None:

@@ -37,8 +37,8 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "up",
         help="start trainer, sampler and gateway on this machine",
         description="Starts trainer, sampler and gateway as separate processes and stays in the foreground; Ctrl-C "
-        "stops all of them. What has no flag here is set through TRAINER_*, SAMPLER_* and GATEWAY_* in the environment "
-        "(`python -m trainer_service --help` and so on list them).",
+        "stops all of them. One that ends by itself is started again. What has no flag here is set through TRAINER_*, "
+        "SAMPLER_* and GATEWAY_* in the environment (`python -m trainer_service --help` and so on list them).",
     )
     parser.add_argument(
         "--base-model", action="append", default=[], metavar="[NAME=]PATH|HUB_ID",
@@ -76,14 +76,21 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--samplers", type=int, default=1, metavar="N",
-        help="samplers of each base model, which share its requests and the samplers' cores (default %(default)s); one "
-        "that ends is started again, and the others do its work meanwhile",
+        help="samplers of each base model, which share its requests and the samplers' cores (default %(default)s); the "
+        "others do the work of one that ends until it is back",
+    )  # fmt: skip
+    parser.add_argument(
+        "--supervise", action=argparse.BooleanOptionalAction, default=True,
+        help="start a service again when it ends, after 1 s, then 2, 4, ... 30 s; clients wait meanwhile. Without it "
+        "one that ends ends all, with status 1: for those whose own supervisor starts all of it again (default: "
+        "--supervise)",
     )  # fmt: skip
     parser.add_argument("--trainer-threads", type=int, metavar="N", help="CPU threads of each trainer")
     parser.add_argument("--sampler-threads", type=int, metavar="N", help="CPU threads of each sampler")
     parser.add_argument(
         "--startup-timeout", type=float, default=1800.0, metavar="SECONDS",
-        help="give up when the models have not loaded by then (default %(default)g)",
+        help="give up when the models have not loaded by then; a service that is started again has as long, and is "
+        "then killed and started once more (default %(default)g)",
     )  # fmt: skip
     parser.set_defaults(run=run)
 
@@ -119,6 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
             engine=arguments.engine,
             trainer_ranks=arguments.trainer_ranks,
             num_samplers=arguments.samplers,
+            supervised=arguments.supervise,
         )
         groups = stack.groups()
         return asyncio.run(

@@ -84,10 +84,16 @@ def test_several_samplers_are_known_to_their_trainer_and_to_the_gateway() -> Non
     assert json.loads(flag(services["trainer-2"], "samplers")) == addresses[2:]
     assert json.loads(flag(services["gateway"], "samplers")) == addresses
     assert f"; sampler: {', '.join(addresses)}; metrics:" in stack.summary(groups)
-    assert [name for name, service in services.items() if service.restarts] == names
     alone = replace(make_stack([BaseModel("/m/a", ("a",))]), num_samplers=2)
     logs = [service.log.name for service in alone.services(alone.groups())]
     assert logs == ["trainer.log", "sampler-1.log", "sampler-2.log", "gateway.log"]
+
+
+def test_every_service_is_started_again_unless_that_is_not_wanted() -> None:
+    stack = make_stack([BaseModel("/m/a", ("a",))])
+    assert [service.restarts for service in stack.services(stack.groups())] == [True] * 3
+    alone = replace(stack, supervised=False)
+    assert [service.restarts for service in alone.services(alone.groups())] == [False] * 3
 
 
 def test_full_training_is_a_flag_of_the_trainers() -> None:

@@ -14,7 +14,7 @@ import pytest
 # argv: folder, then one Python program per service; those that begin with "# restarts" are started again. Prints what
 # is reported, and READY.
 SUPERVISOR = """
-import asyncio, sys
+import asyncio, os, sys
 from pathlib import Path
 from tinsmith.cli.supervisor import Service, supervise
 
@@ -34,7 +34,9 @@ services = [
     for name, program in ((f"s{i}", program) for i, program in enumerate(sys.argv[2:]))
 ]
 report = lambda line: print(line, flush=True)
-sys.exit(asyncio.run(supervise(services, on_ready=lambda: report("READY"), report=report, startup_timeout_s=20)))
+timeout_s = float(os.environ.get("READY_TIMEOUT_S", "20"))
+ready = lambda: report("READY")
+sys.exit(asyncio.run(supervise(services, on_ready=ready, report=report, startup_timeout_s=timeout_s)))
 """
 
 PRELUDE = """
@@ -80,6 +82,42 @@ DIES_ONCE = (
 )
 
 
+ONLY_ONCE = (
+    "# restarts"
+    + PRELUDE
+    + textwrap.dedent(
+        """
+    if pathlib.Path(me + ".pid").exists():
+        {again}
+    up()
+    time.sleep(0.5)
+    pathlib.Path(me + ".up").unlink()
+    os.kill(os.getpid(), signal.SIGKILL)
+    """
+    )
+)
+LEAVES_A_CHILD_ONCE = (
+    "# restarts"
+    + PRELUDE
+    + textwrap.dedent(
+        """
+    import subprocess
+    child = pathlib.Path(me + ".child")
+    if not child.exists():
+        left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+        child.write_text(str(left.pid))
+        up()
+        time.sleep(0.5)
+        pathlib.Path(me + ".up").unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+    up(); time.sleep(100)
+    """
+    )
+)
+NEVER_AGAIN = ONLY_ONCE.format(again="print('the disk is gone'); sys.exit(3)")
+HANGS_AGAIN = ONLY_ONCE.format(again="pathlib.Path(me + '.pid').write_text(str(os.getpid())); time.sleep(100)")
+
+
 class Run:
     def __init__(self, folder: Path, programs: list[str]) -> None:
         self.folder = folder
@@ -93,6 +131,16 @@ class Run:
             if line == "READY\n":
                 return
         raise AssertionError("the supervisor ended before it was ready")
+
+    def read_until(self, line: str) -> str:
+        """What is reported from here on, up to a line that begins so."""
+        assert self.process.stdout is not None
+        told = ""
+        for one in self.process.stdout:
+            told += one
+            if one.startswith(line):
+                return told
+        raise AssertionError(f"never reported: {line}\n{told}")
 
     def finish(self) -> tuple[int, str]:
         output, _ = self.process.communicate(timeout=30)
@@ -193,12 +241,7 @@ def test_a_service_that_the_others_can_do_without_is_started_again(start: Start)
     run = start(POLITE, DIES_ONCE, POLITE)
     run.wait_ready()
     first = run.pid("s1.pid")
-    assert run.process.stdout is not None
-    told = ""
-    for line in run.process.stdout:
-        told += line
-        if "ready again" in line:
-            break
+    told = run.read_until("s1: ready again")
     assert "s1 was killed by SIGKILL" in told
     assert "    segmentation fault" in told
     assert "s1: starting again in 1 s; the others go on" in told
@@ -209,13 +252,56 @@ def test_a_service_that_the_others_can_do_without_is_started_again(start: Start)
     assert not any(is_alive(run.pid(f"s{i}.pid")) for i in range(3))
 
 
+def test_each_of_several_services_is_started_again(start: Start) -> None:
+    run = start(DIES_ONCE, DIES_ONCE, DIES_ONCE)
+    run.wait_ready()
+    told = run.read_until("s0: ready again")
+    while not all(f"s{i}: ready again" in told for i in range(3)):
+        told += run.read_until("s")
+    run.process.terminate()
+    assert run.finish()[0] == 0
+    assert not any(is_alive(run.pid(f"s{i}.pid")) for i in range(3))
+
+
+def test_one_that_never_gets_ready_again_is_reported_each_time_and_the_pause_grows(start: Start) -> None:
+    run = start(POLITE, NEVER_AGAIN)
+    run.wait_ready()
+    told = run.read_until("s1: starting again in 4 s (it was not ready after the last 2 starts); the others go on")
+    assert "s1: starting again in 1 s; the others go on" in told
+    assert "s1: starting again in 2 s; the others go on" in told
+    assert told.count("s1 ended with exit status 3") == 2
+    assert "    the disk is gone" in told
+    assert is_alive(run.pid("s0.pid"))
+    run.process.terminate()
+    assert run.finish()[0] == 0
+
+
+def test_one_that_hangs_when_it_is_started_again_is_killed_and_started_once_more(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("READY_TIMEOUT_S", "2")
+    run = start(POLITE, HANGS_AGAIN)
+    run.wait_ready()
+    told = run.read_until("s1: starting again in 2 s")
+    assert "s1: not ready after 2 s; it is killed\ns1 was killed by SIGKILL" in told
+    run.process.terminate()
+    assert run.finish()[0] == 0
+    assert not is_alive(run.pid("s1.pid"))
+
+
+def test_what_a_service_has_left_is_gone_before_it_is_started_again(start: Start) -> None:
+    run = start(LEAVES_A_CHILD_ONCE)
+    run.wait_ready()
+    run.read_until("s0: ready again")
+    assert not is_alive(run.pid("s0.child"))
+    run.process.terminate()
+    run.finish()
+
+
 def test_a_stop_signal_does_not_wait_for_the_pause_before_a_restart(start: Start) -> None:
     run = start(POLITE, DIES_ONCE)
     run.wait_ready()
-    assert run.process.stdout is not None
-    for line in run.process.stdout:
-        if "starting again" in line:
-            break
+    run.read_until("s1: starting again")
     run.process.terminate()
     code, output = run.finish()
     assert (code, output) == (0, "stopping\n")
