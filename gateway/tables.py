@@ -19,6 +19,8 @@ class Session(Base):
 
     session_id: Mapped[str] = mapped_column(primary_key=True)
     owner: Mapped[str]
+    key_id: Mapped[str] = mapped_column(server_default=text("''"))
+    """Of the key that made it; empty when there was none, or when keys were not counted yet."""
     idempotency_key: Mapped[str | None]
     created_at: Mapped[float] = mapped_column(index=True)
     last_seen_at: Mapped[float]
@@ -91,7 +93,7 @@ class Checkpoint(Base):
     run_id: Mapped[str] = mapped_column(index=True)
     kind: Mapped[str]
     """Kind segment of the path: "weights", "sampler_weights" or "external_weights"."""
-    owner: Mapped[str]
+    owner: Mapped[str] = mapped_column(index=True)
     base_model: Mapped[str]
     optimizer: Mapped[str] = mapped_column(server_default=text("'adamw'"))
     version_id: Mapped[str]
@@ -183,6 +185,52 @@ class Usage(Base):
     base_model: Mapped[str] = mapped_column(primary_key=True)
     kind: Mapped[str] = mapped_column(primary_key=True)
     """training, sampling_prefill, sampling_prefill_cached, sampling_sample, checkpoint or storage."""
+    amount: Mapped[int] = mapped_column(BigInteger)
+
+
+class StoredKey(Base):
+    """A key that the command line has made. Its row stays when it is revoked."""
+
+    __tablename__ = "api_keys"
+
+    key_hash: Mapped[str] = mapped_column(primary_key=True)
+    """SHA-256 in hexadecimal digits; the key itself is nowhere. No salt and no slow hash: a key is 256 random bits."""
+    owner: Mapped[str]
+    name: Mapped[str]
+    note: Mapped[str]
+    email: Mapped[str]
+    admin: Mapped[bool]
+    """Sees and changes what belongs to any owner."""
+    created_at: Mapped[float]
+    last_used_at: Mapped[float | None]
+    """Written now and then."""
+    expires_at: Mapped[float | None]
+    revoked_at: Mapped[float | None]
+    requests_per_minute: Mapped[int | None] = mapped_column(BigInteger)
+    tokens_per_minute: Mapped[int | None] = mapped_column(BigInteger)
+
+
+class Budget(Base):
+    """What an owner may use in total. Who has no row, or an empty column, may use any amount."""
+
+    __tablename__ = "budgets"
+
+    owner: Mapped[str] = mapped_column(primary_key=True)
+    tokens: Mapped[int | None] = mapped_column(BigInteger)
+    tokens_from: Mapped[int] = mapped_column(BigInteger)
+    """The owner's count of tokens from which the budget counts."""
+    storage_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    changed_at: Mapped[float]
+
+
+class TokenCount(Base):
+    """All tokens that were trained on, read or sampled: the sum of the usage of all hours."""
+
+    __tablename__ = "token_counts"
+
+    owner: Mapped[str] = mapped_column(primary_key=True)
+    key_id: Mapped[str] = mapped_column(primary_key=True)
+    """Of the key that made the session; empty for what was used before keys were counted."""
     amount: Mapped[int] = mapped_column(BigInteger)
 
 
