@@ -96,6 +96,7 @@ class Imports:
             if num_bytes > limit:
                 raise HTTPException(413, f"the archive has more than {limit} bytes, this server's max_import_bytes")
             if not call.done():
+                await self._write(call, trainer_pb2.ImportCheckpointRequest(complete=True))
                 await call.done_writing()
             return await call
         except grpc.aio.AioRpcError as error:

@@ -161,9 +161,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
         async def pieces() -> AsyncIterator[bytes]:
             async for request in request_iterator:
+                if request.complete:
+                    return
                 if request.WhichOneof("piece") != "archive":
-                    raise InvalidRequest("archive: every message but the first must hold it", field="archive")
+                    raise InvalidRequest("archive: every message between first and last must hold it", field="archive")
                 yield request.archive
+            raise InvalidRequest("complete: no message said so; the archive was cut off", field="complete")
 
         return await trainer.importer.run(first.header, pieces())
 

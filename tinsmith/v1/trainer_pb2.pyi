@@ -375,12 +375,14 @@ class ReadCheckpointFileResponse(_message.Message):
     def __init__(self, data: _Optional[bytes] = ...) -> None: ...
 
 class ImportCheckpointRequest(_message.Message):
-    __slots__ = ("header", "archive")
+    __slots__ = ("header", "archive", "complete")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     ARCHIVE_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
     header: ImportCheckpointHeader
     archive: bytes
-    def __init__(self, header: _Optional[_Union[ImportCheckpointHeader, _Mapping]] = ..., archive: _Optional[bytes] = ...) -> None: ...
+    complete: bool
+    def __init__(self, header: _Optional[_Union[ImportCheckpointHeader, _Mapping]] = ..., archive: _Optional[bytes] = ..., complete: _Optional[bool] = ...) -> None: ...
 
 class ImportCheckpointHeader(_message.Message):
     __slots__ = ("location", "base_model", "ttl_seconds", "user_metadata")

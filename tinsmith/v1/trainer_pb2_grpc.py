@@ -251,7 +251,8 @@ class TrainerServiceServicer:
 
     def ImportCheckpoint(self, request_iterator, context):
         """ImportCheckpoint stores a PEFT LoRA adapter made elsewhere as a checkpoint. The first message is the header, the
-        others are pieces of a tar archive with adapter_config.json and adapter_model.safetensors (or .bin).
+        last one says that it is complete; those between are pieces of a tar archive with adapter_config.json and
+        adapter_model.safetensors (or .bin).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

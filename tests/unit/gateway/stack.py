@@ -297,7 +297,11 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             raise InvalidRequest("tensor 'x': DoRA cannot be imported")
         self.imported.clear()
         async for request in request_iterator:
+            if request.complete:
+                break
             self.imported.append(request.archive)
+        else:
+            raise InvalidRequest("complete: no message said so")
         info = types_pb2.CheckpointInfo(
             location=header.location,
             kind=types_pb2.CHECKPOINT_KIND_TRAINING,

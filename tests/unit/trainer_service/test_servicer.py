@@ -534,11 +534,13 @@ def archive(folder: Path) -> bytes:
     return buffer.getvalue()
 
 
-async def import_pieces(stub: Any, *pieces: Any) -> pb.ImportCheckpointResponse:
+async def import_pieces(stub: Any, *pieces: Any, complete: bool = True) -> pb.ImportCheckpointResponse:
     async def requests() -> AsyncIterator[pb.ImportCheckpointRequest]:
         for piece in pieces:
             name = "archive" if isinstance(piece, bytes) else "header"
             yield pb.ImportCheckpointRequest(**{name: piece})
+        if complete:
+            yield pb.ImportCheckpointRequest(complete=True)
 
     return await stub.ImportCheckpoint(requests())
 
@@ -578,12 +580,16 @@ async def test_an_imported_adapter_is_trained_on(stub: Any, peft_archive: bytes)
     await fails(import_pieces(stub, HEADER, peft_archive), errors.CheckpointExists, IMPORTED)
 
 
+async def test_an_archive_that_is_cut_off_is_not_imported(stub: Any, peft_archive: bytes) -> None:
+    await fails(import_pieces(stub, HEADER, peft_archive, complete=False), errors.InvalidRequest, "complete: ")
+
+
 @pytest.mark.parametrize(
     ("pieces", "match"),
     [
         ([], "header: the first message"),
         ([b"data"], "header: the first message"),
-        ([HEADER, HEADER], "archive: every message but the first"),
+        ([HEADER, HEADER], "archive: every message between"),
         ([HEADER], "archive: it cannot be read"),
         ([HEADER, b"x" * (1 << 21), b"x" * (1 << 21), b"x"], "archive: more than 4194304 bytes"),
         ([pb.ImportCheckpointHeader(location=IMPORTED, base_model="huge")], "'huge' is not served"),
