@@ -86,6 +86,7 @@ class Clients:
     ) -> None:
         """`api_key` is sent to all of them, unless it is empty."""
         self._trainers = [Trainer(address, api_key=api_key) for address in trainers]
+        self._metrics = metrics
         self._changed = asyncio.Condition()
         self.samplers = Replicas(
             samplers,
@@ -111,8 +112,10 @@ class Clients:
 
     async def _watch(self, trainer: Trainer) -> None:
         boot_id, is_quiet = "", False
+        up = self._metrics.trainer_up.labels(trainer.address)
         while True:
             try:
+                up.set(0)
                 await trainer.ask()
             except grpc.aio.AioRpcError as error:
                 if not is_quiet:
@@ -121,6 +124,7 @@ class Clients:
                 await asyncio.sleep(0.1)  # it is up, but loading
                 continue
             is_quiet = False
+            up.set(1)
             if trainer.info is not None and trainer.info.boot_id != boot_id:
                 boot_id = trainer.info.boot_id
                 logger.info("%s serves %s", trainer.address, ", ".join(trainer.info.base_models))

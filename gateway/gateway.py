@@ -50,7 +50,7 @@ class Gateway:
         self.metrics = Metrics()
         self.callers = Callers(named(config.api_keys))
         self.tokens = Tokens(config)
-        self.store = Store(config.resolved_database_url)
+        self.store = Store(config.resolved_database_url, self.metrics)
         self.ledger = Ledger(self.store)
         self.clients = Clients(
             trainers=config.trainers,
@@ -114,6 +114,7 @@ class Gateway:
             retirement=self.retirement,
             billing=self.billing,
             records=self.records,
+            metrics=self.metrics,
         )
         self._tasks: list[asyncio.Task[None]] = []
 

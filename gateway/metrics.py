@@ -44,7 +44,32 @@ class Metrics:
         self.prompt_tokens = Counter(
             "gateway_prompt_tokens_total", "Prompt tokens of finished samples.", registry=self.registry
         )
+        self.cached_prompt_tokens = Counter(
+            "gateway_cached_prompt_tokens_total",
+            "Those of the prompt tokens that a sampler's prefix cache saved from being computed.",
+            registry=self.registry,
+        )
         self.sampled_tokens = Counter("gateway_sampled_tokens_total", "Tokens sampled.", registry=self.registry)
+        self.sessions = Gauge(
+            "gateway_sessions",
+            "Sessions in the database that have not ended, as of the last round of the reaper.",
+            registry=self.registry,
+        )
+        self.database_seconds = Histogram(
+            "gateway_database_seconds",
+            "One transaction, from the wait for a connection to its commit.",
+            buckets=LATENCY_BUCKETS_S,
+            registry=self.registry,
+        )
+        self.database_errors = Counter(
+            "gateway_database_errors_total",
+            "Statements and connections that failed, by the kind of error; uniqueness is not among them.",
+            ["error"],
+            registry=self.registry,
+        )
+        self.trainer_up = Gauge(
+            "gateway_trainer_up", "1 while the trainer answers, else 0.", ["trainer"], registry=self.registry
+        )
         self.sampler_state = Enum(
             "gateway_sampler_state",
             "How each sampler is; only one that serves gets requests.",

@@ -14,6 +14,7 @@ from gateway.checkpoints import Checkpoints
 from gateway.clients import Clients
 from gateway.config import GatewayConfig
 from gateway.futures import Futures
+from gateway.metrics import Metrics
 from gateway.records import Records
 from gateway.retirement import Retirement
 from gateway.store import Store
@@ -40,6 +41,7 @@ class Reaper:
         retirement: Retirement,
         billing: Billing,
         records: Records,
+        metrics: Metrics,
     ) -> None:
         self._config = config
         self._store = store
@@ -49,6 +51,7 @@ class Reaper:
         self._retirement = retirement
         self._billing = billing
         self._records = records
+        self._metrics = metrics
         self._started_at = time.time()
         self._wake = asyncio.Event()
 
@@ -72,6 +75,7 @@ class Reaper:
                 self._retirement.delete_unused,
                 self._records.delete_expired,
                 self._forget_spans,
+                self._count_sessions,
             ):
                 try:
                     await to_its_end(step())
@@ -83,6 +87,9 @@ class Reaper:
             except TimeoutError:
                 pass
             self._wake.clear()
+
+    async def _count_sessions(self) -> None:
+        self._metrics.sessions.set(await self._store.count_sessions())
 
     async def _end_silent_sessions(self) -> None:
         # While the gateway was down no heartbeat could arrive.

@@ -168,6 +168,7 @@ class Samples:
         self._metrics.sampled_tokens.inc(num_sampled)
         pending.num_tokens = num_prompt + num_sampled
         num_cached = response.prompt_cache_hit_tokens
+        self._metrics.cached_prompt_tokens.inc(num_cached)
         use = partial(self._ledger.use, base_model=session.base_model, session_id=session.session_id)
         use("sampling_prefill", num_prompt - num_cached)
         use("sampling_prefill_cached", num_cached)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import Connection, delete, event, func, select, update
+from sqlalchemy import Connection, ExceptionContext, delete, event, func, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 
+from gateway.metrics import Metrics
 from gateway.tables import Base, Checkpoint, CustomLoss, Model, Operation, SampleMark, SamplingSession, Session, Setting
 
 MIGRATIONS = Path(__file__).parent / "migrations"
@@ -27,9 +29,17 @@ def _upgrade(connection: Connection) -> None:
     command.upgrade(config, "head")
 
 
+def _count_error(metrics: Metrics, context: ExceptionContext) -> None:
+    error = context.sqlalchemy_exception
+    if not isinstance(error, IntegrityError):  # which is how a repeat is told
+        metrics.database_errors.labels(type(error or context.original_exception).__name__).inc()
+
+
 class Store:
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, metrics: Metrics) -> None:
         self._engine = create_async_engine(url)
+        self._seconds = metrics.database_seconds
+        event.listen(self._engine.sync_engine, "handle_error", partial(_count_error, metrics))
         self._new = async_sessionmaker(self._engine, expire_on_commit=False)
         if self._engine.dialect.name == "sqlite":
             event.listen(self._engine.sync_engine, "connect", _set_up_sqlite)
@@ -52,8 +62,9 @@ class Store:
 
     @asynccontextmanager
     async def begin(self) -> AsyncIterator[AsyncSession]:
-        async with self._new() as db, db.begin():
-            yield db
+        with self._seconds.time():
+            async with self._new() as db, db.begin():
+                yield db
 
     async def _add_once(self, row: Base) -> bool:
         """False when a row with this key is there already."""
@@ -82,6 +93,11 @@ class Store:
         known = await self.session_of_key(owner, idempotency_key)
         assert known is not None
         return known
+
+    async def count_sessions(self) -> int:
+        """Those that have not ended."""
+        async with self.begin() as db:
+            return await db.scalar(select(func.count()).where(Session.ended_at.is_(None))) or 0
 
     async def session_of_key(self, owner: str, idempotency_key: str | None) -> Session | None:
         """The session that the owner made with this key."""

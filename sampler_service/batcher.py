@@ -171,20 +171,25 @@ class Batcher:
     def step(self) -> None:
         """A token of each sequence. What came of it waits in take_deliveries()."""
         started = time.perf_counter()
-        pieces = self._plan()
+        phases = self.metrics.phases
+        with phases["plan"].time():
+            pieces = self._plan()
         running = self.scheduler.running
         if running and self._decoding is None:
             self._decoding = Decoding.of(running, vocab_size=self.base.vocab_size, device=self.base.device)
         ending = [piece for piece in pieces if piece.ends]
-        logits_R_V = self._compute(pieces, ending)
+        with phases["forward"].time():
+            logits_R_V = self._compute(pieces, ending)
         if running or ending:
-            drawn = self._draw(logits_R_V, ending)
-            self._advance(ending, drawn)
+            with phases["draw"].time():
+                drawn = self._draw(logits_R_V, ending)
+            with phases["advance"].time():
+                self._advance(ending, drawn)
         seconds = time.perf_counter() - started
         self.speed.observe(seconds, prefilled=sum(piece.length for piece in pieces))
         self.metrics.step_time.observe(seconds)
         self.metrics.running.set(len(running))
-        self.lanes.observe(idle=self.idle)
+        self.lanes.observe(running_tokens=sum(sequence.length for sequence in running), idle=self.idle)
 
     def _plan(self) -> list[TaskPiece]:
         if leaving := self.scheduler.grow():

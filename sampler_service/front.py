@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
+import time
 from abc import ABC, abstractmethod
 
 from sampler_service.adapters import AdapterStore, Version
@@ -40,6 +41,9 @@ class Front(ABC):
         self._num_waiting = 0
         self._stopping = False
         self._orders = itertools.count()
+        metrics.queue_limit.set(config.max_waiting)
+        metrics.version_limit_bytes.set(config.adapter_memory_bytes)
+        metrics.queue_oldest.set_function(self._oldest_s)
 
     @property
     def max_context_length(self) -> int:
@@ -147,6 +151,11 @@ class Front(ABC):
     def _count_waiting(self, change: int) -> None:
         self._num_waiting += change
         self.metrics.waiting.set(self._num_waiting)
+
+    def _oldest_s(self) -> float:
+        """Asked by the thread that serves the metrics."""
+        waiting = [task.submitted for task in list(self._tasks) if not task.admitted]
+        return time.perf_counter() - min(waiting) if waiting else 0.0
 
     def _count_versions(self) -> None:
         self.metrics.versions.set(len(self._store.versions()))

@@ -25,7 +25,10 @@ class Lanes:
         self.prefixes = PrefixCache(max_bytes=prefix_bytes, bytes_per_token=bytes_per_token)
         self._max_lanes = max_lanes
         self._max_tokens = max_tokens
+        self._bytes_per_token = bytes_per_token
         self._metrics = metrics
+        metrics.cache_limit_bytes.set(max_tokens * bytes_per_token)
+        metrics.prefix_limit_bytes.set(prefix_bytes)
 
     def fit(self, lanes: int, tokens: int) -> None:
         """Grows by doubling, or to what is needed when the bound is near."""
@@ -51,8 +54,9 @@ class Lanes:
         self.cache.clear()
         self.prefixes.clear()
 
-    def observe(self, *, idle: bool) -> None:
-        """After each step."""
+    def observe(self, *, running_tokens: int, idle: bool) -> None:
+        """After each step. `running_tokens`: of the running sequences, prompts included."""
+        self._metrics.cache_used_bytes.set(running_tokens * self._bytes_per_token)
         self._metrics.cache_bytes.set(self.cache.num_bytes())
         self._metrics.prefix_bytes.set(self.prefixes.num_bytes)
         if idle and self.cache.num_bytes() > IDLE_CACHE_BYTES:

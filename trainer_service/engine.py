@@ -84,7 +84,7 @@ class TrainingEngine:
             checkpointing=activation_checkpointing,
             metrics=self._metrics,
         )
-        self._passes = Passes(base, self._models, self._room, self._team)
+        self._passes = Passes(base, self._models, self._room, self._team, self._metrics)
 
     @property
     def plan(self) -> Plan:
@@ -241,11 +241,12 @@ class TrainingEngine:
                 lambda: self._prepare_step(model_id), what=f"an optimizer step of {model_id}", keep=[model_id]
             )
         )
-        self._team.sum_(gradient.flat)
-        norm = clip_gradient(gradient.flat, params.grad_clip_norm)
-        optimizer.step(model.adapter.flat, gradient.flat, params)
-        model.adapter.sync()
-        model.clear_gradient()
+        with self._metrics.phases["optimizer"].time():
+            self._team.sum_(gradient.flat)
+            norm = clip_gradient(gradient.flat, params.grad_clip_norm)
+            optimizer.step(model.adapter.flat, gradient.flat, params)
+            model.adapter.sync()
+            model.clear_gradient()
         model.step += 1
         return {"grad_norm:mean": norm}
 
@@ -259,12 +260,13 @@ class TrainingEngine:
 
     def capture(self, model_id: str, *, with_optimizer: bool) -> State:
         model = self._models[model_id]
-        return State(
-            config=model.adapter.config,
-            adapter=model.adapter.like(model.adapter.flat.detach().to("cpu", copy=True)),
-            step=model.step,
-            optimizer=self._optimizer_state(model) if with_optimizer else None,
-        )
+        with self._metrics.phases["capture"].time():
+            return State(
+                config=model.adapter.config,
+                adapter=model.adapter.like(model.adapter.flat.detach().to("cpu", copy=True)),
+                step=model.step,
+                optimizer=self._optimizer_state(model) if with_optimizer else None,
+            )
 
     def weights(self, model_id: str) -> Weights:
         """The live ones."""

@@ -125,6 +125,7 @@ class Journal:
         self._max_bytes = max_bytes
         self._result_retention_s = result_retention_s
         self._metrics = metrics
+        metrics.journal_limit_bytes.set(max_bytes)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._next_prune = 0.0
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -127,6 +127,18 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(message in str(error) for message in _CPU_MESSAGES)
 
 
+def device_memory(device: torch.device) -> dict[str, Callable[[], int]]:
+    """Of a GPU, in bytes: what tensors have allocated, what torch has reserved, what is free, and all. Else nothing."""
+    if device.type != "cuda":
+        return {}
+    return {
+        "allocated": lambda: torch.cuda.memory_allocated(device),
+        "reserved": lambda: torch.cuda.memory_reserved(device),
+        "free": lambda: torch.cuda.mem_get_info(device)[0],
+        "total": lambda: torch.cuda.mem_get_info(device)[1],
+    }
+
+
 def drop_caches(device: torch.device) -> None:
     """Gives back what nobody uses. A traceback holds what its frames hold: it must be gone before."""
     gc.collect()

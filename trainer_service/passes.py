@@ -24,6 +24,7 @@ from trainer_service.batch import Datum
 from trainer_service.job import Job, Piece
 from trainer_service.losses import Term
 from trainer_service.memory import is_out_of_memory
+from trainer_service.metrics import Metrics
 from trainer_service.micro_batch import Attempt, Item, cut, halves, model_ids, num_tokens
 from trainer_service.model_state import ModelState
 from trainer_service.room import Room
@@ -35,11 +36,14 @@ logger = logging.getLogger(__name__)
 class Passes:
     """What it computes goes into the jobs, and into the gradients of their models."""
 
-    def __init__(self, base: BaseModel, models: Mapping[str, ModelState], room: Room, team: Team) -> None:
+    def __init__(
+        self, base: BaseModel, models: Mapping[str, ModelState], room: Room, team: Team, metrics: Metrics
+    ) -> None:
         self._base = base
         self._models = models
         self._room = room
         self._team = team
+        self._phases = metrics.phases
         self._not_finite: list[Job] = []
         """Jobs for which the last pass failed, because their loss or their model's gradient was not finite."""
 
@@ -143,7 +147,8 @@ class Passes:
             if torch.is_grad_enabled():
                 for model_id in model_ids(items):  # the next step adds them up over the ranks
                     self._models[model_id].need_gradient()
-        keep()
+        with self._phases["accumulate"].time():
+            keep()
 
     def _compute(self, items: Sequence[Item], *, checkpointing: bool) -> Callable[[], None]:
         """Forward and backward of these. What it returns keeps the results, asks for no memory and does not fail."""
@@ -152,36 +157,45 @@ class Passes:
             return lambda: None
         device = self._base.device
         lengths = [item.datum.length for item in items]
-        self._room.have_on_device(model_ids(items), lengths, checkpointing=checkpointing)
-        starts = np.cumsum([0, *lengths])
-        tokens_T = on_device(torch.from_numpy(np.concatenate([item.datum.tokens_N for item in items])).long(), device)
-        rows_M = np.concatenate([_rows(item.datum, start) for item, start in zip(items, starts, strict=False)])
-        targets_M = np.concatenate([item.datum.targets.ravel() for item in items])
-        runs = list(self._runs(items, starts))
+        with self._phases["pack"].time():
+            self._room.have_on_device(model_ids(items), lengths, checkpointing=checkpointing)
+            starts = np.cumsum([0, *lengths])
+            tokens_N = np.concatenate([item.datum.tokens_N for item in items])
+            tokens_T = on_device(torch.from_numpy(tokens_N).long(), device)
+            rows_M = np.concatenate([_rows(item.datum, start) for item, start in zip(items, starts, strict=False)])
+            targets_M = np.concatenate([item.datum.targets.ravel() for item in items])
+            runs = list(self._runs(items, starts))
 
-        adapted = [] if self._base.trainable else runs
-        layers = self._room.layers if checkpointing and torch.is_grad_enabled() else []
-        with checkpointed(layers, self._base.active):
-            hidden_T_H = self._base.hidden_states(tokens_T, positions_of(lengths, device), Packed(lengths), adapted)
-        named = torch.from_numpy(rows_M), torch.from_numpy(targets_M)
-        if self._base.trainable:
-            logprobs_M = full_target_logprobs(self._base.head, hidden_T_H, *(x.to(device) for x in named))
-        else:
-            logprobs_M = self._base.target_logprobs(hidden_T_H, *named, runs)
+        with self._phases["forward"].time():
+            adapted = [] if self._base.trainable else runs
+            layers = self._room.layers if checkpointing and torch.is_grad_enabled() else []
+            with checkpointed(layers, self._base.active):
+                hidden_T_H = self._base.hidden_states(tokens_T, positions_of(lengths, device), Packed(lengths), adapted)
+            named = torch.from_numpy(rows_M), torch.from_numpy(targets_M)
+            if self._base.trainable:
+                logprobs_M = full_target_logprobs(self._base.head, hidden_T_H, *(x.to(device) for x in named))
+            else:
+                logprobs_M = self._base.target_logprobs(hidden_T_H, *named, runs)
+            # Losses are many small operations whose values are asked for one by one: that is for the host, from one
+            # copy.
+            pieces = logprobs_M.cpu().split([item.datum.targets.size for item in items])
 
-        # Losses are many small operations whose values are asked for one by one: that is for the host, from one copy.
-        pieces = logprobs_M.cpu().split([item.datum.targets.size for item in items])
-        shaped = [piece.view(item.datum.targets.shape) for item, piece in zip(items, pieces, strict=True)]
-        terms: list[tuple[Job, Term]] = []
-        for job, group in groupby(range(len(items)), key=lambda n: items[n].job):
-            mine = list(group)
-            inputs = [items[n].datum.inputs for n in mine]
-            terms.append((job, job.batch.loss.evaluate([shaped[n] for n in mine], inputs, job.batch.loss_config)))
+        with self._phases["loss"].time():
+            shaped = [piece.view(item.datum.targets.shape) for item, piece in zip(items, pieces, strict=True)]
+            terms: list[tuple[Job, Term]] = []
+            for job, group in groupby(range(len(items)), key=lambda n: items[n].job):
+                mine = list(group)
+                inputs = [items[n].datum.inputs for n in mine]
+                terms.append((job, job.batch.loss.evaluate([shaped[n] for n in mine], inputs, job.batch.loss_config)))
         self._team.halfway()
         gradients: list[tuple[ModelState, list[Tensor]]] = []
         if torch.is_grad_enabled():
-            gradients = list(self._gradients(terms, runs, items))
-        self._check_finite(terms, {id(model): _largest(tensors) for model, tensors in gradients})
+            with self._phases["backward"].time():
+                gradients = list(self._gradients(terms, runs, items))
+                largest = {id(model): _largest(tensors) for model, tensors in gradients}
+            self._check_finite(terms, largest)
+        else:
+            self._check_finite(terms, {})
 
         sums = [
             (total.tensors() if self._base.trainable else [total.flat], tensors)

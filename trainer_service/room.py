@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, TypeVar
@@ -12,7 +13,7 @@ import torch
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc.errors import OutOfCapacity
 from trainer_service.budget import Lengths, Plan
-from trainer_service.memory import drop_caches, is_out_of_memory
+from trainer_service.memory import device_memory, drop_caches, is_out_of_memory
 from trainer_service.metrics import Metrics
 from trainer_service.micro_batch import Attempt
 from trainer_service.model_state import ModelState, full_bytes
@@ -56,6 +57,7 @@ class Room:
         self._metrics = metrics
         self._too_long: int | None = None
         """Tokens of the shortest datum that went through with activation checkpointing only."""
+        self._show_memory()
         self.follow(plan)
 
     @property
@@ -75,6 +77,23 @@ class Room:
         self._planned = plan.token_budget
         self._num_well = 0
         self._metrics.token_budget.set(plan.token_budget)
+        self._metrics.model_limit_bytes.set(math.inf if plan.models_bytes is None else plan.models_bytes)
+
+    def _show_memory(self) -> None:
+        """The thread that serves the metrics asks for it."""
+        metrics, device = self._metrics, self._device
+
+        def held(*, on_host: bool) -> int:
+            host = set(self.residency.on_host)
+            return sum(model.num_bytes for key, model in list(self._models.items()) if (key in host) == on_host)
+
+        metrics.model_bytes.labels("device").set_function(lambda: held(on_host=False))
+        metrics.model_bytes.labels("host").set_function(lambda: held(on_host=True))
+        metrics.model_reserved_bytes.set_function(
+            lambda: sum(full_bytes(model.adapter.num_bytes) for model in list(self._models.values()))
+        )
+        for state, count in device_memory(device).items():
+            metrics.device_bytes.labels(state).set_function(count)
 
     def needs_checkpointing(self, shares: Sequence[Lengths]) -> bool:
         """For datums of these lengths, each share of them on its own rank."""

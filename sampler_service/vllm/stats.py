@@ -19,6 +19,8 @@ class StepStats(StatLoggerBase):
         self._metrics = metrics
         self._cache_bytes = cache_bytes
         self._speed = speed
+        metrics.cache_bytes.set(cache_bytes)
+        metrics.cache_limit_bytes.set(cache_bytes)
         self._last: float | None = None
         """When the last step ended, while there was more to do."""
 
@@ -32,7 +34,7 @@ class StepStats(StatLoggerBase):
             metrics.preemptions.inc(iteration_stats.num_preempted_reqs)
         if scheduler_stats is not None:
             metrics.running.set(scheduler_stats.num_running_reqs)
-            metrics.cache_bytes.set(scheduler_stats.kv_cache_usage * self._cache_bytes)
+            metrics.cache_used_bytes.set(scheduler_stats.kv_cache_usage * self._cache_bytes)
             if self._last is not None:
                 metrics.step_time.observe(now - self._last)
                 self._speed.observe(now - self._last, prefilled=prefilled)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import logging
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, Info, start_http_server
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 
+from tinsmith import __version__
+
 logger = logging.getLogger(__name__)
 
 LATENCY_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+PHASE_BUCKETS_S = (0.0001, 0.0003, *LATENCY_BUCKETS_S[:9])
+"""Of parts of a step."""
 
 
 def new_registry() -> CollectorRegistry:
@@ -19,6 +23,7 @@ def new_registry() -> CollectorRegistry:
     registry = CollectorRegistry()
     for collector in (ProcessCollector, PlatformCollector, GCCollector):
         collector(registry=registry)
+    Info("tinsmith_build", "The version that runs.", registry=registry).info({"version": __version__})
     return registry
 
 

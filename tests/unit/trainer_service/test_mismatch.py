@@ -178,7 +178,8 @@ def test_prometheus_has_them_by_loss(base: BaseModel) -> None:
     output = run(engine, MODEL, rl_batch(engine, "ppo", [rl_datum(20, 1, "ppo")]))
     run(engine, MODEL, batch(engine, (5,)))
     labels = {"loss_fn": "ppo"}
-    for name, key in (("sampler_kl_nats", "sampler_kl:mean"), ("ess", "ess:mean"), ("ratio_max", "ratio:max")):
+    keys = {"sampler_kl_nats": "sampler_kl:mean", "ess_ratio": "ess:mean", "max_importance_ratio": "ratio:max"}
+    for name, key in keys.items():
         assert registry.get_sample_value(f"trainer_{name}_count", labels) == 1
         assert registry.get_sample_value(f"trainer_{name}_sum", labels) == pytest.approx(output.metrics[key])
-    assert registry.get_sample_value("trainer_ess_count", {"loss_fn": "cross_entropy"}) is None
+    assert registry.get_sample_value("trainer_ess_ratio_count", {"loss_fn": "cross_entropy"}) is None
