@@ -60,6 +60,8 @@ class ComputeThread:
         self._results: list[tuple[asyncio.Future[Any], object]] = []  # which the event loop does not have yet
         self._ended = asyncio.Event()
         self.speed = Speed()
+        metrics.queue_oldest.set_function(self._oldest_s)
+        metrics.running.set_function(self._running_s)
         threading.Thread(target=self._work, name="compute", daemon=True).start()
 
     def put(self, model_id: str, item: Item) -> None:
@@ -111,6 +113,21 @@ class ComputeThread:
         with self._changed:
             return Backlog(self._running, self._lanes.waiting())
 
+    # Asked by the thread that serves the metrics
+
+    def _oldest_s(self) -> float:
+        waiting = [
+            operation.arrived_s
+            for items in self.backlog().waiting.values()
+            for operation, _ in items
+            if not operation.has_begun
+        ]
+        return time.perf_counter() - min(waiting) if waiting else 0.0
+
+    def _running_s(self) -> float:
+        running = self._running
+        return 0.0 if running is None else time.perf_counter() - running.started_s
+
     # On the thread
 
     def _work(self) -> None:
@@ -131,13 +148,16 @@ class ComputeThread:
             self._end_stopped()
             with self._changed:
                 self._running = None
+                started = time.perf_counter()
                 work = None if self._closed else self._lanes.next(self._engine.token_budget)
                 if work is not None:
+                    self._metrics.phases["schedule"].observe(time.perf_counter() - started)
                     self._running = self._begin(work)
                 if work is not None or self._closed:
                     break
                 if not self._results and not self._stopped:
                     self._changed.wait()
+                    self._metrics.idle_seconds.inc(time.perf_counter() - started)
             self._deliver()
         self._deliver()
         return work
