@@ -10,13 +10,14 @@ import orjson
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway import errors
 from gateway.auth import Authentication
+from gateway.browsers import OwnHost, SecurityHeaders
 from gateway.config import GatewayConfig
 from gateway.gateway import Gateway
 from gateway.metrics import Metrics
@@ -115,11 +116,14 @@ def create_app(config: GatewayConfig) -> Starlette:
         routes=ROUTES,
         middleware=[
             Middleware(CountRequests, metrics=gateway.metrics),
+            Middleware(SecurityHeaders),
+            Middleware(OwnHost, callers=gateway.callers, hosts=config.own_hosts),
             Middleware(Authentication, callers=gateway.callers, tokens=gateway.tokens),
         ],
         exception_handlers={
             HTTPException: errors.http_error,
             ServiceError: errors.service_error,
+            ClientDisconnect: errors.gone,
             Exception: errors.internal_error,
         },
     )

@@ -20,6 +20,7 @@ from gateway.replicas import Replica, Replicas
 from tinsmith.rpc.channel import connect
 from tinsmith.rpc.errors import EngineDead, InvalidRequest, NotReady, ServiceError, from_rpc_error
 from tinsmith.rpc.logs import REQUEST_ID_METADATA
+from tinsmith.rpc.tls import Certificates
 from tinsmith.v1 import sampler_pb2, trainer_pb2, trainer_pb2_grpc
 
 T = TypeVar("T")
@@ -51,9 +52,9 @@ def meaning(error: grpc.aio.AioRpcError, *, lost: str = "") -> ServiceError:
 
 
 class Trainer:
-    def __init__(self, address: str, *, api_key: str) -> None:
+    def __init__(self, address: str, *, api_key: str, certificates: Certificates | None) -> None:
         self.address = address
-        self.channel = connect(address, api_key=api_key)
+        self.channel = connect(address, api_key=api_key, certificates=certificates)
         self.stub: Any = trainer_pb2_grpc.TrainerServiceStub(self.channel)
         self.info: trainer_pb2.GetTrainerInfoResponse | None = None
         # The RPCs are unary, but grpc.aio gives a unary call's initial metadata only together with its reply. On the
@@ -81,11 +82,12 @@ class Clients:
         samplers: Sequence[str],
         metrics: Metrics,
         api_key: str = "",
+        certificates: Certificates | None = None,
         sampler_timeout_s: float = 3.0,
         sampler_load_factor: float = 1.25,
     ) -> None:
         """`api_key` is sent to all of them, unless it is empty."""
-        self._trainers = [Trainer(address, api_key=api_key) for address in trainers]
+        self._trainers = [Trainer(address, api_key=api_key, certificates=certificates) for address in trainers]
         self._metrics = metrics
         self._changed = asyncio.Condition()
         self.samplers = Replicas(
@@ -93,6 +95,7 @@ class Clients:
             changed=self._changed,
             metrics=metrics,
             api_key=api_key,
+            certificates=certificates,
             timeout_s=sampler_timeout_s,
             load_factor=sampler_load_factor,
         )

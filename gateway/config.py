@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 
+from gateway.connections import Limits
 from tinsmith.rpc.auth import AnyKey, ServiceKey, require_keys
+from tinsmith.rpc.tls import GrpcTls, check_pair
 
 DATABASE = "gateway.db"
 """Name of the default database's file in state_dir."""
@@ -18,7 +21,7 @@ DATABASE = "gateway.db"
 TokenKind = Literal["training", "sampling_prefill", "sampling_prefill_cached", "sampling_sample"]
 
 
-class GatewayConfig(BaseSettings):
+class GatewayConfig(GrpcTls, BaseSettings):
     """The Tinker API over HTTP, in front of trainers and samplers."""
 
     model_config = SettingsConfigDict(
@@ -34,6 +37,10 @@ class GatewayConfig(BaseSettings):
     """Address to listen on. Any other than a loopback address needs api_keys."""
     port: int = Field(default=8000, ge=0, le=65535)
     """Port to listen on."""
+    tls_cert: Path | None = None
+    """Certificate (PEM, with those between it and its authority) for HTTPS; with tls_key. Absent: plain HTTP."""
+    tls_key: Path | None = None
+    """Private key (PEM) of tls_cert, without a passphrase."""
     trainers: list[str] = ["127.0.0.1:8001"]
     """gRPC addresses of the trainers, HOST:PORT; each serves the base models that it names."""
     samplers: list[str] = ["127.0.0.1:8002"]
@@ -60,6 +67,22 @@ class GatewayConfig(BaseSettings):
     jwt_secret: SecretStr = SecretStr("")
     """Signs the JWTs; at least 32 characters. Empty: made at the first start and kept in the database."""
 
+    allowed_hosts: list[str] = []
+    """Without api_keys: further host names in the address under which clients may ask, as a JSON list; this machine's
+    loopback names and public_url's are always. So no page in a browser can reach the gateway under its own name."""
+    max_connections: int = Field(default=4096, ge=16)
+    """HTTP connections open at once; the next one is closed at once."""
+    max_header_bytes: int = Field(default=64 * 2**10, ge=4096)
+    """Largest headers of a request, about; larger ones are answered 431."""
+    header_timeout_s: float = Field(default=20.0, gt=0)
+    """How long the headers of a request may take to arrive before a 408."""
+    transfer_grace_s: float = Field(default=30.0, gt=0)
+    """How long a body, or the client that reads an answer, is waited for, beyond what min_transfer_bytes_s gives it;
+    then a 408, or the end of the connection."""
+    min_transfer_bytes_s: int = Field(default=1024, gt=0)
+    """Slowest rate, in bytes per second, of bodies that come and of answers that are read."""
+    max_sessions: int = Field(default=4096, gt=0)
+    """Sessions of one owner that have not ended; above it create_session is answered 429."""
     max_body_bytes: int = Field(default=64 * 2**20, gt=0)
     """Largest request body, also after decompression; a larger one is answered 413."""
     max_import_bytes: int = Field(default=4 * 2**30, gt=0)
@@ -143,6 +166,29 @@ class GatewayConfig(BaseSettings):
     def _keys_off_loopback(self) -> GatewayConfig:
         require_keys(self.host, self.api_keys, setting="host", env="GATEWAY_API_KEYS")
         return self
+
+    @model_validator(mode="after")
+    def _usable_tls(self) -> GatewayConfig:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key belong together: give both, or none")
+        if self.tls_cert is not None and self.tls_key is not None:
+            check_pair(self.tls_cert, self.tls_key, names=("tls_cert", "tls_key"))
+        return self
+
+    @property
+    def own_hosts(self) -> list[str]:
+        """Names of the gateway beside the loopback ones."""
+        return [*self.allowed_hosts, *filter(None, [urlsplit(self.public_url).hostname])]
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(
+            max_connections=self.max_connections,
+            max_header_bytes=self.max_header_bytes,
+            header_timeout_s=self.header_timeout_s,
+            transfer_grace_s=self.transfer_grace_s,
+            min_transfer_bytes_s=self.min_transfer_bytes_s,
+        )
 
     @property
     def resolved_database_url(self) -> str:

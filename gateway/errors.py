@@ -58,6 +58,11 @@ async def http_error(request: Request, error: Exception) -> Response:
     return detail(error.status_code, text, headers=dict(error.headers or {}))
 
 
+async def gone(request: Request, error: Exception) -> Response:
+    """The client has left in the middle of its body: nobody reads this."""
+    return detail(400, "the body ended before it was complete")
+
+
 async def internal_error(request: Request, error: Exception) -> Response:
     return detail(500, "internal error of the gateway; its log has the cause")
 

@@ -57,6 +57,7 @@ class Gateway:
             samplers=config.samplers,
             metrics=self.metrics,
             api_key=config.service_key.get_secret_value(),
+            certificates=config.certificates,
             sampler_timeout_s=config.sampler_timeout_s,
             sampler_load_factor=config.sampler_load_factor,
         )

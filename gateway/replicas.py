@@ -25,6 +25,7 @@ from gateway.metrics import Metrics
 from gateway.routing import Conversations, choose, ranked
 from tinsmith.rpc.channel import connect
 from tinsmith.rpc.errors import NotReady
+from tinsmith.rpc.tls import Certificates
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -47,9 +48,9 @@ class _Held:
 
 
 class Replica:
-    def __init__(self, address: str, *, api_key: str) -> None:
+    def __init__(self, address: str, *, api_key: str, certificates: Certificates | None) -> None:
         self.address = address
-        self.channel = connect(address, api_key=api_key)
+        self.channel = connect(address, api_key=api_key, certificates=certificates)
         self.stub: Any = sampler_pb2_grpc.SamplerServiceStub(self.channel)
         self.health: Any = health_pb2_grpc.HealthStub(self.channel)
         self.info: sampler_pb2.GetSamplerInfoResponse | None = None
@@ -94,12 +95,13 @@ class Replicas:
         changed: asyncio.Condition,
         metrics: Metrics,
         api_key: str = "",
+        certificates: Certificates | None = None,
         timeout_s: float = 3.0,
         load_factor: float = 1.25,
     ) -> None:
         """`changed` is told of every replica that comes or goes, and of what they hold. `load_factor`: see
         routing.choose."""
-        self.all = [Replica(address, api_key=api_key) for address in addresses]
+        self.all = [Replica(address, api_key=api_key, certificates=certificates) for address in addresses]
         self._changed = changed
         self._metrics = metrics
         self._timeout_s = timeout_s

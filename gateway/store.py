@@ -94,10 +94,13 @@ class Store:
         assert known is not None
         return known
 
-    async def count_sessions(self) -> int:
-        """Those that have not ended."""
+    async def count_sessions(self, *, owner: str | None = None) -> int:
+        """Those that have not ended; None: everybody's."""
+        query = select(func.count()).where(Session.ended_at.is_(None))
+        if owner is not None:
+            query = query.where(Session.owner == owner)
         async with self.begin() as db:
-            return await db.scalar(select(func.count()).where(Session.ended_at.is_(None))) or 0
+            return await db.scalar(query) or 0
 
     async def session_of_key(self, owner: str, idempotency_key: str | None) -> Session | None:
         """The session that the owner made with this key."""

@@ -8,9 +8,10 @@ from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from tinsmith.rpc.auth import AnyKey, ServiceKey, accepted, host_of, require_keys
+from tinsmith.rpc.tls import GrpcTls
 
 
-class SamplerConfig(BaseSettings):
+class SamplerConfig(GrpcTls, BaseSettings):
     """Serves generation from a base model and from the adapter versions that a trainer publishes."""
 
     model_config = SettingsConfigDict(

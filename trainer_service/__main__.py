@@ -58,7 +58,7 @@ async def serve(config: TrainerConfig, group: RankGroup | None) -> None:
         result_retention_s=config.result_retention_s,
         metrics=metrics,
     )
-    server = Server(config.listen, [trainer_pb2.DESCRIPTOR], api_keys=config.accepted_keys)
+    server = Server(config.listen, [trainer_pb2.DESCRIPTOR], api_keys=config.accepted_keys, certificates=config.certificates)
     servicer = TrainerServicer()
     add_TrainerServiceServicer_to_server(servicer, server.grpc)
     async with stop_event() as stop:
@@ -97,6 +97,7 @@ async def start(
     sender = WeightSender(
         config.samplers,
         api_key=config.service_key.get_secret_value(),
+        certificates=config.certificates,
         trainer_id=f"{socket.gethostname()}:{port}",
         host=config.channel_host,
         channel=config.channel,

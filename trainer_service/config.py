@@ -9,9 +9,10 @@ from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from tinsmith.rpc.auth import AnyKey, ServiceKey, accepted, host_of, require_keys
+from tinsmith.rpc.tls import GrpcTls
 
 
-class TrainerConfig(BaseSettings):
+class TrainerConfig(GrpcTls, BaseSettings):
     """Trains LoRA adapters of one frozen base model, or all its parameters, and serves TrainerService over gRPC."""
 
     model_config = SettingsConfigDict(

@@ -15,15 +15,21 @@ from gateway.routes.runs import owner_in_scope
 from gateway.tables import Session
 from gateway.views import session_view
 from tinsmith import __version__
+from tinsmith.rpc.errors import OutOfCapacity
 
 
 async def create_session(request: Request) -> Response:
     gateway = gateway_of(request)
     content, _ = await read_json(request, gateway.config)
     body = parse(schemas.CreateSession, content)
+    owner, idempotency_key = owner_of(request), request.headers.get("x-idempotency-key")
+    limit = gateway.config.max_sessions
+    is_full = await gateway.store.count_sessions(owner=owner) >= limit
+    if is_full and await gateway.store.session_of_key(owner, idempotency_key) is None:
+        raise OutOfCapacity(f"{limit} sessions of this key have not ended, and max_sessions is {limit}; end some first")
     session = await gateway.store.create_session(
-        owner=owner_of(request),
-        idempotency_key=request.headers.get("x-idempotency-key"),
+        owner=owner,
+        idempotency_key=idempotency_key,
         project_id=body.project_id,
         display_name=body.display_name,
         sdk_version=body.sdk_version,

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import tinsmith
-from tinsmith.cli import checkpoints, doctor, make_base_model, up
+from tinsmith.cli import checkpoints, doctor, make_base_model, make_certificates, up
 from tinsmith.cli.base_models import UsageError
 
 
@@ -18,6 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     up.add_parser(commands)
     make_base_model.add_parser(commands)
+    make_certificates.add_parser(commands)
     checkpoints.add_parser(commands)
     doctor.add_parser(commands)
     arguments = parser.parse_args(argv)

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import re
+import ssl
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from tinsmith.cli.base_models import BaseModel, UsageError
 from tinsmith.cli.ports import free_ports
 from tinsmith.cli.supervisor import Service
 from tinsmith.rpc.channel import connect, wait_serving
+from tinsmith.rpc.tls import Certificates, pinned
 
 _HEALTH_TIMEOUT_S = 2.0
 
@@ -87,6 +89,34 @@ class Keys:
 
 
 @dataclass(frozen=True, slots=True)
+class Tls:
+    """Files for encrypted connections; None where they are not."""
+
+    cert: Path | None = None
+    """Of the HTTP API."""
+    key: Path | None = None
+    folder: Path | None = None
+    """What `tinsmith make-certificates` made, for gRPC."""
+
+    def grpc(self, service: str) -> Certificates | None:
+        if self.folder is None:
+            return None
+        return Certificates(self.folder / "ca.pem", self.folder / f"{service}.pem", self.folder / f"{service}-key.pem")
+
+    def flags(self, service: str) -> dict[str, str]:
+        flags: dict[str, str] = {}
+        if service == "gateway" and self.cert is not None:
+            flags = {"tls-cert": str(self.cert), "tls-key": str(self.key)}
+        if (certificates := self.grpc(service)) is not None:
+            flags |= {
+                "grpc-ca": str(certificates.ca),
+                "grpc-cert": str(certificates.cert),
+                "grpc-key": str(certificates.key),
+            }
+        return flags
+
+
+@dataclass(frozen=True, slots=True)
 class Stack:
     """Trainers, samplers and one gateway, on this machine."""
 
@@ -105,12 +135,14 @@ class Stack:
     """Processes of each trainer, which share its threads."""
     num_samplers: int = 1
     """Of each trainer."""
+    tls: Tls = Tls()
     supervised: bool = True
     """A service that ends is started again."""
 
     @property
     def url(self) -> str:
-        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+        scheme = "http" if self.tls.cert is None else "https"
+        return f"{scheme}://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     @property
     def logs(self) -> Path:
@@ -188,9 +220,11 @@ class Stack:
     ) -> Service:
         return Service(
             name=f"{kind}{instance.suffix}",
-            argv=_command(f"{kind}_service", {**flags, "log-level": self.log_level}, ranks=ranks),
+            argv=_command(
+                f"{kind}_service", {**flags, **self.tls.flags(kind), "log-level": self.log_level}, ranks=ranks
+            ),
             log=self.logs / f"{kind}{instance.suffix}.log",
-            wait_ready=partial(_wait_grpc, _local(instance.port)),
+            wait_ready=partial(_wait_grpc, _local(instance.port), self.tls.grpc("gateway")),
             restarts=self.supervised,
             env={
                 "OMP_NUM_THREADS": str(threads),
@@ -210,13 +244,14 @@ class Stack:
             "trainers": json.dumps([_local(group.trainer.port) for group in groups]),
             "samplers": json.dumps([_local(sampler.port) for group in groups for sampler in group.samplers]),
             "state-dir": str(self.state_dir / "gateway"),
+            **self.tls.flags("gateway"),
             "log-level": self.log_level,
         }
         return Service(
             name="gateway",
             argv=_command("gateway", flags),
             log=self.logs / "gateway.log",
-            wait_ready=partial(_wait_http, self.host, self.port),
+            wait_ready=partial(_wait_http, self.host, self.port, self.tls.cert),
             restarts=self.supervised,
             env=self._keys("gateway"),
         )
@@ -249,14 +284,15 @@ def _folder_name(model: BaseModel) -> str:
     return f"{readable}-{hashlib.sha256(model.source.encode()).hexdigest()[:8]}"
 
 
-async def _wait_grpc(address: str) -> None:
-    async with connect(address) as channel:
+async def _wait_grpc(address: str, certificates: Certificates | None = None) -> None:
+    async with connect(address, certificates=certificates) as channel:
         await wait_serving(channel, timeout_s=float("inf"))  # the supervisor sets the limit
 
 
-async def _wait_http(host: str, port: int) -> None:
+async def _wait_http(host: str, port: int, tls_cert: Path | None = None) -> None:
+    context = None if tls_cert is None else pinned(tls_cert)
     while True:
-        if await _is_healthy(_reachable(host), port):
+        if await _is_healthy(_reachable(host), port, context):
             return
         await asyncio.sleep(0.05)
 
@@ -265,12 +301,12 @@ def _reachable(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared, not bound
 
 
-async def _is_healthy(host: str, port: int) -> bool:
+async def _is_healthy(host: str, port: int, context: ssl.SSLContext | None) -> bool:
     try:
         async with asyncio.timeout(_HEALTH_TIMEOUT_S):
-            reader, writer = await asyncio.open_connection(host, port)
+            reader, writer = await asyncio.open_connection(host, port, ssl=context)
             try:
-                writer.write(b"GET /api/v1/healthz HTTP/1.1\r\nHost: tinsmith\r\nConnection: close\r\n\r\n")
+                writer.write(b"GET /api/v1/healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
                 status_line = await reader.readline()
             finally:
                 writer.close()

@@ -21,9 +21,10 @@ from typing import IO, TYPE_CHECKING
 from tinsmith.cli.base_models import BaseModel, UsageError, parse
 from tinsmith.cli.child import die_with_parent
 from tinsmith.cli.ports import free_ports
-from tinsmith.cli.stack import Keys, Stack, divide_cores, usable_cores
+from tinsmith.cli.stack import Keys, Stack, Tls, divide_cores, usable_cores
 from tinsmith.cli.supervisor import supervise
 from tinsmith.rpc.auth import is_loopback
+from tinsmith.rpc.tls import Certificates, check_pair
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -59,6 +60,16 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "environment keeps it out of `ps`. Required unless --host is a loopback address; without one, any key is "
         "accepted there",
     )  # fmt: skip
+    parser.add_argument(
+        "--certificates", type=Path, metavar="DIR",
+        help="folder made by `tinsmith make-certificates`: HTTPS for clients, who must trust DIR/ca.pem, and mutual "
+        "TLS between the services and for gRPC clients",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tls-cert", type=Path, metavar="FILE",
+        help="certificate (PEM) for HTTPS, of an authority that clients trust already; with --tls-key",
+    )  # fmt: skip
+    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key (PEM)")
     parser.add_argument(
         "--full-training", action="store_true",
         help="train all parameters of the base models, one run at a time for each (clients send rank 0), instead of "
@@ -112,6 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.full_training and arguments.engine == "vllm":
         raise UsageError("--engine: vllm serves adapters only, and not what --full-training makes; take torch")
     keys = _keys(arguments.host, arguments.api_key)
+    tls = _tls(arguments)
     port = _check_port(arguments.host, arguments.port)
     with _lock(state_dir):
         stack = Stack(
@@ -126,6 +138,7 @@ def run(arguments: argparse.Namespace) -> int:
             engine=arguments.engine,
             trainer_ranks=arguments.trainer_ranks,
             num_samplers=arguments.samplers,
+            tls=tls,
             supervised=arguments.supervise,
         )
         groups = stack.groups()
@@ -159,6 +172,31 @@ def _keys(host: str, api_keys: list[str]) -> Keys | None:
             "GATEWAY_API_KEYS='[\"...\"]' in the environment"
         )
     return None
+
+
+def _tls(arguments: argparse.Namespace) -> Tls:
+    """--tls-cert before GATEWAY_TLS_CERT of the environment, before what --certificates holds."""
+    cert, key = (
+        Path(text) if (text := getattr(arguments, name) or os.environ.get(f"GATEWAY_{name.upper()}")) else None
+        for name in ("tls_cert", "tls_key")
+    )
+    folder: Path | None = arguments.certificates
+    if cert is None and key is None and folder is not None:
+        cert, key = folder / "gateway.pem", folder / "gateway-key.pem"
+    if cert is None or key is None:
+        if cert or key:
+            raise UsageError("--tls-cert and --tls-key belong together: give both, or none")
+        return Tls()
+    tls = Tls(cert.absolute(), key.absolute(), folder and folder.absolute())
+    try:
+        check_pair(cert, key, names=("--tls-cert", "--tls-key"))
+        for service in ("gateway", "trainer", "sampler"):
+            if (files := tls.grpc(service)) is not None:
+                Certificates.given(ca=files.ca, cert=files.cert, key=files.key)
+    except ValueError as error:
+        made = f"; `tinsmith make-certificates {folder}` makes what --certificates needs" if folder else ""
+        raise UsageError(f"{error}{made}") from None
+    return tls
 
 
 def _check_port(host: str, port: int) -> int:

@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tinsmith.rpc.auth import KEY_HEADER
 from tinsmith.rpc.server import MAX_MESSAGE_BYTES
+from tinsmith.rpc.tls import Certificates
 
 _SERVICE_CONFIG = json.dumps(
     {
@@ -32,22 +33,28 @@ _SERVICE_CONFIG = json.dumps(
 )
 
 
-def connect(address: str, *, api_key: str = "") -> grpc.aio.Channel:
-    """A channel with keepalive, large messages, and retries on UNAVAILABLE only. Every call carries the key, if any."""
-    channel = grpc.aio.insecure_channel(
-        address,
-        options=[
-            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.keepalive_time_ms", 20_000),
-            ("grpc.keepalive_timeout_ms", 10_000),
-            ("grpc.http2.max_pings_without_data", 0),
-            ("grpc.initial_reconnect_backoff_ms", 100),
-            ("grpc.min_reconnect_backoff_ms", 100),
-            ("grpc.max_reconnect_backoff_ms", 1_000),
-            ("grpc.service_config", _SERVICE_CONFIG),
-        ],
-    )
+_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.service_config", _SERVICE_CONFIG),
+]
+
+
+def connect(address: str, *, api_key: str = "", certificates: Certificates | None = None) -> grpc.aio.Channel:
+    """A channel with keepalive, large messages, and retries on UNAVAILABLE only. Every call carries the key, if any.
+
+    With certificates the other side must have one of the same authority, for the host in `address`.
+    """
+    if certificates is None:
+        channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+    else:
+        channel = grpc.aio.secure_channel(address, certificates.client(), options=_OPTIONS)
     return _with_key(channel, api_key) if api_key else channel
 
 

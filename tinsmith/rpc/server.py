@@ -19,8 +19,9 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from tinsmith.rpc import logs
-from tinsmith.rpc.auth import KeyInterceptor
+from tinsmith.rpc.auth import KeyInterceptor, host_of
 from tinsmith.rpc.errors import InvalidRequest, ServiceError, to_status
+from tinsmith.rpc.tls import Certificates, warn_of_clear_text
 
 logger = logging.getLogger(__name__)
 
@@ -120,10 +121,18 @@ def _parse(handler: Any, body: bytes, method: str) -> Any:
 
 
 class Server:
-    """A grpc.aio server whose health is NOT_SERVING until set_serving(True). Without api_keys anyone may call it."""
+    """A grpc.aio server whose health is NOT_SERVING until set_serving(True). Without api_keys anyone may call it.
+
+    With certificates only holders of one of the same authority get so far, and what travels is encrypted.
+    """
 
     def __init__(
-        self, address: str, file_descriptors: Sequence[FileDescriptor], *, api_keys: Sequence[str] = ()
+        self,
+        address: str,
+        file_descriptors: Sequence[FileDescriptor],
+        *,
+        api_keys: Sequence[str] = (),
+        certificates: Certificates | None = None,
     ) -> None:
         self.grpc = grpc.aio.server(
             interceptors=[*([KeyInterceptor(api_keys)] if api_keys else []), ErrorInterceptor()],
@@ -141,7 +150,13 @@ class Server:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         reflection.enable_server_reflection([*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME], self.grpc)
         try:
-            self.port = self.grpc.add_insecure_port(address)
+            if certificates is not None:
+                self.port = self.grpc.add_secure_port(address, certificates.server())
+            else:
+                warn_of_clear_text(
+                    host_of(address), what=f"gRPC at {address}", remedy="set grpc_ca, grpc_cert, grpc_key"
+                )
+                self.port = self.grpc.add_insecure_port(address)
         except RuntimeError as error:
             raise SystemExit(f"cannot listen on {address}: is the port in use? ({error})") from None
 

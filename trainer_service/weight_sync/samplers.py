@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tinsmith.rpc.channel import connect, is_serving
 from tinsmith.rpc.errors import AlreadyExists, InvalidRequest, OutOfCapacity, Unsupported, from_rpc_error
+from tinsmith.rpc.tls import Certificates
 from tinsmith.v1 import sampler_pb2_grpc, weight_sync_pb2_grpc
 from trainer_service.weight_sync.calls import ChannelBroken
 
@@ -30,9 +31,9 @@ _REFUSALS = (InvalidRequest, Unsupported, OutOfCapacity)
 class Sampler:
     """One of them, and its connection. `serving` is what was heard last."""
 
-    def __init__(self, address: str, *, api_key: str) -> None:
+    def __init__(self, address: str, *, api_key: str, certificates: Certificates | None) -> None:
         self.address = address
-        self.channel = connect(address, api_key=api_key)
+        self.channel = connect(address, api_key=api_key, certificates=certificates)
         self.weights = weight_sync_pb2_grpc.WeightSyncServiceStub(self.channel)
         self.versions = sampler_pb2_grpc.SamplerServiceStub(self.channel)
         self.health: Any = health_pb2_grpc.HealthStub(self.channel)  # its methods are made at run time
@@ -55,10 +56,16 @@ class Samplers:
     """All of them. To be made and used on one event loop."""
 
     def __init__(
-        self, addresses: Sequence[str], *, api_key: str, silence_s: float, on_change: Callable[[Sampler], None]
+        self,
+        addresses: Sequence[str],
+        *,
+        api_key: str,
+        silence_s: float,
+        on_change: Callable[[Sampler], None],
+        certificates: Certificates | None = None,
     ) -> None:
         """`silence_s`: one that leaves a health check unanswered for so long, while weights are sent, is left out."""
-        self.all = [Sampler(address, api_key=api_key) for address in addresses]
+        self.all = [Sampler(address, api_key=api_key, certificates=certificates) for address in addresses]
         self._silence_s = silence_s
         self._on_change = on_change
 

@@ -17,6 +17,7 @@ import torch
 
 from tinsmith.modeling.full_weights import Weights
 from tinsmith.rpc.errors import AlreadyExists, NotReady, ServiceError
+from tinsmith.rpc.tls import Certificates
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, types_pb2
 from tinsmith.v1 import weight_sync_pb2 as pb
 from tinsmith.weight_channel.buckets import bucket_slices, checksum, send
@@ -81,6 +82,7 @@ class WeightSender:
         silence_s: float = 3.0,
         bucket_bytes: int = 16 * 1024**2,
         api_key: str = "",
+        certificates: Certificates | None = None,
     ) -> None:
         """`timeout_s` bounds each call and the forming of a group. While weights are sent, a sampler that leaves a
         health check unanswered for `silence_s` is left out. `api_key` is sent to the samplers, unless empty.
@@ -88,7 +90,9 @@ class WeightSender:
         self._trainer_id = trainer_id
         self._timeout_s = timeout_s
         self._metrics = metrics
-        self._samplers = Samplers(samplers, api_key=api_key, silence_s=silence_s, on_change=self._on_change)
+        self._samplers = Samplers(
+            samplers, api_key=api_key, certificates=certificates, silence_s=silence_s, on_change=self._on_change
+        )
         self._former = Former(
             trainer_id=trainer_id,
             channel=channel,

@@ -39,7 +39,7 @@ async def test_the_grpc_health_check_tells_serving_from_loading() -> None:
     await server.start()
 
     async def check() -> int:
-        script = [sys.executable, str(DOCKER / "healthcheck.py"), f"127.0.0.1:{server.port}"]
+        script = [sys.executable, str(DOCKER / "healthcheck.py"), "trainer", f"127.0.0.1:{server.port}"]
         return await (await asyncio.create_subprocess_exec(*script)).wait()
 
     assert await check() == 1

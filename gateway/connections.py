@@ -1,0 +1,188 @@
+"""HTTP connections that are bounded: in number, in the size of their headers, and in how slow they may be.
+
+uvicorn itself bounds only how long a connection may be idle between two requests. A client that sends its headers or
+its body byte by byte, or reads its answer so, would hold memory and a place for ever. Here one task looks at all
+connections again and again, which costs less than timers for each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+if TYPE_CHECKING:
+    from uvicorn.config import Config
+    from uvicorn.server import ServerState
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    max_connections: int
+    max_header_bytes: int
+    header_timeout_s: float
+    """From the connection, or from a request's first byte, to the end of its headers."""
+    transfer_grace_s: float
+    min_transfer_bytes_s: int
+    """A body or an answer may be waited for as long as it would take at this rate, and the grace."""
+
+    @property
+    def interval_s(self) -> float:
+        return min(1.0, self.header_timeout_s / 4, self.transfer_grace_s / 4)
+
+
+class _Waiting:
+    """How long has been waited for a transfer, and whether that is too long."""
+
+    __slots__ = ("num_bytes", "seconds")
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.num_bytes = 0
+
+    def is_too_long(self, limits: Limits) -> bool:
+        return self.seconds > limits.transfer_grace_s + self.num_bytes / limits.min_transfer_bytes_s
+
+
+class _CountingTransport:
+    """Knows how much of what was written has left this process."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._num_written = 0
+
+    def write(self, data: bytes) -> None:
+        self._num_written += len(data)
+        self._transport.write(data)
+
+    @property
+    def num_sent(self) -> int:
+        return self._num_written - self._transport.get_write_buffer_size()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection. `limits` is a class attribute of the subclass that `bounded` makes."""
+
+    limits: Limits
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._headers_since: float | None = None
+        self._header_bytes = 0
+        self._receiving: _Waiting | None = None
+        """While a body is not complete."""
+        self._sending = _Waiting()
+        self._num_sent = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._counting = _CountingTransport(transport)
+        super().connection_made(self._counting)  # type: ignore[arg-type]
+        self._headers_since = time.monotonic()
+        if len(self.connections) > self.limits.max_connections:
+            logger.warning("max_connections: %d are open, the next one is closed", self.limits.max_connections)
+            transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        receiving = self._receiving
+        in_headers = self._headers_since is not None
+        super().data_received(data)
+        if receiving is not None:
+            receiving.num_bytes += len(data)
+        if self._headers_since is None and self._receiving is None and self.cycle and self.cycle.response_complete:
+            # Between two requests. What has come stopped the timer of the kept connection: the end of a body that
+            # nobody reads, or empty lines, which could go on for ever.
+            if receiving is None:
+                self._headers_since = time.monotonic()
+            else:
+                self._keep_alive()
+        if in_headers and self._headers_since is not None:  # still
+            self._header_bytes += len(data)
+            if self._header_bytes > self.limits.max_header_bytes:
+                self._refuse(b"431 Request Header Fields Too Large", f"above {self.limits.max_header_bytes} bytes")
+
+    def _keep_alive(self) -> None:
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._headers_since is None:
+            self._headers_since = time.monotonic()
+        self._header_bytes = 0
+
+    def on_headers_complete(self) -> None:
+        self._headers_since = None
+        self._receiving = _Waiting()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._receiving = None
+        super().on_message_complete()
+
+    def check(self, now: float, seconds: float) -> None:
+        """Ends the connection when it is too slow. `seconds`: since the last call."""
+        if self._headers_since is not None and now - self._headers_since > self.limits.header_timeout_s:
+            self._refuse(b"408 Request Timeout", "the headers did not come in time")
+        elif self._receiving is not None and not self.flow.read_paused:
+            self._receiving.seconds += seconds
+            if self._receiving.is_too_long(self.limits):
+                self._refuse(b"408 Request Timeout", "the body comes too slowly")
+        num_sent = self._counting.num_sent
+        if self._counting.get_write_buffer_size() == 0:
+            self._sending = _Waiting()
+        else:
+            self._sending.seconds += seconds
+            self._sending.num_bytes += num_sent - self._num_sent
+            if self._sending.is_too_long(self.limits):
+                logger.info("a client reads its answer too slowly; its connection is closed")
+                self._counting.abort()
+        self._num_sent = num_sent
+
+    def _refuse(self, status: bytes, why: str) -> None:
+        """Answers, where no answer has begun, and closes."""
+        is_first = self.cycle is None or self.cycle.response_complete
+        if self._receiving is not None and not self.pipeline:
+            is_first |= not self.cycle.response_started
+        self._headers_since = self._receiving = None
+        if self.transport.is_closing():
+            return
+        logger.info("a connection is closed: %s", why)
+        if is_first:
+            self.transport.write(b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.transport.close()
+
+
+def bounded(limits: Limits) -> type[BoundedProtocol]:
+    """The protocol with these limits, for uvicorn.Config(http=...)."""
+    return type("BoundedProtocol", (BoundedProtocol,), {"limits": limits})
+
+
+async def watch(connections: set[Any], limits: Limits) -> None:
+    """Checks all of them, again and again, until it is cancelled."""
+    checked_at = time.monotonic()
+    while True:
+        await asyncio.sleep(limits.interval_s)
+        now = time.monotonic()
+        # When this process itself was stopped or busy, the clients are not to blame.
+        seconds = min(now - checked_at, 2 * limits.interval_s)
+        for connection in list(connections):
+            connection.check(now, seconds)
+        checked_at = now

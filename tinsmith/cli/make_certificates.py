@@ -1,0 +1,210 @@
+"""`tinsmith make-certificates`: a private authority, and certificates for the services and their clients."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import os
+import socket
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tinsmith.cli.base_models import UsageError
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+CA = "ca"
+SERVICES = ("gateway", "trainer", "sampler")
+CLIENT = "client"
+_CA_DAYS = 3650
+_BACKDATED = timedelta(hours=1)
+"""A machine whose clock is a little behind accepts them, too."""
+
+
+def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "make-certificates",
+        help="make a private certificate authority, and certificates for HTTPS and for mutual TLS of gRPC",
+        description="Writes NAME.pem and NAME-key.pem for an authority (ca), the services (gateway, trainer, sampler) "
+        "and a gRPC client of your own (client). Where DIR holds an authority already it is kept, and signs new ones: "
+        "so they are renewed. `tinsmith up --certificates DIR` uses them; docs/security.md has the settings for "
+        "services on several machines. Keep ca-key.pem off the machines that serve.",
+    )
+    parser.add_argument("dir", type=Path, metavar="DIR", help="folder for them")
+    parser.add_argument(
+        "--host", action="append", default=[], metavar="NAME|ADDRESS",
+        help="a host name or address under which a service is called, repeatable; beside localhost, this machine's "
+        "name, and the service's own name, as in the Compose file",
+    )  # fmt: skip
+    parser.add_argument("--days", type=int, default=397, help="how long they are valid (default %(default)s)")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.days < 1:
+        raise UsageError(f"--days: {arguments.days} is not at least 1")
+    made = make_certificates(arguments.dir, hosts=arguments.host, days=arguments.days)
+    trusted = arguments.dir.absolute() / f"{CA}.pem"
+    print(f"made {', '.join(made)} in {arguments.dir}; clients of the HTTP API set SSL_CERT_FILE={trusted}")
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Authority:
+    cert: x509.Certificate
+    key: ec.EllipticCurvePrivateKey
+
+
+def make_certificates(
+    folder: Path, *, hosts: list[str], days: int = 397, now: datetime | None = None, samplers: tuple[str, ...] = ()
+) -> list[str]:
+    """Names of what was made. Raises UsageError. `samplers`: further names of samplers."""
+    try:
+        import cryptography  # noqa: F401
+    except ImportError:
+        raise UsageError("make-certificates needs the package cryptography: pip install 'tinsmith[tls]'") from None
+    now = now or datetime.now(UTC)
+    common = ["localhost", "127.0.0.1", "::1", socket.gethostname(), *hosts]
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        is_new = not (folder / f"{CA}.pem").exists()
+        authority = _make_authority(folder, now) if is_new else _read_authority(folder)
+        for service in SERVICES:
+            names = [service, *(["sampler-2", *samplers] if service == "sampler" else []), *common]
+            _make(folder, service, authority, hosts=names, now=now, days=days)
+        _make(folder, CLIENT, authority, hosts=[], now=now, days=days)
+    except OSError as error:
+        raise UsageError(f"{folder}: {error}") from None
+    return [*([CA] if is_new else []), *SERVICES, CLIENT]
+
+
+def _make_authority(folder: Path, now: datetime) -> _Authority:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = _name("Tinsmith private authority")
+    builder = (
+        _builder(name, name, key.public_key(), now, timedelta(days=_CA_DAYS))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_key_usage(signs=True), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    )
+    authority = _Authority(_sign(builder, key), key)
+    _write(folder, CA, authority.cert, key)
+    return authority
+
+
+def _read_authority(folder: Path) -> _Authority:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    try:
+        cert = x509.load_pem_x509_certificate((folder / f"{CA}.pem").read_bytes())
+        key = load_pem_private_key((folder / f"{CA}-key.pem").read_bytes(), password=None)
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"{folder}: ca.pem and ca-key.pem are not an authority of this command ({error})") from None
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != cert.public_key():
+        raise UsageError(f"{folder}: ca-key.pem is not the key of ca.pem")
+    return _Authority(cert, key)
+
+
+def _make(folder: Path, name: str, authority: _Authority, *, hosts: list[str], now: datetime, days: int) -> None:
+    """Without hosts it is a client's: no service can be run with it."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import ExtendedKeyUsageOID
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    purposes = [ExtendedKeyUsageOID.CLIENT_AUTH, *([ExtendedKeyUsageOID.SERVER_AUTH] if hosts else [])]
+    issuer_key = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key())
+    builder = (
+        _builder(_name(name), authority.cert.subject, key.public_key(), now, timedelta(days=days))
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_key_usage(signs=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
+        .add_extension(issuer_key, critical=False)
+    )
+    if hosts:
+        alternatives = x509.SubjectAlternativeName([_host(host) for host in dict.fromkeys(hosts)])
+        builder = builder.add_extension(alternatives, critical=False)
+    _write(folder, name, _sign(builder, authority.key), key)
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, public_key: Any, now: datetime, lifetime: timedelta
+) -> x509.CertificateBuilder:
+    from cryptography import x509
+
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(public_key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _BACKDATED)
+        .not_valid_after(now + lifetime)
+    )
+
+
+def _sign(builder: x509.CertificateBuilder, key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
+    from cryptography.hazmat.primitives import hashes
+
+    return builder.sign(key, hashes.SHA256())
+
+
+def _name(common_name: str) -> x509.Name:
+    from cryptography import x509
+    from cryptography.x509.oid import NameOID
+
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+
+
+def _key_usage(*, signs: bool) -> x509.KeyUsage:
+    from cryptography import x509
+
+    return x509.KeyUsage(
+        digital_signature=True,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=signs,
+        crl_sign=signs,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _host(host: str) -> x509.GeneralName:
+    from cryptography import x509
+
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        pass
+    try:
+        return x509.DNSName(host)
+    except ValueError as error:
+        raise UsageError(f"--host: {host!r} is neither a host name nor an address ({error})") from None
+
+
+def _write(folder: Path, name: str, cert: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+    text = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    for path, content, mode in (
+        (folder / f"{name}-key.pem", text, 0o600),
+        (folder / f"{name}.pem", cert.public_bytes(Encoding.PEM), 0o644),
+    ):
+        new = path.with_suffix(".new")
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
+            file.write(content)
+        new.replace(path)
