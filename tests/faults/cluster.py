@@ -144,7 +144,7 @@ class Cluster:
                 "trainer_service",
                 *common,
                 *("--listen", trainer, "--samplers", json.dumps(samplers)),
-                *("--checkpoint-dir", str(folder / "checkpoints"), "--state-dir", str(folder / "trainer")),
+                *("--checkpoint-dir", str(self.checkpoints), "--state-dir", str(self.journal.parent)),
             ],
             address=trainer,
             log=folder / "trainer.log",
@@ -170,6 +170,15 @@ class Cluster:
     @property
     def url(self) -> str:
         return f"http://{self.gateway.address}"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    @property
+    def journal(self) -> Path:
+        """Its write-ahead log is beside it."""
+        return self.folder / "trainer" / "journal.sqlite"
 
     def heal(self) -> None:
         """Starts what does not run, lets go on what was paused, and returns when all of it serves."""

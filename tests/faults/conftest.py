@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import tinker
 
 from tests.faults.cluster import Cluster
+from tests.faults.moments import fresh_seed
 from tests.left_sockets import allow_left_sockets, collect_left_sockets  # noqa: F401 - a fixture
 from tests.stack import make_base_model
 
@@ -50,3 +52,11 @@ def cluster(running: Cluster) -> Cluster:
 def service(cluster: Cluster) -> Iterator[tinker.ServiceClient]:
     with tinker.ServiceClient(base_url=cluster.url, api_key="tml-test") as service:
         yield service
+
+
+@pytest.fixture
+def rng() -> random.Random:
+    """Of this repetition; a failure shows its seed."""
+    seed = fresh_seed()
+    print(f"TINSMITH_FAULT_SEED={seed}")
+    return random.Random(seed)

@@ -1,0 +1,98 @@
+"""A training run as a user writes it, all of it submitted ahead; and what is left of it, to be held against another."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tinker
+from safetensors.numpy import load_file
+from tinker import ModelInput, SamplingParams
+
+from tests.integration.examples import Floats, batch, new_model, random_tokens
+
+SEEDS = (1, 2)
+"""Of the runs that go on at the same time."""
+ADAM = tinker.AdamParams(learning_rate=1e-4)
+ROUNDS = 4
+STEPS = 5
+"""Of each round, which ends with two saves and a sample."""
+LARGEST_GAP = 1e-6
+"""Between the weights of a disturbed run and of an undisturbed one, which are of the order of 0.01 to 1."""
+_SAMPLING = SamplingParams(max_tokens=12, stop=[], seed=7)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    losses: list[float]
+    """Of every step."""
+    tensors: list[dict[str, Floats]]
+    """Adapter and optimizer of every round, as they lie in the files of its checkpoint."""
+    sampled: list[list[int]]
+    """Tokens of every round, drawn from its version."""
+    seconds: float
+
+    def check(self, expected: Outcome, *, exactly: bool) -> None:
+        """Everything is that of the other run, bit for bit or within LARGEST_GAP."""
+        gap = 0.0 if exactly else LARGEST_GAP
+        np.testing.assert_allclose(self.losses, expected.losses, rtol=gap, atol=0)
+        for n, (mine, theirs) in enumerate(zip(self.tensors, expected.tensors, strict=True)):
+            assert mine.keys() == theirs.keys()
+            for name, tensor in mine.items():
+                np.testing.assert_allclose(tensor, theirs[name], rtol=0, atol=gap, err_msg=f"{name}, round {n}")
+        assert self.sampled == expected.sampled
+
+
+def run(service: tinker.ServiceClient, checkpoints: Path, *, seed: int) -> Outcome:
+    """Raises what the SDK raises. `checkpoints` is the trainer's folder."""
+    began = time.monotonic()
+    client = new_model(service, seed=seed)
+    steps, states, samplers = [], [], []
+    for n in range(ROUNDS):
+        data = batch(10 * seed + n, lengths=(9, 17, 5, 33))
+        for _ in range(STEPS):
+            steps.append((client.forward_backward(data, "cross_entropy"), client.optim_step(ADAM)))
+        states.append(client.save_state(f"round-{n}"))
+        samplers.append(client.save_weights_and_get_sampling_client())
+    prompt = ModelInput.from_ints(random_tokens(11, seed))
+    drawing = [sampler.result().sample(prompt, 2, _SAMPLING) for sampler in samplers]
+    losses = []
+    for forward_backward, step in steps:
+        losses.append(forward_backward.result().metrics["loss:sum"])
+        step.result()
+    return Outcome(
+        losses=losses,
+        tensors=[_tensors(checkpoints, state.result().path) for state in states],
+        sampled=[list(sequence.tokens) for drawn in drawing for sequence in drawn.result().sequences],
+        seconds=time.monotonic() - began,
+    )
+
+
+def run_all(service: tinker.ServiceClient, checkpoints: Path) -> list[Outcome]:
+    """One run for each of SEEDS, at the same time."""
+    with under_way(service, checkpoints) as outcomes:
+        return outcomes()
+
+
+@contextmanager
+def under_way(service: tinker.ServiceClient, checkpoints: Path) -> Iterator[Callable[[], list[Outcome]]]:
+    """The runs go on during the block; calling what it gives waits for them."""
+    with ThreadPoolExecutor(len(SEEDS)) as threads:
+        futures = [threads.submit(run, service, checkpoints, seed=seed) for seed in SEEDS]
+        yield lambda: [future.result() for future in futures]
+
+
+def check_all(outcomes: Sequence[Outcome], expected: Sequence[Outcome], *, exactly: bool) -> None:
+    for mine, theirs in zip(outcomes, expected, strict=True):
+        mine.check(theirs, exactly=exactly)
+
+
+def _tensors(checkpoints: Path, path: str) -> dict[str, Floats]:
+    folder = checkpoints / path.removeprefix("tinker://")
+    files = ("adapter_model.safetensors", "optimizer.safetensors")
+    return {f"{file}: {name}": tensor for file in files for name, tensor in load_file(folder / file).items()}

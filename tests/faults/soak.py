@@ -1,0 +1,330 @@
+"""A soak: `tinsmith up`, 16 clients that train, sample, save, load and delete, and random kills, also of clients.
+
+    python -m tests.faults.soak --minutes 30 --folder FOLDER
+
+At the end it prints what the clients did and what each process took, and fails unless no client saw an exception,
+memory, file descriptors and threads are flat, and nothing is left of the sessions that have ended. A process is looked
+at between two kills of it, once it has served for WARM_UP_S, and only where that leaves MEASURED_S: in a run of one
+minute there is no such time, and it checks the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import grpc
+import httpx
+import psutil
+
+from tests.integration.examples import BASE_MODEL
+from tests.stack import Stack, make_base_model
+from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc
+
+SERVICES = ("trainer_service", "sampler_service", "gateway")
+VICTIMS = (*SERVICES, "client")
+CLIENT_PROCESSES = 4
+THREADS = 4
+"""Clients of each."""
+INTERVAL_S = 2.0
+WARM_UP_S = 90.0
+MEASURED_S = 90.0
+LARGEST_GROWTH = 0.05
+SESSION_TIMEOUT_S = 45.0
+"""What a killed client has left goes after that."""
+IDLE_LIMIT_S = 180.0
+ENV = {
+    "GATEWAY_SESSION_TIMEOUT_S": str(SESSION_TIMEOUT_S),
+    "GATEWAY_REAP_INTERVAL_S": "5",
+    "GATEWAY_SPAN_RETENTION_S": "120",
+    "TRAINER_RESULT_RETENTION_S": "120",
+    "TRAINER_JOURNAL_MAX_BYTES": str(32 * 2**20),
+    "TRAINER_MAX_MODELS": "128",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    at: float
+    rss: int
+    fds: int
+    threads: int
+
+
+@dataclass(slots=True)
+class Life:
+    """One process of a service, from one kill to the next."""
+
+    service: str
+    pid: int
+    readings: list[Reading] = field(default_factory=list)
+
+    def measured(self) -> list[Reading]:
+        """Without the warm-up; empty when it did not live long enough."""
+        kept = [one for one in self.readings if one.at - self.readings[0].at >= WARM_UP_S]
+        return kept if kept and kept[-1].at - kept[0].at >= MEASURED_S else []
+
+    def growth(self, what: str) -> float:
+        """From the first third of what was measured to the last third, as a share."""
+        values = [getattr(one, what) for one in self.measured()]
+        third = max(1, len(values) // 3)
+        return median(values[-third:]) / median(values[:third]) - 1
+
+
+class Watch:
+    """Reads what the processes of the stack take."""
+
+    def __init__(self, stack: Stack) -> None:
+        self._stack = stack
+        self.lives: dict[int, Life] = {}
+        self.sizes: list[dict[str, float]] = []
+
+    def look(self) -> None:
+        for service, process in processes(self._stack).items():
+            try:
+                with process.oneshot():
+                    reading = Reading(
+                        time.monotonic(), process.memory_info().rss, process.num_fds(), process.num_threads()
+                    )
+            except psutil.Error:
+                continue  # it has just been killed
+            self.lives.setdefault(process.pid, Life(service, process.pid)).readings.append(reading)
+
+    def measure_sizes(self, *, minutes: float) -> None:
+        self.sizes.append({"minutes": round(minutes, 1), **sizes(self._stack.state_dir)})
+
+
+def processes(stack: Stack) -> dict[str, psutil.Process]:
+    found = {}
+    for process in stack.processes():
+        try:
+            arguments = process.cmdline()
+        except psutil.Error:
+            continue
+        for service in SERVICES:
+            if service in arguments:
+                found[service] = process
+    return found
+
+
+def sizes(state_dir: Path) -> dict[str, float]:
+    """In megabytes."""
+
+    def size(folder: str, pattern: str) -> float:
+        total = 0
+        for path in (state_dir / folder).rglob(pattern):
+            try:
+                total += path.stat().st_size if path.is_file() else 0
+            except FileNotFoundError:
+                continue
+        return round(total / 1e6, 2)
+
+    return {
+        "database": size("gateway", "gateway.db*"),
+        "trainer": size("trainers", "*"),
+        "checkpoints": size("checkpoints", "*"),
+        "logs": size("logs", "*"),
+    }
+
+
+class Clients:
+    def __init__(self, url: str, rng: random.Random) -> None:
+        self._url = url
+        self._rng = rng
+        self.counts: dict[str, int] = {}
+        self.errors: list[str] = []
+        self._running = [self._start() for _ in range(CLIENT_PROCESSES)]
+
+    def _start(self) -> subprocess.Popen[str]:
+        seed = str(self._rng.randrange(10**6))
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.faults.soak_clients", self._url, "--threads", str(THREADS), "--seed", seed],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def kill_one(self) -> None:
+        """What it reports is lost with it; its exceptions would be, too, so only the last process is ever killed."""
+        self._running[-1].kill()
+        self._running[-1].communicate()
+        self._running[-1] = self._start()
+
+    def finish(self, *, timeout_s: float) -> None:
+        for process in self._running:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.stdin = None
+        for process in self._running:
+            output, _ = process.communicate(timeout=timeout_s)
+            said = json.loads(output.splitlines()[-1])
+            self.errors += said["errors"]
+            for what, count in said["counts"].items():
+                self.counts[what] = self.counts.get(what, 0) + count
+
+    def close(self) -> None:
+        for process in self._running:
+            process.kill()
+            process.communicate()
+
+
+@contextmanager
+def clients_of(url: str, rng: random.Random) -> Iterator[Clients]:
+    clients = Clients(url, rng)
+    try:
+        yield clients
+    finally:
+        clients.close()
+
+
+def metric(stack: Stack, service: str, name: str) -> float:
+    """The sum over its labels; 0 when there is none yet."""
+    lines = httpx.get(stack.metrics_url(service), trust_env=False).text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.partition("{")[0].split(" ")[0] == name)
+
+
+def num_versions(stack: Stack) -> int:
+    with grpc.insecure_channel(stack.samplers[0]) as channel:
+        stub = sampler_pb2_grpc.SamplerServiceStub(channel)
+        return len(stub.ListVersions(sampler_pb2.ListVersionsRequest(page_size=1000), timeout=10).versions)
+
+
+def left(stack: Stack) -> dict[str, float]:
+    """What still belongs to sessions; all of it is 0 in the end."""
+    return {
+        "models": metric(stack, "trainer", "trainer_models"),
+        "futures": metric(stack, "gateway", "gateway_pending_futures"),
+        "queued": metric(stack, "trainer", "trainer_queue_length"),
+        "sequences": metric(stack, "sampler", "sampler_running_sequences"),
+        "checkpoint_mb": sizes(stack.state_dir)["checkpoints"],
+    }
+
+
+def wait_idle(stack: Stack) -> dict[str, float]:
+    """What is left once nothing changes any more, or IDLE_LIMIT_S are over."""
+    deadline = time.monotonic() + IDLE_LIMIT_S
+    while True:
+        try:
+            found = left(stack)
+        except (httpx.TransportError, grpc.RpcError):
+            found = {"unreachable": 1.0}
+        if not any(found.values()) or time.monotonic() > deadline:
+            return found
+        time.sleep(1)
+
+
+def soak(
+    stack: Stack, *, minutes: float, kill_every_s: tuple[float, float], victims: Sequence[str], rng: random.Random
+) -> dict[str, Any]:
+    """`kill_every_s`: least and most time between two kills."""
+    watch, began, kills = Watch(stack), time.monotonic(), []
+    with clients_of(stack.base_url, rng) as clients:
+        ends = began + 60 * minutes
+        # The last quarter goes without kills, so that each process is seen for long.
+        kills_end = began + 60 * minutes * 0.75
+        next_kill, next_sizes = began + rng.uniform(*kill_every_s), began
+        while (now := time.monotonic()) < ends:
+            watch.look()
+            if now >= next_sizes:
+                watch.measure_sizes(minutes=(now - began) / 60)
+                next_sizes = now + 60 * minutes / 10
+            if now >= next_kill and now < kills_end:
+                victim = rng.choice(victims)
+                if victim == "client":
+                    clients.kill_one()
+                elif (process := processes(stack).get(victim)) is not None:
+                    process.kill()
+                kills.append(victim)
+                print(f"{(now - began) / 60:.1f} min: {victim} is killed", flush=True)
+                next_kill = now + rng.uniform(*kill_every_s)
+            time.sleep(INTERVAL_S)
+        clients.finish(timeout_s=300)
+        counts, errors = clients.counts, clients.errors
+    remains = wait_idle(stack)
+    watch.look()
+    watch.measure_sizes(minutes=(time.monotonic() - began) / 60)
+    return {
+        "counts": counts,
+        "errors": errors,
+        "kills": {victim: kills.count(victim) for victim in sorted(set(kills))},
+        "left": remains,
+        "versions": num_versions(stack),
+        "sizes_mb": watch.sizes,
+        "processes": [describe(life) for life in watch.lives.values()],
+        "growths": [
+            (life.service, what, life.growth(what))
+            for life in watch.lives.values()
+            if life.measured()
+            for what in ("rss", "fds", "threads")
+        ],
+    }
+
+
+def describe(life: Life) -> dict[str, Any]:
+    first, last = life.readings[0], life.readings[-1]
+    return {
+        "service": life.service,
+        "seconds": round(last.at - first.at),
+        "rss_mb": [round(one.rss / 1e6) for one in life.readings[:: max(1, len(life.readings) // 8)]],
+        "fds": [min(one.fds for one in life.readings), max(one.fds for one in life.readings), last.fds],
+        "threads": [min(one.threads for one in life.readings), max(one.threads for one in life.readings), last.threads],
+    }
+
+
+def check(result: dict[str, Any]) -> list[str]:
+    """What is wrong."""
+    wrong = [f"a client saw: {error}" for error in result["errors"]]
+    wrong += [f"left in the end: {what}: {value}" for what, value in result["left"].items() if value]
+    wrong += [
+        f"{service}: {what} grew by {growth:.1%} after its warm-up"
+        for service, what, growth in result["growths"]
+        if growth > LARGEST_GROWTH
+    ]
+    return wrong
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="A soak with random kills.")
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument(
+        "--kill-every", type=float, nargs=2, default=(30, 90), metavar=("LEAST", "MOST"), help="seconds"
+    )
+    parser.add_argument("--seed", type=int, default=secrets.randbits(32))
+    parser.add_argument("--folder", type=Path, help="where the state and the report go; temporary by default")
+    arguments = parser.parse_args(argv)
+    print(f"--seed {arguments.seed}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="tinsmith-soak-") as temporary:
+        folder = arguments.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        model = make_base_model(folder / "model", pretrain_steps=20)
+        with Stack(folder / "state", base_models=[f"{BASE_MODEL}={model}"], env=ENV) as stack:
+            result = soak(
+                stack,
+                minutes=arguments.minutes,
+                kill_every_s=arguments.kill_every,
+                victims=arguments.victims,
+                rng=random.Random(arguments.seed),
+            )
+            (folder / "up.txt").write_text(stack.report())
+        report = json.dumps(result, indent=1)
+        (folder / "soak.json").write_text(report)
+    print(report)
+    wrong = check(result)
+    print("\n".join(wrong) or "all is well")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""Training that is disturbed at random moments ends where undisturbed training ends; its client notices a delay."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import tinker
+
+from tests.faults.cluster import Cluster, Process
+from tests.faults.moments import repeated
+from tests.faults.power_cut import cut_power
+from tests.faults.runs import Outcome, check_all, run_all, under_way
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+LONGEST_PAUSE_S = 1.0
+"""Before what was killed is started again, as `tinsmith up` does it the first time."""
+
+Disturb = Callable[..., None]
+
+
+@pytest.fixture(scope="module", params=["usual", "deterministic"])
+def mode(request: pytest.FixtureRequest) -> str:
+    """What the trainer does: in "deterministic" the numbers are the same bit for bit."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def running(model: Path, tmp_path_factory: pytest.TempPathFactory, mode: str) -> Iterator[Cluster]:
+    trainer_env = {"TRAINER_DETERMINISTIC": "true"} if mode == "deterministic" else {}
+    with Cluster(tmp_path_factory.mktemp("cluster"), model, num_samplers=1, trainer_env=trainer_env) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def undisturbed(running: Cluster) -> list[Outcome]:
+    running.heal()
+    with tinker.ServiceClient(base_url=running.url, api_key="tml-test") as service:
+        return run_all(service, running.checkpoints)
+
+
+@pytest.fixture
+def disturb(
+    cluster: Cluster, undisturbed: list[Outcome], service: tinker.ServiceClient, rng: random.Random, mode: str
+) -> Disturb:
+    def kill_and_start(*victims: Process, power_cut: bool = False) -> None:
+        """At one random moment of the runs; checks how they end."""
+        longest_s = max(outcome.seconds for outcome in undisturbed)
+        with under_way(service, cluster.checkpoints) as outcomes:
+            moment_s = rng.uniform(0, longest_s)
+            print(f"killed after {moment_s:.2f} s of {longest_s:.2f} s: {', '.join(one.name for one in victims)}")
+            time.sleep(moment_s)
+            for victim in victims:
+                victim.kill()
+            if power_cut:
+                print(cut_power(cluster.journal.with_name(f"{cluster.journal.name}-wal"), rng))
+            time.sleep(rng.uniform(0, LONGEST_PAUSE_S))
+            for victim in victims:
+                victim.start()
+            check_all(outcomes(), undisturbed, exactly=mode == "deterministic")
+
+    return kill_and_start
+
+
+@repeated(1)
+def test_the_trainer_is_killed(cluster: Cluster, disturb: Disturb, repetition: int) -> None:
+    disturb(cluster.trainer)
+
+
+@repeated(1)
+def test_the_gateway_is_killed(cluster: Cluster, disturb: Disturb, repetition: int) -> None:
+    disturb(cluster.gateway)
+
+
+@repeated(1)
+def test_the_sampler_is_killed(cluster: Cluster, disturb: Disturb, repetition: int) -> None:
+    disturb(*cluster.samplers)
+
+
+@repeated(1)
+def test_all_three_are_killed(cluster: Cluster, disturb: Disturb, repetition: int) -> None:
+    disturb(*cluster.processes)
+
+
+@repeated(1)
+def test_the_power_is_cut_while_the_journal_is_written(cluster: Cluster, disturb: Disturb, repetition: int) -> None:
+    disturb(*cluster.processes, power_cut=True)
