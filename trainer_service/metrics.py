@@ -88,6 +88,8 @@ class Metrics:
             "Publishes: passed, warned, refused, or unscored: by no sampler.",
             "outcome",
         )
+        for outcome in ("passed", "warned", "refused", "unscored"):  # a series that begins at 1 has no increase
+            self.publish_certificates.labels(outcome)
         self.publish_bytes = counter("publish_bytes", "Adapter bytes broadcast, once for each publish.")
         self.publish_failures = counter("publish_failures", "Attempts to publish that failed.")
         self.weight_groups = counter("weight_groups", "Process groups formed with samplers.")

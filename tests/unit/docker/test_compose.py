@@ -124,12 +124,31 @@ def test_settings_are_ones_that_the_service_has(service: str) -> None:
 
 def test_prometheus_asks_each_service_on_the_port_that_it_exposes() -> None:
     jobs = yaml.safe_load((DOCKER / "prometheus.yml").read_text())["scrape_configs"]
-    targets = [target.split(":") for job in jobs for group in job["static_configs"] for target in group["targets"]]
-    assert sorted(host for host, _ in targets) == ["gateway", "sampler", "trainer"]
-    for host, port in targets:
-        exposed = re.search(r"^EXPOSE (.*)$", (DOCKER / f"Dockerfile.{host}").read_text(), re.MULTILINE)
+    assert [job["job_name"] for job in jobs] == ["gateway", "trainer", "sampler"]
+    for job in jobs:
+        service = job["job_name"]
+        (found,) = job["dns_sd_configs"]
+        exposed = re.search(r"^EXPOSE (.*)$", (DOCKER / f"Dockerfile.{service}").read_text(), re.MULTILINE)
         assert exposed
-        assert port in exposed[1].split()
+        assert str(found["port"]) in exposed[1].split()
+        for name, described in GPU["services"].items():  # each by its own name, or by one that all samplers have
+            names = {name, *described.get("networks", {}).get("default", {}).get("aliases", [])}
+            assert bool(names & set(found["names"])) == name.startswith(service)
+
+
+def test_monitoring_waits_for_its_profile_and_is_for_this_machine_only() -> None:
+    for name in ("prometheus", "grafana"):
+        assert GPU["services"][name]["profiles"] == ["monitoring"]
+        assert all(port.startswith("127.0.0.1:") for port in GPU["services"][name]["ports"])
+    needs = {name: set(service.get("depends_on", {})) for name, service in GPU["services"].items()}
+    assert [name for name, needed in needs.items() if needed & {"prometheus", "grafana"}] == ["grafana"]
+
+
+def test_what_the_monitoring_mounts_is_there() -> None:
+    mounts = [volume for name in ("prometheus", "grafana") for volume in GPU["services"][name]["volumes"]]
+    sources = [mount.partition(":")[0] for mount in mounts if mount.startswith("./")]
+    assert len(sources) == 4
+    assert all((DOCKER / source).exists() for source in sources)
 
 
 @BOTH
