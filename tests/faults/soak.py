@@ -298,9 +298,8 @@ def check(result: dict[str, Any]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="A soak with random kills.")
     parser.add_argument("--minutes", type=float, default=30)
-    parser.add_argument(
-        "--kill-every", type=float, nargs=2, default=(30, 90), metavar=("LEAST", "MOST"), help="seconds"
-    )
+    parser.add_argument("--kill-every", type=float, nargs=2, default=(30, 90), metavar=("FROM", "TO"), help="seconds")
+    parser.add_argument("--victims", nargs="+", default=VICTIMS, choices=VICTIMS, help="what is killed")
     parser.add_argument("--seed", type=int, default=secrets.randbits(32))
     parser.add_argument("--folder", type=Path, help="where the state and the report go; temporary by default")
     arguments = parser.parse_args(argv)
