@@ -14,12 +14,16 @@ import torch
 from tinsmith.allocator import keep_freed_memory
 from tinsmith.cli.stack import usable_cores
 from tinsmith.modeling.base_model import BaseModel, UnsupportedModel
+from tinsmith.rpc import tracing
 from tinsmith.rpc.metrics import new_registry, serve_metrics
+from tinsmith.rpc.metrics_service import MetricsServicer
 from tinsmith.rpc.server import Server, stop_event
 from tinsmith.rpc.settings import read_settings
-from tinsmith.v1 import trainer_pb2
+from tinsmith.v1 import metrics_pb2, trainer_pb2
+from tinsmith.v1.metrics_pb2_grpc import add_MetricsServiceServicer_to_server
 from tinsmith.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
 from tinsmith.weight_channel.ring_memory import gpu_uuid
+from trainer_service import journal_file
 from trainer_service.canary import canary_of
 from trainer_service.certificate import GAP_LIMITS, GapRule, Publisher
 from trainer_service.checkpoints import CheckpointStore
@@ -35,8 +39,13 @@ from trainer_service.ranks.follower import Follower
 from trainer_service.ranks.group import RankGroup
 from trainer_service.ranks.leader import LeadingEngine
 from trainer_service.ranks.place import Place
+from trainer_service.restore import Restorer
 from trainer_service.scheduler import Scheduler
 from trainer_service.servicer import Trainer, TrainerServicer
+from trainer_service.snapshot_files import SnapshotFiles
+from trainer_service.snapshots import Policy, Snapshots
+from trainer_service.storage.choice import open_storage
+from trainer_service.storage.protocol import StorageUnusable
 from trainer_service.weight_sync import WeightSender
 from trainer_service.weight_sync.choice import check_channel
 
@@ -53,14 +62,20 @@ async def serve(config: TrainerConfig, group: RankGroup | None) -> None:
     metrics = Metrics(registry)
     serve_metrics(registry, config.metrics_host, config.metrics_port)
     journal = Journal(
-        config.state_dir / "journal.sqlite",
+        config.state_dir / journal_file.NAME,
         max_bytes=config.journal_max_bytes,
         result_retention_s=config.result_retention_s,
         metrics=metrics,
     )
-    server = Server(config.listen, [trainer_pb2.DESCRIPTOR], api_keys=config.accepted_keys, certificates=config.certificates)
+    server = Server(
+        config.listen,
+        [trainer_pb2.DESCRIPTOR, metrics_pb2.DESCRIPTOR],
+        api_keys=config.accepted_keys,
+        certificates=config.certificates,
+    )
     servicer = TrainerServicer()
     add_TrainerServiceServicer_to_server(servicer, server.grpc)
+    add_MetricsServiceServicer_to_server(MetricsServicer(registry), server.grpc)
     async with stop_event() as stop:
         await server.start()
         logger.info("listening on port %d", server.port)
@@ -71,6 +86,9 @@ async def serve(config: TrainerConfig, group: RankGroup | None) -> None:
             _leave("stopped while the base model was loading")
         try:
             servicer.trainer = trainer = starting.result()
+        except StorageUnusable as error:
+            await server.stop(0)
+            raise SystemExit(str(error)) from None
         except (UnsupportedModel, OSError, ValueError) as error:
             await server.stop(0)
             raise SystemExit(f"cannot load the base model {config.base_model}: {error}") from None
@@ -90,10 +108,14 @@ async def serve(config: TrainerConfig, group: RankGroup | None) -> None:
 async def start(
     config: TrainerConfig, journal: Journal, metrics: Metrics, group: RankGroup | None, *, port: int
 ) -> Trainer:
-    """Loads the base model and puts the parts together."""
-    num_lost = await journal.lose_models()
-    if num_lost:
-        logger.warning("%d models of an earlier run are lost; their results can still be asked for", num_lost)
+    """Loads the base model and puts the parts together. Raises StorageUnusable, and what `load` raises."""
+    storage = await asyncio.to_thread(
+        open_storage,
+        config.checkpoint_dir,
+        state_dir=config.state_dir,
+        metrics=metrics,
+        min_free_bytes=config.min_free_bytes,
+    )
     sender = WeightSender(
         config.samplers,
         api_key=config.service_key.get_secret_value(),
@@ -112,7 +134,7 @@ async def start(
     settings = {**engine_settings(config), "metrics": metrics}
     engine = TrainingEngine(base, **settings) if group is None else LeadingEngine(base, group, **settings)
     await asyncio.to_thread(lambda: engine.follow(measure(engine, bounds(config))))
-    checkpoints = CheckpointStore(config.checkpoint_dir, metrics)
+    checkpoints = CheckpointStore(storage, metrics)
     scheduler = Scheduler(
         engine,
         journal,
@@ -121,10 +143,13 @@ async def start(
         metrics=metrics,
     )
     publisher = Publisher(sender, canary_of(base), gap_rule(config, base.dtype), metrics)
+    snapshot_files = await asyncio.to_thread(SnapshotFiles, config.state_dir / "snapshots")
+    snapshots = Snapshots(snapshot_files, journal, snapshot_policy(config), metrics)
     operations = Operations(
-        engine, checkpoints, publisher, scheduler.run_alone, config.public_names, config.max_lora_rank
+        engine, checkpoints, publisher, scheduler.run_alone, config.public_names, config.max_lora_rank, snapshots
     )
     importer = Importer(base, checkpoints, max_rank=config.max_lora_rank, max_bytes=config.max_import_bytes)
+    await Restorer(journal, snapshots, operations, scheduler, metrics).run()
     return Trainer(uuid.uuid4().hex, operations, scheduler, journal, checkpoints, importer)
 
 
@@ -143,6 +168,10 @@ def engine_settings(config: TrainerConfig) -> dict[str, Any]:
         "max_tokens_per_microbatch": config.max_tokens_per_microbatch,
         "activation_checkpointing": config.activation_checkpointing,
     }
+
+
+def snapshot_policy(config: TrainerConfig) -> Policy:
+    return Policy(config.snapshot_steps, config.snapshot_interval_s, config.snapshot_journal_bytes)
 
 
 def bounds(config: TrainerConfig) -> Bounds:
@@ -189,6 +218,7 @@ def device_of(config: TrainerConfig) -> torch.device:
 def _leave(reason: str) -> NoReturn:
     """Ends the process as it is: the interpreter would wait for threads that compute, which cannot be stopped."""
     logger.info("%s", reason)
+    tracing.shutdown()
     logging.shutdown()
     os._exit(0)
 
@@ -196,7 +226,9 @@ def _leave(reason: str) -> NoReturn:
 def main() -> None:
     config = read_settings(TrainerConfig)
     place = Place.of(config)
-    process.begin(place, log_level=config.log_level)
+    process.begin(place, log_level=config.log_level, log_format=config.log_format)
+    if config.tracing and place.rank == 0:
+        tracing.setup("trainer")
     logger.info("config: %s", config.model_dump_json())
     device = device_of(config)
     try:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from tinsmith.rpc.auth import AnyKey, ServiceKey, accepted, host_of, require_keys
+from tinsmith.rpc.paths import check_checkpoint_root
 from tinsmith.rpc.tls import GrpcTls
 
 
@@ -37,8 +38,12 @@ class TrainerConfig(GrpcTls, BaseSettings):
     """Key of Tinsmith's own services: accepted from the gateway, and sent to the samplers."""
     samplers: list[str] = []
     """Addresses of the sampler services that get published weights, as a JSON list."""
-    checkpoint_dir: Path = Path(".tinsmith/checkpoints")
-    """Root of the checkpoints."""
+    checkpoint_dir: str = ".tinsmith/checkpoints"
+    """Root of the checkpoints: a folder, or s3://BUCKET/PREFIX or gs://BUCKET/PREFIX, which need the extra s3 or gcs
+    and find their credentials as s3fs (AWS_*) and gcsfs do."""
+    min_free_bytes: int | None = Field(default=None, ge=0)
+    """What would leave less of the disk free is refused before it is written. By default a twentieth of the disk, at
+    most 1 GiB."""
     state_dir: Path = Path(".tinsmith/trainer")
     """Folder of the journal; one trainer at a time."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -104,7 +109,15 @@ class TrainerConfig(GrpcTls, BaseSettings):
     publish_score_timeout_s: float = Field(default=5.0, gt=0)
     """Longest time that a sampler may take to score the canary; one that takes longer is not in the certificate."""
     journal_max_bytes: int = Field(default=2 * 1024**3, ge=1024**2)
-    """Bound of the requests and results in the journal; above it the oldest executed ones are cut."""
+    """Bound of the requests and results in the journal; from half of it on every step takes a snapshot, behind which
+    the journal is cut, and above it the oldest results are cut, too."""
+    snapshot_interval_s: float = Field(default=60.0, ge=0)
+    """A model is copied at its first step after so many seconds, and written to state_dir; after a crash its operations
+    since then run again. 0 is no limit of time."""
+    snapshot_steps: int = Field(default=500, ge=0)
+    """The same after so many steps. 0 is no limit."""
+    snapshot_journal_bytes: int = Field(default=256 * 1024**2, ge=0)
+    """The same after so many bytes of its requests. 0 is no limit."""
     result_retention_s: float = Field(default=3600.0, ge=0)
     """How long the result of a finished operation can be asked for."""
     metrics_host: str = "127.0.0.1"
@@ -113,6 +126,15 @@ class TrainerConfig(GrpcTls, BaseSettings):
     """Port of the Prometheus endpoint; 0 means none."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Least severity that is logged."""
+    log_format: Literal["json", "text"] = "json"
+    """Log lines as JSON, for machines, or as text."""
+    tracing: bool = False
+    """Send OpenTelemetry traces, as OTEL_EXPORTER_OTLP_ENDPOINT and its like say. Needs the extra `otel`."""
+
+    @field_validator("checkpoint_dir")
+    @classmethod
+    def _known_store(cls, root: str) -> str:
+        return check_checkpoint_root(root)
 
     @model_validator(mode="after")
     def _unique(self) -> TrainerConfig:

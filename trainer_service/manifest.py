@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 from google.protobuf import json_format
 
-from tinsmith.rpc.errors import DataCorrupted, Unsupported
+from tinsmith.rpc.errors import DataCorrupted, NotFound, Unsupported
 from tinsmith.v1 import types_pb2 as pb
 
 FORMAT = 1
@@ -23,6 +25,8 @@ class Manifest:
     checkpoint: pb.CheckpointInfo
     files: Mapping[str, pb.CheckpointFile]
     """By name; the manifest itself is not one of them."""
+    folder: str = ""
+    """Where the files lie, below the manifest; in an object store each save has a folder of its own."""
 
     @classmethod
     def of(cls, info: pb.CheckpointInfo, files: Iterable[pb.CheckpointFile]) -> Manifest:
@@ -46,34 +50,52 @@ class Manifest:
                 )
             checkpoint = json_format.ParseDict(content["checkpoint"], pb.CheckpointInfo())
             files = {name: pb.CheckpointFile(name=name, **facts) for name, facts in content["files"].items()}
-            return cls(checkpoint, files)
+            return cls(checkpoint, files, content.get("folder", ""))
         except (ValueError, KeyError, AttributeError, TypeError, json_format.ParseError) as error:
             raise DataCorrupted(f"{location}/{NAME} is damaged: {error}", file=f"{location}/{NAME}") from None
 
     def write(self, folder: Path) -> None:
+        (folder / NAME).write_bytes(self.to_bytes())
+
+    def to_bytes(self) -> bytes:
         content: dict[str, Any] = {
             "format": FORMAT,
             "checkpoint": json_format.MessageToDict(self.checkpoint, preserving_proto_field_name=True),
             "files": {
                 name: {"size_bytes": file.size_bytes, "sha256": file.sha256} for name, file in self.files.items()
             },
+            "folder": self.folder,
         }
         content["sha256"] = _digest_of(content)
-        (folder / NAME).write_text(json.dumps(content, indent=2) + "\n")
+        return (json.dumps(content, indent=2) + "\n").encode()
+
+    def check_has(self, name: str, *, location: str) -> None:
+        """Raises NotFound unless it is one of the files."""
+        if name not in self.files:
+            raise NotFound(f"name: checkpoint {location} has no file {name!r}; it has {', '.join(self.files)}")
+
+    def damaged(self, name: str, how: str, *, location: str) -> DataCorrupted:
+        return DataCorrupted(f"{location}/{name} is damaged: {how}", file=f"{location}/{name}")
 
     def verify(self, path: Path, *, location: str) -> None:
         """Raises DataCorrupted unless the file is what was written under its name."""
         try:
-            actual = _sha256(path)
+            with path.open("rb") as file:
+                self.verify_open(path.name, file, location=location)
         except FileNotFoundError:
-            actual = "missing"
-        known = self.files.get(path.name)
-        expected = known.sha256 if known is not None else "that there is none"
-        if actual != expected:
-            raise DataCorrupted(
-                f"{location}/{path.name} is damaged: its SHA-256 is {actual}, the manifest says {expected}",
-                file=f"{location}/{path.name}",
-            )
+            raise self.damaged(path.name, "it is missing", location=location) from None
+
+    def verify_open(self, name: str, file: BufferedReader, *, location: str) -> None:
+        """`verify` of an open file, which is at its beginning afterwards."""
+        known = self.files.get(name)
+        if known is None:
+            raise self.damaged(name, "the manifest does not know it", location=location)
+        if (size := file.seek(0, os.SEEK_END)) != known.size_bytes:
+            raise self.damaged(name, f"it has {size} bytes, the manifest says {known.size_bytes}", location=location)
+        file.seek(0)
+        if (actual := hashlib.file_digest(file, "sha256").hexdigest()) != known.sha256:
+            raise self.damaged(name, f"its SHA-256 is {actual}, the manifest says {known.sha256}", location=location)
+        file.seek(0)
 
 
 def describe(path: Path) -> pb.CheckpointFile:

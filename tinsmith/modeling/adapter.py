@@ -211,6 +211,15 @@ class Adapter:
             for side, shape in zip("AB", target.shapes(self.config.rank), strict=True):
                 yield f"{_PEFT_PREFIX}{target.name}.lora_{side}.weight", shape
 
+    @property
+    def peft_bytes(self) -> int:
+        """Of the tensors that save_peft writes."""
+        return self.flat.itemsize * sum(
+            (target.num_experts or 1) * tensor.shape[-2] * tensor.shape[-1]
+            for target in self.targets
+            for tensor in (self.weights[target.name].a_R_I, self.weights[target.name].b_O_R)
+        )
+
     def save_peft(self, folder: Path, *, base_model: str) -> None:
         """Writes adapter_config.json and adapter_model.safetensors, which stock PEFT loads unchanged."""
         tensors = {

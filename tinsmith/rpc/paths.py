@@ -83,3 +83,11 @@ class TinkerPath:
 
     def __str__(self) -> str:
         return f"{SCHEME}{self.location}"
+
+
+def check_checkpoint_root(root: str) -> str:
+    """Raises ValueError for what is neither a path nor the URL of an object store that is known."""
+    protocol, separator, rest = root.partition("://")
+    if separator and (protocol not in ("s3", "gs") or not rest.strip("/")):
+        raise ValueError(f"{root!r} is neither a path, nor s3://BUCKET/PREFIX, nor gs://BUCKET/PREFIX")
+    return root

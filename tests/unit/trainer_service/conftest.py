@@ -1,11 +1,14 @@
 import asyncio
-from collections.abc import AsyncIterator
+import uuid
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry
 
+from tests.stores import BUCKET, Place, s3
 from tests.unit.trainer_service.scheduling import Bench, FakeEngine, MakeBench
+from trainer_service.checkpoints import CheckpointStore
 from trainer_service.journal import Journal
 from trainer_service.metrics import Metrics
 from trainer_service.scheduler import Scheduler
@@ -35,3 +38,32 @@ async def make_bench(tmp_path: Path) -> AsyncIterator[MakeBench]:
 @pytest.fixture
 async def bench(make_bench: MakeBench) -> Bench:
     return await make_bench()
+
+
+@pytest.fixture(scope="session")
+def s3_env() -> Iterator[dict[str, str]]:
+    with s3() as env:
+        yield env
+
+
+@pytest.fixture
+def objects(s3_env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """In a bucket, for this test alone."""
+    for name, value in s3_env.items():
+        monkeypatch.setenv(name, value)
+    return Place.of(f"s3://{BUCKET}/{uuid.uuid4().hex}", tmp_path / "state")
+
+
+@pytest.fixture(params=["local", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """One of each kind."""
+    if request.param == "s3":
+        return request.getfixturevalue("objects")
+    return Place.of(str(tmp_path / "root"), tmp_path / "state")
+
+
+@pytest.fixture
+def store(place: Place) -> Iterator[CheckpointStore]:
+    store = place.open()
+    yield store
+    store.close()

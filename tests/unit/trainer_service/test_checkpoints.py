@@ -1,4 +1,4 @@
-"""Checkpoints are there whole or not at all, and a damaged one is named."""
+"""Checkpoints are there whole or not at all, and a damaged one is named: in a folder, and in a bucket."""
 
 import errno
 import hashlib
@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
+from tests.stores import Place
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc.errors import (
@@ -36,11 +37,6 @@ from trainer_service.metrics import Metrics
 
 RUN = "s:train:0"
 age: Any = pyrage  # it comes without types
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> CheckpointStore:
-    return CheckpointStore(tmp_path / "root", Metrics(CollectorRegistry()))
 
 
 def make_state(base: BaseModel, *, value: float = 0.5, optimizer: bool = True) -> State:
@@ -92,6 +88,10 @@ def assert_same_in_peft(state: State, model_folder: Path, adapter_folder: Path) 
         assert torch.equal(loaded[name], tensor)
 
 
+def local_store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "root", Metrics(CollectorRegistry()))
+
+
 def at(name: str, kind: str = "weights") -> Location:
     return Location(RUN, kind, name)
 
@@ -114,15 +114,16 @@ def test_a_checkpoint_comes_back_bit_for_bit(store: CheckpointStore, base: BaseM
 
 
 def test_sampler_weights_are_a_plain_peft_folder(
-    store: CheckpointStore, base: BaseModel, model_folder: Path, tmp_path: Path
+    store: CheckpointStore, place: Place, base: BaseModel, model_folder: Path, tmp_path: Path
 ) -> None:
     state = make_state(base, optimizer=False)
     store.save(make_info(state), state, overwrite=False)
-    assert_same_in_peft(state, model_folder, tmp_path / "root" / RUN / "sampler_weights" / "one")
+    folder = place.fetch(store, at("one", "sampler_weights"), tmp_path / "fetched")
+    assert_same_in_peft(state, model_folder, folder)
 
 
 def test_external_weights_are_a_plain_peft_folder_too(
-    store: CheckpointStore, base: BaseModel, model_folder: Path
+    store: CheckpointStore, place: Place, base: BaseModel, model_folder: Path, tmp_path: Path
 ) -> None:
     state, info = make_state(base, optimizer=False), external_info(base)
     saved = store.save(info, state, overwrite=False)
@@ -135,7 +136,7 @@ def test_external_weights_are_a_plain_peft_folder_too(
     assert saved.size_bytes == sum(file.size_bytes for file in files.values())
     tensors = safetensors.torch.load(data)
     assert all(name.startswith("base_model.model.") for name in tensors)
-    assert_same_in_peft(state, model_folder, store._path(EXTERNAL))
+    assert_same_in_peft(state, model_folder, place.fetch(store, EXTERNAL, tmp_path / "fetched"))
     assert torch.equal(store.load(EXTERNAL, base, with_optimizer=False)[1].adapter.flat, state.adapter.flat)
 
 
@@ -171,13 +172,14 @@ def test_recipients_may_be_ssh_keys_and_a_malformed_one_is_named() -> None:
         parse_recipients([good] * 11, field="age_recipients")
 
 
-def test_a_copy_shares_the_bytes_and_outlives_its_source(store: CheckpointStore, base: BaseModel) -> None:
+def test_a_copy_shares_the_bytes_and_outlives_its_source(store: CheckpointStore, place: Place, base: BaseModel) -> None:
     state, other = make_state(base, value=0.1), make_state(base, value=0.2)
     saved = store.save(make_info(state), state, overwrite=False)
     copied = store.copy(at("one"), Location("t:train:0", "weights", "two"), ttl_seconds=7200)
     kept = store.copy(at("one"), at("7", "ephemeral"), ttl_seconds=None)
-    data = "adapter_model.safetensors"
-    assert os.path.samestat(*(os.stat(store._path(place) / data) for place in (at("one"), at("7", "ephemeral"))))
+    if not place.in_objects:
+        paths = [place.path(store, one, "adapter_model.safetensors") for one in (at("one"), at("7", "ephemeral"))]
+        assert os.path.samestat(*(os.stat(path) for path in paths))
     store.save(make_info(other), other, overwrite=True)
     store.delete(at("one"))
 
@@ -197,8 +199,10 @@ def test_a_copy_shares_the_bytes_and_outlives_its_source(store: CheckpointStore,
 
 
 def test_a_copy_works_where_the_file_system_has_no_links(
-    store: CheckpointStore, base: BaseModel, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, base: BaseModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    store = local_store(tmp_path)
+
     def link(source: Path, destination: Path) -> None:
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
@@ -209,7 +213,7 @@ def test_a_copy_works_where_the_file_system_has_no_links(
     assert torch.equal(store.load(at("two"), base, with_optimizer=True)[1].adapter.flat, state.adapter.flat)
 
 
-def test_a_copy_is_refused_by_name(store: CheckpointStore, base: BaseModel) -> None:
+def test_a_copy_is_refused_by_name(store: CheckpointStore, place: Place, base: BaseModel) -> None:
     state = make_state(base)
     store.save(make_info(state), state, overwrite=False)
     store.copy(at("one"), at("two"), ttl_seconds=None)
@@ -219,8 +223,8 @@ def test_a_copy_is_refused_by_name(store: CheckpointStore, base: BaseModel) -> N
         store.copy(at("one"), at("three", "sampler_weights"), ttl_seconds=None)
     with pytest.raises(CheckpointNotFound, match="weights/none"):
         store.copy(at("none"), at("three"), ttl_seconds=None)
-    (store._path(at("one")) / "optimizer.safetensors").unlink()
-    with pytest.raises(DataCorrupted, match=r"optimizer\.safetensors is missing"):
+    place.remove(store, at("one"), "optimizer.safetensors")
+    with pytest.raises(DataCorrupted, match=r"optimizer\.safetensors .* missing"):
         store.copy(at("one"), at("three"), ttl_seconds=None)
     assert not store.exists(at("three"))
 
@@ -240,7 +244,7 @@ def test_the_optimizer_is_refused_by_name_when_there_is_none(store: CheckpointSt
         store.load(at("one", "sampler_weights"), base, with_optimizer=True)
 
 
-def test_an_existing_name_needs_overwrite(store: CheckpointStore, base: BaseModel, tmp_path: Path) -> None:
+def test_an_existing_name_needs_overwrite(store: CheckpointStore, place: Place, base: BaseModel) -> None:
     first, second = make_state(base, value=0.1), make_state(base, value=0.2)
     store.save(make_info(first), first, overwrite=False)
     with pytest.raises(CheckpointExists, match="weights/one"):
@@ -248,7 +252,8 @@ def test_an_existing_name_needs_overwrite(store: CheckpointStore, base: BaseMode
     assert torch.equal(store.load(at("one"), base, with_optimizer=True)[1].adapter.flat, first.adapter.flat)
     store.save(make_info(second), second, overwrite=True)
     assert torch.equal(store.load(at("one"), base, with_optimizer=True)[1].adapter.flat, second.adapter.flat)
-    assert list((tmp_path / "root" / "~tmp").iterdir()) == []
+    assert place.leftovers() == []
+    assert len(place.objects()) == 4
 
 
 def test_a_reader_sees_the_old_or_the_new_while_it_is_overwritten(store: CheckpointStore, base: BaseModel) -> None:
@@ -256,7 +261,7 @@ def test_a_reader_sees_the_old_or_the_new_while_it_is_overwritten(store: Checkpo
     store.save(make_info(states[0]), states[0], overwrite=False)
 
     def overwrite() -> None:
-        for n in range(20):
+        for n in range(8):
             store.save(make_info(states[n % 2]), states[n % 2], overwrite=True)
 
     writer = threading.Thread(target=overwrite)
@@ -269,34 +274,49 @@ def test_a_reader_sees_the_old_or_the_new_while_it_is_overwritten(store: Checkpo
 
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors"])
 def test_one_flipped_byte_is_found_and_its_file_named(
-    store: CheckpointStore, base: BaseModel, tmp_path: Path, name: str
+    store: CheckpointStore, place: Place, base: BaseModel, name: str
 ) -> None:
     state = make_state(base)
     store.save(make_info(state), state, overwrite=False)
-    path = tmp_path / "root" / RUN / "weights" / "one" / name
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(DataCorrupted, match=f"weights/one/{name}"):
+    assert store.verify(at("one")) == {}
+    place.flip(store, at("one"), name)
+    assert_damage_is_found(store, base, name, "SHA-256")
+    data = place.read(store, at("one"), name)
+    place.write(store, at("one"), name, data[:-1])
+    assert_damage_is_found(store, base, name, f"has {len(data) - 1} bytes, the manifest says {len(data)}")
+    place.remove(store, at("one"), name)
+    assert_damage_is_found(store, base, name, "missing")
+
+
+def assert_damage_is_found(store: CheckpointStore, base: BaseModel, name: str, how: str) -> None:
+    with pytest.raises(DataCorrupted, match=f"weights/one/{name}.*{how}"):
         store.load(at("one"), base, with_optimizer=True)
-    path.unlink()
-    with pytest.raises(DataCorrupted, match=f"weights/one/{name}.*missing"):
-        store.load(at("one"), base, with_optimizer=True)
+    with pytest.raises(DataCorrupted, match=f"weights/one/{name}.*{how}"):
+        store.open_file(at("one"), name)
+    problems = store.verify(at("one"))
+    assert list(problems) == [name]
+    assert how in problems[name]
 
 
 @pytest.mark.parametrize("damage", ["change", "truncate"])
-def test_a_damaged_manifest_is_named(store: CheckpointStore, base: BaseModel, tmp_path: Path, damage: str) -> None:
+def test_a_damaged_manifest_is_named_and_its_checkpoint_can_be_deleted(
+    store: CheckpointStore, place: Place, base: BaseModel, damage: str
+) -> None:
     state = make_state(base)
     store.save(make_info(state), state, overwrite=False)
-    path = tmp_path / "root" / RUN / "weights" / "one" / "manifest.json"
+    data = place.read(store, at("one"), "manifest.json")
     if damage == "truncate":
-        path.write_text(path.read_text()[:100])
+        data = data[:100]
     else:
-        manifest = json.loads(path.read_text())
+        manifest = json.loads(data)
         manifest["checkpoint"]["step"] = "4"
-        path.write_text(json.dumps(manifest))
-    with pytest.raises(DataCorrupted, match=r"weights/one/manifest\.json"):
-        store.info(at("one"))
+        data = json.dumps(manifest).encode()
+    place.write(store, at("one"), "manifest.json", data)
+    for read in (store.info, store.verify, store.certificate):
+        with pytest.raises(DataCorrupted, match=r"weights/one/manifest\.json"):
+            read(at("one"))
+    store.delete(at("one"))
+    assert place.objects() == []
 
 
 @pytest.mark.parametrize(
@@ -313,7 +333,7 @@ def test_a_location_that_could_leave_the_root_is_refused(text: str) -> None:
     "error", [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("IoError: ... (os error 28)")]
 )
 def test_a_full_disk_is_said_and_leaves_nothing(
-    store: CheckpointStore, base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+    store: CheckpointStore, place: Place, base: BaseModel, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     state = make_state(base)
 
@@ -324,14 +344,15 @@ def test_a_full_disk_is_said_and_leaves_nothing(
     monkeypatch.setattr(Adapter, "save_peft", half)
     with pytest.raises(OutOfCapacity, match="weights/one was not saved: no space left"):
         store.save(make_info(state), state, overwrite=False)
-    assert list((tmp_path / "root" / "~tmp").iterdir()) == []
+    assert place.objects() == []
     with pytest.raises(CheckpointNotFound):
         store.info(at("one"))
 
 
 def test_a_failed_overwrite_leaves_the_old_checkpoint(
-    store: CheckpointStore, base: BaseModel, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, base: BaseModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    store = local_store(tmp_path)
     old, new = make_state(base, value=0.1), make_state(base, value=0.2)
     store.save(make_info(old), old, overwrite=False)
     rename = Path.rename
@@ -363,7 +384,7 @@ def test_what_a_dead_process_left_is_cleaned_or_put_back(base: BaseModel, tmp_pa
     assert list((root / "~tmp").iterdir()) == []
 
 
-def test_deleting(store: CheckpointStore, base: BaseModel) -> None:
+def test_deleting(store: CheckpointStore, place: Place, base: BaseModel) -> None:
     state = make_state(base)
     store.save(make_info(state), state, overwrite=False)
     store.delete(at("one"))
@@ -378,3 +399,4 @@ def test_deleting(store: CheckpointStore, base: BaseModel) -> None:
     store.delete_ephemeral(RUN)
     with pytest.raises(CheckpointNotFound):
         store.info(at("7", "ephemeral"))
+    assert place.objects() == []

@@ -1,0 +1,102 @@
+"""Checkpoint stores of both kinds, for tests: a folder, and an S3 bucket of moto's server in this process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import fsspec
+from moto.server import ThreadedMotoServer
+from prometheus_client import CollectorRegistry
+
+from trainer_service.checkpoints import CheckpointStore
+from trainer_service.locations import Location
+from trainer_service.metrics import Metrics
+from trainer_service.storage.choice import open_storage
+
+BUCKET = "tinsmith"
+_KEYS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_DEFAULT_REGION": "us-east-1"}
+
+
+@contextmanager
+def s3() -> Iterator[dict[str, str]]:
+    """A server with BUCKET; what a client needs to reach it is in the environment, and given."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    _, port = server.get_host_and_port()
+    env = {**_KEYS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
+    try:
+        with mock.patch.dict(os.environ, env):
+            file_system("s3").mkdir(BUCKET)
+            yield env
+    finally:
+        server.stop()
+
+
+def file_system(protocol: str) -> Any:
+    return fsspec.filesystem(protocol, use_listings_cache=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the checkpoints of a test lie, seen past the store."""
+
+    root: str
+    state_dir: Path
+    fs: Any
+
+    @classmethod
+    def of(cls, root: str, state_dir: Path) -> Place:
+        return cls(root, state_dir, file_system("s3" if root.startswith("s3://") else "file"))
+
+    @property
+    def in_objects(self) -> bool:
+        return "://" in self.root
+
+    def open(self, *, state_dir: Path | None = None, min_free_bytes: int | None = None) -> CheckpointStore:
+        """As a trainer that starts with this state folder does."""
+        metrics = Metrics(CollectorRegistry())
+        storage = open_storage(
+            self.root, state_dir=state_dir or self.state_dir, metrics=metrics, min_free_bytes=min_free_bytes
+        )
+        return CheckpointStore(storage, metrics)
+
+    def path(self, store: CheckpointStore, location: Location, name: str) -> str:
+        """Of a checkpoint's file."""
+        folder = "" if name == "manifest.json" else store.manifest(location).folder
+        return "/".join(part for part in (self.root, str(location), folder, name) if part)
+
+    def read(self, store: CheckpointStore, location: Location, name: str) -> bytes:
+        return self.fs.cat_file(self.path(store, location, name))
+
+    def write(self, store: CheckpointStore, location: Location, name: str, data: bytes) -> None:
+        self.fs.pipe_file(self.path(store, location, name), data)
+
+    def flip(self, store: CheckpointStore, location: Location, name: str) -> None:
+        """One bit in the middle."""
+        data = bytearray(self.read(store, location, name))
+        data[len(data) // 2] ^= 1
+        self.write(store, location, name, bytes(data))
+
+    def remove(self, store: CheckpointStore, location: Location, name: str) -> None:
+        self.fs.rm_file(self.path(store, location, name))
+
+    def fetch(self, store: CheckpointStore, location: Location, folder: Path) -> Path:
+        """All its files, in a folder of this machine."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in store.manifest(location).files:
+            (folder / name).write_bytes(self.read(store, location, name))
+        return folder
+
+    def leftovers(self) -> list[str]:
+        """Everything that is neither a checkpoint's manifest nor one of its files."""
+        found = self.fs.find(self.root)
+        return [path for path in found if "/~tmp/" in path]
+
+    def objects(self) -> list[str]:
+        return self.fs.find(self.root)

@@ -1,0 +1,216 @@
+"""Checkpoints on a local file system: "<root>/<run>/<kind>/<name>/" is a folder with the files and their manifest.
+
+A folder is written under a temporary name, synced, then renamed: it is there whole or not at all, also after a power
+cut. No file is ever written again, so a copy of a checkpoint may share its bytes (hard links).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import shutil
+import threading
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from tinsmith.rpc.errors import CheckpointNotFound, DataCorrupted
+from trainer_service import manifest
+from trainer_service.locations import Location
+from trainer_service.manifest import Manifest
+from trainer_service.metrics import Metrics
+from trainer_service.storage.protocol import CERTIFICATE, TEMPORARY, StorageUnusable, taken
+from trainer_service.storage.space import Space
+
+logger = logging.getLogger(__name__)
+
+_REPLACED = "replaced-"
+_NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK}
+
+
+class LocalStorage:
+    def __init__(self, root: Path, metrics: Metrics, *, min_free_bytes: int | None = None) -> None:
+        """Makes the root, and cleans up after a process that died while it wrote. Raises StorageUnusable."""
+        self._root = root
+        self._temporary = root / TEMPORARY
+        self._metrics = metrics
+        self._swap = threading.Lock()
+        """Held while a folder is replaced and while one is read, so that a reader sees the old or the new."""
+        try:
+            self._temporary.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self._temporary, os.O_RDONLY)
+        except OSError as error:
+            raise StorageUnusable(f"the checkpoints' folder {root} cannot be used: {error}") from error
+        # Shared while a trainer lives. Another one may share the root: what it is writing is no leftover.
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._recover()
+        fcntl.flock(self._lock, fcntl.LOCK_SH)
+        self.space = Space(root, min_free_bytes=min_free_bytes, metrics=metrics)
+
+    def close(self) -> None:
+        """Leaves the root to others; nothing may be written after it."""
+        os.close(self._lock)
+
+    def exists(self, location: Location) -> bool:
+        return (self.path(location) / manifest.NAME).exists()
+
+    @contextlib.contextmanager
+    def reading(self, location: Location) -> Iterator[Manifest]:
+        with self._swap:
+            yield self._read_manifest(location)
+
+    @contextlib.contextmanager
+    def files(self, location: Location, found: Manifest, names: Iterable[str]) -> Iterator[Path]:
+        folder = self.folder(location, found)
+        for name in names:
+            found.verify(folder / name, location=str(location))
+        yield folder
+
+    def open_file(self, location: Location, name: str) -> BinaryIO:
+        with self.reading(location) as found:
+            found.check_has(name, location=str(location))
+            try:
+                file = (self.folder(location, found) / name).open("rb")
+            except FileNotFoundError:
+                raise found.damaged(name, "it is missing", location=str(location)) from None
+        try:
+            found.verify_open(name, file, location=str(location))
+        except DataCorrupted:
+            file.close()
+            raise
+        return file
+
+    def certificate(self, location: Location, found: Manifest) -> bytes:
+        return (self.folder(location, found) / CERTIFICATE).read_bytes()
+
+    def put_certificate(self, location: Location, version_id: str, content: bytes) -> None:
+        with self.scratch() as folder:
+            written = folder / CERTIFICATE
+            written.write_bytes(content)
+            _sync(written)
+            with self._swap, contextlib.suppress(CheckpointNotFound):
+                found = self._read_manifest(location)
+                if found.checkpoint.version_id == version_id:
+                    written.rename(self.folder(location, found) / CERTIFICATE)
+
+    @contextlib.contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """On the same file system."""
+        folder = self._temporary / uuid.uuid4().hex
+        try:
+            with self.space.full_disk_said():
+                folder.mkdir()
+                yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def new(self, location: Location, *, overwrite: bool, num_bytes: int) -> Iterator[_LocalDraft]:
+        if not overwrite and self.exists(location):
+            raise taken(location)
+        with self.space.reserve(num_bytes, what=f"checkpoint {location}"), self.scratch() as folder:
+            yield _LocalDraft(self, location, folder, overwrite)
+
+    def delete(self, location: Location) -> None:
+        self._remove(self.path(location))
+
+    def delete_all(self, run_id: str, kind: str) -> None:
+        self._remove(self._root / run_id / kind)
+
+    def path(self, location: Location) -> Path:
+        return self._root / location.run_id / location.kind / location.name
+
+    def folder(self, location: Location, found: Manifest) -> Path:
+        """Where the files lie: the manifest's own folder, unless the checkpoint comes from an object store."""
+        return self.path(location) / found.folder
+
+    def install(self, folder: Path, location: Location, *, overwrite: bool) -> None:
+        for path in folder.iterdir():
+            _sync(path)
+        _sync(folder)
+        target = self.path(location)
+        aside = self._temporary / f"{_REPLACED}{folder.name}"
+        with self._swap:
+            if not overwrite and self.exists(location):
+                raise taken(location)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if target.exists():
+                target.rename(aside)
+            try:
+                folder.rename(target)
+            except OSError:
+                if aside.exists():
+                    aside.rename(target)
+                raise
+            for parent in (target.parent, target.parent.parent, self._root):
+                _sync(parent)
+        shutil.rmtree(aside, ignore_errors=True)
+
+    def _remove(self, path: Path) -> None:
+        aside = self._temporary / uuid.uuid4().hex
+        with self._swap:
+            try:
+                path.rename(aside)
+            except FileNotFoundError:
+                return
+            _sync(path.parent)
+        shutil.rmtree(aside, ignore_errors=True)
+
+    def _recover(self) -> None:
+        """A process that died between the two renames of an overwrite has left the old checkpoint aside."""
+        for folder in self._temporary.iterdir():
+            if folder.name.startswith(_REPLACED):
+                try:
+                    data = (folder / manifest.NAME).read_bytes()
+                    location = Manifest.parse(data, location=folder.name).checkpoint.location
+                except (OSError, DataCorrupted) as error:
+                    logger.warning("%s was being replaced and cannot be put back: %s", folder, error)
+                    continue
+                target = self.path(Location.parse(location, field="location"))
+                if not target.exists():
+                    folder.rename(target)
+                    continue
+            shutil.rmtree(folder)
+            self._metrics.swept_leftovers.inc()
+
+    def _read_manifest(self, location: Location) -> Manifest:
+        try:
+            data = (self.path(location) / manifest.NAME).read_bytes()
+        except FileNotFoundError:
+            raise CheckpointNotFound(f"there is no checkpoint {location}", location=location) from None
+        return Manifest.parse(data, location=str(location))
+
+
+class _LocalDraft:
+    def __init__(self, storage: LocalStorage, location: Location, folder: Path, overwrite: bool) -> None:
+        self._storage = storage
+        self._location = location
+        self._overwrite = overwrite
+        self.folder = folder
+
+    def take(self, source: Location, found: Manifest, name: str) -> None:
+        path = self._storage.folder(source, found) / name
+        try:
+            os.link(path, self.folder / name)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            self._storage.space.check(path.stat().st_size, what=f"checkpoint {self._location}")
+            shutil.copyfile(path, self.folder / name)
+
+    def install(self, manifest: Manifest) -> None:
+        manifest.write(self.folder)
+        self._storage.install(self.folder, self._location, overwrite=self._overwrite)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

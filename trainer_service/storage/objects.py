@@ -1,0 +1,338 @@
+"""Checkpoints in an object store, through fsspec: s3://BUCKET/PREFIX (s3fs), gs://BUCKET/PREFIX (gcsfs).
+
+    <run>/<kind>/<name>/manifest.json         says which of the folders beside it the checkpoint is
+    <run>/<kind>/<name>/<generation>/...      the files of one save
+    ~tmp/<writer>/<run>/<kind>/<name>/<generation>   a marker: these files go, unless the manifest names them
+
+An object is written as a whole, so the manifest, which comes last, makes a checkpoint or replaces one. The marker is
+there before the first file, and again before a generation is deleted, so what a dead writer left is found by listing
+the markers. A writer is one trainer with its state folder: at its start all its markers are of a dead process. Those
+of other writers are left alone until they are old.
+
+A generation that is being read goes when its last reader is done. What is read is copied to this machine and compared
+with the manifest first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import fsspec
+
+from tinsmith.rpc.errors import CheckpointNotFound, DataCorrupted, NotReady, ServiceError
+from trainer_service import manifest
+from trainer_service.locations import Location
+from trainer_service.manifest import Manifest
+from trainer_service.metrics import Metrics
+from trainer_service.storage.protocol import CERTIFICATE, TEMPORARY, StorageUnusable, taken
+from trainer_service.storage.space import Space
+
+logger = logging.getLogger(__name__)
+
+_EXTRAS = {"s3": "s3", "gs": "gcs"}
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "retries": {"mode": "standard"}}},
+    "gs": {},
+}
+_FLAT = "flat"
+"""In a marker's name: the generation without a folder, of a checkpoint that was copied here from a local one."""
+_ABANDONED_S = 86400.0
+
+_Generation = tuple[Location, str]
+
+
+class ObjectStorage:
+    def __init__(
+        self,
+        url: str,
+        metrics: Metrics,
+        *,
+        scratch: Path,
+        writer: str,
+        min_free_bytes: int | None = None,
+        abandoned_s: float = _ABANDONED_S,
+    ) -> None:
+        """Tries to write, then cleans up after writers that died. `scratch`: a folder that nobody else uses; it is
+        emptied. `abandoned_s`: age at which a marker of another writer is one of a dead one. Raises StorageUnusable."""
+        protocol, _, rest = url.partition("://")
+        self._url = url.rstrip("/")
+        self._root = rest.rstrip("/")
+        self._writer = writer
+        self._metrics = metrics
+        self._swap = threading.Lock()
+        self._readers: Counter[_Generation] = Counter()
+        self._unread: set[_Generation] = set()
+        """Generations that go when they are read no more."""
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        self._scratch = scratch
+        self.space = Space(scratch, min_free_bytes=min_free_bytes, metrics=metrics)
+        try:
+            self._fs: Any = fsspec.filesystem(protocol, use_listings_cache=False, **_OPTIONS[protocol])
+            self._try()
+        except ImportError as error:
+            extra = f"pip install 'tinsmith[{_EXTRAS[protocol]}]'"
+            raise StorageUnusable(
+                f"checkpoint_dir {url} needs a package that is not there: {extra} ({error})"
+            ) from None
+        except Exception as error:
+            raise StorageUnusable(f"checkpoint_dir {url} cannot be used: {_reason(error)}") from error
+        self._sweep(abandoned_s)
+
+    def close(self) -> None:
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def exists(self, location: Location) -> bool:
+        return self._call("exists", self._manifest_key(location))
+
+    @contextlib.contextmanager
+    def reading(self, location: Location) -> Iterator[Manifest]:
+        with self._swap:
+            found = self._read_manifest(location)
+            generation = location, found.folder
+            self._readers[generation] += 1
+        try:
+            yield found
+        finally:
+            with self._swap:
+                self._readers[generation] -= 1
+                goes = not self._readers[generation] and generation in self._unread
+                if not self._readers[generation]:
+                    del self._readers[generation]
+                    self._unread.discard(generation)
+            if goes:
+                with contextlib.suppress(NotReady):  # its marker stays
+                    self._remove(*generation)
+
+    @contextlib.contextmanager
+    def files(self, location: Location, found: Manifest, names: Iterable[str]) -> Iterator[Path]:
+        names = list(names)
+        num_bytes = sum(found.files[name].size_bytes for name in names if name in found.files)
+        with self.space.reserve(num_bytes, what=f"reading {location}"), self.scratch() as folder:
+            for name in names:
+                self._fetch(location, found, name, folder)
+            yield folder
+
+    def open_file(self, location: Location, name: str) -> BinaryIO:
+        with self.reading(location) as found:
+            found.check_has(name, location=str(location))
+            with self.files(location, found, [name]) as folder:
+                return (folder / name).open("rb")  # it outlives its name
+
+    def certificate(self, location: Location, found: Manifest) -> bytes:
+        return self._call("cat_file", self._key(location, found.folder, CERTIFICATE))
+
+    def put_certificate(self, location: Location, version_id: str, content: bytes) -> None:
+        with self._swap, contextlib.suppress(CheckpointNotFound):
+            found = self._read_manifest(location)
+            if found.checkpoint.version_id == version_id:
+                self._call("pipe_file", self._key(location, found.folder, CERTIFICATE), content)
+
+    @contextlib.contextmanager
+    def scratch(self) -> Iterator[Path]:
+        folder = self._scratch / uuid.uuid4().hex
+        try:
+            with self.space.full_disk_said():
+                folder.mkdir()
+                yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def new(self, location: Location, *, overwrite: bool, num_bytes: int) -> Iterator[_ObjectDraft]:
+        if not overwrite and self.exists(location):
+            raise taken(location)
+        generation = uuid.uuid4().hex
+        with self.space.reserve(num_bytes, what=f"checkpoint {location}"), self.scratch() as folder:
+            self._mark(location, generation)
+            try:
+                yield _ObjectDraft(self, location, generation, folder, overwrite)
+            finally:
+                with contextlib.suppress(ServiceError):  # the marker stays
+                    self._settle(location, generation)
+
+    def delete(self, location: Location) -> None:
+        try:
+            with self._swap:
+                found = self._read_manifest(location)
+                self._mark(location, found.folder)
+                self._call("rm_file", self._manifest_key(location))
+        except CheckpointNotFound:
+            return
+        except DataCorrupted:
+            self._delete_keys([self._manifest_key(location)])
+            self._delete_keys(self._find(self._key(location)))
+            return
+        self._settle(location, found.folder)
+
+    def delete_all(self, run_id: str, kind: str) -> None:
+        """Once more deletes what a try that failed has left."""
+        keys = self._find(f"{self._root}/{run_id}/{kind}")
+        manifests = [key for key in keys if key.endswith(f"/{manifest.NAME}")]
+        self._delete_keys(manifests)
+        self._delete_keys([key for key in keys if key not in set(manifests)])
+
+    def upload(self, location: Location, generation: str, folder: Path) -> None:
+        for path in sorted(folder.iterdir()):
+            self._call("put_file", str(path), self._key(location, generation, path.name))
+
+    def copy_file(self, source: Location, found: Manifest, name: str, location: Location, generation: str) -> None:
+        """In the store: nothing travels here. Raises FileNotFoundError."""
+        self._call("cp_file", self._key(source, found.folder, name), self._key(location, generation, name))
+
+    def install(self, new: Manifest, location: Location, *, overwrite: bool) -> None:
+        old: str | None = None
+        with self._swap:
+            with contextlib.suppress(CheckpointNotFound, DataCorrupted):
+                old = self._read_manifest(location).folder
+            if old is not None:
+                if not overwrite:
+                    raise taken(location)
+                self._mark(location, old)
+            self._call("pipe_file", self._manifest_key(location), new.to_bytes())
+        if old is not None:
+            with contextlib.suppress(ServiceError):
+                self._settle(location, old)
+
+    # Generations
+
+    def _mark(self, location: Location, generation: str) -> None:
+        self._call("pipe_file", self._marker(location, generation), b"")
+
+    def _settle(self, location: Location, generation: str) -> bool:
+        """Deletes the files of a marked generation, unless it is the checkpoint. True when there was something."""
+        with self._swap:
+            try:
+                kept = self._read_manifest(location).folder == generation
+            except CheckpointNotFound:
+                kept = False
+            if not kept and self._readers[location, generation]:
+                self._unread.add((location, generation))
+                return False
+        if kept:
+            self._delete_keys([self._marker(location, generation)])
+            return False
+        return self._remove(location, generation)
+
+    def _remove(self, location: Location, generation: str) -> bool:
+        folder = self._key(location, generation)
+        keys = self._find(folder)
+        if not generation:  # its files lie beside the manifest, and beside the folders of others
+            keys = [key for key in keys if "/" not in key.removeprefix(f"{folder}/")]
+            keys = [key for key in keys if key != self._manifest_key(location)]
+        self._delete_keys(keys)
+        self._delete_keys([self._marker(location, generation)])
+        return bool(keys)
+
+    def _sweep(self, abandoned_s: float) -> None:
+        base = f"{self._root}/{TEMPORARY}"
+        for key in self._find(base):
+            try:
+                writer, *parts, generation = key.removeprefix(f"{base}/").split("/")
+                location = Location.parse("/".join(parts), field="marker")
+                if writer != self._writer and time.time() - self._call("modified", key).timestamp() < abandoned_s:
+                    continue
+                if writer != self._writer:
+                    self._mark(location, "" if generation == _FLAT else generation)
+                    self._delete_keys([key])
+                if self._settle(location, "" if generation == _FLAT else generation):
+                    self._metrics.swept_leftovers.inc()
+            except (ServiceError, ValueError) as error:
+                logger.warning("%s://%s is left where it is: %s", self._url.partition("://")[0], key, error)
+
+    # Objects
+
+    def _key(self, location: Location, *parts: str) -> str:
+        return "/".join(part for part in (self._root, str(location), *parts) if part)
+
+    def _manifest_key(self, location: Location) -> str:
+        return self._key(location, manifest.NAME)
+
+    def _marker(self, location: Location, generation: str) -> str:
+        return f"{self._root}/{TEMPORARY}/{self._writer}/{location}/{generation or _FLAT}"
+
+    def _read_manifest(self, location: Location) -> Manifest:
+        try:
+            data = self._call("cat_file", self._manifest_key(location))
+        except FileNotFoundError:
+            raise CheckpointNotFound(f"there is no checkpoint {location}", location=location) from None
+        return Manifest.parse(data, location=str(location))
+
+    def _fetch(self, location: Location, found: Manifest, name: str, folder: Path) -> None:
+        key = self._key(location, found.folder, name)
+        for is_last in (False, True):
+            try:
+                self._call("get_file", key, str(folder / name))
+                return found.verify(folder / name, location=str(location))
+            except FileNotFoundError:
+                if not self.exists(location):
+                    raise CheckpointNotFound(f"there is no checkpoint {location}", location=location) from None
+                raise found.damaged(name, "it is missing", location=str(location)) from None
+            except DataCorrupted:
+                if is_last:  # and not only on its way
+                    raise
+
+    def _find(self, folder: str) -> list[str]:
+        return self._call("find", f"{folder}/")
+
+    def _delete_keys(self, keys: list[str]) -> None:
+        if keys:
+            with contextlib.suppress(FileNotFoundError):
+                self._call("rm", keys)
+
+    def _try(self) -> None:
+        probe = f"{self._root}/{TEMPORARY}/{self._writer}/probe"
+        self._fs.pipe_file(probe, b"tinsmith")
+        self._fs.cat_file(probe)
+        self._fs.rm_file(probe)
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        """Of the file system. FileNotFoundError is the caller's; a full disk of this machine is an OSError."""
+        try:
+            return getattr(self._fs, method)(*arguments)
+        except FileNotFoundError:
+            raise
+        except Exception as error:  # whatever the libraries of a protocol raise
+            if isinstance(error, OSError) and error.errno is not None and not isinstance(error, PermissionError):
+                raise
+            raise NotReady(f"{method} in {self._url} failed: {_reason(error)}") from error
+
+
+class _ObjectDraft:
+    def __init__(
+        self, storage: ObjectStorage, location: Location, generation: str, folder: Path, overwrite: bool
+    ) -> None:
+        self._storage = storage
+        self._location = location
+        self._generation = generation
+        self._overwrite = overwrite
+        self.folder = folder
+
+    def take(self, source: Location, found: Manifest, name: str) -> None:
+        self._storage.copy_file(source, found, name, self._location, self._generation)
+
+    def install(self, manifest: Manifest) -> None:
+        self._storage.upload(self._location, self._generation, self.folder)
+        made = replace(manifest, folder=self._generation)
+        self._storage.install(made, self._location, overwrite=self._overwrite)
+
+
+def _reason(error: Exception) -> str:
+    name = type(error).__name__
+    if isinstance(error, PermissionError):
+        return f"no permission ({error})"
+    if "Credential" in name or "Unauthorized" in str(error):
+        return f"no credentials, or wrong ones ({error})"
+    if isinstance(error, FileNotFoundError):
+        return f"there is no such bucket ({error})"
+    return f"{name}: {error}"

@@ -1,0 +1,83 @@
+"""Room on the disk: what would fill it is refused before it is written."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from tinsmith.rpc.errors import OutOfCapacity
+from trainer_service.metrics import Metrics
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_DEFAULT_SHARE = 20
+_DEFAULT_MOST_BYTES = 2**30
+
+
+class Space:
+    def __init__(self, folder: Path, *, min_free_bytes: int | None, metrics: Metrics) -> None:
+        """Of the disk on which an existing folder lies. `min_free_bytes`: what must stay free; None: a twentieth of the
+        disk, at most 1 GiB."""
+        self._folder = folder
+        self._metrics = metrics
+        total = shutil.disk_usage(folder).total
+        default = min(total // _DEFAULT_SHARE, _DEFAULT_MOST_BYTES)
+        self.min_free_bytes = default if min_free_bytes is None else min_free_bytes
+        self._reserved = 0
+        self._lock = threading.Lock()
+        metrics.storage_free_bytes.set_function(lambda: self.free_bytes)
+
+    @property
+    def free_bytes(self) -> int:
+        return shutil.disk_usage(self._folder).free
+
+    def check(self, num_bytes: int, *, what: str) -> None:
+        """Raises OutOfCapacity when so many bytes do not fit beside what is reserved."""
+        with self._lock:
+            self._check(num_bytes, what)
+
+    def _check(self, num_bytes: int, what: str) -> None:
+        free = self.free_bytes
+        if num_bytes + self._reserved + self.min_free_bytes > free:
+            self._metrics.refused_saves.inc()
+            others = f", {self._reserved} more are promised to others" if self._reserved else ""
+            raise OutOfCapacity(
+                f"{what} needs {num_bytes} bytes{others}, and {free} are free under {self._folder}, of which "
+                f"{self.min_free_bytes} must stay free (min_free_bytes); delete checkpoints, or make room",
+                needed_bytes=str(num_bytes),
+                free_bytes=str(free),
+                min_free_bytes=str(self.min_free_bytes),
+            )
+
+    @contextlib.contextmanager
+    def reserve(self, num_bytes: int, *, what: str) -> Iterator[None]:
+        """Nobody else is promised these bytes while the block runs. Raises OutOfCapacity."""
+        with self._lock:
+            self._check(num_bytes, what)
+            self._reserved += num_bytes
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._reserved -= num_bytes
+
+    @contextlib.contextmanager
+    def full_disk_said(self) -> Iterator[None]:
+        """A disk that becomes full in the block raises OutOfCapacity."""
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            if _is_full(error):
+                raise OutOfCapacity(f"no space left under {self._folder} ({error})") from error
+            raise
+
+
+def _is_full(error: OSError | SafetensorError) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in _FULL
+    return any(f"os error {number}" in str(error) for number in _FULL)  # safetensors reports what Rust says
