@@ -1,0 +1,1 @@
+"""The page at `/`: what it shows is gathered here, what it looks like lies in `static`."""

@@ -1,0 +1,176 @@
+"""The history of each run's metrics: written behind, a batch at a time, and bounded.
+
+Every answer to a training operation that passes through this gateway becomes a row, once, whichever gateway it passes
+through and however often. When a run has too many rows, neighbours are merged, so that all of the run stays visible.
+A gateway that is killed loses at most the last second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import delete, func, select
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from gateway.dashboard.points import Columns, Observation, by_steps, columns, point_of, thinned
+from gateway.store import Store
+from gateway.tables import MetricPoint, Model
+from tinsmith.v1 import trainer_pb2 as pb
+
+_MAX_WAITING = 50_000
+"""Answers that may wait for a database that cannot be written; older ones are forgotten."""
+_PER_QUERY = 500
+_TAIL_ROWS = 240
+"""Rows that a summary reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The newest part of a run's history."""
+
+    num_steps: int
+    """Of the whole run."""
+    recent: Columns
+    """The last steps."""
+
+
+class History:
+    def __init__(self, store: Store, *, max_points: int) -> None:
+        """`max_points`: of each run, at least 16; 0: nothing is kept."""
+        self._store = store
+        self._max_points = max_points
+        self._seen: list[Observation] = []
+        self._unchecked: Counter[str] = Counter()
+        """Of each run that this process has written to, rows since it last counted them."""
+        self._flushing = asyncio.Lock()
+
+    def add(
+        self,
+        run_id: str,
+        seq_id: int,
+        reply: Any,
+        *,
+        ran: tuple[float, float] | None,
+        body: bytes = b"",
+        is_forward_only: bool = False,
+    ) -> None:
+        """An answer of the trainer; those that have no metrics are ignored. `ran`: when it was computed. `body`: the
+        request, if it is an OptimStep and at hand."""
+        if self._max_points and isinstance(reply, (pb.ForwardBackwardResponse, pb.OptimStepResponse)):
+            at, compute_s = (time.time(), None) if ran is None else (ran[1], ran[1] - ran[0])
+            self._seen.append(Observation(run_id, seq_id, at, reply, body, is_forward_only, compute_s))
+
+    async def flush(self) -> None:
+        """Writes what has gathered; it stays gathered when that fails."""
+        async with self._flushing:
+            seen, self._seen = self._seen, []
+            if not seen:
+                return
+            try:
+                await self._write(seen)
+            except BaseException:
+                self._seen = [*seen, *self._seen][-_MAX_WAITING:]
+                raise
+
+    async def _write(self, seen: Sequence[Observation]) -> None:
+        insert = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}[self._store.dialect]
+        by_run: dict[str, dict[int, MetricPoint]] = {}
+        for observation in seen:
+            by_run.setdefault(observation.run_id, {})[observation.seq_id] = point_of(observation)
+        async with self._store.begin() as db:
+            for run_id, points in by_run.items():
+                merged = await _merged_ranges(db, run_id, since=min(points))
+                rows = [
+                    _as_dict(point)
+                    for seq_id, point in points.items()
+                    if not any(first <= seq_id <= last for first, last in merged)
+                ]
+                if rows:
+                    await db.execute(insert(MetricPoint).on_conflict_do_nothing(), rows)
+        for run_id, points in by_run.items():
+            is_new = run_id not in self._unchecked
+            self._unchecked[run_id] += len(points)
+            if is_new or self._unchecked[run_id] >= self._max_points // 16:
+                self._unchecked[run_id] = 0
+                await self._bound(run_id)
+
+    async def _bound(self, run_id: str) -> None:
+        """Merges neighbours when there are too many rows."""
+        mine = MetricPoint.run_id == run_id
+        async with self._store.begin() as db:
+            # One gateway at a time; SQLite has one writer anyway.
+            await db.execute(select(Model.model_id).where(Model.model_id == run_id).with_for_update())
+            count = await db.scalar(select(func.count()).select_from(MetricPoint).where(mine)) or 0
+            if count <= self._max_points * 7 // 8:
+                return
+            points = list(await db.scalars(select(MetricPoint).where(mine).order_by(MetricPoint.seq_id)))
+            fewer = [_as_dict(point) for point in thinned(points, target=self._max_points // 4)]
+            stale = [point.seq_id for point in points]
+            db.expunge_all()
+            for start in range(0, len(stale), _PER_QUERY):
+                some = MetricPoint.seq_id.in_(stale[start : start + _PER_QUERY])
+                await db.execute(delete(MetricPoint).where(mine, some))
+            for start in range(0, len(fewer), _PER_QUERY):
+                insert = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}[self._store.dialect]
+                await db.execute(insert(MetricPoint), fewer[start : start + _PER_QUERY])
+
+    async def forget(self, *, before: float) -> None:
+        """Deletes what was computed before this time."""
+        async with self._store.begin() as db:
+            await db.execute(delete(MetricPoint).where(MetricPoint.at < before))
+
+    # Reading
+
+    async def read(self, run_id: str, *, after: int = 0, num_steps: int = 0) -> dict[str, Any]:
+        """The points behind `after`, which is the last point that the reader has, at its step `num_steps`. All of them
+        ("reset") when the reader's points are not those that are there."""
+        mine = MetricPoint.run_id == run_id
+        known = select(func.sum(MetricPoint.num_steps), func.max(MetricPoint.at)).where(
+            mine, MetricPoint.seq_id <= after
+        )
+        async with self._store.begin() as db:
+            steps_before, at_before = (await db.execute(known)).one() if after else (0, None)
+            is_same = bool(num_steps) and steps_before == num_steps
+            rows = select(MetricPoint).where(mine, *([MetricPoint.seq_id > after] if is_same else []))
+            points = list(await db.scalars(rows.order_by(MetricPoint.seq_id)))
+        steps, waiting = by_steps(points)
+        shown = steps if steps or is_same else waiting  # of a run that only looks, each batch
+        if is_same:
+            return {"reset": False, **columns(shown, steps_before=num_steps, at_before=at_before)}
+        return {"reset": True, **columns(shown, steps_before=0, at_before=None)}
+
+    async def summary(self, run_id: str) -> Summary | None:
+        """None when nothing is known."""
+        mine = MetricPoint.run_id == run_id
+        tail = select(MetricPoint).where(mine).order_by(MetricPoint.seq_id.desc()).limit(_TAIL_ROWS)
+        async with self._store.begin() as db:
+            points = list(await db.scalars(tail))[::-1]
+            total = await db.scalar(select(func.sum(MetricPoint.num_steps)).where(mine)) or 0
+        if not points:
+            return None
+        steps, waiting = by_steps(points)
+        shown = steps or waiting
+        is_cut = len(points) == _TAIL_ROWS and len(shown) > 1  # the first may lack its beginning
+        begin = total - sum(point.num_steps for point in shown)
+        if is_cut:
+            begin += shown[0].num_steps
+        at_before = shown[0].at if is_cut else None
+        return Summary(total, columns(shown[is_cut:], steps_before=begin, at_before=at_before))
+
+
+async def _merged_ranges(db: AsyncSession, run_id: str, *, since: int) -> Iterable[tuple[int, int]]:
+    """Of the run's merged points, those that may hold operations from `since` on."""
+    query = select(MetricPoint.first_seq_id, MetricPoint.seq_id).where(
+        MetricPoint.run_id == run_id, MetricPoint.seq_id >= since, MetricPoint.num_operations > 1
+    )
+    return [(first, last) for first, last in await db.execute(query)]
+
+
+def _as_dict(point: MetricPoint) -> dict[str, Any]:
+    return {column.key: getattr(point, column.key) for column in MetricPoint.__table__.columns}

@@ -1,0 +1,61 @@
+"""The dashboard's parts: what is recorded for it, and what it reads."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from gateway.clients import Clients
+from gateway.config import GatewayConfig
+from gateway.dashboard.history import History
+from gateway.dashboard.lists import Lists
+from gateway.dashboard.samples import RecentSamples
+from gateway.dashboard.services import Services
+from gateway.futures import Futures
+from gateway.metrics import Metrics
+from gateway.store import Store
+from gateway.tasks import to_its_end
+
+logger = logging.getLogger(__name__)
+
+FLUSH_S = 1.0
+_FORGET_S = 600.0
+
+
+class Dashboard:
+    def __init__(
+        self, config: GatewayConfig, *, store: Store, clients: Clients, futures: Futures, metrics: Metrics
+    ) -> None:
+        self._history_retention_s = config.history_retention_s
+        self._sample_retention_s = config.recent_sample_retention_s
+        self.history = History(store, max_points=config.history_points)
+        self.samples = RecentSamples(store, keep=config.recent_samples)
+        self.services = Services(clients, metrics)
+        self.lists = Lists(store, history=self.history, futures=futures, clients=clients)
+        self.started_at = time.time()
+
+    async def run(self) -> None:
+        """Writes what has gathered once a second, and deletes what is old."""
+        forget_at = 0.0
+        while True:
+            await asyncio.sleep(FLUSH_S)
+            try:
+                await to_its_end(self.flush())
+                if time.monotonic() >= forget_at:
+                    forget_at = time.monotonic() + _FORGET_S
+                    await to_its_end(self._forget())
+            except SQLAlchemyError:
+                logger.exception("what the dashboard shows cannot be written; it is tried again")
+
+    async def flush(self) -> None:
+        """Afterwards all of it can be read."""
+        await self.history.flush()
+        await self.samples.flush()
+
+    async def _forget(self) -> None:
+        now = time.time()
+        await self.history.forget(before=now - self._history_retention_s)
+        await self.samples.forget(before=now - self._sample_retention_s)

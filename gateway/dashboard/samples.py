@@ -1,0 +1,140 @@
+"""The newest sequences that were drawn from each run, for somebody to read. Written behind; the older ones go.
+
+Whose request it was sees it, and nobody else: a published checkpoint is sampled by strangers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from sqlalchemy import delete, select
+
+from gateway.store import Store
+from gateway.tables import RecentSample, Session
+from tinsmith.v1 import sampler_pb2, types_pb2
+
+MAX_PROMPT_TOKENS = 256
+"""Of the end of a prompt."""
+MAX_TOKENS = 2048
+"""Of the beginning of an output."""
+_MAX_PER_FLUSH = 512
+_INT32 = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One sequence as it passes through the gateway."""
+
+    run_id: str
+    request_id: str
+    request: sampler_pb2.SampleRequest
+    sequence: types_pb2.SampledSequence
+    base_model: str
+    session_id: str
+    owner: str
+    at: float
+
+
+class RecentSamples:
+    def __init__(self, store: Store, *, keep: int) -> None:
+        """`keep`: of each run and owner; 0: none."""
+        self._store = store
+        self._keep = keep
+        self._drawn: deque[Drawn] = deque(maxlen=_MAX_PER_FLUSH)
+        self._owners: dict[str, str] = {}
+        self._flushing = asyncio.Lock()
+
+    def add(
+        self,
+        request_id: str,
+        request: sampler_pb2.SampleRequest,
+        sequences: Sequence[types_pb2.SampledSequence],
+        *,
+        base_model: str,
+        session_id: str = "",
+        owner: str = "",
+    ) -> None:
+        """What a sampler has answered. The owner is that of the session unless one is given. Samples of a base model
+        belong to no run, and are not kept."""
+        run_id = request.version_id.rpartition("@")[0]
+        if self._keep and run_id:
+            now = time.time()
+            for sequence in sequences[: self._keep]:
+                self._drawn.append(Drawn(run_id, request_id, request, sequence, base_model, session_id, owner, now))
+
+    async def flush(self) -> None:
+        """Writes what has gathered. It is not tried again when that fails: newer ones come."""
+        async with self._flushing:
+            drawn = list(self._drawn)
+            self._drawn.clear()
+            if drawn:
+                await self._write(drawn)
+
+    async def _write(self, drawn: Sequence[Drawn]) -> None:
+        wanted = {each.session_id for each in drawn if not each.owner} - set(self._owners)
+        async with self._store.begin() as db:
+            if wanted:
+                query = select(Session.session_id, Session.owner).where(Session.session_id.in_(wanted))
+                self._owners.update((session_id, owner) for session_id, owner in await db.execute(query))
+            newest: dict[tuple[str, str], deque[Drawn]] = {}
+            for each in drawn:
+                owner = each.owner or self._owners.get(each.session_id, "")
+                newest.setdefault((each.run_id, owner), deque(maxlen=self._keep)).append(each)
+            db.add_all(_row(each, owner) for (_, owner), some in newest.items() for each in some)
+            await db.flush()
+            for run_id, owner in newest:
+                mine = (RecentSample.run_id == run_id, RecentSample.owner == owner)
+                ids = select(RecentSample.sample_id).where(*mine).order_by(RecentSample.sample_id.desc())
+                oldest = await db.scalar(ids.offset(self._keep - 1).limit(1))
+                if oldest is not None:
+                    await db.execute(delete(RecentSample).where(*mine, RecentSample.sample_id < oldest))
+
+    async def forget(self, *, before: float) -> None:
+        """Deletes what was drawn before this time."""
+        async with self._store.begin() as db:
+            await db.execute(delete(RecentSample).where(RecentSample.at < before))
+
+    async def read(self, run_id: str, *, owner: str | None, after: int = 0, limit: int = 64) -> list[RecentSample]:
+        """Those behind `after`, newest first. `owner`: whose; None: everyone's."""
+        query = select(RecentSample).where(RecentSample.run_id == run_id, RecentSample.sample_id > after)
+        if owner is not None:
+            query = query.where(RecentSample.owner == owner)
+        async with self._store.begin() as db:
+            return list(await db.scalars(query.order_by(RecentSample.sample_id.desc()).limit(limit)))
+
+
+def _row(drawn: Drawn, owner: str) -> RecentSample:
+    prompt = b"".join(chunk.encoded_text.tokens for chunk in drawn.request.prompt)
+    sequence = drawn.sequence
+    tokens = sequence.tokens[: MAX_TOKENS * _INT32]
+    spans = sequence.version_spans
+    return RecentSample(
+        run_id=drawn.run_id,
+        owner=owner,
+        base_model=drawn.base_model,
+        at=drawn.at,
+        request_id=drawn.request_id,
+        version_id=spans[-1].version_id if spans else drawn.request.version_id,
+        num_prompt_tokens=len(prompt) // _INT32,
+        prompt=prompt[-MAX_PROMPT_TOKENS * _INT32 :],
+        num_tokens=len(sequence.tokens) // _INT32,
+        tokens=tokens,
+        logprobs=sequence.logprobs[: len(tokens)],
+        ranks=_ranks(tokens, sequence.topk_sampled_logprobs) if sequence.topk_sampled_logprobs.k else b"",
+        is_finished=sequence.stop_reason == types_pb2.STOP_REASON_STOP,
+    )
+
+
+def _ranks(tokens: bytes, table: types_pb2.TopkLogprobs) -> bytes:
+    """Place of each token in its row, from 1; 0 where it is not there. An empty cell, which is token 0, comes last."""
+    drawn_T = np.frombuffer(tokens, "<i4")
+    best_Tk = np.frombuffer(table.token_ids, "<i4").reshape(-1, table.k)[: len(drawn_T)]
+    found_Tk = best_Tk == drawn_T[: len(best_Tk), None]
+    ranks_T = np.zeros(len(drawn_T), "<u2")
+    ranks_T[: len(best_Tk)] = np.where(found_Tk.any(axis=1), found_Tk.argmax(axis=1) + 1, 0)
+    return ranks_T.tobytes()

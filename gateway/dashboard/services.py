@@ -1,0 +1,112 @@
+"""How gateway, trainers and samplers are: what they say of themselves, asked for only while somebody looks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import grpc
+import grpc.aio
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from gateway.clients import Clients, Trainer
+from gateway.metrics import Metrics
+from gateway.replicas import Replica
+from gateway.views import Json
+from tinsmith.v1 import metrics_pb2, metrics_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+_FRESH_S = 1.5
+"""Who asks again within so long gets the same answer."""
+_ASK_TIMEOUT_S = 1.0
+_LEFT_OUT = ("_bucket", "_created")
+_SHOWN = ("trainer_", "sampler_", "gateway_pending", "gateway_sampler", "gateway_trained", "process_")
+
+
+class Services:
+    def __init__(self, clients: Clients, metrics: Metrics) -> None:
+        self._clients = clients
+        self._registry: CollectorRegistry = metrics.registry
+        self._asking: asyncio.Task[Json] | None = None
+        self._asked_at = 0.0
+
+    async def state(self) -> Json:
+        """Of all of them. `figures` of a service are its metrics by name, with labels; None when it does not say."""
+        if self._asking is None or time.monotonic() - self._asked_at > _FRESH_S:
+            self._asking, self._asked_at = asyncio.create_task(self._ask()), time.monotonic()
+        return await asyncio.shield(self._asking)
+
+    async def _ask(self) -> Json:
+        trainers, samplers = self._clients.trainers, self._clients.samplers.all
+        figures = await asyncio.gather(*(_figures(service.channel) for service in (*trainers, *samplers)))
+        return {
+            "at": time.time(),
+            "gateway": {"figures": parse_figures(generate_latest(self._registry).decode())},
+            "trainers": [_trainer(one, found) for one, found in zip(trainers, figures, strict=False)],
+            "samplers": [_sampler(one, found) for one, found in zip(samplers, figures[len(trainers) :], strict=True)],
+        }
+
+
+async def _figures(channel: grpc.aio.Channel) -> dict[str, float] | None:
+    stub: Any = metrics_pb2_grpc.MetricsServiceStub(channel)
+    try:
+        reply = await stub.GetMetrics(metrics_pb2.GetMetricsRequest(), timeout=_ASK_TIMEOUT_S)
+    except grpc.aio.AioRpcError as error:
+        logger.debug("a service does not tell its metrics: %s", error.details())
+        return None
+    return parse_figures(reply.exposition)
+
+
+def parse_figures(exposition: str) -> dict[str, float]:
+    """The numbers in Prometheus's text format that the page may show, by name and labels: `trainer_queue_length{kind=
+    "optim_step"}` is "trainer_queue_length:optim_step"."""
+    return {
+        ":".join([sample.name, *sample.labels.values()]): sample.value
+        for family in text_string_to_metric_families(exposition)
+        if family.name.startswith(_SHOWN)
+        for sample in family.samples
+        if not sample.name.endswith(_LEFT_OUT)
+    }
+
+
+def _trainer(trainer: Trainer, figures: dict[str, float] | None) -> Json:
+    info = trainer.info
+    is_connected = trainer.channel.get_state() == grpc.ChannelConnectivity.READY
+    state = "gone" if not is_connected else "loading" if info is None else "serving"
+    about: Json = {"address": trainer.address, "state": state, "figures": figures}
+    if info is not None:
+        about |= {
+            "base_models": list(info.base_models),
+            "device": info.device,
+            "boot_id": info.boot_id,
+            "architecture": info.architecture,
+            "max_context_length": info.max_context_length,
+            "max_lora_rank": info.max_lora_rank,
+            "full_training": info.full_training,
+        }
+    return about
+
+
+def _sampler(replica: Replica, figures: dict[str, float] | None) -> Json:
+    info = replica.info
+    about: Json = {
+        "address": replica.address,
+        "state": replica.state,
+        "load": replica.load,
+        "num_versions": len(replica.versions),
+        "figures": figures,
+    }
+    if info is not None:
+        about |= {
+            "base_models": list(info.base_models),
+            "engine": info.engine,
+            "device": info.device,
+            "boot_id": info.boot_id,
+            "max_context_length": info.max_context_length,
+            "max_lora_rank": info.max_lora_rank,
+        }
+    return about

@@ -1,0 +1,73 @@
+// What the page asks the server. The key travels in a header and lies in sessionStorage: it ends with the tab.
+
+import { askForKey } from "./dialogs.js";
+
+const STORED = "tinsmith-key";
+
+export class Refused extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+export function hasKey() {
+  return sessionStorage.getItem(STORED) !== null;
+}
+
+export function forgetKey() {
+  sessionStorage.removeItem(STORED);
+}
+
+let prompting = null;
+
+async function newKey(why) {
+  prompting ??= askForKey(hasKey() ? why : "").finally(() => {
+    prompting = null;
+  });
+  const key = await prompting;
+  sessionStorage.setItem(STORED, key);
+}
+
+/** The JSON of the answer. Throws Refused with the server's own words. */
+export async function call(path, { method = "GET", body } = {}) {
+  for (;;) {
+    if (prompting) await prompting;
+    const key = sessionStorage.getItem(STORED);
+    const headers = { Accept: "application/json" };
+    if (key !== null) headers["X-API-Key"] = key;
+    if (body !== undefined) headers["Content-Type"] = "application/json";
+    const reply = await fetch(path, {
+      method,
+      headers,
+      body: body === undefined ? undefined : JSON.stringify(body),
+      cache: "no-store",
+      credentials: "omit",
+      redirect: "error",
+      signal: AbortSignal.timeout(20000),
+    });
+    if (reply.status === 401) {
+      if (sessionStorage.getItem(STORED) === key) await newKey("The server does not know this key.");
+      continue;
+    }
+    const content = await reply.json().catch(() => ({}));
+    if (!reply.ok) throw new Refused(reply.status, content.detail ?? `the server answered ${reply.status}`);
+    return content;
+  }
+}
+
+export const dashboard = (path) => call(`/dashboard/api/${path}`);
+
+const checkpointPath = (path) =>
+  path
+    .replace("tinker://", "")
+    .split("/")
+    .map(encodeURIComponent);
+
+/** An address of the public API for a checkpoint's tinker:// path. */
+export function checkpointUrl(path, action = "") {
+  const [run, kind, name] = checkpointPath(path);
+  return `/api/v1/training_runs/${run}/checkpoints/${kind}/${name}${action}`;
+}
+
+export const downloadUrl = (path) => `/dashboard/api/checkpoints/${checkpointPath(path).join("/")}/download`;

@@ -1,0 +1,22 @@
+"""A service's metrics over gRPC: the gateway's dashboard can reach no other port of it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc.aio
+from prometheus_client import CollectorRegistry, generate_latest
+
+from tinsmith.v1 import metrics_pb2, metrics_pb2_grpc
+
+
+class MetricsServicer(metrics_pb2_grpc.MetricsServiceServicer):
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    async def GetMetrics(
+        self, request: metrics_pb2.GetMetricsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> metrics_pb2.GetMetricsResponse:
+        exposition = await asyncio.to_thread(generate_latest, self._registry)
+        return metrics_pb2.GetMetricsResponse(exposition=exposition.decode())
