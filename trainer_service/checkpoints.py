@@ -161,8 +161,8 @@ class CheckpointStore:
         with self._damage_counted():
             return self._storage.open_file(location, name)
 
-    def verify(self, location: Location) -> dict[str, str]:
-        """Reads every file; what is wrong with each, by name: empty when nothing is.
+    def verify(self, location: Location) -> tuple[list[pb.CheckpointFile], dict[str, str]]:
+        """Reads every file. What they should be, and what is wrong with each, by name.
 
         Raises CheckpointNotFound, and DataCorrupted for a damaged manifest.
         """
@@ -173,7 +173,7 @@ class CheckpointStore:
                 self.open_file(location, name).close()
             except DataCorrupted as error:
                 problems[name] = error.message
-        return problems
+        return list(found.files.values()), problems
 
     def load(self, location: Location, base: BaseModel, *, with_optimizer: bool) -> tuple[pb.CheckpointInfo, State]:
         """Raises CheckpointNotFound, DataCorrupted (a file is not what was written), and InvalidRequest when the

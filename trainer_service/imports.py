@@ -9,8 +9,9 @@ import shutil
 import tarfile
 import uuid
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -32,6 +33,7 @@ _MAX_MEMBERS = 1000
 _MAX_READ_BYTES = 2**20
 _MAX_ZSTD_WINDOW_BYTES = 2**27
 _MAX_UPLOADS = 8
+_WHAT = "the import"
 _XZ = b"\xfd7zXZ\x00"
 _BROKEN = (tarfile.TarError, EOFError, OSError, RecursionError, ValueError, zlib.error, zstandard.ZstdError)
 
@@ -67,26 +69,33 @@ class Importer:
             raise OutOfCapacity(f"{_MAX_UPLOADS} imports are running; try again later")
         self._num_uploads += 1
         try:
+            size = header.archive_bytes if header.HasField("archive_bytes") else None
             with self.checkpoints.scratch() as folder:
-                await self._receive(pieces, folder / "archive")
+                await self._receive(pieces, folder / "archive", size=size)
                 async with self._converting:  # one at a time: an adapter is held in memory
                     return await asyncio.to_thread(self._convert, header, folder)
         finally:
             self._num_uploads -= 1
 
-    async def _receive(self, pieces: AsyncIterator[bytes], path: Path) -> None:
-        num_bytes = 0
-        with path.open("wb") as file:
+    async def _receive(self, pieces: AsyncIterator[bytes], path: Path, *, size: int | None) -> None:
+        """`size`: where it is known, what cannot fit is refused before a byte is stored."""
+        space, num_bytes = self.checkpoints.space, 0
+        if size is not None:
+            space.check(2 * size, what=_WHAT)  # it will be unpacked, too
+        with space.reserve(size or 0, what=_WHAT), path.open("wb") as file:
             async for piece in pieces:
                 num_bytes += len(piece)
                 if num_bytes > self.max_bytes:
                     raise InvalidRequest(
                         f"archive: more than {self.max_bytes} bytes, this trainer's max_import_bytes", field="archive"
                     )
+                if size is None or num_bytes > size:
+                    space.check(len(piece), what=_WHAT)
                 await asyncio.to_thread(file.write, piece)
 
     def _convert(self, header: pb.ImportCheckpointHeader, folder: Path) -> pb.ImportCheckpointResponse:
-        unpack(folder / "archive", folder, max_bytes=self.max_bytes)
+        check_room = partial(self.checkpoints.space.check, what=_WHAT)
+        unpack(folder / "archive", folder, max_bytes=self.max_bytes, check_room=check_room)
         embedding = self.base.decoder.get_input_embeddings()  # type: ignore[operator]  # a PreTrainedModel
         names = [name for name, module in self.base.decoder.named_modules() if module is embedding]
         frozen = {self.base.head.name: self.base.head.weight_V_H, **dict.fromkeys(names, embedding.weight)}
@@ -109,16 +118,19 @@ class Importer:
         return pb.ImportCheckpointResponse(checkpoint=stored, notes=imported.notes)
 
 
-def unpack(archive: Path, folder: Path, *, max_bytes: int) -> None:
+def unpack(
+    archive: Path, folder: Path, *, max_bytes: int, check_room: Callable[[int], None] = lambda num_bytes: None
+) -> None:
     """Writes the adapter's files, which lie at the top of the archive or in one folder of it; others are left out.
 
-    Nothing else is written, links are not followed, and nothing becomes larger than `max_bytes`. Raises InvalidRequest.
+    Nothing else is written, links are not followed, and nothing becomes larger than `max_bytes`. Raises InvalidRequest,
+    and what `check_room` raises, which is asked before each file is written.
     """
     try:
         with archive.open("rb") as file:
             stream: Any = _Bounded(_decompressed(file))  # all that reading needs of a file
             with tarfile.open(fileobj=stream, mode="r:") as tar:
-                _extract(tar, folder, max_bytes=max_bytes)
+                _extract(tar, folder, max_bytes=max_bytes, check_room=check_room)
     except _BROKEN as error:
         if isinstance(error, OSError) and error.errno is not None:  # of the disk, not of the archive
             raise
@@ -128,7 +140,7 @@ def unpack(archive: Path, folder: Path, *, max_bytes: int) -> None:
         ) from None
 
 
-def _extract(tar: tarfile.TarFile, folder: Path, *, max_bytes: int) -> None:
+def _extract(tar: tarfile.TarFile, folder: Path, *, max_bytes: int, check_room: Callable[[int], None]) -> None:
     found: dict[str, str] = {}
     num_bytes = 0
     # In the order of the archive: a compressed one is read once, from its beginning to its end.
@@ -151,6 +163,7 @@ def _extract(tar: tarfile.TarFile, folder: Path, *, max_bytes: int) -> None:
         if name in found:
             raise InvalidRequest(f"archive: there are two of {name}: {found[name]}, {member.name}", field="archive")
         found[name] = member.name
+        check_room(member.size)
         source = tar.extractfile(member)
         assert source is not None  # it is a plain file
         with source, (folder / name).open("xb") as destination:

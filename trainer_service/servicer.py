@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
+import sys
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import grpc.aio
@@ -82,13 +84,19 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         )
 
     async def CreateModel(self, request: pb.CreateModelRequest, context: Context) -> pb.CreateModelResponse:
-        work = self._ready.operations.create_model(request)
-        answer = await self._operate(request.model_id, 0, "create_model", request, lambda: work, context)
+        operations = self._ready.operations
+        body = Body.pack("create_model", request)
+        if request.lora_config.rank and not request.lora_config.HasField("seed"):
+            # A replay must begin with the same numbers. The digest stays: a repeat brings no seed either.
+            request.lora_config.seed = secrets.randbits(31)
+            body = replace(body, compressed=Body.pack("create_model", request).compressed)
+        work = operations.create_model(request)
+        answer = await self._accept(request.model_id, 0, "create_model", body, lambda: work, context)
         return answer.create_model
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         trainer = self._ready
-        await trainer.journal.check_not_lost(request.model_id)
+        await trainer.scheduler.check_held(request.model_id)
         model = trainer.operations.model(request.model_id)
         return pb.GetModelResponse(model=model.to_proto(next_seq_id=trainer.scheduler.next_seq_id(request.model_id)))
 
@@ -143,12 +151,24 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: pb.ReadCheckpointFileRequest, context: Context
     ) -> AsyncIterator[pb.ReadCheckpointFileResponse]:
         location = Location.parse(request.location, field="location")
+        if request.offset < 0 or request.num_bytes < 0:
+            raise InvalidRequest(f"offset, num_bytes: {request.offset}, {request.num_bytes} must not be negative")
         file = await asyncio.to_thread(self._ready.checkpoints.open_file, location, request.name)
         try:
-            while data := await asyncio.to_thread(file.read, _PIECE_BYTES):
+            file.seek(request.offset)
+            left = request.num_bytes if request.HasField("num_bytes") else sys.maxsize
+            while data := await asyncio.to_thread(file.read, min(left, _PIECE_BYTES)):
+                left -= len(data)
                 yield pb.ReadCheckpointFileResponse(data=data)
         finally:
             file.close()
+
+    async def VerifyCheckpoint(
+        self, request: pb.VerifyCheckpointRequest, context: Context
+    ) -> pb.VerifyCheckpointResponse:
+        location = Location.parse(request.location, field="location")
+        files, problems = await asyncio.to_thread(self._ready.checkpoints.verify, location)
+        return pb.VerifyCheckpointResponse(files=files, problems=problems)
 
     async def ImportCheckpoint(
         self, request_iterator: AsyncIterator[pb.ImportCheckpointRequest], context: Context
@@ -223,10 +243,22 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         custom = isinstance(request, pb.ForwardBackwardRequest) and request.HasField("custom_loss")
         large = custom or request.ByteSize() > _LARGE_BYTES
         body = await _run(lambda: Body.pack(kind, request), on_thread=large)
+        return await self._accept(model_id, seq_id, kind, body, build, context, on_thread=large)
 
+    async def _accept(
+        self,
+        model_id: str,
+        seq_id: int,
+        kind: str,
+        body: Body,
+        build: Callable[[], Work],
+        context: Context,
+        *,
+        on_thread: bool = False,
+    ) -> Answer:
         async def work() -> Work:
             try:
-                return await _run(build, on_thread=large)
+                return await _run(build, on_thread=on_thread)
             except ServiceError as error:
                 return refused(error)
             except Exception:

@@ -308,6 +308,27 @@ class PublishCheckpointResponse(_message.Message):
     certificate: _types_pb2.PublishCertificate
     def __init__(self, num_samplers: _Optional[int] = ..., certificate: _Optional[_Union[_types_pb2.PublishCertificate, _Mapping]] = ...) -> None: ...
 
+class VerifyCheckpointRequest(_message.Message):
+    __slots__ = ("location",)
+    LOCATION_FIELD_NUMBER: _ClassVar[int]
+    location: str
+    def __init__(self, location: _Optional[str] = ...) -> None: ...
+
+class VerifyCheckpointResponse(_message.Message):
+    __slots__ = ("files", "problems")
+    class ProblemsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    files: _containers.RepeatedCompositeFieldContainer[_types_pb2.CheckpointFile]
+    problems: _containers.ScalarMap[str, str]
+    def __init__(self, files: _Optional[_Iterable[_Union[_types_pb2.CheckpointFile, _Mapping]]] = ..., problems: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
 class GetCertificateRequest(_message.Message):
     __slots__ = ("location",)
     LOCATION_FIELD_NUMBER: _ClassVar[int]
@@ -361,12 +382,16 @@ class CopyCheckpointResponse(_message.Message):
     def __init__(self, checkpoint: _Optional[_Union[_types_pb2.CheckpointInfo, _Mapping]] = ...) -> None: ...
 
 class ReadCheckpointFileRequest(_message.Message):
-    __slots__ = ("location", "name")
+    __slots__ = ("location", "name", "offset", "num_bytes")
     LOCATION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     location: str
     name: str
-    def __init__(self, location: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
+    offset: int
+    num_bytes: int
+    def __init__(self, location: _Optional[str] = ..., name: _Optional[str] = ..., offset: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class ReadCheckpointFileResponse(_message.Message):
     __slots__ = ("data",)
@@ -385,7 +410,7 @@ class ImportCheckpointRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[ImportCheckpointHeader, _Mapping]] = ..., archive: _Optional[bytes] = ..., complete: _Optional[bool] = ...) -> None: ...
 
 class ImportCheckpointHeader(_message.Message):
-    __slots__ = ("location", "base_model", "ttl_seconds", "user_metadata")
+    __slots__ = ("location", "base_model", "ttl_seconds", "user_metadata", "archive_bytes")
     class UserMetadataEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -397,11 +422,13 @@ class ImportCheckpointHeader(_message.Message):
     BASE_MODEL_FIELD_NUMBER: _ClassVar[int]
     TTL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     USER_METADATA_FIELD_NUMBER: _ClassVar[int]
+    ARCHIVE_BYTES_FIELD_NUMBER: _ClassVar[int]
     location: str
     base_model: str
     ttl_seconds: int
     user_metadata: _containers.ScalarMap[str, str]
-    def __init__(self, location: _Optional[str] = ..., base_model: _Optional[str] = ..., ttl_seconds: _Optional[int] = ..., user_metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    archive_bytes: int
+    def __init__(self, location: _Optional[str] = ..., base_model: _Optional[str] = ..., ttl_seconds: _Optional[int] = ..., user_metadata: _Optional[_Mapping[str, str]] = ..., archive_bytes: _Optional[int] = ...) -> None: ...
 
 class ImportCheckpointResponse(_message.Message):
     __slots__ = ("checkpoint", "notes")

@@ -109,6 +109,11 @@ class TrainerServiceStub:
                 request_serializer=tinsmith_dot_v1_dot_trainer__pb2.ReadCheckpointFileRequest.SerializeToString,
                 response_deserializer=tinsmith_dot_v1_dot_trainer__pb2.ReadCheckpointFileResponse.FromString,
                 _registered_method=True)
+        self.VerifyCheckpoint = channel.unary_unary(
+                '/tinsmith.v1.TrainerService/VerifyCheckpoint',
+                request_serializer=tinsmith_dot_v1_dot_trainer__pb2.VerifyCheckpointRequest.SerializeToString,
+                response_deserializer=tinsmith_dot_v1_dot_trainer__pb2.VerifyCheckpointResponse.FromString,
+                _registered_method=True)
         self.GetCertificate = channel.unary_unary(
                 '/tinsmith.v1.TrainerService/GetCertificate',
                 request_serializer=tinsmith_dot_v1_dot_trainer__pb2.GetCertificateRequest.SerializeToString,
@@ -242,6 +247,13 @@ class TrainerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def VerifyCheckpoint(self, request, context):
+        """VerifyCheckpoint reads every file of a checkpoint and compares it with the manifest.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetCertificate(self, request, context):
         """GetCertificate returns the certificate of the last publish of a stored checkpoint's version.
         """
@@ -351,6 +363,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.ReadCheckpointFile,
                     request_deserializer=tinsmith_dot_v1_dot_trainer__pb2.ReadCheckpointFileRequest.FromString,
                     response_serializer=tinsmith_dot_v1_dot_trainer__pb2.ReadCheckpointFileResponse.SerializeToString,
+            ),
+            'VerifyCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.VerifyCheckpoint,
+                    request_deserializer=tinsmith_dot_v1_dot_trainer__pb2.VerifyCheckpointRequest.FromString,
+                    response_serializer=tinsmith_dot_v1_dot_trainer__pb2.VerifyCheckpointResponse.SerializeToString,
             ),
             'GetCertificate': grpc.unary_unary_rpc_method_handler(
                     servicer.GetCertificate,
@@ -761,6 +778,33 @@ class TrainerService:
             '/tinsmith.v1.TrainerService/ReadCheckpointFile',
             tinsmith_dot_v1_dot_trainer__pb2.ReadCheckpointFileRequest.SerializeToString,
             tinsmith_dot_v1_dot_trainer__pb2.ReadCheckpointFileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def VerifyCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tinsmith.v1.TrainerService/VerifyCheckpoint',
+            tinsmith_dot_v1_dot_trainer__pb2.VerifyCheckpointRequest.SerializeToString,
+            tinsmith_dot_v1_dot_trainer__pb2.VerifyCheckpointResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -113,7 +113,7 @@ class LocalStorage:
     def new(self, location: Location, *, overwrite: bool, num_bytes: int) -> Iterator[_LocalDraft]:
         if not overwrite and self.exists(location):
             raise taken(location)
-        with self.space.reserve(num_bytes, what=f"checkpoint {location}"), self.scratch() as folder:
+        with self.space.reserve(num_bytes, what="it"), self.scratch() as folder:
             yield _LocalDraft(self, location, folder, overwrite)
 
     def delete(self, location: Location) -> None:
@@ -200,7 +200,7 @@ class _LocalDraft:
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            self._storage.space.check(path.stat().st_size, what=f"checkpoint {self._location}")
+            self._storage.space.check(path.stat().st_size, what="it")
             shutil.copyfile(path, self.folder / name)
 
     def install(self, manifest: Manifest) -> None:

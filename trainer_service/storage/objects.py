@@ -153,7 +153,7 @@ class ObjectStorage:
         if not overwrite and self.exists(location):
             raise taken(location)
         generation = uuid.uuid4().hex
-        with self.space.reserve(num_bytes, what=f"checkpoint {location}"), self.scratch() as folder:
+        with self.space.reserve(num_bytes, what="it"), self.scratch() as folder:
             self._mark(location, generation)
             try:
                 yield _ObjectDraft(self, location, generation, folder, overwrite)

@@ -278,7 +278,7 @@ def test_one_flipped_byte_is_found_and_its_file_named(
 ) -> None:
     state = make_state(base)
     store.save(make_info(state), state, overwrite=False)
-    assert store.verify(at("one")) == {}
+    assert store.verify(at("one")) == (list(store.manifest(at("one")).files.values()), {})
     place.flip(store, at("one"), name)
     assert_damage_is_found(store, base, name, "SHA-256")
     data = place.read(store, at("one"), name)
@@ -293,7 +293,7 @@ def assert_damage_is_found(store: CheckpointStore, base: BaseModel, name: str, h
         store.load(at("one"), base, with_optimizer=True)
     with pytest.raises(DataCorrupted, match=f"weights/one/{name}.*{how}"):
         store.open_file(at("one"), name)
-    problems = store.verify(at("one"))
+    _, problems = store.verify(at("one"))
     assert list(problems) == [name]
     assert how in problems[name]
 

@@ -1,0 +1,184 @@
+"""What would fill the disk is refused before it is written, with the numbers; nothing that was saved is lost."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+from collections import namedtuple
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+
+from tests.stores import Place
+from tests.unit.trainer_service.test_checkpoints import at, make_info, make_state
+from tests.unit.trainer_service.test_imports import GOOD, tar
+from tinsmith.modeling.base_model import BaseModel
+from tinsmith.rpc.errors import OutOfCapacity
+from tinsmith.v1 import trainer_pb2
+from trainer_service.checkpoints import CheckpointStore, _num_bytes
+from trainer_service.imports import Importer
+from trainer_service.metrics import Metrics
+from trainer_service.storage.local import LocalStorage
+from trainer_service.storage.space import Space
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def has_free(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(100 * 2**30, 100 * 2**30 - free, free))
+
+
+def make_space(tmp_path: Path, *, min_free_bytes: int | None = None) -> Space:
+    return Space(tmp_path, min_free_bytes=min_free_bytes, metrics=Metrics(CollectorRegistry()))
+
+
+def test_the_refusal_names_what_is_free_what_is_needed_and_the_reserve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space = make_space(tmp_path, min_free_bytes=1000)
+    has_free(monkeypatch, 5000)
+    space.check(4000, what="it")
+    with pytest.raises(OutOfCapacity, match=r"it needs 4001 bytes, and 5000 are free under .*, of which 1000 must"):
+        space.check(4001, what="it")
+
+
+def test_what_is_being_written_is_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    space = make_space(tmp_path, min_free_bytes=1000)
+    has_free(monkeypatch, 5000)
+    with space.reserve(3000, what="one"):
+        with pytest.raises(OutOfCapacity, match="two needs 1001 bytes, 3000 more are promised to others"):
+            space.check(1001, what="two")
+        space.check(1000, what="three")
+    space.check(4000, what="two")
+
+
+@pytest.mark.parametrize(("total", "reserve"), [(16 * 2**20, 16 * 2**20 // 20), (2**40, 2**30)])
+def test_the_reserve_follows_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, total: int, reserve: int
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(total, 0, total))
+    assert make_space(tmp_path).min_free_bytes == reserve
+
+
+def test_a_save_is_refused_before_it_writes_and_what_was_saved_stays(
+    place: Place, base: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = place.open(min_free_bytes=2**20)
+    state = make_state(base)
+    store.save(make_info(state), state, overwrite=False)
+    before = place.objects()
+    has_free(monkeypatch, 2**20 + _num_bytes(state) - 1)
+    for overwrite, name in ((True, "one"), (False, "two")):
+        with pytest.raises(OutOfCapacity, match=f"weights/{name} was not saved: .* must stay free") as caught:
+            store.save(make_info(make_state(base, value=0.9), name), state, overwrite=overwrite)
+        assert caught.value.metadata["min_free_bytes"] == str(2**20)
+    assert place.objects() == before
+    assert store._metrics.refused_saves._value.get() == 2
+    has_free(monkeypatch, 2**20 + _num_bytes(state))
+    assert torch.equal(store.load(at("one"), base, with_optimizer=True)[1].adapter.flat, state.adapter.flat)
+    store.save(make_info(state, "two"), state, overwrite=False)
+    store.close()
+
+
+def test_the_estimate_is_what_is_written_and_little_more(place: Place, base: BaseModel) -> None:
+    store = place.open()
+    for state in (make_state(base), make_state(base, optimizer=False)):
+        saved = store.save(make_info(state), state, overwrite=False)
+        assert saved.size_bytes <= _num_bytes(state) <= saved.size_bytes + 2**20
+    store.close()
+
+
+def test_a_copy_without_links_is_refused_too(tmp_path: Path, base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = Metrics(CollectorRegistry())
+    store = CheckpointStore(LocalStorage(tmp_path, metrics, min_free_bytes=1000), metrics)
+    state = make_state(base)
+    store.save(make_info(state), state, overwrite=False)
+    has_free(monkeypatch, 1010)
+    store.copy(at("one"), at("linked"), ttl_seconds=None)
+
+    def no_link(source: Path, destination: Path) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", no_link)
+    with pytest.raises(OutOfCapacity, match=r"weights/two was not saved: .* 1010 are free"):
+        store.copy(at("one"), at("two"), ttl_seconds=None)
+    assert not store.exists(at("two"))
+
+
+def test_reading_from_an_object_store_needs_room_for_the_copy(
+    objects: Place, base: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = objects.open(min_free_bytes=1000)
+    state = make_state(base)
+    store.save(make_info(state), state, overwrite=False)
+    has_free(monkeypatch, 1010)
+    with pytest.raises(OutOfCapacity, match=r"reading .*weights/one needs"):
+        store.load(at("one"), base, with_optimizer=True)
+
+
+@pytest.mark.parametrize("size_is_known", [False, True])
+async def test_an_import_is_refused_before_the_disk_is_full(
+    tmp_path: Path, base: BaseModel, monkeypatch: pytest.MonkeyPatch, size_is_known: bool
+) -> None:
+    metrics = Metrics(CollectorRegistry())
+    store = CheckpointStore(LocalStorage(tmp_path, metrics, min_free_bytes=1000), metrics)
+    importer = Importer(base, store, max_rank=8, max_bytes=2**20)
+    archive = tar(GOOD)
+    sent = 0
+
+    async def pieces() -> AsyncIterator[bytes]:
+        nonlocal sent
+        for start in range(0, len(archive), 1024):
+            sent += 1
+            yield archive[start : start + 1024]
+
+    has_free(monkeypatch, 1000 + len(archive) if size_is_known else 2000)
+    header = trainer_pb2.ImportCheckpointHeader(location=str(at("one")), base_model="tiny")
+    if size_is_known:
+        header.archive_bytes = len(archive)
+    with pytest.raises(OutOfCapacity, match=r"the import needs .* of which 1000 must stay free"):
+        await importer.run(header, pieces())
+    assert sent == (0 if size_is_known else 1)
+    assert list((tmp_path / "~tmp").iterdir()) == []
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting is not allowed here")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_disk_that_fills_up_refuses_saves_until_there_is_room_again(tiny_disk: Path, base: BaseModel) -> None:
+    metrics = Metrics(CollectorRegistry())
+    store = CheckpointStore(LocalStorage(tiny_disk / "root", metrics), metrics)
+    state = make_state(base)
+    saved = []
+
+    def fill() -> None:
+        for n in range(1000):
+            store.save(make_info(state, f"n{n}"), state, overwrite=False)
+            saved.append(f"n{n}")
+
+    with pytest.raises(OutOfCapacity, match="must stay free"):
+        fill()
+    assert saved
+    assert shutil.disk_usage(tiny_disk).free >= store.space.min_free_bytes > 0
+    for name in saved:
+        assert store.verify(at(name))[1] == {}
+    store.delete(at(saved[0]))
+    store.save(make_info(state, saved[0]), state, overwrite=False)
+    (tiny_disk / "other").write_bytes(bytes(shutil.disk_usage(tiny_disk).free))  # somebody else fills it
+    with pytest.raises(OutOfCapacity, match="must stay free"):
+        store.save(make_info(state, "last"), state, overwrite=False)
+    assert store.verify(at(saved[-1]))[1] == {}
+    store.close()
