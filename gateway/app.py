@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
+import re
+import secrets
 import time
 
 import orjson
@@ -26,12 +29,14 @@ from gateway.routes import (
     admin,
     checkpoints,
     custom_losses,
+    dashboard,
     downloads,
     futures,
     imports,
     keys,
     models,
     openai,
+    retention,
     runs,
     sampling,
     service,
@@ -40,6 +45,8 @@ from gateway.routes import (
     training,
     weights,
 )
+from gateway.tracing import Traces
+from tinsmith.rpc import logs
 from tinsmith.rpc.errors import ServiceError
 
 GROUPS = (
@@ -55,6 +62,7 @@ GROUPS = (
     futures,
     runs,
     checkpoints,
+    retention,
     imports,
     admin,
 )
@@ -77,11 +85,23 @@ ROUTES: list[BaseRoute] = [
     Mount("/api/v1", routes=[route for group in GROUPS for route in group.routes]),
     Mount("/v1", routes=openai.routes),
     Mount("/download", routes=downloads.routes),
+    *dashboard.page_routes,
 ]
 
 
+_ID_HEADER = logs.REQUEST_ID_METADATA.encode()
+_ID = re.compile(rb"[\w.:-]{1,128}")
+_START, _NUMBERS = secrets.token_hex(4), itertools.count()
+
+
+def _given_id(scope: Scope) -> str:
+    """The x-request-id that a request came with, if it may go into a log."""
+    given = next((value for name, value in scope["headers"] if name == _ID_HEADER), b"")
+    return given.decode() if _ID.fullmatch(given) else ""
+
+
 class CountRequests:
-    """ASGI middleware: number and time of requests, by route."""
+    """ASGI middleware: number and time of requests, by route. Each gets an id, for the log and its sender."""
 
     def __init__(self, app: ASGIApp, *, metrics: Metrics) -> None:
         self._app = app
@@ -92,11 +112,14 @@ class CountRequests:
             return await self._app(scope, receive, send)
         status = 500
         started_at = time.monotonic()
+        request_id = _given_id(scope) or f"{_START}-{next(_NUMBERS)}"
+        logs.request_id.set(request_id)
 
         async def watch(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (_ID_HEADER, request_id.encode())]
             await send(message)
 
         try:
@@ -115,10 +138,11 @@ def create_app(config: GatewayConfig) -> Starlette:
     app = Starlette(
         routes=ROUTES,
         middleware=[
+            *([Middleware(Traces)] if config.tracing else []),
             Middleware(CountRequests, metrics=gateway.metrics),
             Middleware(SecurityHeaders),
             Middleware(OwnHost, callers=gateway.callers, hosts=config.own_hosts),
-            Middleware(Authentication, callers=gateway.callers, tokens=gateway.tokens),
+            Middleware(Authentication, callers=gateway.callers, tokens=gateway.tokens, limits=gateway.limits),
         ],
         exception_handlers={
             HTTPException: errors.http_error,

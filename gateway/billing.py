@@ -58,8 +58,8 @@ class Billing:
         async with self._store.begin() as db:
             return [(owner, base_model, float(amount)) for owner, base_model, amount in await db.execute(query)]
 
-    async def stored_now(self, project_id: str | None) -> list[tuple[str, str, int, int]]:
-        """Project, owner, number and bytes of the checkpoints."""
+    async def stored_now(self, project_id: str | None, *, owner: str | None) -> list[tuple[str, str, int, int]]:
+        """Project, owner, number and bytes of the checkpoints, of one owner or of all."""
         # A literal: PostgreSQL does not see that the parameters of SELECT and GROUP BY are one.
         project = func.coalesce(Session.project_id, literal_column(f"'{DEFAULT_PROJECT}'"))
         query = (
@@ -72,6 +72,8 @@ class Billing:
         )
         if project_id is not None:
             query = query.where(in_project(project_id))
+        if owner is not None:
+            query = query.where(Checkpoint.owner == owner)
         async with self._store.begin() as db:
             return [(found, owner, count, int(size)) for found, owner, count, size in await db.execute(query)]
 
@@ -82,8 +84,11 @@ class Billing:
 
     # Usage
 
-    async def usage(self, begin_hour: int, end_hour: int) -> tuple[list[Json], dict[str, Session]]:
-        """The events of hours since 1970, `end_hour` not included, and the sessions that they name."""
+    async def usage(
+        self, begin_hour: int, end_hour: int, *, owner: str | None
+    ) -> tuple[list[Json], dict[str, Session]]:
+        """The events of hours since 1970, `end_hour` not included, and the sessions that they name. `owner`: whose; None:
+        everyone's."""
         await self._ledger.flush()
         query = (
             select(Usage, Session)
@@ -91,6 +96,8 @@ class Billing:
             .where(Usage.hour >= begin_hour, Usage.hour < end_hour)
             .order_by(Usage.hour, Usage.amount.desc(), Usage.kind)
         )
+        if owner is not None:
+            query = query.where(Usage.owner == owner)
         async with self._store.begin() as db:
             rows = [(usage, session) for usage, session in await db.execute(query)]
         sessions = {session.session_id: session for _, session in rows if session is not None}

@@ -12,7 +12,8 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 
 from gateway.connections import Limits
-from tinsmith.rpc.auth import AnyKey, ServiceKey, require_keys
+from gateway.retention_rules import Policy
+from tinsmith.rpc.auth import AnyKey, ServiceKey
 from tinsmith.rpc.tls import GrpcTls, check_pair
 
 DATABASE = "gateway.db"
@@ -34,7 +35,7 @@ class GatewayConfig(GrpcTls, BaseSettings):
     )
 
     host: str = "127.0.0.1"
-    """Address to listen on. Any other than a loopback address needs api_keys."""
+    """Address to listen on. Any other than a loopback address needs a key, of api_keys or of `tinsmith keys create`."""
     port: int = Field(default=8000, ge=0, le=65535)
     """Port to listen on."""
     tls_cert: Path | None = None
@@ -53,9 +54,13 @@ class GatewayConfig(GrpcTls, BaseSettings):
     """Folder of the default database."""
     database_url: SecretStr = SecretStr("")
     """SQLAlchemy URL with an async driver; empty means SQLite, in state_dir."""
+    peer_url: str = ""
+    """Address under which other gateways on the same database reach this one, such as http://10.0.0.2:8000. Empty: it
+    is the only gateway of its database."""
     api_keys: list[AnyKey] = []
     """Keys that clients may use, as a JSON list: "KEY", or {"key": "KEY", "name": ..., "note": ..., "email": ...} with
-    what the server is to say about it. They share everything. Empty: any is accepted, on a loopback address only."""
+    what the server is to say about it; an owner, whose other keys share everything with it; admin, requests_per_minute
+    and tokens_per_minute. `tinsmith keys create` makes others. Without any, all are accepted, on a loopback address."""
     service_key: ServiceKey = SecretStr("")
     """Key that the gateway sends to trainers and samplers; the service_key of theirs."""
     organization: str = Field(default="tinsmith", pattern=r"^[A-Za-z0-9._-]{1,64}$")
@@ -129,14 +134,30 @@ class GatewayConfig(GrpcTls, BaseSettings):
     """Signs download addresses. Empty: made at the first start and kept in the database."""
     download_url_s: float = Field(default=3600.0, ge=600)
     """How long a download address works."""
+    retention: Policy = Policy()
+    """Which checkpoints of a training run are kept, unless it has a policy of its own, as JSON: {"training": {"keep_last":
+    5}, "sampler": {"keep_within_seconds": 86400}}. The rules are in docs/checkpoints.md. By default all."""
     span_retention_s: float = Field(default=7 * 86400.0, gt=0)
     """How long the times of finished requests are kept, for the export of traces."""
+    history_points: int = Field(default=4096, ge=0)
+    """Points that the dashboard keeps of the metrics of a run, whatever its length; at least 64, or 0 for none."""
+    history_retention_s: float = Field(default=180 * 86400.0, gt=0)
+    """How long they are kept."""
+    recent_samples: int = Field(default=64, ge=0, le=1024)
+    """Sequences that the dashboard keeps of each run, the newest: the end of the prompt, tokens and logprobs. 0: none;
+    no text is stored then."""
+    recent_sample_retention_s: float = Field(default=7 * 86400.0, gt=0)
+    """How long they are kept."""
     token_prices_usd: dict[str, dict[TokenKind, Annotated[float, Field(ge=0)]]] = {}
     """USD per million tokens, by base model (or "*") and kind; what is not listed costs nothing."""
     storage_price_usd: float = Field(default=0.0, ge=0)
     """USD per gigabyte and month of 720 hours of stored checkpoints."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Least severe level that is logged."""
+    log_format: Literal["json", "text"] = "json"
+    """Log lines as JSON, for machines, or as text."""
+    tracing: bool = False
+    """Send OpenTelemetry traces, as OTEL_EXPORTER_OTLP_ENDPOINT and its like say. Needs the extra `otel`."""
 
     @field_validator("database_url")
     @classmethod
@@ -148,12 +169,19 @@ class GatewayConfig(GrpcTls, BaseSettings):
             raise ValueError("not an SQLAlchemy URL, such as postgresql+asyncpg://USER:PASSWORD@HOST/NAME") from None
         return url
 
-    @field_validator("public_url")
+    @field_validator("public_url", "peer_url")
     @classmethod
     def _http_url(cls, url: str) -> str:
         if url and not url.startswith(("http://", "https://")):
             raise ValueError("must begin with http:// or https://")
         return url.rstrip("/")
+
+    @field_validator("history_points")
+    @classmethod
+    def _enough_points(cls, number: int) -> int:
+        if 0 < number < 64:
+            raise ValueError("must be 0 or at least 64")
+        return number
 
     @field_validator("jwt_secret")
     @classmethod
@@ -161,11 +189,6 @@ class GatewayConfig(GrpcTls, BaseSettings):
         if secret.get_secret_value() and len(secret.get_secret_value()) < 32:
             raise ValueError("must have at least 32 characters, as HMAC-SHA256 asks for (RFC 7518, 3.2)")
         return secret
-
-    @model_validator(mode="after")
-    def _keys_off_loopback(self) -> GatewayConfig:
-        require_keys(self.host, self.api_keys, setting="host", env="GATEWAY_API_KEYS")
-        return self
 
     @model_validator(mode="after")
     def _usable_tls(self) -> GatewayConfig:

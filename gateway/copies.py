@@ -6,10 +6,12 @@ import time
 
 import grpc.aio
 
+from gateway.auth import Caller
 from gateway.body import fingerprint
 from gateway.checkpoints import Checkpoints
-from gateway.clients import Clients
+from gateway.clients import Clients, Trainer
 from gateway.convert import checkpoint_row
+from gateway.limits import Limits
 from gateway.store import Store
 from gateway.tables import Checkpoint, Model, Operation
 from tinsmith.rpc.errors import (
@@ -25,22 +27,24 @@ from tinsmith.v1 import trainer_pb2
 
 
 class Copies:
-    def __init__(self, store: Store, clients: Clients, checkpoints: Checkpoints) -> None:
+    def __init__(self, store: Store, clients: Clients, checkpoints: Checkpoints, limits: Limits) -> None:
+        self._limits = limits
         self._store = store
         self._clients = clients
         self._checkpoints = checkpoints
 
     async def into_project(
-        self, source_path: str, project_id: str, *, ttl_seconds: int | None, owner: str, idempotency_key: str | None
+        self, source_path: str, project_id: str, *, ttl_seconds: int | None, caller: Caller, idempotency_key: str | None
     ) -> Checkpoint:
         """A new session of the project owns it. The same key again gives the same copy, also without its source."""
         name = f"copy of {TinkerPath.parse(source_path, field='source_path')}"
         key = None if idempotency_key is None else f"copy:{idempotency_key}"
-        session = await self._store.session_of_key(owner, key)
+        session = await self._store.session_of_key(caller.owner, key)
         if session is None:
-            await self._checkpoints.find(source_path, field="source_path", owner=owner)
+            await self._checkpoints.find(source_path, field="source_path", caller=caller)
             session = await self._store.create_session(
-                owner=owner,
+                owner=caller.owner,
+                key_id=caller.key_id,
                 idempotency_key=key,
                 project_id=project_id,
                 display_name=name,
@@ -52,23 +56,42 @@ class Copies:
             raise InvalidRequest(f"X-Idempotency-Key: {idempotency_key!r} was used for another copy before")
         # Nobody sends its heartbeats: it has ended as soon as it has begun.
         await self._store.end_session(session.session_id, reason="success", detail=None)
-        return await self.into_run(source_path, f"{session.session_id}:train:0", ttl_seconds=ttl_seconds, owner=owner)
+        return await self.into_run(source_path, f"{session.session_id}:train:0", ttl_seconds=ttl_seconds, caller=caller)
 
-    async def into_run(self, source_path: str, run_id: str, *, ttl_seconds: int | None, owner: str) -> Checkpoint:
+    async def into_run(self, source_path: str, run_id: str, *, ttl_seconds: int | None, caller: Caller) -> Checkpoint:
         """A new run of an existing session owns it; the same again gives the same copy while there is one.
 
-        Raises AlreadyExists when the run or the copy's path is taken by something else, and CheckpointNotFound. What it
-        raises otherwise comes from the trainer.
+        Raises AlreadyExists when the run or the copy's path is taken by something else, CheckpointNotFound, and
+        BudgetExceeded. What it raises otherwise comes from the trainer.
         """
         asked = TinkerPath.parse(source_path, field="source_path")
         path = TinkerPath(run_id, asked.kind, asked.name)
         known = await self._store.model(run_id)
         if known is not None and known.released_at is None:
             raise SequenceConflict(f"model_seq_id: {run_id} is a training run already")
-        if (copy := await self._copied(asked, path, ttl_seconds=ttl_seconds, owner=owner)) is not None:
+        if (copy := await self._copied(asked, path, ttl_seconds=ttl_seconds, caller=caller)) is not None:
             return copy
-        source = await self._checkpoints.find(source_path, field="source_path", owner=owner)
+        source = await self._checkpoints.find(source_path, field="source_path", caller=caller)
         trainer = self._clients.find_trainer(source.base_model)
+        whose = await self._store.whose(run_id.partition(":")[0])
+        assert whose is not None
+        hold = self._limits.start(whose.owner)
+        try:
+            await self._limits.store(hold, str(path), num_bytes=source.size_bytes)
+            return await self._copy(trainer, source, path, ttl_seconds=ttl_seconds, caller=caller, owner=whose.owner)
+        finally:
+            hold.release()
+
+    async def _copy(
+        self,
+        trainer: Trainer,
+        source: Checkpoint,
+        path: TinkerPath,
+        *,
+        ttl_seconds: int | None,
+        caller: Caller,
+        owner: str,
+    ) -> Checkpoint:
         request = trainer_pb2.CopyCheckpointRequest(
             source=source.location, destination=path.location, ttl_seconds=ttl_seconds
         )
@@ -78,23 +101,23 @@ class Copies:
             cause = from_rpc_error(error)
             if not isinstance(cause, CheckpointExists):
                 raise cause from error
-            return await self._made_before(source, path, ttl_seconds=ttl_seconds, owner=owner)
+            return await self._made_before(source, path, ttl_seconds=ttl_seconds, caller=caller)
         row = checkpoint_row(reply.checkpoint, owner=owner)
         await self._remember(source, path, ttl_seconds)
         await self.add_run(row, user_metadata={})
         if await self._store.put_checkpoint(row):
-            self._checkpoints.record("checkpoint_copy", source, owner=owner, copy=row.path)
+            self._checkpoints.record("checkpoint_copy", source, owner=caller.owner, copy=row.path)
         return row
 
     async def _copied(
-        self, source: TinkerPath, path: TinkerPath, *, ttl_seconds: int | None, owner: str
+        self, source: TinkerPath, path: TinkerPath, *, ttl_seconds: int | None, caller: Caller
     ) -> Checkpoint | None:
         """The copy at `path`, if it was made there and still is. Raises AlreadyExists when it was made otherwise."""
         known = await self._store.operation(str(path))
         if known is None:
             return None
         try:
-            copy = await self._checkpoints.find(str(path), field="source_path", owner=owner)
+            copy = await self._checkpoints.find(str(path), field="source_path", caller=caller)
         except CheckpointNotFound:
             await self._store.delete_operation(known.request_id)
             return None
@@ -117,10 +140,10 @@ class Copies:
         )
 
     async def _made_before(
-        self, source: Checkpoint, path: TinkerPath, *, ttl_seconds: int | None, owner: str
+        self, source: Checkpoint, path: TinkerPath, *, ttl_seconds: int | None, caller: Caller
     ) -> Checkpoint:
         """The copy that the trainer has and the database does not remember."""
-        found = await self._checkpoints.find(str(path), field="source_path", owner=owner)
+        found = await self._checkpoints.find(str(path), field="source_path", caller=caller)
         if found.version_id != source.version_id:
             raise AlreadyExists(f"model_seq_id: {path} is taken by another checkpoint")
         if ttl_seconds != (None if found.expires_at is None else round(found.expires_at - found.created_at)):

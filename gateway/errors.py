@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from tinsmith.rpc.errors import (
     AlreadyExists,
+    BudgetExceeded,
     InvalidRequest,
     NotFound,
     NotReady,
@@ -35,6 +36,8 @@ def status_of(error: ServiceError) -> int:
             return 404
         case AlreadyExists():
             return 422
+        case BudgetExceeded():
+            return 403  # 402 would make the SDK ask again for an hour
         case OutOfCapacity():
             return 429
         case NotReady():
@@ -42,10 +45,17 @@ def status_of(error: ServiceError) -> int:
     return 400 if error.category == "user" else 500
 
 
+def retry_after(error: ServiceError) -> dict[str, str] | None:
+    """Headers of an answer on which the client is to come again."""
+    if status_of(error) not in (429, 503):
+        return None
+    return {"Retry-After": error.metadata.get("retry_after_s", "1")}
+
+
 async def service_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServiceError)
     status = status_of(error)
-    return detail(status, error.message, headers={"Retry-After": "1"} if status in (429, 503) else None)
+    return detail(status, error.message, headers=retry_after(error))
 
 
 async def http_error(request: Request, error: Exception) -> Response:

@@ -18,9 +18,10 @@ from typing import Protocol
 import orjson
 
 from gateway.ledger import Ledger
+from gateway.limits import Hold
 from gateway.metrics import Metrics
 from gateway.tables import Span
-from tinsmith.rpc import logs
+from tinsmith.rpc import logs, tracing
 from tinsmith.rpc.errors import FailedPrecondition, ServiceError
 from tinsmith.v1 import types_pb2
 
@@ -81,6 +82,8 @@ class Pending:
     name: str = ""
     """What it is called in the session's timeline; empty: its kind."""
     num_tokens: int = 0
+    hold: Hold | None = None
+    """What it may use of its owner's budget; given back when it is over."""
     ask: Callable[[], Awaitable[types_pb2.QueueStatus]] | None = None
     """Asks the service that has it what it waits for; set while one has it."""
     ran: tuple[float, float] | None = None
@@ -130,6 +133,10 @@ class Futures:
     def num_pending(self, kind_or_group: str) -> int:
         return self._num_pending[kind_or_group]
 
+    def busy_models(self) -> list[str]:
+        """Models that have something in work."""
+        return sorted(group for group in self._num_pending if ":train:" in group)
+
     def pending(self, request_id: str) -> Pending | None:
         return self._pending.get(request_id)
 
@@ -164,9 +171,12 @@ class Futures:
 
     async def _run(self, pending: Pending, work: Coroutine[None, None, Answer]) -> None:
         logs.request_id.set(pending.request_id)
+        if ":train:" in pending.group:
+            logs.model_id.set(pending.group)
         outcome, why = "dropped", ""
         try:
-            pending.answer, outcome = await work, "ok"
+            with tracing.span(pending.kind, request_id=pending.request_id, group=pending.group):
+                pending.answer, outcome = await work, "ok"
         except Gone:
             pass
         except ServiceError as error:
@@ -181,6 +191,8 @@ class Futures:
             self._count_down(pending.group)
             self._metrics.pending_futures.labels(kind=pending.kind).dec()
             self._metrics.future_seconds.labels(kind=pending.kind, outcome=outcome).observe(seconds)
+            if pending.hold is not None:
+                pending.hold.release()
             if self._pending.get(pending.request_id) is pending:
                 del self._pending[pending.request_id]
             if pending.answer is not None:

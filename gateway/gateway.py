@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from typing import cast
 
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.requests import Request
 
-from gateway.auth import Callers
+from gateway.access import Access
+from gateway.auth import REFRESH_S, Caller, Callers
 from gateway.billing import Billing
 from gateway.catalog import Catalog
 from gateway.certificates import Certificates
@@ -19,25 +21,35 @@ from gateway.clients import Clients
 from gateway.completions import Completions
 from gateway.config import DATABASE, GatewayConfig
 from gateway.copies import Copies
+from gateway.counting import Counting
 from gateway.custom_losses import CustomLosses
+from gateway.dashboard.recorder import Dashboard
 from gateway.downloads import Downloads
 from gateway.futures import Futures
+from gateway.homes import Homes
 from gateway.imports import Imports
 from gateway.inflight import Inflight
+from gateway.keys import Keys
 from gateway.ledger import Ledger
+from gateway.limits import Limits
 from gateway.metrics import Metrics
 from gateway.openai.generator import Generator
 from gateway.operations import Operations
+from gateway.peers import OtherGateways, Peers
 from gateway.publishing import Publishing
 from gateway.reaper import Reaper
 from gateway.records import Records
 from gateway.results import Results
+from gateway.retention import Retention
 from gateway.retirement import Retirement
 from gateway.samples import Samples
 from gateway.session_search import SessionSearch
 from gateway.store import Store
+from gateway.tasks import to_its_end
 from gateway.tokens import Tokens
-from tinsmith.rpc.auth import named
+from tinsmith.rpc.auth import named, require_keys
+
+logger = logging.getLogger(__name__)
 
 
 class StartError(Exception):
@@ -48,9 +60,11 @@ class Gateway:
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
         self.metrics = Metrics()
-        self.callers = Callers(named(config.api_keys))
         self.tokens = Tokens(config)
         self.store = Store(config.resolved_database_url, self.metrics)
+        self.keys = Keys(self.store)
+        self.callers = Callers(named(config.api_keys), self.keys)
+        self.access = Access(self.store)
         self.ledger = Ledger(self.store)
         self.clients = Clients(
             trainers=config.trainers,
@@ -61,10 +75,19 @@ class Gateway:
             sampler_timeout_s=config.sampler_timeout_s,
             sampler_load_factor=config.sampler_load_factor,
         )
+        self.limits = Limits(self.keys, self.ledger, context_length=self._context_length)
         self.futures = Futures(cache_bytes=config.result_cache_bytes, metrics=self.metrics, ledger=self.ledger)
-        self.completions = Completions(self.store, self.futures)
+        self.dashboard = Dashboard(
+            config, store=self.store, clients=self.clients, futures=self.futures, metrics=self.metrics
+        )
+        self.store.is_shared = bool(config.peer_url)
+        self.peers = Peers(self.store, self.futures, url=config.peer_url)
+        self.completions = Completions(
+            self.store, self.futures, home=self.peers.gateway_id if self.peers.are_several else None
+        )
+        self.homes = Homes(self.store, self.peers, self.completions)
+        self.counting = Counting(self.store, self.ledger)
         self.records = Records(self.store, retention_s=config.record_retention_s)
-        self.custom_losses = CustomLosses(config, store=self.store, clients=self.clients, futures=self.futures)
         self.retirement = Retirement(self.store, self.clients)
         self.publishing = Publishing(self.clients, self.retirement)
         self.inflight = Inflight(self.store, self.clients, self.publishing)
@@ -76,9 +99,14 @@ class Gateway:
             timeout_s=config.submit_timeout_s,
         )
         self.certificates = Certificates(self.clients, self.inflight, self.retirement)
-        self.copies = Copies(self.store, self.clients, self.checkpoints)
+        self.copies = Copies(self.store, self.clients, self.checkpoints, self.limits)
         self.imports = Imports(
-            config, store=self.store, clients=self.clients, checkpoints=self.checkpoints, copies=self.copies
+            config,
+            store=self.store,
+            clients=self.clients,
+            checkpoints=self.checkpoints,
+            copies=self.copies,
+            limits=self.limits,
         )
         self.catalog = Catalog(self.store)
         self.session_search = SessionSearch(self.store)
@@ -92,6 +120,12 @@ class Gateway:
             store=self.store,
             metrics=self.metrics,
             ledger=self.ledger,
+            counting=self.counting,
+            history=self.dashboard.history,
+            gateway_id=self.peers.gateway_id,
+        )
+        self.custom_losses = CustomLosses(
+            config, store=self.store, clients=self.clients, futures=self.futures, operations=self.operations
         )
         self.samples = Samples(
             config,
@@ -101,11 +135,19 @@ class Gateway:
             records=self.records,
             publishing=self.publishing,
             ledger=self.ledger,
+            recent=self.dashboard.samples,
             metrics=self.metrics,
         )
         self.generator = Generator(
-            config, clients=self.clients, publishing=self.publishing, ledger=self.ledger, metrics=self.metrics
+            config,
+            clients=self.clients,
+            publishing=self.publishing,
+            ledger=self.ledger,
+            limits=self.limits,
+            recent=self.dashboard.samples,
+            metrics=self.metrics,
         )
+        self.retention = Retention(config, store=self.store, checkpoints=self.checkpoints, metrics=self.metrics)
         self.reaper = Reaper(
             config,
             store=self.store,
@@ -115,8 +157,13 @@ class Gateway:
             retirement=self.retirement,
             billing=self.billing,
             records=self.records,
+            operations=self.operations,
+            peers=self.peers,
+            retention=self.retention,
             metrics=self.metrics,
         )
+        self.peers.on_death = self.operations.take_over
+        self.peers.on_beat = self.reaper.hear_of_ends
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -130,23 +177,61 @@ class Gateway:
             await self.store.migrate()
             await self.tokens.start(self.store)
             await self.downloads.start(self.store)
+            await self.peers.start()
+            await self.homes.start()
+            await self.callers.read()
+            await self.limits.refresh()
+        except OtherGateways as error:
+            raise StartError(str(error)) from None
         except (OSError, SQLAlchemyError) as error:
             url = make_url(self.config.resolved_database_url).render_as_string(hide_password=True)
             raise StartError(f"the database {url} cannot be used: {error}") from error
+        try:
+            require_keys(
+                self.config.host, [] if self.callers.anyone else ["some"], setting="host", env="GATEWAY_API_KEYS"
+            )
+        except ValueError as error:
+            raise StartError(f"{error}, or make one with `tinsmith keys create`") from None
         self.clients.start()
-        self._tasks = [asyncio.create_task(self.reaper.run()), asyncio.create_task(self.ledger.run())]
+        await self.operations.take_over()
+        self._tasks = [
+            asyncio.create_task(self.peers.run()),
+            asyncio.create_task(self.counting.run()),
+            asyncio.create_task(self.reaper.run()),
+            asyncio.create_task(self.ledger.run()),
+            asyncio.create_task(self.dashboard.run()),
+            asyncio.create_task(self._read_keys()),
+        ]
+
+    def _context_length(self, base_model: str) -> int:
+        infos = [info for info in self.clients.sampler_infos() if base_model in info.base_models]
+        return max((info.max_context_length for info in infos), default=0)
+
+    async def _read_keys(self) -> None:
+        while True:
+            await asyncio.sleep(REFRESH_S)
+            await to_its_end(self.callers.refresh())
+            try:
+                await to_its_end(self.limits.refresh())
+            except (OSError, SQLAlchemyError) as error:
+                logger.warning("the budgets cannot be read from the database, so those known before stay: %s", error)
 
     async def stop(self) -> None:
         """Accepted operations go on in the trainer; samples in work are lost, and the SDK submits them again."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.homes.close()
         await self.futures.close()
         await self.inflight.close()
         await self.publishing.close()
         await self.clients.close()
         with contextlib.suppress(SQLAlchemyError):
+            await self.counting.write()
             await self.ledger.flush()
+            await self.peers.stop()
+            await self.dashboard.flush()
+            await self.callers.write_used()
         await self.store.close()
 
 
@@ -154,6 +239,11 @@ def gateway_of(request: Request) -> Gateway:
     return cast(Gateway, request.app.state.gateway)
 
 
-def owner_of(request: Request) -> str:
+def caller_of(request: Request) -> Caller:
     """Who the API key belongs to."""
-    return cast(str, request.state.owner)
+    return cast(Caller, request.state.caller)
+
+
+def owner_of(request: Request) -> str:
+    """To whom belongs what the request makes."""
+    return caller_of(request).owner

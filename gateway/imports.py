@@ -10,11 +10,13 @@ from dataclasses import dataclass
 import grpc.aio
 from starlette.exceptions import HTTPException
 
+from gateway.auth import Caller
 from gateway.checkpoints import Checkpoints
 from gateway.clients import Clients, Trainer
 from gateway.config import GatewayConfig
 from gateway.convert import checkpoint_row
 from gateway.copies import Copies
+from gateway.limits import Limits
 from gateway.store import Store
 from gateway.tables import Checkpoint
 from tinsmith.rpc.errors import from_rpc_error
@@ -33,8 +35,16 @@ class Imported:
 
 class Imports:
     def __init__(
-        self, config: GatewayConfig, *, store: Store, clients: Clients, checkpoints: Checkpoints, copies: Copies
+        self,
+        config: GatewayConfig,
+        *,
+        store: Store,
+        clients: Clients,
+        checkpoints: Checkpoints,
+        copies: Copies,
+        limits: Limits,
     ) -> None:
+        self._limits = limits
         self._config = config
         self._store = store
         self._clients = clients
@@ -42,14 +52,23 @@ class Imports:
         self._copies = copies
 
     async def run(
-        self, archive: AsyncIterator[bytes], *, base_model: str, name: str, ttl_seconds: int | None, owner: str
+        self,
+        archive: AsyncIterator[bytes],
+        *,
+        num_bytes: int,
+        base_model: str,
+        name: str,
+        ttl_seconds: int | None,
+        caller: Caller,
     ) -> Imported:
-        """Raises HTTPException for an archive that is too large, and what the trainer raises."""
+        """`num_bytes`: what the archive has, or 0 where that is not known. Raises HTTPException for one that is too
+        large, BudgetExceeded, and what the trainer raises."""
         trainer = await self._clients.settle(
             lambda: self._clients.find_trainer(base_model), timeout_s=self._config.submit_timeout_s
         )
         session = await self._store.create_session(
-            owner=owner,
+            owner=caller.owner,
+            key_id=caller.key_id,
             idempotency_key=None,
             project_id=None,
             display_name="import",
@@ -59,17 +78,23 @@ class Imports:
         )
         path = TinkerPath(f"{session.session_id}:train:0", "weights", name)
         header = trainer_pb2.ImportCheckpointHeader(
-            location=path.location, base_model=base_model, ttl_seconds=ttl_seconds
+            location=path.location,
+            base_model=base_model,
+            ttl_seconds=ttl_seconds,
+            archive_bytes=num_bytes or None,
         )
         reason, detail = "errored", "the import did not come to its end"
+        hold = self._limits.start(caller.owner)
         try:
+            await self._limits.store(hold, str(path), num_bytes=num_bytes)
             reply = await self._send(trainer, header, archive)
-            row = checkpoint_row(reply.checkpoint, owner=owner)
+            row = checkpoint_row(reply.checkpoint, owner=caller.owner)
             await self._copies.add_run(row, user_metadata={})
             await self._store.put_checkpoint(row)
-            self._checkpoints.record("checkpoint_import", row, owner=owner)
+            self._checkpoints.record("checkpoint_import", row, owner=caller.owner)
             reason, detail = "success", None
         finally:
+            hold.release()
             await self._store.end_session(session.session_id, reason=reason, detail=detail)
         return Imported(row, list(reply.notes))
 

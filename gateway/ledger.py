@@ -11,14 +11,15 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any, Literal
 
-from sqlalchemy import select, update
+from sqlalchemy import update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import SQLAlchemyError
 
-from gateway.store import Store
-from gateway.tables import AuditEvent, Model, Session, Span, Usage
+from gateway.store import Store, Whose
+from gateway.tables import AuditEvent, Model, Span, TokenCount, Usage
 from gateway.tasks import to_its_end
 
 logger = logging.getLogger(__name__)
@@ -29,15 +30,24 @@ UsageKind = Literal[
     "training", "sampling_prefill", "sampling_prefill_cached", "sampling_sample", "checkpoint", "storage"
 ]
 
+TOKEN_KINDS = ("training", "sampling_prefill", "sampling_prefill_cached", "sampling_sample")
+
+_Used = tuple[int, Whose, str, str, str]
+"""Hour, whose, session, base model, kind."""
+_UNKNOWN = Whose("", "")
+
 
 class Ledger:
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._usage: Counter[tuple[int, str, str, str, str]] = Counter()
+        self._usage: Counter[_Used] = Counter()
         self._rows: list[AuditEvent | Span] = []
         self._touched: dict[str, float] = {}
-        self._owners: dict[str, str] = {}
         self._flushing = asyncio.Lock()
+        self._counted: dict[Whose, int] = {}
+        """Tokens that the database had when it was last written or read; they never get fewer."""
+        self._gathered: Counter[Whose] = Counter()
+        """Tokens that it does not have yet."""
 
     def use(
         self,
@@ -47,13 +57,28 @@ class Ledger:
         base_model: str,
         session_id: str = "",
         owner: str | None = None,
+        key_id: str = "",
         hour: int | None = None,
     ) -> None:
-        """Counts tokens, checkpoints, or byte-hours. The owner is that of the session unless one is given; the hour,
-        counted since 1970, is now."""
+        """Counts tokens, checkpoints, or byte-hours. Owner and key are those of the session unless an owner is given;
+        the hour, counted since 1970, is now."""
         if amount > 0:
             hour = int(time.time() // 3600) if hour is None else hour
-            self._usage[hour, owner or "", session_id, base_model, kind] += amount
+            whose = Whose(owner, key_id) if owner is not None else self._store.known_whose(session_id) or _UNKNOWN
+            self._usage[hour, whose, session_id, base_model, kind] += amount
+            if kind in TOKEN_KINDS and whose != _UNKNOWN:
+                self._gathered[whose] += amount
+
+    def tokens(self, owner: str) -> int:
+        """All that the owner has used, of every kind and at every gateway, as far as it is known here."""
+        counts = (self._counted, self._gathered)
+        return sum(amount for count in counts for whose, amount in count.items() if whose.owner == owner)
+
+    def heard(self, rows: Iterable[TokenCount]) -> None:
+        """What the database had a moment ago."""
+        for row in rows:
+            whose = Whose(row.owner, row.key_id)
+            self._counted[whose] = max(self._counted.get(whose, 0), row.amount)
 
     def touch(self, model_id: str) -> None:
         """The training run is asked for something now."""
@@ -88,24 +113,22 @@ class Ledger:
                 self._touched = touched | self._touched
                 raise
 
-    async def _write(
-        self,
-        usage: Counter[tuple[int, str, str, str, str]],
-        rows: list[AuditEvent | Span],
-        touched: dict[str, float],
-    ) -> None:
+    async def _write(self, usage: Counter[_Used], rows: list[AuditEvent | Span], touched: dict[str, float]) -> None:
         insert = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}[self._store.dialect]
+        used: Counter[_Used] = Counter()
+        tokens: Counter[Whose] = Counter()
+        for (hour, known, session_id, base_model, kind), amount in usage.items():
+            whose = known if known != _UNKNOWN else await self._store.whose(session_id) or _UNKNOWN
+            used[hour, whose, session_id, base_model, kind] += amount
+            if kind in TOKEN_KINDS:
+                tokens[whose] += amount
+        counted: dict[Whose, int] = {}
         async with self._store.begin() as db:
-            wanted = {key[2] for key in usage if not key[1]} - set(self._owners)
-            if wanted:
-                found = await db.execute(
-                    select(Session.session_id, Session.owner).where(Session.session_id.in_(wanted))
-                )
-                self._owners.update((session_id, owner) for session_id, owner in found)
-            for (hour, owner, session_id, base_model, kind), amount in usage.items():
+            # In one order for all gateways, so that none waits for another that waits for it.
+            for (hour, whose, session_id, base_model, kind), amount in sorted(used.items()):
                 statement = insert(Usage).values(
                     hour=hour,
-                    owner=owner or self._owners.get(session_id, ""),
+                    owner=whose.owner,
                     session_id=session_id,
                     base_model=base_model,
                     kind=kind,
@@ -117,6 +140,19 @@ class Ledger:
                         set_={"amount": Usage.amount + statement.excluded.amount},
                     )
                 )
-            for model_id, at in touched.items():
+            for whose, amount in sorted(tokens.items()):
+                count = insert(TokenCount).values(owner=whose.owner, key_id=whose.key_id, amount=amount)
+                summed = count.on_conflict_do_update(
+                    index_elements=["owner", "key_id"], set_={"amount": TokenCount.amount + count.excluded.amount}
+                )
+                counted[whose] = (await db.scalars(summed.returning(TokenCount.amount))).one()
+            for model_id, at in sorted(touched.items()):
                 await db.execute(update(Model).where(Model.model_id == model_id).values(last_request_at=at))
             db.add_all(rows)
+        for whose, amount in counted.items():
+            self._counted[whose] = max(self._counted.get(whose, 0), amount)
+        for (_, whose, *_, kind), amount in usage.items():
+            if kind in TOKEN_KINDS and whose != _UNKNOWN:
+                self._gathered[whose] -= amount
+                if not self._gathered[whose]:
+                    del self._gathered[whose]

@@ -16,9 +16,11 @@ import grpc.aio
 from gateway import json_forms
 from gateway.clients import Clients, meaning
 from gateway.config import GatewayConfig
+from gateway.dashboard.samples import RecentSamples
 from gateway.futures import PROTOBUF, Answer, Futures, Pending
 from gateway.inflight import Inflight
 from gateway.ledger import Ledger
+from gateway.limits import Hold
 from gateway.metrics import Metrics
 from gateway.publishing import Publishing
 from gateway.records import Records
@@ -110,11 +112,13 @@ class Samples:
         records: Records,
         publishing: Publishing,
         ledger: Ledger,
+        recent: RecentSamples,
         metrics: Metrics,
     ) -> None:
         self._config = config
         self._publishing = publishing
         self._ledger = ledger
+        self._recent = recent
         self._clients = clients
         self._futures = futures
         self._inflight = inflight
@@ -136,6 +140,7 @@ class Samples:
         session: SamplingSession,
         fingerprint: str,
         is_recorded: bool,
+        hold: Hold | None = None,
     ) -> None:
         """Starts it. A repeat does nothing; raises SequenceConflict for another body under the same id.
 
@@ -143,7 +148,7 @@ class Samples:
         """
         known = self._futures.fingerprint(request_id)
         if known is None:
-            pending = Pending(request_id, KIND, session.sampling_session_id, fingerprint)
+            pending = Pending(request_id, KIND, session.sampling_session_id, fingerprint, hold=hold)
             self._futures.start(pending, self._run(pending, request, session, is_recorded=is_recorded))
         elif known != fingerprint:
             raise SequenceConflict(
@@ -162,6 +167,13 @@ class Samples:
             ) from None
         if is_recorded:
             await self._records.add(pending.request_id, request, response, session_id=session.session_id)
+        self._recent.add(
+            pending.request_id,
+            request,
+            response.sequences,
+            base_model=session.base_model,
+            session_id=session.session_id,
+        )
         num_prompt = sum(len(chunk.encoded_text.tokens) // 4 for chunk in request.prompt)
         num_sampled = sum(len(sequence.tokens) // 4 for sequence in response.sequences)
         self._metrics.prompt_tokens.inc(num_prompt)
@@ -173,6 +185,8 @@ class Samples:
         use("sampling_prefill", num_prompt - num_cached)
         use("sampling_prefill_cached", num_cached)
         use("sampling_sample", num_sampled)
+        if pending.hold is not None:
+            pending.hold.drawn(num_sampled)
         return Answer(response.SerializeToString(), PROTOBUF, json_forms.sample_result)
 
     async def _sample(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from sqlalchemy import ColumnElement, and_, false, func, or_, select
 
 from gateway import schemas
+from gateway.auth import Caller
 from gateway.catalog import exists_now, in_project
 from gateway.store import Store
 from gateway.tables import Checkpoint, Model, SamplingSession, Session
@@ -44,12 +45,14 @@ class SessionSearch:
         async with self._store.begin() as db:
             return list(await db.scalars(models)), list(await db.scalars(samplers.order_by(SamplingSession.created_at)))
 
-    async def search(self, asked: schemas.SearchSessions, *, owner: str) -> tuple[list[Found], bool]:
+    async def search(self, asked: schemas.SearchSessions, *, caller: Caller) -> tuple[list[Found], bool]:
         """One page, newest first, and whether there are more."""
         query = select(Session).order_by(Session.created_at.desc(), Session.session_id.desc())
+        if not caller.admin:
+            query = query.where(Session.owner == caller.owner)
         match asked.owner:
             case schemas.OwnSearch():
-                query = query.where(Session.owner == owner)
+                query = query.where(Session.owner == caller.owner)
             case schemas.UserSearch(owner_urns=urns):
                 query = query.where(Session.owner.in_([owner_of_urn(urn) for urn in urns]))
         if asked.project_ids is not None:
@@ -60,7 +63,7 @@ class SessionSearch:
             query = query.where(Session.session_id == asked.session_id)
         matching: list[Session] = []
         async with self._store.begin() as db:
-            after = await self._position(asked.cursor)
+            after = await self._position(asked.cursor, caller=caller)
             # Names and metadata are compared here: databases differ in what they take for a lower case letter.
             while len(matching) <= asked.limit:
                 page = query if after is None else query.where(_comes_after(*after))
@@ -73,12 +76,13 @@ class SessionSearch:
         sizes = await self._sizes([row.session_id for row in page_rows])
         return [Found(row, *sizes.get(row.session_id, (0, 0))) for row in page_rows], len(matching) > asked.limit
 
-    async def _position(self, cursor: schemas.SearchCursor | None) -> tuple[float, str] | None:
+    async def _position(self, cursor: schemas.SearchCursor | None, *, caller: Caller) -> tuple[float, str] | None:
         if cursor is None:
             return None
         # The cursor's time is rounded to a microsecond; the row has all of it.
         session = await self._store.session(cursor.last_session_id)
-        at = cursor.last_created_at.timestamp() if session is None else session.created_at
+        is_seen = session is not None and caller.sees(session.owner)
+        at = session.created_at if session is not None and is_seen else cursor.last_created_at.timestamp()
         return at, cursor.last_session_id
 
     async def _sizes(self, session_ids: Sequence[str]) -> dict[str, tuple[int, int]]:

@@ -3,23 +3,52 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import Connection, ExceptionContext, delete, event, func, select, update
+from sqlalchemy import Connection, ExceptionContext, delete, event, func, or_, select, update
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 
 from gateway.metrics import Metrics
-from gateway.tables import Base, Checkpoint, CustomLoss, Model, Operation, SampleMark, SamplingSession, Session, Setting
+from gateway.tables import (
+    Base,
+    Checkpoint,
+    CountedOperation,
+    CustomLoss,
+    GatewayRow,
+    Model,
+    Operation,
+    SampleMark,
+    SamplingSession,
+    Session,
+    Setting,
+)
 
 MIGRATIONS = Path(__file__).parent / "migrations"
+_MAX_WHOSE = 100_000
+
+
+class Whose(NamedTuple):
+    """To whom a session belongs, for ever."""
+
+    owner: str
+    key_id: str
+    """Of the key that made it."""
+
+
+_MIGRATION_LOCK = 0x74696E736D697468
+"""An advisory lock of PostgreSQL."""
+_PER_QUERY = 500
+"""Ids in one query: databases limit its parameters."""
 
 
 def _upgrade(connection: Connection) -> None:
@@ -46,6 +75,9 @@ class Store:
         # Rows that never change while their session lives, so that a sample or a batch costs no query.
         self._models: dict[str, Model] = {}
         self._samplers: dict[str, SamplingSession] = {}
+        self.is_shared = False
+        """Other gateways change the database, too."""
+        self._whose: OrderedDict[str, Whose] = OrderedDict()
 
     @property
     def dialect(self) -> str:
@@ -53,8 +85,12 @@ class Store:
         return self._engine.dialect.name
 
     async def migrate(self) -> None:
-        """Brings the schema to head."""
+        """Brings the schema to head. Gateways that start at the same time do it one after the other."""
         async with self._engine.begin() as connection:
+            if self.dialect == "postgresql":
+                await connection.execute(select(func.pg_advisory_xact_lock(_MIGRATION_LOCK)))
+            else:
+                await connection.exec_driver_sql("BEGIN IMMEDIATE")
             await connection.run_sync(_upgrade)
 
     async def close(self) -> None:
@@ -65,6 +101,10 @@ class Store:
         with self._seconds.time():
             async with self._new() as db, db.begin():
                 yield db
+
+    def insert(self, table: type[Base]) -> Any:
+        """An INSERT with the ON CONFLICT of this database."""
+        return {"sqlite": sqlite.insert, "postgresql": postgresql.insert}[self.dialect](table)
 
     async def _add_once(self, row: Base) -> bool:
         """False when a row with this key is there already."""
@@ -77,12 +117,15 @@ class Store:
 
     # Sessions
 
-    async def create_session(self, *, owner: str, idempotency_key: str | None, **facts: Any) -> Session:
+    async def create_session(
+        self, *, owner: str, key_id: str = "", idempotency_key: str | None, **facts: Any
+    ) -> Session:
         """A new session; the one made before when the same owner repeats the key."""
         now = time.time()
         session = Session(
             session_id=uuid4().hex,
             owner=owner,
+            key_id=key_id,
             idempotency_key=idempotency_key,
             created_at=now,
             last_seen_at=now,
@@ -114,6 +157,21 @@ class Store:
         async with self.begin() as db:
             return await db.get(Session, session_id)
 
+    async def whose(self, session_id: str) -> Whose | None:
+        """None for an unknown session."""
+        if session_id not in self._whose:
+            session = await self.session(session_id)
+            if session is None:
+                return None
+            self._whose[session_id] = Whose(session.owner, session.key_id)
+            if len(self._whose) > _MAX_WHOSE:
+                self._whose.popitem(last=False)
+        return self._whose.get(session_id)
+
+    def known_whose(self, session_id: str) -> Whose | None:
+        """None unless it is in memory, as it is soon after `whose`."""
+        return self._whose.get(session_id)
+
     async def heartbeat(self, session_id: str) -> bool:
         """True when the session lives."""
         live = update(Session).where(Session.session_id == session_id, Session.ended_at.is_(None))
@@ -127,8 +185,23 @@ class Store:
         async with self.begin() as db:
             result = await db.execute(live.values(ended_at=time.time(), end_reason=reason, end_detail=detail))
             ended = result.rowcount > 0  # type: ignore[attr-defined]
-        self._models = {key: row for key, row in self._models.items() if row.session_id != session_id}
-        self._samplers = {key: row for key, row in self._samplers.items() if row.session_id != session_id}
+        self._forget_sessions({session_id})
+        return ended
+
+    def _forget_sessions(self, session_ids: set[str]) -> None:
+        self._models = {key: row for key, row in self._models.items() if row.session_id not in session_ids}
+        self._samplers = {key: row for key, row in self._samplers.items() if row.session_id not in session_ids}
+
+    async def forget_ended_sessions(self) -> set[str]:
+        """Those that another gateway has ended and that were still known here."""
+        known = sorted({row.session_id for rows in (self._models, self._samplers) for row in rows.values()})
+        ended: set[str] = set()
+        for start in range(0, len(known), _PER_QUERY):
+            some = Session.session_id.in_(known[start : start + _PER_QUERY])
+            async with self.begin() as db:
+                ended.update(await db.scalars(select(Session.session_id).where(some, Session.ended_at.is_not(None))))
+        if ended:
+            self._forget_sessions(ended)
         return ended
 
     async def assign_project(self, session_id: str, project_id: str) -> None:
@@ -146,9 +219,10 @@ class Store:
         """Adds it; a repeat changes nothing."""
         await self._add_once(model)
 
-    async def model(self, model_id: str) -> Model | None:
-        """The model, also one of an ended session until it is released."""
-        if model_id in self._models:
+    async def model(self, model_id: str, *, is_newest: bool = False) -> Model | None:
+        """The model, also one of an ended session until it is released. What is known of
+        it may be older than the database where another gateway has changed it; `is_newest` asks that."""
+        if model_id in self._models and not (is_newest and self.is_shared):
             return self._models[model_id]
         async with self.begin() as db:
             row = await db.get(Model, model_id)
@@ -191,6 +265,7 @@ class Store:
         async with self.begin() as db:
             await db.execute(update(Model).where(Model.model_id == model_id).values(released_at=time.time()))
             await db.execute(delete(Operation).where(Operation.model_id == model_id))
+            await db.execute(delete(CountedOperation).where(CountedOperation.model_id == model_id))
 
     # Sampling sessions
 
@@ -227,9 +302,16 @@ class Store:
         async with self.begin() as db:
             return await db.get(SampleMark, (sampling_session_id, clone_id))
 
-    async def put_sample_mark(self, mark: SampleMark) -> None:
+    async def put_sample_mark(self, mark: SampleMark, *, home: str | None) -> bool:
+        """False when the samples have another home than this one, which is None where there is one gateway."""
+        values = {"low": mark.low, "high": mark.high}
+        key = {"sampling_session_id": mark.sampling_session_id, "clone_id": mark.clone_id}
+        query = self.insert(SampleMark).values(**key, **values, home=home)
+        query = query.on_conflict_do_update(
+            index_elements=list(key), set_=values, where=None if home is None else SampleMark.home == home
+        )
         async with self.begin() as db:
-            await db.merge(mark)
+            return (await db.scalars(query.returning(SampleMark.low))).one_or_none() is not None
 
     @staticmethod
     async def _lives(db: AsyncSession, session_id: str) -> bool:
@@ -238,14 +320,23 @@ class Store:
 
     # Checkpoints
 
-    async def put_checkpoint(self, checkpoint: Checkpoint) -> bool:
-        """Adds it, or replaces the one of the same path. False when this very save was there already."""
+    async def put_checkpoint(self, checkpoint: Checkpoint, *, settles: str | None = None) -> bool:
+        """Adds it, or replaces the one of the same path. False when this very save was there already.
+
+        `settles`: the request that has made it. False, and nothing is written, when that is settled: what it made may
+        be gone since.
+        """
+        names = [column.key for column in Checkpoint.__table__.columns]
+        # What the caller leaves to its default is absent here.
+        values = {name: value for name in names if (value := getattr(checkpoint, name)) is not None}
+        query = self.insert(Checkpoint).values(values)
+        changed = {name: query.excluded[name] for name in names if name != "path"}
+        is_other = None if settles is not None else Checkpoint.version_id != query.excluded.version_id
+        query = query.on_conflict_do_update(index_elements=["path"], set_=changed, where=is_other)
         async with self.begin() as db:
-            known = await db.get(Checkpoint, checkpoint.path)
-            if known is not None and known.version_id == checkpoint.version_id:
+            if settles is not None and not await self._settle(db, settles):
                 return False
-            await db.merge(checkpoint)
-        return True
+            return (await db.scalars(query.returning(Checkpoint.path))).one_or_none() is not None
 
     async def checkpoint(self, path: str) -> Checkpoint | None:
         """The checkpoint, also an expired one."""
@@ -254,11 +345,22 @@ class Store:
 
     async def expired_checkpoints(self) -> list[Checkpoint]:
         async with self.begin() as db:
-            return list(await db.scalars(select(Checkpoint).where(Checkpoint.expires_at <= time.time())))
+            over = Checkpoint.expires_at <= time.time()
+            query = select(Checkpoint).where(over, or_(~Checkpoint.pinned, Checkpoint.expires_at == DELETED_AT))
+            return list(await db.scalars(query))
 
-    async def delete_checkpoint(self, path: str) -> None:
+    async def count_checkpoints(self) -> dict[str, tuple[int, int]]:
+        """Number and bytes, of each kind of a path."""
+        sums = select(Checkpoint.kind, func.count(), func.sum(Checkpoint.size_bytes)).group_by(Checkpoint.kind)
         async with self.begin() as db:
-            await db.execute(delete(Checkpoint).where(Checkpoint.path == path))
+            found = {kind: (number, int(num_bytes)) for kind, number, num_bytes in await db.execute(sums)}
+        return {kind: found.get(kind, (0, 0)) for kind in KINDS}
+
+    async def delete_checkpoint(self, path: str) -> bool:
+        """False when another gateway was faster."""
+        async with self.begin() as db:
+            result = await db.execute(delete(Checkpoint).where(Checkpoint.path == path))
+            return result.rowcount > 0  # type: ignore[attr-defined]
 
     async def update_checkpoint(self, path: str, **facts: Any) -> None:
         async with self.begin() as db:
@@ -296,9 +398,41 @@ class Store:
 
     # Operations
 
-    async def add_operation(self, operation: Operation) -> None:
-        """Adds it; a repeat changes nothing."""
-        await self._add_once(operation)
+    async def add_operation(self, operation: Operation) -> bool:
+        """Adds it. A repeat changes nothing, and is False."""
+        return await self._add_once(operation)
+
+    async def settle_operation(self, request_id: str) -> None:
+        """Its answer needs nothing more to be written down."""
+        async with self.begin() as db:
+            await self._settle(db, request_id)
+
+    @staticmethod
+    async def _settle(db: AsyncSession, request_id: str) -> bool:
+        """False when it was settled before."""
+        query = update(Operation).where(Operation.request_id == request_id, Operation.settled_at.is_(None))
+        result = await db.execute(query.values(settled_at=time.time()))
+        return result.rowcount > 0  # type: ignore[attr-defined]
+
+    async def replace_operation(self, operation: Operation) -> None:
+        async with self.begin() as db:
+            await db.merge(operation)
+
+    async def take_over_operations(self, gateway_id: str, *, kinds: Collection[str]) -> list[str]:
+        """The request ids of those whose gateway is gone before they were settled; each to one who asks."""
+        is_left = or_(
+            Operation.gateway_id.is_(None),
+            Operation.gateway_id.not_in(select(GatewayRow.gateway_id)) & (Operation.gateway_id != gateway_id),
+        )
+        query = update(Operation).where(
+            Operation.settled_at.is_(None), Operation.error.is_(None), Operation.kind.in_(kinds), is_left
+        )
+        async with self.begin() as db:
+            return list(await db.scalars(query.values(gateway_id=gateway_id).returning(Operation.request_id)))
+
+    async def delete_refused(self, *, before: float) -> None:
+        async with self.begin() as db:
+            await db.execute(delete(Operation).where(Operation.error.is_not(None), Operation.created_at < before))
 
     async def delete_operation(self, request_id: str) -> None:
         async with self.begin() as db:
@@ -311,7 +445,7 @@ class Store:
 
 def _set_up_sqlite(connection: Any, _record: object) -> None:
     cursor = connection.cursor()
+    cursor.execute("PRAGMA busy_timeout=30000")
     cursor.execute("PRAGMA journal_mode=WAL")
     cursor.execute("PRAGMA synchronous=FULL")  # a receipt may rest on a row
-    cursor.execute("PRAGMA busy_timeout=30000")
     cursor.close()

@@ -6,23 +6,24 @@ seq_id either way, and a 4xx on one of several chunks would leave it waiting for
 
 from __future__ import annotations
 
-import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
-from uuid import uuid4
 
 from google.protobuf.message import Message
 from starlette.responses import Response
 
 from gateway import schemas
+from gateway.access import refused_id
+from gateway.auth import Caller
 from gateway.body import Schema, fingerprint, parse
 from gateway.errors import json_response
 from gateway.gateway import Gateway
+from gateway.limits import Hold
 from gateway.operations import Submission, refusal_body, request_id_of
-from tinsmith.rpc.errors import ModelNotFound, NotReady, SequenceConflict, ServiceError
-
-_MODEL_ID = re.compile(r"[^/\s]+:train:\d+")
+from gateway.tables import Model
+from tinsmith.rpc.errors import BudgetExceeded, ModelNotFound, NotReady, ServiceError
+from tinsmith.rpc.paths import TinkerPath
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,8 @@ class Rpc:
     """Set for an ephemeral save."""
     inflight: bool = False
     """A save with kind "inflight"."""
+    is_forward_only: bool = False
+    """A batch without gradients."""
     is_completed: bool = False
     """The gateway has put things into the body that the client only names."""
 
@@ -57,16 +60,17 @@ def receipt(request_id: str, model_id: str) -> Response:
     return json_response({"request_id": request_id, "model_id": model_id})
 
 
-def failed_receipt(gateway: Gateway, request_id: str, model_id: str, error: ServiceError, *, mark: str) -> Response:
+async def failed_receipt(
+    gateway: Gateway, request_id: str, model_id: str, error: ServiceError, *, kind: str, mark: str
+) -> Response:
     """A receipt for what has failed already, and that the trainer need not know of."""
-    if gateway.futures.fingerprint(request_id) not in (None, mark):
-        raise SequenceConflict(f"{request_id} was used by another request before; this one was not run ({error})")
-    gateway.futures.fail(request_id, error, fingerprint=mark)
+    await gateway.operations.refuse(request_id, error, group=model_id, kind=kind, mark=mark)
     return receipt(request_id, model_id)
 
 
 async def submit_json(
     gateway: Gateway,
+    caller: Caller,
     content: dict[str, Any],
     body: bytes,
     *,
@@ -76,28 +80,63 @@ async def submit_json(
 ) -> Response:
     """For a JSON body with model_id and seq_id: `content` is what `body` holds."""
     ids = parse(schemas.OperationIds, content)
+    if await gateway.access.model(ids.model_id, caller) is None:  # `convert` looks at what the model has
+        return await no_model(gateway, caller, ids, kind=kind, mark=fingerprint(kind, body))
     try:
         rpc = await convert(parse(schema, content))
     except NotReady:
         raise
     except ServiceError as error:
-        return await submit(gateway, kind=kind, ids=ids, rpc=error, mark=fingerprint(kind, body))
+        return await submit(gateway, caller, kind=kind, ids=ids, rpc=error, mark=fingerprint(kind, body))
     mark = fingerprint(kind, rpc.body, rpc.path, rpc.sampling_session_id, "inflight" if rpc.inflight else "")
-    return await submit(gateway, kind=kind, ids=ids, rpc=rpc, mark=mark)
+    return await submit(gateway, caller, kind=kind, ids=ids, rpc=rpc, mark=mark)
+
+
+async def no_model(gateway: Gateway, caller: Caller, ids: schemas.OperationIds, *, kind: str, mark: str) -> Response:
+    """The receipt of what is asked of no model of the caller, or of one that cannot be trained."""
+    model = await gateway.access.model(ids.model_id, caller)
+    why = "there is no such model" if model is None else "its session has ended, or it is a copy"
+    error = ModelNotFound(f"model_id: {ids.model_id!r} cannot be trained: {why}", model_id=ids.model_id)
+    return await failed_receipt(gateway, refused_id(caller), ids.model_id, error, kind=kind, mark=mark)
+
+
+async def _admit(gateway: Gateway, caller: Caller, model: Model, request_id: str, rpc: Rpc, *, num_tokens: int) -> Hold:
+    """Raises RateLimited, and BudgetExceeded."""
+    whose = await gateway.store.whose(model.session_id)
+    assert whose is not None
+    hold = gateway.limits.operation(caller, request_id, owner=whose.owner, tokens=num_tokens)
+    if rpc.name == "SaveCheckpoint" and rpc.path is not None:
+        kind = TinkerPath.parse(rpc.path, field="path").kind
+        before = await gateway.catalog.checkpoints_of_run(model.model_id, kinds=[kind])
+        try:
+            await gateway.limits.store(hold, rpc.path, num_bytes=before[-1].size_bytes if before else 0)
+        except BaseException:
+            hold.release()
+            raise
+    return hold
 
 
 async def submit(
-    gateway: Gateway, *, kind: str, ids: schemas.OperationIds, rpc: Rpc | ServiceError, mark: str, num_tokens: int = 0
+    gateway: Gateway,
+    caller: Caller,
+    *,
+    kind: str,
+    ids: schemas.OperationIds,
+    rpc: Rpc | ServiceError,
+    mark: str,
+    num_tokens: int = 0,
 ) -> Response:
     """The receipt, once the trainer has the operation, or the refusal, in its journal."""
-    model = await gateway.store.model(ids.model_id)
+    model = await gateway.access.model(ids.model_id, caller)
     if model is None or model.released_at is not None:
-        why = "there is no such model" if model is None else "its session has ended, or it is a copy"
-        error = ModelNotFound(f"model_id: {ids.model_id!r} cannot be trained: {why}", model_id=ids.model_id)
-        # An id of another form must not take the place of one that a sample may get.
-        well_formed = _MODEL_ID.fullmatch(ids.model_id) is not None
-        request_id = request_id_of(ids.model_id, ids.seq_id) if well_formed else f"refused:{uuid4().hex}"
-        return failed_receipt(gateway, request_id, ids.model_id, error, mark=mark)
+        return await no_model(gateway, caller, ids, kind=kind, mark=mark)
+    request_id = request_id_of(ids.model_id, ids.seq_id)
+    hold: Hold | None = None
+    if not isinstance(rpc, ServiceError) and gateway.futures.fingerprint(request_id) is None:
+        try:
+            hold = await _admit(gateway, caller, model, request_id, rpc, num_tokens=num_tokens)
+        except BudgetExceeded as error:
+            rpc = error
     error = rpc if isinstance(rpc, ServiceError) else None
     if isinstance(rpc, ServiceError):
         rpc = Rpc("SkipOperation", refusal_body(kind, ids.model_id, ids.seq_id, rpc))
@@ -112,9 +151,16 @@ async def submit(
         path=rpc.path,
         sampling_session_id=rpc.sampling_session_id,
         inflight=rpc.inflight,
+        is_forward_only=rpc.is_forward_only,
         is_completed=rpc.is_completed,
         num_tokens=num_tokens,
         error=error,
+        hold=hold,
     )
-    await gateway.operations.submit(submission)
+    try:
+        await gateway.operations.submit(submission)
+    finally:
+        pending = gateway.futures.pending(request_id)
+        if hold is not None and (pending is None or pending.hold is not hold):
+            hold.release()
     return receipt(submission.request_id, ids.model_id)

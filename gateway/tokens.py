@@ -12,8 +12,9 @@ from gateway.store import Store
 
 _ALGORITHM = "HS256"
 _SUBJECT = "tml:organization_user:"
-_REQUIRED = ["exp", "iat", "sub", "org_id", "email"]
-"""The claims that the SDK reads."""
+_KEY_ID = "key_id"
+_REQUIRED = ["exp", "iat", "sub", "org_id", "email", _KEY_ID]
+"""The claims that the SDK reads, and the key that it was issued for: it is good for as long as that is."""
 
 
 class InvalidToken(Exception):
@@ -32,7 +33,7 @@ class Tokens:
         if self.are_used and not self._secret:
             self._secret = await store.setting("jwt_secret", default=secrets.token_hex(32))
 
-    def issue(self, owner: str, *, email: str) -> str:
+    def issue(self, owner: str, *, key_id: str, email: str) -> str:
         now = int(time.time())
         claims = {
             "iat": now,
@@ -40,11 +41,12 @@ class Tokens:
             "sub": _SUBJECT + owner,
             "org_id": self._organization,
             "email": email,
+            _KEY_ID: key_id,
         }
         return jwt.encode(claims, self._secret, algorithm=_ALGORITHM)
 
-    def owner_of(self, token: str) -> str:
-        """Whom it was issued to. Raises InvalidToken when it is expired, forged or damaged."""
+    def key_id_of(self, token: str) -> str:
+        """Of the key that it was issued for. Raises InvalidToken when it is expired, forged or damaged."""
         try:
             claims = jwt.decode(
                 token,
@@ -57,4 +59,4 @@ class Tokens:
             raise InvalidToken("the JWT has expired; exchange the key for another one at auth/token") from None
         except jwt.InvalidTokenError as error:
             raise InvalidToken(f"the JWT was not issued by this server ({error})") from None
-        return claims["sub"].removeprefix(_SUBJECT)
+        return str(claims[_KEY_ID])

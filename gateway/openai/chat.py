@@ -10,6 +10,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.auth import Caller
 from gateway.errors import json_response
 from gateway.gateway import Gateway
 from gateway.openai.answers import Json, chat_logprobs, chunks_of, extension, head_of, log_begin
@@ -66,13 +67,13 @@ async def _prompt(gateway: Gateway, source: Source, body: Chat) -> bytes:
     return await gateway.generator.tokenize(source, pb.TokenizeRequest(chat=chat_of(body)))
 
 
-async def chat(gateway: Gateway, request: Request, body: Chat, *, owner: str) -> Response:
+async def chat(gateway: Gateway, request: Request, body: Chat, *, caller: Caller) -> Response:
     """Raises ServiceError, and ClientDisconnect when the client has left."""
     limit = gateway.config.max_num_samples
     if body.num_choices > limit:
         raise InvalidRequest(f"n: {body.num_choices} is above this server's max_num_samples {limit}", field="n")
     gateway.generator.check_capacity()
-    source = await find_source(gateway, body.model, owner=owner)
+    source = await find_source(gateway, body.model, caller=caller)
     tokenizer = await gateway.generator.tokenizer(source)
     sample = sample_request(
         body,

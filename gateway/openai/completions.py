@@ -10,6 +10,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.auth import Caller
 from gateway.convert import check_int32
 from gateway.errors import json_response
 from gateway.gateway import Gateway
@@ -48,7 +49,7 @@ async def _tokens(gateway: Gateway, source: Source, prompt: Prompt, *, add_speci
     return await gateway.generator.tokenize(source, request)
 
 
-async def complete(gateway: Gateway, request: Request, body: Completion, *, owner: str) -> Response:
+async def complete(gateway: Gateway, request: Request, body: Completion, *, caller: Caller) -> Response:
     """Raises ServiceError, and ClientDisconnect when the client has left."""
     prompts = prompts_of(body)
     num_choices, limit = len(prompts) * body.num_choices, gateway.config.max_num_samples
@@ -58,7 +59,7 @@ async def complete(gateway: Gateway, request: Request, body: Completion, *, owne
             field="prompt",
         )
     gateway.generator.check_capacity()
-    source = await find_source(gateway, body.model, owner=owner)
+    source = await find_source(gateway, body.model, caller=caller)
     tokenizer = await gateway.generator.tokenizer(source)
     add_special_tokens = body.add_special_tokens is not False
     tokens = await together(

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from gateway.errors import json_response, status_of
+from gateway.errors import json_response, retry_after, status_of
 from gateway.openai.schemas import UNSUPPORTED
 from tinsmith.rpc.errors import InvalidRequest, ServiceError, Unsupported
 
@@ -40,7 +40,7 @@ def body_of(error: ServiceError) -> tuple[int, dict[str, Any]]:
 
 def service_error(error: ServiceError) -> Response:
     status, body = body_of(error)
-    return json_response(body, status=status, headers={"Retry-After": "1"} if status in (429, 503) else None)
+    return json_response(body, status=status, headers=retry_after(error))
 
 
 def http_error(error: HTTPException) -> Response:

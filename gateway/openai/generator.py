@@ -15,10 +15,13 @@ from typing import Any, TypeVar
 
 import grpc.aio
 
+from gateway.auth import Caller
 from gateway.clients import Clients, is_lost, meaning
 from gateway.config import GatewayConfig
+from gateway.dashboard.samples import RecentSamples
 from gateway.futures import Progress
 from gateway.ledger import Ledger
+from gateway.limits import Limits
 from gateway.metrics import Metrics
 from gateway.openai.resumption import resumed, with_seed
 from gateway.openai.text import Vocabulary
@@ -48,6 +51,8 @@ class Source:
     """Where the trainer finds the version again."""
     follow_run: str = ""
     """The run whose newer versions a generation moves to; empty for what is fixed."""
+    caller: Caller | None = None
+    """Whose budget and rates it counts against; None: nobody's."""
 
     def session(self) -> SamplingSession:
         """Of no client; it is not stored."""
@@ -62,12 +67,22 @@ class TokenizerInfo:
 
 class Generator:
     def __init__(
-        self, config: GatewayConfig, *, clients: Clients, publishing: Publishing, ledger: Ledger, metrics: Metrics
+        self,
+        config: GatewayConfig,
+        *,
+        clients: Clients,
+        publishing: Publishing,
+        ledger: Ledger,
+        limits: Limits,
+        recent: RecentSamples,
+        metrics: Metrics,
     ) -> None:
         self._config = config
         self._clients = clients
         self._publishing = publishing
         self._ledger = ledger
+        self._limits = limits
+        self._recent = recent
         self._metrics = metrics
         self.known_versions: set[str] = set()
         """Those that have been sampled here; whether they may be was checked then."""
@@ -115,8 +130,9 @@ class Generator:
             sampling = replica.stub.Sample(request, metadata=metadata)
             return self._reply(replica, sampling, weight=request.num_samples)
 
-        with self._running():
+        with self._running(source, request):
             response = await self._ask(source, call, request)
+        self._remember(source, request, response, request_id)
         num_sampled = sum(len(sequence.tokens) // 4 for sequence in response.sequences)
         self._count(source, request, num_sampled=num_sampled, num_cached=response.prompt_cache_hit_tokens)
         return response
@@ -150,9 +166,10 @@ class Generator:
             async for piece in resumed(first_try, again, num_samples=request.num_samples):
                 num_sampled += len(piece.delta.tokens) // 4
                 num_cached = max(num_cached, piece.result.prompt_cache_hit_tokens)
+                self._remember(source, request, piece.result, request_id)
                 yield piece
 
-        with self._running():
+        with self._running(source, request):
             with_seed(request)
             try:
                 yield pieces(await begin())
@@ -187,19 +204,37 @@ class Generator:
             call.cancel()
 
     @contextlib.contextmanager
-    def _running(self) -> Iterator[None]:
+    def _running(self, source: Source, request: pb.SampleRequest) -> Iterator[None]:
+        """Raises RateLimited and BudgetExceeded."""
+        hold = None
+        if source.caller is not None:
+            hold = self._limits.sample(source.caller, request, base_model=source.base_model)
         self.num_running += 1
         try:
             yield
         finally:
             self.num_running -= 1
+            if hold is not None:
+                hold.release()
+
+    def _remember(
+        self, source: Source, request: pb.SampleRequest, response: pb.SampleResponse, request_id: str
+    ) -> None:
+        if response.sequences:
+            self._recent.add(request_id, request, response.sequences, base_model=source.base_model, owner=source.owner)
 
     def _count(self, source: Source, request: pb.SampleRequest, *, num_sampled: int, num_cached: int) -> None:
         num_prompt = sum(len(chunk.encoded_text.tokens) // 4 for chunk in request.prompt)
         self._metrics.prompt_tokens.inc(num_prompt)
         self._metrics.cached_prompt_tokens.inc(num_cached)
         self._metrics.sampled_tokens.inc(num_sampled)
-        whose: Mapping[str, Any] = {"base_model": source.base_model, "owner": source.owner}
+        whose: Mapping[str, Any] = {
+            "base_model": source.base_model,
+            "owner": source.owner,
+            "key_id": source.caller.key_id if source.caller is not None else "",
+        }
+        if source.caller is not None:
+            self._limits.took(source.caller.key_id, num_sampled)
         self._ledger.use("sampling_prefill", num_prompt - num_cached, **whose)
         self._ledger.use("sampling_prefill_cached", num_cached, **whose)
         self._ledger.use("sampling_sample", num_sampled, **whose)

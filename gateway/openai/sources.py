@@ -7,6 +7,7 @@ from typing import Any
 
 from sqlalchemy import or_, select
 
+from gateway.auth import Caller
 from gateway.gateway import Gateway
 from gateway.openai.generator import Source
 from gateway.tables import Checkpoint
@@ -17,15 +18,15 @@ MAX_LISTED = 100
 """Checkpoints in the list of models; the newest."""
 
 
-async def find_source(gateway: Gateway, model: str, *, owner: str) -> Source:
+async def find_source(gateway: Gateway, model: str, *, caller: Caller) -> Source:
     """Raises ModelNotFound for an unknown name, InvalidRequest for what is no path, and NotReady when the service that
     may know it cannot be reached."""
     version_id = location = follow_run = ""
     base_model = model
     if model.startswith(SCHEME):
-        checkpoint = await gateway.checkpoints.find(model, field="model", owner=owner)
+        checkpoint = await gateway.checkpoints.find(model, field="model", caller=caller)
         if checkpoint.version_id not in gateway.generator.known_versions:  # once for the audit log, not at each request
-            await gateway.checkpoints.read(model, field="model", owner=owner, purpose="sample")
+            await gateway.checkpoints.read(model, field="model", caller=caller, purpose="sample")
             gateway.generator.known_versions.add(checkpoint.version_id)
         base_model, version_id, location = checkpoint.base_model, checkpoint.version_id, checkpoint.location
         run = await gateway.store.model(checkpoint.run_id) if checkpoint.inflight else None
@@ -38,7 +39,7 @@ async def find_source(gateway: Gateway, model: str, *, owner: str) -> Source:
         )
     except InvalidRequest as error:
         raise ModelNotFound(error.message.replace("base_model:", "model:", 1), field="model") from error
-    return Source(model, base_model, owner, version_id, location, follow_run)
+    return Source(model, base_model, caller.owner, version_id, location, follow_run, caller)
 
 
 def _model(name: str, *, created: float, parent: str | None = None) -> dict[str, Any]:
@@ -54,7 +55,7 @@ async def list_models(gateway: Gateway, *, owner: str) -> list[dict[str, Any]]:
         .where(
             Checkpoint.owner == owner,
             Checkpoint.kind.in_(KINDS),
-            or_(Checkpoint.expires_at.is_(None), Checkpoint.expires_at > time.time()),
+            exists_now(),
         )
         .order_by(Checkpoint.created_at.desc())
         .limit(MAX_LISTED)
@@ -67,10 +68,10 @@ async def list_models(gateway: Gateway, *, owner: str) -> list[dict[str, Any]]:
     ]
 
 
-async def get_model(gateway: Gateway, name: str, *, owner: str) -> dict[str, Any]:
+async def get_model(gateway: Gateway, name: str, *, caller: Caller) -> dict[str, Any]:
     """Raises what find_source raises."""
-    await find_source(gateway, name, owner=owner)
+    await find_source(gateway, name, caller=caller)
     if not name.startswith(SCHEME):
         return _model(name, created=0)
-    row = await gateway.checkpoints.find(name, field="model", owner=owner)
+    row = await gateway.checkpoints.find(name, field="model", caller=caller)
     return _model(name, created=row.created_at, parent=row.base_model)

@@ -14,12 +14,18 @@ from gateway import schemas
 from gateway.billing import GIGABYTE, HOUR_S
 from gateway.body import parse
 from gateway.errors import json_response
-from gateway.gateway import gateway_of
+from gateway.gateway import caller_of, gateway_of
 from gateway.tables import AuditEvent
 from gateway.views import Json, owner_of_urn, time_text, urn_of
 from tinsmith.rpc.errors import InvalidRequest
 
 MAX_USAGE_DAYS = 14
+
+
+def _whose(request: Request) -> str | None:
+    """Whose usage the caller sees; None: everyone's."""
+    caller = caller_of(request)
+    return None if caller.admin else caller.owner
 
 
 def _entry(event: AuditEvent) -> Json:
@@ -36,7 +42,8 @@ def _entry(event: AuditEvent) -> Json:
 
 
 async def audit(request: Request) -> Response:
-    """One day, from midnight to midnight UTC; today unless another is named."""
+    """What the caller has done, or everyone for an admin, on one day, from midnight to midnight UTC; today unless
+    another is named."""
     gateway = gateway_of(request)
     query = parse(schemas.AuditQuery, dict(request.query_params))
     day = query.day or datetime.now(UTC).date()
@@ -44,6 +51,8 @@ async def audit(request: Request) -> Response:
     events = select(AuditEvent).where(AuditEvent.at >= begin, AuditEvent.at < begin + timedelta(days=1).total_seconds())
     if query.event_type != "all":
         events = events.where(AuditEvent.category == query.event_type)
+    if (owner := _whose(request)) is not None:
+        events = events.where(AuditEvent.owner == owner)
     await gateway.ledger.flush()
     async with gateway.store.begin() as db:
         found = list(await db.scalars(events.order_by(AuditEvent.at, AuditEvent.event_id)))
@@ -71,7 +80,7 @@ async def billing_usage(request: Request) -> Response:
             f"{MAX_USAGE_DAYS} days",
             field="ending_before",
         )
-    events, sessions = await gateway.billing.usage(begin, end)
+    events, sessions = await gateway.billing.usage(begin, end, owner=_whose(request))
     for event in events:
         caller = gateway.callers.by_owner(owner_of_urn(event["user_id"]))
         event["user_name"] = caller.name if caller is not None else None
@@ -89,7 +98,7 @@ async def checkpoint_storage(request: Request) -> Response:
     query = parse(schemas.StorageQuery, dict(request.query_params))
     price = gateway.billing.storage_price
     data: list[Json] = []
-    for project_id, owner, count, size in await gateway.billing.stored_now(query.project_id):
+    for project_id, owner, count, size in await gateway.billing.stored_now(query.project_id, owner=_whose(request)):
         caller = gateway.callers.by_owner(owner)
         data.append(
             {

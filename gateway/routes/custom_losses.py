@@ -10,7 +10,7 @@ from gateway import schemas
 from gateway.body import parse, read_json
 from gateway.custom_losses import to_message
 from gateway.errors import json_response
-from gateway.gateway import gateway_of
+from gateway.gateway import caller_of, gateway_of
 from gateway.routes.models import check_session
 
 
@@ -19,7 +19,7 @@ async def create_custom_loss(request: Request) -> Response:
     gateway = gateway_of(request)
     content, _ = await read_json(request, gateway.config)
     body = parse(schemas.CreateCustomLoss, content)
-    await check_session(gateway, body.session_id)
+    await check_session(gateway, body.session_id, caller=caller_of(request))
     loss_id = f"{body.session_id}:loss:{body.custom_loss_seq_id}"
     await gateway.custom_losses.create(loss_id, to_message(body), session_id=body.session_id)
     return json_response({"request_id": loss_id})

@@ -24,7 +24,7 @@ async def _find(request: Request, *, version: str) -> tuple[Checkpoint, Sequence
     """410 when something else lies there by now."""
     gateway = gateway_of(request)
     path = SCHEME + "/".join(request.path_params[part] for part in ("run_id", "kind", "name"))
-    checkpoint = await gateway.checkpoints.find(path, field="path", owner="")
+    checkpoint = await gateway.checkpoints.find(path, field="path", caller=None)
     if checkpoint.version_id != version:
         raise HTTPException(410, f"{path} was replaced since this address was made; ask the server for a new one")
     return checkpoint, await gateway.checkpoints.files(checkpoint)

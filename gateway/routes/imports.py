@@ -11,7 +11,7 @@ from gateway import schemas
 from gateway.body import parse
 from gateway.convert import check_ttl
 from gateway.errors import json_response
-from gateway.gateway import gateway_of, owner_of
+from gateway.gateway import caller_of, gateway_of
 from tinsmith.rpc.paths import check_name
 
 
@@ -23,10 +23,11 @@ async def import_checkpoint(request: Request) -> Response:
     query = parse(schemas.ImportQuery, dict(request.query_params))
     imported = await gateway_of(request).imports.run(
         request.stream(),
+        num_bytes=int(request.headers.get("content-length") or 0),
         base_model=query.base_model,
         name=check_name(query.name, field="name"),
         ttl_seconds=check_ttl(query.ttl_seconds),
-        owner=owner_of(request),
+        caller=caller_of(request),
     )
     return json_response({"path": imported.checkpoint.path, "notes": imported.notes})
 

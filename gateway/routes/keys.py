@@ -18,14 +18,16 @@ async def auth_token(request: Request) -> Response:
     if not tokens.are_used:
         raise NotFound("this server issues no JWTs: its setting jwt_auth is off")
     caller: Caller = request.state.caller
-    return json_response({"jwt": request.state.token or tokens.issue(caller.owner, email=caller.email)})
+    return json_response(
+        {"jwt": request.state.token or tokens.issue(caller.owner, key_id=caller.key_id, email=caller.email)}
+    )
 
 
 async def get_own_key(request: Request) -> Response:
     caller: Caller = request.state.caller
     return json_response(
         {
-            "key_id": caller.key_id,
+            "key_id": caller.number,
             "name": caller.name,
             "note": caller.note,
             "details": {

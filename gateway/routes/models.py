@@ -12,9 +12,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway import convert, schemas
+from gateway.auth import Caller
 from gateway.body import fingerprint, parse, read_json
 from gateway.errors import json_response
-from gateway.gateway import Gateway, gateway_of
+from gateway.gateway import Gateway, caller_of, gateway_of
 from gateway.operations import Submission, request_id_of
 from gateway.submissions import failed_receipt, receipt
 from gateway.tables import Model
@@ -34,9 +35,9 @@ from tinsmith.rpc.errors import (
 from tinsmith.v1 import trainer_pb2
 
 
-async def check_session(gateway: Gateway, session_id: str) -> None:
+async def check_session(gateway: Gateway, session_id: str, *, caller: Caller) -> None:
     """Raises NotFound for an unknown session and FailedPrecondition for an ended one."""
-    session = await gateway.store.session(session_id)
+    session = await gateway.access.session(session_id, caller)
     if session is None:
         raise NotFound(f"session_id: there is no session {session_id!r}")
     if session.ended_at is not None:
@@ -58,17 +59,17 @@ async def create_model(request: Request) -> Response:
         )
         return message, None
 
-    return await _create(gateway, "create_model", content, body, to_message)
+    return await _create(gateway, "create_model", content, body, to_message, caller=caller_of(request))
 
 
-async def create_from_checkpoint(gateway: Gateway, content: dict[str, Any], body: bytes, *, owner: str) -> Response:
+async def create_from_checkpoint(gateway: Gateway, content: dict[str, Any], body: bytes, *, caller: Caller) -> Response:
     """load_weights with session_id: the new model's rank, flags and base model are those of the checkpoint."""
 
     async def to_message(model_id: str) -> tuple[trainer_pb2.CreateModelRequest, str | None]:
         asked = parse(schemas.LoadWeights, content)
         if asked.weights_access_token is not None:
             raise Unsupported("weights_access_token: is not supported here")
-        checkpoint = await gateway.checkpoints.read(asked.path, field="path", owner=owner, purpose="load")
+        checkpoint = await gateway.checkpoints.read(asked.path, field="path", caller=caller, purpose="load")
         base_model = asked.base_model or checkpoint.base_model
         if not gateway.clients.are_same(base_model, checkpoint.base_model):
             raise InvalidRequest(f"base_model: {base_model!r} is not that of {asked.path}, {checkpoint.base_model!r}")
@@ -82,7 +83,7 @@ async def create_from_checkpoint(gateway: Gateway, content: dict[str, Any], body
         )
         return message, checkpoint.path
 
-    return await _create(gateway, "load_weights", content, body, to_message)
+    return await _create(gateway, "load_weights", content, body, to_message, caller=caller)
 
 
 async def _create(
@@ -91,10 +92,12 @@ async def _create(
     content: dict[str, Any],
     body: bytes,
     to_message: Callable[[str], Awaitable[tuple[trainer_pb2.CreateModelRequest, str | None]]],
+    *,
+    caller: Caller,
 ) -> Response:
     """`to_message` makes the request from the new model's id, and names the path that it loads."""
     ids = parse(schemas.NewModelIds, content)
-    await check_session(gateway, ids.session_id)
+    await check_session(gateway, ids.session_id, caller=caller)
     model_id = f"{ids.session_id}:train:{ids.model_seq_id}"
     request_id = request_id_of(model_id, 0)
     # The client's own bytes: what it loads may be gone when it repeats them.
@@ -116,7 +119,7 @@ async def _create(
             raise SequenceConflict(
                 f"{request_id} was used by another request before; this one was not run ({error})"
             ) from error
-        return failed_receipt(gateway, request_id, model_id, error, mark=mark)
+        return await failed_receipt(gateway, request_id, model_id, error, kind=kind, mark=mark)
     await gateway.store.add_model(
         Model(
             model_id=model_id,
@@ -130,7 +133,7 @@ async def _create(
     made = await gateway.store.model(model_id)
     if made is not None and made.released_at is not None:
         what = f"model_seq_id: {ids.model_seq_id} is taken: {model_id} holds copies, and is not trained; send another"
-        return failed_receipt(gateway, request_id, model_id, AlreadyExists(what), mark=mark)
+        return await failed_receipt(gateway, request_id, model_id, AlreadyExists(what), kind=kind, mark=mark)
     await gateway.operations.submit(
         Submission(
             kind=kind,
@@ -150,7 +153,7 @@ async def get_info(request: Request) -> Response:
     gateway = gateway_of(request)
     content, _ = await read_json(request, gateway.config)
     model_id = parse(schemas.GetInfo, content).model_id
-    model = await gateway.store.model(model_id)
+    model = await gateway.access.model(model_id, caller_of(request))
     if model is None:
         raise ModelNotFound(f"model_id: there is no model {model_id!r}")
     trainer = await gateway.clients.settle(

@@ -14,7 +14,7 @@ from starlette.routing import BaseRoute, Match, Route
 
 from gateway.body import read_json
 from gateway.errors import json_response
-from gateway.gateway import gateway_of, owner_of
+from gateway.gateway import caller_of, gateway_of, owner_of
 from gateway.openai import errors, schemas, sources
 from gateway.openai.chat import chat
 from gateway.openai.completions import complete
@@ -61,20 +61,20 @@ async def list_models(request: Request) -> Response:
 
 @_openai
 async def get_model(request: Request) -> Response:
-    found = await sources.get_model(gateway_of(request), request.path_params["model"], owner=owner_of(request))
+    found = await sources.get_model(gateway_of(request), request.path_params["model"], caller=caller_of(request))
     return json_response(found)
 
 
 @_openai
 async def completions(request: Request) -> Response:
     body = await _body(request, schemas.Completion)
-    return await complete(gateway_of(request), request, body, owner=owner_of(request))
+    return await complete(gateway_of(request), request, body, caller=caller_of(request))
 
 
 @_openai
 async def chat_completions(request: Request) -> Response:
     body = await _body(request, schemas.Chat)
-    return await chat(gateway_of(request), request, body, owner=owner_of(request))
+    return await chat(gateway_of(request), request, body, caller=caller_of(request))
 
 
 @_openai

@@ -13,7 +13,7 @@ from gateway import schemas
 from gateway.body import parse
 from gateway.catalog import Run
 from gateway.errors import json_response
-from gateway.gateway import gateway_of, owner_of
+from gateway.gateway import caller_of, gateway_of, owner_of
 from gateway.views import Json, checkpoint_view, page_view, run_view
 from tinsmith.rpc.errors import NotFound
 from tinsmith.rpc.paths import KINDS
@@ -31,8 +31,9 @@ def visible_kinds(request: Request) -> Sequence[str]:
 
 
 def owner_in_scope(request: Request, query: schemas.ScopedQuery) -> str | None:
-    """Whose things are asked for; None: everyone's."""
-    return owner_of(request) if query.access_scope == "owned" else None
+    """Whose things are asked for; None: everyone's, which only an admin can see."""
+    caller = caller_of(request)
+    return None if caller.admin and query.access_scope == "accessible" else caller.owner
 
 
 def _view(run: Run) -> Json:
@@ -56,7 +57,7 @@ async def get_training_run(request: Request) -> Response:
     owner = owner_in_scope(request, parse(schemas.ScopedQuery, dict(request.query_params)))
     await gateway.ledger.flush()
     run = await gateway.catalog.run(run_id)
-    if run is None:
+    if run is None or not caller_of(request).sees(run.owner):
         raise NotFound(f"training_run_id: there is no training run {run_id!r}")
     if owner is not None and run.owner != owner:
         raise NotFound(f"training_run_id: {run_id!r} is another user's; ask with access_scope=accessible")
@@ -67,6 +68,8 @@ async def list_checkpoints_of_run(request: Request) -> Response:
     """All of them, oldest first."""
     catalog = gateway_of(request).catalog
     run_id = request.path_params["run_id"]
+    if not await gateway_of(request).access.owns(run_id, caller_of(request)):
+        raise NotFound(f"training_run_id: there is no training run {run_id!r}")
     checkpoints = await catalog.checkpoints_of_run(run_id, kinds=visible_kinds(request))
     if not checkpoints and await catalog.run(run_id) is None:
         raise NotFound(f"training_run_id: there is no training run {run_id!r}")

@@ -10,7 +10,7 @@ from starlette.routing import Route
 from gateway import schemas
 from gateway.body import parse, read_json
 from gateway.errors import json_response
-from gateway.gateway import gateway_of, owner_of
+from gateway.gateway import caller_of, gateway_of, owner_of
 from gateway.routes.runs import owner_in_scope
 from gateway.tables import Session
 from gateway.views import session_view
@@ -29,6 +29,7 @@ async def create_session(request: Request) -> Response:
         raise OutOfCapacity(f"{limit} sessions of this key have not ended, and max_sessions is {limit}; end some first")
     session = await gateway.store.create_session(
         owner=owner,
+        key_id=caller_of(request).key_id,
         idempotency_key=idempotency_key,
         project_id=body.project_id,
         display_name=body.display_name,
@@ -50,9 +51,10 @@ async def session_heartbeat(request: Request) -> Response:
     gateway = gateway_of(request)
     content, _ = await read_json(request, gateway.config)
     body = parse(schemas.SessionHeartbeat, content)
-    if await gateway.store.heartbeat(body.session_id):
+    is_own = await gateway.access.owns(body.session_id, caller_of(request))
+    if is_own and await gateway.store.heartbeat(body.session_id):
         return json_response({"type": "session_heartbeat"})
-    session = await gateway.store.session(body.session_id)
+    session = await gateway.access.session(body.session_id, caller_of(request))
     if session is None:
         raise HTTPException(404, f"session_id: there is no session {body.session_id!r}")
     raise HTTPException(410, f"session {body.session_id} has ended: {session.end_reason}")
@@ -63,7 +65,7 @@ async def finish_session(request: Request) -> Response:
     content, _ = await read_json(request, gateway.config)
     body = parse(schemas.FinishSession, content)
     session_id = request.path_params["session_id"]
-    if await gateway.store.session(session_id) is None:
+    if await gateway.access.session(session_id, caller_of(request)) is None:
         raise HTTPException(404, f"there is no session {session_id!r}")
     await gateway.reaper.end_session(session_id, reason=body.reason.type, detail=body.detail)
     return json_response({})
@@ -79,7 +81,7 @@ async def list_sessions(request: Request) -> Response:
 
 async def _find(request: Request) -> Session:
     session_id = request.path_params["session_id"]
-    session = await gateway_of(request).store.session(session_id)
+    session = await gateway_of(request).access.session(session_id, caller_of(request))
     if session is None:
         raise HTTPException(404, f"session_id: there is no session {session_id!r}")
     return session
@@ -105,7 +107,7 @@ async def search_sessions(request: Request) -> Response:
     gateway = gateway_of(request)
     content, _ = await read_json(request, gateway.config)
     asked = parse(schemas.SearchSessions, content)
-    found, has_more = await gateway.session_search.search(asked, owner=owner_of(request))
+    found, has_more = await gateway.session_search.search(asked, caller=caller_of(request))
     sessions = [
         session_view(one.session, num_checkpoints=one.num_checkpoints, num_bytes=one.num_bytes) for one in found
     ]

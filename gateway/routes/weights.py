@@ -10,7 +10,7 @@ from gateway import schemas
 from gateway.body import parse, read_json
 from gateway.convert import check_ttl
 from gateway.errors import json_response
-from gateway.gateway import gateway_of, owner_of
+from gateway.gateway import caller_of, gateway_of
 from gateway.routes.models import check_session, create_from_checkpoint
 from gateway.submissions import Rpc, rpc_of, submit_json
 from gateway.views import lora_view
@@ -37,9 +37,11 @@ async def save_weights(request: Request) -> Response:
         )
         return rpc_of("SaveCheckpoint", message, path=str(path))
 
-    gateway = gateway_of(request)
+    gateway, caller = gateway_of(request), caller_of(request)
     content, body = await read_json(request, gateway.config)
-    return await submit_json(gateway, content, body, kind="save_weights", schema=schemas.SaveWeights, convert=to_rpc)
+    return await submit_json(
+        gateway, caller, content, body, kind="save_weights", schema=schemas.SaveWeights, convert=to_rpc
+    )
 
 
 async def save_weights_for_sampler(request: Request) -> Response:
@@ -66,10 +68,10 @@ async def save_weights_for_sampler(request: Request) -> Response:
         sampling_session_id = f"{session_id}:sample:{body.sampling_session_seq_id}"
         return rpc_of("SaveCheckpoint", message, sampling_session_id=sampling_session_id, inflight=inflight)
 
-    gateway = gateway_of(request)
+    gateway, caller = gateway_of(request), caller_of(request)
     content, body = await read_json(request, gateway.config)
     kind, schema = "save_weights_for_sampler", schemas.SaveWeightsForSampler
-    return await submit_json(gateway, content, body, kind=kind, schema=schema, convert=to_rpc)
+    return await submit_json(gateway, caller, content, body, kind=kind, schema=schema, convert=to_rpc)
 
 
 async def save_weights_external(request: Request) -> Response:
@@ -87,10 +89,10 @@ async def save_weights_external(request: Request) -> Response:
         )
         return rpc_of("SaveCheckpoint", message, path=str(path))
 
-    gateway = gateway_of(request)
+    gateway, caller = gateway_of(request), caller_of(request)
     content, body = await read_json(request, gateway.config)
     kind, schema = "save_weights_external", schemas.SaveWeightsExternal
-    return await submit_json(gateway, content, body, kind=kind, schema=schema, convert=to_rpc)
+    return await submit_json(gateway, caller, content, body, kind=kind, schema=schema, convert=to_rpc)
 
 
 class _LoadInto(schemas.LoadWeights, schemas.OperationIds):
@@ -99,10 +101,10 @@ class _LoadInto(schemas.LoadWeights, schemas.OperationIds):
 
 async def load_weights(request: Request) -> Response:
     """With session_id it creates the model from the checkpoint; with model_id it replaces that model's weights."""
-    gateway = gateway_of(request)
+    gateway, caller = gateway_of(request), caller_of(request)
     content, body = await read_json(request, gateway.config)
     if content.get("session_id") is not None:
-        return await create_from_checkpoint(gateway, content, body, owner=owner_of(request))
+        return await create_from_checkpoint(gateway, content, body, caller=caller)
 
     async def to_rpc(body: _LoadInto) -> Rpc:
         for field, value in (
@@ -113,7 +115,7 @@ async def load_weights(request: Request) -> Response:
         ):
             if value is not None:
                 raise Unsupported(f"{field}: cannot be set when weights are loaded into a model that exists")
-        checkpoint = await gateway.checkpoints.read(body.path, field="path", owner=owner_of(request), purpose="load")
+        checkpoint = await gateway.checkpoints.read(body.path, field="path", caller=caller, purpose="load")
         message = trainer_pb2.LoadCheckpointRequest(
             model_id=body.model_id,
             seq_id=body.seq_id,
@@ -122,14 +124,16 @@ async def load_weights(request: Request) -> Response:
         )
         return rpc_of("LoadCheckpoint", message, path=checkpoint.path)
 
-    return await submit_json(gateway, content, body, kind="load_weights", schema=_LoadInto, convert=to_rpc)
+    return await submit_json(
+        gateway, caller_of(request), content, body, kind="load_weights", schema=_LoadInto, convert=to_rpc
+    )
 
 
 async def weights_info(request: Request) -> Response:
     gateway = gateway_of(request)
     content, _ = await read_json(request, gateway.config)
     path = parse(schemas.WeightsInfo, content).tinker_path
-    checkpoint = await gateway.checkpoints.find(path, field="tinker_path", owner=owner_of(request))
+    checkpoint = await gateway.checkpoints.find(path, field="tinker_path", caller=caller_of(request))
     return json_response(
         {
             "base_model": checkpoint.base_model,
@@ -144,12 +148,12 @@ async def weights_info(request: Request) -> Response:
 
 async def copy_weights(request: Request) -> Response:
     """The copy belongs to a run that cannot be trained: in a new session of a project, or in a live session."""
-    gateway, owner = gateway_of(request), owner_of(request)
+    gateway, caller = gateway_of(request), caller_of(request)
     content, _ = await read_json(request, gateway.config)
     body = parse(schemas.CopyWeights, content)
     if body.weights_access_token is not None or _ACCESS_TOKEN in request.headers:
         raise Unsupported(
-            f"weights_access_token (header {_ACCESS_TOKEN}): this server issues none; its keys share everything"
+            f"weights_access_token (header {_ACCESS_TOKEN}): this server issues none; publish the checkpoint"
         )
     if (body.session_id is None) != (body.model_seq_id is None):
         raise InvalidRequest("session_id, model_seq_id: go together")
@@ -157,18 +161,18 @@ async def copy_weights(request: Request) -> Response:
         raise InvalidRequest("destination_project_id, session_id: send exactly one of the two")
     ttl_seconds = check_ttl(body.ttl_seconds)
     if body.session_id is not None:
-        await check_session(gateway, body.session_id)
+        await check_session(gateway, body.session_id, caller=caller)
     if body.destination_project_id is not None:
         copy = await gateway.copies.into_project(
             body.source_path,
             body.destination_project_id,
             ttl_seconds=ttl_seconds,
-            owner=owner,
+            caller=caller,
             idempotency_key=request.headers.get("x-idempotency-key"),
         )
     else:
         run_id = f"{body.session_id}:train:{body.model_seq_id}"
-        copy = await gateway.copies.into_run(body.source_path, run_id, ttl_seconds=ttl_seconds, owner=owner)
+        copy = await gateway.copies.into_run(body.source_path, run_id, ttl_seconds=ttl_seconds, caller=caller)
     return json_response({"tinker_path": copy.path})
 
 

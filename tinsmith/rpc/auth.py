@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import grpc
 import grpc.aio
 from grpc_health.v1 import health
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, SecretStr, Tag
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, SecretStr, Tag
 
 from tinsmith.rpc.errors import Unauthenticated, to_status
 
@@ -36,6 +36,9 @@ def _form(value: object) -> str:
     return "details" if isinstance(value, (ApiKey, dict)) else "key"
 
 
+OWNER_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$"
+"""What an owner may be called."""
+
 Key = Annotated[SecretStr, AfterValidator(_usable)]
 ServiceKey = Annotated[SecretStr, AfterValidator(_usable_or_none)]
 """One key, or the empty text for none."""
@@ -54,6 +57,14 @@ class ApiKey(BaseModel):
     """Anything else about it."""
     email: str = ""
     """Address of its holder."""
+    owner: str = Field(default="", pattern=rf"{OWNER_PATTERN}|^$")
+    """To whom belongs what is made with it; keys of one owner share everything. Empty: an owner of its own."""
+    admin: bool = False
+    """Over HTTP it sees and changes what belongs to any owner."""
+    requests_per_minute: int | None = Field(default=None, ge=1)
+    """Most HTTP requests in a minute."""
+    tokens_per_minute: int | None = Field(default=None, ge=1)
+    """Most tokens in a minute that are trained on, read or sampled over HTTP."""
 
 
 AnyKey = Annotated[Annotated[Key, Tag("key")] | Annotated[ApiKey, Tag("details")], Discriminator(_form)]

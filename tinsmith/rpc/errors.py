@@ -15,9 +15,11 @@ ServiceError                 INTERNAL             server
 │   ├── VersionNotLoaded                                   ask the trainer to publish it, then try again
 │   ├── VersionGone                                        the location holds other weights by now
 │   ├── VersionRefused                    server           samplers do not compute it as the trainer does
-│   └── ModelLost                                          the trainer restarted and does not hold the model
+│   ├── ModelLost                                          the trainer restarted and does not hold the model
+│   └── BudgetExceeded                                     an owner has used, or stores, what it may
 ├── Unauthenticated          UNAUTHENTICATED      server   a gRPC call without a key; the gateway's own, for the SDK
 ├── OutOfCapacity            RESOURCE_EXHAUSTED   server   a queue, a cache or a disk is full
+│   └── RateLimited                                        too much in this minute
 ├── NotReady                 UNAVAILABLE          server   loading or draining
 │   └── EngineDead                                         the process is about to end, and to be started again
 ├── DataCorrupted            DATA_LOSS            server   a checksum does not match
@@ -112,12 +114,22 @@ class ModelLost(FailedPrecondition):
     reason, category = "MODEL_LOST", "server"
 
 
+class BudgetExceeded(FailedPrecondition):
+    reason = "BUDGET_EXCEEDED"
+
+
 class Unauthenticated(ServiceError):
     code, reason = grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED"
 
 
 class OutOfCapacity(ServiceError):
     code, reason = grpc.StatusCode.RESOURCE_EXHAUSTED, "OUT_OF_CAPACITY"
+
+
+class RateLimited(OutOfCapacity):
+    """`retry_after_s` in its metadata: whole seconds after which it is worth another try."""
+
+    reason = "RATE_LIMITED"
 
 
 class NotReady(ServiceError):
