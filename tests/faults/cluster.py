@@ -76,6 +76,13 @@ class Process:
         if self._process is not None:
             self._process.wait()
 
+    def restart(self, env: Mapping[str, str]) -> None:
+        """With these variables over its own; returns when it serves."""
+        self.kill()
+        self._env |= env
+        self.start()
+        self.wait_serving()
+
     def pause(self) -> None:
         """SIGSTOP: its connections stay open, and nothing answers."""
         self.send(signal.SIGSTOP)

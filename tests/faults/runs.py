@@ -67,7 +67,7 @@ def run(service: tinker.ServiceClient, checkpoints: Path, *, seed: int) -> Outco
         step.result()
     return Outcome(
         losses=losses,
-        tensors=[_tensors(checkpoints, state.result().path) for state in states],
+        tensors=[tensors_of(checkpoints, state.result().path) for state in states],
         sampled=[list(sequence.tokens) for drawn in drawing for sequence in drawn.result().sequences],
         seconds=time.monotonic() - began,
     )
@@ -92,7 +92,8 @@ def check_all(outcomes: Sequence[Outcome], expected: Sequence[Outcome], *, exact
         mine.check(theirs, exactly=exactly)
 
 
-def _tensors(checkpoints: Path, path: str) -> dict[str, Floats]:
+def tensors_of(checkpoints: Path, path: str) -> dict[str, Floats]:
+    """Adapter and optimizer of a saved state, from its files."""
     folder = checkpoints / path.removeprefix("tinker://")
     files = ("adapter_model.safetensors", "optimizer.safetensors")
     return {f"{file}: {name}": tensor for file in files for name, tensor in load_file(folder / file).items()}

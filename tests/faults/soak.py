@@ -208,7 +208,7 @@ def left(stack: Stack) -> dict[str, float]:
         "futures": metric(stack, "gateway", "gateway_pending_futures"),
         "queued": metric(stack, "trainer", "trainer_queue_length"),
         "sequences": metric(stack, "sampler", "sampler_running_sequences"),
-        "checkpoint_mb": sizes(stack.state_dir)["checkpoints"],
+        "unnamed saves": len([path for path in stack.checkpoints.glob("*/*/*") if path.parent.name == "ephemeral"]),
     }
 
 

@@ -50,6 +50,7 @@ class Life:
     """One session."""
 
     service: tinker.ServiceClient
+    rest: tinker.RestClient
     rng: random.Random
     report: Report
     client: tinker.TrainingClient = field(init=False)
@@ -94,7 +95,7 @@ class Life:
             self.states.append(self.client.save_state(name).result().path)
         else:
             self.versions.append(self.client.save_weights_for_sampler(name).result().path)
-            self._draw(self.service.create_sampling_client(self.versions[-1]))
+            self._draw(self.service.create_sampling_client(self.versions[-1]).result())
 
     def load(self) -> None:
         if not self.states:
@@ -108,7 +109,7 @@ class Life:
         kinds = [paths for paths in (self.states, self.versions) if paths]
         if kinds:
             path = self.rng.choice(kinds).pop()
-            self.service.create_rest_client().delete_checkpoint_from_tinker_path(path).result()
+            self.rest.delete_checkpoint_from_tinker_path(path).result()
 
     def _draw(self, sampler: tinker.SamplingClient) -> None:
         prompt = ModelInput.from_ints(random_tokens(self.rng.randint(1, 40), self.rng.randrange(1000)))
@@ -119,10 +120,11 @@ class Life:
 
 
 def live_on(url: str, rng: random.Random, report: Report, stop: threading.Event) -> None:
+    rest = tinker.RestClient(base_url=url, api_key="tml-soak")
     while not stop.is_set():
         try:
             with tinker.ServiceClient(base_url=url, api_key="tml-soak") as service:
-                Life(service, rng, report).live(stop)
+                Life(service, rest, rng, report).live(stop)
             report.count("lives")
         except Exception:
             report.failed()

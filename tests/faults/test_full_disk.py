@@ -1,0 +1,127 @@
+"""Disks that are full for a while: training waits, a save fails with the reason, and nothing that was accepted or saved
+is lost."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from threading import Event
+
+import numpy as np
+import pytest
+import tinker
+
+from tests.faults.cluster import Cluster
+from tests.faults.disks import Disk, SizeLimit, SmallDisk, small_disk
+from tests.faults.moments import repeated
+from tests.faults.runs import ADAM, LARGEST_GAP, tensors_of
+from tests.integration.examples import batch, new_model, train
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+MEGABYTES = 64
+STEPS = 30
+FULL_S = (0.5, 3.0)
+KINDS = ("small disk", "size limit")
+
+
+@pytest.fixture(scope="module")
+def small_disks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, SmallDisk]]:
+    """By name of the folder of the cluster that lies on it; none where this user may not mount."""
+    folder = tmp_path_factory.mktemp("cluster")
+    with ExitStack() as stack:
+        try:
+            yield {
+                name: stack.enter_context(small_disk(folder / name, megabytes=MEGABYTES))
+                for name in ("trainer", "gateway", "checkpoints")
+            }
+        except PermissionError:
+            yield {}
+
+
+@pytest.fixture(scope="module")
+def running(
+    model: Path, tmp_path_factory: pytest.TempPathFactory, small_disks: dict[str, SmallDisk]
+) -> Iterator[Cluster]:
+    folder = small_disks["trainer"].folder.parent if small_disks else tmp_path_factory.mktemp("cluster")
+    with Cluster(folder, model, num_samplers=1) as cluster:
+        yield cluster
+
+
+def disk_of(kind: str, name: str, cluster: Cluster, small_disks: dict[str, SmallDisk]) -> Disk:
+    """What the folder lies on."""
+    if kind == "size limit":
+        return SizeLimit(cluster.gateway if name == "gateway" else cluster.trainer)
+    if not small_disks:
+        pytest.skip("this user may not mount a file system; the size limit stands for it")
+    return small_disks[name]
+
+
+@repeated(1)
+@pytest.mark.parametrize("name", ["trainer", "gateway"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_waits_until_the_disk_has_room(
+    cluster: Cluster,
+    service: tinker.ServiceClient,
+    small_disks: dict[str, SmallDisk],
+    rng: random.Random,
+    kind: str,
+    name: str,
+    repetition: int,
+) -> None:
+    """Nothing is saved meanwhile."""
+    disk = disk_of(kind, name, cluster, small_disks)
+    data = batch(1, lengths=(9, 17, 5, 33))
+    has_room = Event()
+
+    def run() -> tuple[list[float], dict[str, np.ndarray]]:
+        client = new_model(service, seed=1)
+        losses = train(client, data, steps=STEPS, adam=ADAM)
+        assert has_room.wait(60)
+        return losses, tensors_of(cluster.checkpoints, client.save_state("end").result().path)
+
+    has_room.set()
+    began = time.monotonic()
+    expected_losses, expected = run()
+    took_s = time.monotonic() - began
+    has_room.clear()
+    with ThreadPoolExecutor(1) as threads:
+        disturbed = threads.submit(run)
+        time.sleep(rng.uniform(0, took_s))
+        disk.fill()
+        try:
+            time.sleep(rng.uniform(*FULL_S))
+        finally:
+            disk.empty()
+        has_room.set()
+        losses, tensors = disturbed.result()
+    np.testing.assert_allclose(losses, expected_losses, rtol=LARGEST_GAP)
+    for key, tensor in tensors.items():
+        np.testing.assert_allclose(tensor, expected[key], rtol=0, atol=LARGEST_GAP, err_msg=key)
+
+
+def test_a_save_to_a_full_disk_fails_with_the_reason_and_training_goes_on(
+    cluster: Cluster, service: tinker.ServiceClient, small_disks: dict[str, SmallDisk]
+) -> None:
+    """The journal lies on another one."""
+    disk = disk_of("small disk", "checkpoints", cluster, small_disks)
+    client = new_model(service, seed=1)
+    train(client, batch(1), steps=2)
+    early = client.save_state("early").result().path
+    before = tensors_of(cluster.checkpoints, early)
+    disk.fill()
+    try:
+        with pytest.raises(tinker.TinkerError, match=f"no space left under {cluster.checkpoints}"):
+            client.save_state("late").result()
+        train(client, batch(1), steps=2)
+    finally:
+        disk.empty()
+    late = client.save_state("late").result().path
+    assert tensors_of(cluster.checkpoints, late).keys() == before.keys()
+    for key, tensor in tensors_of(cluster.checkpoints, early).items():
+        np.testing.assert_array_equal(tensor, before[key])
+    service.create_training_client_from_state(early).result()
