@@ -8,7 +8,7 @@ import uvloop
 
 from gateway.config import GatewayConfig
 from gateway.server import serve
-from tinsmith.rpc import logs
+from tinsmith.rpc import logs, tracing
 from tinsmith.rpc.server import stop_event
 from tinsmith.rpc.settings import read_settings
 
@@ -22,9 +22,14 @@ async def run(config: GatewayConfig) -> None:
 
 def main() -> None:
     config = read_settings(GatewayConfig)
-    logs.setup(config.log_level)
+    logs.setup(config.log_level, config.log_format)
+    if config.tracing:
+        tracing.setup("gateway")
     logger.info("starting with %s", config)
-    uvloop.run(run(config))
+    try:
+        uvloop.run(run(config))
+    finally:
+        tracing.shutdown()
 
 
 if __name__ == "__main__":

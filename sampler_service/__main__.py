@@ -18,7 +18,7 @@ from sampler_service.tokenizer import TokenizerSlot
 from sampler_service.weight_sync import WeightSyncServicer
 from tinsmith.allocator import keep_freed_memory
 from tinsmith.modeling.base_model import UnsupportedModel
-from tinsmith.rpc import logs
+from tinsmith.rpc import logs, tracing
 from tinsmith.rpc.metrics import new_registry, serve_metrics
 from tinsmith.rpc.server import Server, stop_event
 from tinsmith.rpc.settings import read_settings
@@ -95,10 +95,13 @@ async def serve(config: SamplerConfig) -> int:
 
 def main() -> None:
     config = read_settings(SamplerConfig)
-    logs.setup(config.log_level)
+    logs.setup(config.log_level, config.log_format)
+    if config.tracing:
+        tracing.setup("sampler")
     logger.info("configuration: %s", config.model_dump_json())
     keep_freed_memory()  # the temporaries of a step are as large as those of a training step
     status = asyncio.run(serve(config))
+    tracing.shutdown()
     if "vllm" in sys.modules:
         _leave_vllm(status)
     sys.exit(status)

@@ -43,6 +43,10 @@ class SamplerConfig(GrpcTls, BaseSettings):
     """CPU threads of the compute thread; 0 leaves torch's default."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Least severe level that is logged."""
+    log_format: Literal["json", "text"] = "json"
+    """Log lines as JSON, for machines, or as text."""
+    tracing: bool = False
+    """Send OpenTelemetry traces, as OTEL_EXPORTER_OTLP_ENDPOINT and its like say. Needs the extra `otel`."""
 
     engine: Literal["auto", "vllm", "torch"] = "auto"
     """What generates: vLLM, or the trainer's own modelling code (torch). auto takes vLLM on CUDA, where it is

@@ -16,7 +16,7 @@ from sampler_service import convert
 from sampler_service.engine import EngineSlot, Generation, VersionInfo
 from sampler_service.tokenizer import ChatTokenizer, TokenizerSlot
 from tinsmith.modeling.adapter import GROUPS
-from tinsmith.rpc import logs
+from tinsmith.rpc import logs, tracing
 from tinsmith.rpc.errors import InvalidRequest, NotFound
 from tinsmith.rpc.server import RAN
 from tinsmith.v1 import sampler_pb2 as pb
@@ -50,8 +50,10 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
         )
 
     async def Sample(self, request: pb.SampleRequest, context: Context) -> pb.SampleResponse:
+        arrived_at = time.time()
         generation = await self._submit(request, stream=False)
         result = await generation.result()
+        _record(generation, arrived_at)
         if generation.started_at is not None:
             context.set_trailing_metadata(((RAN, f"{generation.started_at:.6f}:{time.time():.6f}"),))
         return convert.response_to_proto(result, request)
@@ -59,11 +61,13 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
     async def StreamSample(
         self, request: pb.StreamSampleRequest, context: Context
     ) -> AsyncIterator[pb.StreamSampleResponse]:
+        arrived_at = time.time()
         generation = await self._submit(request.request, stream=True)
         async with aclosing(generation.deltas()) as deltas:
             async for delta in deltas:
                 yield pb.StreamSampleResponse(delta=convert.delta_to_proto(delta))
         result = await generation.result()
+        _record(generation, arrived_at)
         yield pb.StreamSampleResponse(result=convert.response_to_proto(result, request.request))
 
     async def DescribeRequest(self, request: pb.DescribeRequestRequest, context: Context) -> pb.DescribeRequestResponse:
@@ -131,6 +135,13 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
         return await self.slot.get().submit(
             convert.request_from_proto(request), stream=stream, request_id=logs.request_id.get()
         )
+
+
+def _record(generation: Generation, arrived_at: float) -> None:
+    """For tracing: how long it has waited, and how long it was drawn."""
+    if (trace := tracing.current()) is not None and generation.started_at is not None:
+        tracing.record("queue", trace, start=arrived_at, end=generation.started_at)
+        tracing.record("generate", trace, start=generation.started_at, end=time.time())
 
 
 def _version(version: VersionInfo) -> pb.VersionInfo:

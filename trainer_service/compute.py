@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from tinsmith.rpc import tracing
 from tinsmith.rpc.errors import ServiceError
 from trainer_service.lanes import BatchRun, Call, Item, Lanes, MicroBatch
 from trainer_service.metrics import Metrics
@@ -178,6 +179,7 @@ class ComputeThread:
         for operation in operations:
             if not operation.has_begun:
                 operation.has_begun = True
+                tracing.record("queue", operation.trace, start=operation.arrived_at, end=time.time())
                 self._metrics.queue_length.labels(operation.kind).dec()
                 self._metrics.queue_seconds.labels(operation.kind).observe(now - operation.arrived_s)
         return Running(operations, num_tokens, now)
@@ -191,6 +193,7 @@ class ComputeThread:
         self._results.append((call.result, result))
         if call.operation is not None:
             call.operation.ran = started_at, time.time()
+            tracing.record(call.operation.kind, call.operation.trace, start=started_at, end=call.operation.ran[1])
             with self._changed:
                 self._lanes.end(call.operation.model_id, call)
             self._measure(call.operation.kind)
@@ -208,8 +211,12 @@ class ComputeThread:
                 if run.job is not None:
                     run.job.error = error if isinstance(error, ServiceError) else internal_error()
         ended_at = time.time()
-        for run, _ in work:
+        for run, indices in work:
             run.operation.ran = run.operation.ran[0] if run.operation.ran else started_at, ended_at
+            if (trace := run.operation.trace) is not None:
+                own = sum(run.load.lengths[index] for index in indices)
+                facts = {"tokens": own, "datums": len(indices), "other_operations": len(work) - 1}
+                tracing.record("micro_batch", trace, start=started_at, end=ended_at, **facts)
         self._end([run for run, _ in work if run.has_ended])
         with self._changed:
             self._lanes.end_micro_batch()

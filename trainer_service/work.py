@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from tinsmith.rpc import tracing
 from tinsmith.rpc.errors import ServiceError
 from tinsmith.v1 import trainer_pb2
 
@@ -114,6 +115,9 @@ class Operation:
     work: Work | None = None
     """None until the operation is in the journal."""
     arrived_s: float = field(default_factory=time.perf_counter)
+    arrived_at: float = field(default_factory=time.time)
+    trace: Any = field(default_factory=tracing.current)
+    """The call that brought it, for tracing; None while that is off."""
     ran: tuple[float, float] | None = None
     """When the compute thread began and ended it, in seconds since 1970; None until then, and when it never ran."""
     has_begun: bool = False

@@ -135,6 +135,8 @@ class Stack:
     """Processes of each trainer, which share its threads."""
     num_samplers: int = 1
     """Of each trainer."""
+    log_format: str = "json"
+    tracing: bool = False
     tls: Tls = Tls()
     supervised: bool = True
     """A service that ends is started again."""
@@ -220,9 +222,7 @@ class Stack:
     ) -> Service:
         return Service(
             name=f"{kind}{instance.suffix}",
-            argv=_command(
-                f"{kind}_service", {**flags, **self.tls.flags(kind), "log-level": self.log_level}, ranks=ranks
-            ),
+            argv=_command(f"{kind}_service", {**flags, **self.tls.flags(kind), **self._log_flags()}, ranks=ranks),
             log=self.logs / f"{kind}{instance.suffix}.log",
             wait_ready=partial(_wait_grpc, _local(instance.port), self.tls.grpc("gateway")),
             restarts=self.supervised,
@@ -245,7 +245,7 @@ class Stack:
             "samplers": json.dumps([_local(sampler.port) for group in groups for sampler in group.samplers]),
             "state-dir": str(self.state_dir / "gateway"),
             **self.tls.flags("gateway"),
-            "log-level": self.log_level,
+            **self._log_flags(),
         }
         return Service(
             name="gateway",
@@ -255,6 +255,10 @@ class Stack:
             restarts=self.supervised,
             env=self._keys("gateway"),
         )
+
+    def _log_flags(self) -> dict[str, str]:
+        flags = {"log-level": self.log_level, "log-format": self.log_format}
+        return flags | {"tracing": "true"} if self.tracing else flags
 
     def _keys(self, service: str) -> dict[str, str]:
         return self.keys.env(service) if self.keys else {}

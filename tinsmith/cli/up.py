@@ -81,6 +81,13 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )  # fmt: skip
     parser.add_argument("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
     parser.add_argument(
+        "--log-format", default="json", choices=["json", "text"], help="of the services' logs (default %(default)s)"
+    )
+    parser.add_argument(
+        "--tracing", action="store_true",
+        help="send OpenTelemetry traces, as OTEL_EXPORTER_OTLP_ENDPOINT and its like say; needs the extra otel",
+    )  # fmt: skip
+    parser.add_argument(
         "--trainer-ranks", type=int, default=1, metavar="N",
         help="processes of each trainer, which divide the data and its threads (default %(default)s); "
         "TRAINER_TENSOR_PARALLEL and TRAINER_SHARD_BASE in the environment divide the base model, too",
@@ -133,6 +140,8 @@ def run(arguments: argparse.Namespace) -> int:
             state_dir=state_dir,
             keys=keys,
             log_level=arguments.log_level,
+            log_format=arguments.log_format,
+            tracing=arguments.tracing,
             threads=threads,
             full_training=arguments.full_training,
             engine=arguments.engine,

@@ -11,6 +11,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tinsmith.rpc import tracing
 from tinsmith.rpc.auth import KEY_HEADER
 from tinsmith.rpc.server import MAX_MESSAGE_BYTES
 from tinsmith.rpc.tls import Certificates
@@ -33,6 +34,7 @@ _SERVICE_CONFIG = json.dumps(
 )
 
 
+_KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -55,6 +57,8 @@ def connect(address: str, *, api_key: str = "", certificates: Certificates | Non
         channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
     else:
         channel = grpc.aio.secure_channel(address, certificates.client(), options=_OPTIONS)
+    if tracing.is_on():
+        _trace_calls(channel)
     return _with_key(channel, api_key) if api_key else channel
 
 
@@ -72,9 +76,32 @@ def _with_key(channel: grpc.aio.Channel, api_key: str) -> grpc.aio.Channel:
 
         return make_keyed
 
-    for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
+    for kind in _KINDS:
         setattr(channel, kind, keyed(getattr(channel, kind)))
     return channel
+
+
+def _trace_calls(channel: grpc.aio.Channel) -> None:
+    """Every call that is made within a trace is a part of it, and tells the other side of it."""
+
+    def traced(make: Callable[..., Any]) -> Callable[..., Any]:
+        def make_traced(method: str, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+            call = make(method, *args, **kwargs)
+
+            def call_traced(*args: Any, metadata: Any = None, **kwargs: Any) -> Any:
+                if (begun := tracing.call(method)) is None:
+                    return call(*args, metadata=metadata, **kwargs)
+                span, told = begun
+                made = call(*args, metadata=(*(metadata or ()), *told), **kwargs)
+                made.add_done_callback(lambda _: tracing.end(span))
+                return made
+
+            return call_traced
+
+        return make_traced
+
+    for kind in _KINDS:
+        setattr(channel, kind, traced(getattr(channel, kind)))
 
 
 async def is_serving(channel: grpc.aio.Channel, *, timeout_s: float = 2.0) -> bool:

@@ -1,4 +1,4 @@
-"""Logging: JSON lines on stderr, with the ids of the request that is being served."""
+"""Logging: JSON lines, or text for people, on stderr, with the ids of what is being served."""
 
 from __future__ import annotations
 
@@ -6,39 +6,83 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Callable
 from contextvars import ContextVar
+from typing import Literal
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 """Id of the request that this task serves; the gateway sends it on as gRPC metadata x-request-id."""
 
+model_id: ContextVar[str] = ContextVar("model_id", default="")
+"""The model that it is about, where it is about one."""
+
+owner: ContextVar[str] = ContextVar("owner", default="")
+"""Who has sent it, as the gateway knows; never the key."""
+
 REQUEST_ID_METADATA = "x-request-id"
 
+Format = Literal["json", "text"]
 
-class JsonFormatter(logging.Formatter):
+_trace_id: Callable[[], str] = str
+
+
+def set_trace_id(trace_id: Callable[[], str]) -> None:
+    """What tells the id of the present trace, or ""."""
+    global _trace_id
+    _trace_id = trace_id
+
+
+def _ids() -> dict[str, str]:
+    """Of what this task serves now, those that there are."""
+    found = {
+        "request_id": request_id.get(),
+        "model_id": model_id.get(),
+        "owner": owner.get(),
+        "trace_id": _trace_id(),
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+class _Formatter(logging.Formatter):
+    converter = time.gmtime
+
     def __init__(self, **fields: object) -> None:
         """`fields` are in every line."""
         super().__init__()
         self._fields = fields
 
+    def _time(self, record: logging.LogRecord) -> str:
+        return self.formatTime(record, "%Y-%m-%dT%H:%M:%S") + f".{int(record.msecs):03d}Z"
+
+
+class JsonFormatter(_Formatter):
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
-            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S") + f".{int(record.msecs):03d}Z",
+            "time": self._time(record),
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
             **self._fields,
+            **_ids(),
         }
-        if current := request_id.get():
-            line["request_id"] = current
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line)
 
 
-def setup(level: str = "INFO", **fields: object) -> None:
+class TextFormatter(_Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        facts = " ".join(f"{name}={value}" for name, value in {**self._fields, **_ids()}.items())
+        line = f"{self._time(record)} {record.levelname:7} {record.name}: {record.getMessage()}"
+        if facts:
+            line += f" [{facts}]"
+        if record.exc_info:
+            line += "\n" + self.formatException(record.exc_info)
+        return line
+
+
+def setup(level: str = "INFO", format: Format = "json", **fields: object) -> None:
     """Called once, in a service's __main__. `fields` are in every line."""
     handler = logging.StreamHandler(sys.stderr)
-    formatter = JsonFormatter(**fields)
-    formatter.converter = time.gmtime
-    handler.setFormatter(formatter)
+    handler.setFormatter(JsonFormatter(**fields) if format == "json" else TextFormatter(**fields))
     logging.basicConfig(level=level, handlers=[handler], force=True)

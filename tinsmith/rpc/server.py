@@ -18,7 +18,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
-from tinsmith.rpc import logs
+from tinsmith.rpc import logs, tracing
 from tinsmith.rpc.auth import KeyInterceptor, host_of
 from tinsmith.rpc.errors import InvalidRequest, ServiceError, to_status
 from tinsmith.rpc.tls import Certificates, warn_of_clear_text
@@ -54,13 +54,14 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         method = handler_call_details.method
-        request_id = str(dict(handler_call_details.invocation_metadata or ()).get(logs.REQUEST_ID_METADATA, ""))
+        metadata = handler_call_details.invocation_metadata
+        request_id = str(dict(metadata or ()).get(logs.REQUEST_ID_METADATA, ""))
 
         if handler.unary_unary is not None:
 
             async def call(body: bytes, context: _Context) -> Any:
                 logs.request_id.set(request_id)
-                async with _errors_reported(context, method):
+                async with _errors_reported(context, method, metadata):
                     return await handler.unary_unary(_parse(handler, body, method), context)
 
             # No deserializer: it would run, and fail, outside of this.
@@ -71,7 +72,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
             async def stream(body: bytes, context: _Context) -> AsyncIterator[Any]:
                 logs.request_id.set(request_id)
-                async with _errors_reported(context, method):
+                async with _errors_reported(context, method, metadata):
                     async for response in handler.unary_stream(_parse(handler, body, method), context):
                         yield response
 
@@ -81,7 +82,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
             async def collect(bodies: AsyncIterator[bytes], context: _Context) -> Any:
                 logs.request_id.set(request_id)
-                async with _errors_reported(context, method):
+                async with _errors_reported(context, method, metadata):
                     return await handler.stream_unary(_parse_all(handler, bodies, method), context)
 
             return grpc.stream_unary_rpc_method_handler(collect, None, handler.response_serializer)
@@ -89,16 +90,21 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 
 @asynccontextmanager
-async def _errors_reported(context: _Context, method: str) -> AsyncIterator[None]:
+async def _errors_reported(context: _Context, method: str, metadata: Any) -> AsyncIterator[None]:
+    span, problem = tracing.serve(method, metadata), ""
     try:
         yield
     except ServiceError as error:
+        problem = error.reason
         await _abort(context, error)
     except (asyncio.CancelledError, grpc.aio.AbortError, GeneratorExit):
         raise
     except Exception:
         logger.exception("%s failed", method)
+        problem = ServiceError.reason
         await _abort(context, ServiceError("internal error; the log has the cause"))
+    finally:
+        tracing.end(span, error=problem)
 
 
 async def _abort(context: _Context, error: ServiceError) -> None:
@@ -115,9 +121,11 @@ async def _parse_all(handler: Any, bodies: AsyncIterator[bytes], method: str) ->
 
 def _parse(handler: Any, body: bytes, method: str) -> Any:
     try:
-        return handler.request_deserializer(body)
+        message = handler.request_deserializer(body)
     except DecodeError:
         raise InvalidRequest(f"the request of {method} is not its message in protobuf") from None
+    logs.model_id.set(getattr(message, "model_id", ""))
+    return message
 
 
 class Server:

@@ -19,9 +19,9 @@ _STOP_TIMEOUT_S = 5.0
 """torchrun sends SIGTERM to all ranks at once; rank 0 then ends its work and tells the others."""
 
 
-def begin(place: Place, *, log_level: str) -> None:
+def begin(place: Place, *, log_level: str, log_format: logs.Format = "json") -> None:
     """Called once, first. A rank ends with torchrun, however that ends."""
-    logs.setup(log_level, **({} if place.alone else {"rank": place.rank}))
+    logs.setup(log_level, log_format, **({} if place.alone else {"rank": place.rank}))
     if not place.alone:
         die_with_parent(os.getppid())
 

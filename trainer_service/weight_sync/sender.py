@@ -16,6 +16,7 @@ import grpc.aio
 import torch
 
 from tinsmith.modeling.full_weights import Weights
+from tinsmith.rpc import tracing
 from tinsmith.rpc.errors import AlreadyExists, NotReady, ServiceError
 from tinsmith.rpc.tls import Certificates
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, types_pb2
@@ -130,6 +131,10 @@ class WeightSender:
 
         Raises NotReady when the channel failed again and again, and a sampler's own error when it refuses the version.
         """
+        with tracing.span("publish", version_id=version.version_id, num_bytes=version.sent_bytes):
+            return await self._publish_once(version)
+
+    async def _publish_once(self, version: Version) -> Published:
         async with self._lock:
             started = time.perf_counter()
             if not self._samplers.serving():
