@@ -7,8 +7,8 @@ shows in the header Origin, the second in Host. There is no CORS: no page of ano
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -86,7 +86,6 @@ class OwnHost:
 
 
 def _name(url: str) -> str:
-    try:
-        return urlsplit(url).hostname or ""
-    except ValueError:
-        return ""
+    """Host of SCHEME://HOST or SCHEME://HOST:PORT; empty when it is neither."""
+    match = re.fullmatch(r"[a-z]*:?//(?:\[([0-9a-f:.]+)\]|([^][:/?#@\s]+))(?::[0-9]*)?", url.lower())
+    return "" if match is None else match[1] or match[2]

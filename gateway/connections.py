@@ -16,10 +16,16 @@ from typing import TYPE_CHECKING, Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 if TYPE_CHECKING:
+    from starlette.types import Send
     from uvicorn.config import Config
     from uvicorn.server import ServerState
 
 logger = logging.getLogger(__name__)
+
+_AROUND = 4
+"""Bytes of a header beside its name and its value."""
+_LINGER_S = 1.0
+"""After a refusal what still comes is thrown away for so long: who closes at once takes back what was answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +94,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """While a body is not complete."""
         self._sending = _Waiting()
         self._num_sent = 0
+        self._is_refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._counting = _CountingTransport(transport)
@@ -98,6 +105,8 @@ class BoundedProtocol(HttpToolsProtocol):
             transport.abort()
 
     def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
         receiving = self._receiving
         in_headers = self._headers_since is not None
         super().data_received(data)
@@ -128,6 +137,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._headers_since = None
         self._receiving = _Waiting()
+        size = len(self.url) + sum(len(name) + len(value) + _AROUND for name, value in self.headers)
+        self.app = _refuse_headers if size > self.limits.max_header_bytes else self.config.loaded_app
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
@@ -159,7 +170,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._receiving is not None and not self.pipeline:
             is_first |= not self.cycle.response_started
         self._headers_since = self._receiving = None
-        if self.transport.is_closing():
+        if self._is_refused or self.transport.is_closing():
             return
         logger.info("a connection is closed: %s", why)
         if is_first:
@@ -167,7 +178,17 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.cycle is not None:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        self.transport.close()
+        self._is_refused = True
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(_LINGER_S, self.transport.abort)
+
+
+async def _refuse_headers(scope: object, receive: object, send: Send) -> None:
+    """An application for a request whose headers came at once, and are too large."""
+    headers = [(b"connection", b"close"), (b"content-length", b"0")]
+    await send({"type": "http.response.start", "status": 431, "headers": headers})
+    await send({"type": "http.response.body"})
 
 
 def bounded(limits: Limits) -> type[BoundedProtocol]:

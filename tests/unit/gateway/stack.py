@@ -30,6 +30,7 @@ from tinsmith.rpc.errors import (
     VersionNotLoaded,
 )
 from tinsmith.rpc.server import Server
+from tinsmith.rpc.tls import Certificates
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc, types_pb2
 
 BASE_MODEL = "Qwen/Qwen3-8B"
@@ -420,13 +421,14 @@ class Backend:
     kind: str
     port: int = 0
     server: Server | None = None
+    certificates: Certificates | None = None
 
     async def start(self) -> None:
         module, add = {
             "trainer": (trainer_pb2, trainer_pb2_grpc.add_TrainerServiceServicer_to_server),
             "sampler": (sampler_pb2, sampler_pb2_grpc.add_SamplerServiceServicer_to_server),
         }[self.kind]
-        self.server = Server(f"127.0.0.1:{self.port}", [module.DESCRIPTOR])
+        self.server = Server(f"127.0.0.1:{self.port}", [module.DESCRIPTOR], certificates=self.certificates)
         self.port = self.server.port
         add(self.servicer, self.server.grpc)
         await self.server.start()
