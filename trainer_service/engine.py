@@ -216,6 +216,10 @@ class TrainingEngine:
         """Says that a forward_backward of this accumulation has failed: the next optim_step fails with `reason`."""
         self._models[model_id].tainted = reason
 
+    def is_tainted(self, model_id: str) -> bool:
+        """The next optim_step will fail, because a forward_backward has."""
+        return bool(self._models[model_id].tainted)
+
     def optim_step(self, model_id: str, params: Params) -> Mapping[str, float]:
         """Applies and clears the gradients. Without any, it is a step with a gradient of zero.
 

@@ -1,20 +1,12 @@
 """The journal: what was asked of the trainer, in order, and what was answered. SQLite, durable at every commit.
 
-Format (PRAGMA user_version 1), enough to replay a model after a crash:
+journal_file.py describes the file. One thread owns the connection. Writes that wait share one transaction (group
+commit), and a write returns only when that transaction is on disk. The file is locked: a second trainer on the same
+journal is refused.
 
-    models      one row for each model: state "live", "lost" (the trainer restarted without it) or "failed" (its
-                creation failed); replayable = 0 once the body of an executed operation was cut to keep the bounds.
-    operations  one row for each accepted operation. (model_id, seq_id) is its identity, and seq_id its place in the
-                model's order. Operation 0 is the creation, whose body says how the model was made; it is never cut.
-                kind    a field name of WaitResultResponse, such as "forward_backward"
-                digest  XXH3-128 of kind and body: tells a repeat from a conflict
-                request the body: zstd of the serialized request message of that kind; NULL once cut
-                state   0 accepted, 1 done, 2 failed
-                result  serialized WaitResultResponse (done) or google.rpc.Status (failed); NULL until then, and once
-                        expired
-
-One thread owns the connection. Writes that wait share one transaction (group commit), and a write returns only when
-that transaction is on disk. The file is locked: a second trainer on the same journal is refused.
+Bodies are kept up to the snapshot before the newest, so that a damaged one is no loss, and up to the newest where
+max_bytes asks for it. Only when that is not enough, in the middle of a long batch, are bodies cut that a replay would
+need; the model can be restored again from its next snapshot on.
 """
 
 from __future__ import annotations
@@ -25,9 +17,10 @@ import queue
 import sqlite3
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,43 +30,22 @@ import zstandard
 from google.protobuf.message import Message
 from google.rpc import status_pb2
 
-from tinsmith.rpc import errors
+from tinsmith.rpc import errors, tracing
 from tinsmith.rpc.errors import ModelLost, ModelNotFound, OutOfCapacity, ServiceError
 from tinsmith.v1 import trainer_pb2
+from trainer_service import journal_file
+from trainer_service.journal_pruning import Pruned, Summary, cut_covered, drop_empty, expire, prune, summaries
 from trainer_service.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-FORMAT = 1
 _PRUNE_INTERVAL_S = 60.0
 _LOW_WATER = 0.9
-"""Fraction of max_bytes that cutting bodies goes down to, so that it does not run at every commit."""
-
-_SCHEMA = """
-CREATE TABLE models (
-    model_id TEXT PRIMARY KEY,
-    state TEXT NOT NULL DEFAULT 'live',
-    replayable INTEGER NOT NULL DEFAULT 1,
-    created_at REAL NOT NULL,
-    ended_at REAL
-) STRICT;
-CREATE TABLE operations (
-    id INTEGER PRIMARY KEY,
-    model_id TEXT NOT NULL REFERENCES models ON DELETE CASCADE,
-    seq_id INTEGER NOT NULL,
-    kind TEXT NOT NULL,
-    digest BLOB NOT NULL,
-    request BLOB,
-    state INTEGER NOT NULL DEFAULT 0,
-    result BLOB,
-    accepted_at REAL NOT NULL,
-    finished_at REAL,
-    UNIQUE (model_id, seq_id)
-) STRICT;
-CREATE INDEX expiring ON operations (finished_at) WHERE result IS NOT NULL;
-"""
+"""Fraction of max_bytes that cutting goes down to, so that it does not run at every commit."""
+_PRESSED = 0.5
+"""Fraction of max_bytes from which on snapshots are taken at every step."""
 
 
 class State(IntEnum):
@@ -108,8 +80,30 @@ class Record:
 
     kind: str
     digest: bytes
+    state: State
     outcome: trainer_pb2.WaitResultResponse | ServiceError | None
     """None while it is not finished, and when its result has expired."""
+
+
+@dataclass(frozen=True, slots=True)
+class LiveModel:
+    """What a restart has to restore."""
+
+    model_id: str
+    cut_seq_id: int
+    snapshot_seq_id: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An operation in its model's history."""
+
+    seq_id: int
+    kind: str
+    digest: bytes
+    state: State
+    num_bytes: int
+    """Of its body; 0 when that is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +123,9 @@ class Journal:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._next_prune = 0.0
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._connection = _connect(path)
-        self._num_bytes: int = self._connection.execute(
-            "SELECT coalesce(sum(coalesce(length(request), 0) + coalesce(length(result), 0)), 0) FROM operations"
-        ).fetchone()[0]
-        self._pending_bytes: int = self._connection.execute(
-            "SELECT coalesce(sum(length(request)), 0) FROM operations WHERE state = 0"
-        ).fetchone()[0]
+        self._connection = journal_file.connect(path)
+        self._sizes = _Sizes.of(self._connection)
+        self._appended: Counter[str] = Counter()
         self._thread = threading.Thread(target=self._work, name="journal", daemon=True)
         self._thread.start()
 
@@ -143,23 +133,14 @@ class Journal:
         self._jobs.put(None)
         self._thread.join()
 
-    async def lose_models(self) -> int:
-        """Called at start: models that were live are not held any more. Returns how many there were."""
+    def appended_bytes(self, model_id: str) -> int:
+        """Of the bodies that this process has appended for a model. May be called on any thread."""
+        return self._appended[model_id]
 
-        def run(connection: sqlite3.Connection) -> int:
-            now = time.time()
-            live = connection.execute("SELECT model_id FROM models WHERE state = 'live'").fetchall()
-            for (model_id,) in live:
-                status = errors.to_proto(_lost(model_id)).SerializeToString()
-                connection.execute(
-                    "UPDATE operations SET state = ?, result = ?, finished_at = ? WHERE model_id = ? AND state = 0",
-                    (State.FAILED, status, now, model_id),
-                )
-            connection.execute("UPDATE models SET state = 'lost', ended_at = ? WHERE state = 'live'", (now,))
-            self._pending_bytes = 0
-            return len(live)
-
-        return await self._submit(run)
+    @property
+    def is_pressed(self) -> bool:
+        """The bound is not far: snapshots should be taken, so that bodies can be cut. May be called on any thread."""
+        return self._sizes.total > self._max_bytes * _PRESSED
 
     async def append(self, model_id: str, seq_id: int, body: Body) -> None:
         """Returns when the operation is on disk. Operation 0 makes the model's row.
@@ -169,9 +150,9 @@ class Journal:
 
         def run(connection: sqlite3.Connection) -> None:
             num_bytes = len(body.compressed)
-            if self._pending_bytes + num_bytes > self._max_bytes:
+            if self._sizes.pending + num_bytes > self._max_bytes:
                 raise OutOfCapacity(
-                    f"the journal holds {self._pending_bytes} bytes of operations that have not run; "
+                    f"the journal holds {self._sizes.pending} bytes of operations that have not run; "
                     f"{num_bytes} more are above journal_max_bytes {self._max_bytes}"
                 )
             now = time.time()
@@ -184,26 +165,45 @@ class Journal:
                 "VALUES (?, ?, ?, ?, ?, ?)",
                 (model_id, seq_id, body.kind, body.digest, body.compressed, now),
             )
-            self._pending_bytes += num_bytes
-            self._num_bytes += num_bytes
+            self._sizes.total += num_bytes
+            self._sizes.pending += num_bytes
+            self._appended[model_id] += num_bytes
 
-        await self._submit(run)
+        with tracing.span("journal"):
+            await self._submit(run)
 
-    async def finish(self, model_id: str, seq_id: int, outcome: trainer_pb2.WaitResultResponse | ServiceError) -> None:
-        """Stores the answer. Nothing happens when the model was deleted meanwhile."""
+    async def finish(
+        self,
+        model_id: str,
+        seq_id: int,
+        outcome: trainer_pb2.WaitResultResponse | ServiceError,
+        *,
+        keep_body: bool = True,
+    ) -> None:
+        """Stores the answer. Without `keep_body` the request goes: a replay does not need it.
+
+        Nothing happens when the model was deleted meanwhile.
+        """
 
         def run(connection: sqlite3.Connection) -> None:
             failed = isinstance(outcome, ServiceError)
             message = errors.to_proto(outcome) if isinstance(outcome, ServiceError) else outcome
             result = message.SerializeToString()
             row = connection.execute(
-                "UPDATE operations SET state = ?, result = ?, finished_at = ? WHERE model_id = ? AND seq_id = ? "
-                "RETURNING length(request)",
-                (State.FAILED if failed else State.DONE, result, time.time(), model_id, seq_id),
+                "SELECT length(request) FROM operations WHERE model_id = ? AND seq_id = ? AND state = 0",
+                (model_id, seq_id),
             ).fetchone()
-            if row is not None:
-                self._pending_bytes -= row[0]
-                self._num_bytes += len(result)
+            if row is None:
+                return
+            connection.execute(
+                "UPDATE operations SET state = ?, result = ?, finished_at = ?, request = CASE WHEN ? THEN request END "
+                "WHERE model_id = ? AND seq_id = ?",
+                (State.FAILED if failed else State.DONE, result, time.time(), keep_body, model_id, seq_id),
+            )
+            self._sizes.pending -= row[0]
+            self._sizes.total += len(result)
+            if not keep_body:
+                self._sizes.total -= row[0]
             if failed and seq_id == 0:
                 connection.execute(
                     "UPDATE models SET state = 'failed', ended_at = ? WHERE model_id = ?", (time.time(), model_id)
@@ -223,57 +223,141 @@ class Journal:
         row = await self._submit(run)
         if row is None:
             return None
-        kind, digest, state, result = row
+        kind, digest, number, result = row
+        state = State(number)
         if result is None:
-            return Record(kind, digest, None)
+            return Record(kind, digest, state, None)
         if state == State.FAILED:
-            return Record(kind, digest, errors.from_proto(status_pb2.Status.FromString(result)))
-        return Record(kind, digest, trainer_pb2.WaitResultResponse.FromString(result))
+            return Record(kind, digest, state, errors.from_proto(status_pb2.Status.FromString(result)))
+        return Record(kind, digest, state, trainer_pb2.WaitResultResponse.FromString(result))
 
-    async def requests(self, model_id: str) -> list[tuple[int, Body]]:
-        """The operations of a model whose bodies are kept, by seq_id: what a replay executes."""
+    # What a restart reads
 
-        def run(connection: sqlite3.Connection) -> list[tuple[int, str, bytes, bytes]]:
-            return connection.execute(
-                "SELECT seq_id, kind, digest, request FROM operations "
-                "WHERE model_id = ? AND request IS NOT NULL ORDER BY seq_id",
+    async def live_models(self) -> list[LiveModel]:
+        """In the order of their creation."""
+        rows = await self._submit(
+            lambda connection: connection.execute(
+                "SELECT model_id, cut_seq_id, snapshot_seq_id FROM models WHERE state = 'live' ORDER BY created_at"
+            ).fetchall()
+        )
+        return [LiveModel(*row) for row in rows]
+
+    async def model_ids(self) -> set[str]:
+        """Of all models, ended ones too."""
+        rows = await self._submit(lambda connection: connection.execute("SELECT model_id FROM models").fetchall())
+        return {model_id for (model_id,) in rows}
+
+    async def history(self, model_id: str) -> list[Entry]:
+        """Its operations, by seq_id."""
+        rows = await self._submit(
+            lambda connection: connection.execute(
+                "SELECT seq_id, kind, digest, state, coalesce(length(request), 0) FROM operations WHERE model_id = ? "
+                "ORDER BY seq_id",
                 (model_id,),
             ).fetchall()
+        )
+        return [Entry(seq_id, kind, digest, State(state), size) for seq_id, kind, digest, state, size in rows]
 
-        return [(seq_id, Body(kind, digest, request)) for seq_id, kind, digest, request in await self._submit(run)]
-
-    async def is_replayable(self, model_id: str) -> bool:
-        """True when `requests` is complete from the creation on."""
-        row = await self._submit(
+    async def body(self, model_id: str, seq_id: int) -> Body:
+        """Of an operation that has one."""
+        kind, digest, request = await self._submit(
             lambda connection: connection.execute(
-                "SELECT replayable FROM models WHERE model_id = ?", (model_id,)
+                "SELECT kind, digest, request FROM operations WHERE model_id = ? AND seq_id = ?", (model_id, seq_id)
             ).fetchone()
         )
-        return row is not None and bool(row[0])
+        return Body(kind, digest, request)
+
+    async def lose(self, model_id: str, reason: str) -> None:
+        """The model will never be restored: what of it has not run fails."""
+
+        def run(connection: sqlite3.Connection) -> None:
+            now = time.time()
+            status = errors.to_proto(lost(model_id, reason)).SerializeToString()
+            (num_bytes,) = connection.execute(
+                "SELECT coalesce(sum(length(request)), 0) FROM operations WHERE model_id = ? AND state = 0", (model_id,)
+            ).fetchone()
+            num_failed = connection.execute(
+                "UPDATE operations SET state = ?, result = ?, finished_at = ? WHERE model_id = ? AND state = 0",
+                (State.FAILED, status, now, model_id),
+            ).rowcount
+            connection.execute(
+                "UPDATE models SET state = 'lost', reason = ?, ended_at = ? WHERE model_id = ?", (reason, now, model_id)
+            )
+            self._sizes.pending -= num_bytes
+            self._sizes.total += num_failed * len(status)
+
+        await self._submit(run)
 
     async def check_not_lost(self, model_id: str) -> None:
-        """Raises ModelLost for a model that an earlier process held."""
+        """Raises ModelLost for a model that could not be restored."""
         row = await self._submit(
-            lambda connection: connection.execute("SELECT state FROM models WHERE model_id = ?", (model_id,)).fetchone()
+            lambda connection: connection.execute(
+                "SELECT state, reason FROM models WHERE model_id = ?", (model_id,)
+            ).fetchone()
         )
         if row is not None and row[0] == "lost":
-            raise _lost(model_id)
+            raise lost(model_id, row[1])
+
+    # Snapshots
+
+    async def add_snapshot(self, model_id: str, seq_id: int, *, num_bytes: int) -> int | None:
+        """A durable snapshot covers the operations up to `seq_id`; what the one before it covers is cut.
+
+        Returns that one's seq_id, -1 when there was none. Returns None, and nothing changes, when one of the operations
+        that it covers has no answer here, or when the model has a newer one or is gone.
+        """
+
+        def run(connection: sqlite3.Connection) -> int | None:
+            row = connection.execute(
+                "SELECT coalesce(snapshot_seq_id, -1), cut_seq_id FROM models WHERE model_id = ?", (model_id,)
+            ).fetchone()
+            if row is None or row[0] >= seq_id:
+                return None
+            before, cut = row
+            unanswered = "SELECT 1 FROM operations WHERE model_id = ? AND state = 0 AND seq_id <= ? LIMIT 1"
+            if connection.execute(unanswered, (model_id, seq_id)).fetchone():
+                return None
+            if before > cut:
+                self._cut_up_to(connection, model_id, before)
+            connection.execute(
+                "UPDATE models SET snapshot_seq_id = ?, snapshot_at = ?, snapshot_bytes = ? WHERE model_id = ?",
+                (seq_id, time.time(), num_bytes, model_id),
+            )
+            return before
+
+        return await self._submit(run)
+
+    async def fall_back(self, model_id: str, seq_id: int | None) -> None:
+        """The newest intact snapshot is this one, which is older than was thought, or none."""
+        await self._submit(
+            lambda connection: connection.execute(
+                "UPDATE models SET snapshot_seq_id = ? WHERE model_id = ?", (seq_id, model_id)
+            )
+        )
 
     async def delete_model(self, model_id: str) -> None:
         """Removes the model and its operations; an unknown one is no error."""
 
         def run(connection: sqlite3.Connection) -> None:
-            pending, total = connection.execute(
-                "SELECT coalesce(sum(CASE state WHEN 0 THEN length(request) END), 0), "
-                "coalesce(sum(coalesce(length(request), 0) + coalesce(length(result), 0)), 0) "
-                "FROM operations WHERE model_id = ?",
-                (model_id,),
-            ).fetchone()
             connection.execute("DELETE FROM models WHERE model_id = ?", (model_id,))
-            self._pending_bytes -= pending
-            self._num_bytes -= total
+            self._sizes = _Sizes.of(connection)
+            del self._appended[model_id]
 
         await self._submit(run)
+
+    async def summaries(self) -> list[Summary]:
+        """Of all models, for an operator."""
+        return await self._submit(summaries)
+
+    async def prune(self, *, dry_run: bool) -> Pruned:
+        """Deletes at once what may go: expired results, ended models, and bodies that the newest snapshot covers."""
+
+        def run(connection: sqlite3.Connection) -> Pruned:
+            pruned = prune(connection, expired_before=time.time() - self._result_retention_s, dry_run=dry_run)
+            self._sizes = _Sizes.of(connection)
+            return pruned
+
+        return await self._submit(run)
 
     async def _submit(self, run: Callable[[sqlite3.Connection], T]) -> T:
         done: Future[T] = Future()
@@ -295,27 +379,11 @@ class Journal:
 
     def _commit(self, jobs: list[_Job]) -> None:
         started = time.perf_counter()
-        counts = self._pending_bytes, self._num_bytes
-        outcomes: list[tuple[_Job, Any]] = []
-        try:
-            self._connection.execute("BEGIN")
-            for job in jobs:
-                try:
-                    outcomes.append((job, job.run(self._connection)))
-                except ServiceError as error:  # refused before anything was written
-                    outcomes.append((job, error))
-            self._prune()
-            self._connection.execute("COMMIT")
-        except sqlite3.Error as error:
-            logger.exception("a transaction of %d journal jobs failed", len(jobs))
-            if self._connection.in_transaction:
-                self._connection.execute("ROLLBACK")
-            self._pending_bytes, self._num_bytes = counts
-            self._metrics.journal_failures.inc()
-            failure = OutOfCapacity(f"the journal cannot be written: {error}")
-            outcomes = [(job, failure) for job in jobs]
+        outcomes = self._attempt(jobs, prune=True)
+        if outcomes is None:  # what is only read, or is small enough, need not fail with the others
+            outcomes = [outcome for job in jobs for outcome in self._attempt([job]) or [(job, self._failure)]]
         self._metrics.journal_commit_seconds.observe(time.perf_counter() - started)
-        self._metrics.journal_bytes.set(self._num_bytes)
+        self._metrics.journal_bytes.set(self._sizes.total)
         for job, outcome in outcomes:
             if not job.done.set_running_or_notify_cancel():
                 continue
@@ -324,74 +392,110 @@ class Journal:
             else:
                 job.done.set_result(outcome)
 
+    def _attempt(self, jobs: list[_Job], *, prune: bool = False) -> list[tuple[_Job, Any]] | None:
+        """Runs them in one transaction. None when it failed, and nothing of it is left."""
+        sizes = replace(self._sizes)
+        outcomes: list[tuple[_Job, Any]] = []
+        try:
+            self._connection.execute("BEGIN")
+            for job in jobs:
+                try:
+                    outcomes.append((job, job.run(self._connection)))
+                except ServiceError as error:  # refused before anything was written
+                    outcomes.append((job, error))
+            if prune:
+                self._prune()
+            self._connection.execute("COMMIT")
+        except sqlite3.Error as error:
+            logger.exception("a transaction of %d journal jobs failed", len(jobs))
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+            self._sizes = sizes
+            self._metrics.journal_failures.inc()
+            self._failure = OutOfCapacity(f"the journal cannot be written: {error}")
+            return None
+        return outcomes
+
     def _prune(self) -> None:
-        """Forgets expired results and long ended models; above the bound cuts the oldest bodies, then results."""
-        if time.time() < self._next_prune and self._num_bytes <= self._max_bytes:
+        """Forgets expired results and long ended models, and above the bound what can be spared most."""
+        if time.time() < self._next_prune and self._sizes.total <= self._max_bytes:
             return
         self._next_prune = time.time() + _PRUNE_INTERVAL_S
-        horizon = time.time() - self._result_retention_s
-        execute = self._connection.execute
-        execute("DELETE FROM models WHERE ended_at < ?", (horizon,))
-        execute("UPDATE operations SET result = NULL WHERE result IS NOT NULL AND finished_at < ?", (horizon,))
-        self._num_bytes = execute(
-            "SELECT coalesce(sum(coalesce(length(request), 0) + coalesce(length(result), 0)), 0) FROM operations"
-        ).fetchone()[0]
-        if self._num_bytes > self._max_bytes:
-            self._cut_bodies()
+        expire(self._connection, before=time.time() - self._result_retention_s)
+        self._sizes = _Sizes.of(self._connection)
+        if self._sizes.total > self._max_bytes:
+            cut_covered(self._connection)
+            self._sizes = _Sizes.of(self._connection)
             self._cut_results()
-        execute("DELETE FROM operations WHERE state != 0 AND request IS NULL AND result IS NULL")
+            self._cut_needed_bodies()
+        drop_empty(self._connection)
 
-    def _cut_bodies(self) -> None:
-        rows = self._oldest(
-            "SELECT id, model_id, length(request) FROM operations WHERE request IS NOT NULL AND seq_id > 0"
+    def _cut_up_to(self, connection: sqlite3.Connection, model_id: str, seq_id: int) -> None:
+        (num_bytes,) = connection.execute(
+            "SELECT coalesce(sum(length(request)), 0) FROM operations WHERE model_id = ? AND seq_id <= ?",
+            (model_id, seq_id),
+        ).fetchone()
+        connection.execute(
+            "UPDATE operations SET request = NULL WHERE model_id = ? AND seq_id <= ?", (model_id, seq_id)
         )
-        self._connection.executemany("UPDATE operations SET request = NULL WHERE id = ?", [(row[0],) for row in rows])
-        models = {row[1] for row in rows}
-        self._connection.executemany("UPDATE models SET replayable = 0 WHERE model_id = ?", [(m,) for m in models])
-        logger.info("cut the bodies of %d executed operations of %d models from the journal", len(rows), len(models))
+        connection.execute("UPDATE models SET cut_seq_id = ? WHERE model_id = ?", (seq_id, model_id))
+        self._sizes.total -= num_bytes
 
     def _cut_results(self) -> None:
-        rows = self._oldest("SELECT id, model_id, length(result) FROM operations WHERE result IS NOT NULL")
+        rows = self._oldest("SELECT id, model_id, seq_id, length(result) FROM operations WHERE result IS NOT NULL")
         self._connection.executemany("UPDATE operations SET result = NULL WHERE id = ?", [(row[0],) for row in rows])
         if rows:
             logger.warning("cut %d results from the journal before they expired", len(rows))
 
-    def _oldest(self, select: str) -> list[tuple[int, str, int]]:
+    def _cut_needed_bodies(self) -> None:
+        rows = self._oldest(
+            "SELECT id, model_id, seq_id, length(request) FROM operations WHERE request IS NOT NULL AND seq_id > 0"
+        )
+        self._connection.executemany("UPDATE operations SET request = NULL WHERE id = ?", [(row[0],) for row in rows])
+        self._connection.executemany(
+            "UPDATE models SET cut_seq_id = max(cut_seq_id, ?) WHERE model_id = ?", [(row[2], row[1]) for row in rows]
+        )
+        if rows:
+            logger.warning(
+                "the journal is full (journal_max_bytes %d) and %d executed operations since the last snapshot were "
+                "cut from it: until their next optim_step a crash loses the models %s",
+                self._max_bytes,
+                len(rows),
+                ", ".join(sorted({row[1] for row in rows})),
+            )
+
+    def _oldest(self, select: str) -> list[tuple[int, str, int, int]]:
         """Executed operations to cut, oldest first, as many as bring the journal well below its bound."""
-        chosen: list[tuple[int, str, int]] = []
+        chosen: list[tuple[int, str, int, int]] = []
         for row in self._connection.execute(f"{select} AND state != 0 ORDER BY id"):
-            if self._num_bytes <= self._max_bytes * _LOW_WATER:
+            if self._sizes.total <= self._max_bytes * _LOW_WATER:
                 break
-            self._num_bytes -= row[2]
+            self._sizes.total -= row[3]
             chosen.append(row)
         return chosen
 
 
-def _connect(path: Path) -> sqlite3.Connection:
-    # Without "powersafe overwrite" SQLite fills the last sector of each transaction with a copy of its last page: one
-    # torn by a power cut, while the next is written, takes nothing with it that was acknowledged.
-    uri = f"{path.absolute().as_uri()}?psow=0"
-    connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=1.0)
-    try:
-        connection.execute("PRAGMA locking_mode = EXCLUSIVE")
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = FULL")
-        connection.execute("PRAGMA foreign_keys = ON")
-        connection.execute(f"PRAGMA journal_size_limit = {64 * 1024 * 1024}")
-        version = connection.execute("PRAGMA user_version").fetchone()[0]
-        if version == 0:
-            connection.executescript(f"BEGIN EXCLUSIVE; {_SCHEMA} PRAGMA user_version = {FORMAT}; COMMIT;")
-        elif version != FORMAT:
-            raise SystemExit(f"{path} has format {version}; this trainer reads format {FORMAT}")
-    except sqlite3.OperationalError as error:
-        connection.close()
-        raise SystemExit(f"cannot open the journal {path}: {error}. Is another trainer running on it?") from None
-    return connection
+@dataclass(slots=True)
+class _Sizes:
+    """Bytes in the journal."""
+
+    total: int
+    """Of requests and results."""
+    pending: int
+    """Of requests that have not run."""
+
+    @classmethod
+    def of(cls, connection: sqlite3.Connection) -> _Sizes:
+        row = connection.execute(
+            "SELECT coalesce(sum(coalesce(length(request), 0) + coalesce(length(result), 0)), 0), "
+            "coalesce(sum(CASE state WHEN 0 THEN length(request) END), 0) FROM operations"
+        ).fetchone()
+        return cls(*row)
 
 
-def _lost(model_id: str) -> ModelLost:
+def lost(model_id: str, reason: str) -> ModelLost:
     return ModelLost(
-        f"{model_id}: the trainer restarted and does not hold this model any more; resume from a checkpoint "
+        f"{model_id} was not restored after the trainer's restart: {reason}; resume from a checkpoint "
         "(create_training_client_from_state)",
         model_id=model_id,
     )

@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 
 from tinsmith.rpc.errors import ServiceError
 from trainer_service.work import Operation
+
+_AHEAD = 16
+"""Operations of a model whose bodies are read before their turn in a replay."""
+
+
+@dataclass(slots=True, eq=False)
+class Restoration:
+    """How a model comes back after a restart."""
+
+    num_left: int
+    """Operations that had run before, and have not run again."""
+    forget: Callable[[], Awaitable[object]]
+    """Frees what there is of it."""
+    feeder: asyncio.Task[None] | None = None
+    """Gives the operations their works."""
+    ahead: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_AHEAD))
+    fed: set[int] = field(default_factory=set)
+    """seq_ids of those that have works and no result: as many as `ahead` allows."""
+    is_over: asyncio.Event = field(default_factory=asyncio.Event)
+    has_failed: bool = False
+    """The model could not be restored: its operations stay in the journal as they are, for another try."""
 
 
 @dataclass(slots=True, eq=False)
@@ -22,6 +44,8 @@ class ModelQueue:
     """Started operations without a result."""
     gone: ServiceError | None = None
     """Why nothing of this model runs any more."""
+    restoration: Restoration | None = None
+    """Of a model from before a restart."""
 
     @property
     def next_seq_id(self) -> int:
@@ -29,6 +53,8 @@ class ModelQueue:
         seq_id = self.next_to_enter
         while (before := self.operations.get(seq_id - 1)) is not None and _waits(before):
             seq_id -= 1
+        while (following := self.operations.get(seq_id)) is not None and following.replayed:
+            seq_id += 1
         return seq_id
 
     @property
@@ -45,4 +71,4 @@ class ModelQueue:
 
 
 def _waits(operation: Operation) -> bool:
-    return not operation.has_begun and not operation.outcome.done()
+    return not operation.has_begun and not operation.replayed and not operation.outcome.done()

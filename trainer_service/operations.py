@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from tinsmith.modeling.adapter import AdapterConfig
@@ -20,6 +21,7 @@ from tinsmith.rpc.errors import (
     DataCorrupted,
     InvalidRequest,
     ModelNotFound,
+    NotFound,
     NotReady,
     OutOfCapacity,
     ServiceError,
@@ -38,6 +40,7 @@ from trainer_service.encryption import Recipient, parse_recipients
 from trainer_service.engine import State, TrainingEngine
 from trainer_service.locations import KINDS, Location
 from trainer_service.optimizers import DEFAULT_OPTIMIZER, check_kind, params_from_proto
+from trainer_service.snapshots import Snapshots
 from trainer_service.weight_sync import Version
 from trainer_service.work import RunBatch, Turn, Work
 
@@ -78,6 +81,27 @@ class Model:
             user_metadata=self.user_metadata,
         )
 
+    def snapshot_info(self, seq_id: int, state: State) -> types_pb2.CheckpointInfo:
+        """Of its state after that operation."""
+        return types_pb2.CheckpointInfo(
+            location=f"{self.model_id}/{seq_id}",
+            kind=types_pb2.CHECKPOINT_KIND_TRAINING,
+            model_id=self.model_id,
+            base_model=self.base_model,
+            lora_config=state.config.to_proto(),
+            version_id=f"{self.model_id}@{seq_id}",
+            step=state.step,
+            has_optimizer=state.optimizer is not None,
+            optimizer=self.optimizer,
+            user_metadata=self.user_metadata,
+            created_at=time.time(),
+        )
+
+    @classmethod
+    def of_snapshot(cls, info: types_pb2.CheckpointInfo, state: State) -> Model:
+        metadata = dict(info.user_metadata)
+        return cls(info.model_id, info.base_model, state.config, info.optimizer, metadata, info.step)
+
 
 @dataclass(slots=True)
 class Operations:
@@ -89,6 +113,7 @@ class Operations:
     base_models: Sequence[str]
     """Public names of the base model."""
     max_lora_rank: int
+    snapshots: Snapshots
     models: dict[str, Model] = field(default_factory=dict)
     _publishing: dict[tuple[Location, str], asyncio.Task[Certified]] = field(default_factory=dict)
     _asked_for: set[str] = field(default_factory=set)
@@ -146,6 +171,9 @@ class Operations:
 
         await turn.run(create)
         self.models[model.model_id] = model
+        self.snapshots.add(model.model_id)
+        if state is not None:
+            await self._keep_loaded(turn, model, 0, state, with_optimizer=request.load_optimizer)
         return pb.WaitResultResponse(create_model=pb.CreateModelResponse(model=model.to_proto(next_seq_id=1)))
 
     def forward_backward(self, request: pb.ForwardBackwardRequest) -> Work:
@@ -153,6 +181,27 @@ class Operations:
             return RunBatch(Batch.from_proto(request, self.engine.limits))
         except ServiceError as error:
             return refused(error) if request.forward_only else self._taint(request.model_id, error)
+
+    def work_of(self, kind: str, data: bytes) -> Work:
+        """Of a serialized request that was accepted before a restart."""
+        try:
+            match kind:
+                case "create_model":
+                    return self.create_model(pb.CreateModelRequest.FromString(data))
+                case "forward_backward":
+                    return self.forward_backward(pb.ForwardBackwardRequest.FromString(data))
+                case "optim_step":
+                    return self.optim_step(pb.OptimStepRequest.FromString(data))
+                case "skip":
+                    return self.skip(pb.SkipOperationRequest.FromString(data))
+                case "save_checkpoint":
+                    return self.save_checkpoint(pb.SaveCheckpointRequest.FromString(data), again=True)
+                case "load_checkpoint":
+                    return self.load_checkpoint(pb.LoadCheckpointRequest.FromString(data))
+                case _:
+                    raise ServiceError(f"an operation of kind {kind!r} is of a later version")
+        except InvalidRequest as error:
+            return refused(error)
 
     def check_custom_loss(self, request: pb.CheckCustomLossRequest) -> None:
         """Raises InvalidRequest for what can be seen without data."""
@@ -171,15 +220,38 @@ class Operations:
 
     def optim_step(self, request: pb.OptimStepRequest) -> Work:
         params = params_from_proto(request)
+        model_id = request.model_id
+
+        def call() -> tuple[Mapping[str, float], State | None]:
+            return self.engine.optim_step(model_id, params), self._snapshot(model_id)
 
         async def step(turn: Turn) -> pb.WaitResultResponse:
-            metrics = await turn.run(lambda: self.engine.optim_step(request.model_id, params))
-            self.models[request.model_id].step += 1
+            metrics, state = await turn.run(call)
+            model = self.models[model_id]
+            model.step += 1
+            if state is not None:
+                self.snapshots.keep_later(turn, request.seq_id, model.snapshot_info(request.seq_id, state), state)
             return pb.WaitResultResponse(optim_step=pb.OptimStepResponse(metrics=metrics))
 
         return step
 
-    def save_checkpoint(self, request: pb.SaveCheckpointRequest) -> Work:
+    def _snapshot(self, model_id: str) -> State | None:
+        """On the compute thread, after a step: a copy when one is due."""
+        if not self.snapshots.is_due(model_id):
+            return None
+        try:
+            return self.engine.capture(model_id, with_optimizer=True)
+        except (MemoryError, RuntimeError) as error:  # the step has been made, and its answer must say so
+            self.snapshots.skip(model_id, error)
+            return None
+
+    async def _keep_loaded(self, turn: Turn, model: Model, seq_id: int, state: State, *, with_optimizer: bool) -> None:
+        """A model whose source may be deleted, once it has been loaded: it is to be durable before that is answered."""
+        kept = state if with_optimizer else replace(state, optimizer=None)
+        await self.snapshots.keep(turn, seq_id, model.snapshot_info(seq_id, kept), kept)
+
+    def save_checkpoint(self, request: pb.SaveCheckpointRequest, *, again: bool = False) -> Work:
+        """`again`: it was accepted before a restart, and may have been made."""
         if request.kind not in KINDS:
             raise InvalidRequest(
                 f"kind: {request.kind} is not one of TRAINING, SAMPLER, EPHEMERAL, EXTERNAL", field="kind"
@@ -196,13 +268,23 @@ class Operations:
         if recipients and request.kind != types_pb2.CHECKPOINT_KIND_EXTERNAL:
             raise InvalidRequest("age_recipients: only kind EXTERNAL can be encrypted", field="age_recipients")
         location = Location(request.model_id, KINDS[request.kind], name)
-        return lambda turn: self._save(turn, request, location, recipients)
+        return lambda turn: self._save(turn, request, location, recipients, again=again)
 
     async def _save(
-        self, turn: Turn, request: pb.SaveCheckpointRequest, location: Location, recipients: Sequence[Recipient]
+        self,
+        turn: Turn,
+        request: pb.SaveCheckpointRequest,
+        location: Location,
+        recipients: Sequence[Recipient],
+        *,
+        again: bool,
     ) -> pb.WaitResultResponse:
         model = self.models[request.model_id]
         with_optimizer = request.kind == types_pb2.CHECKPOINT_KIND_TRAINING
+        version_id = f"{request.model_id}@{request.seq_id}"
+        written = await asyncio.to_thread(self._written, location, version_id) if again else None
+        if written is not None:
+            return await self._finish_save(written, location)
         if request.overwrite:
             await turn.settled()  # two saves that replace one checkpoint are written in their order
         scores: asyncio.Future[Scores] | None = None
@@ -216,7 +298,7 @@ class Operations:
             model_id=request.model_id,
             base_model=model.base_model,
             lora_config=state.config.to_proto(),
-            version_id=f"{request.model_id}@{request.seq_id}",
+            version_id=version_id,
             step=state.step,
             has_optimizer=with_optimizer,
             optimizer=model.optimizer,
@@ -232,13 +314,23 @@ class Operations:
             stored, certified = await self._save_and_publish(saving, info, state, scores)
         else:
             stored, certified = await saving, None
-        return pb.WaitResultResponse(
-            save_checkpoint=pb.SaveCheckpointResponse(
-                checkpoint=stored,
-                num_samplers=0 if certified is None else certified.num_samplers,
-                certificate=None if certified is None else certified.certificate,
-            )
-        )
+        return _saved(stored, certified)
+
+    def _written(self, location: Location, version_id: str) -> types_pb2.CheckpointInfo | None:
+        """What this very save has left there, when the trainer ended before it was answered."""
+        with contextlib.suppress(CheckpointNotFound, DataCorrupted):
+            info = self.checkpoints.info(location)
+            return info if info.version_id == version_id and info.location == str(location) else None
+
+    async def _finish_save(self, info: types_pb2.CheckpointInfo, location: Location) -> pb.WaitResultResponse:
+        """A version never changes: what samplers may have of it already is what lies in its files."""
+        certified: Certified | None = None
+        if info.kind in _SENT_KINDS and self.publisher.has_samplers:
+            try:
+                certified = await self.publish(location, info.version_id)
+            except (NotReady, OutOfCapacity) as error:  # a sample that wants it publishes it
+                logger.warning("%s is saved, but not published: %s", location, error)
+        return _saved(info, certified)
 
     async def _capture_and_score(self, turn: Turn, model_id: str) -> tuple[State, asyncio.Future[Scores]]:
         """A copy, as soon as it is made: the call goes on with scoring the canary while the copy is stored and sent.
@@ -264,8 +356,18 @@ class Operations:
         with contextlib.suppress(CheckpointNotFound, CheckpointExists, DataCorrupted):
             info = self.checkpoints.info(location)
             hidden = _hidden(location, info.version_id)
-            if hidden is not None and (info.kind in _SENT_KINDS or info.version_id in self._asked_for):
+            if hidden is not None and (info.kind in _SENT_KINDS or self._was_asked_for(info, location)):
                 self.checkpoints.copy(location, hidden, ttl_seconds=None)
+
+    def _was_asked_for(self, info: types_pb2.CheckpointInfo, location: Location) -> bool:
+        """Samplers have it: a publish goes on, or one, perhaps before a restart, has left a certificate."""
+        if info.version_id in self._asked_for:
+            return True
+        try:
+            self.checkpoints.certificate(location)
+        except NotFound:
+            return False
+        return True
 
     async def _save_and_publish(
         self,
@@ -316,7 +418,9 @@ class Operations:
         await self._check_extent(location, field="location")
         info, state = await self._load(location, with_optimizer=request.load_optimizer, field="location")
         await turn.run(lambda: self.engine.restore(request.model_id, state, with_optimizer=request.load_optimizer))
-        self.models[request.model_id].step = state.step
+        model = self.models[request.model_id]
+        model.step = state.step
+        await self._keep_loaded(turn, model, request.seq_id, state, with_optimizer=request.load_optimizer)
         return pb.WaitResultResponse(load_checkpoint=pb.LoadCheckpointResponse(checkpoint=info))
 
     async def publish(self, location: Location, version_id: str) -> Certified:
@@ -404,9 +508,20 @@ class Operations:
     async def delete_files(self, model_id: str) -> None:
         """Removes what a model leaves outside the engine: its ephemeral checkpoints, its versions in the samplers."""
         self.models.pop(model_id, None)
+        await self.snapshots.forget(model_id)
         self._asked_for -= {version_id for version_id in self._asked_for if version_id.startswith(f"{model_id}@")}
         await asyncio.to_thread(self.checkpoints.delete_ephemeral, model_id)
         await self.publisher.sender.remove_all(f"{model_id}@")
+
+
+def _saved(info: types_pb2.CheckpointInfo, certified: Certified | None) -> pb.WaitResultResponse:
+    return pb.WaitResultResponse(
+        save_checkpoint=pb.SaveCheckpointResponse(
+            checkpoint=info,
+            num_samplers=0 if certified is None else certified.num_samplers,
+            certificate=None if certified is None else certified.certificate,
+        )
+    )
 
 
 def _hidden(location: Location, version_id: str) -> Location | None:

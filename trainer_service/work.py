@@ -99,6 +99,10 @@ class Turn(Protocol):
         """Waits until every earlier operation of the model has its result."""
         ...
 
+    async def stored(self) -> None:
+        """Waits until this operation and every earlier one of the model has its result in the journal."""
+        ...
+
 
 Work = RunBatch | Callable[[Turn], Coroutine[Any, Any, Answer]]
 """What an operation does."""
@@ -113,7 +117,11 @@ class Operation:
     accepted: asyncio.Future[ServiceError | None]
     outcome: asyncio.Future[Answer | ServiceError]
     work: Work | None = None
-    """None until the operation is in the journal."""
+    """None until the operation is in the journal, and after a restart until its body has been read."""
+    founds: bool = False
+    """It makes the model: the creation, or after a restart the reading of a snapshot."""
+    replayed: bool = False
+    """Its answer is in the journal since before a restart; it runs again for what it does to the model."""
     arrived_s: float = field(default_factory=time.perf_counter)
     arrived_at: float = field(default_factory=time.time)
     trace: Any = field(default_factory=tracing.current)
@@ -122,6 +130,15 @@ class Operation:
     """When the compute thread began and ended it, in seconds since 1970; None until then, and when it never ran."""
     has_begun: bool = False
     """The compute thread has begun it. Until then it counts as queued."""
+    stored: asyncio.Event = field(default_factory=asyncio.Event)
+    """Its result is in the journal, or will never be."""
+
+    @property
+    def changes_model(self) -> bool:
+        """False when a replay need not run it."""
+        if isinstance(self.work, RunBatch):
+            return not self.work.batch.forward_only
+        return self.kind != "save_checkpoint"
 
     async def wait(self) -> Answer:
         """The answer, or its error. Cancelling this wait does not cancel the operation."""

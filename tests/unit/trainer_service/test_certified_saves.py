@@ -45,6 +45,8 @@ from trainer_service.metrics import Metrics
 from trainer_service.operations import Operations
 from trainer_service.scheduler import Scheduler
 from trainer_service.servicer import Trainer, TrainerServicer
+from trainer_service.snapshot_files import SnapshotFiles
+from trainer_service.snapshots import Policy, Snapshots
 from trainer_service.weight_sync import WeightSender
 
 MODEL = "s:train:0"
@@ -133,7 +135,9 @@ async def stack(base: BaseModel, model_folder: Path, tmp_path: Path) -> AsyncIte
         scheduler = Scheduler(training, journal, max_queued_operations=20, max_models=4, metrics=metrics)
         exits.push_async_callback(scheduler.close, timeout_s=10)
         publisher = Publisher(sender, canary_of(base), GapRule(0.01, "refuse", timeout_s=20), metrics)
-        operations = Operations(training, checkpoints, publisher, scheduler.run_alone, ["tiny"], 16)
+        snapshots = Snapshots(SnapshotFiles(tmp_path / "snapshots"), journal, Policy(0, 0, 0), metrics)
+        exits.push_async_callback(snapshots.close)
+        operations = Operations(training, checkpoints, publisher, scheduler.run_alone, ["tiny"], 16, snapshots)
         servicer = TrainerServicer()
         importer = Importer(base, checkpoints, max_rank=16, max_bytes=1 << 22)
         servicer.trainer = Trainer("boot", operations, scheduler, journal, checkpoints, importer)

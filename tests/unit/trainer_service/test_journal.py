@@ -1,8 +1,10 @@
 import asyncio
 import os
 import shutil
+import sqlite3
 import sys
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from tests.batches import random_datum, request
 from tinsmith.rpc.errors import InvalidRequest, ModelLost, ModelNotFound, OutOfCapacity
 from tinsmith.v1 import trainer_pb2 as pb
-from trainer_service.journal import Body, Journal
+from trainer_service.journal import Body, Journal, LiveModel, Record, State
 from trainer_service.metrics import Metrics
 
 MODEL = "s:train:0"
@@ -26,6 +28,12 @@ async def opened(folder: Path, **settings: float) -> AsyncIterator[Journal]:
         yield journal
     finally:
         await asyncio.to_thread(journal.close)
+
+
+async def requests(journal: Journal, model_id: str = MODEL) -> list[tuple[int, Body]]:
+    """Those that are kept."""
+    kept = [entry.seq_id for entry in await journal.history(model_id) if entry.num_bytes]
+    return [(seq_id, await journal.body(model_id, seq_id)) for seq_id in kept]
 
 
 def created() -> Body:
@@ -47,8 +55,8 @@ async def test_requests_come_back_whole_and_in_order(tmp_path: Path) -> None:
         await journal.append(MODEL, 0, bodies[0])
         for seq_id in (3, 1, 2):
             await journal.append(MODEL, seq_id, bodies[seq_id])
-        assert await journal.requests(MODEL) == list(enumerate(bodies))
-        assert await journal.is_replayable(MODEL)
+        assert await requests(journal) == list(enumerate(bodies))
+        assert await journal.live_models() == [LiveModel(MODEL, cut_seq_id=-1, snapshot_seq_id=None)]
     assert pb.CreateModelRequest.FromString(bodies[0].unpack()).base_model == "tiny"
     assert pb.ForwardBackwardRequest.FromString(bodies[2].unpack()).seq_id == 2
 
@@ -70,19 +78,20 @@ async def test_results_and_errors_survive_a_restart(tmp_path: Path) -> None:
         assert await journal.find(MODEL, 3) is None
 
 
-async def test_after_a_restart_models_are_lost_and_unfinished_operations_say_so(tmp_path: Path) -> None:
+async def test_a_lost_model_says_why_and_so_do_its_unfinished_operations(tmp_path: Path) -> None:
     async with opened(tmp_path) as journal:
         await journal.append(MODEL, 0, created())
         await journal.finish(MODEL, 0, done(1.0))
         await journal.append(MODEL, 1, batch(1))
+        await journal.lose(MODEL, "its snapshot is damaged")
     async with opened(tmp_path) as journal:
-        assert await journal.lose_models() == 1
+        assert await journal.live_models() == []
         finished, unfinished = await journal.find(MODEL, 0), await journal.find(MODEL, 1)
         assert finished is not None
         assert finished.outcome == done(1.0)
         assert unfinished is not None
         assert isinstance(unfinished.outcome, ModelLost)
-        with pytest.raises(ModelLost, match="resume from a checkpoint"):
+        with pytest.raises(ModelLost, match="its snapshot is damaged; resume from a checkpoint"):
             await journal.check_not_lost(MODEL)
         await journal.check_not_lost("another")
 
@@ -98,25 +107,71 @@ async def test_waiting_appends_share_one_transaction(tmp_path: Path) -> None:
     assert commits is not None
     assert new_commits is not None
     assert new_commits - commits < 50
-    assert len(await journal.requests(MODEL)) == 101
+    assert len(await requests(journal)) == 101
     journal.close()
 
 
-async def test_bodies_are_cut_oldest_first_and_the_model_is_marked(tmp_path: Path) -> None:
-    async with opened(tmp_path, max_bytes=40_000) as journal:
-        await journal.append(MODEL, 0, created())
-        await journal.finish(MODEL, 0, done(0.0))
-        for seq_id in range(1, 40):
-            await journal.append(MODEL, seq_id, batch(seq_id, length=512))
-            await journal.finish(MODEL, seq_id, done(seq_id))
-        kept = [seq_id for seq_id, _ in await journal.requests(MODEL)]
-        assert kept[0] == 0
-        assert 1 < len(kept) < 40
-        assert kept[1:] == list(range(41 - len(kept), 40))
-        assert not await journal.is_replayable(MODEL)
+async def executed(journal: Journal, seq_ids: Iterable[int], *, length: int = 8) -> None:
+    for seq_id in seq_ids:
+        await journal.append(MODEL, seq_id, batch(seq_id, length=length) if seq_id else created())
+        await journal.finish(MODEL, seq_id, done(seq_id))
+
+
+async def test_bodies_are_cut_behind_the_snapshot_before_the_newest(tmp_path: Path) -> None:
+    async with opened(tmp_path) as journal:
+        await executed(journal, range(5))
+        assert await journal.add_snapshot(MODEL, 2, num_bytes=10) == -1
+        assert [seq_id for seq_id, _ in await requests(journal)] == [0, 1, 2, 3, 4]
+        assert await journal.add_snapshot(MODEL, 4, num_bytes=10) == 2
+        assert [seq_id for seq_id, _ in await requests(journal)] == [3, 4]
+        assert await journal.live_models() == [LiveModel(MODEL, cut_seq_id=2, snapshot_seq_id=4)]
+        assert await journal.add_snapshot(MODEL, 4, num_bytes=10) is None, "it is no newer one"
+        assert await journal.add_snapshot("another", 4, num_bytes=10) is None
         record = await journal.find(MODEL, 1)
         assert record is not None
         assert record.outcome == done(1.0), "a result outlives its body"
+
+
+async def test_a_snapshot_does_not_count_before_all_that_it_covers_is_answered(tmp_path: Path) -> None:
+    async with opened(tmp_path) as journal:
+        await executed(journal, [0, 1, 3])
+        await journal.append(MODEL, 2, batch(2))
+        assert await journal.add_snapshot(MODEL, 3, num_bytes=10) is None
+        await journal.finish(MODEL, 2, InvalidRequest("no"))
+        assert await journal.add_snapshot(MODEL, 3, num_bytes=10) == -1
+
+
+async def test_what_left_the_model_as_it_was_needs_no_body_and_keeps_its_place(tmp_path: Path) -> None:
+    async with opened(tmp_path, result_retention_s=0.0) as journal:
+        await journal.append(MODEL, 0, created())
+        await journal.append(MODEL, 1, batch(1))
+        await journal.finish(MODEL, 1, done(1.0), keep_body=False)
+    async with opened(tmp_path, result_retention_s=0.0) as journal:
+        assert [(entry.seq_id, entry.state) for entry in await journal.history(MODEL)] == [
+            (0, State.ACCEPTED),
+            (1, State.DONE),
+        ]
+        assert [seq_id for seq_id, _ in await requests(journal)] == [0]
+
+
+async def test_at_its_bound_the_journal_cuts_what_the_newest_snapshot_covers(tmp_path: Path) -> None:
+    async with opened(tmp_path, max_bytes=40_000) as journal:
+        await executed(journal, range(9), length=512)
+        assert journal.is_pressed
+        assert await journal.add_snapshot(MODEL, 8, num_bytes=10) == -1
+        await executed(journal, range(9, 17), length=512)
+        assert [seq_id for seq_id, _ in await requests(journal)] == list(range(9, 17))
+        assert await journal.live_models() == [LiveModel(MODEL, cut_seq_id=8, snapshot_seq_id=8)]
+
+
+async def test_without_a_snapshot_the_oldest_bodies_are_cut_and_the_model_needs_its_next_one(tmp_path: Path) -> None:
+    async with opened(tmp_path, max_bytes=40_000) as journal:
+        await executed(journal, range(40), length=512)
+        kept = [seq_id for seq_id, _ in await requests(journal)]
+        assert 1 < len(kept) < 40
+        assert kept[1:] == list(range(41 - len(kept), 40))
+        (model,) = await journal.live_models()
+        assert (model.cut_seq_id, model.snapshot_seq_id) == (kept[1] - 1, None)
 
 
 async def test_pending_operations_are_never_cut_but_refused(tmp_path: Path) -> None:
@@ -126,7 +181,7 @@ async def test_pending_operations_are_never_cut_but_refused(tmp_path: Path) -> N
         errors = await asyncio.gather(*appends, return_exceptions=True)
         refused = [error for error in errors if isinstance(error, OutOfCapacity)]
         assert "journal_max_bytes" in str(refused[0])
-        assert len(await journal.requests(MODEL)) == 1 + 99 - len(refused)
+        assert len(await requests(journal)) == 1 + 99 - len(refused)
 
 
 async def test_expired_results_are_forgotten(tmp_path: Path) -> None:
@@ -135,7 +190,7 @@ async def test_expired_results_are_forgotten(tmp_path: Path) -> None:
         await journal.append(MODEL, 1, batch(1))
         await journal.finish(MODEL, 1, done(1.0))
     async with opened(tmp_path, result_retention_s=0.0) as journal:
-        await journal.lose_models()
+        await journal.finish(MODEL, 0, done(0.0))
         record = await journal.find(MODEL, 1)
         assert record is None or record.outcome is None
 
@@ -145,7 +200,7 @@ async def test_deleting_a_model_deletes_its_rows(tmp_path: Path) -> None:
         await journal.append(MODEL, 0, created())
         await journal.append(MODEL, 1, batch(1))
         await journal.delete_model(MODEL)
-        assert await journal.requests(MODEL) == []
+        assert await requests(journal) == []
         with pytest.raises(ModelNotFound):
             await journal.append(MODEL, 2, batch(2))
         await journal.append(MODEL, 0, created())
@@ -200,12 +255,8 @@ async def test_everything_acknowledged_survives_kill_9(tmp_path: Path) -> None:
     acknowledged += [int(line) for line in rest if line.endswith(b"\n")]
     await child.wait()
     async with opened(tmp_path) as journal:
-        kept = {seq_id for seq_id, _ in await journal.requests("m")}
+        kept = {seq_id for seq_id, _ in await requests(journal, "m")}
         assert set(acknowledged) <= kept
-        assert await journal.lose_models() == 1
-        record = await journal.find("m", acknowledged[-1])
-        assert record is not None
-        assert isinstance(record.outcome, ModelLost)
 
 
 @pytest.mark.parametrize("num_bytes", [1, 24, 2048, 4096])
@@ -221,7 +272,7 @@ async def test_what_a_power_cut_tears_from_the_end_takes_nothing_that_was_acknow
             with (after / "journal.sqlite-wal").open("r+b") as log:
                 log.truncate(log.seek(0, os.SEEK_END) - num_bytes)
             async with opened(after) as copy:
-                assert [found for found, _ in await copy.requests(MODEL)] == list(range(seq_id + 1))
+                assert [found for found, _ in await requests(copy)] == list(range(seq_id + 1))
 
 
 async def test_a_torn_write_behind_the_last_transaction_is_as_if_it_had_never_begun(tmp_path: Path) -> None:
@@ -234,6 +285,91 @@ async def test_a_torn_write_behind_the_last_transaction_is_as_if_it_had_never_be
         log.seek(0, os.SEEK_END)
         log.write(frame[:3000])
     async with opened(tmp_path / "after") as journal:
-        assert [found for found, _ in await journal.requests(MODEL)] == [0, 1]
+        assert [found for found, _ in await requests(journal)] == [0, 1]
         await journal.append(MODEL, 2, batch(2))
-        assert [found for found, _ in await journal.requests(MODEL)] == [0, 1, 2]
+        assert [found for found, _ in await requests(journal)] == [0, 1, 2]
+
+
+async def test_a_journal_of_format_1_is_brought_up_to_this_one(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    old = sqlite3.connect(path)
+    old.executescript(_FORMAT_1)
+    for model_id, state, replayable in (("whole", "live", 1), ("cut", "live", 0), ("gone", "lost", 1)):
+        old.execute("INSERT INTO models VALUES (?, ?, ?, 1.0, NULL)", (model_id, state, replayable))
+        old.execute(
+            "INSERT INTO operations VALUES (NULL, ?, 7, 'optim_step', x'00', x'01', 1, ?, 1.0, ?)",
+            (model_id, done(7.0).SerializeToString(), time.time()),
+        )
+    old.commit()
+    old.close()
+    for _ in range(2):
+        async with opened(tmp_path) as journal:
+            assert await journal.live_models() == [LiveModel("whole", -1, None), LiveModel("cut", 7, None)]
+            with pytest.raises(ModelLost, match="a trainer that restored none"):
+                await journal.check_not_lost("gone")
+            record = await journal.find("gone", 7)
+            assert record is not None
+            assert record.outcome == done(7.0)
+
+
+_FORMAT_1 = """
+CREATE TABLE models (
+    model_id TEXT PRIMARY KEY, state TEXT NOT NULL DEFAULT 'live', replayable INTEGER NOT NULL DEFAULT 1,
+    created_at REAL NOT NULL, ended_at REAL
+) STRICT;
+CREATE TABLE operations (
+    id INTEGER PRIMARY KEY, model_id TEXT NOT NULL REFERENCES models ON DELETE CASCADE, seq_id INTEGER NOT NULL,
+    kind TEXT NOT NULL, digest BLOB NOT NULL, request BLOB, state INTEGER NOT NULL DEFAULT 0, result BLOB,
+    accepted_at REAL NOT NULL, finished_at REAL, UNIQUE (model_id, seq_id)
+) STRICT;
+CREATE INDEX expiring ON operations (finished_at) WHERE result IS NOT NULL;
+PRAGMA user_version = 1;
+"""
+
+
+async def test_a_journal_of_a_later_format_is_refused(tmp_path: Path) -> None:
+    database = sqlite3.connect(tmp_path / "journal.sqlite")
+    database.execute("PRAGMA user_version = 99")
+    database.close()
+    with pytest.raises(SystemExit, match="has format 99; this trainer reads format 2"):
+        async with opened(tmp_path):
+            pass
+
+
+async def test_a_damaged_journal_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    async with opened(tmp_path) as journal:
+        await executed(journal, range(40), length=512)
+    path = tmp_path / "journal.sqlite"
+    content = path.read_bytes()
+    path.write_bytes(content[: 4096 * 3])
+    with pytest.raises(SystemExit, match=rf"{path} is damaged: .*move the folder away"):
+        async with opened(tmp_path):
+            pass
+
+
+async def test_a_torn_page_of_the_database_is_repaired_from_the_log(tmp_path: Path) -> None:
+    async with opened(tmp_path / "before") as journal:
+        await executed(journal, range(40), length=512)
+        shutil.copytree(tmp_path / "before", tmp_path / "after")
+    database = tmp_path / "after" / "journal.sqlite"
+    with database.open("r+b") as file:
+        file.truncate(max(0, file.seek(0, os.SEEK_END) - 1000))
+    async with opened(tmp_path / "after") as journal:
+        assert [seq_id for seq_id, _ in await requests(journal)] == list(range(40))
+
+
+async def test_on_a_full_disk_appends_are_refused_and_what_is_there_can_be_read(tmp_path: Path) -> None:
+    async with opened(tmp_path, max_bytes=1 << 30) as journal:
+        await executed(journal, range(3))
+        pages = await journal._submit(lambda connection: connection.execute("PRAGMA page_count").fetchone()[0])
+        await journal._submit(lambda connection: connection.execute(f"PRAGMA max_page_count = {pages}").fetchone())
+        appends = [journal.append(MODEL, seq_id, batch(seq_id, length=4096)) for seq_id in range(3, 9)]
+        *refused, record = await asyncio.gather(*appends, journal.find(MODEL, 2), return_exceptions=True)
+        assert {type(error) for error in refused} == {OutOfCapacity}
+        assert "disk is full" in str(refused[0])
+        assert isinstance(record, Record)
+        assert record.outcome == done(2.0), "it shared a transaction with them"
+        await journal._submit(lambda connection: connection.execute("PRAGMA max_page_count = 1000000").fetchone())
+        await executed(journal, range(3, 9), length=4096)
+    async with opened(tmp_path) as journal:
+        assert [seq_id for seq_id, _ in await requests(journal)] == list(range(9))

@@ -16,7 +16,8 @@ from tinsmith.rpc.errors import (
     ServiceError,
 )
 from tinsmith.v1 import trainer_pb2 as pb
-from trainer_service.work import Answer, Turn
+from trainer_service.journal import Entry, State
+from trainer_service.work import Answer, Turn, Work
 
 
 async def test_operations_that_arrive_in_reverse_run_in_order(bench: Bench) -> None:
@@ -415,24 +416,88 @@ async def test_closing_waits_no_longer_than_it_may(bench: Bench) -> None:
     assert not await bench.scheduler.close(timeout_s=0.05)
 
 
-async def test_after_a_restart_results_stay_and_new_operations_say_that_the_model_is_lost(
+async def nothing(turn: Turn) -> Answer:
+    return Answer()
+
+
+async def test_a_restored_model_replays_what_had_run_and_what_waits_behind_a_gap_goes_on_waiting(
     make_bench: MakeBench,
 ) -> None:
     bench = await make_bench()
     await bench.create("a")
     answer = await (await bench.step("a", 1)).wait()
     await bench.step("a", 3)  # waits for 2
+    bench = await restarted(bench, make_bench)
+    replayed: list[int] = []
+
+    async def work_of(entry: Entry) -> Work:
+        async def work(turn: Turn) -> Answer:
+            await turn.run(lambda: replayed.append(entry.seq_id))
+            return Answer(optim_step=pb.OptimStepResponse(metrics={"again": 1.0}))
+
+        return work
+
+    history = await bench.journal.history("a")
+    bench.scheduler.restore("a", history, start=0, found=nothing, work_of=work_of, forget=not_called)
+    waiting = await bench.scheduler.find("a", 3)
+    assert await (await bench.scheduler.find("a", 1)).wait() == answer, "it keeps its answer"
+    assert await (await bench.step("a", 1)).wait() == answer
+    await bench.scheduler.check_held("a")
+    assert (replayed, bench.scheduler.next_seq_id("a")) == ([1], 2)
+    with pytest.raises(SequenceConflict):
+        await bench.step("a", 3, text="another")
+    assert await bench.step("a", 3) is waiting
+    await (await bench.step("a", 2)).wait()
+    assert (await waiting.wait()).optim_step.metrics == {"again": 1.0}
+    assert (await bench.journal.history("a"))[3].state == State.DONE
+
+
+async def test_a_model_whose_replay_fails_is_given_up_and_stays_in_the_journal_for_another_try(
+    make_bench: MakeBench,
+) -> None:
+    bench = await make_bench()
+    await bench.create("a", "b")
+    answer = await (await bench.step("a", 1)).wait()
+    await bench.step("a", 3)  # waits for 2
+    bench = await restarted(bench, make_bench)
+    forgotten = asyncio.Event()
+
+    async def fails(entry: Entry) -> Work:
+        async def work(turn: Turn) -> Answer:
+            raise InvalidRequest("boom")
+
+        return work
+
+    async def forget() -> None:
+        forgotten.set()
+
+    before = await bench.journal.history("a")
+    bench.scheduler.restore("a", before, start=0, found=nothing, work_of=fails, forget=forget)
+    waiting = await bench.scheduler.find("a", 3)
+    with pytest.raises(ModelLost, match=r"optim_step, seq_id 1, fails when it runs again: boom; resume from"):
+        await waiting.wait()
+    await forgotten.wait()
+    assert await (await bench.scheduler.find("a", 1)).wait() == answer
+    with pytest.raises(ModelLost, match="boom"):
+        await bench.scheduler.find("a", 3)
+    with pytest.raises(ModelLost, match="boom"):
+        await bench.step("a", 4)
+    with pytest.raises(ModelLost, match="boom"):
+        await bench.scheduler.check_held("a")
+    assert await bench.journal.history("a") == before
+    await bench.scheduler.delete("a", lambda: None)
+    with pytest.raises(ModelNotFound):
+        await bench.step("a", 4)
+
+
+async def restarted(bench: Bench, make_bench: MakeBench) -> Bench:
     assert await bench.scheduler.close(timeout_s=5)
     await asyncio.to_thread(bench.journal.close)
+    return await make_bench()
 
-    bench = await make_bench()
-    await bench.journal.lose_models()
-    assert await (await bench.scheduler.find("a", 1)).wait() == answer
-    assert await (await bench.step("a", 1)).wait() == answer
-    with pytest.raises(ModelLost):
-        await (await bench.scheduler.find("a", 3)).wait()
-    with pytest.raises(ModelLost, match="resume"):
-        await bench.step("a", 4)
+
+async def not_called() -> None:
+    raise AssertionError
 
 
 async def test_closing_leaves_queued_operations_accepted_and_waits_for_the_running_one(bench: Bench) -> None:

@@ -40,8 +40,11 @@ from trainer_service.journal import Journal
 from trainer_service.locations import Location
 from trainer_service.metrics import Metrics
 from trainer_service.operations import Operations
+from trainer_service.restore import Restorer
 from trainer_service.scheduler import Scheduler
 from trainer_service.servicer import Trainer, TrainerServicer
+from trainer_service.snapshot_files import SnapshotFiles
+from trainer_service.snapshots import Policy, Snapshots
 from trainer_service.weight_sync import Version, WeightSender
 
 MODEL = "s:train:0"
@@ -62,6 +65,7 @@ class Service:
         await self.channel.close()
         await self.server.stop(0)
         await self.trainer.scheduler.close(timeout_s=10)
+        await self.trainer.operations.snapshots.close()
         await self.trainer.operations.publisher.sender.close()
         await asyncio.to_thread(self.trainer.journal.close)
 
@@ -80,14 +84,15 @@ async def start(base: BaseModel, tmp_path: Path) -> AsyncIterator[StartService]:
         running.clear()
         metrics = Metrics(CollectorRegistry())
         journal = Journal(tmp_path / "journal", max_bytes=1 << 24, result_retention_s=60, metrics=metrics)
-        await journal.lose_models()
         engine = TrainingEngine(base, max_tokens_per_microbatch=64)
         sender = WeightSender([], trainer_id="t", host="127.0.0.1", timeout_s=5, metrics=metrics)
         checkpoints = CheckpointStore(tmp_path / "checkpoints", metrics)
         scheduler = Scheduler(engine, journal, max_queued_operations=20, max_models=4, metrics=metrics)
         publisher = Publisher(sender, canary_of(base), GapRule(0.01, "refuse", timeout_s=5), metrics)
-        operations = Operations(engine, checkpoints, publisher, scheduler.run_alone, ["tiny", "alias"], 16)
+        snapshots = Snapshots(SnapshotFiles(tmp_path / "snapshots"), journal, Policy(2, 0, 0), metrics)
+        operations = Operations(engine, checkpoints, publisher, scheduler.run_alone, ["tiny", "alias"], 16, snapshots)
         importer = Importer(base, checkpoints, max_rank=16, max_bytes=1 << 22)
+        await Restorer(journal, snapshots, operations, scheduler, metrics).run()
         servicer = TrainerServicer()
         servicer.trainer = Trainer("boot", operations, scheduler, journal, checkpoints, importer)
         server = Server("127.0.0.1:0", [pb.DESCRIPTOR])
@@ -643,23 +648,28 @@ async def test_deleting_a_model_frees_it_and_its_ephemeral_checkpoints(stub: Any
     await fails(stub.DeleteModel(pb.DeleteModelRequest(model_id="retired")), errors.InvalidRequest, "'retired'")
 
 
-async def test_after_a_restart_models_are_lost_results_stay_and_a_checkpoint_resumes(start: StartService) -> None:
+async def test_after_a_restart_models_answers_and_operations_behind_a_gap_are_there(start: StartService) -> None:
     service = await start()
     stub = service.stub
-    await stub.CreateModel(creation())
+    created = await stub.CreateModel(creation())
     answer = await stub.ForwardBackward(batch(1))
     await stub.SaveCheckpoint(save(2))
-    await Accepted.of(service, batch(4))  # waits for seq_id 3
+    await Accepted.of(service, step(4))  # waits for seq_id 3
     stub = (await start()).stub
     stored = await stub.WaitResult(pb.WaitResultRequest(model_id=MODEL, seq_id=1))
     assert stored.forward_backward == answer
     assert await stub.ForwardBackward(batch(1)) == answer
-    await fails(stub.WaitResult(pb.WaitResultRequest(model_id=MODEL, seq_id=4)), errors.ModelLost, "restarted")
-    await fails(stub.ForwardBackward(batch(5)), errors.ModelLost, "resume from a checkpoint")
-    await fails(stub.GetModel(pb.GetModelRequest(model_id=MODEL)), errors.ModelLost, "restarted")
-    await stub.CreateModel(
-        pb.CreateModelRequest(model_id="s:train:1", from_location=f"{MODEL}/weights/one", load_optimizer=True)
-    )
+    assert await stub.CreateModel(creation()) == created, "without a seed it would be another model"
+    waiting = asyncio.ensure_future(stub.WaitResult(pb.WaitResultRequest(model_id=MODEL, seq_id=4)))
+    model = (await stub.GetModel(pb.GetModelRequest(model_id=MODEL))).model
+    assert (model.step, model.next_seq_id) == (0, 3)
+    status = (await stub.DescribeOperation(pb.DescribeOperationRequest(model_id=MODEL, seq_id=4))).status
+    assert status.reason == "waits for seq_id 3 of this model, which has not arrived"
+    assert not waiting.done()
+    await stub.ForwardBackward(batch(3))
+    assert (await waiting).optim_step.metrics["grad_norm:mean"] > 0
+    await fails(stub.WaitResult(pb.WaitResultRequest(model_id=MODEL, seq_id=5)), errors.ResultNotFound, "seq_id 5")
+    await fails(stub.OptimStep(step(1)), errors.SequenceConflict, "another request")
 
 
 async def test_before_the_base_model_is_loaded_calls_fail_as_not_ready() -> None:

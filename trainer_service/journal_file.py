@@ -1,0 +1,112 @@
+"""The journal's file: its tables, how it is opened, and what an older format becomes.
+
+Format 2 (PRAGMA user_version), enough to replay a model after a crash:
+
+    models      one row for each model: state "live", "lost" (it could not be restored; `reason` says why) or "failed"
+                (its creation failed). `snapshot_*`: the newest durable snapshot, which covers every operation up to
+                snapshot_seq_id. Bodies up to cut_seq_id may be gone (-1: none is), so that only a snapshot of this
+                seq_id or a later one brings the model back.
+    operations  one row for each accepted operation. (model_id, seq_id) is its identity, and seq_id its place in the
+                model's order. Operation 0 is the creation, whose body says how the model was made.
+                kind    a field name of WaitResultResponse, such as "forward_backward"
+                digest  XXH3-128 of kind and body: tells a repeat from a conflict
+                request the body: zstd of the serialized request message of that kind; NULL once cut, and of an
+                        executed operation that left the model as it was, such as a save
+                state   0 accepted, 1 done, 2 failed
+                result  serialized WaitResultResponse (done) or google.rpc.Status (failed); NULL until then, and once
+                        expired
+
+Rows above cut_seq_id are kept as long as their model lives: together they are its history.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+FORMAT = 2
+NAME = "journal.sqlite"
+
+_SCHEMA = """
+CREATE TABLE models (
+    model_id TEXT PRIMARY KEY,
+    state TEXT NOT NULL DEFAULT 'live',
+    created_at REAL NOT NULL,
+    ended_at REAL,
+    reason TEXT NOT NULL DEFAULT '',
+    cut_seq_id INTEGER NOT NULL DEFAULT -1,
+    snapshot_seq_id INTEGER,
+    snapshot_at REAL,
+    snapshot_bytes INTEGER
+) STRICT;
+CREATE TABLE operations (
+    id INTEGER PRIMARY KEY,
+    model_id TEXT NOT NULL REFERENCES models ON DELETE CASCADE,
+    seq_id INTEGER NOT NULL,
+    kind TEXT NOT NULL,
+    digest BLOB NOT NULL,
+    request BLOB,
+    state INTEGER NOT NULL DEFAULT 0,
+    result BLOB,
+    accepted_at REAL NOT NULL,
+    finished_at REAL,
+    UNIQUE (model_id, seq_id)
+) STRICT;
+CREATE INDEX expiring ON operations (finished_at) WHERE result IS NOT NULL;
+"""
+
+# Format 1 knew no snapshots, and replayable = 0 said that bodies were cut.
+_FROM_1 = """
+ALTER TABLE models ADD COLUMN reason TEXT NOT NULL DEFAULT '';
+ALTER TABLE models ADD COLUMN cut_seq_id INTEGER NOT NULL DEFAULT -1;
+ALTER TABLE models ADD COLUMN snapshot_seq_id INTEGER;
+ALTER TABLE models ADD COLUMN snapshot_at REAL;
+ALTER TABLE models ADD COLUMN snapshot_bytes INTEGER;
+UPDATE models SET cut_seq_id =
+    (SELECT coalesce(max(seq_id), 0) FROM operations WHERE operations.model_id = models.model_id)
+    WHERE replayable = 0;
+UPDATE models SET reason = 'it was lost by a trainer that restored none' WHERE state = 'lost';
+ALTER TABLE models DROP COLUMN replayable;
+"""
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """Opens the journal, makes it when there is none, and brings an older format up to this one. The file is locked.
+
+    Raises SystemExit, saying what to do, for one that another process has open, that is damaged, or of a later format.
+    """
+    # Without "powersafe overwrite" SQLite fills the last sector of each transaction with a copy of its last page: one
+    # torn by a power cut, while the next is written, takes nothing with it that was acknowledged.
+    uri = f"{path.absolute().as_uri()}?psow=0"
+    connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=1.0)
+    try:
+        connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("PRAGMA foreign_keys = ON")
+        connection.execute(f"PRAGMA journal_size_limit = {64 * 1024 * 1024}")
+        _check(connection)
+        version = connection.execute("PRAGMA user_version").fetchone()[0]
+        if version == 0:
+            connection.executescript(f"BEGIN EXCLUSIVE; {_SCHEMA} PRAGMA user_version = {FORMAT}; COMMIT;")
+        elif version == 1:
+            connection.executescript(f"BEGIN EXCLUSIVE; {_FROM_1} PRAGMA user_version = {FORMAT}; COMMIT;")
+        elif version != FORMAT:
+            raise SystemExit(f"{path} has format {version}; this trainer reads format {FORMAT}")
+    except sqlite3.OperationalError as error:
+        connection.close()
+        raise SystemExit(f"cannot open the journal {path}: {error}. Is another trainer running on it?") from None
+    except sqlite3.DatabaseError as error:
+        connection.close()
+        raise SystemExit(
+            f"the journal {path} is damaged: {error}. What a crash or a power cut leaves is repaired without this "
+            "message; this is the disk, or another program. Put a backup of the whole folder in its place, or move the "
+            "folder away to start without its models; checkpoints lie elsewhere and are not affected"
+        ) from None
+    return connection
+
+
+def _check(connection: sqlite3.Connection) -> None:
+    found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+    if found != "ok":
+        raise sqlite3.DatabaseError(found)

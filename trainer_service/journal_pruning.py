@@ -1,0 +1,99 @@
+"""What a journal holds, and what of it may go: for the journal itself, and for `tinsmith journal`. Knows no torch."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A model's share of the journal."""
+
+    model_id: str
+    state: str
+    """"live", "lost" or "failed"."""
+    reason: str
+    """Why it was lost."""
+    created_at: float
+    """In seconds since 1970, as all times."""
+    snapshot_seq_id: int | None
+    snapshot_at: float | None
+    snapshot_bytes: int | None
+    cut_seq_id: int
+    num_accepted: int
+    """Operations that have not run; those before and after count what has."""
+    num_done: int
+    num_failed: int
+    request_bytes: int
+    result_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """What went, or would go."""
+
+    num_results: int
+    num_bodies: int
+    model_ids: tuple[str, ...]
+    num_bytes: int
+
+
+def summaries(connection: sqlite3.Connection) -> list[Summary]:
+    """Of all models, in the order of their creation. What was cut long ago is not counted."""
+    rows = connection.execute(
+        "SELECT models.model_id, models.state, reason, created_at, snapshot_seq_id, snapshot_at, snapshot_bytes, "
+        "cut_seq_id, coalesce(sum(operations.state = 0), 0), coalesce(sum(operations.state = 1), 0), "
+        "coalesce(sum(operations.state = 2), 0), coalesce(sum(length(request)), 0), coalesce(sum(length(result)), 0) "
+        "FROM models LEFT JOIN operations USING (model_id) GROUP BY models.model_id ORDER BY created_at"
+    ).fetchall()
+    return [Summary(*row) for row in rows]
+
+
+def prune(connection: sqlite3.Connection, *, expired_before: float, dry_run: bool) -> Pruned:
+    """Deletes ended models, results that were finished before then, and bodies that the newest snapshot covers."""
+    model_ids = [row[0] for row in connection.execute("SELECT model_id FROM models WHERE state != 'live'")]
+    connection.execute("SAVEPOINT prune")
+    before = _num_bytes(connection)
+    connection.execute("DELETE FROM models WHERE state != 'live'")
+    num_results = expire(connection, before=expired_before)
+    num_bodies = cut_covered(connection)
+    drop_empty(connection)
+    pruned = Pruned(num_results, num_bodies, tuple(model_ids), before - _num_bytes(connection))
+    if dry_run:
+        connection.execute("ROLLBACK TO prune")
+    connection.execute("RELEASE prune")
+    return pruned
+
+
+def expire(connection: sqlite3.Connection, *, before: float) -> int:
+    """Deletes models that ended before then, and results that were finished before then. Returns how many results."""
+    connection.execute("DELETE FROM models WHERE ended_at < ?", (before,))
+    return connection.execute(
+        "UPDATE operations SET result = NULL WHERE result IS NOT NULL AND finished_at < ?", (before,)
+    ).rowcount
+
+
+def cut_covered(connection: sqlite3.Connection) -> int:
+    """Cuts the bodies that no replay needs: those up to the newest snapshot, and of ended models. Returns how many."""
+    num_cut = connection.execute(
+        "UPDATE operations SET request = NULL WHERE request IS NOT NULL AND state != 0 AND seq_id <= "
+        "(SELECT CASE state WHEN 'live' THEN snapshot_seq_id ELSE operations.seq_id END "
+        "FROM models WHERE models.model_id = operations.model_id)"
+    ).rowcount
+    connection.execute("UPDATE models SET cut_seq_id = snapshot_seq_id WHERE snapshot_seq_id > cut_seq_id")
+    return num_cut
+
+
+def drop_empty(connection: sqlite3.Connection) -> None:
+    """Rows that say nothing any more."""
+    connection.execute(
+        "DELETE FROM operations WHERE state != 0 AND request IS NULL AND result IS NULL AND seq_id <= "
+        "(SELECT cut_seq_id FROM models WHERE models.model_id = operations.model_id)"
+    )
+
+
+def _num_bytes(connection: sqlite3.Connection) -> int:
+    return connection.execute(
+        "SELECT coalesce(sum(coalesce(length(request), 0) + coalesce(length(result), 0)), 0) FROM operations"
+    ).fetchone()[0]
