@@ -20,6 +20,7 @@ from typing import Any
 from gateway.futures import Futures, Gone
 from gateway.store import Store
 from gateway.tables import SampleMark
+from tinsmith.rpc.errors import NotReady
 
 CLONE_BLOCK = 10**9
 """seq_ids of one client; the first of client n is n times this."""
@@ -37,6 +38,17 @@ _KEPT = MAX_PAGE
 
 Target = tuple[str, int]
 """Sampling session and clone id."""
+
+
+def first_of(clone_id: int) -> int:
+    """The first seq_id of a client."""
+    return clone_id * CLONE_BLOCK
+
+
+def target_of(request_id: str) -> Target | None:
+    """The target of a sample; None when it is not one."""
+    found = _target_of(request_id)
+    return None if found is None else found[0]
 
 
 def _target_of(request_id: str) -> tuple[Target, int] | None:
@@ -67,6 +79,8 @@ class _List:
     start: int
     request_ids: list[str]
     grown: asyncio.Event = field(default_factory=asyncio.Event)
+    has_ended: bool = False
+    """With its sampling session."""
 
     @property
     def end(self) -> int:
@@ -83,9 +97,11 @@ class _List:
 
 
 class Completions:
-    def __init__(self, store: Store, futures: Futures) -> None:
+    def __init__(self, store: Store, futures: Futures, *, home: str | None = None) -> None:
+        """`home`: this gateway, where there are several (homes.py)."""
         self._store = store
         self._futures = futures
+        self._home = home
         self._samples: dict[Target, _Samples] = {}
         self._lists: OrderedDict[Target, _List] = OrderedDict()
         self._closing = False
@@ -105,9 +121,9 @@ class Completions:
             async with samples.lock:
                 if seq_id > samples.high:
                     low, high = min(samples.open, default=seq_id), min(seq_id + _MARKED_AHEAD, _LAST)
-                    await self._store.put_sample_mark(
-                        SampleMark(sampling_session_id=target[0], clone_id=target[1], low=low, high=high)
-                    )
+                    mark = SampleMark(sampling_session_id=target[0], clone_id=target[1], low=low, high=high)
+                    if not await self._store.put_sample_mark(mark, home=self._home):
+                        raise NotReady("another gateway has taken over these samples; try again")
                     samples.high = high
 
     async def _load(self, target: Target) -> _Samples:
@@ -115,7 +131,7 @@ class Completions:
         if target not in self._samples:
             mark = await self._store.sample_mark(*target)
             if target not in self._samples:
-                first = target[1] * CLONE_BLOCK
+                first = first_of(target[1])
                 low, high = (first, first - 1) if mark is None else (mark.low, mark.high)
                 lost = range(max(low, high - _MAX_OPEN), high + 1)
                 self._samples[target] = _Samples(high, dict.fromkeys(lost))
@@ -137,7 +153,20 @@ class Completions:
         for target in [target for target in self._samples if of(target[0])]:
             del self._samples[target]
         for target in [target for target in self._lists if of(target[0])]:
-            self._lists.pop(target).grown.set()
+            completions = self._lists.pop(target)
+            completions.has_ended = True
+            completions.grown.set()
+
+    def forget(self, target: Target) -> None:
+        """What another gateway did since is in the database alone."""
+        self._samples.pop(target, None)
+        if (completions := self._lists.pop(target, None)) is not None:
+            completions.grown.set()
+
+    def rouse(self) -> None:
+        """Answers all polls now."""
+        for completions in self._lists.values():
+            completions.grown.set()
 
     def ended(self, request_id: str) -> None:
         found = _target_of(request_id)
@@ -161,7 +190,7 @@ class Completions:
                     await completions.grown.wait()
             except TimeoutError:
                 pass
-            if target not in self._samples:
+            if completions.has_ended:
                 raise Gone
             position = max(prev_cursor, completions.start)
         page = completions.request_ids[position - completions.start :][:MAX_PAGE]
@@ -194,5 +223,4 @@ class Completions:
     def closing(self) -> None:
         """Answers all polls now, and new ones at once."""
         self._closing = True
-        for completions in self._lists.values():
-            completions.grown.set()
+        self.rouse()

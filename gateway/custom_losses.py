@@ -17,6 +17,7 @@ from gateway.body import fingerprint
 from gateway.clients import Clients, is_lost
 from gateway.config import GatewayConfig
 from gateway.futures import Answer, Futures, Gone, Pending
+from gateway.operations import Operations
 from gateway.store import Store
 from gateway.tables import CustomLoss
 from tinsmith.rpc.errors import InvalidRequest, NotReady, OutOfCapacity, SequenceConflict, ServiceError, from_rpc_error
@@ -39,11 +40,14 @@ def to_message(body: schemas.CreateCustomLoss) -> trainer_pb2.CustomLoss:
 
 
 class CustomLosses:
-    def __init__(self, config: GatewayConfig, *, store: Store, clients: Clients, futures: Futures) -> None:
+    def __init__(
+        self, config: GatewayConfig, *, store: Store, clients: Clients, futures: Futures, operations: Operations
+    ) -> None:
         self._config = config
         self._store = store
         self._clients = clients
         self._futures = futures
+        self._operations = operations
 
     async def create(self, loss_id: str, message: trainer_pb2.CustomLoss, *, session_id: str) -> None:
         """Makes a future of the id, and stores the loss when the trainer accepts it, before it returns.
@@ -65,7 +69,7 @@ class CustomLosses:
         except (NotReady, OutOfCapacity):
             raise
         except ServiceError as error:
-            self._futures.fail(loss_id, error, fingerprint=mark)
+            await self._operations.refuse(loss_id, error, group=session_id, kind=KIND, mark=mark)
         else:
             self._futures.start(Pending(loss_id, KIND, session_id, mark), _answer(loss_id))
 

@@ -78,11 +78,12 @@ class Results:
         if operation.sampling_session_id is None:
             row = checkpoint_row(reply.checkpoint, owner=await self._owner(model.session_id))
             row.inflight = operation.inflight
-            if await self._store.put_checkpoint(row):
+            if await self._store.put_checkpoint(row, settles=request_id):
                 self._ledger.use("checkpoint", 1, base_model=row.base_model, session_id=model.session_id)
                 self._ledger.audit(
                     "checkpoint_create", owner=row.owner, tinker_path=row.path, training_run_id=row.run_id
                 )
+                await self._ledger.flush()
             size = {"size_bytes": row.size_bytes} if operation.kind == "save_weights_external" else {}
             return Answer(orjson.dumps({"type": operation.kind, "path": row.path, **size}))
         row = await self._store.add_sampling_session(

@@ -1,0 +1,100 @@
+"""A PostgreSQL cluster of the tests' own, in a temporary folder."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from tinsmith.cli.ports import free_ports
+
+REQUIRED = "TINSMITH_REQUIRE_POSTGRES"
+"""Set in CI: there a missing PostgreSQL is a failure."""
+
+
+def _programs() -> Path | None:
+    """The folder of initdb: Debian keeps it out of PATH, one for each version."""
+    if (found := shutil.which("initdb")) is not None:
+        return Path(found).resolve().parent
+    folders = [path.parent for path in Path("/usr/lib/postgresql").glob("*/bin/initdb")]
+    return max(folders, key=lambda folder: float(folder.parent.name), default=None)
+
+
+class Postgres:
+    """A running cluster. `new_database` makes an empty database."""
+
+    def __init__(self, programs: Path, folder: Path) -> None:
+        self._programs = programs
+        self._data = folder / "data"
+        # PostgreSQL does not run as root, which tests in a container often are.
+        self._user = "nobody" if os.geteuid() == 0 else None
+        (self.port,) = free_ports(1)
+        if self._user is not None:
+            shutil.chown(folder, self._user)
+        self._run("initdb", "--pgdata", str(self._data), "--auth", "trust", "--username", "tests", "--no-sync")
+        settings = {
+            "port": str(self.port),
+            "listen_addresses": "'127.0.0.1'",
+            "unix_socket_directories": f"'{folder}'",
+            "fsync": "off",  # nothing here outlives the machine
+            "max_connections": "200",
+        }
+        lines = "".join(f"{name} = {value}\n" for name, value in settings.items())
+        with (self._data / "postgresql.conf").open("a") as conf:
+            conf.write(lines)
+        self._log = folder / "log"
+        self.start()
+
+    def _run(self, program: str, *arguments: str) -> None:
+        command = [str(self._programs / program), *arguments]
+        done = subprocess.run(
+            command, user=self._user, cwd="/", stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
+        )
+        if done.returncode:
+            raise RuntimeError(f"{program}: {done.stdout}\n{done.stderr}")
+
+    def start(self) -> None:
+        self._run("pg_ctl", "--pgdata", str(self._data), "--log", str(self._log), "--wait", "start")
+
+    def stop(self) -> None:
+        self._run("pg_ctl", "--pgdata", str(self._data), "--mode", "immediate", "--wait", "stop")
+
+    def new_database(self) -> str:
+        """Its SQLAlchemy URL."""
+        name = f"t{uuid4().hex}"
+        where = ["--host", "127.0.0.1", "--port", str(self.port), "--username", "tests"]
+        self._run("createdb", *where, name)
+        return f"postgresql+asyncpg://tests@127.0.0.1:{self.port}/{name}"
+
+
+@contextlib.contextmanager
+def running() -> Iterator[Postgres]:
+    """Skips the test where there is no PostgreSQL, except where REQUIRED is set."""
+    programs = _programs()
+    if programs is None:
+        reason = "PostgreSQL is not installed: apt-get install postgresql"
+        pytest.fail(reason) if os.environ.get(REQUIRED) else pytest.skip(reason)
+    # Not pytest's tmp_path: its parents are closed to other users.
+    folder = Path(tempfile.mkdtemp(prefix="tinsmith-postgres-"))
+    try:
+        cluster = Postgres(programs, folder)
+        try:
+            yield cluster
+        finally:
+            cluster.stop()
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Postgres]:
+    """For a conftest.py to import: one cluster for the run."""
+    with running() as cluster:
+        yield cluster

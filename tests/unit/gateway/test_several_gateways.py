@@ -1,0 +1,264 @@
+"""Two gateways behind one database, on SQLite and on PostgreSQL, and requests that go to one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import delete
+
+from gateway.config import GatewayConfig
+from gateway.gateway import Gateway, StartError
+from gateway.tables import GatewayRow
+from tests.postgres import Postgres, postgres  # noqa: F401 - a fixture
+from tests.unit.gateway.several import Several, client_of
+from tests.unit.gateway.stack import Client, Stack, sample_body
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
+async def several(
+    request: pytest.FixtureRequest, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> AsyncIterator[Several]:
+    backends = Stack(tmp_path)
+    await backends.trainer_backend.start()
+    await backends.sampler_backend.start()
+    url = ""
+    if request.param == "postgresql":
+        cluster: Postgres = request.getfixturevalue("postgres")
+        url = await asyncio.to_thread(cluster.new_database)
+    several = Several(backends, tmp_path, database_url=url)
+    await several.start()
+    yield several
+    await several.stop()
+    await backends.trainer_backend.stop()
+    await backends.sampler_backend.stop()
+    assert [record.getMessage() for record in caplog.get_records("call") if record.levelname == "ERROR"] == []
+
+
+@pytest.fixture
+async def client(several: Several) -> AsyncIterator[Client]:
+    async with client_of(several) as client:
+        yield client
+
+
+async def completions(client: Client, sampler_id: str, cursor: int, **fields: Any) -> Any:
+    target = {"type": "sampling_session", "sampling_session_id": sampler_id, "cloned_sampler_id": 0}
+    return await client.call("retrieve_futures", {"target": target, "prev_cursor": cursor, **fields})
+
+
+async def test_a_run_is_trained_through_both(several: Several, client: Client) -> None:
+    session_id = await client.session()
+    model_id = await client.model(session_id)
+    receipts = [(await client.forward_backward(model_id, seq_id)).json() for seq_id in (1, 2, 3)]
+    assert [type(await client.result(receipt)) for receipt in receipts for _ in range(2)] == [bytes] * 6
+    save = {"model_id": model_id, "seq_id": 4, "path": "one"}
+    saves = [await client.call("save_weights", save) for _ in range(2)]
+    assert saves[0] == saves[1]
+    answers = [await client.result(saves[0]) for _ in range(4)]
+    assert answers == [{"type": "save_weights", "path": f"tinker://{model_id}/weights/one"}] * 4
+    assert several.backends.trainer.orders[model_id] == [0, 1, 2, 3, 4]
+    listed = await client.get(f"/api/v1/training_runs/{model_id}/checkpoints")
+    assert len(listed.json()["checkpoints"]) == 1
+
+
+async def test_a_repeat_at_the_other_is_the_same_and_another_body_conflicts(several: Several, client: Client) -> None:
+    model_id = await client.model(await client.session())
+    replies = [await client.forward_backward(model_id, 1) for _ in range(3)]
+    assert {reply.text for reply in replies} == {replies[0].text}
+    for _ in range(2):
+        assert (await client.forward_backward(model_id, 1, loss_fn="other")).status_code == 422
+    assert several.backends.trainer.orders[model_id] == [0, 1]
+
+
+async def test_samples_have_one_home_and_any_gateway_answers_for_it(several: Several, client: Client) -> None:
+    sampler_id = await client.sampling_session(await client.session())
+    receipts = [await client.call("asample", sample_body(sampler_id, seq_id)) for seq_id in range(6)]
+    assert [len(await client.result(receipt)) for receipt in receipts for _ in range(2)] == [48] * 12
+    assert len(several.backends.sampler.requests) == 6
+    again = await client.call("asample", sample_body(sampler_id, 5))
+    assert again == receipts[5]
+    for _ in range(2):
+        await client.call("asample", sample_body(sampler_id, 5, num_samples=1), status=422)
+        page = await completions(client, sampler_id, 0, timeout=0)
+        assert page["cursor"] == 6
+        assert {each["request_id"] for each in page["completions"]} == {each["request_id"] for each in receipts}
+    several.backends.sampler.go.clear()
+    stopped = await client.call("asample", sample_body(sampler_id, 6))
+    await client.call("cancel_future", {"request_id": stopped["request_id"]})
+    await client.call("cancel_future", {"request_id": stopped["request_id"]})
+    assert "cancelled" in (await client.result(stopped))["error"]
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+async def test_the_samples_of_a_gateway_that_is_gone_are_taken_over(
+    several: Several, client: Client, leaves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, seconds in (("BEAT_S", 0.2), ("SILENT_S", 1.0), ("FRESH_S", 0.6)):
+        monkeypatch.setattr(f"gateway.peers.{name}", seconds)
+    sampler_id = await client.sampling_session(await client.session())
+    several.backends.sampler.go.clear()
+    lost = await client.call("asample", sample_body(sampler_id, 0))
+    home = next(port for port in several.servers if several.gateway(port).futures.pending(lost["request_id"]))
+    polling = asyncio.create_task(client.poll(lost["request_id"]))
+    await asyncio.sleep(0.2)
+    await several.stop_one(home, leaves=leaves)
+    several.backends.sampler.go.set()
+    assert (await polling).status_code in (200, 410, 503)  # by which of the two it was answered
+    while (reply := await client.poll(lost["request_id"])).status_code == 503:
+        pass
+    assert reply.status_code == 410
+    page = await completions(client, sampler_id, 0)
+    assert {"state": "failed", "request_id": lost["request_id"]} in page["completions"]
+    again = await client.call("asample", sample_body(sampler_id, 1))
+    assert isinstance(await client.result(again), bytes)
+    page = await completions(client, sampler_id, page["cursor"])
+    assert again["request_id"] in {each["request_id"] for each in page["completions"]}
+
+
+async def test_one_that_was_taken_for_dead_gives_up_what_others_took_over(
+    several: Several, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler_id = await client.sampling_session(await client.session())
+    first = await client.call("asample", sample_body(sampler_id, 0))
+    await client.result(first)
+    home, other = sorted(
+        several.servers, key=lambda port: several.gateway(port).futures.answer(first["request_id"]) is None
+    )
+    peers = several.gateway(home).peers
+    monkeypatch.setattr("gateway.peers.FRESH_S", 0.0)
+    async with several.gateway(other).store.begin() as db:
+        await db.execute(delete(GatewayRow).where(GatewayRow.gateway_id == peers.gateway_id))
+    several.gateway(other).homes._known.clear()
+    receipts = [await client.call("asample", sample_body(sampler_id, seq_id)) for seq_id in (1, 2, 3, 4)]
+    for receipt in receipts:
+        assert isinstance(await client.result(receipt), bytes)
+    futures = [several.gateway(port).futures for port in (home, other)]
+    held = [sum(each.answer(receipt["request_id"]) is not None for receipt in receipts) for each in futures]
+    assert sorted(held) == [0, 4]
+    assert peers.url_of(peers.gateway_id) is not None
+
+
+async def test_refusals_are_told_by_both(client: Client) -> None:
+    session_id = await client.session()
+    body = {"session_id": session_id, "model_seq_id": 0, "base_model": "none", "lora_config": {"rank": 8}}
+    receipts = [
+        await client.call("create_model", body),
+        await client.call("optim_step", {"model_id": "nobody:train:0", "seq_id": 1, "adam_params": {}}),
+        await client.call("asample", sample_body("nobody:sample:0", 1)),
+        await client.call("asample", sample_body("nobody", 1)),
+        await client.call(
+            "create_custom_loss",
+            {"session_id": session_id, "custom_loss_seq_id": 0, "name": "bad", "inputs": [], "graph": {}},
+        ),
+    ]
+    for receipt in receipts:
+        answers = [await client.result(receipt) for _ in range(3)]
+        assert answers[0] == answers[1] == answers[2]
+        assert answers[0]["category"] == "user"
+
+
+async def test_a_session_that_ends_at_one_ends_at_both(
+    several: Several, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("peers", "reaper"):
+        monkeypatch.setattr(f"gateway.{module}.BEAT_S", 0.2)
+    session_id = await client.session()
+    model_id = await client.model(session_id)
+    sampler_id = await client.sampling_session(session_id)
+    for seq_id in range(2):
+        await client.result(await client.call("asample", sample_body(sampler_id, seq_id)))
+    several.backends.trainer.go.clear()
+    save = await client.call("save_weights", {"model_id": model_id, "seq_id": 1, "path": "last"})
+    await client.call(f"sessions/{session_id}/finish", {"reason": {"type": "success"}})
+    await asyncio.sleep(1.5)  # several rounds of both
+    assert several.backends.trainer.deleted_models == []  # one of them waits for its last save
+    for _ in range(2):
+        receipt = await client.call("asample", sample_body(sampler_id, 9))
+        assert "has ended" in (await client.result(receipt))["error"]
+    several.backends.trainer.go.set()
+    assert (await client.result(save))["path"] == f"tinker://{model_id}/weights/last"
+    async with asyncio.timeout(20):
+        await several.backends.trainer.deletion.wait()
+    assert several.backends.trainer.deleted_models == [model_id]
+
+
+async def test_an_inflight_save_at_one_moves_new_samples_of_both(several: Several, client: Client) -> None:
+    session_id = await client.session()
+    model_id = await client.model(session_id)
+    save = {"model_id": model_id, "kind": "inflight"}
+    await client.result(await client.call("save_weights_for_sampler", save | {"seq_id": 1, "path": "a"}))
+    path = f"tinker://{model_id}/sampler_weights/a"
+    samplers = [await client.sampling_session(session_id, seq=n, model_path=path) for n in range(2)]
+    for seq_id in (2, 3):
+        for sampler_id in samplers:
+            await client.result(await client.call("asample", sample_body(sampler_id, 10 * seq_id)))
+        body = save | {"seq_id": seq_id, "path": f"b{seq_id}"}
+        await client.result(await client.call("save_weights_for_sampler", body))
+        for sampler_id in samplers:
+            await client.result(await client.call("asample", sample_body(sampler_id, 10 * seq_id + 1)))
+            assert several.backends.sampler.requests[-1].version_id == f"{model_id}@{seq_id}"
+
+
+async def test_what_is_used_is_counted_once(several: Several, client: Client) -> None:
+    model_id = await client.model(await client.session())
+    receipt = (await client.forward_backward(model_id, 1)).json()
+    for _ in range(4):
+        await client.result(receipt)
+    gateways = [several.gateway(port) for port in several.servers]
+    for gateway in gateways:
+        await gateway.counting.write()
+        await gateway.ledger.flush()
+    events, _ = await gateways[0].billing.usage(0, 10**7, owner=None)
+    training = [event["event_info"]["token_count"] for event in events if event["event_info"]["type"] == "training"]
+    assert training == [3]
+
+
+async def test_a_save_is_written_down_though_its_gateway_is_gone_and_nobody_asks(
+    several: Several, client: Client
+) -> None:
+    model_id = await client.model(await client.session())
+    several.backends.trainer.go.clear()
+    receipt = await client.call("save_weights", {"model_id": model_id, "seq_id": 1, "path": "one"})
+    gone = next(port for port in several.servers if several.gateway(port).futures.pending(receipt["request_id"]))
+    await several.stop_one(gone)
+    (port,) = several.servers
+    gateway = several.gateway(port)
+    await gateway.peers.beat()
+    pending = gateway.futures.pending(receipt["request_id"])
+    assert pending is not None
+    assert pending.task is not None
+    several.backends.trainer.go.set()
+    await pending.task
+    assert await gateway.store.checkpoint(f"tinker://{model_id}/weights/one") is not None
+
+
+async def test_a_deletion_is_repeated_at_the_other(client: Client) -> None:
+    model_id = await client.model(await client.session())
+    await client.result(await client.call("save_weights", {"model_id": model_id, "seq_id": 1, "path": "one"}))
+    url = f"/api/v1/training_runs/{model_id}/checkpoints/weights/one"
+    replies = [await client.delete(url, headers={"x-idempotency-key": "k"}) for _ in range(3)]
+    assert [reply.status_code for reply in replies] == [200, 200, 200]
+    assert (await client.delete(url)).status_code == 404
+
+
+async def test_one_reaps(several: Several) -> None:
+    leads = [await several.gateway(port).peers.leads("reaper") for port in several.servers]
+    assert sorted(leads) == [False, True]
+    await several.stop_one(list(several.servers)[leads.index(True)])
+    (port,) = several.servers
+    assert await several.gateway(port).peers.leads("reaper")
+
+
+async def test_a_gateway_that_others_cannot_reach_does_not_start_beside_them(
+    several: Several, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (port, _) = several.servers
+    url = several.gateway(port).config.database_url
+    alone = Gateway(GatewayConfig(state_dir=tmp_path, database_url=url, trainers=[], samplers=[]))
+    with pytest.raises(StartError, match="set peer_url"):
+        await alone.start()
+    await alone.store.close()
+    await alone.homes.close()
