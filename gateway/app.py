@@ -47,8 +47,6 @@ from gateway.routes import (
 )
 from gateway.tracing import Traces
 from tinsmith.rpc import logs
-from gateway.tracing import Traces
-from tinsmith.rpc import logs
 from tinsmith.rpc.errors import ServiceError
 
 GROUPS = (

@@ -1,0 +1,57 @@
+"""What tracing refuses, and that it costs nothing while it is off. tests/tracing has it on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+_BLOCK = "import sys; sys.modules['opentelemetry'] = None; "
+
+
+def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env)
+
+
+def test_without_its_packages_tracing_is_refused_with_the_name_of_the_extra() -> None:
+    ended = run(_BLOCK + "from tinsmith.rpc import tracing; tracing.setup('gateway')")
+    assert ended.returncode == 1
+    assert "tracing: needs packages that are not installed" in ended.stderr
+    assert "pip install 'tinsmith[otel]'" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("OTEL_TRACES_EXPORTER", "zipkin", "OTEL_TRACES_EXPORTER: 'zipkin' is not supported"),
+        (
+            "OTEL_EXPORTER_OTLP_PROTOCOL",
+            "http/json",
+            "OTEL_EXPORTER_OTLP_PROTOCOL: 'http/json' is not one of grpc, http",
+        ),
+    ],
+)
+def test_a_variable_that_asks_for_something_else_is_refused(variable: str, value: str, message: str) -> None:
+    ended = run("from tinsmith.rpc import tracing; tracing.setup('gateway')", **{variable: value})
+    assert ended.returncode == 1
+    assert ended.stderr.startswith(f"tracing: {message}")
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
+def test_a_collector_that_is_not_there_holds_up_no_stop(protocol: str) -> None:
+    code = (
+        "import time; from tinsmith.rpc import tracing; tracing.setup('gateway'); "
+        "span = tracing.answer('x', {}); tracing.end(span); begun = time.monotonic(); tracing.shutdown(); "
+        "print(time.monotonic() - begun); import os; os._exit(0)"
+    )
+    env = {"OTEL_EXPORTER_OTLP_PROTOCOL": protocol, "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}
+    assert run(code, **env).returncode == 0
+
+
+def test_the_services_import_nothing_of_it_while_it_is_off() -> None:
+    modules = "gateway.app, tinsmith.rpc.server, tinsmith.rpc.channel, trainer_service.work"
+    checks = "tracing.current() is tracing.call('/x') is tracing.serve('/x', None) is None"
+    uses = "tracing.span('a', b=1).__enter__(); tracing.record('a', None, start=0, end=1); tracing.shutdown()"
+    ended = run(f"{_BLOCK}import {modules}; from tinsmith.rpc import tracing; assert {checks}; {uses}")
+    assert ended.returncode == 0, ended.stderr
