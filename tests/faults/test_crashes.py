@@ -31,7 +31,9 @@ def mode(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def running(model: Path, tmp_path_factory: pytest.TempPathFactory, mode: str) -> Iterator[Cluster]:
-    trainer_env = {"TRAINER_DETERMINISTIC": "true"} if mode == "deterministic" else {}
+    trainer_env = {"TRAINER_SNAPSHOT_STEPS": "7"}  # a restart finds snapshots, and steps behind them
+    if mode == "deterministic":
+        trainer_env["TRAINER_DETERMINISTIC"] = "true"
     with Cluster(tmp_path_factory.mktemp("cluster"), model, num_samplers=1, trainer_env=trainer_env) as cluster:
         yield cluster
 

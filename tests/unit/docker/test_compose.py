@@ -71,6 +71,23 @@ def test_every_named_volume_is_declared_and_used(compose: dict[str, Any]) -> Non
     assert {name for name in used if not name.startswith(".")} == set(compose["volumes"])
 
 
+@BOTH
+def test_every_service_is_started_again_and_finds_its_state(compose: dict[str, Any]) -> None:
+    """What a service keeps between two starts lies on a named volume; a sampler gets its versions from the trainer."""
+    state = {
+        "gateway": ["gateway-state:/state"],
+        "trainer": ["checkpoints:/checkpoints", "trainer-state:/state"],
+        "postgres": ["postgres-data:/var/lib/postgresql/data"],
+    }
+    for name, service in compose["services"].items():
+        assert service["restart"] == "unless-stopped", name
+        assert set(state.get(name, [])) <= set(service.get("volumes", [])), name
+    environment = compose["services"]["trainer"]["environment"]
+    assert environment["TRAINER_STATE_DIR"] == "/state"
+    assert environment["TRAINER_CHECKPOINT_DIR"] == "/checkpoints"
+    assert "GATEWAY_STATE_DIR=/state" in (DOCKER / "Dockerfile.gateway").read_text()
+
+
 def test_only_the_gpu_file_reserves_gpus_and_the_two_models_have_one_each() -> None:
     def gpus(compose: dict[str, Any], name: str) -> list[str]:
         resources = compose["services"][name].get("deploy", {}).get("resources", {})
