@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import tinsmith
-from tinsmith.cli import checkpoints, doctor, make_base_model, make_certificates, up
+from tinsmith.cli import checkpoints, doctor, keys, make_base_model, make_certificates, up
 from tinsmith.cli.base_models import UsageError
 
 
@@ -20,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     make_base_model.add_parser(commands)
     make_certificates.add_parser(commands)
     checkpoints.add_parser(commands)
+    keys.add_parser(commands)
     doctor.add_parser(commands)
     arguments = parser.parse_args(argv)
     try:

@@ -20,6 +20,7 @@ from typing import IO, TYPE_CHECKING
 
 from tinsmith.cli.base_models import BaseModel, UsageError, parse
 from tinsmith.cli.child import die_with_parent
+from tinsmith.cli.keys import has_keys
 from tinsmith.cli.ports import free_ports
 from tinsmith.cli.stack import Keys, Stack, Tls, divide_cores, usable_cores
 from tinsmith.cli.supervisor import supervise
@@ -129,7 +130,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if arguments.full_training and arguments.engine == "vllm":
         raise UsageError("--engine: vllm serves adapters only, and not what --full-training makes; take torch")
-    keys = _keys(arguments.host, arguments.api_key)
+    keys = _keys(arguments.host, arguments.api_key, state_dir=state_dir)
     tls = _tls(arguments)
     port = _check_port(arguments.host, arguments.port)
     with _lock(state_dir):
@@ -165,20 +166,22 @@ def _report(line: str) -> None:
     print(line, flush=True)
 
 
-def _keys(host: str, api_keys: list[str]) -> Keys | None:
-    """Those of the command line, else of the environment. None when there are none: then every caller is let in."""
+def _keys(host: str, api_keys: list[str], *, state_dir: Path) -> Keys | None:
+    """Those of the command line, else of the environment. None when there are none, and none of `tinsmith keys create`
+    either: then every caller is let in. Those of the database are the gateway's alone: trainers and samplers know of no
+    owners, and take the service key and the configured keys."""
     if not all(api_keys):
         raise UsageError("--api-key: '' is no key; give at least one character")
     try:
         given = api_keys or json.loads(os.environ.get("GATEWAY_API_KEYS") or "[]")
     except ValueError:
         raise UsageError('GATEWAY_API_KEYS: is not a JSON list, such as ["tml-choose-a-long-one"]') from None
-    if given:
+    if given or has_keys(state_dir):
         return Keys(json.dumps(given), secrets.token_urlsafe(32))
     if not is_loopback(host):
         raise UsageError(
-            f"--host: {host!r} can be reached from other machines, so keys are needed: give --api-key, or "
-            "GATEWAY_API_KEYS='[\"...\"]' in the environment"
+            f"--host: {host!r} can be reached from other machines, so keys are needed: make one with "
+            "`tinsmith keys create`, give --api-key, or GATEWAY_API_KEYS='[\"...\"]' in the environment"
         )
     return None
 

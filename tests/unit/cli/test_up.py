@@ -59,10 +59,10 @@ def test_a_bad_flag_is_refused_by_name_and_value(
     ],
 )
 def test_keys_come_from_the_command_line_else_from_the_environment(
-    flags: list[str], environment: str, expected: list[object] | None, monkeypatch: pytest.MonkeyPatch
+    flags: list[str], environment: str, expected: list[object] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GATEWAY_API_KEYS", environment)
-    keys, others = _keys("127.0.0.1", flags), _keys("127.0.0.1", flags)
+    keys, others = (_keys("127.0.0.1", flags, state_dir=tmp_path) for _ in range(2))
     assert (keys and json.loads(keys.api_keys)) == expected
     if keys and others:
         assert len(keys.service_key) >= 32

@@ -5,12 +5,17 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
-from pydantic import SecretStr, ValidationError
+from pydantic import SecretStr
 
-from gateway.config import GatewayConfig
+from gateway.config import DATABASE, GatewayConfig
+from gateway.gateway import Gateway, StartError
+from gateway.keys import Keys, id_of
+from gateway.metrics import Metrics
+from gateway.store import Store
 from tests.unit.gateway.stack import ALIAS, BASE_MODEL, Client, Stack
 
 
@@ -66,13 +71,26 @@ async def test_keys_are_checked(stack: Stack, client: Client) -> None:
             assert "X-API-Key" in reply.json()["detail"]
 
 
-def test_a_public_address_needs_keys() -> None:
-    for host in ("0.0.0.0", "::", "gateway.example"):
-        with pytest.raises(ValidationError, match="api_keys must name at least one key"):
-            GatewayConfig(host=host)
-        GatewayConfig(host=host, api_keys=[SecretStr("tml-a")])
+async def test_a_public_address_needs_a_key_of_the_configuration_or_of_the_database(tmp_path: Path) -> None:
+    async def start(host: str, **settings: Any) -> None:
+        gateway = Gateway(GatewayConfig(host=host, state_dir=tmp_path, trainers=[], samplers=[], **settings))
+        try:
+            await gateway.start()
+        finally:
+            await gateway.stop()
+
     for host in ("127.0.0.1", "localhost", "::1"):
-        GatewayConfig(host=host)
+        await start(host)
+    for host in ("0.0.0.0", "::", "gateway.example"):
+        with pytest.raises(StartError, match=r"api_keys must name at least one key .*tinsmith keys create"):
+            await start(host)
+        await start(host, api_keys=[SecretStr("tml-a")])
+    store = Store(f"sqlite+aiosqlite:///{tmp_path / DATABASE}", Metrics())
+    _, row = await Keys(store).create("ada")
+    await start("0.0.0.0")
+    await Keys(store).revoke(id_of(row.key_hash))
+    await store.close()
+    await start("0.0.0.0")  # where nobody can come in; it does not open again
 
 
 async def test_stop_ends_open_long_polls(stack: Stack, client: Client) -> None:

@@ -102,15 +102,19 @@ async def test_a_search_goes_on_where_its_cursor_says(client: Client) -> None:
     assert found == [made[5], made[3], made[1]]
 
 
-async def test_searches_by_owner(stack: Stack, client: Client) -> None:
-    await stack.restart_gateway(api_keys=["tml-test", "tml-other"])
+async def test_an_admin_searches_by_owner_and_others_find_their_own(stack: Stack, client: Client) -> None:
+    await stack.restart_gateway(api_keys=[{"key": "tml-test", "admin": True}, "tml-other"])
     mine = await make(client)
     async with Client(base_url=stack.url, timeout=20, headers={"x-api-key": "tml-other"}) as other:
         theirs = await make(other)
+        for owner in ({"type": "own"}, {"type": "accessible"}):
+            assert await ids(other, owner=owner) == [theirs]
     assert await ids(client) == [mine]
     everyone = (await search(client, owner={"type": "accessible"})).sessions
     assert [session.session_id for session in everyone] == [theirs, mine]
     assert await ids(client, owner={"type": "user", "owner_urns": [everyone[0].owner]}) == [theirs]
+    async with Client(base_url=stack.url, timeout=20, headers={"x-api-key": "tml-other"}) as other:
+        assert await ids(other, owner={"type": "user", "owner_urns": [everyone[1].owner]}) == []
 
 
 @pytest.mark.parametrize(

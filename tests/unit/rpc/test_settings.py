@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -19,7 +20,8 @@ import pytest
         ("sampler_service", {}, "--base-model (SAMPLER_BASE_MODEL)"),
     ],
 )
-def test_a_mistake_is_named(service: str, environment: dict[str, str], expected: str) -> None:
+def test_a_mistake_is_named(service: str, environment: dict[str, str], expected: str, tmp_path: Path) -> None:
+    environment = {"GATEWAY_STATE_DIR": str(tmp_path)} | environment
     done = subprocess.run(
         [sys.executable, "-m", service], capture_output=True, text=True, env=os.environ | environment, check=False
     )

@@ -1,0 +1,117 @@
+"""`tinsmith keys`, on a database of its own."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tinsmith.cli import main
+from tinsmith.cli.base_models import UsageError
+from tinsmith.cli.up import _keys
+
+
+@pytest.fixture(autouse=True)
+def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GATEWAY_DATABASE_URL", "GATEWAY_API_KEYS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs one action; its output."""
+
+    def run(*argv: str, status: int = 0) -> str:
+        assert main(["keys", *argv, "--state-dir", str(tmp_path)]) == status
+        captured = capsys.readouterr()
+        return captured.err if status else captured.out
+
+    return run
+
+
+def test_a_key_is_shown_once_and_stored_as_a_hash(keys: Any, tmp_path: Path) -> None:
+    key = keys("create", "--owner", "ada", "--name", "laptop", "--expires", "30d").strip()
+    assert key.startswith("tml-")
+    assert len(key) >= 4 + 43  # 256 bits in base64
+    database = tmp_path / "gateway" / "gateway.db"
+    assert stat.S_IMODE(database.stat().st_mode) == 0o600
+    rows = [str(row) for table in ("api_keys", "audit_events") for row in _rows(database, table)]
+    assert not any(key in row or key[4:] in row for row in rows)
+    assert "ada" in rows[0]
+    assert any("key_create" in row for row in rows)
+    listed = json.loads(keys("list", "--json"))["keys"]
+    assert [(one["owner"], one["name"], one["state"], one["tokens"]) for one in listed] == [
+        ("ada", "laptop", "valid", 0)
+    ]
+    assert key not in keys("list")
+    expires = time.strptime(listed[0]["expires"], "%Y-%m-%dT%H:%M:%SZ")
+    assert time.mktime(expires) - time.mktime(time.gmtime()) == pytest.approx(30 * 86400, abs=60)
+
+
+def _rows(database: Path, table: str) -> list[Any]:
+    with sqlite3.connect(database) as connection:
+        return connection.execute(f"SELECT * FROM {table}").fetchall()
+
+
+def test_a_revoked_key_stays_in_the_list(keys: Any) -> None:
+    first, second = (keys("create", "--owner", "ada") for _ in range(2))
+    assert first != second
+    listed = json.loads(keys("list", "--json"))["keys"]
+    for _ in range(2):
+        assert "is revoked" in keys("revoke", listed[0]["id"])
+    states = {one["id"]: one["state"] for one in json.loads(keys("list", "--json"))["keys"]}
+    assert states == {listed[0]["id"]: "revoked", listed[1]["id"]: "valid"}
+
+
+def test_budgets_are_set_with_a_key_or_later(keys: Any) -> None:
+    keys("create", "--owner", "ada", "--tokens-budget", "5M", "--storage-quota", "20G")
+    assert keys("budget", "ada") == "tokens  0 of 5000000\nstorage 0 of 20000000000, in bytes\n"
+    assert keys("budget", "ada", "--tokens", "none", "--restart").startswith("tokens  0 of any number\n")
+    owners = json.loads(keys("list", "--json"))["owners"]
+    assert [(one["owner"], one["token_budget"], one["storage_quota"]) for one in owners] == [("ada", None, 20 * 10**9)]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("create", "--owner", "../x"), "owner: '../x' is not"),
+        (("create", "--owner", ""), "owner: '' is not"),
+        (("revoke", "000000000000"), "there is no key with the id '000000000000'"),
+        (("revoke", "%"), "there is no key with the id '%'"),
+        (("revoke", ""), "there is no key with the id ''"),
+        (("budget", "nobody"), "'nobody' has no key"),
+        (("list", "--database-url", "nonsense"), "--database-url: is no SQLAlchemy URL"),
+        (("list", "--database-url", "sqlite+aiosqlite:////proc/none/x.db"), "cannot be used"),
+    ],
+)
+def test_what_cannot_be_done_is_said(keys: Any, argv: tuple[str, ...], message: str) -> None:
+    keys("create", "--owner", "ada")
+    assert message in keys(*argv, status=2)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [("--expires", "30"), ("--expires", "0d"), ("--tokens-budget", "5x"), ("--requests-per-minute", "0")],
+    ids=str,
+)
+def test_a_value_that_makes_no_sense_is_refused(keys: Any, argv: tuple[str, ...]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        keys("create", "--owner", "ada", *argv)
+    assert ended.value.code == 2
+
+
+def test_up_asks_for_a_key_once_there_is_one(keys: Any, tmp_path: Path) -> None:
+    assert _keys("127.0.0.1", [], state_dir=tmp_path) is None
+    with pytest.raises(UsageError, match="tinsmith keys create"):
+        _keys("0.0.0.0", [], state_dir=tmp_path)
+    keys("create", "--owner", "ada")
+    for host in ("127.0.0.1", "0.0.0.0"):
+        found = _keys(host, [], state_dir=tmp_path)
+        assert found is not None
+        assert found.api_keys == "[]"  # the trainer and the samplers take the service key alone
+        assert len(found.service_key) >= 32

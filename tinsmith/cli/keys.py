@@ -1,0 +1,299 @@
+"""`tinsmith keys`: keys of a server and what their owners may use, in the database of its gateways.
+
+The commands work on the database itself, so they do whether a gateway runs or not, and need no key of their own: who
+can write to the database may do everything anyway. A running gateway notices within seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tinsmith.cli.base_models import UsageError
+from tinsmith.rpc.errors import ServiceError
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+    from gateway.keys import Keys
+    from gateway.tables import StoredKey
+
+DATABASE_URL = "GATEWAY_DATABASE_URL"
+DEFAULT_STATE_DIR = Path("~/.tinsmith")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_MULTIPLES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_NONE = "none"
+
+
+def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "keys",
+        help="keys of a server, and what their owners may use",
+        description="Works on the gateway's database: that of `tinsmith up` in --state-dir, or another by "
+        "--database-url. A running gateway notices within seconds.",
+    )
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    creating = actions.add_parser(
+        "create", help="make a key; it is printed once", description="Prints the new key, which is stored nowhere."
+    )
+    creating.add_argument(
+        "--owner", required=True, help="to whom belongs what is made with it; keys of one owner share everything"
+    )
+    creating.add_argument("--name", default="", help="what to call the key, such as laptop")
+    creating.add_argument("--note", default="", help="anything else about it")
+    creating.add_argument("--email", default="", help="address of its holder, for `tinker auth whoami`")
+    creating.add_argument(
+        "--admin", action="store_true", help="it sees and changes what belongs to any owner, and everyone's usage"
+    )
+    creating.add_argument("--expires", type=_seconds, metavar="TIME", help="valid for so long: 90m, 12h, 30d")
+    creating.add_argument(
+        "--requests-per-minute", type=_positive, metavar="N", help="more are told to come later (429)"
+    )
+    creating.add_argument("--tokens-per-minute", type=_positive, metavar="N", help="trained on, read and sampled")
+    _add_budget(creating)
+    _add_database(creating, run_create)
+    listing = actions.add_parser("list", help="all keys, and what was used")
+    listing.add_argument("--json", action="store_true", help="as JSON")
+    _add_database(listing, run_list)
+    revoking = actions.add_parser("revoke", help="end a key's validity, for ever")
+    revoking.add_argument("key_id", metavar="ID", help="as `tinsmith keys list` shows it")
+    _add_database(revoking, run_revoke)
+    budgeting = actions.add_parser("budget", help="what an owner may use in total: shows it, or sets it")
+    budgeting.add_argument("owner", metavar="OWNER")
+    _add_budget(budgeting)
+    budgeting.add_argument("--restart", action="store_true", help="do not count the tokens that were used until now")
+    _add_database(budgeting, run_budget)
+
+
+def _add_budget(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tokens-budget", "--tokens", type=_amount, default=argparse.SUPPRESS, metavar="N",
+        help="tokens that the owner may train on, read and sample in total, such as 50M; none: any number",
+    )  # fmt: skip
+    parser.add_argument(
+        "--storage-quota", "--storage", type=_amount, default=argparse.SUPPRESS, metavar="BYTES",
+        help="bytes of the owner's checkpoints, such as 20G; none: any number",
+    )  # fmt: skip
+
+
+def _add_database(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]) -> None:
+    parser.add_argument(
+        "--state-dir", type=Path, default=DEFAULT_STATE_DIR, metavar="DIR",
+        help="of `tinsmith up` (default %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--database-url", default=os.environ.get(DATABASE_URL, ""), metavar="URL",
+        help=f"SQLAlchemy URL of the gateway's database (default: {DATABASE_URL}, else SQLite in --state-dir)",
+    )  # fmt: skip
+    parser.set_defaults(run=run)
+
+
+def _seconds(text: str) -> int:
+    match = re.fullmatch(r"([1-9]\d{0,8})([smhd])", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; write 90m, 12h or 30d")
+    return int(match[1]) * _SECONDS[match[2]]
+
+
+def _positive(text: str) -> int:
+    if not re.fullmatch(r"[1-9]\d{0,14}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
+
+
+def _amount(text: str) -> int | None:
+    if text == _NONE:
+        return None
+    match = re.fullmatch(r"(\d{1,15})([kMGT]?)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no amount; write 500000, 50M, 20G or none")
+    return min(int(match[1]) * _MULTIPLES[match[2]], 2**62)
+
+
+# The database
+
+
+def _file(state_dir: Path) -> Path:
+    """Where `tinsmith up` has its database."""
+    return state_dir.expanduser().absolute() / "gateway" / "gateway.db"
+
+
+def _work(url: str, work: Callable[[Keys], Awaitable[int]]) -> int:
+    # Here, because the other commands need no database.
+    from sqlalchemy.engine import make_url
+    from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
+
+    from gateway.keys import Keys
+    from gateway.metrics import Metrics
+    from gateway.store import Store
+
+    async def run(store: Store) -> int:
+        try:
+            await store.migrate()
+            return await work(Keys(store))
+        finally:
+            await store.close()
+
+    try:
+        address = make_url(url)
+        store = Store(url, Metrics())
+    except (ArgumentError, NoSuchModuleError, ModuleNotFoundError):
+        raise UsageError("--database-url: is no SQLAlchemy URL, such as postgresql+asyncpg://...") from None
+    try:
+        if address.get_backend_name() == "sqlite" and address.database:
+            file = Path(address.database)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch(mode=0o600)  # it holds secrets that sign
+        return asyncio.run(run(store))
+    except (OSError, SQLAlchemyError) as error:
+        shown = address.render_as_string(hide_password=True)
+        raise UsageError(f"the database {shown} cannot be used: {error}") from error
+    except ServiceError as error:
+        raise UsageError(error.message) from None
+
+
+def _run(arguments: argparse.Namespace, work: Callable[[Keys], Awaitable[int]]) -> int:
+    url = arguments.database_url or f"sqlite+aiosqlite:///{_file(arguments.state_dir)}"
+    return _work(url, work)
+
+
+def has_keys(state_dir: Path) -> bool:
+    """Whether the database of `tinsmith up` has a key, be it revoked: then callers need one. Raises UsageError."""
+    url = os.environ.get(DATABASE_URL, "")
+    if not url and not _file(state_dir).exists():
+        return False
+    found: list[StoredKey] = []
+
+    async def work(keys: Keys) -> int:
+        found.extend(await keys.all())
+        return 0
+
+    _work(url or f"sqlite+aiosqlite:///{_file(state_dir)}", work)
+    return bool(found)
+
+
+# The actions
+
+
+def _limits(arguments: argparse.Namespace) -> dict[str, int | None]:
+    """Those that were given."""
+    names = {"tokens_budget": "tokens", "storage_quota": "storage_bytes"}
+    return {column: getattr(arguments, name) for name, column in names.items() if hasattr(arguments, name)}
+
+
+def run_create(arguments: argparse.Namespace) -> int:
+    async def work(keys: Keys) -> int:
+        key, row = await keys.create(
+            arguments.owner,
+            name=arguments.name,
+            note=arguments.note,
+            email=arguments.email,
+            admin=arguments.admin,
+            expires_at=None if arguments.expires is None else time.time() + arguments.expires,
+            requests_per_minute=arguments.requests_per_minute,
+            tokens_per_minute=arguments.tokens_per_minute,
+        )
+        if limits := _limits(arguments):
+            await keys.set_budget(row.owner, **limits)
+        print(key)
+        print("This is the only time that the key is shown. Clients set TINKER_API_KEY to it.", file=sys.stderr)
+        return 0
+
+    return _run(arguments, work)
+
+
+def run_revoke(arguments: argparse.Namespace) -> int:
+    async def work(keys: Keys) -> int:
+        row = await keys.revoke(arguments.key_id)
+        print(f"key {arguments.key_id} of {row.owner} is revoked")
+        return 0
+
+    return _run(arguments, work)
+
+
+def run_budget(arguments: argparse.Namespace) -> int:
+    async def work(keys: Keys) -> int:
+        if (limits := _limits(arguments)) or arguments.restart:
+            await keys.set_budget(arguments.owner, restart=arguments.restart, **limits)
+        account = (await keys.accounts()).get(arguments.owner)
+        if account is None:
+            raise UsageError(f"{arguments.owner!r} has no key and no budget, and has used nothing")
+        print(f"tokens  {account.tokens} of {_or_any(account.token_budget)}")
+        print(f"storage {account.stored_bytes} of {_or_any(account.storage_quota)}, in bytes")
+        return 0
+
+    return _run(arguments, work)
+
+
+def run_list(arguments: argparse.Namespace) -> int:
+    from gateway.keys import id_of
+
+    async def work(keys: Keys) -> int:
+        rows, accounts = await keys.all(), await keys.accounts()
+        used = {(count.owner, count.key_id): count.amount for count in await keys.token_counts()}
+        listed = [_view(row, used.get((row.owner, id_of(row.key_hash)), 0)) for row in rows]
+        owners = [
+            {
+                "owner": one.owner,
+                "tokens": one.tokens,
+                "token_budget": one.token_budget,
+                "stored_bytes": one.stored_bytes,
+                "storage_quota": one.storage_quota,
+            }
+            for one in accounts.values()
+        ]
+        if arguments.json:
+            print(json.dumps({"keys": listed, "owners": owners}, indent=2))
+            return 0
+        print(_table(listed, ("id", "owner", "name", "state", "created", "last_used", "expires", "tokens")))
+        if owners:
+            print()
+            print(_table(owners, ("owner", "tokens", "token_budget", "stored_bytes", "storage_quota")))
+        return 0
+
+    return _run(arguments, work)
+
+
+def _view(row: StoredKey, tokens: int) -> dict[str, Any]:
+    from gateway.keys import id_of, is_active
+
+    state = "revoked" if row.revoked_at is not None else "valid" if is_active(row) else "expired"
+    return {
+        "id": id_of(row.key_hash),
+        "owner": row.owner,
+        "name": row.name,
+        "state": state,
+        "admin": row.admin,
+        "created": _time(row.created_at),
+        "last_used": _time(row.last_used_at),
+        "expires": _time(row.expires_at),
+        "revoked": _time(row.revoked_at),
+        "requests_per_minute": row.requests_per_minute,
+        "tokens_per_minute": row.tokens_per_minute,
+        "tokens": tokens,
+    }
+
+
+def _time(at: float | None) -> str | None:
+    return None if at is None else datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _or_any(limit: int | None) -> str:
+    return "any number" if limit is None else str(limit)
+
+
+def _table(rows: Iterable[dict[str, Any]], columns: Sequence[str]) -> str:
+    texts = [[column.replace("_", " ").upper() for column in columns]]
+    texts += [["-" if row[column] in (None, "") else str(row[column]) for column in columns] for row in rows]
+    widths = [max(len(line[n]) for line in texts) for n in range(len(columns))]
+    lines = ("  ".join(f"{text:<{width}}" for text, width in zip(line, widths, strict=True)) for line in texts)
+    return "\n".join(line.rstrip() for line in lines)
