@@ -7,11 +7,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, SelectBase, func, or_, select
+from sqlalchemy import ColumnElement, SelectBase, and_, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from gateway.store import Store
-from gateway.tables import Checkpoint, Model, Session
+from gateway.tables import DELETED_AT, Checkpoint, Model, Session
 from gateway.views import DEFAULT_PROJECT
 
 
@@ -26,8 +26,11 @@ class Run:
 
 
 def exists_now() -> ColumnElement[bool]:
-    """Of a checkpoint: it has not expired."""
-    return or_(Checkpoint.expires_at.is_(None), Checkpoint.expires_at > time.time())
+    """Of a checkpoint: it was not deleted, and has not expired, or is pinned."""
+    not_deleted = Checkpoint.expires_at != DELETED_AT
+    return or_(
+        Checkpoint.expires_at.is_(None), Checkpoint.expires_at > time.time(), and_(Checkpoint.pinned, not_deleted)
+    )
 
 
 def in_project(project_id: str) -> ColumnElement[bool]:

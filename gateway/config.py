@@ -135,8 +135,9 @@ class GatewayConfig(GrpcTls, BaseSettings):
     download_url_s: float = Field(default=3600.0, ge=600)
     """How long a download address works."""
     retention: Policy = Policy()
-    """Which checkpoints of a training run are kept, unless it has a policy of its own, as JSON: {"training": {"keep_last":
-    5}, "sampler": {"keep_within_seconds": 86400}}. The rules are in docs/checkpoints.md. By default all."""
+    """Which checkpoints of a training run are kept, unless it has a policy of its own, as JSON, such as
+    {"training": {"keep_last": 5}, "sampler": {"keep_within_seconds": 86400}}; docs/checkpoints.md has the rules. By
+    default all."""
     span_retention_s: float = Field(default=7 * 86400.0, gt=0)
     """How long the times of finished requests are kept, for the export of traces."""
     history_points: int = Field(default=4096, ge=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -69,9 +70,80 @@ class Downloads:
         return hmac.new(self._secret.encode(), text.encode(), hashlib.sha256).hexdigest()
 
 
-async def open_file(trainer: Trainer, location: str, name: str) -> AsyncIterator[bytes]:
-    """Its bytes, as they arrive. What goes wrong at the beginning is raised here, as a ServiceError."""
-    call = trainer.stub.ReadCheckpointFile(trainer_pb2.ReadCheckpointFileRequest(location=location, name=name))
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What an address gives: bytes that are made here, and files of a checkpoint, one after the other."""
+
+    parts: Sequence[bytes | types_pb2.CheckpointFile]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(_size(part) for part in self.parts)
+
+    @property
+    def tag(self) -> str:
+        """Of these very bytes."""
+        digest = hashlib.sha256()
+        for part in self.parts:
+            digest.update(part if isinstance(part, bytes) else part.sha256.encode())
+        return f'"{digest.hexdigest()}"'
+
+    async def read(self, trainer: Trainer, location: str, start: int, stop: int) -> AsyncIterator[bytes]:
+        """Bytes from `start` on, before `stop`, as they arrive. A damaged file is found here, before the first byte: it
+        is raised as DataCorrupted, as what else goes wrong at the beginning is raised as a ServiceError."""
+        opened: list[AsyncIterator[bytes]] = []
+        position = 0
+        for part in self.parts:
+            begin, end = max(start - position, 0), min(stop - position, _size(part))
+            position += _size(part)
+            if begin < end:
+                if isinstance(part, bytes):
+                    opened.append(_once(part[begin:end]))
+                else:
+                    opened.append(await _open_file(trainer, location, part.name, offset=begin, num_bytes=end - begin))
+        return _joined(opened)
+
+
+def one_file(file: types_pb2.CheckpointFile) -> Content:
+    return Content([file])
+
+
+def tar(files: Sequence[types_pb2.CheckpointFile], *, modified_at: float) -> Content:
+    """An archive, without a copy of it anywhere."""
+    parts: list[bytes | types_pb2.CheckpointFile] = []
+    for file in files:
+        info = TarInfo(file.name)
+        info.size, info.mtime = file.size_bytes, int(modified_at)
+        parts += [info.tobuf(GNU_FORMAT), file, bytes(-file.size_bytes % BLOCKSIZE)]
+    return Content([*parts, bytes(2 * BLOCKSIZE)])
+
+
+def wanted_range(request: Request, content: Content) -> tuple[int, int] | None:
+    """First byte and end of what a Range header asks for; None: all. 416 when there is nothing of it."""
+    size = content.num_bytes
+    if request.headers.get("if-range", content.tag) != content.tag:
+        return None
+    match = re.fullmatch(r"bytes=([0-9]{0,18})-([0-9]{0,18})", request.headers.get("range", ""))  # several: all
+    if match is None or match[0] == "bytes=-" or (match[1] and match[2] and int(match[2]) < int(match[1])):
+        return None
+    if match[1]:
+        start, stop = int(match[1]), min(int(match[2]) + 1, size) if match[2] else size
+    else:
+        start, stop = max(0, size - int(match[2])), size
+    if start >= stop:
+        raise HTTPException(416, f"range: there are {size} bytes", headers={"Content-Range": f"bytes */{size}"})
+    return start, stop
+
+
+def _size(part: bytes | types_pb2.CheckpointFile) -> int:
+    return len(part) if isinstance(part, bytes) else part.size_bytes
+
+
+async def _open_file(
+    trainer: Trainer, location: str, name: str, *, offset: int, num_bytes: int
+) -> AsyncIterator[bytes]:
+    request = trainer_pb2.ReadCheckpointFileRequest(location=location, name=name, offset=offset, num_bytes=num_bytes)
+    call = trainer.stub.ReadCheckpointFile(request)
     try:
         first = await call.read()
     except grpc.aio.AioRpcError as error:
@@ -89,25 +161,11 @@ async def _pieces(call: Any, first: Any) -> AsyncIterator[bytes]:
         call.cancel()
 
 
-def _padding(size: int) -> int:
-    return -size % BLOCKSIZE
+async def _once(data: bytes) -> AsyncIterator[bytes]:
+    yield data
 
 
-def tar_size(files: Sequence[types_pb2.CheckpointFile]) -> int:
-    """Of the archive that `tar` makes."""
-    bodies = sum(BLOCKSIZE + file.size_bytes + _padding(file.size_bytes) for file in files)
-    return bodies + 2 * BLOCKSIZE
-
-
-async def tar(
-    trainer: Trainer, location: str, files: Sequence[types_pb2.CheckpointFile], *, modified_at: float
-) -> AsyncIterator[bytes]:
-    """A tar archive, without a copy of it anywhere."""
-    for file in files:
-        info = TarInfo(file.name)
-        info.size, info.mtime = file.size_bytes, int(modified_at)
-        yield info.tobuf(GNU_FORMAT)
-        async for piece in await open_file(trainer, location, file.name):
+async def _joined(parts: Sequence[AsyncIterator[bytes]]) -> AsyncIterator[bytes]:
+    for part in parts:
+        async for piece in part:
             yield piece
-        yield bytes(_padding(file.size_bytes))
-    yield bytes(2 * BLOCKSIZE)

@@ -55,6 +55,19 @@ class Metrics:
             "Sessions in the database that have not ended, as of the last round of the reaper.",
             registry=self.registry,
         )
+        self.checkpoints = Gauge(
+            "gateway_checkpoints",
+            "Stored checkpoints with a path, by its kind, as of the last round of the reaper.",
+            ["kind"],
+            registry=self.registry,
+        )
+        self.checkpoint_bytes = Gauge("gateway_checkpoint_bytes", "Their bytes.", ["kind"], registry=self.registry)
+        self.swept_checkpoints = Counter(
+            "gateway_swept_checkpoints_total",
+            "Checkpoints that the reaper removed: expired, by retention, or deleted while their trainer was away.",
+            ["reason"],
+            registry=self.registry,
+        )
         self.database_seconds = Histogram(
             "gateway_database_seconds",
             "One transaction, from the wait for a connection to its commit.",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import grpc.aio
 from sqlalchemy import delete
@@ -15,10 +17,13 @@ from gateway.clients import Clients
 from gateway.config import GatewayConfig
 from gateway.futures import Futures
 from gateway.metrics import Metrics
+from gateway.operations import Operations
+from gateway.peers import BEAT_S, Peers
 from gateway.records import Records
+from gateway.retention import Retention
 from gateway.retirement import Retirement
 from gateway.store import Store
-from gateway.tables import Checkpoint, Model, Span
+from gateway.tables import DELETED_AT, Checkpoint, Model, Span
 from gateway.tasks import to_its_end
 from tinsmith.rpc.errors import FailedPrecondition, InvalidRequest, NotReady, ServiceError, from_rpc_error
 from tinsmith.v1 import trainer_pb2
@@ -41,6 +46,9 @@ class Reaper:
         retirement: Retirement,
         billing: Billing,
         records: Records,
+        operations: Operations,
+        peers: Peers,
+        retention: Retention,
         metrics: Metrics,
     ) -> None:
         self._config = config
@@ -51,6 +59,9 @@ class Reaper:
         self._retirement = retirement
         self._billing = billing
         self._records = records
+        self._operations = operations
+        self._peers = peers
+        self._retention = retention
         self._metrics = metrics
         self._started_at = time.time()
         self._wake = asyncio.Event()
@@ -59,34 +70,54 @@ class Reaper:
         """The first end counts. Samples of the session end now; its models are freed once their work is done."""
         if await self._store.end_session(session_id, reason=reason, detail=detail):
             logger.info("session %s ended: %s", session_id, reason)
-            samplers = f"{session_id}:sample:"
-            error = FailedPrecondition(f"session {session_id} has ended")
-            self._futures.cancel(lambda group: group.startswith(samplers), error=error)
-            self._wake.set()
+            self._ended(session_id)
+
+    def _ended(self, session_id: str) -> None:
+        samplers = f"{session_id}:sample:"
+        error = FailedPrecondition(f"session {session_id} has ended")
+        self._futures.cancel(lambda group: group.startswith(samplers), error=error)
+        self._wake.set()
+
+    async def hear_of_ends(self) -> None:
+        """Of sessions that other gateways have ended."""
+        for session_id in await self._store.forget_ended_sessions():
+            self._ended(session_id)
 
     async def run(self) -> None:
-        """Reaps every reap_interval_s, and when a session ends."""
+        """Reaps every reap_interval_s, and when a session ends; of several gateways one does so."""
         while True:
-            for step in (
-                self._end_silent_sessions,
-                self._release_models,
-                self._billing.meter_storage,  # before what it counts is deleted
-                self._delete_expired,
-                self._retirement.delete_unused,
-                self._records.delete_expired,
-                self._forget_spans,
-                self._count_sessions,
-            ):
-                try:
-                    await to_its_end(step())
-                except Exception:
-                    logger.exception("a step of the reaper failed; it is tried again")
+            await self._try(self._count_sessions)
+            await self._try(self._count_stored)
+            await self._try(self._reap)
             try:
                 async with asyncio.timeout(self._config.reap_interval_s):
                     await self._wake.wait()
             except TimeoutError:
                 pass
             self._wake.clear()
+
+    async def _reap(self) -> None:
+        if not await self._peers.leads("reaper"):
+            return
+        for step in (
+            self._end_silent_sessions,
+            self._release_models,
+            self._billing.meter_storage,  # before what it counts is deleted
+            self._delete_expired,
+            self._retention.prune_all,
+            self._retirement.delete_unused,
+            self._records.delete_expired,
+            self._forget_spans,
+            self._operations.forget_refused,
+            self._checkpoints.forget_deletions,
+        ):
+            await self._try(step)
+
+    async def _try(self, step: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        try:
+            await to_its_end(step())
+        except Exception:
+            logger.exception("a step of the reaper failed; it is tried again")
 
     async def _count_sessions(self) -> None:
         self._metrics.sessions.set(await self._store.count_sessions())
@@ -105,8 +136,13 @@ class Reaper:
             # close() may come while the last save waits for its turn. A gap in seq_id may hold it for ever, though.
             ended_s = time.time() - (session.ended_at or 0.0)
             overdue = session.end_reason == EXPIRED or ended_s > self._config.session_timeout_s
-            if overdue or not self._futures.num_pending(model.model_id):
+            if overdue or not (self._futures.num_pending(model.model_id) or self._is_busy_elsewhere(model, ended_s)):
                 await self._release(model)
+
+    def _is_busy_elsewhere(self, model: Model, ended_s: float) -> bool:
+        """What the others wait for is known with a delay."""
+        is_heard_of = ended_s > 3 * BEAT_S
+        return self._peers.are_several and (not is_heard_of or model.model_id in self._peers.busy_models())
 
     async def _release(self, model: Model) -> None:
         try:
@@ -136,11 +172,19 @@ class Reaper:
     async def _delete_expired(self) -> None:
         for checkpoint in await self._store.expired_checkpoints():
             try:
-                await self._checkpoints.expire(checkpoint)
+                if not await self._checkpoints.expire(checkpoint):
+                    continue
             except ServiceError as error:
                 logger.warning("%s cannot be deleted now: %s", checkpoint.path, error.message)
-            else:
-                logger.info("%s has expired and was deleted", checkpoint.path)
+                continue
+            reason = "deleted" if checkpoint.expires_at == DELETED_AT else "expired"
+            self._metrics.swept_checkpoints.labels(reason).inc()
+            logger.info("the files of %s, %s, are gone", checkpoint.path, reason)
+
+    async def _count_stored(self) -> None:
+        for kind, (number, num_bytes) in (await self._store.count_checkpoints()).items():
+            self._metrics.checkpoints.labels(kind).set(number)
+            self._metrics.checkpoint_bytes.labels(kind).set(num_bytes)
 
     async def _forget_spans(self) -> None:
         async with self._store.begin() as db:

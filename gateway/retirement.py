@@ -49,7 +49,7 @@ class Retirement:
         """
         source, version_id = checkpoint.location, checkpoint.version_id
         async with self._store.begin() as db:
-            if not await db.scalar(select(_is_sampled(source, version_id))):
+            if not await db.scalar(select(is_sampled(source, version_id))):
                 return
         location = _retired(source, version_id)
         trainer = self._clients.find_trainer(checkpoint.base_model)
@@ -76,7 +76,7 @@ class Retirement:
 
     async def delete_unused(self) -> None:
         """Deletes the copies that no live sampler uses any more."""
-        unused = select(RetiredCheckpoint).where(~_is_sampled(RetiredCheckpoint.source, RetiredCheckpoint.version_id))
+        unused = select(RetiredCheckpoint).where(~is_sampled(RetiredCheckpoint.source, RetiredCheckpoint.version_id))
         async with self._store.begin() as db:
             rows = list(await db.scalars(unused))
         for row in rows:
@@ -91,7 +91,7 @@ class Retirement:
             logger.info("%s was deleted: no sampler uses it any more", row.location)
 
 
-def _is_sampled(location: Any, version_id: Any) -> ColumnElement[bool]:
+def is_sampled(location: Any, version_id: Any) -> ColumnElement[bool]:
     """A live session has a sampler of this version (a value or a column), or one that follows its run to it."""
     samples = and_(SamplingSession.location == location, SamplingSession.version_id == version_id)
     follows = exists().where(

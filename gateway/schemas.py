@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, model_validator
 
+from gateway.retention_rules import Policy
+
 
 def _storable(text: str) -> str:
     if "\0" in text:
@@ -240,6 +242,14 @@ class SaveWeightsExternal(OperationIds):
     path: str
     ttl_seconds: int | None = None
     age_encryption_recipients: list[str] | None = Field(default=None, max_length=10)
+
+
+class Prune(Body):
+    policy: Policy | None = None
+    """Instead of the run's own."""
+    paths: list[str] | None = None
+    """Delete none but these, whatever the policy has come to meanwhile."""
+    dry_run: bool = False
 
 
 class SetTtl(Body):

@@ -20,6 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_asyn
 
 from gateway.metrics import Metrics
 from gateway.tables import (
+    DELETED_AT,
     Base,
     Checkpoint,
     CountedOperation,
@@ -32,6 +33,7 @@ from gateway.tables import (
     Session,
     Setting,
 )
+from tinsmith.rpc.paths import KINDS
 
 MIGRATIONS = Path(__file__).parent / "migrations"
 _MAX_WHOSE = 100_000

@@ -7,6 +7,9 @@ from typing import Any
 from sqlalchemy import JSON, BigInteger, ForeignKey, Index, LargeBinary, UniqueConstraint, false, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
+DELETED_AT = 0.0
+"""As a checkpoint's time of expiry: it was deleted, and its files go as soon as the trainer does it."""
+
 
 class Base(DeclarativeBase):
     pass
@@ -111,6 +114,8 @@ class Checkpoint(Base):
     """Published: whoever has the path may read it."""
     inflight: Mapped[bool] = mapped_column(server_default=false())
     """Saved with kind "inflight": samplers made from its path follow the run's newest inflight version."""
+    pinned: Mapped[bool] = mapped_column(server_default=false())
+    """No retention policy deletes it, and its time does not run out."""
 
 
 class RetiredCheckpoint(Base):
@@ -125,6 +130,17 @@ class RetiredCheckpoint(Base):
     version_id: Mapped[str]
     base_model: Mapped[str]
     retired_at: Mapped[float]
+
+
+class RetentionPolicy(Base):
+    """Which checkpoints of a run are kept, where that is not the default."""
+
+    __tablename__ = "retention_policies"
+
+    run_id: Mapped[str] = mapped_column(primary_key=True)
+    policy: Mapped[dict[str, Any]] = mapped_column(JSON)
+    """gateway/retention_rules.py reads it."""
+    changed_at: Mapped[float]
 
 
 class CustomLoss(Base):
@@ -152,6 +168,8 @@ class SampleMark(Base):
     """Every sample before this seq_id is over."""
     high: Mapped[int] = mapped_column(BigInteger)
     """No sample after this seq_id was accepted."""
+    home: Mapped[str | None]
+    """The gateway that has these samples, where there are several; absent: the next that is asked for one."""
 
 
 class SequenceRecord(Base):
@@ -275,6 +293,55 @@ class Span(Base):
     __table_args__ = (Index("ix_spans_session_id", "session_id"),)
 
 
+class MetricPoint(Base):
+    """What the trainer answered to one operation of a run, or to several that were merged."""
+
+    __tablename__ = "metric_points"
+
+    run_id: Mapped[str] = mapped_column(primary_key=True)
+    seq_id: Mapped[int] = mapped_column(BigInteger, primary_key=True)
+    """Of the last operation."""
+    first_seq_id: Mapped[int] = mapped_column(BigInteger)
+    at: Mapped[float] = mapped_column(index=True)
+    """When the last one was computed."""
+    num_steps: Mapped[int]
+    """Optimizer steps among them."""
+    num_operations: Mapped[int]
+    sums: Mapped[dict[str, list[float]]] = mapped_column(JSON)
+    """Of each metric, [value, weight, values that were not finite]; gateway/dashboard/points.py reads it."""
+
+
+class RecentSample(Base):
+    """One of the newest sequences that were drawn from a run, to look at."""
+
+    __tablename__ = "recent_samples"
+
+    sample_id: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
+    run_id: Mapped[str]
+    owner: Mapped[str]
+    """Who drew it; nobody else sees it."""
+    base_model: Mapped[str]
+    at: Mapped[float] = mapped_column(index=True)
+    request_id: Mapped[str]
+    version_id: Mapped[str]
+    """What its last token was drawn from."""
+    num_prompt_tokens: Mapped[int]
+    prompt: Mapped[bytes] = mapped_column(LargeBinary)
+    """int32, little endian: the end of the prompt."""
+    num_tokens: Mapped[int]
+    tokens: Mapped[bytes] = mapped_column(LargeBinary)
+    """int32, little endian: the beginning of the output."""
+    logprobs: Mapped[bytes] = mapped_column(LargeBinary)
+    """float32, little endian, one for each of `tokens`; empty when there are none."""
+    ranks: Mapped[bytes] = mapped_column(LargeBinary)
+    """uint16, little endian, one for each of `tokens`: its place among the most probable ones, from 1, or 0 where it
+    is none of those that were asked for; empty when none were."""
+    is_finished: Mapped[bool]
+    """It ended by itself, not at max_tokens."""
+
+    __table_args__ = (Index("ix_recent_samples_run_id_owner", "run_id", "owner"),)
+
+
 class Setting(Base):
     """A fact that all gateways behind one database share."""
 
@@ -305,5 +372,56 @@ class Operation(Base):
     fingerprint: Mapped[str]
     """Hash of the request, to tell a repeat from a conflict."""
     created_at: Mapped[float]
+    gateway_id: Mapped[str | None]
+    """Who sees to it that what the trainer answers is written down."""
+    settled_at: Mapped[float | None]
+    """When that was done; what it has made may have gone since."""
 
-    __table_args__ = (Index("ix_operations_model_id", "model_id"),)
+    __table_args__ = (
+        Index("ix_operations_model_id", "model_id"),
+        Index("ix_operations_settled_at", "settled_at"),
+    )
+
+
+class CountedOperation(Base):
+    """A training operation whose tokens are in the usage: several gateways may see its answer, and one counts."""
+
+    __tablename__ = "counted_operations"
+
+    model_id: Mapped[str] = mapped_column(primary_key=True)
+    seq_id: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+
+
+class Deletion(Base):
+    """A checkpoint that was deleted by a request with an X-Idempotency-Key, which may come again."""
+
+    __tablename__ = "deletions"
+
+    owner: Mapped[str] = mapped_column(primary_key=True)
+    idempotency_key: Mapped[str] = mapped_column(primary_key=True)
+    path: Mapped[str] = mapped_column(primary_key=True)
+    at: Mapped[float] = mapped_column(index=True)
+
+
+class GatewayRow(Base):
+    """One of several gateways behind the database: it lives as long as its row is here."""
+
+    __tablename__ = "gateways"
+
+    gateway_id: Mapped[str] = mapped_column(primary_key=True)
+    """New at every start."""
+    url: Mapped[str]
+    """Where the others reach it."""
+    beat: Mapped[int] = mapped_column(BigInteger)
+    """Goes up as long as it lives; who sees that it no longer does takes the row away."""
+    busy_models: Mapped[list[str]] = mapped_column(JSON)
+    """Models for which it waits for the trainer."""
+
+
+class Lease(Base):
+    """Work that one of the gateways does for all."""
+
+    __tablename__ = "leases"
+
+    name: Mapped[str] = mapped_column(primary_key=True)
+    holder: Mapped[str]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -41,6 +42,22 @@ def checkpoint_view(checkpoint: Checkpoint) -> Json:
         "public": checkpoint.public,
         "user_metadata": checkpoint.user_metadata or None,
         "expires_at": None if checkpoint.expires_at is None else time_text(checkpoint.expires_at),
+    }
+
+
+def file_view(file: types_pb2.CheckpointFile) -> Json:
+    return {"name": file.name, "size_bytes": file.size_bytes, "sha256": file.sha256}
+
+
+def checkpoint_details(checkpoint: Checkpoint, files: Sequence[types_pb2.CheckpointFile]) -> Json:
+    return checkpoint_view(checkpoint) | {
+        "base_model": checkpoint.base_model,
+        "version_id": checkpoint.version_id,
+        "step": checkpoint.step,
+        **lora_view(checkpoint.lora_rank),
+        "optimizer": checkpoint.optimizer if checkpoint.has_optimizer else None,
+        "pinned": checkpoint.pinned,
+        "files": [file_view(file) for file in files],
     }
 
 

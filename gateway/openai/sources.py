@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
-from sqlalchemy import or_, select
+from sqlalchemy import select
 
 from gateway.auth import Caller
+from gateway.catalog import exists_now
 from gateway.gateway import Gateway
 from gateway.openai.generator import Source
 from gateway.tables import Checkpoint

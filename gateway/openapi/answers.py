@@ -181,6 +181,51 @@ class CheckpointFacts(TypedDict):
     expires_at: str | None
 
 
+class FileFacts(TypedDict):
+    name: str
+    size_bytes: int
+    sha256: str
+
+
+class VerifiedFile(FileFacts):
+    problem: str | None
+
+
+class Verified(TypedDict):
+    tinker_path: str
+    intact: bool
+    files: list[VerifiedFile]
+
+
+class CheckpointDetails(CheckpointFacts):
+    base_model: str
+    version_id: str
+    step: int
+    is_lora: bool
+    lora_rank: int | None
+    optimizer: str | None
+    pinned: bool
+    files: list[FileFacts]
+
+
+class KeptCheckpoint(CheckpointFacts):
+    kept_as: list[Literal["no_rules", "last", "every", "within", "pinned", "published", "in_use"]]
+
+
+class RetentionPlan(TypedDict):
+    delete: list[CheckpointFacts]
+    keep: list[KeptCheckpoint]
+
+
+class Retention(RetentionPlan):
+    policy: dict[str, dict[str, int]]
+    is_default: bool
+
+
+class Pruned(RetentionPlan):
+    deleted: NotRequired[list[CheckpointFacts]]
+
+
 class Page(TypedDict):
     offset: int
     limit: int

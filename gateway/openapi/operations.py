@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from gateway import schemas
+from gateway import retention_rules, schemas
 from gateway.openai import schemas as openai_schemas
 from gateway.openapi import answers, bodies
 from gateway.routes import (
@@ -21,6 +21,7 @@ from gateway.routes import (
     keys,
     models,
     openai,
+    retention,
     runs,
     sampling,
     service,
@@ -179,6 +180,24 @@ OPERATIONS: dict[Callable[..., Any], Operation] = {
         "Checkpoints", answers.CheckpointPage, query=schemas.CheckpointsQuery, errors=(400,)
     ),
     checkpoints.delete: Operation("Delete a checkpoint", answers.Empty, errors=_CHECKPOINT),
+    checkpoints.show: Operation("What a checkpoint is, and its files", answers.CheckpointDetails, errors=_CHECKPOINT),
+    checkpoints.verify: Operation(
+        "Read all of a checkpoint and compare it with its sums", answers.Verified, errors=_CHECKPOINT
+    ),
+    checkpoints.pin: Operation("Keep a checkpoint, whatever rules and TTL say", answers.Empty, errors=_CHECKPOINT),
+    checkpoints.unpin: Operation("Keep it no longer than they say", answers.Empty, errors=_CHECKPOINT),
+    retention.get_retention: Operation(
+        "Which checkpoints of a training run are kept, and what would be deleted now", answers.Retention, errors=(404,)
+    ),
+    retention.set_retention: Operation(
+        "A policy for a training run", answers.Retention, retention_rules.Policy, errors=(404,)
+    ),
+    retention.use_default_retention: Operation(
+        "The server's policy for a training run", answers.Retention, errors=(404,)
+    ),
+    retention.prune: Operation(
+        "Delete now what a policy does not keep, or say what that is", answers.Pruned, schemas.Prune, errors=(404,)
+    ),
     checkpoints.publish: Operation("Publish a checkpoint", answers.Empty, errors=_CHECKPOINT),
     checkpoints.unpublish: Operation("Take a publication back", answers.Empty, errors=_CHECKPOINT),
     checkpoints.set_ttl: Operation("When a checkpoint expires", answers.Empty, schemas.SetTtl, errors=(404, 503)),

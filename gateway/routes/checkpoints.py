@@ -106,9 +106,7 @@ async def verify(request: Request) -> Response:
         {
             "tinker_path": checkpoint.path,
             "intact": not found.problems,
-            "files": [
-                file_view(file) | {"problem": found.problems.get(file.name)} for file in found.files
-            ],
+            "files": [file_view(file) | {"problem": found.problems.get(file.name)} for file in found.files],
         }
     )
 

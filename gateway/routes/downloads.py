@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -10,14 +10,15 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
 from gateway import downloads, traces
+from gateway.downloads import Content
 from gateway.gateway import gateway_of
 from gateway.tables import Checkpoint
 from tinsmith.rpc.errors import CheckpointNotFound
 from tinsmith.rpc.paths import SCHEME
 from tinsmith.v1 import types_pb2
 
-_ADAPTER = "adapter_"
-"""How the names of an adapter's own files begin; an archive has no optimizer."""
+_OPTIMIZER = "optimizer."
+"""How the name of the file begins that an archive does not have."""
 
 
 async def _find(request: Request, *, version: str) -> tuple[Checkpoint, Sequence[types_pb2.CheckpointFile]]:
@@ -30,41 +31,47 @@ async def _find(request: Request, *, version: str) -> tuple[Checkpoint, Sequence
     return checkpoint, await gateway.checkpoints.files(checkpoint)
 
 
-def _stream(content: AsyncIterator[bytes], name: str, *, num_bytes: int, media_type: str) -> Response:
-    headers = {"Content-Length": str(num_bytes), "Content-Disposition": f'attachment; filename="{name}"'}
-    return StreamingResponse(content, media_type=media_type, headers=headers)
-
-
-def _get(path: str, endpoint: Callable[[Request], Awaitable[Response]]) -> Route:
-    """Without HEAD, which Starlette adds to GET: it would read the whole file to send nothing of it."""
-    route = Route(path, endpoint, methods=["GET"])
-    route.methods = {"GET"}
-    return route
+async def _answer(
+    request: Request, checkpoint: Checkpoint, content: Content, *, name: str, media_type: str
+) -> Response:
+    """All of it, the range that was asked for, or for HEAD what GET would say of it."""
+    wanted = downloads.wanted_range(request, content)
+    start, stop = wanted or (0, content.num_bytes)
+    headers = {
+        "Accept-Ranges": "bytes",
+        "Content-Disposition": f'attachment; filename="{name}"',
+        "Content-Length": str(stop - start),
+        "ETag": content.tag,
+    }
+    status = 200
+    if wanted is not None:
+        status = 206
+        headers["Content-Range"] = f"bytes {start}-{stop - 1}/{content.num_bytes}"
+    if request.method == "HEAD":
+        return Response(status_code=status, media_type=media_type, headers=headers)
+    trainer = gateway_of(request).clients.find_trainer(checkpoint.base_model)
+    body = await content.read(trainer, checkpoint.location, start, stop)
+    return StreamingResponse(body, status, media_type=media_type, headers=headers)
 
 
 async def checkpoint_file(request: Request) -> Response:
-    gateway = gateway_of(request)
     parts = [request.path_params[part] for part in ("run_id", "kind", "name", "file")]
-    version = gateway.downloads.check(request, "files", *parts)
+    version = gateway_of(request).downloads.check(request, "files", *parts)
     checkpoint, files = await _find(request, version=version)
     file = next((file for file in files if file.name == parts[-1]), None)
     if file is None:
         raise CheckpointNotFound(f"{checkpoint.path} has no file {parts[-1]!r} any more")
-    trainer = gateway.clients.find_trainer(checkpoint.base_model)
-    content = await downloads.open_file(trainer, checkpoint.location, file.name)
-    return _stream(content, file.name, num_bytes=file.size_bytes, media_type="application/octet-stream")
+    content = downloads.one_file(file)
+    return await _answer(request, checkpoint, content, name=file.name, media_type="application/octet-stream")
 
 
 async def archive(request: Request) -> Response:
-    gateway = gateway_of(request)
     parts = [request.path_params[part] for part in ("run_id", "kind", "name")]
-    version = gateway.downloads.check(request, "archives", *parts)
+    version = gateway_of(request).downloads.check(request, "archives", *parts)
     checkpoint, files = await _find(request, version=version)
-    adapter = [file for file in files if file.name.startswith(_ADAPTER)]
-    trainer = gateway.clients.find_trainer(checkpoint.base_model)
-    content = downloads.tar(trainer, checkpoint.location, adapter, modified_at=checkpoint.created_at)
-    size = downloads.tar_size(adapter)
-    return _stream(content, f"{parts[-1]}.tar", num_bytes=size, media_type="application/x-tar")
+    weights = [file for file in files if not file.name.startswith(_OPTIMIZER)]
+    content = downloads.tar(weights, modified_at=checkpoint.created_at)
+    return await _answer(request, checkpoint, content, name=f"{parts[-1]}.tar", media_type="application/x-tar")
 
 
 async def trace(request: Request) -> Response:
@@ -81,8 +88,12 @@ async def trace(request: Request) -> Response:
     return StreamingResponse(content, media_type="application/json", headers=headers)
 
 
+# Without HEAD, which Starlette adds to GET: it would make the whole timeline to send nothing of it.
+_TRACE = Route("/traces/{session_id}", trace, methods=["GET"])
+_TRACE.methods = {"GET"}
+
 routes: list[BaseRoute] = [
-    _get("/files/{run_id}/{kind}/{name}/{file}", checkpoint_file),
-    _get("/archives/{run_id}/{kind}/{name}", archive),
-    _get("/traces/{session_id}", trace),
+    Route("/files/{run_id}/{kind}/{name}/{file}", checkpoint_file),
+    Route("/archives/{run_id}/{kind}/{name}", archive),
+    _TRACE,
 ]

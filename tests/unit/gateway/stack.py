@@ -17,6 +17,7 @@ from gateway.server import GatewayServer
 from tinsmith.rpc.errors import (
     CheckpointExists,
     CheckpointNotFound,
+    DataCorrupted,
     InvalidRequest,
     ModelNotFound,
     NotFound,
@@ -65,6 +66,10 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self.orders: dict[str, list[int]] = {}
         """Operations of each model in the order in which they ran."""
         self.checkpoints: dict[str, types_pb2.CheckpointInfo] = {}
+        self.damaged: set[str] = set()
+        """Names of files that are not what was written."""
+        self.read: list[str] = []
+        """Names of files that were sent."""
         self.imported: list[bytes] = []
         """Pieces of the newest import."""
         self.deleted_models: list[str] = []
@@ -276,9 +281,21 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
     async def ReadCheckpointFile(self, request: Any, context: Any) -> Any:
         if request.name not in self._file_names(self._checkpoint(request.location)):
             raise CheckpointNotFound(f"no file {request.name} of {request.location}")
-        content = FILES[request.name]
+        if request.name in self.damaged:
+            raise DataCorrupted(f"{request.location}/{request.name} is damaged")
+        self.read.append(request.name)
+        content = FILES[request.name][request.offset :]
+        if request.HasField("num_bytes"):
+            content = content[: request.num_bytes]
         for begin in range(0, len(content), 100):
             yield trainer_pb2.ReadCheckpointFileResponse(data=content[begin : begin + 100])
+
+    async def VerifyCheckpoint(self, request: Any, context: Any) -> Any:
+        info = self._checkpoint(request.location)
+        names = self._file_names(info)
+        problems = {name: f"{request.location}/{name} is damaged" for name in names if name in self.damaged}
+        reply = await self.GetCheckpoint(request, context)
+        return trainer_pb2.VerifyCheckpointResponse(files=reply.files, problems=problems)
 
     async def CopyCheckpoint(self, request: Any, context: Any) -> Any:
         if request.destination in self.checkpoints:

@@ -4,6 +4,7 @@ import asyncio
 import io
 import tarfile
 import time
+from collections.abc import Awaitable, Callable
 from datetime import datetime
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -16,6 +17,8 @@ from tests.unit.gateway.test_checkpoints import ask
 from tests.unit.gateway.test_runs import get
 from tests.unit.gateway.test_weights import save
 
+MakeUrl = Callable[[Client], Awaitable[str]]
+
 
 async def external(client: Client, name: str = "x") -> str:
     run_id = await client.model(await client.session())
@@ -23,10 +26,24 @@ async def external(client: Client, name: str = "x") -> str:
     return (await client.result(await client.call("save_weights_external", body)))["path"]
 
 
-async def fetch(url: str, *, method: str = "GET") -> httpx.Response:
-    """As the CLI does it: without any header of ours."""
+async def fetch(url: str, *, method: str = "GET", **headers: str) -> httpx.Response:
+    """As the CLI does it: without a key."""
     async with httpx.AsyncClient(timeout=30) as plain:
-        return await plain.request(method, url)
+        return await plain.request(
+            method, url, headers={name.replace("_", "-"): text for name, text in headers.items()}
+        )
+
+
+async def archive_url(client: Client) -> str:
+    run_id = await client.model(await client.session())
+    path = (await save(client, run_id, 1))["path"]
+    return (await ask(client, "GET", path, "archive", status=302))["url"]
+
+
+async def file_url(client: Client) -> str:
+    return (await ask(client, "GET", await external(client), "external_weights_urls"))["urls"][
+        "adapter_model.safetensors"
+    ]
 
 
 async def test_signed_addresses_give_the_files_without_a_key(stack: Stack, client: Client) -> None:
@@ -41,7 +58,6 @@ async def test_signed_addresses_give_the_files_without_a_key(stack: Stack, clien
         assert reply.status_code == 200
         assert reply.content == FILES[name]
         assert reply.headers["content-length"] == str(len(FILES[name]))
-        assert (await fetch(url, method="HEAD")).status_code == 405
     entries = (await get(client, "audit"))["entries"]
     assert (entries[-1]["event"], entries[-1]["purpose"]) == ("checkpoint_read", "download")
 
@@ -115,6 +131,57 @@ async def test_an_archive_holds_the_adapter_and_no_optimizer(client: Client) -> 
     assert found == {name: content for name, content in FILES.items() if name.startswith("adapter_")}
 
 
+@pytest.mark.parametrize("make_url", [file_url, archive_url])
+async def test_a_part_of_a_download_is_that_part_of_the_whole(client: Client, make_url: MakeUrl) -> None:
+    url = await make_url(client)
+    whole = await fetch(url)
+    size = len(whole.content)
+    assert (whole.status_code, whole.headers["accept-ranges"]) == (200, "bytes")
+    asked = {f"{start}-{stop - 1}": (start, stop) for start in range(0, size, 97) for stop in (start + 1, start + 800)}
+    asked |= {"0-": (0, size), f"{size - 1}-": (size - 1, size), "-5": (size - 5, size), f"-{size + 9}": (0, size)}
+    for text, (start, stop) in asked.items():
+        part = await fetch(url, range=f"bytes={text}", if_range=whole.headers["etag"])
+        stop = min(stop, size)
+        assert part.status_code == 206
+        assert part.content == whole.content[start:stop], text
+        assert part.headers["content-range"] == f"bytes {start}-{stop - 1}/{size}"
+
+
+@pytest.mark.parametrize("make_url", [file_url, archive_url])
+async def test_head_says_what_get_would_and_reads_nothing(stack: Stack, client: Client, make_url: MakeUrl) -> None:
+    url = await make_url(client)
+    head, part = await fetch(url, method="HEAD"), await fetch(url, method="HEAD", range="bytes=10-")
+    assert stack.trainer.read == []
+    whole = await fetch(url)
+    names = ("content-length", "content-type", "content-disposition", "etag", "accept-ranges")
+    assert [head.headers[name] for name in names] == [whole.headers[name] for name in names]
+    assert (head.status_code, head.content) == (200, b"")
+    assert (part.status_code, part.headers["content-length"]) == (206, str(len(whole.content) - 10))
+
+
+async def test_what_is_no_range_gives_all_and_what_is_beyond_the_end_nothing(client: Client) -> None:
+    url = await file_url(client)
+    whole = await fetch(url)
+    for text in ("bytes=-", "bytes=5-2", "bytes=1-2,5-6", "lines=1-2", "bytes=a-b", "bytes=" + "9" * 30 + "-"):
+        reply = await fetch(url, range=text)
+        assert (reply.status_code, reply.content) == (200, whole.content), text
+    assert (await fetch(url, range="bytes=1-2", if_range='"another"')).status_code == 200
+    for text in (f"bytes={len(whole.content)}-", "bytes=-0"):
+        reply = await fetch(url, range=text)
+        assert (reply.status_code, reply.headers["content-range"]) == (416, f"bytes */{len(whole.content)}")
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+async def test_a_damaged_file_is_named_before_the_first_byte(stack: Stack, client: Client, name: str) -> None:
+    urls = [await archive_url(client)]
+    urls.append((await ask(client, "GET", await external(client), "external_weights_urls"))["urls"][name])
+    stack.trainer.damaged = {name}
+    for url in urls:
+        reply = await fetch(url)
+        assert reply.status_code == 500
+        assert f"{name} is damaged" in reply.json()["detail"]
+
+
 @pytest.mark.parametrize(
     ("settings", "headers", "base"),
     [
@@ -126,7 +193,7 @@ async def test_an_archive_holds_the_adapter_and_no_optimizer(client: Client) -> 
 async def test_an_address_begins_as_its_reader_can_reach_the_server(
     stack: Stack, client: Client, settings: dict[str, Any], headers: dict[str, str], base: str
 ) -> None:
-    await stack.restart_gateway(**settings)
+    await stack.restart_gateway(api_keys=["tml-test"], **settings)
     run_id, name = (await external(client)).removeprefix("tinker://").split("/", 1)
     url = f"/api/v1/training_runs/{run_id}/checkpoints/{name}/external_weights_urls"
     urls = (await client.get(url, headers=headers)).json()["urls"]
