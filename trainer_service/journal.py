@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
+import shutil
 import sqlite3
 import threading
 import time
@@ -120,6 +121,7 @@ class Journal:
         self._result_retention_s = result_retention_s
         self._metrics = metrics
         metrics.journal_limit_bytes.set(max_bytes)
+        metrics.state_free_bytes.set_function(lambda: shutil.disk_usage(path.parent).free)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._next_prune = 0.0
         path.parent.mkdir(parents=True, exist_ok=True)

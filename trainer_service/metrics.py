@@ -7,6 +7,8 @@ Forward and backward end with a value that the host waits for, so that on a GPU,
 
 from __future__ import annotations
 
+import math
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from tinsmith.rpc.metrics import LATENCY_BUCKETS_S, PHASE_BUCKETS_S
@@ -97,6 +99,8 @@ class Metrics:
         self.checkpoint_seconds = seconds("checkpoint", "Writing a checkpoint.")
         self.checkpoint_bytes = counter("checkpoint_bytes", "Bytes of written checkpoints.")
         self.storage_free_bytes = gauge("storage_free_bytes", "Free bytes of the disk that checkpoints are written on.")
+        self.storage_free_bytes.set(math.inf)  # as in an object store, until a folder says otherwise
+        self.state_free_bytes = gauge("state_free_bytes", "Free bytes of the disk with the journal and the snapshots.")
         self.refused_saves = counter(
             "refused_saves", "Saves, copies, imports and loads that were refused because the disk would become full."
         )

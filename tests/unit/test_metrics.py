@@ -23,7 +23,18 @@ BEGIN, END = "<!-- metrics: begin -->\n", "<!-- metrics: end -->\n"
 
 UNITS = {"seconds", "bytes", "tokens", "ratio", "nats"}
 """Base units, and the things that this service counts where nothing is measured."""
-COUNTED = {"futures", "length", "limit", "models", "requests", "samplers", "sequences", "sessions", "versions"}
+COUNTED = {
+    "checkpoints",
+    "futures",
+    "length",
+    "limit",
+    "models",
+    "requests",
+    "samplers",
+    "sequences",
+    "sessions",
+    "versions",
+}
 STATES = {"gateway_sampler_state", "gateway_trainer_up", "trainer_token_budget", "tinsmith_build"}
 """What is no number with a unit."""
 LABELS = {
