@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import re
 import tarfile
@@ -16,6 +17,7 @@ from typing import IO, TYPE_CHECKING, Any
 from tinsmith.cli import client
 from tinsmith.cli.base_models import UsageError
 from tinsmith.cli.client import Server
+from tinsmith.cli.convert_pickle import to_safetensors
 from tinsmith.rpc.paths import SCHEME
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     importing.add_argument(
         "source", type=Path, metavar="FOLDER_OR_ARCHIVE",
-        help=f"folder with {_CONFIG} and {_WEIGHTS[0]} (or .bin), or a tar archive of it",
+        help=f"folder with {_CONFIG} and {_WEIGHTS[0]} (or .bin, which is converted here), or a tar archive of it",
     )  # fmt: skip
     importing.add_argument("--name", required=True, help="last part of the path")
     importing.add_argument(
@@ -125,8 +127,14 @@ def _archive(source: Path) -> Iterator[IO[bytes]]:
         raise UsageError(f"{source}: it needs {_CONFIG} and {' or '.join(_WEIGHTS)}")
     with tempfile.TemporaryFile() as file:
         with tarfile.open(fileobj=file, mode="w") as tar:
-            for name in (_CONFIG, weights):
-                tar.add((source / name).resolve(), arcname=name)  # a hub's snapshot holds links
+            tar.add((source / _CONFIG).resolve(), arcname=_CONFIG)  # a hub's snapshot holds links
+            if weights == _WEIGHTS[0]:
+                tar.add((source / weights).resolve(), arcname=weights)
+            else:
+                content = to_safetensors(source / weights)
+                info = tarfile.TarInfo(_WEIGHTS[0])
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
         yield file
 
 

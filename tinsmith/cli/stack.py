@@ -71,6 +71,8 @@ class Group:
     model: BaseModel
     trainer: Instance
     samplers: Sequence[Instance]
+    ranks_port: int
+    """Where the trainer's ranks meet, when there are several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,7 @@ class Stack:
 
     def groups(self) -> list[Group]:
         """With ports that the kernel says are free."""
-        free = iter(free_ports(2 * (1 + self.num_samplers) * len(self.models)))
+        free = iter(free_ports((1 + 2 * (1 + self.num_samplers)) * len(self.models)))
         groups = []
         for number, model in enumerate(self.models, start=1):
             suffix = f"-{number}" if len(self.models) > 1 else ""
@@ -162,7 +164,7 @@ class Stack:
                 Instance(f"{suffix}-{replica}" if several else suffix, next(free), next(free))
                 for replica in range(1, self.num_samplers + 1)
             ]
-            groups.append(Group(model, trainer, samplers))
+            groups.append(Group(model, trainer, samplers, next(free)))
         return groups
 
     def services(self, groups: Sequence[Group]) -> list[Service]:
@@ -197,7 +199,8 @@ class Stack:
             "num-threads": str(threads),
             **({"full-training": "true"} if self.full_training else {}),
         }
-        return self._grpc_service("trainer", group.trainer, flags, threads=threads, ranks=self.trainer_ranks)
+        torchrun = _torchrun(self.trainer_ranks, group.ranks_port) if self.trainer_ranks > 1 else []
+        return self._grpc_service("trainer", group.trainer, flags, threads=threads, launcher=torchrun)
 
     def _sampler(self, group: Group, sampler: Instance) -> Service:
         engine = "torch" if self.full_training else self.engine  # vLLM serves adapters only
@@ -218,11 +221,11 @@ class Stack:
         flags: dict[str, str],
         *,
         threads: int,
-        ranks: int = 1,
+        launcher: Sequence[str] = (),
     ) -> Service:
         return Service(
             name=f"{kind}{instance.suffix}",
-            argv=_command(f"{kind}_service", {**flags, **self.tls.flags(kind), **self._log_flags()}, ranks=ranks),
+            argv=_command(f"{kind}_service", {**flags, **self.tls.flags(kind), **self._log_flags()}, launcher=launcher),
             log=self.logs / f"{kind}{instance.suffix}.log",
             wait_ready=partial(_wait_grpc, _local(instance.port), self.tls.grpc("gateway")),
             restarts=self.supervised,
@@ -264,15 +267,19 @@ class Stack:
         return self.keys.env(service) if self.keys else {}
 
 
-def _command(module: str, flags: dict[str, str], *, ranks: int = 1) -> list[str]:
-    """Several ranks are started by torchrun, which ends all of them when one ends."""
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"] if ranks > 1 else []
+def _torchrun(ranks: int, port: int) -> list[str]:
+    """It ends all ranks when one ends. Not --standalone: that reads pickles from a store that listens for everybody."""
+    place = ["--rdzv-backend", "static", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    return ["torch.distributed.run", "--nnodes", "1", *place, "--nproc-per-node", str(ranks), "-m"]
+
+
+def _command(module: str, flags: dict[str, str], *, launcher: Sequence[str] = ()) -> list[str]:
     # -P: a folder named `gateway` in the current directory is not ours.
     return [
         sys.executable,
         "-P",
         "-m",
-        *torchrun,
+        *launcher,
         module,
         *(part for name, value in flags.items() for part in (f"--{name}", value)),
     ]

@@ -5,6 +5,7 @@ It stands apart from torch.distributed's default group, which belongs to data or
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -19,10 +20,26 @@ Backend = Literal["gloo", "nccl"]
 
 
 def open_store(host: str, *, timeout_s: float) -> dist.TCPStore:
-    """The trainer's rendezvous, on a port that the kernel chooses (`store.port`). It outlives the groups."""
-    return dist.TCPStore(
-        host, 0, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False, use_libuv=True
-    )
+    """The trainer's rendezvous, on a port that the kernel chooses (`store.port`). It outlives the groups.
+
+    It is open to whoever reaches it, so it listens on `host` alone: left to itself torch would take all addresses.
+    Raises RuntimeError when `host` is no address of this machine.
+    """
+    try:
+        family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(address[:2], family=family)
+    except OSError as error:
+        raise RuntimeError(f"channel_host: {host!r} is no address of this machine ({error})") from error
+    with listener:
+        return dist.TCPStore(
+            host,
+            listener.getsockname()[1],
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            use_libuv=True,
+            master_listen_fd=listener.detach(),
+        )
 
 
 def join_store(host: str, port: int, *, timeout_s: float) -> dist.TCPStore:

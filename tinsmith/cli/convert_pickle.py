@@ -1,0 +1,47 @@
+"""An adapter_model.bin as safetensors, on the machine of whoever has it: a server reads no pickle."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+from tinsmith.cli.base_models import UsageError
+
+
+def to_safetensors(path: Path) -> bytes:
+    """What `path`, a file of torch.save, holds. Nothing in it is executed. Raises UsageError for more than tensors."""
+    try:
+        import torch
+        from safetensors.torch import save
+    except ImportError:
+        raise UsageError(
+            f"{path}: is a pickle, which servers do not read; with torch here (pip install 'tinsmith[model]') this "
+            "command converts it, or save it as adapter_model.safetensors yourself"
+        ) from None
+    if not _is_plain_zip(path):
+        raise UsageError(f"{path}: is not a file of torch.save; convert it to adapter_model.safetensors")
+    try:
+        # Tensors and containers only, by torch's own restricted reader; and the file is its owner's, on their machine.
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever a hostile pickle makes of it
+        raise UsageError(f"{path}: cannot be read as tensors alone ({type(error).__name__})") from None
+    if not isinstance(content, dict) or not all(
+        isinstance(name, str)
+        and isinstance(tensor, torch.Tensor)
+        and tensor.layout == torch.strided
+        and not tensor.is_meta
+        for name, tensor in content.items()
+    ):
+        raise UsageError(f"{path}: is not a dictionary of dense tensors")
+    return save({name: tensor.detach().clone().contiguous() for name, tensor in content.items()})
+
+
+def _is_plain_zip(path: Path) -> bool:
+    """Without compression, as torch.save writes it: so it cannot become larger than it is."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+    except (zipfile.BadZipFile, OSError, NotImplementedError):
+        return False
+    stored = all(member.compress_type == zipfile.ZIP_STORED for member in members)
+    return stored and sum(member.file_size for member in members) <= path.stat().st_size
