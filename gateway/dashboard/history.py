@@ -110,8 +110,10 @@ class History:
             if count <= self._max_points * 7 // 8:
                 return
             points = list(await db.scalars(select(MetricPoint).where(mine).order_by(MetricPoint.seq_id)))
-            fewer = [_as_dict(point) for point in thinned(points, target=self._max_points // 4)]
-            stale = [point.seq_id for point in points]
+            # The newest stay as they are: another gateway may still have an answer from between them.
+            older = points[: -self._max_points // 4]
+            fewer = [_as_dict(point) for point in thinned(older, target=self._max_points // 4)]
+            stale = [point.seq_id for point in older]
             db.expunge_all()
             for start in range(0, len(stale), _PER_QUERY):
                 some = MetricPoint.seq_id.in_(stale[start : start + _PER_QUERY])

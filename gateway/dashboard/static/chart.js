@@ -31,7 +31,15 @@ function axisNumber(value) {
   if (value === 0) return "0";
   const size = Math.abs(value);
   if (size >= 1e4 || size < 1e-3) return value.toExponential(1).replace("e+", "e").replace(".0e", "e");
-  return String(Number(value.toPrecision(4)));
+  return String(Number(value.toPrecision(6)));
+}
+
+/** Of a logarithmic axis: whole powers of ten, as many as have room. */
+function decades(u, splits) {
+  const tens = splits.filter((each) => Math.abs(Math.log10(each) - Math.round(Math.log10(each))) < 1e-6);
+  const every = Math.ceil(tens.length / 6);
+  const shown = new Set(tens.filter((_, index) => index % every === 0));
+  return splits.map((each) => (shown.has(each) || tens.length < 2 ? each : null));
 }
 
 export class Chart {
@@ -83,7 +91,7 @@ export class Chart {
     this.values = values;
     this.broken = xs.filter((_, index) => values[index] === "nan");
     this.raw = values.map((value) => (typeof value === "number" && !(this.isLog && value <= 0) ? value : null));
-    const data = [xs, this.raw, this.group.smoothing ? smooth(this.raw, this.group.smoothing) : this.raw];
+    const data = [xs, this.raw, this.smoothing ? smooth(this.raw, this.smoothing) : this.raw];
     if (this.plot) {
       this.plot.setData(data, false);
       this.applyRange();
@@ -92,6 +100,10 @@ export class Chart {
     }
     this.element.dataset.points = String(this.raw.filter((value) => value !== null).length);
     this.showValue(null);
+  }
+
+  get smoothing() {
+    return this.about.isExact ? 0 : this.group.smoothing;
   }
 
   applyRange() {
@@ -137,8 +149,9 @@ export class Chart {
         {
           stroke: text,
           font,
-          grid,
+          grid: this.isLog ? { ...grid, filter: decades } : grid,
           ticks,
+          ...(this.isLog ? { filter: decades } : {}),
           size: (u, labels) => Math.max(36, 8 + 6.4 * Math.max(0, ...(labels ?? []).map((label) => (label ?? "").length))),
           gap: 4,
           space: 34,
@@ -148,11 +161,11 @@ export class Chart {
       series: [
         {},
         {
-          stroke: group.smoothing ? color("--curve-faint") : line,
-          width: group.smoothing ? 1 : 1.5,
+          stroke: this.smoothing ? color("--curve-faint") : line,
+          width: this.smoothing ? 1 : 1.5,
           points: { show: this.raw.filter((each) => each !== null).length < 40, size: 4, fill: line, stroke: line },
         },
-        { stroke: line, width: 1.8, show: Boolean(group.smoothing), points: { show: false } },
+        { stroke: line, width: 1.8, show: Boolean(this.smoothing), points: { show: false } },
       ],
       hooks: {
         drawClear: [(u) => this.drawMarks(u)],

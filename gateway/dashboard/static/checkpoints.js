@@ -11,8 +11,8 @@ const KINDS = {
   external_weights: ["download", "Adapter files, to use elsewhere"],
 };
 const LIFETIMES = [
-  ["", "keep …"],
-  ["never", "for ever"],
+  ["", "Keep for"],
+  ["never", "ever"],
   ["3600", "1 hour"],
   ["86400", "1 day"],
   ["604800", "7 days"],
@@ -130,7 +130,7 @@ export class Checkpoints {
     const found = this.certificates.get(row.checkpoint.path);
     if (!found?.samplers?.length) return setText(row.gap, NONE);
     const worst = Math.max(...found.samplers.map((each) => Number(each.max_gap === "inf" ? Infinity : each.max_gap)));
-    setText(row.gap, `${worst.toExponential(1).replace("e+", "e")} nats`);
+    setText(row.gap, `${number(worst, 2)} nats`);
     setAttribute(row.gap, "class", found.passed ? "good" : "bad");
     setAttribute(row.gap, "title", found.samplers.map((each) => `${each.address}: ${each.max_gap}`).join("\n"));
   }

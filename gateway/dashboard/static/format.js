@@ -46,7 +46,8 @@ export function duration(seconds) {
 
 export function ago(at, now) {
   const seconds = now - at;
-  return seconds < 3 ? "now" : `${duration(Math.max(3, Math.floor(seconds)))} ago`;
+  if (seconds < 3) return "now";
+  return `${seconds < 10 ? `${Math.floor(seconds)} s` : duration(seconds)} ago`;
 }
 
 export function until(at, now) {

@@ -8,21 +8,21 @@ import { moment, number } from "./format.js";
 const KNOWN = [
   ["loss/token", "Loss per token", "nats", "Loss of a step divided by the tokens of its model inputs"],
   ["grad_norm:mean", "Gradient norm", "", "Global L2 norm, before clipping"],
-  ["learning_rate:mean", "Learning rate", "", "As optim_step was told"],
+  ["learning_rate:mean", "Learning rate", "", "As optim_step was told", { isExact: true }],
   ["tokens/s", "Throughput", "tokens/s", "Tokens trained on between two steps, by the clock on the wall"],
-  ["sampler_kl:mean", "Mismatch: KL(sampler ‖ trainer)", "nats", "Estimator k3, for each sampled token", true],
+  ["sampler_kl:mean", "Mismatch: KL(sampler ‖ trainer)", "nats", "Estimator k3, for each sampled token", { log: true }],
   ["ess:mean", "Effective sample size", "of 1", "Kish's, as a share of the sampled tokens"],
   ["ratio:max", "Largest ratio", "", "Of the trainer's to the sampler's probability of a sampled token"],
   ["s/step", "Time per step", "s", "From one optimizer step to the next"],
   ["compute/step", "Compute per step", "s", "What the trainer worked on this run's requests; requests of others may share it"],
-  ["tokens/step", "Tokens per step", "", "Of the model inputs"],
+  ["tokens/step", "Tokens per step", "", "Of the model inputs", { isExact: true }],
   ["forward/loss/token", "Loss per token, forward only", "nats", "Of batches without gradients"],
 ];
 
 function describe(name) {
   const known = KNOWN.find(([each]) => each === name);
-  if (known) return { name, title: known[1], unit: known[2], help: known[3], log: known[4] ?? false };
-  return { name, title: name.replace(/^custom\//, ""), unit: "", help: name, log: false };
+  if (known) return { name, title: known[1], unit: known[2], help: known[3], ...known[4] };
+  return { name, title: name.replace(/^custom\//, ""), unit: "", help: name };
 }
 
 function stored(name, fallback) {

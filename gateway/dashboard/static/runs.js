@@ -110,7 +110,7 @@ export class RunsView {
       h("td", { class: "name" }, state, h("div", {}, name, h("small", {}, shortId(run.run_id)))),
       row.model,
       row.steps,
-      h("td", { "data-label": "Loss / token", class: "loss" }, value, spark.element),
+      h("td", { "data-label": "Loss / token", class: "loss" }, spark.element, value),
       row.grad,
       row.kl,
       row.rate,

@@ -2,12 +2,13 @@
 
 import { dashboard } from "./api.js";
 import { copy } from "./dialogs.js";
-import { h } from "./dom.js";
+import { h, setText } from "./dom.js";
 import { ago, number } from "./format.js";
 
 const LEVELS = [0.9, 0.5, 0.25, 0.1, 0.03, 0.01];
 /** Probabilities from which on a token is shaded less. */
-const FIRST_SHOWN = 12;
+const MAX_CARDS = 64;
+const MAX_WAITING = 64;
 const FIRST_TOKENS = 500;
 
 /** 0: as good as certain .. 6: hardly expected. */
@@ -109,41 +110,63 @@ function tokensOf(sample) {
   return box;
 }
 
-function sampleCard(sample, now) {
+function sequenceOf(sample) {
   const known = sample.logprobs.filter((each) => each !== null);
   const mean = known.length ? known.reduce((sum, each) => sum + each, 0) / known.length : null;
-  const version = sample.version_id.split("@")[1];
   const text = (sample.texts ?? sample.tokens.map((token) => `⟨${token}⟩`)).join("");
-  const when = h("time", { datetime: new Date(sample.at * 1000).toISOString() }, ago(sample.at, now));
-  const element = h(
+  return h(
+    "div",
+    { class: "sequence" },
+    tokensOf(sample),
+    h(
+      "div",
+      { class: "sequence-facts" },
+      h("span", {}, `${number(sample.num_tokens)} tokens`),
+      mean === null ? null : h("span", { title: "mean logprob of its tokens" }, mean.toFixed(2)),
+      sample.is_finished ? null : h("span", { class: "warn", title: "it ended at max_tokens" }, "cut off"),
+      h("button", { class: "quiet", type: "button", onclick: () => copy(text, "Text copied") }, "Copy"),
+    ),
+  );
+}
+
+/** The sequences of one request, below its prompt. */
+function requestCard(samples, now) {
+  const [first] = samples;
+  const when = h("time", { datetime: new Date(first.at * 1000).toISOString() }, ago(first.at, now));
+  const list = h("div", {}, samples.map(sequenceOf));
+  const size = h("span");
+  const card = { requestId: first.request_id, at: first.at, num: samples.length, when, list, size };
+  card.element = h(
     "article",
     { class: "sample" },
     h(
       "header",
       {},
       when,
-      h("span", { title: `version ${sample.version_id}` }, `version ${version}`),
-      h("span", {}, `${number(sample.num_prompt_tokens)} → ${number(sample.num_tokens)} tokens`),
-      mean === null ? null : h("span", { title: "mean logprob of the sampled tokens" }, `mean logprob ${mean.toFixed(2)}`),
-      sample.is_finished ? null : h("span", { class: "warn", title: "it ended at max_tokens" }, "cut off"),
-      h("button", { class: "quiet", type: "button", onclick: () => copy(text, "Text copied") }, "Copy"),
+      h("span", { title: first.version_id }, `version ${first.version_id.split("@")[1]}`),
+      h("span", {}, `${number(first.num_prompt_tokens)} tokens of prompt`),
+      size,
     ),
-    h("div", { class: "prompt", title: "The end of the prompt" }, sample.prompt ?? `(${number(sample.num_prompt_tokens)} tokens of prompt)`),
-    tokensOf(sample),
+    h("div", { class: "prompt", title: "The end of the prompt" }, first.prompt ?? "(no sampler to decode it now)"),
+    list,
   );
-  return { element, when, at: sample.at };
+  showSize(card);
+  return card;
+}
+
+function showSize(card) {
+  setText(card.size, card.num > 1 ? `${card.num} sequences` : "");
 }
 
 export class Samples {
   constructor(runId) {
     this.runId = runId;
-    this.known = [];
+    this.newest = 0;
     this.waiting = [];
-    this.shown = [];
+    this.cards = [];
     this.keeps = 1;
     this.list = h("div", { class: "samples" });
     this.news = h("button", { class: "chip news", type: "button", hidden: true, onclick: () => this.showNews() });
-    this.more = h("button", { class: "chip", type: "button", hidden: true, onclick: () => this.showMore() }, "Show more");
     this.empty = h("div", { class: "nothing", hidden: true });
     const steps = LEVELS.length + 1;
     this.legend = h(
@@ -158,60 +181,58 @@ export class Samples {
       { "aria-label": "Recent samples" },
       h("div", { class: "controls" }, this.legend, h("span", { class: "hint" }, "hover, tap or use the arrow keys on a token"), this.news),
       this.list,
-      this.more,
       this.empty,
     );
   }
 
   async refresh() {
-    const after = this.known[0] ? `?after=${this.known[0].id}` : "";
+    const after = this.newest ? `?after=${this.newest}` : "";
     const found = await dashboard(`runs/${encodeURIComponent(this.runId)}/samples${after}`);
     this.keeps = found.keeps;
     this.now = found.now;
-    this.known = [...found.samples, ...this.known].slice(0, Math.max(64, found.keeps));
-    if (!this.shown.length) {
-      this.add(this.known.slice(0, FIRST_SHOWN), "end");
-    } else {
-      this.waiting = [...found.samples, ...this.waiting].slice(0, 64);
-      const isRead = scrollY > 80 || this.element.contains(document.activeElement) || this.list.matches(":hover");
-      if (!isRead) this.showNews();
-    }
-    for (const card of this.shown) card.when.textContent = ago(card.at, found.now);
+    this.newest = found.samples[0]?.id ?? this.newest;
+    this.waiting = [...found.samples, ...this.waiting].slice(0, MAX_WAITING);
+    const isRead = scrollY > 80 || this.element.contains(document.activeElement) || this.list.matches(":hover");
+    if (!isRead || !this.cards.length) this.showNews();
+    for (const card of this.cards) setText(card.when, ago(card.at, found.now));
     this.showState();
   }
 
   showState() {
     this.news.hidden = !this.waiting.length;
-    this.news.textContent = `${this.waiting.length} new`;
-    this.more.hidden = this.shown.length + this.waiting.length >= this.known.length;
-    this.legend.hidden = !this.known.length;
-    this.empty.hidden = this.known.length > 0;
-    this.empty.textContent = this.keeps
-      ? "Nothing has been sampled from this run yet, or not by you. What is sampled from its saved weights appears here."
-      : "This server keeps no samples (GATEWAY_RECENT_SAMPLES is 0).";
+    setText(this.news, `${this.waiting.length} new`);
+    this.legend.hidden = !this.cards.length;
+    this.empty.hidden = this.cards.length > 0;
+    setText(
+      this.empty,
+      this.keeps
+        ? "Nothing has been sampled from this run yet, or not by you. What is sampled from its saved weights appears here."
+        : "This server keeps no samples (GATEWAY_RECENT_SAMPLES is 0).",
+    );
   }
 
-  add(samples, where) {
-    const cards = samples.map((sample) => sampleCard(sample, this.now));
-    if (where === "end") {
-      this.list.append(...cards.map((card) => card.element));
-      this.shown.push(...cards);
-    } else {
-      this.list.prepend(...cards.map((card) => card.element));
-      this.shown.unshift(...cards);
-      for (const old of this.shown.splice(96)) old.element.remove();
-    }
-  }
-
+  /** Newest first, one card for each request. */
   showNews() {
-    this.add(this.waiting, "begin");
+    const requests = new Map();
+    for (const sample of this.waiting) {
+      if (!requests.has(sample.request_id)) requests.set(sample.request_id, []);
+      requests.get(sample.request_id).unshift(sample);
+    }
+    const cards = [];
+    for (const [requestId, samples] of requests) {
+      const known = this.cards.find((card) => card.requestId === requestId);
+      if (known) {
+        known.list.append(...samples.map(sequenceOf));
+        known.num += samples.length;
+        showSize(known);
+      } else {
+        cards.push(requestCard(samples, this.now));
+      }
+    }
+    this.list.prepend(...cards.map((card) => card.element));
+    this.cards.unshift(...cards);
+    for (const old of this.cards.splice(MAX_CARDS)) old.element.remove();
     this.waiting = [];
-    this.showState();
-  }
-
-  showMore() {
-    const begin = this.shown.length + this.waiting.length;
-    this.add(this.known.slice(begin, begin + FIRST_SHOWN), "end");
     this.showState();
   }
 

@@ -72,12 +72,9 @@ const STATES = {
 
 export class ServicesView {
   constructor() {
-    this.groups = ["gateway", "trainer", "sampler"].map((kind) => {
-      const list = h("div", { class: "cards" });
-      const title = { gateway: "Gateway", trainer: "Trainers", sampler: "Samplers" }[kind];
-      return { kind, list, rows: new Keyed(list, (one) => this.makeCard(kind, one)), element: h("section", {}, h("h2", {}, title), list) };
-    });
-    this.element = h("div", { class: "view" }, h("h1", { class: "offscreen" }, "Services"), this.groups.map((group) => group.element));
+    this.list = h("div", { class: "cards" });
+    this.cards = new Keyed(this.list, ({ kind, one }) => this.makeCard(kind, one));
+    this.element = h("div", { class: "view" }, h("div", { class: "controls" }, h("h1", {}, "Services")), this.list);
     document.title = "Services · Tinsmith";
   }
 
@@ -96,7 +93,7 @@ export class ServicesView {
     const element = h(
       "article",
       { class: "card", "data-service": one.address },
-      h("header", {}, h("h3", {}, one.address), state),
+      h("header", {}, h("h2", {}, kind), h("h3", {}, one.address), state),
       about,
       rates.map((rate) => h("div", { class: "rate" }, h("dl", {}, h("dt", {}, rate.text), rate.value), rate.spark.element)),
       h("dl", { class: "pairs" }, figures.map(({ text, value }) => h("div", {}, h("dt", {}, text), value))),
@@ -107,10 +104,12 @@ export class ServicesView {
   async refresh() {
     const found = await dashboard("services");
     const gateway = { address: location.host, state: "serving", ...found.gateway };
-    const all = { gateway: [gateway], trainer: found.trainers, sampler: found.samplers };
-    for (const { kind, rows } of this.groups) {
-      rows.update(all[kind], (one) => one.address, (card, one) => this.show(kind, card, one, found.at));
-    }
+    const all = [
+      { kind: "gateway", one: gateway },
+      ...found.trainers.map((one) => ({ kind: "trainer", one })),
+      ...found.samplers.map((one) => ({ kind: "sampler", one })),
+    ];
+    this.cards.update(all, ({ kind, one }) => `${kind} ${one.address}`, (card, { kind, one }) => this.show(kind, card, one, found.at));
   }
 
   show(kind, card, one, at) {

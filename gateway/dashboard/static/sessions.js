@@ -2,13 +2,13 @@
 
 import { dashboard } from "./api.js";
 import { Keyed, h, setAttribute, setText } from "./dom.js";
-import { ago, duration, moment, number, shortId } from "./format.js";
+import { ago, moment, number, shortId } from "./format.js";
 
 const SILENT_S = 60;
 
 function stateOf(session, now) {
   if (session.ended_at === null) {
-    return now - session.last_seen_at < SILENT_S ? ["busy", "active"] : ["idle", `silent for ${duration(now - session.last_seen_at)}`];
+    return now - session.last_seen_at < SILENT_S ? ["busy", "active"] : ["idle", "silent"];
   }
   return session.end_reason === "success" ? ["done", "finished"] : ["ended", session.end_reason ?? "ended"];
 }

@@ -1,0 +1,404 @@
+"""What the dashboard reads: histories, samples, services, whose they are, and the page itself."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import struct
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from sqlalchemy import func, select
+
+from gateway.dashboard.history import History
+from gateway.dashboard.samples import MAX_TOKENS, RecentSamples
+from gateway.dashboard.services import parse_figures
+from gateway.gateway import Gateway
+from gateway.routes.dashboard import STATIC
+from gateway.tables import MetricPoint, RecentSample
+from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, sample_body
+from tests.unit.gateway.talking import END, TalkingSampler
+from tinsmith.rpc.metrics import new_registry
+from tinsmith.rpc.metrics_service import MetricsServicer
+from tinsmith.v1 import metrics_pb2, sampler_pb2, types_pb2
+from tinsmith.v1 import trainer_pb2 as pb
+
+RUN = "s:train:0"
+BEGAN_AT = time.time()  # the gateway forgets what is old
+HOSTILE = "<img src=x onerror=alert(1)>"
+
+
+@pytest.fixture
+async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
+    stack = Stack(tmp_path)
+    stack.sampler = stack.sampler_backend.servicer = TalkingSampler()
+    stack.trainer.samplers[:] = [stack.sampler]
+    await stack.trainer_backend.start()
+    await stack.sampler_backend.start()
+    await stack.start_gateway()
+    yield stack
+    await stack.stop_gateway()
+    await stack.trainer_backend.stop()
+    await stack.sampler_backend.stop()
+
+
+def gateway_of(stack: Stack) -> Gateway:
+    assert stack.server is not None
+    return stack.server.app.state.gateway
+
+
+async def get(client: httpx.AsyncClient, path: str, *, status: int = 200, **query: Any) -> Any:
+    reply = await client.get(f"/dashboard/api/{path}", params=query or None)
+    assert reply.status_code == status, reply.text
+    return reply.json()
+
+
+async def train(client: Client, run_id: str, *, steps: range) -> None:
+    """One batch and one step for each of them."""
+    for step in steps:
+        receipt = (await client.forward_backward(run_id, 2 * step - 1)).json()
+        await client.result(receipt)
+        body = {"model_id": run_id, "seq_id": 2 * step, "adam_params": {"learning_rate": step / 1000}}
+        await client.result(await client.call("optim_step", body))
+
+
+async def sampled_run(client: Client) -> str:
+    """A run, and two sequences drawn from it."""
+    session_id = await client.session()
+    run_id = await client.model(session_id)
+    saved = await client.result(
+        await client.call("save_weights_for_sampler", {"model_id": run_id, "seq_id": 1, "path": "p"})
+    )
+    sampler_id = await client.sampling_session(session_id, model_path=saved["path"])
+    await client.result(await client.call("asample", sample_body(sampler_id, 1, sampling_params={"max_tokens": 100})))
+    return run_id
+
+
+# Metrics
+
+
+async def test_a_runs_numbers_are_there_after_a_restart_and_go_on(stack: Stack, client: Client) -> None:
+    run_id = await client.model(await client.session())
+    await train(client, run_id, steps=range(1, 4))
+    await gateway_of(stack).dashboard.flush()
+    first = await get(client, f"runs/{run_id}/history")
+    assert first["reset"]
+    assert first["step"] == [1, 2, 3]
+    assert first["series"]["learning_rate:mean"] == [0.001, 0.002, 0.003]
+    assert first["series"]["grad_norm:mean"] == ["nan"] * 3  # the fake trainer's
+    await stack.restart_gateway()
+    assert await get(client, f"runs/{run_id}/history") == first
+    await train(client, run_id, steps=range(4, 6))
+    await gateway_of(stack).dashboard.flush()
+    more = await get(client, f"runs/{run_id}/history", after=first["seq"][-1], steps=3)
+    assert (more["reset"], more["step"], more["seq"]) == (False, [4, 5], [8, 10])
+    none = await get(client, f"runs/{run_id}/history", after=10, steps=5)
+    assert (none["reset"], none["seq"]) == (False, [])
+    other = await get(client, f"runs/{run_id}/history", after=8, steps=2)  # not what lies there
+    assert (other["reset"], other["step"]) == (True, [1, 2, 3, 4, 5])
+
+
+async def test_an_answer_that_passes_again_is_counted_once(stack: Stack, client: Client) -> None:
+    run_id = await client.model(await client.session())
+    await train(client, run_id, steps=range(1, 3))
+    await stack.restart_gateway()
+    for seq_id in range(1, 5):  # this gateway fetches them from the trainer
+        assert (await client.poll(f"{run_id}:{seq_id}")).status_code == 200
+    await gateway_of(stack).dashboard.flush()
+    assert (await get(client, f"runs/{run_id}/history"))["step"] == [1, 2]
+
+
+def observe(history: History, seq_id: int) -> None:
+    """A batch where seq_id is odd, a step where it is even."""
+    ran = (BEGAN_AT + seq_id, BEGAN_AT + seq_id + 0.5)
+    if seq_id % 2:
+        metrics = {"loss:sum": 3.0, "num_tokens:sum": 6.0, "num_sequences:sum": 1.0}
+        history.add(RUN, seq_id, pb.ForwardBackwardResponse(metrics=metrics), ran=ran)
+    else:
+        history.add(RUN, seq_id, pb.OptimStepResponse(metrics={"grad_norm:mean": 1.0}), ran=ran)
+
+
+async def num_rows(gateway: Gateway, table: type[MetricPoint] | type[RecentSample]) -> int:
+    async with gateway.store.begin() as db:
+        return await db.scalar(select(func.count()).select_from(table)) or 0
+
+
+async def test_a_long_history_is_bounded_and_whole_also_with_two_writers(stack: Stack) -> None:
+    gateway = gateway_of(stack)
+    one, other = (History(gateway.store, max_points=64) for _ in range(2))
+    for seq_id in range(1, 1001):
+        observe((one, other)[seq_id // 4 % 2], seq_id)
+        if seq_id % 5 == 0:
+            await one.flush()
+            await other.flush()
+            assert await num_rows(gateway, MetricPoint) <= 64
+    found = await one.read(RUN)
+    assert found["step"][-1] == 500
+    assert sum(found["num_steps"]) == 500
+    assert set(found["series"]["loss/token"]) == {0.5}
+    observe(one, 3)  # merged long ago
+    await one.flush()
+    assert sum((await one.read(RUN))["tokens"]) == 3000
+    summary = await one.summary(RUN)
+    assert summary is not None
+    assert (summary.num_steps, summary.recent["step"][-1]) == (500, 500)
+
+
+async def test_a_reader_whose_points_were_merged_gets_all_anew(stack: Stack) -> None:
+    history = History(gateway_of(stack).store, max_points=64)
+    for seq_id in range(1, 41):
+        observe(history, seq_id)
+    await history.flush()
+    known = await history.read(RUN)
+    for seq_id in range(41, 101):
+        observe(history, seq_id)
+    await history.flush()
+    there = (await history.read(RUN))["seq"]
+    merged = next(n for n, seq_id in enumerate(known["seq"]) if seq_id not in there)
+    more = await history.read(RUN, after=known["seq"][merged], num_steps=known["step"][merged])
+    assert (more["reset"], more["step"][-1]) == (True, 50)
+
+
+async def test_without_points_nothing_is_kept(stack: Stack) -> None:
+    gateway = gateway_of(stack)
+    history = History(gateway.store, max_points=0)
+    observe(history, 1)
+    await history.flush()
+    assert await num_rows(gateway, MetricPoint) == 0
+
+
+async def test_old_points_are_forgotten(stack: Stack) -> None:
+    gateway = gateway_of(stack)
+    history = History(gateway.store, max_points=64)
+    for seq_id in range(1, 9):
+        observe(history, seq_id)
+    await history.flush()
+    await history.forget(before=BEGAN_AT + 5)
+    assert await num_rows(gateway, MetricPoint) == 4
+
+
+# Samples
+
+
+async def test_recent_samples_are_text_token_by_token(stack: Stack, client: Client) -> None:
+    assert isinstance(stack.sampler, TalkingSampler)
+    stack.sampler.says = f"é {HOSTILE}"
+    run_id = await sampled_run(client)
+    await gateway_of(stack).dashboard.flush()
+    found = (await get(client, f"runs/{run_id}/samples"))["samples"]
+    assert len(found) == 2
+    newest = found[0]
+    assert "".join(newest["texts"]) == f"é {HOSTILE}{END}"
+    assert newest["texts"][:2] == ["", "é"]  # two tokens are one character
+    assert len(newest["tokens"]) == len(newest["logprobs"]) == len(newest["texts"]) == newest["num_tokens"]
+    assert newest["special"] == [newest["num_tokens"] - 1]
+    assert newest["logprobs"][0] == -0.25
+    assert newest["num_prompt_tokens"] == 3
+    assert newest["is_finished"]
+    assert (await get(client, f"runs/{run_id}/samples", after=newest["id"]))["samples"] == []
+
+
+async def test_samples_without_a_sampler_are_token_ids(stack: Stack, client: Client) -> None:
+    run_id = await sampled_run(client)
+    await stack.sampler_backend.stop()
+    clients = gateway_of(stack).clients
+    while clients.samplers.usable(BASE_MODEL):  # noqa: ASYNC110 - nobody tells of it
+        await asyncio.sleep(0.05)
+    await gateway_of(stack).dashboard.flush()
+    (newest, _) = (await get(client, f"runs/{run_id}/samples"))["samples"]
+    assert newest["texts"] is None
+    assert newest["tokens"]
+
+
+def drawn(num_tokens: int, *, topk: types_pb2.TopkLogprobs | None = None) -> types_pb2.SampledSequence:
+    return types_pb2.SampledSequence(
+        tokens=struct.pack(f"<{num_tokens}i", *range(num_tokens)),
+        logprobs=struct.pack(f"<{num_tokens}f", *[-1.0] * num_tokens),
+        topk_sampled_logprobs=topk,
+    )
+
+
+async def keep(
+    store: Any, sequences: list[types_pb2.SampledSequence], *, keep: int, owner: str = "a"
+) -> list[RecentSample]:
+    samples = RecentSamples(store, keep=keep)
+    request = sampler_pb2.SampleRequest(version_id=f"{RUN}@1")
+    for n, sequence in enumerate(sequences):
+        samples.add(f"r{n}", request, [sequence], base_model=BASE_MODEL, owner=owner)
+        await samples.flush()
+    return await samples.read(RUN, owner=owner)
+
+
+async def test_only_the_newest_samples_stay_of_each_owner(stack: Stack) -> None:
+    store = gateway_of(stack).store
+    await keep(store, [drawn(1)] * 3, keep=5, owner="b")
+    mine = await keep(store, [drawn(n) for n in range(1, 10)], keep=5)
+    assert [row.num_tokens for row in mine] == [9, 8, 7, 6, 5]
+    assert len(await RecentSamples(store, keep=5).read(RUN, owner="b")) == 3
+    await RecentSamples(store, keep=5).forget(before=mine[0].at + 1)
+    assert await RecentSamples(store, keep=5).read(RUN, owner=None) == []
+
+
+async def test_long_outputs_are_cut_and_ranks_come_from_the_top_k_table(stack: Stack) -> None:
+    store = gateway_of(stack).store
+    table = types_pb2.TopkLogprobs(token_ids=struct.pack("<6i", 0, 7, 8, 1, 9, 9), k=2, length=3)
+    long, short = await keep(store, [drawn(3, topk=table), drawn(MAX_TOKENS + 5)], keep=5)
+    assert (long.num_tokens, len(long.tokens) // 4, len(long.logprobs) // 4) == (MAX_TOKENS + 5, MAX_TOKENS, MAX_TOKENS)
+    assert long.ranks == b""
+    assert struct.unpack("<3H", short.ranks) == (1, 2, 0)
+
+
+async def test_the_setting_keeps_no_text(stack: Stack, client: Client) -> None:
+    await stack.restart_gateway(recent_samples=0)
+    run_id = await sampled_run(client)
+    await gateway_of(stack).dashboard.flush()
+    assert await get(client, f"runs/{run_id}/samples") | {"now": 0} == {"now": 0, "keeps": 0, "samples": []}
+    assert await num_rows(gateway_of(stack), RecentSample) == 0
+
+
+async def test_completions_of_the_openai_api_are_samples_too(stack: Stack, client: Client) -> None:
+    run_id = await sampled_run(client)
+    body = {"model": f"tinker://{run_id}/sampler_weights/p", "prompt": "the", "max_tokens": 4}
+    for stream in (False, True):
+        reply = await client.post("/v1/completions", json=body | {"stream": stream})
+        assert reply.status_code == 200, reply.text
+    await gateway_of(stack).dashboard.flush()
+    assert len((await get(client, f"runs/{run_id}/samples"))["samples"]) == 4
+
+
+# Lists
+
+
+async def test_the_overview_tells_of_runs_and_of_the_server(stack: Stack, client: Client) -> None:
+    assert (await get(client, "overview"))["runs"] == []
+    run_id = await client.model(await client.session(), user_metadata={"name": "first"})
+    await train(client, run_id, steps=range(1, 3))
+    await gateway_of(stack).dashboard.flush()
+    found = await get(client, "overview")
+    assert found["base_models"] == sorted([BASE_MODEL, "tinsmith/eight"])
+    assert (found["samplers"], found["unreached"], found["needs_key"]) == (["serving"], [], False)
+    (run,) = found["runs"]
+    assert (run["run_id"], run["num_steps"], run["user_metadata"]) == (run_id, 2, {"name": "first"})
+    assert run["recent"]["series"]["learning_rate:mean"] == [0.001, 0.002]
+
+
+async def test_a_run_has_its_checkpoints_and_a_download_of_this_host(stack: Stack, client: Client) -> None:
+    run_id = await sampled_run(client)
+    (checkpoint,) = (await get(client, f"runs/{run_id}"))["checkpoints"]
+    assert (checkpoint["kind"], checkpoint["name"], checkpoint["num_samplers"]) == ("sampler_weights", "p", 1)
+    url = (await get(client, f"checkpoints/{run_id}/sampler_weights/p/download"))["url"]
+    assert url.startswith("/download/archives/")
+    assert (await client.get(url)).status_code == 200
+    await get(client, f"checkpoints/{run_id}/sampler_weights/none/download", status=404)
+
+
+async def test_sessions_count_what_they_have(client: Client) -> None:
+    session_id = await client.session()
+    await client.model(session_id)
+    await client.sampling_session(session_id)
+    (session,) = (await get(client, "sessions"))["sessions"]
+    assert (session["session_id"], session["num_runs"], session["num_samplers"]) == (session_id, 1, 1)
+
+
+async def test_services_are_told_with_and_without_their_figures(client: Client) -> None:
+    found = await get(client, "services")
+    assert found["gateway"]["figures"]["process_resident_memory_bytes"] > 0
+    (trainer,), (sampler,) = found["trainers"], found["samplers"]
+    assert (trainer["state"], trainer["figures"]) == ("serving", None)  # the fakes have no MetricsService
+    assert (sampler["state"], sampler["engine"], sampler["figures"]) == ("serving", "fake", None)
+
+
+async def test_the_metrics_service_gives_what_the_page_reads() -> None:
+    reply = await MetricsServicer(new_registry()).GetMetrics(metrics_pb2.GetMetricsRequest(), None)  # type: ignore[arg-type]
+    assert parse_figures(reply.exposition)["process_resident_memory_bytes"] > 0
+    assert not [name for name in parse_figures(reply.exposition) if name.startswith("python_gc")]
+
+
+@pytest.mark.parametrize("path", ["runs/none", "runs/none/history", "runs/none/samples"])
+async def test_an_unknown_run_is_404(client: Client, path: str) -> None:
+    assert "'none'" in (await get(client, path, status=404))["detail"]
+
+
+@pytest.mark.parametrize("query", [{"after": "-1"}, {"after": "x"}, {"steps": "1" * 20}], ids=str)
+async def test_a_malformed_number_is_named(client: Client, query: dict[str, str]) -> None:
+    run_id = await client.model(await client.session())
+    assert next(iter(query)) in (await get(client, f"runs/{run_id}/history", status=400, **query))["detail"]
+
+
+# Who may
+
+
+async def test_keys_are_needed_for_data_and_not_for_the_page(stack: Stack) -> None:
+    await stack.restart_gateway(api_keys=["tml-right"])
+    async with httpx.AsyncClient(base_url=stack.url) as http:
+        for path in ("overview", "services", "sessions", f"runs/{RUN}", f"runs/{RUN}/history", f"runs/{RUN}/samples"):
+            await get(http, path, status=401)
+        await get(http, f"checkpoints/{RUN}/weights/x/download", status=401)
+        assert (await http.get("/")).status_code == 200
+        assert (await http.get("/dashboard/static/main.js")).status_code == 200
+        http.headers["x-api-key"] = "tml-right"
+        assert (await get(http, "overview"))["needs_key"]
+
+
+async def test_another_owner_sees_nothing_of_a_run(stack: Stack) -> None:
+    await stack.restart_gateway(api_keys=["tml-mine", "tml-other"])
+    mine, other = (
+        Client(base_url=stack.url, timeout=20, headers={"x-api-key": key}) for key in ("tml-mine", "tml-other")
+    )
+    async with mine, other:
+        run_id = await sampled_run(mine)
+        await gateway_of(stack).dashboard.flush()
+        assert len((await get(mine, f"runs/{run_id}/samples"))["samples"]) == 2
+        assert (await get(other, "overview"))["runs"] == []
+        assert (await get(other, "sessions"))["sessions"] == []
+        for path in ("", "/history", "/samples"):
+            await get(other, f"runs/{run_id}{path}", status=404)
+        await get(other, f"checkpoints/{run_id}/sampler_weights/p/download", status=404)
+
+
+async def test_strangers_who_sample_a_published_checkpoint_keep_their_prompts_to_themselves(stack: Stack) -> None:
+    await stack.restart_gateway(api_keys=["tml-mine", "tml-other"])
+    mine, other = (
+        Client(base_url=stack.url, timeout=20, headers={"x-api-key": key}) for key in ("tml-mine", "tml-other")
+    )
+    async with mine, other:
+        run_id = await sampled_run(mine)
+        published = f"/api/v1/training_runs/{run_id}/checkpoints/sampler_weights/p/publish"
+        assert (await mine.post(published)).status_code == 200
+        sampler_id = await other.sampling_session(
+            await other.session(), model_path=f"tinker://{run_id}/sampler_weights/p"
+        )
+        await other.result(await other.call("asample", sample_body(sampler_id, 1)))
+        await gateway_of(stack).dashboard.flush()
+        assert len((await get(mine, f"runs/{run_id}/samples"))["samples"]) == 2
+
+
+# The page
+
+
+async def test_the_page_allows_nothing_but_its_own_files(client: Client) -> None:
+    for path in ("/", "/dashboard/static/main.js", "/dashboard/static/style.css"):
+        headers = (await client.get(path)).headers
+        policy = headers["content-security-policy"]
+        assert "default-src 'self'" in policy
+        assert "frame-ancestors 'none'" in policy
+        assert "unsafe" not in policy
+        assert headers["x-content-type-options"] == "nosniff"
+    assert (await client.get("/dashboard/static/../../auth.py")).status_code == 404
+    assert (await client.get("/dashboard/static/%2e%2e/routes.py")).status_code == 404
+
+
+def test_the_pages_own_files_put_in_text_as_text_and_ask_no_one_else() -> None:
+    for file in [*STATIC.glob("*.js"), *STATIC.glob("*.html"), *STATIC.glob("*.css")]:
+        text = file.read_text()
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|style=", text), file.name
+        assert set(re.findall(r"https?://[^\s\"'`)]+", text)) <= {"http://www.w3.org/2000/svg"}, file.name
+
+
+def test_the_vendored_charts_come_with_their_licence() -> None:
+    assert "MIT" in (STATIC / "vendor" / "uplot" / "LICENSE").read_text()
+    assert "v1.6.32" in (STATIC / "vendor" / "uplot" / "README.md").read_text()
