@@ -137,6 +137,10 @@ class Clients:
 
     # What is served
 
+    @property
+    def trainers(self) -> list[Trainer]:
+        return self._trainers
+
     def trainer_infos(self) -> Iterator[trainer_pb2.GetTrainerInfoResponse]:
         return (trainer.info for trainer in self._trainers if trainer.info is not None)
 

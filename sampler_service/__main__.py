@@ -20,9 +20,17 @@ from tinsmith.allocator import keep_freed_memory
 from tinsmith.modeling.base_model import UnsupportedModel
 from tinsmith.rpc import logs, tracing
 from tinsmith.rpc.metrics import new_registry, serve_metrics
+from tinsmith.rpc.metrics_service import MetricsServicer
 from tinsmith.rpc.server import Server, stop_event
 from tinsmith.rpc.settings import read_settings
-from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, weight_sync_pb2, weight_sync_pb2_grpc
+from tinsmith.v1 import (
+    metrics_pb2,
+    metrics_pb2_grpc,
+    sampler_pb2,
+    sampler_pb2_grpc,
+    weight_sync_pb2,
+    weight_sync_pb2_grpc,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +39,7 @@ GRACE_S = 1.0
 
 
 def make_server(config: SamplerConfig, slot: EngineSlot, metrics: SamplerMetrics) -> Server:
-    files = [sampler_pb2.DESCRIPTOR, weight_sync_pb2.DESCRIPTOR]
+    files = [sampler_pb2.DESCRIPTOR, weight_sync_pb2.DESCRIPTOR, metrics_pb2.DESCRIPTOR]
     server = Server(config.listen, files, api_keys=config.accepted_keys, certificates=config.certificates)
     sampler_pb2_grpc.add_SamplerServiceServicer_to_server(
         SamplerServicer(
@@ -53,6 +61,7 @@ def make_server(config: SamplerConfig, slot: EngineSlot, metrics: SamplerMetrics
         ),
         server.grpc,
     )
+    metrics_pb2_grpc.add_MetricsServiceServicer_to_server(MetricsServicer(metrics.registry), server.grpc)
     return server
 
 

@@ -24,6 +24,7 @@ from tinsmith.v1.metrics_pb2_grpc import add_MetricsServiceServicer_to_server
 from tinsmith.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
 from tinsmith.weight_channel.ring_memory import gpu_uuid
 from trainer_service import journal_file
+from trainer_service.budget import Plan
 from trainer_service.canary import canary_of
 from trainer_service.certificate import GAP_LIMITS, GapRule, Publisher
 from trainer_service.checkpoints import CheckpointStore
@@ -133,7 +134,7 @@ async def start(
     base = await asyncio.to_thread(load, config, group)
     settings = {**engine_settings(config), "metrics": metrics}
     engine = TrainingEngine(base, **settings) if group is None else LeadingEngine(base, group, **settings)
-    await asyncio.to_thread(lambda: engine.follow(measure(engine, bounds(config))))
+    await asyncio.to_thread(lambda: engine.follow(plan(engine, config)))
     checkpoints = CheckpointStore(storage, metrics)
     scheduler = Scheduler(
         engine,
@@ -141,6 +142,7 @@ async def start(
         max_queued_operations=config.max_queued_operations,
         max_models=config.max_models,
         metrics=metrics,
+        alone=config.deterministic,
     )
     publisher = Publisher(sender, canary_of(base), gap_rule(config, base.dtype), metrics)
     snapshot_files = await asyncio.to_thread(SnapshotFiles, config.state_dir / "snapshots")
@@ -166,7 +168,8 @@ def engine_settings(config: TrainerConfig) -> dict[str, Any]:
     """The same on every rank."""
     return {
         "max_tokens_per_microbatch": config.max_tokens_per_microbatch,
-        "activation_checkpointing": config.activation_checkpointing,
+        "activation_checkpointing": config.effective_checkpointing,
+        "deterministic": config.deterministic,
     }
 
 
@@ -174,11 +177,22 @@ def snapshot_policy(config: TrainerConfig) -> Policy:
     return Policy(config.snapshot_steps, config.snapshot_interval_s, config.snapshot_journal_bytes)
 
 
+def plan(engine: TrainingEngine, config: TrainerConfig) -> Plan:
+    """Raises ValueError where a deterministic trainer could not keep its token budget."""
+    measured = measure(engine, bounds(config))
+    if config.deterministic and measured.token_budget < config.fixed_token_budget:
+        raise ValueError(
+            f"deterministic: {config.fixed_token_budget} tokens at once do not fit into memory, which has room for "
+            f"{measured.token_budget}; set token_budget to that or less, and keep it"
+        )
+    return measured
+
+
 def bounds(config: TrainerConfig) -> Bounds:
     return Bounds(
         max_tokens_per_microbatch=config.max_tokens_per_microbatch,
         max_lora_rank=config.max_lora_rank,
-        token_budget=config.token_budget,
+        token_budget=config.fixed_token_budget,
         memory_bytes=config.memory_bytes,
         adapter_device_bytes=config.adapter_device_bytes,
         ranks_per_machine=Place.of(config).local_world_size,
@@ -242,6 +256,9 @@ def main() -> None:
         num_threads = process.num_threads(place, config.num_threads, cores=usable_cores())
     if num_threads:
         torch.set_num_threads(num_threads)
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
     if place.alone:
         asyncio.run(serve(config, None))
         return
