@@ -131,8 +131,11 @@ class Cluster:
         trainer_env: Mapping[str, str] | None = None,
         sampler_env: Mapping[str, str] | None = None,
         gateway_env: Mapping[str, str] | None = None,
+        num_gateways: int = 1,
     ) -> None:
-        trainer, gateway, *samplers = [f"127.0.0.1:{port}" for port in free_ports(2 + num_samplers)]
+        """Several gateways need a database that they share, in gateway_env."""
+        addresses = [f"127.0.0.1:{port}" for port in free_ports(1 + num_gateways + num_samplers)]
+        trainer, gateways, samplers = addresses[0], addresses[1 : 1 + num_gateways], addresses[1 + num_gateways :]
         common = ["--base-model", str(model), "--model-names", json.dumps([BASE_MODEL]), "--num-threads", "1"]
         self.folder = folder
         self.samplers = [
@@ -157,22 +160,27 @@ class Cluster:
             log=folder / "trainer.log",
             env=trainer_env or {},
         )
-        host, _, port = gateway.rpartition(":")
-        self.gateway = _Gateway(
-            "gateway",
-            [
-                "gateway",
-                *("--host", host, "--port", port, "--state-dir", str(folder / "gateway")),
-                *("--trainers", json.dumps([trainer]), "--samplers", json.dumps(samplers)),
-            ],
-            address=gateway,
-            log=folder / "gateway.log",
-            env={"GATEWAY_LONG_POLL_S": "2", **(gateway_env or {})},
-        )
+        self.gateways = [
+            _Gateway(
+                f"gateway-{n}" if n > 1 else "gateway",
+                [
+                    "gateway",
+                    *("--host", address.rpartition(":")[0], "--port", address.rpartition(":")[2]),
+                    *("--state-dir", str(folder / "gateway")),
+                    *("--trainers", json.dumps([trainer]), "--samplers", json.dumps(samplers)),
+                    *(("--peer-url", f"http://{address}") if num_gateways > 1 else ()),
+                ],
+                address=address,
+                log=folder / (f"gateway-{n}.log" if n > 1 else "gateway.log"),
+                env={"GATEWAY_LONG_POLL_S": "2", **(gateway_env or {})},
+            )
+            for n, address in enumerate(gateways, start=1)
+        ]
+        self.gateway = self.gateways[0]
 
     @property
     def processes(self) -> list[Process]:
-        return [*self.samplers, self.trainer, self.gateway]
+        return [*self.samplers, self.trainer, *self.gateways]
 
     @property
     def url(self) -> str:

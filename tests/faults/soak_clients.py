@@ -15,6 +15,7 @@ import math
 import random
 import sys
 import threading
+import time
 import traceback
 from collections import Counter
 from dataclasses import dataclass, field
@@ -41,8 +42,10 @@ class Report:
             self.counts[what] += amount
 
     def failed(self) -> None:
+        error = f"{time.strftime('%X')}: {traceback.format_exc()}"
+        print(error, file=sys.stderr, flush=True)
         with self._lock:
-            self.errors.append(traceback.format_exc())
+            self.errors.append(error)
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""The short form of soak.py: a minute, with each service killed now and then. What grows is measured in half an hour."""
+"""The short form of soak.py: a minute, each service killed now and then. What grows is measured in half an hour."""
 
 from __future__ import annotations
 
