@@ -29,7 +29,9 @@ class Wire:
         self._cluster = cluster
 
     def post(self, endpoint: str, /, **body: Any) -> Any:
-        reply = httpx.post(f"{self._cluster.url}/api/v1/{endpoint}", json=body, headers=KEY, timeout=60, trust_env=False)
+        reply = httpx.post(
+            f"{self._cluster.url}/api/v1/{endpoint}", json=body, headers=KEY, timeout=60, trust_env=False
+        )
         assert reply.status_code == 200, reply.text
         return reply.json()
 

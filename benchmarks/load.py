@@ -1,0 +1,146 @@
+"""Many requests at once: a thousand samples of one client, while two hundred sessions open, beat and ask.
+
+Shared by bench_load.py, which reports the times, and by a test, which holds that nobody sees an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import httpx
+import tinker
+from tinker import ModelInput, SamplingParams
+
+_BEAT_S = 1.0
+"""Ten times as often as the SDK does by itself."""
+_ASK_S = 0.05
+
+
+@dataclass(slots=True)
+class Times:
+    """Seconds, by what they are the times of."""
+
+    samples: list[float] = field(default_factory=list)
+    """From the call of the SDK to the tokens in hand."""
+    sessions: list[float] = field(default_factory=list)
+    """From nothing to the first sample of a session of its own."""
+    heartbeats: list[float] = field(default_factory=list)
+    trivial: list[float] = field(default_factory=list)
+    """client/dynamic_config: a request that only the event loop can hold up."""
+    errors: list[str] = field(default_factory=list)
+    """What the answers to heartbeats and trivial requests were instead."""
+    seconds: float = 0.0
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that `percent` of them do not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
+
+
+def press(
+    url: str, base_model: str, *, api_key: str, num_samples: int, num_sessions: int, num_tokens: int = 8
+) -> Times:
+    """Raises what the SDK raises. The sessions stay open, with their own heartbeats, until all samples are there."""
+    times = Times()
+    began = time.monotonic()
+    done = threading.Event()
+    watch = threading.Thread(target=lambda: asyncio.run(_watch(url, api_key, times, num_sessions, done)))
+    with tinker.ServiceClient(base_url=url, api_key=api_key) as service:
+        sampler = service.create_sampling_client(base_model=base_model).result()
+        params = SamplingParams(max_tokens=num_tokens, temperature=1.0, stop=[])
+        watch.start()
+        try:
+            with ThreadPoolExecutor(min(num_sessions, 32) or 1) as threads:
+                opened: list[tinker.ServiceClient] = []
+                opening = [
+                    threads.submit(_session, url, base_model, api_key, params, n, times, opened)
+                    for n in range(num_sessions)
+                ]
+                asyncio.run(_sample(sampler, params, num_samples, times))
+                for one in opening:
+                    one.result()
+                for one in opened:
+                    one.close("success").result()
+        finally:
+            done.set()
+            watch.join()
+    times.seconds = time.monotonic() - began
+    return times
+
+
+def _prompt(number: int) -> ModelInput:
+    return ModelInput.from_ints([(number * 31 + position) % 1000 for position in range(16)])
+
+
+async def _sample(sampler: tinker.SamplingClient, params: SamplingParams, count: int, times: Times) -> None:
+    async def one(number: int) -> None:
+        began = time.monotonic()
+        drawn = await sampler.sample(_prompt(number), 1, params)
+        assert len(drawn.sequences[0].tokens) == params.max_tokens
+        times.samples.append(time.monotonic() - began)
+
+    await asyncio.gather(*(one(number) for number in range(count)))
+
+
+def _session(
+    url: str,
+    base_model: str,
+    api_key: str,
+    params: SamplingParams,
+    number: int,
+    times: Times,
+    opened: list[tinker.ServiceClient],
+) -> None:
+    began = time.monotonic()
+    service = tinker.ServiceClient(base_url=url, api_key=api_key)
+    opened.append(service)
+    sampler = service.create_sampling_client(base_model=base_model).result()
+    sampler.sample(_prompt(number), 1, params).result()
+    times.sessions.append(time.monotonic() - began)
+
+
+async def _watch(url: str, api_key: str, times: Times, num_sessions: int, done: threading.Event) -> None:
+    """As many clients as there are sessions, that only beat; and one that asks for next to nothing."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    headers = {"x-api-key": api_key}
+    async with httpx.AsyncClient(
+        base_url=f"{url}/api/v1/", headers=headers, limits=limits, timeout=60, trust_env=False
+    ) as http:
+
+        async def ask(path: str, body: dict[str, object], into: list[float]) -> httpx.Response | None:
+            began = time.monotonic()
+            try:
+                reply = await http.post(path, json=body)
+            except httpx.TransportError as error:
+                times.errors.append(f"{path}: {type(error).__name__}: {error}")
+                return None
+            into.append(time.monotonic() - began)
+            if reply.status_code != 200:
+                times.errors.append(f"{path}: {reply.status_code}: {reply.text}")
+                return None
+            return reply
+
+        async def beat(number: int) -> None:
+            made = await ask("create_session", {"tags": ["load"], "type": "create_session"}, [])
+            if made is None:
+                return
+            session_id = made.json()["session_id"]
+            await asyncio.sleep(_BEAT_S * number / max(1, num_sessions))
+            await _until(done, _BEAT_S, lambda: ask("session_heartbeat", {"session_id": session_id}, times.heartbeats))
+            await ask(f"sessions/{session_id}/finish", {"reason": {"type": "success"}}, [])
+
+        asking = _until(done, _ASK_S, lambda: ask("client/dynamic_config", {}, times.trivial))
+        await asyncio.gather(asking, *(beat(number) for number in range(num_sessions)))
+
+
+async def _until(done: threading.Event, pause_s: float, step: Callable[[], Awaitable[object]]) -> None:
+    while not done.is_set():
+        began = time.monotonic()
+        await step()
+        await asyncio.sleep(max(0.0, pause_s - (time.monotonic() - began)))
