@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
 import random
 import sys
@@ -139,6 +140,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    logging.getLogger("tinker").setLevel(logging.ERROR)  # each retry is a warning
     report, stop = Report(), threading.Event()
     threads = [
         threading.Thread(
