@@ -49,11 +49,11 @@ class Backlog:
 class ComputeThread:
     """All public methods run on the event loop in which it was made."""
 
-    def __init__(self, engine: BatchEngine, metrics: Metrics) -> None:
+    def __init__(self, engine: BatchEngine, metrics: Metrics, *, alone: bool = False) -> None:
         self._engine = engine
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
-        self._lanes = Lanes()
+        self._lanes = Lanes(alone=alone)
         self._stopped: list[BatchRun] = []  # begun, and to end without the rest
         self._running: Running | None = None
         self._closed = False

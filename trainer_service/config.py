@@ -85,6 +85,10 @@ class TrainerConfig(GrpcTls, BaseSettings):
     host memory. 0 means all of memory_bytes that activations leave. On the CPU nothing is moved."""
     activation_checkpointing: Literal["auto", "on", "off"] = "auto"
     """Compute each layer twice instead of keeping its activations; auto does so for what would not fit otherwise."""
+    deterministic: bool = False
+    """Run every forward_backward by itself, divided only by its own lengths and token_budget (or, where that is 0,
+    max_tokens_per_microbatch): the same requests then give the same bits, also after a crash and whatever other models
+    do. Costs what sharing micro-batches gains; activation_checkpointing auto is off."""
     max_queued_operations: int = Field(default=1024, ge=1)
     """Most operations of one model that wait for their turn."""
     max_import_bytes: int = Field(default=16 * 1024**3, ge=1)
@@ -159,6 +163,18 @@ class TrainerConfig(GrpcTls, BaseSettings):
     @property
     def accepted_keys(self) -> list[str]:
         return accepted(self.api_keys, self.service_key)
+
+    @property
+    def fixed_token_budget(self) -> int:
+        """0 where it is measured."""
+        return self.token_budget or (self.max_tokens_per_microbatch if self.deterministic else 0)
+
+    @property
+    def effective_checkpointing(self) -> Literal["auto", "on", "off"]:
+        """auto asks how much memory there is."""
+        if self.deterministic and self.activation_checkpointing == "auto":
+            return "off"
+        return self.activation_checkpointing
 
     @property
     def public_names(self) -> list[str]:

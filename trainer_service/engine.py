@@ -59,13 +59,14 @@ class TrainingEngine:
         *,
         max_tokens_per_microbatch: int,
         activation_checkpointing: Checkpointing = "auto",
+        deterministic: bool = False,
         residency: Residency | None = None,
         metrics: Metrics | None = None,
         team: Team | None = None,
     ) -> None:
         """Measures nothing: `max_tokens_per_microbatch` is the token budget until `follow` brings another plan.
 
-        The token budget is that of the whole team.
+        The token budget is that of the whole team. `deterministic`: it never changes by itself.
 
         Raises ValueError when activation checkpointing is asked for and the base model has no list of layers.
         """
@@ -83,6 +84,7 @@ class TrainingEngine:
             Residency.on(base.device) if residency is None else residency,
             checkpointing=activation_checkpointing,
             metrics=self._metrics,
+            fixed=deterministic,
         )
         self._passes = Passes(base, self._models, self._room, self._team, self._metrics)
 

@@ -34,7 +34,7 @@ What follows, with n models in the ring, L_max the longest datum, and q = max(L_
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -63,7 +63,10 @@ class _Member:
 class DeficitRoundRobin:
     """See the module's docstring."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, alone: bool = False) -> None:
+        """`alone`: every micro-batch has datums of one load only. Then how a load is divided depends on its own lengths
+        and the budget, and on nothing else."""
+        self._alone = alone
         self._members: dict[str, _Member] = {}  # in the order of their last turns, the longest ago first
         self._total = 0  # of what they were charged
         self._forward_only = False  # the kind of the last micro-batch
@@ -108,11 +111,20 @@ class DeficitRoundRobin:
         owed = [member for member in ready.values() if self._is_owed(member)]
         self._forward_only = self._choose_kind(owed)
         batch = _MicroBatch(self._forward_only, budget)
+        if self._alone:
+            first = min((one for one in owed if batch.fits(one)), key=lambda one: one.charged + batch.next_length(one))
+            load = first.loads[0]
+            while first.loads and first.loads[0] is load and batch.fits(first):
+                self._total += batch.take(first)
+            return self._taken(batch, ready)
         for member in owed:
             while batch.share_allows(member, num_models=len(self._members)):
                 self._total += batch.take(member)
         while candidates := [member for member in ready.values() if self._is_owed(member) and batch.fits(member)]:
             self._total += batch.take(min(candidates, key=lambda one: one.charged + batch.next_length(one)))
+        return self._taken(batch, ready)
+
+    def _taken(self, batch: _MicroBatch, ready: Mapping[str, _Member]) -> list[tuple[Load, range]]:
         for model_id in [model_id for model_id, member in ready.items() if batch.taken[member]]:
             self._members[model_id] = self._members.pop(model_id)  # to the end
         return [(load, range(start, load.num_taken)) for load, start in batch.starts.items()]

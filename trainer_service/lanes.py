@@ -89,9 +89,10 @@ class _Lane:
 class Lanes:
     """See the module's docstring. Not thread safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, alone: bool = False) -> None:
+        """`alone`: no two batches share a micro-batch."""
         self._lanes: dict[str, _Lane] = {}
-        self._ring = DeficitRoundRobin()
+        self._ring = DeficitRoundRobin(alone=alone)
         self._runs: dict[Load, BatchRun] = {}  # those in the ring, and those of the micro-batch that runs
         self._calls: deque[Call] = deque()  # the first of their lanes
         self._calls_before_batch = 0

@@ -41,8 +41,11 @@ class Room:
         *,
         checkpointing: Checkpointing,
         metrics: Metrics,
+        fixed: bool = False,
     ) -> None:
-        """Raises ValueError when activation checkpointing is asked for and the base model has no list of layers."""
+        """`fixed`: the token budget stays what it is, even when memory runs out.
+
+        Raises ValueError when activation checkpointing is asked for and the base model has no list of layers."""
         self.residency = residency
         self.layers = base.layers
         self.num_layers = base.config.num_hidden_layers
@@ -51,6 +54,7 @@ class Room:
                 f"activation_checkpointing: 'on' cannot be had of {base.architecture}: it has no list of "
                 f"{self.num_layers} layers; take 'auto' or 'off'"
             )
+        self._fixed = fixed
         self._device = base.device
         self._models = models
         self._checkpointing = checkpointing
@@ -149,6 +153,8 @@ class Room:
         Nothing is learnt from a datum that finds no memory by itself: a greedy custom loss, or a shortage that
         somebody else causes, must not slow all others down.
         """
+        if self._fixed:
+            return
         if attempt.failed_tokens is None:
             self._num_well += 1
             if self._num_well >= _RECOVERS_AFTER:

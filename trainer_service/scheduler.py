@@ -85,7 +85,9 @@ class Scheduler:
         max_queued_operations: int,
         max_models: int,
         metrics: Metrics,
+        alone: bool = False,
     ) -> None:
+        """`alone`: no two batches share a micro-batch."""
         self._journal = journal
         self._max_queued_operations = max_queued_operations
         self._max_models = max_models
@@ -93,7 +95,7 @@ class Scheduler:
         self._models: dict[str, ModelQueue] = {}
         self._unrestored: dict[str, ModelLost] = {}
         """Models that this process could not restore."""
-        self._compute = ComputeThread(engine, metrics)
+        self._compute = ComputeThread(engine, metrics, alone=alone)
         self._closed = False
         self._tasks: set[asyncio.Task[Any]] = set()
 
