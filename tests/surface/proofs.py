@@ -141,6 +141,9 @@ REMARKS: dict[str, str] = {
 """What is not simply supported. One without a proof is a command that no test runs to its end."""
 
 _CHECKPOINT = "/api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}"
+_POLICY = "/api/v1/training_runs/{run_id}/retention"
+_RETENTION = "unit/gateway/test_retention.py::"
+_STORED = "integration/test_stored_checkpoints.py::"
 _ARCHIVE = f"{_MANAGEMENT}test_an_archive_for_old_sdks_holds_the_adapter"
 _EARLY = "unit/gateway/test_early_sdks.py::"
 _JSON = "unit/gateway/test_json_forms.py::"
@@ -193,12 +196,20 @@ ENDPOINTS: dict[str, str] = {
     "GET /api/v1/training_runs/{run_id}/checkpoints": _LISTINGS,
     "GET /api/v1/models/{run_id}/checkpoints": f"{_EARLY}test_checkpoints_of_a_run_are_listed_under_its_first_name_too",
     f"DELETE {_CHECKPOINT}": _DELETED,
+    f"GET {_CHECKPOINT}": f"{_RETENTION}test_everything_about_a_checkpoint_and_whether_it_is_intact",
     f"GET {_CHECKPOINT}/archive": _ARCHIVE,
     f"GET {_CHECKPOINT}/certificate": f"{_CERTIFICATES}test_every_published_version_has_a_certificate",
     f"GET {_CHECKPOINT}/external_weights_urls": _EXTERNAL,
+    f"DELETE {_CHECKPOINT}/pin": f"{_RETENTION}test_a_pinned_checkpoint_outlives_its_ttl_until_it_is_unpinned",
+    f"POST {_CHECKPOINT}/pin": f"{_RETENTION}test_pinned_published_and_sampled_ones_stay_whatever_the_policy",
     f"DELETE {_CHECKPOINT}/publish": _PUBLISHED,
     f"POST {_CHECKPOINT}/publish": _PUBLISHED,
     f"PUT {_CHECKPOINT}/ttl": _PUBLISHED,
+    f"GET {_CHECKPOINT}/verify": f"{_STORED}test_verify_reads_all_of_a_checkpoint_and_names_what_is_damaged",
+    f"DELETE {_POLICY}": f"{_RETENTION}test_a_policy_says_what_it_would_delete_and_the_reaper_does_it",
+    f"GET {_POLICY}": f"{_RETENTION}test_a_policy_says_what_it_would_delete_and_the_reaper_does_it",
+    f"PUT {_POLICY}": f"{_RETENTION}test_a_policy_says_what_it_would_delete_and_the_reaper_does_it",
+    f"POST {_POLICY}/prune": f"{_STORED}test_prune_shows_its_plan_and_does_it_when_told_to",
     "POST /api/v1/weights_info": f"{_METHODS}test_weights_info_describes_both_kinds_of_checkpoint",
     "GET /download/archives/{run_id}/{kind}/{name}": _ARCHIVE,
     "GET /download/files/{run_id}/{kind}/{name}/{file}": _EXTERNAL,

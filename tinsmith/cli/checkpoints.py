@@ -1,11 +1,11 @@
-"""`tinsmith checkpoints`: import an adapter made elsewhere into a running server, show a certificate."""
+"""`tinsmith checkpoints`: import an adapter made elsewhere into a running server, show a certificate. What else can be
+done with checkpoints is in files of its own."""
 
 from __future__ import annotations
 
 import argparse
 import io
 import json
-import re
 import tarfile
 import tempfile
 import urllib.parse
@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from tinsmith.cli import client
+from tinsmith.cli import checkpoint_export, checkpoint_pruning, checkpoint_views, client
 from tinsmith.cli.base_models import UsageError
+from tinsmith.cli.checkpoint_views import seconds
 from tinsmith.cli.client import Server
 from tinsmith.cli.convert_pickle import to_safetensors
 from tinsmith.rpc.paths import SCHEME
@@ -25,12 +26,14 @@ if TYPE_CHECKING:
 
 _CONFIG = "adapter_config.json"
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-_UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("checkpoints", help="checkpoints of a running server")
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    checkpoint_views.add_parsers(actions)
+    checkpoint_pruning.add_parsers(actions)
+    checkpoint_export.add_parser(actions)
     importing = actions.add_parser(
         "import",
         help="import a PEFT LoRA adapter, to sample from or to train on",
@@ -47,7 +50,7 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     importing.add_argument(
         "--ttl",
-        type=_seconds,
+        type=seconds,
         metavar="TIME",
         help="delete it after so many seconds, or 90m, 12h, 30d (default: never)",
     )
@@ -81,12 +84,11 @@ def run_import(arguments: argparse.Namespace) -> int:
 
 def run_certificate(arguments: argparse.Namespace) -> int:
     version = arguments.version
+    server = Server.of(arguments)
     if version.startswith(SCHEME):
-        run_id, _, checkpoint = version.removeprefix(SCHEME).partition("/")
-        path = f"training_runs/{run_id}/checkpoints/{checkpoint}/certificate"
+        certificate = server.checkpoint(version, "certificate")
     else:
-        path = f"samplers/{version}/certificate"
-    certificate = Server.of(arguments).call(urllib.parse.quote(path, safe="/:"))
+        certificate = server.call(urllib.parse.quote(f"samplers/{version}/certificate", safe="/:"))
     print(json.dumps(certificate, indent=2) if arguments.json else "\n".join(_lines(certificate)))
     return 0 if certificate["passed"] else 1
 
@@ -136,10 +138,3 @@ def _archive(source: Path) -> Iterator[IO[bytes]]:
                 info.size = len(content)
                 tar.addfile(info, io.BytesIO(content))
         yield file
-
-
-def _seconds(text: str) -> int:
-    match = re.fullmatch(r"(\d+)([smhd]?)", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 3600, 90m, 12h or 30d")
-    return int(match[1]) * _UNITS_S[match[2]]

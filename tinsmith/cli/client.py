@@ -7,10 +7,12 @@ import http.client
 import json
 import os
 import urllib.error
+import urllib.parse
 import urllib.request
 from typing import IO, Any
 
 from tinsmith.cli.base_models import UsageError
+from tinsmith.rpc.paths import SCHEME
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 _TIMEOUT_S = 600.0
@@ -38,23 +40,51 @@ class Server:
     def of(cls, arguments: argparse.Namespace) -> Server:
         return cls(arguments.base_url, arguments.api_key)
 
-    def call(self, path: str, *, body: IO[bytes] | None = None) -> Any:
-        """The answer's JSON. Raises UsageError with what the server says."""
-        request = urllib.request.Request(f"{self._base_url}/api/v1/{path}", data=body, headers=self._headers)  # noqa: S310
+    def call(
+        self, path: str, *, body: IO[bytes] | None = None, content: object = None, method: str | None = None
+    ) -> Any:
+        """The answer's JSON. `body`: a tar archive to send; `content`: JSON to send. The default of `method` is POST
+        with one of them, else GET. Raises UsageError with what the server says."""
+        request = urllib.request.Request(f"{self._base_url}/api/v1/{path}", headers=self._headers, method=method)  # noqa: S310
         if body is not None:
+            request.data = body
             request.add_header("Content-Type", "application/x-tar")
             request.add_header("Content-Length", str(body.seek(0, os.SEEK_END)))
             body.seek(0)
+        elif content is not None:
+            request.data = json.dumps(content).encode()
+            request.add_header("Content-Type", "application/json")
         try:
-            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:  # noqa: S310  # http or https
+            with _open(request) as response:
                 return json.load(response)
         except urllib.error.HTTPError as error:
-            raise UsageError(f"the server refused it: {_detail(error)}") from None
+            raise UsageError(f"the server refused it: {detail(error)}") from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise UsageError(f"no Tinsmith answers at {self._base_url}: {error}") from None
 
+    def checkpoint(self, path: str, action: str = "", **options: Any) -> Any:
+        """`call` of what belongs to a checkpoint. `path`: as the server names it, tinker://..."""
+        run_id, _, checkpoint = path.removeprefix(SCHEME).partition("/")
+        if not path.startswith(SCHEME) or checkpoint.count("/") != 1:
+            raise UsageError(f"{path!r} is not a path of a checkpoint, such as {SCHEME}RUN_ID/weights/NAME")
+        place = f"training_runs/{run_id}/checkpoints/{checkpoint}" + (f"/{action}" if action else "")
+        return self.call(urllib.parse.quote(place, safe="/:"), **options)
 
-def _detail(error: urllib.error.HTTPError) -> str:
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """An answer that redirects says where to as JSON, too, for who wants to go there by himself."""
+
+    def http_error_302(
+        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: http.client.HTTPMessage
+    ) -> Any:
+        return fp
+
+
+def _open(request: urllib.request.Request) -> http.client.HTTPResponse:
+    return urllib.request.build_opener(_NoRedirect).open(request, timeout=_TIMEOUT_S)  # http or https
+
+
+def detail(error: urllib.error.HTTPError) -> str:
     try:
         return str(json.loads(error.read())["detail"])
     except (OSError, ValueError, KeyError, TypeError):
