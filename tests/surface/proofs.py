@@ -16,6 +16,8 @@ _FUTURES = "integration/test_futures.py::"
 _OPENAI = "integration/test_openai.py::"
 _IMPORT = "integration/test_import_export.py::"
 _CERTIFICATES = "integration/test_certificates.py::"
+_DASHBOARD = "unit/gateway/test_dashboard.py::"
+_RUN_PAGE = f"{_DASHBOARD}test_a_run_has_its_checkpoints_and_a_download_of_this_host"
 _KEYS = "unit/gateway/test_keys.py::"
 
 _TWINS = {
@@ -215,6 +217,14 @@ ENDPOINTS: dict[str, str] = {
     "GET /download/files/{run_id}/{kind}/{name}/{file}": _EXTERNAL,
     "GET /download/traces/{session_id}": _SESSIONS,
     "GET /metrics": f"{_PROTOCOL}test_metrics_of_all_services_move",
+    "GET /": f"{_DASHBOARD}test_the_page_allows_nothing_but_its_own_files",
+    "GET /dashboard/api/checkpoints/{run_id}/{kind}/{name}/download": _RUN_PAGE,
+    "GET /dashboard/api/overview": f"{_DASHBOARD}test_the_overview_tells_of_runs_and_of_the_server",
+    "GET /dashboard/api/runs/{run_id}": _RUN_PAGE,
+    "GET /dashboard/api/runs/{run_id}/history": f"{_DASHBOARD}test_a_runs_numbers_are_there_after_a_restart_and_go_on",
+    "GET /dashboard/api/runs/{run_id}/samples": f"{_DASHBOARD}test_recent_samples_are_text_token_by_token",
+    "GET /dashboard/api/services": f"{_DASHBOARD}test_services_are_told_with_and_without_their_figures",
+    "GET /dashboard/api/sessions": f"{_DASHBOARD}test_sessions_count_what_they_have",
     "GET /openapi.json": "unit/gateway/test_openapi.py::test_it_is_served_without_a_key_and_tells_who_needs_one",
     "POST /v1/chat/completions": f"{_OPENAI}test_a_chat_is_rendered_by_the_models_template",
     "POST /v1/completions": f"{_OPENAI}test_a_completion_is_what_the_sdk_samples",
