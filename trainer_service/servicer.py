@@ -7,7 +7,7 @@ import logging
 import secrets
 import sys
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 import grpc.aio
@@ -220,6 +220,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> pb.DescribeOperationResponse:
         status = await self._ready.scheduler.describe(request.model_id, request.seq_id)
         return pb.DescribeOperationResponse(status=status)
+
+    async def ListJournal(self, request: pb.ListJournalRequest, context: Context) -> pb.ListJournalResponse:
+        found = await self._ready.journal.summaries()
+        return pb.ListJournalResponse(models=[pb.JournalModel(**asdict(model)) for model in found])
+
+    async def PruneJournal(self, request: pb.PruneJournalRequest, context: Context) -> pb.PruneJournalResponse:
+        pruned = await self._ready.journal.prune(dry_run=request.dry_run)
+        return pb.PruneJournalResponse(**asdict(pruned))
 
     async def _submit(
         self,

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import tinsmith
-from tinsmith.cli import checkpoints, doctor, keys, make_base_model, make_certificates, up
+from tinsmith.cli import checkpoints, doctor, journal, keys, make_base_model, make_certificates, up
 from tinsmith.cli.base_models import UsageError
 
 
@@ -21,6 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     make_certificates.add_parser(commands)
     checkpoints.add_parser(commands)
     keys.add_parser(commands)
+    journal.add_parser(commands)
     doctor.add_parser(commands)
     arguments = parser.parse_args(argv)
     try:

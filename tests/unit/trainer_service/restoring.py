@@ -1,0 +1,133 @@
+"""A trainer without gRPC: real engine, journal, files. A crash leaves a copy of its folder, as kill -9 would."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from torch import Tensor
+
+from tinsmith.modeling.base_model import BaseModel
+from tinsmith.rpc.errors import ServiceError
+from trainer_service.canary import canary_of
+from trainer_service.certificate import GapRule, Publisher
+from trainer_service.checkpoints import CheckpointStore
+from trainer_service.engine import TrainingEngine
+from trainer_service.journal import Body, Journal
+from trainer_service.metrics import Metrics
+from trainer_service.operations import Operations, refused
+from trainer_service.restore import Restorer
+from trainer_service.scheduler import Scheduler
+from trainer_service.snapshot_files import SnapshotFiles
+from trainer_service.snapshots import Policy, Snapshots
+from trainer_service.weight_sync import WeightSender
+from trainer_service.work import Answer, Operation, Work
+
+NEVER = Policy(0, 0, 0)
+KINDS = {
+    "CreateModelRequest": "create_model",
+    "ForwardBackwardRequest": "forward_backward",
+    "OptimStepRequest": "optim_step",
+    "SkipOperationRequest": "skip",
+    "SaveCheckpointRequest": "save_checkpoint",
+    "LoadCheckpointRequest": "load_checkpoint",
+}
+
+
+@dataclass
+class Process:
+    folder: Path
+    registry: CollectorRegistry
+    engine: TrainingEngine
+    journal: Journal
+    snapshots: Snapshots
+    operations: Operations
+    scheduler: Scheduler
+    has_stopped: bool = False
+
+    @classmethod
+    async def start(
+        cls,
+        folder: Path,
+        base: BaseModel,
+        *,
+        policy: Policy = NEVER,
+        max_bytes: int = 1 << 24,
+        base_models: Sequence[str] = ("tiny",),
+        result_retention_s: float = 3600.0,
+    ) -> Process:
+        """One that packs every batch alone. Everything that can be is restored, or goes on being so."""
+        registry = CollectorRegistry()
+        metrics = Metrics(registry)
+        path = folder / "journal.sqlite"
+        journal = Journal(path, max_bytes=max_bytes, result_retention_s=result_retention_s, metrics=metrics)
+        engine = TrainingEngine(base, max_tokens_per_microbatch=24, deterministic=True, metrics=metrics)
+        sender = WeightSender([], trainer_id="t", host="127.0.0.1", timeout_s=5, metrics=metrics)
+        scheduler = Scheduler(engine, journal, max_queued_operations=99, max_models=4, metrics=metrics, alone=True)
+        snapshots = Snapshots(SnapshotFiles(folder / "snapshots"), journal, policy, metrics)
+        publisher = Publisher(sender, canary_of(base), GapRule(0.01, "refuse", timeout_s=5), metrics)
+        checkpoints = CheckpointStore(folder / "checkpoints", metrics)
+        operations = Operations(engine, checkpoints, publisher, scheduler.run_alone, base_models, 16, snapshots)
+        await Restorer(journal, snapshots, operations, scheduler, metrics).run()
+        return cls(folder, registry, engine, journal, snapshots, operations, scheduler)
+
+    async def send(self, request: Any, seq_id: int | None = None) -> Operation:
+        """Returns once it is in the journal."""
+        seq_id = getattr(request, "seq_id", 0) if seq_id is None else seq_id
+        kind = KINDS[type(request).__name__]
+
+        async def build() -> Work:
+            try:
+                return self.operations.work_of(kind, request.SerializeToString())
+            except ServiceError as error:
+                return refused(error)
+
+        return await self.scheduler.accept(request.model_id, seq_id, Body.pack(kind, request), build)
+
+    async def outcome(self, model_id: str, seq_id: int) -> Answer | str:
+        """The answer, or the error's message."""
+        try:
+            return await (await self.scheduler.find(model_id, seq_id)).wait()
+        except ServiceError as error:
+            return str(error)
+
+    async def weights(self, model_id: str) -> dict[str, Tensor]:
+        """Those of the adapter, and the optimizer's, once what had run before a crash has run again."""
+        await self.scheduler.check_held(model_id)
+        state = await self.scheduler.run_alone(lambda: self.engine.capture(model_id, with_optimizer=True))
+        assert state.optimizer is not None
+        return {"adapter": state.adapter.flat, **state.optimizer.tensors}
+
+    async def crash(self, folder: Path) -> Path:
+        """What a kill would leave at this moment; this process goes on."""
+        loop = asyncio.get_running_loop()
+
+        async def copy() -> None:
+            await self.journal._submit(lambda _: shutil.copytree(self.folder, folder, ignore=_unfinished))
+
+        await self.snapshots._on_thread(lambda: asyncio.run_coroutine_threadsafe(copy(), loop).result())
+        return folder
+
+    def count(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(f"trainer_{name}", labels) or 0.0
+
+    def num_replayed(self, kind: str) -> float:
+        return self.count("replayed_operations_total", kind=kind)
+
+    async def stop(self) -> None:
+        if self.has_stopped:
+            return
+        self.has_stopped = True
+        await self.scheduler.close(timeout_s=10)
+        await self.snapshots.close()
+        await asyncio.to_thread(self.journal.close)
+        self.operations.checkpoints.close()
+
+
+def _unfinished(folder: str, names: list[str]) -> set[str]:
+    return {"~tmp"} if Path(folder).name == "checkpoints" else set()

@@ -1,0 +1,354 @@
+"""After a crash: the same weights, bit for bit, and the same answers, wherever it was."""
+
+import asyncio
+import shutil
+import sqlite3
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.batches import random_datum, request
+from tests.models import VOCAB_SIZE
+from tests.unit.trainer_service.restoring import NEVER, Process
+from tinsmith.modeling.base_model import BaseModel
+from tinsmith.v1 import trainer_pb2 as pb
+from tinsmith.v1 import types_pb2
+from trainer_service.journal import Body, State
+from trainer_service.snapshots import Policy
+from trainer_service.work import Answer
+
+MODEL = "s:train:0"
+EVERY_STEP, EVERY_OTHER = Policy(1, 0, 0), Policy(2, 0, 0)
+TRAINING = types_pb2.CHECKPOINT_KIND_TRAINING
+EPHEMERAL = types_pb2.CHECKPOINT_KIND_EPHEMERAL
+
+Start = Callable[..., Awaitable[Process]]
+
+
+@pytest.fixture
+async def start(base: BaseModel) -> AsyncIterator[Start]:
+    running: list[Process] = []
+
+    async def make(folder: Path, **settings: Any) -> Process:
+        running.append(await Process.start(folder, base, **settings))
+        return running[-1]
+
+    yield make
+    for process in running:
+        await process.stop()
+
+
+def creation(model_id: str = MODEL, **fields: Any) -> pb.CreateModelRequest:
+    lora = types_pb2.LoraConfig(rank=4, seed=1, train_attn=True, train_mlp=True)
+    return pb.CreateModelRequest(**{"model_id": model_id, "base_model": "tiny", "lora_config": lora, **fields})
+
+
+def batch(seq_id: int, **fields: Any) -> pb.ForwardBackwardRequest:
+    lengths = (9, 17, 6)  # two micro-batches
+    data = [random_datum(length, seq_id + length, vocab_size=VOCAB_SIZE) for length in lengths]
+    return request(data, model_id=MODEL, seq_id=seq_id, **fields)
+
+
+def bad_batch(seq_id: int) -> pb.ForwardBackwardRequest:
+    return request([random_datum(4, 1, vocab_size=VOCAB_SIZE)], "nope", model_id=MODEL, seq_id=seq_id)
+
+
+def step(seq_id: int) -> pb.OptimStepRequest:
+    adam = pb.AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8)
+    return pb.OptimStepRequest(model_id=MODEL, seq_id=seq_id, adam_params=adam)
+
+
+def save(seq_id: int, name: str, **fields: Any) -> pb.SaveCheckpointRequest:
+    return pb.SaveCheckpointRequest(**{"model_id": MODEL, "seq_id": seq_id, "kind": TRAINING, "name": name, **fields})
+
+
+def load(seq_id: int, name: str, **fields: Any) -> pb.LoadCheckpointRequest:
+    return pb.LoadCheckpointRequest(model_id=MODEL, seq_id=seq_id, location=f"{MODEL}/weights/{name}", **fields)
+
+
+def skip(seq_id: int) -> pb.SkipOperationRequest:
+    return pb.SkipOperationRequest(model_id=MODEL, seq_id=seq_id, reason="too large", gradients_missing=True)
+
+
+SCRIPT = [
+    creation(),
+    batch(1),
+    step(2),
+    batch(3),
+    bad_batch(4),
+    step(5),  # is refused, and clears what 3 has left
+    batch(6),
+    batch(7, forward_only=True),
+    batch(8),
+    step(9),
+    save(10, "one"),
+    batch(11),
+    step(12),
+    load(13, "one", load_optimizer=True),
+    batch(14),
+    skip(15),
+    step(16),  # is refused, too
+    batch(17),
+    pb.OptimStepRequest(model_id=MODEL, seq_id=18),  # has no parameters: 17 stays
+    step(19),
+    load(20, "missing"),
+    batch(21),
+    step(22),
+]
+FAILED = {4, 5, 15, 16, 18, 20}
+
+
+async def outcomes(process: Process) -> list[Any]:
+    """Of the whole script, without when things were."""
+    found = [await process.outcome(MODEL, seq_id) for seq_id in range(len(SCRIPT))]
+    for outcome in found:
+        if isinstance(outcome, Answer):
+            outcome.save_checkpoint.checkpoint.created_at = outcome.load_checkpoint.checkpoint.created_at = 0
+    return found
+
+
+async def run(process: Process, requests: Sequence[Any] = SCRIPT) -> None:
+    for one in requests:
+        await asyncio.wait([(await process.send(one)).outcome])
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+@pytest.mark.parametrize(("policy", "first"), [(NEVER, 0), (EVERY_OTHER, 1)], ids=["no snapshots", "snapshots"])
+async def test_a_crash_after_any_operation_changes_no_bit_and_no_answer(
+    start: Start, tmp_path: Path, policy: Policy, first: int
+) -> None:
+    undisturbed = await start(tmp_path / "undisturbed", policy=policy)
+    crashes = []
+    for n, one in enumerate(SCRIPT):
+        await asyncio.wait([(await undisturbed.send(one)).outcome])
+        if n % 2 == first or n == len(SCRIPT) - 1:
+            crashes.append((n, await undisturbed.crash(tmp_path / f"crash-{n}")))
+    expected, weights = await outcomes(undisturbed), await undisturbed.weights(MODEL)
+    assert {seq_id for seq_id, outcome in enumerate(expected) if isinstance(outcome, str)} == FAILED
+    for n, folder in crashes:
+        process = await start(folder, policy=policy)
+        await run(process, SCRIPT[n + 1 :])
+        assert await outcomes(process) == expected
+        assert_equal(await process.weights(MODEL), weights)
+        assert process.operations.model(MODEL).step == undisturbed.operations.model(MODEL).step
+        await process.stop()
+
+
+async def test_a_crash_at_any_moment_of_a_pipelined_run_changes_no_bit_and_loses_nothing(
+    start: Start, tmp_path: Path
+) -> None:
+    process = await start(tmp_path / "undisturbed", policy=EVERY_OTHER)
+    operations = [await process.send(one) for one in SCRIPT]
+    crashes = []
+    while not all(operation.outcome.done() for operation in operations):
+        crashes.append(await process.crash(tmp_path / f"crash-{len(crashes)}"))
+        await asyncio.sleep(0.05)
+    expected, weights = await outcomes(process), await process.weights(MODEL)
+    for folder in crashes:
+        process = await start(folder, policy=EVERY_OTHER)
+        assert await outcomes(process) == expected
+        assert_equal(await process.weights(MODEL), weights)
+        await process.stop()
+    assert len(crashes) > 3
+
+
+async def test_crashes_during_the_replay_change_no_bit_either(start: Start, tmp_path: Path) -> None:
+    process = await start(tmp_path / "0", policy=NEVER)
+    for one in SCRIPT:
+        await process.send(one)
+    expected, weights = await outcomes(process), await process.weights(MODEL)
+    for n in range(4):
+        folder = await process.crash(tmp_path / str(n + 1))
+        await process.stop()
+        process = await start(folder, policy=EVERY_OTHER if n else NEVER)
+        await asyncio.sleep(0.02)
+    assert await outcomes(process) == expected
+    await process.scheduler.check_held(MODEL)
+    assert_equal(await process.weights(MODEL), weights)
+
+
+async def test_a_snapshot_makes_the_replay_short(start: Start, tmp_path: Path) -> None:
+    process = await start(tmp_path / "0", policy=EVERY_STEP)
+    await run(process, SCRIPT[:10])
+    await settled(process)
+    again = await start(await process.crash(tmp_path / "1"))
+    await again.scheduler.check_held(MODEL)
+    assert again.num_replayed("forward_backward") == 0
+    assert again.count("restored_models_total") == 1
+    assert again.count("snapshot_failures_total") == 0
+
+
+async def settled(process: Process) -> None:
+    """Until the journal knows the snapshots that have been taken."""
+    for _ in range(1000):
+        if not process.snapshots._tasks:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("a snapshot is still being written")
+
+
+async def test_a_damaged_snapshot_is_named_and_the_one_before_is_used(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    process = await start(tmp_path / "0", policy=EVERY_STEP)
+    for one in SCRIPT[:10]:
+        await run(process, [one])
+        await settled(process)
+    weights = await process.weights(MODEL)
+    folder = await process.crash(tmp_path / "1")
+    assert sorted(int(path.name) for path in (folder / "snapshots" / MODEL).iterdir()) == [2, 9]
+    flip(folder / "snapshots" / MODEL / "9" / "adapter.npy")
+    shutil.copytree(folder, tmp_path / "2")
+    again = await start(folder, policy=EVERY_STEP)
+    assert_equal(await again.weights(MODEL), weights)
+    assert "the snapshot s:train:0/9 is not used: s:train:0/9/adapter.npy is damaged" in caplog.text
+    assert again.num_replayed("forward_backward") == 5, "of which one had failed, and one only forward"
+    flip(tmp_path / "2" / "snapshots" / MODEL / "2" / "adapter.npy")
+    lost = await start(tmp_path / "2")
+    assert (await lost.scheduler.find(MODEL, 1)).outcome.done(), "its answers are there"
+    answer = await lost.outcome(MODEL, 10)
+    assert "no operation" in str(answer)
+    with pytest.raises(Exception, match=r"begins after seq_id 2, and no snapshot from there on is intact.*9/adapter"):
+        await lost.send(save(10, "one"))
+    assert lost.count("unrestored_models_total") == 1
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+async def test_a_save_that_was_written_but_not_answered_finishes_as_what_it_is(start: Start, tmp_path: Path) -> None:
+    process = await start(tmp_path / "0")
+    await run(process, [creation(), batch(1), step(2), save(3, "one"), save(4, "", kind=EPHEMERAL)])
+    before = [await process.outcome(MODEL, seq_id) for seq_id in (3, 4)]
+    folder = await process.crash(tmp_path / "1")
+    journal = sqlite3.connect(folder / "journal.sqlite")
+    for seq_id, message in ((3, save(3, "one")), (4, save(4, "", kind=EPHEMERAL))):
+        request = Body.pack("save_checkpoint", message).compressed
+        journal.execute(
+            "UPDATE operations SET state = 0, result = NULL, request = ? WHERE seq_id = ?", (request, seq_id)
+        )
+    journal.commit()
+    journal.close()
+    again = await start(folder)
+    assert [await again.outcome(MODEL, seq_id) for seq_id in (3, 4)] == before
+
+
+async def test_what_a_load_has_read_may_be_deleted_once_it_is_answered(start: Start, tmp_path: Path) -> None:
+    process = await start(tmp_path / "0")
+    await run(process, [creation(), batch(1), step(2), save(3, "one"), batch(4), step(5), load(6, "one"), batch(7)])
+    other = creation("s:train:1", base_model="", lora_config=None, from_location=f"{MODEL}/weights/one")
+    await run(process, [other])
+    weights = await process.weights(MODEL)
+    folder = await process.crash(tmp_path / "1")
+    shutil.rmtree(folder / "checkpoints" / MODEL)
+    again = await start(folder)
+    assert_equal(await again.weights(MODEL), weights)
+    assert again.num_replayed("forward_backward") == 1
+    await again.scheduler.check_held("s:train:1")
+    assert again.operations.model("s:train:1").step == 1
+
+
+async def test_a_load_that_would_read_another_checkpoint_gives_the_model_up_and_keeps_the_journal(
+    start: Start, tmp_path: Path
+) -> None:
+    process = await start(tmp_path / "0")
+    await run(process, [creation(), batch(1), step(2), save(3, "one"), load(4, "one"), batch(5), step(6)])
+    folder = await process.crash(tmp_path / "1")
+    shutil.rmtree(folder / "snapshots")
+    await run(process, [save(7, "one", overwrite=True)])
+    shutil.rmtree(folder / "checkpoints")
+    shutil.copytree(process.folder / "checkpoints", folder / "checkpoints")
+    again = await start(folder)
+    with pytest.raises(Exception, match=r"load_checkpoint, seq_id 4, fails .*@3 of .* was loaded, and .*@7"):
+        await again.scheduler.check_held(MODEL)
+    assert isinstance(await again.outcome(MODEL, 1), Answer)
+    assert len(await again.journal.live_models()) == 1
+
+
+async def test_a_model_of_another_base_model_stays_in_the_journal_until_that_is_served_again(
+    start: Start, tmp_path: Path
+) -> None:
+    process = await start(tmp_path / "0")
+    await run(process, [creation(), batch(1), step(2)])
+    weights = await process.weights(MODEL)
+    other = await start(await process.crash(tmp_path / "1"), base_models=["huge"])
+    with pytest.raises(Exception, match="'tiny' is not served by this trainer"):
+        await other.send(batch(3))
+    await other.stop()
+    again = await start(tmp_path / "1")
+    assert_equal(await again.weights(MODEL), weights)
+
+
+async def test_a_snapshot_that_cannot_be_written_is_a_warning_and_training_goes_on(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    process = await start(tmp_path / "0", policy=EVERY_STEP)
+    (tmp_path / "0" / "snapshots" / MODEL).write_text("in the way")
+    await run(process, SCRIPT)
+    await settled(process)
+    assert process.count("snapshot_failures_total") >= 1
+    assert "the snapshot s:train:0/2 cannot be written" in caplog.text
+    expected, weights = await outcomes(process), await process.weights(MODEL)
+    folder = await process.crash(tmp_path / "1")
+    (folder / "snapshots" / MODEL).unlink()
+    again = await start(folder)
+    assert_equal(await again.weights(MODEL), weights)
+    assert await outcomes(again) == expected
+
+
+async def test_a_journal_at_its_bound_takes_snapshots_instead_of_losing_what_a_replay_needs(
+    start: Start, tmp_path: Path
+) -> None:
+    process = await start(tmp_path / "0", max_bytes=20_000, policy=Policy(0, 3600, 0))
+    await run(process, [creation()])
+    for seq_id in range(1, 41, 2):
+        await run(process, [batch(seq_id), step(seq_id + 1)])
+        await settled(process)
+    weights = await process.weights(MODEL)
+    assert process.count("snapshot_seconds_count") > 0
+    (model,) = await process.journal.live_models()
+    assert model.snapshot_seq_id is not None
+    assert 0 < model.cut_seq_id <= model.snapshot_seq_id
+    again = await start(await process.crash(tmp_path / "1"), max_bytes=20_000)
+    assert_equal(await again.weights(MODEL), weights)
+
+
+async def test_a_log_torn_by_a_power_cut_leaves_what_was_durable_before(start: Start, tmp_path: Path) -> None:
+    process = await start(tmp_path / "0", policy=EVERY_OTHER)
+    await run(process)
+    expected, weights = await outcomes(process), await process.weights(MODEL)
+    folder = await process.crash(tmp_path / "1")
+    with (folder / "journal.sqlite-wal").open("r+b") as log:
+        log.truncate(log.seek(0, 2) * 2 // 3)
+    again = await start(folder, policy=EVERY_OTHER)
+    history = await again.journal.history(MODEL)
+    await run(again, SCRIPT[len(history) :])  # what the client has no receipt of, it sends again
+    assert await outcomes(again) == expected
+    assert_equal(await again.weights(MODEL), weights)
+    assert all(entry.state != State.ACCEPTED for entry in await again.journal.history(MODEL))
+
+
+async def test_deleting_a_model_deletes_its_snapshots_also_while_it_is_being_restored(
+    start: Start, tmp_path: Path
+) -> None:
+    process = await start(tmp_path / "0", policy=EVERY_STEP)
+    await run(process)
+    await settled(process)
+    folder = await process.crash(tmp_path / "1")
+    again = await start(folder)
+    await again.scheduler.delete(MODEL, lambda: again.engine.delete_model(MODEL))
+    await again.operations.delete_files(MODEL)
+    assert not (folder / "snapshots" / MODEL).exists()
+    await again.stop()
+    assert await (await start(folder)).journal.live_models() == []

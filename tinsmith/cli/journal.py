@@ -1,0 +1,180 @@
+"""`tinsmith journal`: what the journal of a trainer, running or stopped, holds, and what of it may go."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tinsmith.cli.base_models import UsageError
+from tinsmith.v1 import trainer_pb2 as pb
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+_TIMEOUT_S = 60.0
+
+
+def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "journal", help="what a trainer has accepted, and how it would come back after a crash"
+    )
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    showing = actions.add_parser(
+        "show",
+        help="models, snapshots, operations, bytes",
+        description="Lists the models in a trainer's journal, with the snapshot from which each would be restored.",
+    )
+    _add_arguments(showing)
+    showing.set_defaults(run=run_show)
+    pruning = actions.add_parser(
+        "prune",
+        help="delete what may go",
+        description="Deletes expired results, ended models, and requests that the newest snapshot covers. Without "
+        "--yes it only says what would go. The trainer does the same by itself when journal_max_bytes asks for it.",
+    )
+    _add_arguments(pruning)
+    pruning.add_argument("--yes", action="store_true", help="delete it")
+    pruning.add_argument(
+        "--expired-after", type=float, default=3600.0, metavar="SECONDS",
+        help="age of a result from which on it has expired; a running trainer has its own (default: 3600)",
+    )  # fmt: skip
+    pruning.set_defaults(run=run_prune)
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--trainer", metavar="ADDRESS", help="gRPC address of a running trainer, such as 127.0.0.1:8001")
+    where.add_argument(
+        "--state-dir", type=Path, default=Path("~/.tinsmith"), metavar="FOLDER",
+        help="folder of a stopped trainer, or of `tinsmith up` (default: ~/.tinsmith)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--api-key", default=os.environ.get("TRAINER_SERVICE_KEY", ""),
+        help="key for a running trainer (default: TRAINER_SERVICE_KEY)",
+    )  # fmt: skip
+    for name, what in (("ca", "authority"), ("cert", "certificate"), ("key", "private key")):
+        parser.add_argument(
+            f"--grpc-{name}", type=Path, metavar="FILE", help=f"{what} (PEM), where the trainer has TLS"
+        )
+
+
+def run_show(arguments: argparse.Namespace) -> int:
+    if arguments.trainer:
+        _print_models(arguments.trainer, _call(arguments, "ListJournal", pb.ListJournalRequest()).models)
+        return 0
+    from trainer_service.journal_pruning import summaries  # for a stopped trainer only
+
+    for path in _journals(arguments.state_dir):
+        with _opened(path) as connection:
+            _print_models(str(path), [pb.JournalModel(**asdict(model)) for model in summaries(connection)])
+    return 0
+
+
+def run_prune(arguments: argparse.Namespace) -> int:
+    if arguments.trainer:
+        request = pb.PruneJournalRequest(dry_run=not arguments.yes)
+        _print_pruned(arguments.trainer, _call(arguments, "PruneJournal", request), done=arguments.yes)
+        return 0
+    from trainer_service.journal_pruning import prune  # for a stopped trainer only
+
+    for path in _journals(arguments.state_dir):
+        with _opened(path) as connection:
+            expired_before = time.time() - arguments.expired_after
+            connection.execute("BEGIN")
+            pruned = prune(connection, expired_before=expired_before, dry_run=not arguments.yes)
+            connection.execute("COMMIT")
+            if arguments.yes:
+                connection.execute("VACUUM")
+        _print_pruned(str(path), pb.PruneJournalResponse(**asdict(pruned)), done=arguments.yes)
+    return 0
+
+
+def _print_models(where: str, models: Sequence[pb.JournalModel]) -> None:
+    print(f"{where}: {len(models)} models, {_size(sum(one.request_bytes + one.result_bytes for one in models))}")
+    for one in models:
+        print(
+            f"{one.model_id}  {one.state}, {_snapshot(one)}; {one.num_accepted} accepted, {one.num_done} done, "
+            f"{one.num_failed} failed; requests {_size(one.request_bytes)}, results {_size(one.result_bytes)}"
+        )
+        if one.reason:
+            print(f"    {one.reason}")
+
+
+def _snapshot(model: pb.JournalModel) -> str:
+    if not model.HasField("snapshot_seq_id"):
+        if model.cut_seq_id >= 0:
+            return f"no snapshot, and requests up to seq_id {model.cut_seq_id} are cut: a crash would lose it"
+        return "no snapshot, all requests are there"
+    age_s = max(0.0, time.time() - model.snapshot_at)
+    return f"snapshot after seq_id {model.snapshot_seq_id}, {age_s:.0f} s old, {_size(model.snapshot_bytes)}"
+
+
+def _print_pruned(where: str, pruned: pb.PruneJournalResponse, *, done: bool) -> None:
+    verb = "deleted" if done else "would delete"
+    print(
+        f"{where}: {verb} {_size(pruned.num_bytes)}: {pruned.num_results} expired results, {pruned.num_bodies} "
+        f"requests behind snapshots, {len(pruned.model_ids)} ended models"
+    )
+    for model_id in pruned.model_ids:
+        print(f"    {model_id}")
+    if not done:
+        print("nothing was changed; --yes does it")
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 100_000 else f"{num_bytes} bytes"
+
+
+def _journals(folder: Path) -> list[Path]:
+    folder = folder.expanduser()
+    name = "journal.sqlite"
+    found = [path for path in (folder / name, *sorted(folder.glob(f"trainers/*/{name}"))) if path.is_file()]
+    if not found:
+        raise UsageError(f"--state-dir: {folder} holds no {name}, nor trainers/*/{name}")
+    return found
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[sqlite3.Connection]:
+    from trainer_service.journal_file import connect  # for a stopped trainer only
+
+    try:
+        connection = connect(path)
+    except SystemExit as error:
+        raise UsageError(f"{error} A running one is asked with --trainer ADDRESS.") from None
+    with contextlib.closing(connection):
+        yield connection
+
+
+def _call(arguments: argparse.Namespace, rpc: str, request: Any) -> Any:
+    import grpc.aio  # not needed by the other commands
+
+    from tinsmith.rpc.channel import connect
+    from tinsmith.rpc.errors import from_rpc_error
+    from tinsmith.rpc.tls import Certificates
+    from tinsmith.v1.trainer_pb2_grpc import TrainerServiceStub
+
+    async def call() -> Any:
+        try:
+            files = Certificates.given(ca=arguments.grpc_ca, cert=arguments.grpc_cert, key=arguments.grpc_key)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        channel = connect(arguments.trainer, api_key=arguments.api_key, certificates=files)
+        stub: Any = TrainerServiceStub(channel)
+        method: Callable[..., Any] = getattr(stub, rpc)
+        try:
+            return await method(request, timeout=_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise UsageError(f"the trainer at {arguments.trainer}: {from_rpc_error(error).message}") from None
+        finally:
+            await channel.close()
+
+    return asyncio.run(call())
