@@ -53,6 +53,23 @@ def test_thread_flags_are_taken_as_they_are_and_zero_is_refused() -> None:
         divide_cores(4, groups=1, samplers=1, trainer_threads=None, sampler_threads=0)
 
 
+def test_the_form_of_logs_and_tracing_are_the_same_for_all() -> None:
+    stack = make_stack([BaseModel("/m/a", ("a",))])
+    for service in stack.services(stack.groups()):
+        assert flag(service, "log-format") == "json"
+        assert "--tracing" not in service.argv  # then TRAINER_TRACING and its like may say it
+    stack = replace(stack, log_format="text", tracing=True)
+    for service in stack.services(stack.groups()):
+        assert (flag(service, "log-format"), flag(service, "tracing")) == ("text", "true")
+
+
+@pytest.mark.parametrize(("given", "used"), [("", "/state/checkpoints"), ("s3://bucket/x", "s3://bucket/x")])
+def test_all_trainers_keep_their_checkpoints_in_one_place(given: str, used: str) -> None:
+    stack = replace(make_stack([BaseModel("/m/a", ("a",)), BaseModel("/m/b", ("b",))]), checkpoint_dir=given)
+    trainers = [service for service in stack.services(stack.groups()) if service.name.startswith("trainer")]
+    assert [flag(service, "checkpoint-dir") for service in trainers] == [used, used]
+
+
 def test_each_trainer_knows_its_own_sampler_and_the_gateway_knows_all() -> None:
     stack = make_stack([BaseModel("/m/a", ("a", "b")), BaseModel("org/c", ("org/c",))])
     services = {service.name: service for service in stack.services(stack.groups())}
