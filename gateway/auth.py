@@ -46,7 +46,7 @@ _HEALTH = "/api/v1/healthz"
 _OPENAI = "/v1/"
 _PROTECTED = ("/api/", "/dashboard/api/", _OPENAI)
 _MISS_S = 0.25
-"""After an unknown key the database is asked for it, but not more often than this: guesses cost nothing."""
+"""After an unknown key the database is asked for it, but not more often than this: guesses cost little."""
 
 
 def owner_of(key: str) -> str:
@@ -141,10 +141,12 @@ class Callers:
         return self.by_id(key_id) or (self.by_id(key_id) if await self._is_news() else None)
 
     async def _is_news(self) -> bool:
-        """Whether the database was read again."""
-        if self._keys is None or time.monotonic() - self._read_at < _MISS_S:
+        """Whether the database was read after this was asked."""
+        if self._keys is None:
             return False
-        await self.refresh()
+        asked_at = time.monotonic()
+        await asyncio.sleep(max(0.0, self._read_at + _MISS_S - asked_at))
+        await self.refresh(since=asked_at)
         return True
 
     def by_key(self, key: str) -> Caller | None:
@@ -186,9 +188,11 @@ class Callers:
             self._hashes = {id_of(key_hash): key_hash for key_hash in self._rows}
             self._read_at = time.monotonic()
 
-    async def refresh(self) -> None:
-        """Reads them again. When they cannot be read, those that are known stay."""
+    async def refresh(self, *, since: float | None = None) -> None:
+        """Reads them again, unless that was done `since`. When they cannot be read, those that are known stay."""
         async with self._reading:
+            if since is not None and self._read_at > since:
+                return
             try:
                 await self.read()
                 if time.monotonic() - self._wrote_used_at > USED_S:

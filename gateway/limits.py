@@ -60,13 +60,17 @@ class Bucket:
 
     def wait_s(self) -> float:
         """Until something can be taken; 0 for now."""
-        now = time.monotonic()
-        self._level = min(float(self.per_minute), self._level + (now - self._at) * self.per_minute / 60)
-        self._at = now
+        self._fill()
         return max(0.0, 1 - self._level) * 60 / self.per_minute
 
     def take(self, units: int) -> None:
+        self._fill()
         self._level -= units
+
+    def _fill(self) -> None:
+        now = time.monotonic()
+        self._level = min(float(self.per_minute), self._level + (now - self._at) * self.per_minute / 60)
+        self._at = now
 
 
 @dataclass(slots=True)

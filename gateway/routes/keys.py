@@ -8,7 +8,7 @@ from starlette.routing import Route
 
 from gateway.auth import Caller
 from gateway.errors import detail, json_response
-from gateway.gateway import gateway_of
+from gateway.gateway import caller_of, gateway_of
 from tinsmith.rpc.errors import NotFound
 
 
@@ -39,11 +39,15 @@ async def get_own_key(request: Request) -> Response:
 
 
 async def delete_own_key(request: Request) -> Response:
-    """Always 403: a key lives in the configuration, and an answer of success would leave it working."""
-    caller: Caller = request.state.caller
+    """Revokes it. 403 for a key of the configuration: an answer of success would leave that working."""
+    gateway, caller = gateway_of(request), caller_of(request)
+    if caller.key_hash:
+        await gateway.keys.revoke(caller.key_id, by=caller.owner)
+        await gateway.callers.refresh()
+        return json_response({})
     return detail(
         403,
-        f"the key {caller.name!r} stays valid: keys of this server are set in its configuration (api_keys); "
+        f"the key {caller.name!r} stays valid: it is set in the server's configuration (api_keys); "
         "who runs the server can take it out there",
     )
 

@@ -1,0 +1,342 @@
+"""Budgets by owner, rates by key: what is refused, what waits, and what is counted."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway import limits
+from gateway.auth import Caller
+from gateway.gateway import Gateway
+from gateway.keys import Keys
+from gateway.ledger import Ledger
+from gateway.limits import Bucket, Limits
+from gateway.metrics import Metrics
+from gateway.store import Store
+from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, sample_body
+from tests.unit.gateway.test_isolation import stack as stack  # one whose sampler has a tokenizer
+from tinsmith.rpc.errors import BudgetExceeded, RateLimited
+from tinsmith.v1 import sampler_pb2, types_pb2
+
+ADA = Caller("ada", "a" * 12)
+_BATCH, _PROMPT = 3, 3
+"""Tokens of the batches and prompts of tests.unit.gateway.stack."""
+
+
+@pytest.fixture
+async def store(stack: Stack) -> AsyncIterator[Store]:
+    """Another gateway's, on the same database."""
+    store = Store(f"sqlite+aiosqlite:///{stack.state_dir / 'gateway.db'}", Metrics())
+    yield store
+    await store.close()
+
+
+def gateway(stack: Stack) -> Gateway:
+    assert stack.server is not None
+    return stack.server.app.state.gateway
+
+
+async def client_of(stack: Stack, key: str) -> Client:
+    await gateway(stack).callers.read()
+    await gateway(stack).limits.refresh()
+    return Client(base_url=stack.url, timeout=20, headers={"x-api-key": key})
+
+
+def sample(num_prompt: int, *, max_tokens: int, num_samples: int = 1) -> sampler_pb2.SampleRequest:
+    request = sampler_pb2.SampleRequest(num_samples=num_samples)
+    request.prompt.append(types_pb2.Chunk(encoded_text=types_pb2.EncodedText(tokens=bytes(4 * num_prompt))))
+    request.sampling_params.max_tokens = max_tokens
+    return request
+
+
+async def limited(store: Store, **budget: int | None) -> tuple[Limits, Ledger, Keys]:
+    keys, ledger = Keys(store), Ledger(store)
+    await keys.set_budget("ada", **budget)
+    made = Limits(keys, ledger, context_length=lambda _: 100)
+    await made.refresh()
+    return made, ledger, keys
+
+
+# Budgets
+
+
+async def test_past_the_token_budget_training_and_sampling_fail_and_reads_go_on(stack: Stack) -> None:
+    keys = gateway(stack).keys
+    key, _ = await keys.create("ada")
+    await keys.set_budget("ada", tokens=2 * _BATCH + 1)
+    async with await client_of(stack, key) as client:
+        session_id = await client.session()
+        model_id = await client.model(session_id)
+        sampler_id = await client.sampling_session(session_id, base_model=BASE_MODEL)
+        for seq_id in (1, 2):
+            assert isinstance(await client.result((await client.forward_backward(model_id, seq_id)).json()), bytes)
+        refused = await client.result((await client.forward_backward(model_id, 3)).json())
+        assert refused["category"] == "user"
+        assert "the token budget of 'ada' does not allow this request: 6 of 7 tokens" in refused["error"]
+        again = await client.result((await client.forward_backward(model_id, 3)).json())
+        assert again == refused
+        drawn = await client.result(await client.call("asample", sample_body(sampler_id, 0)))
+        assert drawn["category"] == "user"
+        assert "token budget" in drawn["error"]
+        for is_stream in (False, True):
+            body = {"model": BASE_MODEL, "prompt": "the", "max_tokens": 9, "stream": is_stream}
+            completed = await client.post("/v1/completions", json=body)
+            assert (completed.status_code, completed.json()["error"]["code"]) == (403, "budget_exceeded")
+        # The order of the run goes on, and what is there can be read, saved and deleted.
+        saved = await client.result(await client.call("save_weights", {"model_id": model_id, "seq_id": 4, "path": "w"}))
+        assert saved["path"] == f"tinker://{model_id}/weights/w"
+        await client.call("weights_info", {"tinker_path": saved["path"]})
+        assert (await client.delete(f"/api/v1/training_runs/{model_id}/checkpoints/weights/w")).status_code == 200
+        await keys.set_budget("ada", tokens=None)
+        await gateway(stack).limits.refresh()
+        assert isinstance(await client.result((await client.forward_backward(model_id, 5)).json()), bytes)
+
+
+async def test_the_count_survives_a_restart_and_is_that_of_all_gateways(stack: Stack, store: Store) -> None:
+    key, row = await gateway(stack).keys.create("ada")
+    async with await client_of(stack, key) as client:
+        model_id = await client.model(await client.session())
+        await client.result((await client.forward_backward(model_id, 1)).json())
+        await stack.restart_gateway()
+        other = Ledger(store)
+        other.use("sampling_sample", 40, base_model="m", owner="ada", key_id="")
+        await other.flush()
+        await gateway(stack).keys.set_budget("ada", tokens=100)
+        await gateway(stack).limits.refresh()
+        assert gateway(stack).ledger.tokens("ada") == 40 + _BATCH
+        await client.result((await client.forward_backward(model_id, 2)).json())
+        await gateway(stack).ledger.flush()
+    account = (await Keys(store).accounts())["ada"]
+    assert (account.tokens, account.token_budget) == (40 + 2 * _BATCH, 100)
+    by_key = {count.key_id: count.amount for count in await Keys(store).token_counts(["ada"])}
+    assert by_key == {"": 40, row.key_hash[:12]: 2 * _BATCH}
+
+
+async def test_two_gateways_that_count_at_once_lose_nothing(stack: Stack, store: Store) -> None:
+    ledgers = [Ledger(store), gateway(stack).ledger]
+
+    async def count(ledger: Ledger) -> None:
+        for _ in range(20):
+            ledger.use("training", 1, base_model="m", owner="ada")
+            ledger.use("sampling_sample", 2, base_model="m", owner="bob")
+            await ledger.flush()
+
+    await asyncio.gather(*map(count, ledgers))
+    tokens = {owner: account.tokens for owner, account in (await Keys(store).accounts()).items()}
+    assert tokens == {"ada": 40, "bob": 80}
+
+
+async def test_what_is_in_work_counts_with_what_it_may_use(store: Store) -> None:
+    made, ledger, _ = await limited(store, tokens=100)
+    first = made.sample(ADA, sample(10, max_tokens=50), base_model="m")
+    with pytest.raises(RateLimited, match="those in work may use 60, and this one 60"):
+        made.sample(ADA, sample(10, max_tokens=50), base_model="m")
+    with pytest.raises(BudgetExceeded, match="10 of 100 tokens are used or in work, and it may use 172"):
+        made.sample(ADA, sample(91, max_tokens=100, num_samples=9), base_model="m")  # at most to the context's end
+    second = made.sample(ADA, sample(10, max_tokens=30), base_model="m")
+    ledger.use("sampling_prefill", 10, base_model="m", owner="ada")
+    for hold in (first, second, first):
+        hold.release()
+    assert ledger.tokens("ada") == 10
+    with pytest.raises(BudgetExceeded, match=r"10 of 100 .* it may use 100"):
+        made.sample(ADA, sample(1, max_tokens=100), base_model="m").release()
+    made.sample(ADA, sample(40, max_tokens=50), base_model="m").release()
+
+
+async def test_training_that_waits_for_another_in_its_order_is_not_told_to_wait_for_it(store: Store) -> None:
+    made, _, _ = await limited(store, tokens=100)
+    made.operation(ADA, "s:train:0:2", owner="ada", tokens=60)
+    with pytest.raises(BudgetExceeded, match="60 of 100 tokens are used or in work, and it may use 60"):
+        made.operation(ADA, "s:train:0:1", owner="ada", tokens=60)
+    made.operation(Caller("bob", "b" * 12), "t:train:0:1", owner="bob", tokens=10**9)
+
+
+async def test_a_budget_can_begin_anew(store: Store) -> None:
+    made, ledger, keys = await limited(store, tokens=10)
+    ledger.use("training", 10, base_model="m", owner="ada")
+    await ledger.flush()
+    with pytest.raises(BudgetExceeded):
+        made.operation(ADA, "s:train:0:1", owner="ada", tokens=1)
+    await keys.set_budget("ada", restart=True)
+    await made.refresh()
+    made.operation(ADA, "s:train:0:1", owner="ada", tokens=10)
+
+
+async def test_past_the_storage_quota_saves_fail_until_something_is_deleted(stack: Stack) -> None:
+    keys = gateway(stack).keys
+    key, _ = await keys.create("ada")
+    await keys.set_budget("ada", storage_bytes=250)
+    async with await client_of(stack, key) as client:
+        session_id = await client.session()
+        model_id = await client.model(session_id)
+
+        async def save(seq_id: int, name: str, **fields: Any) -> Any:
+            body = {"model_id": model_id, "seq_id": seq_id, "path": name} | fields
+            return await client.result(await client.call("save_weights", body))
+
+        source = (await save(1, "one"))["path"]  # of 100 bytes each
+        await save(2, "two")
+        refused = await save(3, "three")
+        assert refused["category"] == "user"
+        assert "the storage quota of 'ada' does not allow this save: 200 of 250 bytes are used" in refused["error"]
+        assert "path" in await save(4, "two", overwrite=True)
+        copy = {"source_path": source, "destination_project_id": "p"}
+        assert "storage quota" in (await client.call("copy_weights", copy, status=403))["detail"]
+        imported = await client.post(f"/api/v1/checkpoints/import?base_model={BASE_MODEL}&name=x", content=bytes(100))
+        assert imported.status_code == 403
+        assert "path" not in await save(5, "four")
+        assert (await client.delete(f"/api/v1/training_runs/{model_id}/checkpoints/weights/one")).status_code == 200
+        assert "path" in await save(6, "four")
+
+
+# Rates
+
+
+def test_a_bucket_gives_what_a_minute_has_and_lends_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(limits.time, "monotonic", lambda: now)
+    bucket = Bucket(60)
+    assert bucket.wait_s() == 0
+    bucket.take(90)
+    assert bucket.wait_s() == 31  # 30 are owed, and one is wanted
+    now += 31
+    assert bucket.wait_s() == 0
+    now += 3600
+    bucket.take(60)
+    assert bucket.wait_s() == 1  # it never holds more than a minute's
+
+
+async def test_requests_past_the_rate_are_told_when_to_come_again(stack: Stack) -> None:
+    key, _ = await gateway(stack).keys.create("ada", requests_per_minute=3)
+    async with await client_of(stack, key) as client:
+        session_id = await client.session()
+        replies = [await client.get(f"/api/v1/sessions/{session_id}") for _ in range(3)]
+        assert [reply.status_code for reply in replies] == [200, 200, 429]
+        assert "requests_per_minute" in replies[-1].json()["detail"]
+        assert 1 <= int(replies[-1].headers["retry-after"]) <= 20
+        refused = await client.get("/v1/models")
+        assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
+        # What clients ask by themselves does not count: an answer is not lost, and the session lives.
+        await client.call("session_heartbeat", {"session_id": session_id})
+        assert (await client.poll("nothing")).status_code == 410
+    other, _ = await gateway(stack).keys.create("ada")
+    async with await client_of(stack, other) as client:
+        assert (await client.get(f"/api/v1/sessions/{session_id}")).status_code == 200
+
+
+async def test_training_past_the_rate_keeps_its_order_and_comes_in_after_a_while(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, _ = await gateway(stack).keys.create("ada", tokens_per_minute=_BATCH)
+    async with await client_of(stack, key) as client:
+        model_id = await client.model(await client.session())
+        accepted = [(await client.forward_backward(model_id, 2)).json()]
+        early = await client.forward_backward(model_id, 1)
+        assert early.status_code == 429
+        assert "tokens_per_minute" in early.json()["detail"]
+        assert int(early.headers["retry-after"]) >= 1
+        monkeypatch.setattr(limits, "PATIENCE_S", 0.0)
+        accepted.append((await client.forward_backward(model_id, 1)).json())
+        for receipt in accepted:
+            assert isinstance(await client.result(receipt), bytes)
+        assert [each.seq_id for each in _batches(stack, model_id)] == [1, 2]
+
+
+def _batches(stack: Stack, model_id: str) -> list[Any]:
+    from tinsmith.v1 import trainer_pb2
+
+    requests = stack.trainer.models[model_id].requests
+    return [trainer_pb2.ForwardBackwardRequest.FromString(requests[n]) for n in sorted(requests) if n]
+
+
+async def test_a_sample_past_the_rate_is_told_to_slow_down_and_sampled_tokens_count(stack: Stack) -> None:
+    key, _ = await gateway(stack).keys.create("ada", tokens_per_minute=_PROMPT + 1)
+    async with await client_of(stack, key) as client:
+        sampler_id = await client.sampling_session(await client.session(), base_model=BASE_MODEL)
+        await client.result(await client.call("asample", sample_body(sampler_id, 0)))
+        slowed = await client.post("/api/v1/asample", json=sample_body(sampler_id, 1))
+        assert slowed.status_code == 429  # on which the SDK sends the same again, for ever
+        assert int(slowed.headers["retry-after"]) > 15  # more is owed than the prompt
+
+
+# Keys of the database
+
+
+async def test_a_key_works_within_seconds_and_until_it_is_revoked(stack: Stack, store: Store) -> None:
+    """Made and revoked by another process."""
+    keys = Keys(store)
+    async with httpx.AsyncClient(base_url=stack.url) as http:
+
+        async def status(key: str) -> int:
+            return (await http.get("/api/v1/auth/apikey/me", headers={"x-api-key": key})).status_code
+
+        async def until(key: str, expected: int) -> None:
+            async with asyncio.timeout(10):
+                while await status(key) != expected:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+
+        assert await status("tml-any") == 200
+        key, row = await keys.create("ada", name="laptop")
+        await until("tml-any", 401)  # with a key there, one is needed
+        assert await status(key) == 200
+        second, _ = await keys.create("ada", expires_at=time.time() + 3600)
+        await until(second, 200)
+        expired, _ = await keys.create("ada", expires_at=time.time() - 1)
+        await keys.revoke(row.key_hash[:12])
+        await until(key, 401)
+        assert await status(expired) == 401
+        me = (await http.get("/api/v1/auth/apikey/me", headers={"x-api-key": second})).json()
+        assert me["key_id"] < 2**53
+        await stack.restart_gateway()
+        assert [await status(each) for each in (key, second, "tml-any")] == [401, 200, 401]
+    rows = {row.key_hash[:12]: row.last_used_at for row in await keys.all()}
+    assert sum(at is not None for at in rows.values()) == 2
+
+
+async def test_an_owner_of_a_configured_key_shares_with_keys_of_the_database(stack: Stack) -> None:
+    await stack.restart_gateway(api_keys=[{"key": "tml-conf", "owner": "ada"}, "tml-plain"])
+    key, _ = await gateway(stack).keys.create("ada")
+    async with (
+        await client_of(stack, key) as stored,
+        await client_of(stack, "tml-conf") as configured,
+        await client_of(stack, "tml-plain") as plain,
+    ):
+        model_id = await stored.model(await stored.session())
+        await configured.call("get_info", {"model_id": model_id})
+        await plain.call("get_info", {"model_id": model_id}, status=404)
+
+
+async def test_a_jwt_ends_with_the_key_that_it_was_issued_for(stack: Stack) -> None:
+    await stack.restart_gateway(jwt_auth=True)
+    keys = gateway(stack).keys
+    (key, row), (other, _) = await keys.create("ada"), await keys.create("ada")
+    async with await client_of(stack, key) as client:
+        token = (await client.call("auth/token", {}))["jwt"]
+        headers = {"x-api-key": token}
+        assert (await client.get("/api/v1/auth/apikey/me", headers=headers)).status_code == 200
+        await keys.revoke(row.key_hash[:12])
+        await gateway(stack).callers.read()
+        refused = await client.get("/api/v1/auth/apikey/me", headers=headers)
+        assert refused.status_code == 401
+        assert "invalid_token" in refused.headers["www-authenticate"]
+        mine = await client.get("/api/v1/auth/apikey/me", headers={"x-api-key": other})
+        assert mine.status_code == 200
+
+
+async def test_a_key_that_deletes_itself_is_revoked(stack: Stack) -> None:
+    key, _ = await gateway(stack).keys.create("ada", admin=True)
+    async with await client_of(stack, key) as client:
+        assert (await client.delete("/api/v1/auth/apikey/me")).status_code == 200
+        assert (await client.get("/api/v1/sessions")).status_code == 401
+    assert [row.revoked_at is not None for row in await gateway(stack).keys.all()] == [True]
+    admin, _ = await gateway(stack).keys.create("eve", admin=True)
+    async with await client_of(stack, admin) as client:
+        entries = (await client.get("/api/v1/audit")).json()["entries"]
+    assert [entry["event"] for entry in entries] == ["key_create", "key_revoke", "key_create"]
+    assert entries[1]["event_details"]["actor"].endswith(":ada")
+    assert key not in str(entries)
