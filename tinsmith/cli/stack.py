@@ -129,6 +129,8 @@ class Stack:
     keys: Keys | None
     log_level: str
     threads: Threads
+    checkpoint_dir: str = ""
+    """A folder, or the URL of an object store; empty means a folder of state_dir."""
     full_training: bool = False
     """The trainers train all parameters."""
     engine: str = "auto"
@@ -193,7 +195,7 @@ class Stack:
             "model-names": json.dumps(group.model.names),
             "listen": _local(group.trainer.port),
             "samplers": json.dumps([_local(sampler.port) for sampler in group.samplers]),
-            "checkpoint-dir": str(self.state_dir / "checkpoints"),
+            "checkpoint-dir": self.checkpoint_dir or str(self.state_dir / "checkpoints"),
             "state-dir": str(self.state_dir / "trainers" / _folder_name(group.model)),
             "metrics-port": str(group.trainer.metrics_port),
             "num-threads": str(threads),

@@ -25,6 +25,7 @@ from tinsmith.cli.ports import free_ports
 from tinsmith.cli.stack import Keys, Stack, Tls, divide_cores, usable_cores
 from tinsmith.cli.supervisor import supervise
 from tinsmith.rpc.auth import is_loopback
+from tinsmith.rpc.paths import check_checkpoint_root
 from tinsmith.rpc.tls import Certificates, check_pair
 
 if TYPE_CHECKING:
@@ -54,6 +55,11 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--state-dir", type=Path, default=Path("~/.tinsmith"), metavar="DIR",
         help="checkpoints, journals, database and logs (default %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--checkpoint-dir", default=os.environ.get("TRAINER_CHECKPOINT_DIR", ""), metavar="DIR_OR_URL",
+        help="where checkpoints lie: a folder, or s3://BUCKET/PREFIX or gs://BUCKET/PREFIX, with credentials from the "
+        "environment (default: TRAINER_CHECKPOINT_DIR, or the folder checkpoints of --state-dir)",
     )  # fmt: skip
     parser.add_argument(
         "--api-key", action="append", default=[], metavar="KEY",
@@ -130,6 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if arguments.full_training and arguments.engine == "vllm":
         raise UsageError("--engine: vllm serves adapters only, and not what --full-training makes; take torch")
+    checkpoint_dir = _checkpoint_dir(arguments.checkpoint_dir)
     keys = _keys(arguments.host, arguments.api_key, state_dir=state_dir)
     tls = _tls(arguments)
     port = _check_port(arguments.host, arguments.port)
@@ -139,6 +146,7 @@ def run(arguments: argparse.Namespace) -> int:
             host=arguments.host,
             port=port,
             state_dir=state_dir,
+            checkpoint_dir=checkpoint_dir,
             keys=keys,
             log_level=arguments.log_level,
             log_format=arguments.log_format,
@@ -160,6 +168,14 @@ def run(arguments: argparse.Namespace) -> int:
                 startup_timeout_s=arguments.startup_timeout,
             )
         )
+
+
+def _checkpoint_dir(root: str) -> str:
+    try:
+        check_checkpoint_root(root)
+    except ValueError as error:
+        raise UsageError(f"--checkpoint-dir: {error}") from None
+    return root if "://" in root or not root else str(Path(root).expanduser().absolute())
 
 
 def _report(line: str) -> None:

@@ -34,6 +34,7 @@ def test_a_port_in_use_is_refused_before_anything_starts(tmp_path: Path, capsys:
         (["--host", "no-such-host.invalid", "--api-key", "k"], "--host no-such-host.invalid"),
         (["--api-key", ""], "--api-key"),
         (["--trainer-threads", "0"], "--trainer-threads: 0"),
+        (["--checkpoint-dir", "s4://bucket"], "--checkpoint-dir: 's4://bucket' is neither a path, nor s3://BUCKET"),
         (["--trainer-ranks", "0"], "--trainer-ranks: 0"),
         (["--base-model", "/no/such/model"], "/no/such/model"),
     ],

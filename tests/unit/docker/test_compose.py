@@ -84,7 +84,7 @@ def test_every_service_is_started_again_and_finds_its_state(compose: dict[str, A
         assert set(state.get(name, [])) <= set(service.get("volumes", [])), name
     environment = compose["services"]["trainer"]["environment"]
     assert environment["TRAINER_STATE_DIR"] == "/state"
-    assert environment["TRAINER_CHECKPOINT_DIR"] == "/checkpoints"
+    assert environment["TRAINER_CHECKPOINT_DIR"] == "${CHECKPOINT_DIR:-/checkpoints}"
     assert "GATEWAY_STATE_DIR=/state" in (DOCKER / "Dockerfile.gateway").read_text()
 
 
