@@ -25,7 +25,7 @@ STEPS = 5
 LARGEST_GAP = 1e-6
 """Between the weights of a disturbed run and of an undisturbed one, which are of the order of 0.01 to 1."""
 ROUNDING = 1e-5
-"""Of losses, and of moments beside the largest: gradients are sums, and who shares a micro-batch changes their order."""
+"""Of losses, and of moments beside the largest: gradients are sums, and neighbours change their order."""
 _ADAPTER = "adapter_model.safetensors"
 _SAMPLING = SamplingParams(max_tokens=12, stop=[], seed=7)
 
