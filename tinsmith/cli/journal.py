@@ -46,6 +46,10 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "--expired-after", type=float, default=3600.0, metavar="SECONDS",
         help="age of a result from which on it has expired; a running trainer has its own (default: 3600)",
     )  # fmt: skip
+    pruning.add_argument(
+        "--model", metavar="MODEL_ID",
+        help="of a stopped trainer: delete this model with all that it had accepted, and nothing else",
+    )  # fmt: skip
     pruning.set_defaults(run=run_prune)
 
 
@@ -79,6 +83,8 @@ def run_show(arguments: argparse.Namespace) -> int:
 
 
 def run_prune(arguments: argparse.Namespace) -> int:
+    if arguments.model is not None:
+        return _delete_model(arguments)
     if arguments.trainer:
         request = pb.PruneJournalRequest(dry_run=not arguments.yes)
         _print_pruned(arguments.trainer, _call(arguments, "PruneJournal", request), done=arguments.yes)
@@ -94,6 +100,26 @@ def run_prune(arguments: argparse.Namespace) -> int:
             if arguments.yes:
                 connection.execute("VACUUM")
         _print_pruned(str(path), pb.PruneJournalResponse(**asdict(pruned)), done=arguments.yes)
+    return 0
+
+
+def _delete_model(arguments: argparse.Namespace) -> int:
+    """For one whose operations end the trainer whenever they run. Its snapshots go at the next start."""
+    if arguments.trainer:
+        raise UsageError("--model: a running trainer deletes a model when its session ends; stop the trainer first")
+    num_found = 0
+    for path in _journals(arguments.state_dir):
+        with _opened(path) as connection:
+            row = connection.execute("SELECT 1 FROM models WHERE model_id = ?", (arguments.model,)).fetchone()
+            if row is not None:
+                num_found += 1
+                print(f"{path}: {'deleted' if arguments.yes else 'would delete'} {arguments.model}")
+                if arguments.yes:
+                    connection.execute("DELETE FROM models WHERE model_id = ?", (arguments.model,))
+    if not num_found:
+        raise UsageError(f"--model: no journal below {arguments.state_dir} has a model {arguments.model!r}")
+    if not arguments.yes:
+        print("nothing was changed; --yes does it")
     return 0
 
 

@@ -76,9 +76,9 @@ class Process:
         await Restorer(journal, snapshots, operations, scheduler, metrics).run()
         return cls(folder, registry, engine, journal, snapshots, operations, scheduler)
 
-    async def send(self, request: Any, seq_id: int | None = None) -> Operation:
+    async def send(self, request: Any) -> Operation:
         """Returns once it is in the journal."""
-        seq_id = getattr(request, "seq_id", 0) if seq_id is None else seq_id
+        seq_id = getattr(request, "seq_id", 0)
         kind = KINDS[type(request).__name__]
 
         async def build() -> Work:

@@ -21,6 +21,7 @@ from prometheus_client import CollectorRegistry
 
 from tests.batches import datum, random_datum, request
 from tests.models import VOCAB_SIZE, make_model
+from tinsmith.cli import main
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import FULL, FullWeights
@@ -670,6 +671,23 @@ async def test_after_a_restart_models_answers_and_operations_behind_a_gap_are_th
     assert (await waiting).optim_step.metrics["grad_norm:mean"] > 0
     await fails(stub.WaitResult(pb.WaitResultRequest(model_id=MODEL, seq_id=5)), errors.ResultNotFound, "seq_id 5")
     await fails(stub.OptimStep(step(1)), errors.SequenceConflict, "another request")
+
+
+async def test_an_operator_sees_and_prunes_the_journal_of_a_running_trainer(
+    service: Service, stub: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await stub.ForwardBackward(batch(1))
+    (model,) = (await stub.ListJournal(pb.ListJournalRequest())).models
+    assert (model.model_id, model.state, model.cut_seq_id) == (MODEL, "live", -1)
+    assert model.num_accepted + model.num_done == 2
+    assert not model.HasField("snapshot_seq_id")
+    address = f"127.0.0.1:{service.server.port}"
+    assert await asyncio.to_thread(main, ["journal", "show", "--trainer", address]) == 0
+    assert f"{MODEL}  live, no snapshot, all requests are there" in capsys.readouterr().out
+    assert await asyncio.to_thread(main, ["journal", "prune", "--trainer", address]) == 0
+    assert "would delete 0 bytes: 0 expired results" in capsys.readouterr().out
+    pruned = await stub.PruneJournal(pb.PruneJournalRequest())
+    assert pruned == pb.PruneJournalResponse()
 
 
 async def test_before_the_base_model_is_loaded_calls_fail_as_not_ready() -> None:

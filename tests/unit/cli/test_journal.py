@@ -1,0 +1,103 @@
+"""`tinsmith journal` on real journals: of a stopped trainer, and over gRPC."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from tinsmith.cli import main
+from tinsmith.rpc.errors import InvalidRequest
+from tinsmith.v1 import trainer_pb2 as pb
+from trainer_service.journal import Body, Journal
+from trainer_service.metrics import Metrics
+
+LIVE, LOST = "s:train:0", "s:train:1"
+
+
+def done() -> pb.WaitResultResponse:
+    return pb.WaitResultResponse(optim_step=pb.OptimStepResponse(metrics={"norm:mean": 1.0}))
+
+
+async def filled(folder: Path) -> Journal:
+    journal = Journal(
+        folder / "journal.sqlite", max_bytes=1 << 20, result_retention_s=0.0, metrics=Metrics(CollectorRegistry())
+    )
+    journal._next_prune = float("inf")
+    for model_id in (LIVE, LOST):
+        await journal.append(model_id, 0, Body.pack("create_model", pb.CreateModelRequest(model_id=model_id)))
+        await journal.finish(model_id, 0, done())
+    for seq_id in (1, 2, 3):
+        await journal.append(LIVE, seq_id, Body.pack("optim_step", pb.OptimStepRequest(seq_id=seq_id)))
+    await journal.finish(LIVE, 1, done())
+    await journal.finish(LIVE, 2, InvalidRequest("no"))
+    assert await journal.add_snapshot(LIVE, 2, num_bytes=123) == -1
+    await journal.lose(LOST, "its snapshots are damaged")
+    return journal
+
+
+@pytest.fixture
+def stopped(tmp_path: Path) -> Path:
+    """The state folder of `tinsmith up`."""
+
+    async def fill() -> None:
+        await asyncio.to_thread((await filled(tmp_path / "trainers" / "tiny")).close)
+
+    asyncio.run(fill())
+    return tmp_path
+
+
+def journal(action: str, folder: Path, *flags: str) -> int:
+    return main(["journal", action, "--state-dir", str(folder), *flags])
+
+
+def test_show_says_what_each_model_would_come_back_from(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert journal("show", stopped) == 0
+    where, live, lost, why = capsys.readouterr().out.splitlines()
+    assert where.startswith(f"{stopped}/trainers/tiny/journal.sqlite: 2 models, ")
+    assert live.startswith(f"{LIVE}  live, snapshot after seq_id 2, ")
+    assert "123 bytes; 1 accepted, 2 done, 1 failed; requests" in live
+    assert lost.startswith(f"{LOST}  lost, no snapshot, all requests are there; ")
+    assert why == "    its snapshots are damaged"
+
+
+def test_prune_says_what_would_go_and_then_deletes_that(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert journal("prune", stopped, "--expired-after", "0") == 0
+    dry = capsys.readouterr().out.splitlines()
+    assert ": would delete " in dry[0]
+    assert dry[0].endswith(": 3 expired results, 3 requests behind snapshots, 1 ended models")
+    assert dry[1:] == [f"    {LOST}", "nothing was changed; --yes does it"]
+    assert journal("prune", stopped, "--expired-after", "0", "--yes") == 0
+    assert capsys.readouterr().out.splitlines()[0] == dry[0].replace("would delete", "deleted")
+    journal("show", stopped)
+    _, live = capsys.readouterr().out.splitlines()
+    assert "1 accepted, 0 done, 0 failed" in live
+    assert journal("prune", stopped, "--yes") == 0
+    assert "deleted 0 bytes" in capsys.readouterr().out
+
+
+def test_a_model_that_ends_the_trainer_can_be_removed(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert journal("prune", stopped, "--model", LIVE) == 0
+    assert f"would delete {LIVE}" in capsys.readouterr().out
+    assert journal("prune", stopped, "--model", LIVE, "--yes") == 0
+    assert f": deleted {LIVE}" in capsys.readouterr().out
+    assert journal("prune", stopped, "--model", LIVE) == 2
+    assert f"has a model {LIVE!r}" in capsys.readouterr().err
+    assert main(["journal", "prune", "--trainer", "127.0.0.1:1", "--model", LIVE]) == 2
+    assert "stop the trainer first" in capsys.readouterr().err
+
+
+def test_a_folder_without_a_journal_and_an_unreachable_trainer_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert journal("show", tmp_path) == 2
+    assert "holds no journal.sqlite" in capsys.readouterr().err
+    assert main(["journal", "show", "--trainer", "127.0.0.1:1"]) == 2
+    assert "the trainer at 127.0.0.1:1: " in capsys.readouterr().err
+
+
+async def test_the_journal_of_a_running_trainer_is_locked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    running = await filled(tmp_path)
+    assert await asyncio.to_thread(journal, "show", tmp_path) == 2
+    assert "--trainer ADDRESS" in capsys.readouterr().err
+    await asyncio.to_thread(running.close)
