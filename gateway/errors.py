@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tinsmith.rpc import logs
 from tinsmith.rpc.errors import (
     AlreadyExists,
     BudgetExceeded,
@@ -74,7 +75,9 @@ async def gone(request: Request, error: Exception) -> Response:
 
 
 async def internal_error(request: Request, error: Exception) -> Response:
-    return detail(500, "internal error of the gateway; its log has the cause")
+    # This answer goes out beside the middleware that adds it to all others.
+    headers = {logs.REQUEST_ID_METADATA: logs.request_id.get()}
+    return detail(500, "internal error of the gateway; its log has the cause", headers=headers)
 
 
 def invalid(error: ValidationError) -> InvalidRequest:
