@@ -12,9 +12,9 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-from sqlalchemy import delete, func, select
+from sqlalchemy import Table, delete, func, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -23,6 +23,7 @@ from gateway.store import Store
 from gateway.tables import MetricPoint, Model
 from tinsmith.v1 import trainer_pb2 as pb
 
+_TABLE = cast(Table, MetricPoint.__table__)
 _MAX_WAITING = 50_000
 """Answers that may wait for a database that cannot be written; older ones are forgotten."""
 _PER_QUERY = 500
@@ -92,7 +93,7 @@ class History:
                     if not any(first <= seq_id <= last for first, last in merged)
                 ]
                 if rows:
-                    await db.execute(insert(MetricPoint).on_conflict_do_nothing(), rows)
+                    await db.execute(insert(_TABLE).on_conflict_do_nothing(), rows)
         for run_id, points in by_run.items():
             is_new = run_id not in self._unchecked
             self._unchecked[run_id] += len(points)
@@ -120,7 +121,7 @@ class History:
                 await db.execute(delete(MetricPoint).where(mine, some))
             for start in range(0, len(fewer), _PER_QUERY):
                 insert = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}[self._store.dialect]
-                await db.execute(insert(MetricPoint), fewer[start : start + _PER_QUERY])
+                await db.execute(insert(_TABLE), fewer[start : start + _PER_QUERY])
 
     async def forget(self, *, before: float) -> None:
         """Deletes what was computed before this time."""
@@ -175,4 +176,4 @@ async def _merged_ranges(db: AsyncSession, run_id: str, *, since: int) -> Iterab
 
 
 def _as_dict(point: MetricPoint) -> dict[str, Any]:
-    return {column.key: getattr(point, column.key) for column in MetricPoint.__table__.columns}
+    return {column.key: getattr(point, column.key) for column in _TABLE.columns}

@@ -28,7 +28,7 @@ def trainer(service: tinker.ServiceClient) -> tinker.TrainingClient:
     train(trainer, batch(1), steps=8)
     trainer.save_state("to-go-on").result()
     path = trainer.save_weights_for_sampler("to-sample").result().path
-    sample(service.create_sampling_client(model_path=path), PROMPT, num_samples=3)
+    sample(service.create_sampling_client(model_path=path).result(), PROMPT, num_samples=3)
     return trainer
 
 
@@ -136,7 +136,7 @@ def test_new_samples_appear(
     expect(page.locator(".sample").first).to_be_visible()
     tokenizer = AutoTokenizer.from_pretrained(toy)
     path = f"tinker://{run_id_of(trainer)}/sampler_weights/to-sample"
-    sample(service.create_sampling_client(model_path=path), tokenizer.encode(HOSTILE))
+    sample(service.create_sampling_client(model_path=path).result(), tokenizer.encode(HOSTILE))
     expect(page.locator(".prompt").first).to_have_text(HOSTILE)
     assert page.evaluate("window.hacked") is None
 

@@ -197,26 +197,25 @@ export class Chart {
     return [min >= 0 && min - pad < 0 ? 0 : min - pad, max + pad];
   }
 
-  /** Saves as dashed lines; what was not finite as red ones. */
+  /** Saves as ticks at the bottom; what was not finite as red lines. */
   drawMarks(u) {
     const { ctx, bbox } = u;
-    const draw = (xs, stroke, dash) => {
+    const draw = (xs, stroke, height) => {
       ctx.save();
       ctx.strokeStyle = stroke;
-      ctx.lineWidth = devicePixelRatio;
-      ctx.setLineDash(dash.map((each) => each * devicePixelRatio));
+      ctx.lineWidth = 1.5 * devicePixelRatio;
       for (const x of xs) {
         const at = Math.round(u.valToPos(x, "x", true)) + 0.5;
         if (at < bbox.left || at > bbox.left + bbox.width) continue;
         ctx.beginPath();
-        ctx.moveTo(at, bbox.top);
+        ctx.moveTo(at, bbox.top + bbox.height - height);
         ctx.lineTo(at, bbox.top + bbox.height);
         ctx.stroke();
       }
       ctx.restore();
     };
-    draw(this.group.marks, color("--mark"), [2, 3]);
-    draw(this.broken ?? [], color("--bad"), []);
+    draw(this.group.marks, color("--mark"), 7 * devicePixelRatio);
+    draw(this.broken ?? [], color("--bad"), bbox.height);
   }
 
   zoom(u) {

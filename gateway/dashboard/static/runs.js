@@ -26,7 +26,7 @@ export class RunsView {
       [
         ["running", "Running"],
         ["rate", "Tokens / s"],
-        ["pending", "Operations in work"],
+        ["pending", "In work"],
         ["samplers", "Samplers"],
         ["stored", "Checkpoints"],
       ].map(([key, text]) => [key, { text, value: h("dd", {}) }]),
