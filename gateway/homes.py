@@ -12,6 +12,7 @@ import asyncio
 import hmac
 import logging
 import secrets
+import ssl
 import time
 
 import httpx
@@ -61,7 +62,8 @@ class Homes:
         # Clients have as many long polls at once as they like.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
         timeout = httpx.Timeout(_ANSWER_S, connect=BEAT_S)
-        self._http = httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False)
+        authorities = ssl.create_default_context()  # with those of SSL_CERT_FILE
+        self._http = httpx.AsyncClient(limits=limits, timeout=timeout, verify=authorities, trust_env=False)
         peers.on_taken_for_dead = self._forget
 
     async def start(self) -> None:

@@ -132,28 +132,33 @@ async def test_a_deletion_can_be_repeated_with_its_key(client: Client) -> None:
     assert len((await get(client, f"training_runs/{run_id}/checkpoints"))["checkpoints"]) == 1
 
 
-async def test_only_the_newest_deletions_are_remembered(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.checkpoints._MAX_DELETIONS", 1)
+async def test_deletions_are_remembered_for_a_day(
+    stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_id = await client.model(await client.session())
-    url = f"/api/v1/training_runs/{run_id}/checkpoints/weights/"
-    for seq_id, name in enumerate(("a", "b"), 1):
-        await save(client, run_id, seq_id, name)
-        await client.delete(url + name, headers={"x-idempotency-key": name})
-    again = [await client.delete(url + name, headers={"x-idempotency-key": name}) for name in ("a", "b")]
-    assert [reply.status_code for reply in again] == [404, 200]
+    await save(client, run_id, 1)
+    url = f"/api/v1/training_runs/{run_id}/checkpoints/weights/one"
+    for retention_s, status in ((86400.0, 200), (0.0, 404)):
+        monkeypatch.setattr("gateway.checkpoints._DELETION_RETENTION_S", retention_s)
+        await client.delete(url, headers={"x-idempotency-key": "a"})
+        await gateway_of(stack).checkpoints.forget_deletions()
+        assert (await client.delete(url, headers={"x-idempotency-key": "a"})).status_code == status
 
 
-async def test_a_run_of_copies_cannot_become_a_model(stack: Stack, client: Client) -> None:
+@pytest.mark.parametrize(
+    ("endpoint", "fields"),
+    [("create_model", {"base_model": BASE_MODEL, "lora_config": {"rank": 8}}), ("load_weights", {"optimizer": False})],
+)
+async def test_a_run_of_copies_cannot_become_a_model(
+    stack: Stack, client: Client, endpoint: str, fields: dict[str, Any]
+) -> None:
     session_id = await client.session()
     source = (await save(client, await client.model(session_id), 1))["path"]
     ids: dict[str, Any] = {"session_id": session_id, "model_seq_id": 5}
     await copy(client, source, **ids)
-    bodies: dict[str, Any] = {
-        "create_model": ids | {"base_model": BASE_MODEL, "lora_config": {"rank": 8}},
-        "load_weights": ids | {"path": source, "optimizer": False},
-    }
-    for endpoint, body in bodies.items():
-        receipt = await client.call(endpoint, body)
+    path = {"path": source} if endpoint == "load_weights" else {}
+    receipt = await client.call(endpoint, ids | path | fields)
+    for _ in range(2):
         failure = await client.result(receipt)
         assert failure["category"] == "user"
         assert failure["error"].startswith("model_seq_id: 5 is taken")
