@@ -87,10 +87,14 @@ class Restorer:
         """Verified. Later ones are deleted: the model gets there by another way now."""
         model_id, files = model.model_id, self.snapshots.files
         unanswered = min((entry.seq_id for entry in history if entry.state == State.ACCEPTED), default=None)
+        # A journal that has lost its end, which no power cut does to a disk that keeps what it was told to, is followed.
+        known_to = max([model.cut_seq_id, -1 if model.snapshot_seq_id is None else model.snapshot_seq_id])
+        known_to = max(known_to, history[-1].seq_id if history else -1)
         later: list[int] = []
         found, damage = None, ""
         for seq_id in await asyncio.to_thread(files.seq_ids, model_id):
-            if seq_id >= model.cut_seq_id and (unanswered is None or seq_id < unanswered):
+            answered = seq_id <= known_to and (unanswered is None or seq_id < unanswered)
+            if seq_id >= model.cut_seq_id and answered:
                 try:
                     found = await asyncio.to_thread(files.verify, model_id, seq_id)
                     break

@@ -324,7 +324,9 @@ async def test_a_journal_at_its_bound_takes_snapshots_instead_of_losing_what_a_r
     assert_equal(await again.weights(MODEL), weights)
 
 
-async def test_a_log_torn_by_a_power_cut_leaves_what_was_durable_before(start: Start, tmp_path: Path) -> None:
+async def test_a_log_that_has_lost_its_end_leaves_what_was_before_also_of_snapshots(
+    start: Start, tmp_path: Path
+) -> None:
     process = await start(tmp_path / "0", policy=EVERY_OTHER)
     await run(process)
     expected, weights = await outcomes(process), await process.weights(MODEL)
@@ -337,6 +339,22 @@ async def test_a_log_torn_by_a_power_cut_leaves_what_was_durable_before(start: S
     assert await outcomes(again) == expected
     assert_equal(await again.weights(MODEL), weights)
     assert all(entry.state != State.ACCEPTED for entry in await again.journal.history(MODEL))
+
+
+async def test_all_parameters_come_back_too(model_folder: Path, start: Start, tmp_path: Path) -> None:
+    base = BaseModel.load(model_folder, device=torch.device("cpu"), dtype=torch.float32, trainable=True)
+    full = types_pb2.LoraConfig(train_attn=True, train_mlp=True, train_unembed=True)
+    process = await Process.start(tmp_path / "0", base, policy=EVERY_OTHER)
+    await run(process, [creation(lora_config=full), *SCRIPT[1:]])
+    await settled(process)
+    expected, weights = await outcomes(process), await process.weights(MODEL)
+    folder = await process.crash(tmp_path / "1")
+    await process.stop()
+    base = BaseModel.load(model_folder, device=torch.device("cpu"), dtype=torch.float32, trainable=True)
+    again = await Process.start(folder, base)
+    assert_equal(await again.weights(MODEL), weights)
+    assert await outcomes(again) == expected
+    await again.stop()
 
 
 async def test_deleting_a_model_deletes_its_snapshots_also_while_it_is_being_restored(
