@@ -63,7 +63,8 @@ class Retirement:
                     return  # its files are gone already
                 case _:
                     raise cause from error
-        row = RetiredCheckpoint(
+        # A client that deletes it, and the reaper that finds it deleted, may both be here.
+        row = self._store.insert(RetiredCheckpoint).values(
             location=location,
             source=source,
             version_id=version_id,
@@ -71,7 +72,7 @@ class Retirement:
             retired_at=time.time(),
         )
         async with self._store.begin() as db:
-            await db.merge(row)
+            await db.execute(row.on_conflict_do_nothing())
         logger.info("%s goes on as %s: samplers use it", source, location)
 
     async def delete_unused(self) -> None:

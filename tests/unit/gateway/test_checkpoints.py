@@ -118,6 +118,19 @@ async def test_a_sampler_goes_on_without_its_checkpoint(stack: Stack, client: Cl
     assert await gateway_of(stack).retirement.find(location, version_id) is None
 
 
+async def test_a_checkpoint_that_several_remove_at_once_is_kept_for_its_sampler(stack: Stack, client: Client) -> None:
+    """A client's request and the reaper, say."""
+    session_id = await client.session()
+    path = await save_for_sampler(client, await client.model(session_id), 1)
+    await client.sampling_session(session_id, model_path=path)
+    gateway = gateway_of(stack)
+    checkpoint = await gateway.store.checkpoint(path)
+    assert checkpoint is not None
+    await asyncio.gather(*(gateway.retirement.keep_for_samplers(checkpoint) for _ in range(8)))
+    found = await gateway.retirement.find(checkpoint.location, checkpoint.version_id)
+    assert found in stack.trainer.checkpoints
+
+
 async def test_a_sampler_goes_on_when_its_checkpoint_is_overwritten(stack: Stack, client: Client) -> None:
     session_id = await client.session()
     run_id = await client.model(session_id)
