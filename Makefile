@@ -17,7 +17,7 @@ PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto proto/tinsmith/v1/*.proto
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup proto proto-check format lint typecheck check test test-slow test-recipes test-vllm conformance demo bench up docker-lint clean
+.PHONY: help setup proto proto-check format lint typecheck check security audit test test-slow test-recipes test-vllm conformance demo bench up docker-lint clean
 
 help: ## Print this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -58,7 +58,14 @@ docker-lint: setup ## Lint the Dockerfiles, validate the compose files
 	$(BIN)/hadolint docker/Dockerfile.*
 	$(BIN)/python -m pytest -q tests/unit/docker
 
-check: lint typecheck proto-check ## Everything that needs no run
+security: setup ## Bandit, beside ruff's S rules; its exceptions and their reasons are in pyproject.toml
+	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive tinsmith trainer_service sampler_service gateway docker
+
+audit: setup ## Known vulnerabilities of what is installed; needs PyPI's advisories, and fails where they cannot be had
+	@# --strict: else what could not be looked up would count as good.
+	$(BIN)/pip-audit --strict --local --skip-editable --progress-spinner off --cache-dir .cache/pip-audit
+
+check: lint typecheck proto-check security ## Everything that needs no run
 
 test: setup ## The fast tests
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile

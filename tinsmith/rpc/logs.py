@@ -23,6 +23,8 @@ REQUEST_ID_METADATA = "x-request-id"
 
 Format = Literal["json", "text"]
 
+_TALKATIVE = ("aiosqlite", "aiobotocore", "asyncpg", "botocore", "fsspec", "gcsfs", "httpcore", "s3fs", "urllib3")
+
 _trace_id: Callable[[], str] = str
 
 
@@ -86,3 +88,10 @@ def setup(level: str = "INFO", format: Format = "json", **fields: object) -> Non
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(**fields) if format == "json" else TextFormatter(**fields))
     logging.basicConfig(level=level, handlers=[handler], force=True)
+    quieten_libraries()
+
+
+def quieten_libraries() -> None:
+    """At DEBUG they write their arguments: rows with secrets, signed requests, credentials."""
+    for name in _TALKATIVE:
+        logging.getLogger(name).setLevel(max(logging.INFO, logging.getLogger().level))
