@@ -1,4 +1,4 @@
-"""Checkpoint stores of both kinds, for tests: a folder, and an S3 bucket of moto's server in this process."""
+"""Checkpoint stores of each kind, for tests: a folder, and buckets of imitations of S3 and GCS in this process."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from typing import Any
 from unittest import mock
 
 import fsspec
+from gcp_storage_emulator.server import create_server
 from moto.server import ThreadedMotoServer
 from prometheus_client import CollectorRegistry
 
+from tinsmith.cli.ports import free_ports
 from trainer_service.checkpoints import CheckpointStore
 from trainer_service.locations import Location
 from trainer_service.metrics import Metrics
@@ -38,6 +40,18 @@ def s3() -> Iterator[dict[str, str]]:
         server.stop()
 
 
+@contextmanager
+def gs() -> Iterator[dict[str, str]]:
+    """The same of an imitation of Google Cloud Storage."""
+    port = free_ports(1)[0]
+    server = create_server("127.0.0.1", port, in_memory=True, default_bucket=BUCKET)
+    server.start()
+    try:
+        yield {"STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{port}"}
+    finally:
+        server.stop()
+
+
 def file_system(protocol: str) -> Any:
     return fsspec.filesystem(protocol, use_listings_cache=False)
 
@@ -52,7 +66,7 @@ class Place:
 
     @classmethod
     def of(cls, root: str, state_dir: Path) -> Place:
-        return cls(root, state_dir, file_system("s3" if root.startswith("s3://") else "file"))
+        return cls(root, state_dir, file_system(root.partition("://")[0] if "://" in root else "file"))
 
     @property
     def in_objects(self) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from tests.stores import BUCKET, Place, s3
+from tests.stores import BUCKET, Place, gs, s3
 from tests.unit.trainer_service.scheduling import Bench, FakeEngine, MakeBench
 from trainer_service.checkpoints import CheckpointStore
 from trainer_service.journal import Journal
@@ -54,11 +54,21 @@ def objects(s3_env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPa
     return Place.of(f"s3://{BUCKET}/{uuid.uuid4().hex}", tmp_path / "state")
 
 
-@pytest.fixture(params=["local", "s3"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+@pytest.fixture(scope="session")
+def gs_env() -> Iterator[dict[str, str]]:
+    with gs() as env:
+        yield env
+
+
+@pytest.fixture(params=["local", "s3", pytest.param("gs", marks=pytest.mark.slow)])
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     """One of each kind."""
     if request.param == "s3":
         return request.getfixturevalue("objects")
+    if request.param == "gs":
+        for name, value in request.getfixturevalue("gs_env").items():
+            monkeypatch.setenv(name, value)
+        return Place.of(f"gs://{BUCKET}/{uuid.uuid4().hex}", tmp_path / "state")
     return Place.of(str(tmp_path / "root"), tmp_path / "state")
 
 
