@@ -35,6 +35,8 @@ class Lists:
         self._clients = clients
         self._summaries: OrderedDict[str, tuple[float, Summary | None]] = OrderedDict()
         """When they were read; those read last come last."""
+        self._asked_at: dict[str, float] = {}
+        """By base model: when its samplers were asked what they hold."""
 
     async def runs(self, *, owner: str | None) -> list[Json]:
         """The newest, newest first, without what was refused at its creation. `owner`: whose; None: everyone's."""
@@ -71,6 +73,9 @@ class Lists:
                 )
             )
         model, session = found
+        if time.monotonic() - self._asked_at.get(model.base_model, -_FRESH_S) >= _FRESH_S:
+            self._asked_at[model.base_model] = time.monotonic()
+            await self._clients.samplers.list_versions(model.base_model)
         sizes = {run_id: (len(checkpoints), sum(row.size_bytes for row in checkpoints))}
         about = await self._run(model, session, sizes)
         return about | {"checkpoints": [self._checkpoint(row) for row in checkpoints]}

@@ -39,7 +39,7 @@ async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
     stack.trainer.samplers[:] = [stack.sampler]
     await stack.trainer_backend.start()
     await stack.sampler_backend.start()
-    await stack.start_gateway()
+    await stack.start_gateway(history_retention_s=1e12)  # the fake trainer computes in 1970
     yield stack
     await stack.stop_gateway()
     await stack.trainer_backend.stop()
