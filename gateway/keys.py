@@ -127,14 +127,14 @@ class Keys:
 
     # Budgets
 
-    async def set_budget(self, owner: str, *, restart: bool = False, **limits: int | None) -> None:
-        """`limits`: tokens and storage_bytes, of which those that are not given stay. `restart`: tokens that were used
-        before do not count any more."""
+    async def set_budget(self, owner: str, limits: Mapping[str, int | None], *, restart: bool = False) -> None:
+        """`limits`: by the name of their column, tokens and storage_bytes; those that are not there stay. `restart`:
+        tokens that were used before do not count any more."""
         check_owner(owner)
         async with self._store.begin() as db:
             row = await db.get(Budget, owner)
             if row is None:
-                db.add(row := Budget(owner=owner, tokens_from=0))
+                db.add(row := Budget(owner=owner, tokens_from=0, changed_at=time.time()))
             for name, value in limits.items():
                 setattr(row, name, value)
             if restart:

@@ -130,13 +130,13 @@ class Limits:
         _check(bucket, "requests_per_minute")
         bucket.take(1)
 
-    def _rates(self, caller: Caller) -> list[tuple[str, Bucket]]:
-        """Of a training operation."""
+    def _rates(self, caller: Caller, *, tokens: int) -> list[tuple[str, Bucket]]:
+        """Of a training operation with so many tokens."""
         found = []
         if caller.requests_per_minute is not None:
             bucket = self._bucket(self._requests, caller.key_id, caller.requests_per_minute)
             found.append(("requests_per_minute", bucket))
-        if caller.tokens_per_minute is not None:
+        if tokens and caller.tokens_per_minute is not None:
             found.append(("tokens_per_minute", self._bucket(self._tokens, caller.key_id, caller.tokens_per_minute)))
         return found
 
@@ -158,7 +158,7 @@ class Limits:
 
         Raises RateLimited, on which the same one is to be sent again, and BudgetExceeded.
         """
-        rates = self._rates(caller)
+        rates = self._rates(caller, tokens=tokens)
         try:
             for name, bucket in rates:
                 _check(bucket, name)

@@ -138,7 +138,7 @@ def _responses(path: str, operation: Operation, schemas: _Schemas) -> Json:
     if operation.body is not None:
         statuses |= {400, 413}
     if operation.needs_key:
-        statuses |= {401}
+        statuses |= {401, 429}
     error = schemas.of(OpenAIError if path.startswith(_OPENAI) else Detail)
     for status in sorted(statuses):
         responses[str(status)] = {

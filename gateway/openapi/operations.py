@@ -73,7 +73,7 @@ OPERATIONS: dict[Callable[..., Any], Operation] = {
     service.get_server_capabilities: Operation("Base models", answers.Capabilities),
     keys.auth_token: Operation("A JWT for the key", answers.Jwt, errors=(404,)),
     keys.get_own_key: Operation("What is known about the key", answers.OwnKey),
-    keys.delete_own_key: Operation("Refused: keys are set in the configuration", errors=(403,)),
+    keys.delete_own_key: Operation("Revoke the key, unless it is set in the configuration", errors=(403,)),
     telemetry.telemetry: Operation("Accepted and thrown away unread", answers.Accepted),
     # Sessions
     sessions.create_session: Operation("A new session", answers.CreatedSession, schemas.CreateSession),
@@ -131,13 +131,13 @@ OPERATIONS: dict[Callable[..., Any], Operation] = {
         "What a checkpoint is", answers.WeightsFacts, schemas.WeightsInfo, errors=(404, 503)
     ),
     weights.copy_weights: Operation(
-        "Copy a checkpoint", answers.CopiedWeights, schemas.CopyWeights, errors=(404, 422, 429, 503)
+        "Copy a checkpoint", answers.CopiedWeights, schemas.CopyWeights, errors=(403, 404, 422, 503)
     ),
     imports.import_checkpoint: Operation(
         "Import an adapter made elsewhere",
         answers.Imported,
         query=schemas.ImportQuery,
-        errors=(400, 413, 429, 503),
+        errors=(400, 403, 413, 503),
         also_takes={"application/x-tar": BINARY},
     ),
     # Sampling

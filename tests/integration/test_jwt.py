@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +11,7 @@ import pytest
 import tinker
 
 from tests.integration.examples import ADAM, PROMPT, batch, new_model
+from tests.integration.gateways import own_gateway
 from tests.stack import Stack
 
 KEY = {"key": "tml-jwt", "name": "laptop", "email": "ada@example.org"}
@@ -25,33 +20,13 @@ LIFETIME_S = 2
 
 @pytest.fixture
 def url(stack: Stack, tmp_path: Path) -> Iterator[str]:
-    """A gateway of its own, before the services of the shared stack."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
     settings = {
-        "GATEWAY_PORT": str(port),
-        "GATEWAY_TRAINERS": json.dumps(stack.trainers),
-        "GATEWAY_SAMPLERS": json.dumps(stack.samplers),
-        "GATEWAY_STATE_DIR": str(tmp_path),
         "GATEWAY_API_KEYS": json.dumps([KEY]),
         "GATEWAY_JWT_AUTH": "true",
         "GATEWAY_JWT_LIFETIME_S": str(LIFETIME_S),
-        "GATEWAY_LONG_POLL_S": "1",
     }
-    process = subprocess.Popen([sys.executable, "-m", "gateway"], env=os.environ | settings)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(600):
-            try:
-                urllib.request.urlopen(f"{url}/api/v1/healthz", timeout=5).close()
-                break
-            except (urllib.error.URLError, ConnectionError):
-                assert process.poll() is None
-                time.sleep(0.1)
+    with own_gateway(stack, tmp_path, settings) as url:
         yield url
-    finally:
-        process.terminate()
-        assert process.wait(15) == 0
 
 
 def test_a_run_outlives_its_tokens(url: str) -> None:

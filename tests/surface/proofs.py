@@ -138,7 +138,7 @@ COMMANDS: dict[str, str] = {
 
 REMARKS: dict[str, str] = {
     "tinker checkpoint push-hf": "served: its calls are those of `download`; no test, because the upload needs the hub",
-    "DELETE /api/v1/auth/apikey/me": "answered 403: keys live in the configuration",
+    "DELETE /api/v1/auth/apikey/me": "supported; answered 403 for a key of the configuration",
 }
 """What is not simply supported. One without a proof is a command that no test runs to its end."""
 

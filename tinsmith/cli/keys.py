@@ -203,7 +203,7 @@ def run_create(arguments: argparse.Namespace) -> int:
             tokens_per_minute=arguments.tokens_per_minute,
         )
         if limits := _limits(arguments):
-            await keys.set_budget(row.owner, **limits)
+            await keys.set_budget(row.owner, limits)
         print(key)
         print("This is the only time that the key is shown. Clients set TINKER_API_KEY to it.", file=sys.stderr)
         return 0
@@ -223,7 +223,7 @@ def run_revoke(arguments: argparse.Namespace) -> int:
 def run_budget(arguments: argparse.Namespace) -> int:
     async def work(keys: Keys) -> int:
         if (limits := _limits(arguments)) or arguments.restart:
-            await keys.set_budget(arguments.owner, restart=arguments.restart, **limits)
+            await keys.set_budget(arguments.owner, limits, restart=arguments.restart)
         account = (await keys.accounts()).get(arguments.owner)
         if account is None:
             raise UsageError(f"{arguments.owner!r} has no key and no budget, and has used nothing")

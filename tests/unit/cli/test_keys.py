@@ -69,11 +69,15 @@ def test_a_revoked_key_stays_in_the_list(keys: Any) -> None:
 
 
 def test_budgets_are_set_with_a_key_or_later(keys: Any) -> None:
+    assert keys("budget", "bob", "--restart").startswith("tokens  0 of any number\n")  # who has no key yet
     keys("create", "--owner", "ada", "--tokens-budget", "5M", "--storage-quota", "20G")
     assert keys("budget", "ada") == "tokens  0 of 5000000\nstorage 0 of 20000000000, in bytes\n"
     assert keys("budget", "ada", "--tokens", "none", "--restart").startswith("tokens  0 of any number\n")
     owners = json.loads(keys("list", "--json"))["owners"]
-    assert [(one["owner"], one["token_budget"], one["storage_quota"]) for one in owners] == [("ada", None, 20 * 10**9)]
+    assert [(one["owner"], one["token_budget"], one["storage_quota"]) for one in owners] == [
+        ("ada", None, 20 * 10**9),
+        ("bob", None, None),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def sample(num_prompt: int, *, max_tokens: int, num_samples: int = 1) -> sampler
 
 async def limited(store: Store, **budget: int | None) -> tuple[Limits, Ledger, Keys]:
     keys, ledger = Keys(store), Ledger(store)
-    await keys.set_budget("ada", **budget)
+    await keys.set_budget("ada", budget)
     made = Limits(keys, ledger, context_length=lambda _: 100)
     await made.refresh()
     return made, ledger, keys
@@ -68,7 +68,7 @@ async def limited(store: Store, **budget: int | None) -> tuple[Limits, Ledger, K
 async def test_past_the_token_budget_training_and_sampling_fail_and_reads_go_on(stack: Stack) -> None:
     keys = gateway(stack).keys
     key, _ = await keys.create("ada")
-    await keys.set_budget("ada", tokens=2 * _BATCH + 1)
+    await keys.set_budget("ada", {"tokens": 2 * _BATCH + 1})
     async with await client_of(stack, key) as client:
         session_id = await client.session()
         model_id = await client.model(session_id)
@@ -92,7 +92,7 @@ async def test_past_the_token_budget_training_and_sampling_fail_and_reads_go_on(
         assert saved["path"] == f"tinker://{model_id}/weights/w"
         await client.call("weights_info", {"tinker_path": saved["path"]})
         assert (await client.delete(f"/api/v1/training_runs/{model_id}/checkpoints/weights/w")).status_code == 200
-        await keys.set_budget("ada", tokens=None)
+        await keys.set_budget("ada", {"tokens": None})
         await gateway(stack).limits.refresh()
         assert isinstance(await client.result((await client.forward_backward(model_id, 5)).json()), bytes)
 
@@ -106,7 +106,7 @@ async def test_the_count_survives_a_restart_and_is_that_of_all_gateways(stack: S
         other = Ledger(store)
         other.use("sampling_sample", 40, base_model="m", owner="ada", key_id="")
         await other.flush()
-        await gateway(stack).keys.set_budget("ada", tokens=100)
+        await gateway(stack).keys.set_budget("ada", {"tokens": 100})
         await gateway(stack).limits.refresh()
         assert gateway(stack).ledger.tokens("ada") == 40 + _BATCH
         await client.result((await client.forward_backward(model_id, 2)).json())
@@ -162,7 +162,7 @@ async def test_a_budget_can_begin_anew(store: Store) -> None:
     await ledger.flush()
     with pytest.raises(BudgetExceeded):
         made.operation(ADA, "s:train:0:1", owner="ada", tokens=1)
-    await keys.set_budget("ada", restart=True)
+    await keys.set_budget("ada", {}, restart=True)
     await made.refresh()
     made.operation(ADA, "s:train:0:1", owner="ada", tokens=10)
 
@@ -170,7 +170,7 @@ async def test_a_budget_can_begin_anew(store: Store) -> None:
 async def test_past_the_storage_quota_saves_fail_until_something_is_deleted(stack: Stack) -> None:
     keys = gateway(stack).keys
     key, _ = await keys.create("ada")
-    await keys.set_budget("ada", storage_bytes=250)
+    await keys.set_budget("ada", {"storage_bytes": 250})
     async with await client_of(stack, key) as client:
         session_id = await client.session()
         model_id = await client.model(session_id)
