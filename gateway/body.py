@@ -27,6 +27,8 @@ from tinsmith.v1 import trainer_pb2
 _IDS_BYTES = 4096
 """Enough of a forward_backward to hold its ids, which are its first fields in protobuf and its last ones in JSON."""
 _MAX_DRAINED_BYTES = 2**30
+_MAX_WINDOW_BYTES = 2**23
+"""Of a zstd frame that is read piece by piece: what RFC 8878 asks decoders for."""
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +177,8 @@ def _refused(error: TooLarge, *, is_json: bool, is_compressed: bool) -> Batch:
     start = error.start
     if is_compressed:
         try:
-            start = zstandard.ZstdDecompressor().stream_reader(start).read(_IDS_BYTES)
+            decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
+            start = decompressor.stream_reader(start).read(_IDS_BYTES)
         except zstandard.ZstdError:
             raise error from None
     # The end of a compressed body cannot be read without the rest of it.
