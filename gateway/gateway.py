@@ -52,6 +52,10 @@ from tinsmith.rpc.auth import named, require_keys
 logger = logging.getLogger(__name__)
 
 
+_HEARTBEATS_S = 1.0
+"""Between two times that they are written."""
+
+
 class StartError(Exception):
     """The gateway cannot start; the message says why."""
 
@@ -76,6 +80,7 @@ class Gateway:
             sampler_load_factor=config.sampler_load_factor,
         )
         self.limits = Limits(self.keys, self.ledger, context_length=self._context_length)
+        self.callers.also_read = self.limits.refresh
         self.futures = Futures(cache_bytes=config.result_cache_bytes, metrics=self.metrics, ledger=self.ledger)
         self.dashboard = Dashboard(
             config, store=self.store, clients=self.clients, futures=self.futures, metrics=self.metrics
@@ -180,7 +185,6 @@ class Gateway:
             await self.peers.start()
             await self.homes.start()
             await self.callers.read()
-            await self.limits.refresh()
         except OtherGateways as error:
             raise StartError(str(error)) from None
         except (OSError, SQLAlchemyError) as error:
@@ -197,6 +201,7 @@ class Gateway:
         self._tasks = [
             asyncio.create_task(self.peers.run()),
             asyncio.create_task(self.counting.run()),
+            asyncio.create_task(self._write_heartbeats()),
             asyncio.create_task(self.reaper.run()),
             asyncio.create_task(self.ledger.run()),
             asyncio.create_task(self.dashboard.run()),
@@ -211,10 +216,14 @@ class Gateway:
         while True:
             await asyncio.sleep(REFRESH_S)
             await to_its_end(self.callers.refresh())
+
+    async def _write_heartbeats(self) -> None:
+        while True:
+            await asyncio.sleep(_HEARTBEATS_S)
             try:
-                await to_its_end(self.limits.refresh())
+                await to_its_end(self.store.write_heartbeats())
             except (OSError, SQLAlchemyError) as error:
-                logger.warning("the budgets cannot be read from the database, so those known before stay: %s", error)
+                logger.warning("heartbeats cannot be written, so those of the last second are lost: %s", error)
 
     async def stop(self) -> None:
         """Accepted operations go on in the trainer; samples in work are lost, and the SDK submits them again."""
@@ -227,6 +236,7 @@ class Gateway:
         await self.publishing.close()
         await self.clients.close()
         with contextlib.suppress(SQLAlchemyError):
+            await self.store.write_heartbeats()
             await self.counting.write()
             await self.ledger.flush()
             await self.peers.stop()

@@ -127,6 +127,7 @@ class Reaper:
         now = time.time()
         if now - self._started_at < self._config.session_timeout_s:
             return
+        await self._store.write_heartbeats()
         for session_id in await self._store.silent_sessions(seen_before=now - self._config.session_timeout_s):
             detail = f"no heartbeat for {self._config.session_timeout_s:g} s"
             await self.end_session(session_id, reason=EXPIRED, detail=detail)

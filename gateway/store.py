@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import Connection, ExceptionContext, delete, event, func, or_, select, update
+from sqlalchemy import Connection, ExceptionContext, bindparam, delete, event, func, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
@@ -77,6 +77,9 @@ class Store:
         # Rows that never change while their session lives, so that a sample or a batch costs no query.
         self._models: dict[str, Model] = {}
         self._samplers: dict[str, SamplingSession] = {}
+        self._beating: set[str] = set()
+        """Living sessions that have sent a heartbeat here."""
+        self._beats: dict[str, float] = {}
         self.is_shared = False
         """Other gateways change the database, too."""
         self._whose: OrderedDict[str, Whose] = OrderedDict()
@@ -175,11 +178,24 @@ class Store:
         return self._whose.get(session_id)
 
     async def heartbeat(self, session_id: str) -> bool:
-        """True when the session lives."""
-        live = update(Session).where(Session.session_id == session_id, Session.ended_at.is_(None))
+        """True when the session lives. It is written behind, all sessions at once: a heartbeat waits for no disk."""
+        if session_id not in self._beating:
+            async with self.begin() as db:
+                if not await self._lives(db, session_id):
+                    return False
+            self._beating.add(session_id)
+        self._beats[session_id] = time.time()
+        return True
+
+    async def write_heartbeats(self) -> None:
+        beats, self._beats = self._beats, {}
+        if not beats:
+            return
+        rows = [{"id": session_id, "at": at} for session_id, at in sorted(beats.items())]
+        session = Session.__table__.c
+        query = update(Session.__table__).where(session.session_id == bindparam("id"))  # type: ignore[arg-type]
         async with self.begin() as db:
-            result = await db.execute(live.values(last_seen_at=time.time()))
-            return result.rowcount > 0  # type: ignore[attr-defined]  # an UPDATE gives a CursorResult
+            await db.execute(query.values(last_seen_at=bindparam("at")), rows)
 
     async def end_session(self, session_id: str, *, reason: str, detail: str | None) -> bool:
         """True for the first end; a later one changes nothing."""
@@ -191,12 +207,14 @@ class Store:
         return ended
 
     def _forget_sessions(self, session_ids: set[str]) -> None:
+        self._beating -= session_ids
         self._models = {key: row for key, row in self._models.items() if row.session_id not in session_ids}
         self._samplers = {key: row for key, row in self._samplers.items() if row.session_id not in session_ids}
 
     async def forget_ended_sessions(self) -> set[str]:
         """Those that another gateway has ended and that were still known here."""
-        known = sorted({row.session_id for rows in (self._models, self._samplers) for row in rows.values()})
+        of_rows = {row.session_id for rows in (self._models, self._samplers) for row in rows.values()}
+        known = sorted(of_rows | self._beating)
         ended: set[str] = set()
         for start in range(0, len(known), _PER_QUERY):
             some = Session.session_id.in_(known[start : start + _PER_QUERY])

@@ -71,6 +71,18 @@ async def test_unknown_sessions(client: Client) -> None:
     await client.call("sessions/x/finish", {"reason": {"type": "success"}}, status=404)
 
 
+async def test_heartbeats_are_written_all_at_once(stack: Stack, client: Client) -> None:
+    sessions = [await client.session() for _ in range(3)]
+    for session_id in sessions:
+        await client.call("session_heartbeat", {"session_id": session_id})
+    assert stack.server is not None
+    store = stack.server.app.state.gateway.store
+    await store.write_heartbeats()
+    for session_id in sessions:
+        row = await store.session(session_id)
+        assert row.last_seen_at > row.created_at
+
+
 async def test_a_silent_session_is_ended(stack: Stack, client: Client) -> None:
     await stack.restart_gateway(session_timeout_s=0.5)
     session_id = await client.session()
