@@ -12,7 +12,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -113,6 +113,8 @@ class Callers:
         self._used: dict[str, float] = {}
         self._wrote_used_at = time.monotonic()
         self._reading = asyncio.Lock()
+        self.also_read: Callable[[], Awaitable[None]] | None = None
+        """What belongs to keys, and is read with them: who has a new one does not come before its budget."""
         for position, key in enumerate(keys):
             text = key.key.get_secret_value()
             self._configured.append(
@@ -183,6 +185,8 @@ class Callers:
         """All keys of the database. Raises SQLAlchemyError."""
         if self._keys is not None:
             rows = await self._keys.all()
+            if self.also_read is not None:
+                await self.also_read()
             self._has_rows = self._has_rows or bool(rows)  # who empties the table has not opened the server
             self._rows = {row.key_hash: row for row in rows if row.revoked_at is None}
             self._hashes = {id_of(key_hash): key_hash for key_hash in self._rows}

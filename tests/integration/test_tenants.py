@@ -45,7 +45,7 @@ def test_one_owner_reads_what_another_has_published_and_nothing_else(url: str, n
         training.optim_step(ADAM).result()
         saved = training.save_state("one").result().path
         sampled = training.save_weights_for_sampler("two").result().path
-        rest, own = his.create_rest_client(), hers.create_rest_client()
+        rest, own = (tinker.RestClient(base_url=url, api_key=key) for key in (bob, ada))
         assert rest.list_training_runs().result().training_runs == []
         assert rest.list_sessions().result().sessions == []
         assert len(own.list_training_runs().result().training_runs) == 1

@@ -192,7 +192,9 @@ def _limits(arguments: argparse.Namespace) -> dict[str, int | None]:
 
 def run_create(arguments: argparse.Namespace) -> int:
     async def work(keys: Keys) -> int:
-        key, row = await keys.create(
+        if limits := _limits(arguments):  # first: the key is valid at once
+            await keys.set_budget(arguments.owner, limits)
+        key, _ = await keys.create(
             arguments.owner,
             name=arguments.name,
             note=arguments.note,
@@ -202,8 +204,6 @@ def run_create(arguments: argparse.Namespace) -> int:
             requests_per_minute=arguments.requests_per_minute,
             tokens_per_minute=arguments.tokens_per_minute,
         )
-        if limits := _limits(arguments):
-            await keys.set_budget(row.owner, limits)
         print(key)
         print("This is the only time that the key is shown. Clients set TINKER_API_KEY to it.", file=sys.stderr)
         return 0
