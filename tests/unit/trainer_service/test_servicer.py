@@ -486,6 +486,30 @@ async def test_a_large_file_comes_in_pieces(stub: Any, service: Service) -> None
         assert b"".join(pieces) == file.read()
 
 
+async def test_a_part_of_a_file_is_that_part_and_damage_elsewhere_is_found(stub: Any, service: Service) -> None:
+    location = (await stub.SaveCheckpoint(save(1, kind=EXTERNAL))).checkpoint.location
+    name = "adapter_model.safetensors"
+    whole = await read_file(stub, location, name)
+
+    async def part(**which: int) -> bytes:
+        call = stub.ReadCheckpointFile(pb.ReadCheckpointFileRequest(location=location, name=name, **which))
+        return b"".join([piece.data async for piece in call])
+
+    assert await part(offset=10) == whole[10:]
+    assert await part(offset=10, num_bytes=7) == whole[10:17]
+    assert await part(offset=len(whole), num_bytes=7) == await part(num_bytes=0) == b""
+    await fails(part(offset=-1), errors.InvalidRequest, "must not be negative")
+    intact = await stub.VerifyCheckpoint(pb.VerifyCheckpointRequest(location=location))
+    assert {file.name: file.size_bytes for file in intact.files}[name] == len(whole)
+    assert not intact.problems
+    with service.trainer.checkpoints.open_file(Location.parse(location, field="x"), name) as file:
+        path = Path(file.name)
+    await asyncio.to_thread(path.write_bytes, whole[:-1] + bytes([whole[-1] ^ 1]))
+    await fails(part(offset=10, num_bytes=7), errors.DataCorrupted, f"{name} is damaged")
+    problems = (await stub.VerifyCheckpoint(pb.VerifyCheckpointRequest(location=location))).problems
+    assert list(problems) == [name]
+
+
 async def test_a_copy_stays_when_its_source_goes(stub: Any) -> None:
     saved = (await stub.SaveCheckpoint(save(1))).checkpoint
     request = pb.CopyCheckpointRequest(source=saved.location, destination="t:train:0/weights/two", ttl_seconds=7200)
