@@ -1,0 +1,135 @@
+"""The trainer alone, killed in the middle of work that it has accepted: every kind of it comes back, bit for bit."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+
+from tests.batches import random_datum, request
+from tests.faults.cluster import Process
+from tests.faults.moments import fresh_seed
+from tests.models import VOCAB_SIZE, make_model
+from tinsmith.cli.ports import free_ports
+from tinsmith.v1 import trainer_pb2 as pb
+from tinsmith.v1 import types_pb2
+from tinsmith.v1.trainer_pb2_grpc import TrainerServiceStub
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+MODEL = "s:train:0"
+ADAM = pb.AdamParams(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-8)
+NUM_STEPS = 20
+KINDS = {
+    "one rank": ((), ()),
+    "two ranks": (("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"), ()),
+    "full training": ((), ("--full-training",)),
+}
+
+
+class Trainer(Process):
+    """Its ranks, if any, are in sessions of their own."""
+
+    def __init__(self, folder: Path, model: Path, launcher: Sequence[str], flags: Sequence[str]) -> None:
+        folder.mkdir()
+        (port,) = free_ports(1)
+        address = f"127.0.0.1:{port}"
+        argv = [
+            *(*launcher, "trainer_service", "--base-model", str(model), "--model-names", '["m"]', "--listen", address),
+            *("--state-dir", str(folder / "state"), "--checkpoint-dir", str(folder / "checkpoints")),
+            *("--num-threads", "1", "--deterministic", "true", "--token-budget", "40", "--snapshot-steps", "6"),
+            *(f"{flag}=true" for flag in flags),
+        ]
+        super().__init__("trainer", argv, address=address, log=folder / "log", env={})
+        self.state_dir = folder / "state"
+
+    def kill(self) -> None:
+        ranks = psutil.Process(self.pid).children(recursive=True) if self.is_running else []
+        super().kill()
+        for rank in ranks:
+            rank.kill()
+        psutil.wait_procs(ranks)
+
+    @contextmanager
+    def stub(self) -> Iterator[Any]:
+        self.start()
+        self.wait_serving()
+        with grpc.insecure_channel(self.address) as channel:
+            yield TrainerServiceStub(channel)
+
+
+@pytest.fixture(scope="module")
+def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trainer_that_is_killed_ends_where_one_that_was_not_ends(
+    base_model: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launcher, flags = KINDS[kind]
+    undisturbed = Trainer(tmp_path / "undisturbed", base_model, launcher, flags)
+    try:
+        with undisturbed.stub() as stub:
+            submit(stub, full="--full-training" in flags)
+            began = time.monotonic()
+            expected = results(stub)
+            longest_s = time.monotonic() - began
+    finally:
+        undisturbed.kill()
+    seed = fresh_seed()
+    trainer = Trainer(tmp_path / "killed", base_model, launcher, flags)
+    try:
+        with trainer.stub() as stub:
+            submit(stub, full="--full-training" in flags)
+            time.sleep(random.Random(seed).uniform(0, longest_s))
+            trainer.kill()
+        shown = tinsmith("journal", "show", "--state-dir", str(trainer.state_dir))
+        assert f"{MODEL}  live, " in shown
+        with trainer.stub() as stub:
+            assert results(stub) == expected, f"{trainer.tail()}\nseed {seed}"
+            shown = tinsmith("journal", "show", "--trainer", trainer.address)
+            assert f"{MODEL}  live, " in shown
+    finally:
+        trainer.kill()
+
+
+def submit(stub: Any, *, full: bool) -> None:
+    """All of it; returns when it is accepted."""
+    rank = 0 if full else 4
+    lora = types_pb2.LoraConfig(rank=rank, seed=1, train_attn=True, train_mlp=True, train_unembed=True)
+    stub.CreateModel(pb.CreateModelRequest(model_id=MODEL, base_model="m", lora_config=lora))
+    calls = []
+    for n in range(NUM_STEPS):
+        data = [random_datum(length, n + length, vocab_size=VOCAB_SIZE) for length in (9, 30, 17, 5)]
+        calls.append(stub.ForwardBackward.future(request(data, model_id=MODEL, seq_id=2 * n + 1)))
+        calls.append(stub.OptimStep.future(pb.OptimStepRequest(model_id=MODEL, seq_id=2 * n + 2, adam_params=ADAM)))
+    kind = types_pb2.CHECKPOINT_KIND_TRAINING
+    save = pb.SaveCheckpointRequest(model_id=MODEL, seq_id=2 * NUM_STEPS + 1, kind=kind, name="last")
+    calls.append(stub.SaveCheckpoint.future(save))
+    for call in calls:
+        call.initial_metadata()
+
+
+def results(stub: Any) -> tuple[list[dict[str, float]], dict[str, str]]:
+    """The metrics of all operations, and the SHA-256 of each file of the checkpoint at the end."""
+    answers = [stub.WaitResult(pb.WaitResultRequest(model_id=MODEL, seq_id=n)) for n in range(1, 2 * NUM_STEPS + 2)]
+    metrics = [dict(one.forward_backward.metrics or one.optim_step.metrics) for one in answers]
+    location = answers[-1].save_checkpoint.checkpoint.location
+    files = stub.GetCheckpoint(pb.GetCheckpointRequest(location=location)).files
+    return metrics, {file.name: file.sha256 for file in files}
+
+
+def tinsmith(*arguments: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-m", "tinsmith.cli", *arguments], check=True, capture_output=True, text=True, timeout=60
+    ).stdout
