@@ -60,7 +60,9 @@ class Reading:
     at: float
     rss: int
     fds: int
+    """Without the connections of clients, which are as many as those keep open: the SDK leaves some to the server."""
     threads: int
+    connections: int
 
 
 @dataclass(slots=True)
@@ -94,16 +96,22 @@ class Watch:
     def look(self) -> None:
         for service, process in processes(self._stack).items():
             try:
-                with process.oneshot():
-                    reading = Reading(
-                        time.monotonic(), process.memory_info().rss, process.num_fds(), process.num_threads()
-                    )
+                reading = read(process)
             except psutil.Error:
                 continue  # it has just been killed
             self.lives.setdefault(process.pid, Life(service, process.pid)).readings.append(reading)
 
     def measure_sizes(self, *, minutes: float) -> None:
         self.sizes.append({"minutes": round(minutes, 1), **sizes(self._stack.state_dir)})
+
+
+def read(process: psutil.Process) -> Reading:
+    with process.oneshot():
+        connections, num_fds = process.net_connections(kind="tcp"), process.num_fds()
+        served = {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
+        clients = sum(one.laddr.port in served and one.status != psutil.CONN_LISTEN for one in connections)
+        rss, threads = process.memory_info().rss, process.num_threads()
+    return Reading(time.monotonic(), rss, num_fds - clients, threads, clients)
 
 
 def processes(stack: Stack) -> dict[str, psutil.Process]:
@@ -208,6 +216,7 @@ def left(stack: Stack) -> dict[str, float]:
         "futures": metric(stack, "gateway", "gateway_pending_futures"),
         "queued": metric(stack, "trainer", "trainer_queue_length"),
         "sequences": metric(stack, "sampler", "sampler_running_sequences"),
+        "connections": max(0, read(processes(stack)["gateway"]).connections - 1),  # this very question's
         "unnamed saves": len([path for path in stack.checkpoints.glob("*/*/*") if path.parent.name == "ephemeral"]),
     }
 
@@ -218,7 +227,7 @@ def wait_idle(stack: Stack) -> dict[str, float]:
     while True:
         try:
             found = left(stack)
-        except (httpx.TransportError, grpc.RpcError):
+        except (httpx.TransportError, psutil.Error, KeyError):
             found = {"unreachable": 1.0}
         if not any(found.values()) or time.monotonic() > deadline:
             return found
@@ -279,6 +288,7 @@ def describe(life: Life) -> dict[str, Any]:
         "seconds": round(last.at - first.at),
         "rss_mb": [round(one.rss / 1e6) for one in life.readings[:: max(1, len(life.readings) // 8)]],
         "fds": [min(one.fds for one in life.readings), max(one.fds for one in life.readings), last.fds],
+        "connections": [max(one.connections for one in life.readings), last.connections],
         "threads": [min(one.threads for one in life.readings), max(one.threads for one in life.readings), last.threads],
     }
 
