@@ -21,7 +21,7 @@ import httpx
 import tinker
 from tinker import ModelInput, SamplingParams
 
-SDK_SHARE = 4
+SDK_SHARE = 20
 _KEY = "TINKER_API_KEY"
 _BEAT_S = 10.0
 """As often as the SDK does by itself."""
