@@ -247,3 +247,21 @@ def test_small_portions_do_not_shake_off_a_debt() -> None:
 def test_a_load_without_datums_is_a_mistake() -> None:
     with pytest.raises(ValueError, match="without datums"):
         DeficitRoundRobin().add("a", Load([], False))
+
+
+def test_alone_every_micro_batch_is_of_one_load_and_its_division_does_not_depend_on_others() -> None:
+    def divisions(num_others: int) -> list[range]:
+        ring = DeficitRoundRobin(alone=True)
+        load = Load([4, 5, 3, 20, 1, 9], forward_only=False)
+        ring.add("mine", load)
+        for n in range(num_others):
+            ring.add(f"other-{n}", Load([7, 2, 6], forward_only=n % 2 == 0))
+        found = []
+        while parts := ring.next_micro_batch(10):
+            ((one, indices),) = parts
+            if one is load:
+                found.append(indices)
+        return found
+
+    assert divisions(0) == [range(2), range(2, 3), range(3, 4), range(4, 6)]
+    assert all(divisions(num_others) == divisions(0) for num_others in range(1, 5))
