@@ -29,7 +29,7 @@ def own_gateway(stack: Stack, state_dir: Path, settings: Mapping[str, str]) -> I
         "GATEWAY_STATE_DIR": str(state_dir),
         "GATEWAY_LONG_POLL_S": "1",
     }
-    process = subprocess.Popen([sys.executable, "-m", "gateway"], env=os.environ | env | settings)
+    process = subprocess.Popen([sys.executable, "-m", "gateway"], env={**os.environ, **env, **settings})
     url = f"http://127.0.0.1:{port}"
     try:
         for _ in range(600):
