@@ -1,4 +1,4 @@
-"""The trainer alone, killed in the middle of work that it has accepted: every kind of it comes back, bit for bit."""
+"""A trainer alone, of one rank or two, killed in the middle of accepted work, comes back bit for bit."""
 
 from __future__ import annotations
 
@@ -30,16 +30,15 @@ MODEL = "s:train:0"
 ADAM = pb.AdamParams(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-8)
 NUM_STEPS = 20
 KINDS = {
-    "one rank": ((), ()),
-    "two ranks": (("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"), ()),
-    "full training": ((), ("--full-training",)),
+    "one rank": (),
+    "two ranks": ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"),
 }
 
 
 class Trainer(Process):
     """Its ranks, if any, are in sessions of their own."""
 
-    def __init__(self, folder: Path, model: Path, launcher: Sequence[str], flags: Sequence[str]) -> None:
+    def __init__(self, folder: Path, model: Path, launcher: Sequence[str]) -> None:
         folder.mkdir()
         (port,) = free_ports(1)
         address = f"127.0.0.1:{port}"
@@ -47,7 +46,6 @@ class Trainer(Process):
             *(*launcher, "trainer_service", "--base-model", str(model), "--model-names", '["m"]', "--listen", address),
             *("--state-dir", str(folder / "state"), "--checkpoint-dir", str(folder / "checkpoints")),
             *("--num-threads", "1", "--deterministic", "true", "--token-budget", "40", "--snapshot-steps", "6"),
-            *(f"{flag}=true" for flag in flags),
         ]
         super().__init__("trainer", argv, address=address, log=folder / "log", env={})
         self.state_dir = folder / "state"
@@ -76,21 +74,21 @@ def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_trainer_that_is_killed_ends_where_one_that_was_not_ends(
     base_model: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    launcher, flags = KINDS[kind]
-    undisturbed = Trainer(tmp_path / "undisturbed", base_model, launcher, flags)
+    launcher = KINDS[kind]
+    undisturbed = Trainer(tmp_path / "undisturbed", base_model, launcher)
     try:
         with undisturbed.stub() as stub:
-            submit(stub, full="--full-training" in flags)
+            submit(stub)
             began = time.monotonic()
             expected = results(stub)
             longest_s = time.monotonic() - began
     finally:
         undisturbed.kill()
     seed = fresh_seed()
-    trainer = Trainer(tmp_path / "killed", base_model, launcher, flags)
+    trainer = Trainer(tmp_path / "killed", base_model, launcher)
     try:
         with trainer.stub() as stub:
-            submit(stub, full="--full-training" in flags)
+            submit(stub)
             time.sleep(random.Random(seed).uniform(0, longest_s))
             trainer.kill()
         shown = tinsmith("journal", "show", "--state-dir", str(trainer.state_dir))
@@ -103,10 +101,9 @@ def test_a_trainer_that_is_killed_ends_where_one_that_was_not_ends(
         trainer.kill()
 
 
-def submit(stub: Any, *, full: bool) -> None:
+def submit(stub: Any) -> None:
     """All of it; returns when it is accepted."""
-    rank = 0 if full else 4
-    lora = types_pb2.LoraConfig(rank=rank, seed=1, train_attn=True, train_mlp=True, train_unembed=True)
+    lora = types_pb2.LoraConfig(rank=4, seed=1, train_attn=True, train_mlp=True, train_unembed=True)
     stub.CreateModel(pb.CreateModelRequest(model_id=MODEL, base_model="m", lora_config=lora))
     calls = []
     for n in range(NUM_STEPS):
