@@ -49,6 +49,7 @@ ENV = {
     "GATEWAY_SESSION_TIMEOUT_S": str(SESSION_TIMEOUT_S),
     "GATEWAY_REAP_INTERVAL_S": "5",
     "GATEWAY_SPAN_RETENTION_S": "120",
+    "GATEWAY_RESULT_CACHE_BYTES": str(4 * 2**20),  # full within the warm-up, as its default would be within days
     "TRAINER_RESULT_RETENTION_S": "120",
     "TRAINER_JOURNAL_MAX_BYTES": str(32 * 2**20),
     "TRAINER_MAX_MODELS": "128",

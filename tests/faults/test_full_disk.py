@@ -114,7 +114,7 @@ def test_a_save_to_a_full_disk_fails_with_the_reason_and_training_goes_on(
     before = tensors_of(cluster.checkpoints, early)
     disk.fill()
     try:
-        with pytest.raises(tinker.TinkerError, match=f"no space left under {cluster.checkpoints}"):
+        with pytest.raises(tinker.TinkerError, match=f"was not saved: .* free under {cluster.checkpoints}"):
             client.save_state("late").result()
         train(client, batch(1), steps=2)
     finally:
