@@ -34,7 +34,8 @@ def s3() -> Iterator[dict[str, str]]:
     env = {**_KEYS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
     try:
         with mock.patch.dict(os.environ, env):
-            file_system("s3").mkdir(BUCKET)
+            type(file_system("s3")).clear_instance_cache()  # fsspec keeps clients, of an earlier server too
+            file_system("s3").makedirs(BUCKET, exist_ok=True)  # servers of one process share what they have
             yield env
     finally:
         server.stop()
