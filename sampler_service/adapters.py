@@ -28,6 +28,13 @@ class Version:
     """Hidden from all but those who ask for it as such."""
     num_running: int = 0
     """Generations that use it now."""
+    timer: asyncio.TimerHandle | None = None
+    """Ends its probation. The event loop holds the version as long as this is not cancelled."""
+
+    def stop_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
 
 
 class AdapterStore:
@@ -98,6 +105,7 @@ class AdapterStore:
             if self.num_bytes + num_bytes <= self.max_bytes:
                 break
             del self._resident[version.version_id]
+            version.stop_timer()
             self._on_gone(version)
             evicted.append(version.weights)
             logger.info("evicted version %s to make room for %s", version.version_id, version_id)
@@ -112,13 +120,14 @@ class AdapterStore:
         version = Version(version_id, weights, next(self._namespaces), on_probation)
         self._resident[version_id] = version
         if on_probation:
-            asyncio.get_running_loop().call_later(PROBATION_S, self._expire, version)
+            version.timer = asyncio.get_running_loop().call_later(PROBATION_S, self._expire, version)
 
     def confirm(self, version_id: str) -> None:
         """Makes a version visible. Raises VersionNotLoaded."""
         if version_id not in self._resident:
             raise _not_loaded(version_id)
         self._resident[version_id].on_probation = False
+        self._resident[version_id].stop_timer()
 
     def _expire(self, version: Version) -> None:
         if version.on_probation and self._resident.get(version.version_id) is version:
@@ -129,6 +138,7 @@ class AdapterStore:
         version = self._resident.pop(version_id, None)
         if version is None:
             return
+        version.stop_timer()
         if version.num_running:
             self._leaving.append(version)
         else:

@@ -1,4 +1,5 @@
 import asyncio
+import weakref
 
 import pytest
 import torch
@@ -116,6 +117,23 @@ async def test_a_version_on_probation_gives_way_to_the_same_published_again() ->
     assert gone == []
     store.release(first)
     assert gone == [first]
+
+
+async def test_a_version_that_has_left_is_held_by_nobody_for_the_rest_of_its_probation() -> None:
+    """The memory of versions would be above adapter_memory_bytes by all that is published in a minute."""
+    store = AdapterStore(max_bytes=2 * SIZE, on_gone=lambda _: None)
+    held = {name: adapter() for name in ("removed", "confirmed", "evicted")}
+    left = [weakref.ref(each) for each in held.values()]
+    for name in ("removed", "confirmed"):
+        store.install(name, held.pop(name), on_probation=True)
+    store.confirm("confirmed")
+    store.remove("confirmed")
+    store.remove("removed")
+    store.install("evicted", held.pop("evicted"), on_probation=True)
+    for name in ("a", "b"):
+        store.install(name, adapter())
+    assert [version.version_id for version in store.versions()] == ["a", "b"]
+    assert [each() for each in left] == [None] * 3
 
 
 async def test_a_version_that_nobody_confirms_is_dropped_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
