@@ -77,6 +77,9 @@ class GatewayConfig(GrpcTls, BaseSettings):
     loopback names and public_url's are always. So no page in a browser can reach the gateway under its own name."""
     max_connections: int = Field(default=4096, ge=16)
     """HTTP connections open at once; the next one is closed at once."""
+    max_idle_connections: int = Field(default=256, ge=0)
+    """HTTP connections that are kept open between two requests. Of more, those idle for longest are closed, each after
+    15 s without a request: the SDK leaves those of ended sessions open, and uses none that has been idle for 5 s."""
     max_header_bytes: int = Field(default=64 * 2**10, ge=4096)
     """Largest headers of a request, about; larger ones are answered 431."""
     header_timeout_s: float = Field(default=20.0, gt=0)
@@ -140,15 +143,26 @@ class GatewayConfig(GrpcTls, BaseSettings):
     default all."""
     span_retention_s: float = Field(default=7 * 86400.0, gt=0)
     """How long the times of finished requests are kept, for the export of traces."""
+    max_spans: int = Field(default=1_000_000, ge=1)
+    """Finished requests whose times are kept at most, the newest."""
+    audit_retention_s: float = Field(default=365 * 86400.0, gt=0)
+    """How long it is kept what was done to checkpoints, projects and keys."""
+    ended_session_retention_s: float = Field(default=7 * 86400.0, gt=0)
+    """How long the samplers and custom losses of an ended session are remembered. The session itself, its runs, its
+    checkpoints and its usage stay."""
     history_points: int = Field(default=4096, ge=0)
     """Points that the dashboard keeps of the metrics of a run, whatever its length; at least 64, or 0 for none."""
     history_retention_s: float = Field(default=180 * 86400.0, gt=0)
     """How long they are kept."""
+    max_history_points: int = Field(default=2_000_000, ge=1)
+    """Points of all runs together, about; the oldest go first."""
     recent_samples: int = Field(default=64, ge=0, le=1024)
     """Sequences that the dashboard keeps of each run, the newest: the end of the prompt, tokens and logprobs. 0: none;
     no text is stored then."""
     recent_sample_retention_s: float = Field(default=7 * 86400.0, gt=0)
     """How long they are kept."""
+    max_recent_samples: int = Field(default=100_000, ge=1)
+    """Sequences of all runs together, about; the oldest go first."""
     token_prices_usd: dict[str, dict[TokenKind, Annotated[float, Field(ge=0)]]] = {}
     """USD per million tokens, by base model (or "*") and kind; what is not listed costs nothing."""
     storage_price_usd: float = Field(default=0.0, ge=0)
@@ -208,6 +222,7 @@ class GatewayConfig(GrpcTls, BaseSettings):
     def limits(self) -> Limits:
         return Limits(
             max_connections=self.max_connections,
+            max_idle_connections=self.max_idle_connections,
             max_header_bytes=self.max_header_bytes,
             header_timeout_s=self.header_timeout_s,
             transfer_grace_s=self.transfer_grace_s,

@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -24,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 _AROUND = 4
 """Bytes of a header beside its name and its value."""
+_IDLE_S = 15.0
+"""No connection is closed for being idle before that. Clients that keep connections drop them sooner (httpx after 5 s),
+so none of them sends a request while its connection is being closed."""
 _LINGER_S = 1.0
 """After a refusal what still comes is thrown away for so long: who closes at once takes back what was answered."""
 
@@ -31,6 +36,8 @@ _LINGER_S = 1.0
 @dataclass(frozen=True, slots=True)
 class Limits:
     max_connections: int
+    max_idle_connections: int
+    """Above it those that wait for a next request are closed."""
     max_header_bytes: int
     header_timeout_s: float
     """From the connection, or from a request's first byte, to the end of its headers."""
@@ -124,6 +131,12 @@ class BoundedProtocol(HttpToolsProtocol):
             if self._header_bytes > self.limits.max_header_bytes:
                 self._refuse(b"431 Request Header Fields Too Large", f"above {self.limits.max_header_bytes} bytes")
 
+    def idle_s(self) -> float | None:
+        """Since its last request; None while it has one, or has never had one."""
+        if self.timeout_keep_alive_task is None:
+            return None
+        return self.loop.time() - (self.timeout_keep_alive_task.when() - self.timeout_keep_alive)
+
     def _keep_alive(self) -> None:
         self._unset_keepalive_if_required()
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
@@ -206,4 +219,15 @@ async def watch(connections: set[Any], limits: Limits) -> None:
         seconds = min(now - checked_at, 2 * limits.interval_s)
         for connection in list(connections):
             connection.check(now, seconds)
+        close_idle(connections, limits)
         checked_at = now
+
+
+def close_idle(connections: Collection[BoundedProtocol], limits: Limits) -> None:
+    """Closes those idle for longest, down to max_idle_connections."""
+    idle = [(seconds, one) for one in connections if (seconds := one.idle_s()) is not None]
+    num_above = len(idle) - limits.max_idle_connections
+    if num_above > 0:
+        for seconds, connection in sorted(idle, key=itemgetter(0), reverse=True)[:num_above]:
+            if seconds >= _IDLE_S:
+                connection.timeout_keep_alive_handler()

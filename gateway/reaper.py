@@ -9,12 +9,12 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import grpc.aio
-from sqlalchemy import delete
 
 from gateway.billing import Billing
 from gateway.checkpoints import Checkpoints
 from gateway.clients import Clients
 from gateway.config import GatewayConfig
+from gateway.forgetting import Forgetting
 from gateway.futures import Futures
 from gateway.metrics import Metrics
 from gateway.operations import Operations
@@ -23,7 +23,7 @@ from gateway.records import Records
 from gateway.retention import Retention
 from gateway.retirement import Retirement
 from gateway.store import Store
-from gateway.tables import DELETED_AT, Checkpoint, Model, Span
+from gateway.tables import DELETED_AT, Checkpoint, Model
 from gateway.tasks import to_its_end
 from tinsmith.rpc.errors import FailedPrecondition, InvalidRequest, NotReady, ServiceError, from_rpc_error
 from tinsmith.v1 import trainer_pb2
@@ -62,6 +62,7 @@ class Reaper:
         self._operations = operations
         self._peers = peers
         self._retention = retention
+        self._forgetting = Forgetting(config, store=store)
         self._metrics = metrics
         self._started_at = time.time()
         self._wake = asyncio.Event()
@@ -107,7 +108,7 @@ class Reaper:
             self._retention.prune_all,
             self._retirement.delete_unused,
             self._records.delete_expired,
-            self._forget_spans,
+            self._forgetting.forget_when_due,
             self._operations.forget_refused,
             self._checkpoints.forget_deletions,
         ):
@@ -186,7 +187,3 @@ class Reaper:
         for kind, (number, num_bytes) in (await self._store.count_checkpoints()).items():
             self._metrics.checkpoints.labels(kind).set(number)
             self._metrics.checkpoint_bytes.labels(kind).set(num_bytes)
-
-    async def _forget_spans(self) -> None:
-        async with self._store.begin() as db:
-            await db.execute(delete(Span).where(Span.ended_at < time.time() - self._config.span_retention_s))

@@ -43,7 +43,7 @@ class GatewayServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 proxy_headers=False,  # the setting public_url says what clients see
-                timeout_keep_alive=120,  # longer than clients keep idle connections, so that they close them
+                timeout_keep_alive=120,  # longer than proxies keep idle connections, so that they close them
                 timeout_graceful_shutdown=2,
             )
         )

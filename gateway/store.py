@@ -17,6 +17,7 @@ from sqlalchemy import Connection, ExceptionContext, bindparam, delete, event, f
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.orm import InstrumentedAttribute
 
 from gateway.metrics import Metrics
 from gateway.tables import (
@@ -110,6 +111,14 @@ class Store:
     def insert(self, table: type[Base]) -> Any:
         """An INSERT with the ON CONFLICT of this database."""
         return {"sqlite": sqlite.insert, "postgresql": postgresql.insert}[self.dialect](table)
+
+    async def keep_newest(self, table: type[Base], column: InstrumentedAttribute[Any], *, number: int) -> None:
+        """Deletes the rows that are not among the `number` with the largest values in this column, and
+        those that tie with the first to go. The column needs an index."""
+        async with self.begin() as db:
+            first = await db.scalar(select(column).order_by(column.desc()).offset(number).limit(1))
+            if first is not None:
+                await db.execute(delete(table).where(column <= first))
 
     async def _add_once(self, row: Base) -> bool:
         """False when a row with this key is there already."""

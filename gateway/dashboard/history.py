@@ -27,6 +27,8 @@ _TABLE = cast(Table, MetricPoint.__table__)
 _MAX_WAITING = 50_000
 """Answers that may wait for a database that cannot be written; older ones are forgotten."""
 _PER_QUERY = 500
+_MAX_UNCHECKED = 10_000
+"""Runs of which this process knows how many rows they have at most; what it forgets is counted again."""
 _TAIL_ROWS = 240
 """Rows that a summary reads."""
 
@@ -94,6 +96,8 @@ class History:
                 ]
                 if rows:
                     await db.execute(insert(_TABLE).on_conflict_do_nothing(), rows)
+        if len(self._unchecked) > _MAX_UNCHECKED:
+            self._unchecked.clear()
         for run_id, points in by_run.items():
             is_new = run_id not in self._unchecked
             self._unchecked[run_id] += len(points)
@@ -123,10 +127,11 @@ class History:
                 insert = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}[self._store.dialect]
                 await db.execute(insert(_TABLE), fewer[start : start + _PER_QUERY])
 
-    async def forget(self, *, before: float) -> None:
-        """Deletes what was computed before this time."""
+    async def forget(self, *, before: float, keep_newest: int) -> None:
+        """Deletes what was computed before this time, and what is not among the newest points of all runs."""
         async with self._store.begin() as db:
             await db.execute(delete(MetricPoint).where(MetricPoint.at < before))
+        await self._store.keep_newest(MetricPoint, MetricPoint.at, number=keep_newest)
 
     # Reading
 

@@ -22,15 +22,14 @@ from gateway.tasks import to_its_end
 logger = logging.getLogger(__name__)
 
 FLUSH_S = 1.0
-_FORGET_S = 600.0
+_FORGET_S = 60.0
 
 
 class Dashboard:
     def __init__(
         self, config: GatewayConfig, *, store: Store, clients: Clients, futures: Futures, metrics: Metrics
     ) -> None:
-        self._history_retention_s = config.history_retention_s
-        self._sample_retention_s = config.recent_sample_retention_s
+        self._config = config
         self.history = History(store, max_points=config.history_points)
         self.samples = RecentSamples(store, keep=config.recent_samples)
         self.services = Services(clients, metrics)
@@ -56,6 +55,6 @@ class Dashboard:
         await self.samples.flush()
 
     async def _forget(self) -> None:
-        now = time.time()
-        await self.history.forget(before=now - self._history_retention_s)
-        await self.samples.forget(before=now - self._sample_retention_s)
+        now, config = time.time(), self._config
+        await self.history.forget(before=now - config.history_retention_s, keep_newest=config.max_history_points)
+        await self.samples.forget(before=now - config.recent_sample_retention_s, keep_newest=config.max_recent_samples)

@@ -15,7 +15,7 @@ import numpy as np
 from sqlalchemy import delete, select
 
 from gateway.store import Store
-from gateway.tables import RecentSample, Session
+from gateway.tables import RecentSample
 from tinsmith.v1 import sampler_pb2, types_pb2
 
 MAX_PROMPT_TOKENS = 256
@@ -46,7 +46,6 @@ class RecentSamples:
         self._store = store
         self._keep = keep
         self._drawn: deque[Drawn] = deque(maxlen=_MAX_PER_FLUSH)
-        self._owners: dict[str, str] = {}
         self._flushing = asyncio.Lock()
 
     def add(
@@ -76,14 +75,14 @@ class RecentSamples:
                 await self._write(drawn)
 
     async def _write(self, drawn: Sequence[Drawn]) -> None:
-        wanted = {each.session_id for each in drawn if not each.owner} - set(self._owners)
+        owners: dict[str, str] = {}
+        for session_id in {each.session_id for each in drawn if not each.owner}:
+            whose = await self._store.whose(session_id)
+            owners[session_id] = "" if whose is None else whose.owner
         async with self._store.begin() as db:
-            if wanted:
-                query = select(Session.session_id, Session.owner).where(Session.session_id.in_(wanted))
-                self._owners.update((session_id, owner) for session_id, owner in await db.execute(query))
             newest: dict[tuple[str, str], deque[Drawn]] = {}
             for each in drawn:
-                owner = each.owner or self._owners.get(each.session_id, "")
+                owner = each.owner or owners[each.session_id]
                 newest.setdefault((each.run_id, owner), deque(maxlen=self._keep)).append(each)
             db.add_all(_row(each, owner) for (_, owner), some in newest.items() for each in some)
             await db.flush()
@@ -94,10 +93,11 @@ class RecentSamples:
                 if oldest is not None:
                     await db.execute(delete(RecentSample).where(*mine, RecentSample.sample_id < oldest))
 
-    async def forget(self, *, before: float) -> None:
-        """Deletes what was drawn before this time."""
+    async def forget(self, *, before: float, keep_newest: int) -> None:
+        """Deletes what was drawn before this time, and what is not among the newest of all runs and owners."""
         async with self._store.begin() as db:
             await db.execute(delete(RecentSample).where(RecentSample.at < before))
+        await self._store.keep_newest(RecentSample, RecentSample.at, number=keep_newest)
 
     async def read(self, run_id: str, *, owner: str | None, after: int = 0, limit: int = 64) -> list[RecentSample]:
         """Those behind `after`, newest first. `owner`: whose; None: everyone's."""

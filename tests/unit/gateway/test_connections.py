@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 import zstandard
 
+from gateway import connections
 from gateway.server import allow_descriptors
 from tests.unit.gateway.stack import Client, Stack, batch
 
@@ -162,6 +163,38 @@ async def test_connections_above_the_limit_are_closed_and_those_below_live(stack
     finally:
         for _, writer in opened:
             writer.transport.abort()
+
+
+async def test_idle_connections_above_the_limit_are_closed_the_longest_idle_first(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "_IDLE_S", 0.0)
+    await stack.restart_gateway(max_idle_connections=2)
+    opened = [await asyncio.open_connection("127.0.0.1", stack.port) for _ in range(5)]
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            for reader, writer in opened[::-1]:
+                writer.write(HEALTH)
+                assert b" 200 " in await reader.readuntil(b"}")
+                await asyncio.sleep(0.05)
+            for reader, _ in opened[2:]:
+                assert await reader.read() == b""
+            for reader, writer in opened[:2]:
+                writer.write(HEALTH)
+                assert b" 200 " in await reader.readuntil(b"\r\n")
+    finally:
+        for _, writer in opened:
+            writer.transport.abort()
+
+
+async def test_no_connection_is_closed_soon_after_its_last_request(stack: Stack) -> None:
+    await stack.restart_gateway(max_idle_connections=0, header_timeout_s=0.04)  # which looks at all in each 0.01 s
+    async with connection(stack) as (reader, writer), asyncio.timeout(LIMIT_S):
+        for _ in range(2):
+            writer.write(HEALTH)
+            assert b" 200 " in await reader.readuntil(b"}")
+            await asyncio.sleep(0.2)
+        assert not reader.at_eof()
 
 
 async def test_a_client_that_leaves_in_the_middle_of_its_body_leaves_no_error(stack: Stack, client: Client) -> None:

@@ -1,0 +1,110 @@
+"""What the gateway's database no longer holds, and what it holds for ever."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from sqlalchemy import func, select, update
+
+from gateway.gateway import Gateway
+from gateway.tables import (
+    AuditEvent,
+    Base,
+    CountedOperation,
+    CustomLoss,
+    Model,
+    SampleMark,
+    SamplingSession,
+    Session,
+    Span,
+    Usage,
+)
+from tests.unit.gateway.stack import Client, Stack, sample_body
+from tests.unit.gateway.test_custom_losses import loss
+
+DAY_S = 86400.0
+
+
+def gateway_of(stack: Stack) -> Gateway:
+    assert stack.server is not None
+    return stack.server.app.state.gateway
+
+
+async def count(gateway: Gateway, table: type[Base]) -> int:
+    async with gateway.store.begin() as db:
+        return await db.scalar(select(func.count()).select_from(table)) or 0
+
+
+async def change(gateway: Gateway, table: type[Base], **values: Any) -> None:
+    async with gateway.store.begin() as db:
+        await db.execute(update(table).values(**values))
+
+
+async def busy_session(client: Client) -> str:
+    """With a run, a checkpoint, a sampler, a sample and a custom loss."""
+    session_id = await client.session()
+    model_id = await client.model(session_id)
+    await client.result((await client.forward_backward(model_id, 1)).json())
+    await client.result(await client.call("save_weights", {"model_id": model_id, "seq_id": 2, "path": "last"}))
+    sampler_id = await client.sampling_session(session_id)
+    await client.result(await client.call("asample", sample_body(sampler_id, 0)))
+    await client.result(await client.call("create_custom_loss", loss(session_id)))
+    return session_id
+
+
+async def test_of_a_session_that_ended_long_ago_its_history_stays_and_nothing_else(
+    stack: Stack, client: Client
+) -> None:
+    gateway = gateway_of(stack)
+    session_ids = [await busy_session(client) for _ in range(2)]
+    for session_id in session_ids[:1]:
+        await client.call(f"sessions/{session_id}/finish", {"reason": {"type": "success"}, "detail": None})
+    long_ago = time.time() - 8 * DAY_S
+    for table in (SamplingSession, CustomLoss):
+        await change(gateway, table, created_at=long_ago)
+    gone = (SamplingSession, SampleMark, CustomLoss)
+    await gateway.reaper._forgetting.forget()
+    assert [await count(gateway, table) for table in gone] == [2, 2, 2]  # it has only just ended
+    async with gateway.store.begin() as db:
+        await db.execute(update(Session).where(Session.ended_at.is_not(None)).values(ended_at=long_ago))
+    await gateway.reaper._forgetting.forget()
+    async with gateway.store.begin() as db:
+        left = [*await db.scalars(select(SamplingSession.session_id)), *await db.scalars(select(CustomLoss.session_id))]
+    assert left == session_ids[1:] * 2
+    assert await count(gateway, SampleMark) == 1
+    await gateway.ledger.flush()
+    assert [await count(gateway, table) for table in (Session, Model)] == [2, 2]
+    assert await count(gateway, Usage) > 0
+    runs = (await client.get("/api/v1/training_runs")).json()["training_runs"]
+    assert len(runs) == 2
+    assert all(run["last_checkpoint"] for run in runs)
+
+
+async def test_only_the_newest_spans_and_audit_events_of_the_last_time_stay(stack: Stack, client: Client) -> None:
+    await stack.restart_gateway(max_spans=2)
+    gateway = gateway_of(stack)
+    await busy_session(client)
+    await gateway.ledger.flush()
+    assert await count(gateway, Span) > 2
+    before = await count(gateway, AuditEvent)
+    assert before > 0
+    await gateway.reaper._forgetting.forget()
+    assert (await count(gateway, Span), await count(gateway, AuditEvent)) == (2, before)
+    await change(gateway, AuditEvent, at=time.time() - 366 * DAY_S)
+    await gateway.reaper._forgetting.forget()
+    assert await count(gateway, AuditEvent) == 0
+
+
+async def test_operations_that_were_counted_after_their_models_release_are_forgotten(
+    stack: Stack, client: Client
+) -> None:
+    gateway = gateway_of(stack)
+    live, released = [await client.model(await client.session()) for _ in range(2)]
+    await gateway.store.release_model(released)
+    async with gateway.store.begin() as db:
+        await db.execute(update(Model).where(Model.model_id == released).values(released_at=time.time() - 100))
+        db.add_all([CountedOperation(model_id=each, seq_id=1) for each in (live, released)])
+    await gateway.reaper._forgetting.forget()
+    async with gateway.store.begin() as db:
+        assert list(await db.scalars(select(CountedOperation.model_id))) == [live]
