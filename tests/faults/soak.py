@@ -14,12 +14,13 @@ import argparse
 import json
 import random
 import secrets
+import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -42,6 +43,11 @@ INTERVAL_S = 2.0
 WARM_UP_S = 90.0
 MEASURED_S = 90.0
 LARGEST_GROWTH = 0.05
+LARGEST_SESSION_BYTES = 6000
+"""What an ended session may leave in the database: its row, those of its runs and of its usage, and for a day those of
+its deletions."""
+DATABASE_WARM_UP_MIN = 6.0
+"""Its tables with a bound are full by then."""
 SESSION_TIMEOUT_S = 45.0
 """What a killed client has left goes after that."""
 IDLE_LIMIT_S = 180.0
@@ -49,7 +55,12 @@ ENV = {
     "GATEWAY_SESSION_TIMEOUT_S": str(SESSION_TIMEOUT_S),
     "GATEWAY_REAP_INTERVAL_S": "5",
     "GATEWAY_SPAN_RETENTION_S": "120",
-    "GATEWAY_RESULT_CACHE_BYTES": str(4 * 2**20),  # full within the warm-up, as its default would be within days
+    # What is bounded is full within the warm-up, as it would be with the defaults within days or months.
+    "GATEWAY_RESULT_CACHE_BYTES": str(4 * 2**20),
+    "GATEWAY_ENDED_SESSION_RETENTION_S": "120",
+    "GATEWAY_AUDIT_RETENTION_S": "120",
+    "GATEWAY_MAX_HISTORY_POINTS": "2000",
+    "GATEWAY_MAX_RECENT_SAMPLES": "500",
     "TRAINER_RESULT_RETENTION_S": "120",
     "TRAINER_JOURNAL_MAX_BYTES": str(32 * 2**20),
     "TRAINER_MAX_MODELS": "128",
@@ -129,7 +140,7 @@ def processes(stack: Stack) -> dict[str, psutil.Process]:
 
 
 def sizes(state_dir: Path) -> dict[str, float]:
-    """In megabytes."""
+    """In megabytes, and the number of sessions that there have been."""
 
     def size(folder: str, pattern: str) -> float:
         total = 0
@@ -140,7 +151,10 @@ def sizes(state_dir: Path) -> dict[str, float]:
                 continue
         return round(total / 1e6, 2)
 
+    with closing(sqlite3.connect(f"file:{state_dir / 'gateway' / 'gateway.db'}?mode=ro", uri=True)) as database:
+        num_sessions = database.execute("SELECT count(*) FROM sessions").fetchone()[0]
     return {
+        "sessions": num_sessions,
         "database": size("gateway", "gateway.db*"),
         "trainer": size("trainers", "*"),
         "checkpoints": size("checkpoints", "*"),
@@ -271,6 +285,7 @@ def soak(
         "kills": {victim: kills.count(victim) for victim in sorted(set(kills))},
         "left": remains,
         "versions": num_versions(stack),
+        "bytes_per_session": round(bytes_per_session(watch.sizes)),
         "sizes_mb": watch.sizes,
         "processes": [describe(life) for life in watch.lives.values()],
         "growths": [
@@ -303,7 +318,16 @@ def check(result: dict[str, Any]) -> list[str]:
         for service, what, growth in result["growths"]
         if growth > LARGEST_GROWTH
     ]
+    if (left := bytes_per_session(result["sizes_mb"])) > LARGEST_SESSION_BYTES:
+        wrong.append(f"the database grew by {left:.0f} bytes with each session")
     return wrong
+
+
+def bytes_per_session(sizes_mb: Sequence[dict[str, float]]) -> float:
+    """By how much the database grew with each, after its warm-up; 0 in a run without such a time."""
+    measured = [one for one in sizes_mb if one["minutes"] >= DATABASE_WARM_UP_MIN]
+    num_sessions = measured[-1]["sessions"] - measured[0]["sessions"] if measured else 0
+    return 1e6 * (measured[-1]["database"] - measured[0]["database"]) / num_sessions if num_sessions else 0.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
