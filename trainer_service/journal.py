@@ -28,13 +28,14 @@ from typing import Any, TypeVar
 
 import xxhash
 import zstandard
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from google.rpc import status_pb2
 
 from tinsmith.rpc import errors, tracing
-from tinsmith.rpc.errors import ModelLost, ModelNotFound, OutOfCapacity, ServiceError
+from tinsmith.rpc.errors import DataCorrupted, ModelLost, ModelNotFound, OutOfCapacity, ServiceError
 from tinsmith.v1 import trainer_pb2
 from trainer_service import journal_file
+from trainer_service.journal_file import sum_of
 from trainer_service.journal_pruning import Pruned, Summary, cut_covered, drop_empty, expire, prune, summaries
 from trainer_service.metrics import Metrics
 
@@ -66,13 +67,18 @@ class Body:
     @classmethod
     def pack(cls, kind: str, request: Message) -> Body:
         data = request.SerializeToString(deterministic=True)
-        digest = xxhash.xxh3_128(kind.encode() + b"\0")
-        digest.update(data)
-        return cls(kind, digest.digest(), zstandard.ZstdCompressor(level=1).compress(data))
+        return cls(kind, _digest(kind, data), zstandard.ZstdCompressor(level=1).compress(data))
 
     def unpack(self) -> bytes:
-        """The serialized request."""
-        return zstandard.ZstdDecompressor().decompress(self.compressed)
+        """The serialized request. Raises ValueError when it is not what was packed."""
+        try:
+            data = zstandard.ZstdDecompressor().decompress(self.compressed, allow_extra_data=False)
+        except zstandard.ZstdError as error:
+            raise ValueError(str(error)) from None
+        # A creation that came without a seed has got one since, and kept the digest of what came.
+        if self.kind != "create_model" and _digest(self.kind, data) != self.digest:
+            raise ValueError("its digest is another one")
+        return data
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +89,7 @@ class Record:
     digest: bytes
     state: State
     outcome: trainer_pb2.WaitResultResponse | ServiceError | None
-    """None while it is not finished, and when its result has expired."""
+    """None while it is not finished, and when its result has expired; DataCorrupted for one that is damaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +123,7 @@ class Journal:
     """Opened once. The coroutines may be called from one event loop; `close` waits for what was asked before it."""
 
     def __init__(self, path: Path, *, max_bytes: int, result_retention_s: float, metrics: Metrics) -> None:
+        self._path = path
         self._max_bytes = max_bytes
         self._result_retention_s = result_retention_s
         self._metrics = metrics
@@ -163,14 +170,15 @@ class Journal:
             elif not connection.execute("SELECT 1 FROM models WHERE model_id = ?", (model_id,)).fetchone():
                 raise ModelNotFound(f"model_id: {model_id!r} was deleted", model_id=model_id)
             connection.execute(
-                "INSERT INTO operations (model_id, seq_id, kind, digest, request, accepted_at) "
-                "VALUES (?, ?, ?, ?, ?, ?)",
-                (model_id, seq_id, body.kind, body.digest, body.compressed, now),
+                "INSERT INTO operations (model_id, seq_id, kind, digest, request, accepted_at, request_sum) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (model_id, seq_id, body.kind, body.digest, body.compressed, now, request_sum),
             )
             self._sizes.total += num_bytes
             self._sizes.pending += num_bytes
             self._appended[model_id] += num_bytes
 
+        request_sum = sum_of(model_id, seq_id, body.kind, body.compressed)
         with tracing.span("journal"):
             await self._submit(run)
 
@@ -190,6 +198,7 @@ class Journal:
         def run(connection: sqlite3.Connection) -> None:
             failed = isinstance(outcome, ServiceError)
             message = errors.to_proto(outcome) if isinstance(outcome, ServiceError) else outcome
+            state = State.FAILED if failed else State.DONE
             result = message.SerializeToString()
             row = connection.execute(
                 "SELECT length(request) FROM operations WHERE model_id = ? AND seq_id = ? AND state = 0",
@@ -198,9 +207,9 @@ class Journal:
             if row is None:
                 return
             connection.execute(
-                "UPDATE operations SET state = ?, result = ?, finished_at = ?, request = CASE WHEN ? THEN request END "
-                "WHERE model_id = ? AND seq_id = ?",
-                (State.FAILED if failed else State.DONE, result, time.time(), keep_body, model_id, seq_id),
+                "UPDATE operations SET state = ?, result = ?, result_sum = ?, finished_at = ?, "
+                "request = CASE WHEN ? THEN request END WHERE model_id = ? AND seq_id = ?",
+                (state, result, _result_sum(model_id, seq_id, state, result), time.time(), keep_body, model_id, seq_id),
             )
             self._sizes.pending -= row[0]
             self._sizes.total += len(result)
@@ -216,22 +225,29 @@ class Journal:
     async def find(self, model_id: str, seq_id: int) -> Record | None:
         """The operation, or None when it was never accepted or nothing of it is left."""
 
-        def run(connection: sqlite3.Connection) -> tuple[str, bytes, int, bytes | None] | None:
+        def run(connection: sqlite3.Connection) -> tuple[str, bytes, int, bytes | None, bytes | None] | None:
             return connection.execute(
-                "SELECT kind, digest, state, result FROM operations WHERE model_id = ? AND seq_id = ?",
+                "SELECT kind, digest, state, result, result_sum FROM operations WHERE model_id = ? AND seq_id = ?",
                 (model_id, seq_id),
             ).fetchone()
 
         row = await self._submit(run)
         if row is None:
             return None
-        kind, digest, number, result = row
-        state = State(number)
+        kind, digest, number, result, result_sum = row
         if result is None:
-            return Record(kind, digest, state, None)
-        if state == State.FAILED:
-            return Record(kind, digest, state, errors.from_proto(status_pb2.Status.FromString(result)))
-        return Record(kind, digest, state, trainer_pb2.WaitResultResponse.FromString(result))
+            return Record(kind, digest, State(number), None)
+        if result_sum not in (None, _result_sum(model_id, seq_id, number, result)):
+            damage = self._damaged("answer", model_id, seq_id, "its checksum is another one")
+            return Record(kind, digest, State(number), damage)
+        try:
+            if number == State.FAILED:
+                outcome = errors.from_proto(status_pb2.Status.FromString(result))
+            else:
+                outcome = trainer_pb2.WaitResultResponse.FromString(result)
+        except DecodeError as error:
+            outcome = self._damaged("answer", model_id, seq_id, str(error))
+        return Record(kind, digest, State(number), outcome)
 
     # What a restart reads
 
@@ -261,13 +277,31 @@ class Journal:
         return [Entry(seq_id, kind, digest, State(state), size) for seq_id, kind, digest, state, size in rows]
 
     async def body(self, model_id: str, seq_id: int) -> Body:
-        """Of an operation that has one."""
-        kind, digest, request = await self._submit(
+        """Of an operation that has one. Raises DataCorrupted, naming this file, when it is not what was appended."""
+        kind, digest, request, request_sum = await self._submit(
             lambda connection: connection.execute(
-                "SELECT kind, digest, request FROM operations WHERE model_id = ? AND seq_id = ?", (model_id, seq_id)
+                "SELECT kind, digest, request, request_sum FROM operations WHERE model_id = ? AND seq_id = ?",
+                (model_id, seq_id),
             ).fetchone()
         )
+        if request_sum not in (None, sum_of(model_id, seq_id, kind, request)):
+            raise self._damaged("request", model_id, seq_id, "its checksum is another one")
         return Body(kind, digest, request)
+
+    async def unpacked(self, model_id: str, seq_id: int) -> bytes:
+        """The serialized request. Raises what `body` raises, also for rows of a format without checksums."""
+        body = await self.body(model_id, seq_id)
+        try:
+            return await asyncio.to_thread(body.unpack)
+        except ValueError as error:
+            raise self._damaged("request", model_id, seq_id, str(error)) from None
+
+    def _damaged(self, what: str, model_id: str, seq_id: int, why: str) -> DataCorrupted:
+        return DataCorrupted(
+            f"the {what} of {model_id}, seq_id {seq_id}, in the journal {self._path} is damaged: {why}",
+            model_id=model_id,
+            seq_id=seq_id,
+        )
 
     async def lose(self, model_id: str, reason: str) -> None:
         """The model will never be restored: what of it has not run fails."""
@@ -278,15 +312,22 @@ class Journal:
             (num_bytes,) = connection.execute(
                 "SELECT coalesce(sum(length(request)), 0) FROM operations WHERE model_id = ? AND state = 0", (model_id,)
             ).fetchone()
-            num_failed = connection.execute(
-                "UPDATE operations SET state = ?, result = ?, finished_at = ? WHERE model_id = ? AND state = 0",
-                (State.FAILED, status, now, model_id),
-            ).rowcount
+            waiting = connection.execute(
+                "SELECT seq_id FROM operations WHERE model_id = ? AND state = 0", (model_id,)
+            ).fetchall()
+            connection.executemany(
+                "UPDATE operations SET state = ?, result = ?, result_sum = ?, finished_at = ? "
+                "WHERE model_id = ? AND seq_id = ?",
+                [
+                    (State.FAILED, status, _result_sum(model_id, seq_id, State.FAILED, status), now, model_id, seq_id)
+                    for (seq_id,) in waiting
+                ],
+            )
             connection.execute(
                 "UPDATE models SET state = 'lost', reason = ?, ended_at = ? WHERE model_id = ?", (reason, now, model_id)
             )
             self._sizes.pending -= num_bytes
-            self._sizes.total += num_failed * len(status)
+            self._sizes.total += len(waiting) * len(status)
 
         await self._submit(run)
 
@@ -493,6 +534,16 @@ class _Sizes:
             "coalesce(sum(CASE state WHEN 0 THEN length(request) END), 0) FROM operations"
         ).fetchone()
         return cls(*row)
+
+
+def _digest(kind: str, data: bytes) -> bytes:
+    digest = xxhash.xxh3_128(kind.encode() + b"\0")
+    digest.update(data)
+    return digest.digest()
+
+
+def _result_sum(model_id: str, seq_id: int, state: int, result: bytes) -> bytes:
+    return sum_of(model_id, seq_id, str(int(state)), result)
 
 
 def lost(model_id: str, reason: str) -> ModelLost:

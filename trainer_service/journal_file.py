@@ -1,6 +1,6 @@
 """The journal's file: its tables, how it is opened, and what an older format becomes.
 
-Format 2 (PRAGMA user_version), enough to replay a model after a crash:
+Format 3 (PRAGMA user_version), enough to replay a model after a crash:
 
     models      one row for each model: state "live", "lost" (it could not be restored; `reason` says why) or "failed"
                 (its creation failed). `snapshot_*`: the newest durable snapshot, which covers every operation up to
@@ -15,6 +15,9 @@ Format 2 (PRAGMA user_version), enough to replay a model after a crash:
                 state   0 accepted, 1 done, 2 failed
                 result  serialized WaitResultResponse (done) or google.rpc.Status (failed); NULL until then, and once
                         expired
+                request_sum, result_sum
+                        XXH3-64 of what is beside them and of where it belongs (`sum_of`), because SQLite does not
+                        notice a byte that changes; NULL in rows of an earlier format
 
 Rows above cut_seq_id are kept as long as their model lives: together they are its history.
 """
@@ -24,7 +27,9 @@ from __future__ import annotations
 import sqlite3
 from pathlib import Path
 
-FORMAT = 2
+import xxhash
+
+FORMAT = 3
 NAME = "journal.sqlite"
 
 _SCHEMA = """
@@ -50,6 +55,8 @@ CREATE TABLE operations (
     result BLOB,
     accepted_at REAL NOT NULL,
     finished_at REAL,
+    request_sum BLOB,
+    result_sum BLOB,
     UNIQUE (model_id, seq_id)
 ) STRICT;
 CREATE INDEX expiring ON operations (finished_at) WHERE result IS NOT NULL;
@@ -68,6 +75,18 @@ UPDATE models SET cut_seq_id =
 UPDATE models SET reason = 'it was lost by a trainer that restored none' WHERE state = 'lost';
 ALTER TABLE models DROP COLUMN replayable;
 """
+
+_FROM_2 = """
+ALTER TABLE operations ADD COLUMN request_sum BLOB;
+ALTER TABLE operations ADD COLUMN result_sum BLOB;
+"""
+
+
+def sum_of(model_id: str, seq_id: int, what: str, data: bytes) -> bytes:
+    """`what`: the kind of a request; of a result the number of its state."""
+    digest = xxhash.xxh3_64(f"{model_id}\0{seq_id}\0{what}\0".encode())
+    digest.update(data)
+    return digest.digest()
 
 
 def connect(path: Path) -> sqlite3.Connection:
@@ -90,7 +109,9 @@ def connect(path: Path) -> sqlite3.Connection:
         if version == 0:
             connection.executescript(f"BEGIN EXCLUSIVE; {_SCHEMA} PRAGMA user_version = {FORMAT}; COMMIT;")
         elif version == 1:
-            connection.executescript(f"BEGIN EXCLUSIVE; {_FROM_1} PRAGMA user_version = {FORMAT}; COMMIT;")
+            connection.executescript(f"BEGIN EXCLUSIVE; {_FROM_1} {_FROM_2} PRAGMA user_version = {FORMAT}; COMMIT;")
+        elif version == 2:
+            connection.executescript(f"BEGIN EXCLUSIVE; {_FROM_2} PRAGMA user_version = {FORMAT}; COMMIT;")
         elif version != FORMAT:
             raise SystemExit(f"{path} has format {version}; this trainer reads format {FORMAT}")
     except sqlite3.OperationalError as error:

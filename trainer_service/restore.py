@@ -74,7 +74,11 @@ class Restorer:
         logger.info("restoring %s: from seq_id %d, and %d operations after it", model_id, start, len(following))
 
         async def work_of(entry: Entry) -> Work:
-            return await self._work_of(model_id, entry)
+            try:
+                return await self._work_of(model_id, entry)
+            except DataCorrupted as error:  # of the journal: what follows cannot be computed any more
+                await self.journal.lose(model_id, str(error))
+                raise
 
         async def forget() -> None:
             self.operations.models.pop(model_id, None)
@@ -87,7 +91,7 @@ class Restorer:
         """Verified. Later ones are deleted: the model gets there by another way now."""
         model_id, files = model.model_id, self.snapshots.files
         unanswered = min((entry.seq_id for entry in history if entry.state == State.ACCEPTED), default=None)
-        # A journal that has lost its end, which no power cut does to a disk that keeps what it was told to, is followed.
+        # A journal that has lost its end, as no power cut does where a disk keeps what it was told to, is followed.
         known_to = max([model.cut_seq_id, -1 if model.snapshot_seq_id is None else model.snapshot_seq_id])
         known_to = max(known_to, history[-1].seq_id if history else -1)
         later: list[int] = []
@@ -135,8 +139,10 @@ class Restorer:
         """Its work, and the base model that it asks for."""
         if not history or history[0].seq_id != 0 or not history[0].num_bytes:
             raise _Lost("its creation is not in the journal")
-        body = await self.journal.body(model.model_id, 0)
-        request = pb.CreateModelRequest.FromString(body.unpack())
+        try:
+            request = pb.CreateModelRequest.FromString(await self.journal.unpacked(model.model_id, 0))
+        except DataCorrupted as error:
+            raise _Lost(str(error)) from None
         done = history[0].state == State.DONE
         if done and request.lora_config.rank and not request.lora_config.HasField("seed"):
             raise _Lost("it was made by an earlier version, which did not note the random numbers that it began with")
@@ -153,8 +159,7 @@ class Restorer:
     async def _work_of(self, model_id: str, entry: Entry) -> Work:
         if entry.state != State.ACCEPTED and not entry.num_bytes:  # it left the model as it was
             return _nothing
-        body = await self.journal.body(model_id, entry.seq_id)
-        data = await asyncio.to_thread(body.unpack)
+        data = await self.journal.unpacked(model_id, entry.seq_id)
         match entry.state:
             case State.ACCEPTED:
                 return await self._work(entry.kind, data)
@@ -176,6 +181,8 @@ class Restorer:
             answer = await work(turn)
             record = await self.journal.find(model_id, entry.seq_id)
             before = record.outcome if record is not None else None
+            if isinstance(before, ServiceError):  # it is damaged: what was loaded is not known
+                raise before
             if isinstance(before, Answer) and _source(before) != _source(answer):
                 raise FailedPrecondition(f"{_source(before)} was loaded, and {_source(answer)} is there now")
             return answer

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tests.batches import random_datum, request
-from tinsmith.rpc.errors import InvalidRequest, ModelLost, ModelNotFound, OutOfCapacity
+from tinsmith.rpc.errors import DataCorrupted, InvalidRequest, ModelLost, ModelNotFound, OutOfCapacity
 from tinsmith.v1 import trainer_pb2 as pb
 from trainer_service.journal import Body, Journal, LiveModel, Record, State
 from trainer_service.metrics import Metrics
@@ -331,7 +331,7 @@ async def test_a_journal_of_a_later_format_is_refused(tmp_path: Path) -> None:
     database = sqlite3.connect(tmp_path / "journal.sqlite")
     database.execute("PRAGMA user_version = 99")
     database.close()
-    with pytest.raises(SystemExit, match="has format 99; this trainer reads format 2"):
+    with pytest.raises(SystemExit, match="has format 99; this trainer reads format 3"):
         async with opened(tmp_path):
             pass
 
@@ -373,3 +373,80 @@ async def test_on_a_full_disk_appends_are_refused_and_what_is_there_can_be_read(
         await executed(journal, range(3, 9), length=4096)
     async with opened(tmp_path) as journal:
         assert [seq_id for seq_id, _ in await requests(journal)] == list(range(9))
+
+
+def flipped(content: bytes, at: int) -> bytes:
+    changed = bytearray(content)
+    changed[at] ^= 1 << at % 8
+    return bytes(changed)
+
+
+async def damage(journal: Journal, column: str, seq_id: int, at: int, *, had_sum: bool) -> None:
+    """Of one bit. Without `had_sum` the row is one of an earlier format."""
+
+    def run(connection: sqlite3.Connection) -> None:
+        (content,) = connection.execute(f"SELECT {column} FROM operations WHERE seq_id = ?", (seq_id,)).fetchone()
+        connection.execute(f"UPDATE operations SET {column} = ? WHERE seq_id = ?", (flipped(content, at), seq_id))
+        if not had_sum:
+            connection.execute("UPDATE operations SET request_sum = NULL, result_sum = NULL")
+
+    await journal._submit(run)
+
+
+@pytest.mark.parametrize("had_sum", [True, False], ids=["with a sum", "of an earlier format"])
+async def test_a_bit_that_changed_in_a_request_is_noticed_wherever_it_is(tmp_path: Path, had_sum: bool) -> None:
+    async with opened(tmp_path) as journal:
+        await executed(journal, range(3))
+        whole = batch(2)
+        for at in range(0, len(whole.compressed), 7):
+            await damage(journal, "request", 2, at, had_sum=had_sum)
+            with pytest.raises(DataCorrupted, match=rf"request of {MODEL}, seq_id 2, in the journal {tmp_path}"):
+                await journal.unpacked(MODEL, 2)
+            await damage(journal, "request", 2, at, had_sum=had_sum)
+        assert await journal.unpacked(MODEL, 2) == whole.unpack()
+
+
+async def test_a_creation_that_has_got_its_seed_here_is_compared_with_what_was_stored(tmp_path: Path) -> None:
+    async with opened(tmp_path) as journal:
+        await journal.append(MODEL, 0, Body("create_model", b"of what came without a seed", created().compressed))
+        assert pb.CreateModelRequest.FromString(await journal.unpacked(MODEL, 0)).base_model == "tiny"
+        for at in range(len(created().compressed)):
+            await damage(journal, "request", 0, at, had_sum=True)
+            with pytest.raises(DataCorrupted, match=rf"{MODEL}, seq_id 0, in the journal"):
+                await journal.unpacked(MODEL, 0)
+            await damage(journal, "request", 0, at, had_sum=True)
+
+
+async def test_a_bit_that_changed_in_an_answer_is_an_error_instead_of_other_numbers(tmp_path: Path) -> None:
+    async with opened(tmp_path) as journal:
+        await executed(journal, range(2))
+        await journal.append(MODEL, 2, batch(2))
+        await journal.finish(MODEL, 2, InvalidRequest("rank: 0 is wrong"))
+        await journal.append(MODEL, 3, batch(3))
+        await journal.lose(MODEL, "its snapshot is damaged")
+        wholes = [await journal.find(MODEL, seq_id) for seq_id in range(4)]
+        for seq_id, column, last in ((1, "result", 20), (2, "result", 20), (3, "result", 20), (1, "result_sum", 8)):
+            for at in range(0, last, 3):
+                await damage(journal, column, seq_id, at, had_sum=True)
+                record = await journal.find(MODEL, seq_id)
+                assert record is not None
+                assert isinstance(record.outcome, DataCorrupted)
+                assert f"the answer of {MODEL}, seq_id {seq_id}, in the journal {tmp_path}" in str(record.outcome)
+                await damage(journal, column, seq_id, at, had_sum=True)
+        assert [str(await journal.find(MODEL, seq_id)) for seq_id in range(4)] == [str(one) for one in wholes]
+
+
+async def test_rows_of_format_2_have_no_checksums_and_are_read(tmp_path: Path) -> None:
+    async with opened(tmp_path) as journal:
+        await executed(journal, range(3))
+    old = sqlite3.connect(tmp_path / "journal.sqlite")
+    old.executescript(
+        "ALTER TABLE operations DROP COLUMN request_sum; ALTER TABLE operations DROP COLUMN result_sum; "
+        "PRAGMA user_version = 2;"
+    )
+    old.close()
+    async with opened(tmp_path) as journal:
+        await executed(journal, [3])
+        assert await requests(journal) == [(0, created()), *((n, batch(n)) for n in (1, 2, 3))]
+        records = [await journal.find(MODEL, seq_id) for seq_id in (2, 3)]
+        assert [record.outcome for record in records if record is not None] == [done(2.0), done(3.0)]

@@ -14,9 +14,11 @@ from tests.batches import random_datum, request
 from tests.models import VOCAB_SIZE
 from tests.unit.trainer_service.restoring import NEVER, Process
 from tinsmith.modeling.base_model import BaseModel
+from tinsmith.rpc.errors import ModelLost
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 from trainer_service.journal import Body, State
+from trainer_service.journal_file import sum_of
 from trainer_service.snapshots import Policy
 from trainer_service.work import Answer
 
@@ -146,8 +148,11 @@ async def test_a_crash_at_any_moment_of_a_pipelined_run_changes_no_bit_and_loses
     start: Start, tmp_path: Path
 ) -> None:
     process = await start(tmp_path / "undisturbed", policy=EVERY_OTHER)
-    operations = [await process.send(one) for one in SCRIPT]
-    crashes = []
+    operations, crashes = [], []
+    for n, one in enumerate(SCRIPT):
+        operations.append(await process.send(one))
+        if n % 6 == 5:  # a fast machine has done them when the last is sent
+            crashes.append(await process.crash(tmp_path / f"crash-{len(crashes)}"))
     while not all(operation.outcome.done() for operation in operations):
         crashes.append(await process.crash(tmp_path / f"crash-{len(crashes)}"))
         await asyncio.sleep(0.05)
@@ -157,7 +162,6 @@ async def test_a_crash_at_any_moment_of_a_pipelined_run_changes_no_bit_and_loses
         assert await outcomes(process) == expected
         assert_equal(await process.weights(MODEL), weights)
         await process.stop()
-    assert len(crashes) > 3
 
 
 async def test_crashes_during_the_replay_change_no_bit_either(start: Start, tmp_path: Path) -> None:
@@ -227,6 +231,71 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+def damage(folder: Path, column: str, seq_id: int) -> None:
+    journal = sqlite3.connect(folder / "journal.sqlite")
+    where = "WHERE seq_id = ?"
+    (content,) = journal.execute(f"SELECT {column} FROM operations {where}", (seq_id,)).fetchone()
+    changed = bytearray(content)
+    changed[len(changed) // 2] ^= 1
+    journal.execute(f"UPDATE operations SET {column} = ? {where}", (bytes(changed), seq_id))
+    journal.commit()
+    journal.close()
+
+
+@pytest.mark.parametrize("seq_id", [0, 3], ids=["creation", "batch"])
+async def test_a_model_whose_journal_is_damaged_is_lost_and_the_entry_is_named(
+    start: Start, tmp_path: Path, seq_id: int
+) -> None:
+    process = await start(tmp_path / "0")
+    await run(process, SCRIPT[:10])
+    folder = await process.crash(tmp_path / "1")
+    damage(folder, "request", seq_id)
+    for _ in range(2):  # it stays so
+        again = await start(folder)
+        with pytest.raises(ModelLost, match=f"request of {MODEL}, seq_id {seq_id}, in the journal {folder}/journal"):
+            await again.scheduler.check_held(MODEL)
+        assert isinstance(await again.outcome(MODEL, 2), Answer)
+        assert await again.journal.live_models() == []
+        await again.stop()
+
+
+async def test_a_snapshot_after_a_damaged_entry_brings_the_model_back(start: Start, tmp_path: Path) -> None:
+    process = await start(tmp_path / "0", policy=EVERY_STEP)
+    await run(process, SCRIPT[:3])
+    await settled(process)
+    weights = await process.weights(MODEL)
+    folder = await process.crash(tmp_path / "1")
+    damage(folder, "request", 1)
+    again = await start(folder)
+    assert_equal(await again.weights(MODEL), weights)
+
+
+async def test_a_damaged_answer_fails_its_future_and_not_the_replay(start: Start, tmp_path: Path) -> None:
+    process = await start(tmp_path / "0")
+    await run(process, SCRIPT[:10])
+    weights = await process.weights(MODEL)
+    folder = await process.crash(tmp_path / "1")
+    for seq_id in (3, 4):  # one that had failed, too
+        damage(folder, "result", seq_id)
+    again = await start(folder)
+    assert_equal(await again.weights(MODEL), weights)
+    for seq_id in (3, 4):
+        assert f"the answer of {MODEL}, seq_id {seq_id}, in the journal" in str(await again.outcome(MODEL, seq_id))
+
+
+async def test_a_load_whose_damaged_answer_does_not_tell_what_was_read_gives_the_model_up(
+    start: Start, tmp_path: Path
+) -> None:
+    process = await start(tmp_path / "0")
+    await run(process, [creation(), batch(1), step(2), save(3, "one"), load(4, "one"), batch(5), step(6)])
+    folder = await process.crash(tmp_path / "1")
+    shutil.rmtree(folder / "snapshots")
+    damage(folder, "result", 4)
+    again = await start(folder)
+    with pytest.raises(ModelLost, match=f"the answer of {MODEL}, seq_id 4, in the journal .* is damaged"):
+        await again.scheduler.check_held(MODEL)
+
+
 async def test_a_save_that_was_written_but_not_answered_finishes_as_what_it_is(start: Start, tmp_path: Path) -> None:
     process = await start(tmp_path / "0")
     await run(process, [creation(), batch(1), step(2), save(3, "one"), save(4, "", kind=EPHEMERAL)])
@@ -236,7 +305,8 @@ async def test_a_save_that_was_written_but_not_answered_finishes_as_what_it_is(s
     for seq_id, message in ((3, save(3, "one")), (4, save(4, "", kind=EPHEMERAL))):
         request = Body.pack("save_checkpoint", message).compressed
         journal.execute(
-            "UPDATE operations SET state = 0, result = NULL, request = ? WHERE seq_id = ?", (request, seq_id)
+            "UPDATE operations SET state = 0, result = NULL, request = ?, request_sum = ? WHERE seq_id = ?",
+            (request, sum_of(MODEL, seq_id, "save_checkpoint", request), seq_id),
         )
     journal.commit()
     journal.close()
