@@ -35,7 +35,7 @@ def test_the_sdk_trains_publishes_and_samples_and_nobody_gets_in_without_a_certi
         with tinker.ServiceClient(base_url=stack.base_url, api_key="tml-secret") as service:
             client = new_model(service, rank=4)
             train(client, batch(1), steps=1, adam=tinker.AdamParams(learning_rate=1e-3))
-            sampler = client.save_weights_and_get_sampling_client()
+            sampler = client.save_weights_and_get_sampling_client().result()
             prompt = tinker.ModelInput.from_ints(PROMPT)
             sampled = sampler.sample(prompt, 1, tinker.SamplingParams(max_tokens=3)).result()
             assert len(sampled.sequences[0].tokens) == 3
