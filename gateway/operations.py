@@ -192,7 +192,10 @@ class Operations:
                 raise InvalidRequest(known.error) from None
             return await self._attached(pending, submission.base_model, submission.seq_id)
         except asyncio.CancelledError:
-            accepted.set_exception(NotReady("the gateway is going down"))
+            if pending.answer is None:
+                accepted.set_exception(NotReady("the gateway is going down"))
+            else:  # its model has ended: a failed future
+                accepted.set_result(None)
             raise
         except ServiceError:  # the trainer does not exist: a failed future
             accepted.set_result(None)

@@ -76,6 +76,9 @@ async def test_a_save_that_is_answered_again_moves_no_sampler_back(stack: Stack,
     model_id = await client.model(session_id)
     sampler_id = (await save(client, model_id, 1, sampling_session_seq_id=1))["sampling_session_id"]
     await save(client, model_id, 2, sampling_session_seq_id=2)
+    async with asyncio.timeout(10):  # the answer does not wait for them
+        while not stack.sampler.moves or stack.sampler.moves[-1][1] != f"{model_id}@2":  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
     moves = stack.sampler.moves[:]
     await stack.restart_gateway()
     again = await save(client, model_id, 1, sampling_session_seq_id=1)

@@ -21,7 +21,7 @@ async def run_program(name: str, url: str) -> None:
         stderr=asyncio.subprocess.STDOUT,
     )
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             output, _ = await process.communicate()
     except TimeoutError:
         process.kill()

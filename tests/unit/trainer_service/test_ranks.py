@@ -155,6 +155,7 @@ def test_whatever_changes_an_engine_is_done_on_every_rank() -> None:
         "forward_backward",  # begin, run and finish
         "capture",  # reads
         "weights",
+        "is_tainted",
         "check_trainable",
         # What a plan or the settings say, the same on every rank:
         "token_budget",
