@@ -79,6 +79,11 @@ class Caller:
         """Whether what belongs to `owner` exists for this caller: the one rule of it."""
         return self.admin or owner == self.owner
 
+    @property
+    def cache_salt(self) -> str:
+        """Of an owner's samples, so that they reuse nothing of other owners'; empty when any key is accepted."""
+        return hashlib.sha256(self.owner.encode()).hexdigest()[:32] if self.key_id else ""
+
 
 _ANYONE = Caller(LOCAL, "", "any key", "this server accepts any key, from its own machine only", admin=True)
 

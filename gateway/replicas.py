@@ -271,7 +271,7 @@ class Replicas:
         by_address = {replica.address: replica for replica in candidates}
         tokens = b"".join(chunk.encoded_text.tokens for chunk in request.prompt)
         key = self._conversations.key(
-            version_id or base_model,
+            (version_id or base_model) + request.cache_salt,
             tokens,
             is_idle=lambda key: not by_address[ranked(key, by_address)[0]].load,
         )

@@ -46,8 +46,8 @@ class Conversations:
         """By the hash of everything up to a prompt's last full block; the latest used last."""
 
     def key(self, namespace: str, tokens: bytes, *, is_idle: Callable[[bytes], bool]) -> bytes:
-        """`namespace`: what has one prefix cache, a version. `tokens`: int32. `is_idle`: whether the first choice of a
-        key has nothing to do."""
+        """`namespace`: what shares keys and values, a version and an owner's salt. `tokens`: int32. `is_idle`: whether
+        the first choice of a key has nothing to do."""
         prefixes = _prefix_hashes(namespace, tokens)
         known = next((prefix for prefix in reversed(prefixes) if prefix in self._keys), None)
         if known is not None:

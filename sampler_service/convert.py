@@ -45,6 +45,7 @@ def request_from_proto(message: pb.SampleRequest) -> Request:
         prompt_alt_tokens_k=message.prompt_alt_tokens_k,
         follow_run=message.follow_run,
         on_probation=message.on_probation,
+        cache_salt=message.cache_salt,
     )
 
 

@@ -74,6 +74,8 @@ class Request:
     """The run whose newest version it moves to between tokens; empty: it keeps its version to the end."""
     on_probation: bool = False
     """The version may be on probation, and a full queue is no reason to refuse the request."""
+    cache_salt: str = ""
+    """It reuses what requests with the same one have computed, and nothing else."""
 
 
 @dataclass(frozen=True, slots=True)

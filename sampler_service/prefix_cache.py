@@ -1,9 +1,10 @@
 """Keys and values of what was computed before, for requests that begin with the same tokens.
 
 Tokens are cut into blocks. A block's digest covers its tokens and the digest of the block before it, so it stands for
-all tokens up to its end; the first block's parent is the namespace, one for each version. A request copies the longest
-chain of blocks that it finds into its lane, and a chain is copied out when a prompt or a generation is complete: lanes
-stay contiguous, and nothing that is running ever depends on a block that is evicted.
+all tokens up to its end. The first block's parent is the namespace, one for each version, with the request's salt, so
+that nothing is found of requests with another one. A request copies the longest chain of blocks that it finds into its
+lane, and a chain is copied out when a prompt or a generation is complete: lanes stay contiguous, and nothing that is
+running ever depends on a block that is evicted.
 
 Whoever uses a block uses those before it too, and they count as used later than it. So the least recently used block
 is always the last one of its chain, and what is left is never out of reach.
@@ -22,10 +23,10 @@ from tinsmith.modeling.kv_cache import KVBlocks, KVCache
 BLOCK_TOKENS = 16
 
 
-def digests_of(namespace: int, tokens: Ints, known: Sequence[bytes] = ()) -> list[bytes]:
+def digests_of(namespace: int, tokens: Ints, known: Sequence[bytes] = (), *, salt: str = "") -> list[bytes]:
     """Digests of the full blocks of `tokens`; `known` are those of its first ones."""
     digests = list(known)
-    digest = digests[-1] if digests else namespace.to_bytes(16, "little")
+    digest = digests[-1] if digests else _root(namespace, salt)
     data = memoryview(tokens.astype("<i4").tobytes())
     size = 4 * BLOCK_TOKENS
     for start in range(len(digests) * size, len(data) - size + 1, size):
@@ -33,6 +34,11 @@ def digests_of(namespace: int, tokens: Ints, known: Sequence[bytes] = ()) -> lis
         digest = blake2b(data[start : start + size], key=digest, digest_size=16).digest()
         digests.append(digest)
     return digests
+
+
+def _root(namespace: int, salt: str) -> bytes:
+    # `person` sets it apart from the digest of a block whose tokens have the salt's bytes.
+    return blake2b(salt.encode(), key=namespace.to_bytes(16, "little"), digest_size=16, person=b"salt").digest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,8 +163,11 @@ class Task:
         namespace = self.namespace_of(sequence)
         prompt = self._prompt_digests.get(namespace)
         if prompt is None:
-            prompt = self._prompt_digests[namespace] = digests_of(namespace, self.request.prompt)
-        return digests_of(namespace, self._tokens(sequence)[:-1], prompt) if sequence.tokens else prompt
+            salt = self.request.cache_salt
+            prompt = self._prompt_digests[namespace] = digests_of(namespace, self.request.prompt, salt=salt)
+        if not sequence.tokens:
+            return prompt
+        return digests_of(namespace, self._tokens(sequence)[:-1], prompt, salt=self.request.cache_salt)
 
     def _tokens(self, sequence: Sequence[Task]) -> Ints:
         """Prompt and output."""

@@ -271,7 +271,8 @@ class VllmEngine(Front):
     def _prompt(self, sequence: RunningSequence[Task]) -> Any:
         from vllm.inputs.engine import tokens_input  # pyright: ignore[reportMissingImports]
 
-        return tokens_input([*sequence.owner.request.prompt.tolist(), *sequence.tokens])
+        request = sequence.owner.request
+        return tokens_input([*request.prompt.tolist(), *sequence.tokens], cache_salt=request.cache_salt or None)
 
     def _sampling_params(self, sequence: RunningSequence[Task], scores: Scores | None) -> Any:
         from vllm.sampling_params import RequestOutputKind, SamplingParams  # pyright: ignore[reportMissingImports]

@@ -159,6 +159,7 @@ async def asample(request: Request) -> Response:
         sequence_ids: list[str] = []
     else:
         mark = fingerprint(message.SerializeToString(deterministic=True), "recorded" if is_recorded else "")
+        message.cache_salt = caller.cache_salt
         gateway.samples.submit(
             request_id, message, session=session, fingerprint=mark, is_recorded=is_recorded, hold=hold
         )

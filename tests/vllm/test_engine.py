@@ -271,12 +271,15 @@ async def test_stops(service: Service, torch_engine: TorchEngine) -> None:
     assert_same(await service.call("Sample", own), await torch_sample(torch_engine, own))
 
 
-async def test_a_prompt_is_reused_by_its_version_alone(service: Service, adapters: dict[str, Adapter]) -> None:
+async def test_a_prompt_is_reused_by_its_version_and_salt_alone(service: Service, adapters: dict[str, Adapter]) -> None:
     prompt = tokens_of(100, 6)
     first = await service.sample(prompt, version_id="all", max_tokens=1)
     again = await service.sample(prompt, version_id="all", max_tokens=1)
     base = await service.sample(prompt, max_tokens=1)
-    assert [one.prompt_cache_hit_tokens for one in (first, again, base)] == [0, 96, 0]
+    other = await service.sample(prompt, version_id="all", max_tokens=1, cache_salt="other")
+    other_again = await service.sample(prompt, version_id="all", max_tokens=1, cache_salt="other")
+    hits = [one.prompt_cache_hit_tokens for one in (first, again, base, other, other_again)]
+    assert hits == [0, 96, 0, 0, 96]
     scored = await service.sample(prompt, version_id="all", max_tokens=1, prompt_logprobs=True)
     assert not np.isnan(floats(scored.prompt_logprobs)[1:]).any()
 

@@ -30,7 +30,7 @@ class GetSamplerInfoResponse(_message.Message):
     def __init__(self, base_models: _Optional[_Iterable[str]] = ..., max_context_length: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., engine: _Optional[str] = ..., device: _Optional[str] = ..., boot_id: _Optional[str] = ..., adapter_groups: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SampleRequest(_message.Message):
-    __slots__ = ("version_id", "prompt", "num_samples", "sampling_params", "prompt_logprobs", "prompt_logprobs_last_n", "topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k", "follow_run", "on_probation")
+    __slots__ = ("version_id", "prompt", "num_samples", "sampling_params", "prompt_logprobs", "prompt_logprobs_last_n", "topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k", "follow_run", "on_probation", "cache_salt")
     VERSION_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,7 @@ class SampleRequest(_message.Message):
     PROMPT_ALT_TOKENS_K_FIELD_NUMBER: _ClassVar[int]
     FOLLOW_RUN_FIELD_NUMBER: _ClassVar[int]
     ON_PROBATION_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     version_id: str
     prompt: _containers.RepeatedCompositeFieldContainer[_types_pb2.Chunk]
     num_samples: int
@@ -55,7 +56,8 @@ class SampleRequest(_message.Message):
     prompt_alt_tokens_k: int
     follow_run: str
     on_probation: bool
-    def __init__(self, version_id: _Optional[str] = ..., prompt: _Optional[_Iterable[_Union[_types_pb2.Chunk, _Mapping]]] = ..., num_samples: _Optional[int] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., prompt_logprobs: _Optional[bool] = ..., prompt_logprobs_last_n: _Optional[int] = ..., topk_prompt_logprobs: _Optional[int] = ..., topk_sample_logprobs: _Optional[int] = ..., target_prompt_logprobs: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., prompt_alt_tokens_k: _Optional[int] = ..., follow_run: _Optional[str] = ..., on_probation: _Optional[bool] = ...) -> None: ...
+    cache_salt: str
+    def __init__(self, version_id: _Optional[str] = ..., prompt: _Optional[_Iterable[_Union[_types_pb2.Chunk, _Mapping]]] = ..., num_samples: _Optional[int] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., prompt_logprobs: _Optional[bool] = ..., prompt_logprobs_last_n: _Optional[int] = ..., topk_prompt_logprobs: _Optional[int] = ..., topk_sample_logprobs: _Optional[int] = ..., target_prompt_logprobs: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., prompt_alt_tokens_k: _Optional[int] = ..., follow_run: _Optional[str] = ..., on_probation: _Optional[bool] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("max_tokens", "seed", "temperature", "top_k", "top_p", "stop")

@@ -343,6 +343,32 @@ async def test_an_admin_sees_and_changes_everything(people: People) -> None:
             assert reply.status_code == 200, (case, reply.text)
 
 
+async def test_each_owner_has_a_salt_of_its_own_in_the_samplers_prefix_caches(stack: Stack, people: People) -> None:
+    """Or `prompt_cache_hit_tokens` would tell what others have sent."""
+    assert stack.server is not None
+    key, _ = await stack.server.app.state.gateway.keys.create("ada", name="second")
+    async with Client(base_url=stack.url, timeout=20, headers={"x-api-key": key}) as second:
+        salts = []
+        for client in (people.ada, people.bob, second):
+            begin = len(stack.sampler.requests)
+            sampler_id = await client.sampling_session(await client.session())
+            await client.result(await client.call("asample", sample_body(sampler_id, 0)))
+            for stream in (False, True):
+                body = {"model": BASE_MODEL, "max_tokens": 2, "stream": stream}
+                for endpoint, prompt in (
+                    ("completions", {"prompt": "the"}),
+                    ("chat/completions", {"messages": [{"role": "user", "content": "the"}]}),
+                ):
+                    assert (await client.post(f"/v1/{endpoint}", json=body | prompt)).status_code == 200
+            sent = [request.cache_salt for request in stack.sampler.requests[begin:]]
+            assert len(sent) == 5
+            assert len(set(sent)) == 1
+            salts.append(sent[0])
+    ada, bob, again = salts
+    assert ada == again != bob
+    assert all(len(salt) == 32 for salt in salts)
+
+
 async def test_keys_of_one_owner_share_everything(stack: Stack, people: People) -> None:
     session_id = await things_of(people.ada)
     assert stack.server is not None

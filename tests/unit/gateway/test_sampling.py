@@ -65,6 +65,7 @@ async def test_every_field_reaches_the_sampler(stack: Stack, client: Client) -> 
     assert (request.topk_prompt_logprobs, request.topk_sample_logprobs) == (4, 5)
     assert list(request.target_prompt_logprobs.shape) == [2, 6]
     assert request.target_prompt_logprobs.sparse_csr.values == (9).to_bytes(8, "little")
+    assert not request.cache_salt  # any key is accepted, so there is one owner
 
 
 async def test_a_version_that_is_not_loaded_is_published_once(stack: Stack, client: Client) -> None:

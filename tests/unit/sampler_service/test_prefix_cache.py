@@ -58,6 +58,14 @@ def test_digests_stand_for_everything_before_them_and_for_full_blocks_only() -> 
     assert digests_of(0, tokens(1)[:-1]) == []
 
 
+def test_a_salt_has_digests_of_its_own_whatever_its_bytes() -> None:
+    salted = digests_of(0, tokens(1, 2), salt="s")
+    assert digests_of(0, tokens(1, 2), salted[:1], salt="s") == salted
+    assert len({*salted, *digests_of(0, tokens(1, 2)), *digests_of(0, tokens(1, 2), salt="t")}) == 6
+    looks_like_a_block = tokens(1).astype("<i4").tobytes().decode()
+    assert not {*digests_of(0, tokens(2), salt=looks_like_a_block)} & {*digests_of(0, tokens(1, 2))}
+
+
 def test_the_longest_common_beginning_is_found() -> None:
     cache = cache_of(8)
     put(cache, 1, 2, 3)

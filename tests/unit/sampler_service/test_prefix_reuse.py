@@ -167,6 +167,24 @@ async def test_each_version_has_its_own_and_it_goes_with_the_version(model_folde
         agree(other, await generate(engine, tokens, version_id="c", **how))
 
 
+@pytest.mark.parametrize("version_id", ["", "a"])
+async def test_what_was_sent_with_another_salt_is_not_found(model_folder: Path, version_id: str) -> None:
+    tokens, how = prompt(2 * B + 3), {"version_id": version_id, "max_tokens": B + 2, "seed": 1}
+    async with serving(model_folder) as engine:
+        await engine.install("a", make_adapter(engine.targets, seed=0))
+        first = await generate(engine, tokens, cache_salt="ada", **how)
+        turn = np.concatenate([tokens, first.sequences[0].tokens]).astype(np.int32)
+        for salt, hits in (("bob", [0, 2 * B]), ("", [0, 2 * B]), ("ada", [2 * B, 3 * B])):
+            results = [await generate(engine, tokens[:-1], cache_salt=salt, **how)]
+            results.append(await generate(engine, turn, cache_salt=salt, **how))
+            assert [result.prompt_cache_hit_tokens for result in results] == hits
+        short = prompt(B - 1, seed=3)  # its first full block ends in what is drawn
+        drawn = await generate(engine, short, cache_salt="ada", **how)
+        turn = np.concatenate([short, drawn.sequences[0].tokens]).astype(np.int32)
+        for salt, hit in (("bob", 0), ("ada", 2 * B)):
+            assert (await generate(engine, turn, cache_salt=salt, **how)).prompt_cache_hit_tokens == hit
+
+
 async def test_equal_prompts_in_one_step_and_in_pieces_do_not_disturb_each_other(model_folder: Path) -> None:
     shared = prompt(2 * B)
     asked = [
