@@ -4,7 +4,7 @@ deleted."""
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import ColumnElement, SelectBase, and_, func, or_, select
@@ -72,6 +72,26 @@ class Catalog:
         query = select(Checkpoint).where(Checkpoint.run_id == run_id, Checkpoint.kind.in_(kinds), exists_now())
         async with self._store.begin() as db:
             return list(await db.scalars(query.order_by(Checkpoint.created_at, Checkpoint.path)))
+
+    async def size_of_save(self, model: Model, *, kind: str, base_models: Collection[str]) -> int | None:
+        """Bytes that a checkpoint of this run has: those of its newest one of the kind, else of another of the same
+        shape, be it another owner's or deleted. None when there was none. `base_models`: the names of its base."""
+        is_it: list[ColumnElement[bool]] = [Checkpoint.kind == kind]
+        if kind == "weights":
+            is_it.append(Checkpoint.has_optimizer.is_(True))  # those that were imported have none
+        own = select(Checkpoint.size_bytes).where(Checkpoint.run_id == model.model_id, *is_it)
+        same = select(func.max(Checkpoint.size_bytes)).where(
+            Checkpoint.base_model.in_(base_models),
+            Checkpoint.optimizer == model.optimizer,
+            Checkpoint.lora_rank == model.lora_rank,
+            Checkpoint.train_unembed == model.train_unembed,
+            Checkpoint.train_mlp == model.train_mlp,
+            Checkpoint.train_attn == model.train_attn,
+            *is_it,
+        )
+        async with self._store.begin() as db:
+            newest = await db.scalar(own.order_by(Checkpoint.created_at.desc()).limit(1))
+            return newest if newest is not None else await db.scalar(same)
 
     async def checkpoints(
         self, *, owner: str, kinds: Sequence[str], limit: int, offset: int

@@ -194,6 +194,11 @@ class Clients:
         infos = (*self.trainer_infos(), *self.sampler_infos())
         return one == other or any(one in info.base_models and other in info.base_models for info in infos)
 
+    def names_of(self, base_model: str) -> set[str]:
+        """All names of this base model, as far as is known now."""
+        infos = (*self.trainer_infos(), *self.sampler_infos())
+        return {base_model}.union(*(info.base_models for info in infos if base_model in info.base_models))
+
     def check_sampled(self, base_model: str) -> None:
         """Raises NotReady or InvalidRequest unless a sampler serves it."""
         if any(base_model in info.base_models for info in self.sampler_infos()):

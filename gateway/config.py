@@ -113,6 +113,8 @@ class GatewayConfig(GrpcTls, BaseSettings):
     """Most sequences of one sample request."""
     max_pending_samples: int = Field(default=4096, gt=0)
     """Samples in work at once; above it asample is answered 429, on which the SDK slows down."""
+    max_pending_samples_per_owner: int = Field(default=2048, gt=0)
+    """Of them, those of one owner, so that nobody takes the places of all others; above it 429, too."""
     max_pending_operations: int = Field(default=1024, gt=0)
     """Training operations of one model in work at once; above it a submission is answered 429."""
     result_cache_bytes: int = Field(default=256 * 2**20, gt=0)

@@ -61,8 +61,8 @@ class Copies:
     async def into_run(self, source_path: str, run_id: str, *, ttl_seconds: int | None, caller: Caller) -> Checkpoint:
         """A new run of an existing session owns it; the same again gives the same copy while there is one.
 
-        Raises AlreadyExists when the run or the copy's path is taken by something else, CheckpointNotFound, and
-        BudgetExceeded. What it raises otherwise comes from the trainer.
+        Raises AlreadyExists when the run or the copy's path is taken by something else, CheckpointNotFound,
+        RateLimited, and BudgetExceeded. What it raises otherwise comes from the trainer.
         """
         asked = TinkerPath.parse(source_path, field="source_path")
         path = TinkerPath(run_id, asked.kind, asked.name)

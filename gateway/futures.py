@@ -125,17 +125,18 @@ class Futures:
         self._ledger = ledger
         self.listener: Listener | None = None
         self._pending: dict[str, Pending] = {}
-        self._num_pending: Counter[str] = Counter()  # by kind and by group
+        self._num_pending: Counter[str | tuple[str, str]] = Counter()  # by kind, by group, and by kind and owner
         self._answers: OrderedDict[str, tuple[str | None, Answer]] = OrderedDict()
         self._num_bytes = 0
         self._closing = False
 
-    def num_pending(self, kind_or_group: str) -> int:
-        return self._num_pending[kind_or_group]
+    def num_pending(self, kind_or_group: str, *, owner: str | None = None) -> int:
+        """Of a kind or in a group; of a kind, also those that hold something of this owner's budget."""
+        return self._num_pending[kind_or_group if owner is None else (kind_or_group, owner)]
 
     def busy_models(self) -> list[str]:
         """Models that have something in work."""
-        return sorted(group for group in self._num_pending if ":train:" in group)
+        return sorted(group for group in self._num_pending if isinstance(group, str) and ":train:" in group)
 
     def pending(self, request_id: str) -> Pending | None:
         return self._pending.get(request_id)
@@ -165,7 +166,7 @@ class Futures:
     def start(self, pending: Pending, work: Coroutine[None, None, Answer]) -> None:
         """Runs the work. It takes the place of other work for the same id, whose own waiters still get its answer."""
         self._pending[pending.request_id] = pending
-        self._num_pending.update((pending.kind, pending.group))
+        self._num_pending.update(_counted(pending))
         self._metrics.pending_futures.labels(kind=pending.kind).inc()
         pending.task = asyncio.create_task(self._run(pending, work))
 
@@ -187,8 +188,8 @@ class Futures:
             outcome = "server"
         finally:
             seconds = time.monotonic() - pending.started_at
-            self._count_down(pending.kind)
-            self._count_down(pending.group)
+            for counted in _counted(pending):
+                self._count_down(counted)
             self._metrics.pending_futures.labels(kind=pending.kind).dec()
             self._metrics.future_seconds.labels(kind=pending.kind, outcome=outcome).observe(seconds)
             if pending.hold is not None:
@@ -203,10 +204,10 @@ class Futures:
                 self.listener.ended(pending.request_id)
         logger.info("%s: %s after %.3f s%s", pending.kind, outcome, seconds, f": {why}" if why else "")
 
-    def _count_down(self, kind_or_group: str) -> None:
-        self._num_pending[kind_or_group] -= 1
-        if not self._num_pending[kind_or_group]:
-            del self._num_pending[kind_or_group]
+    def _count_down(self, counted: str | tuple[str, str]) -> None:
+        self._num_pending[counted] -= 1
+        if not self._num_pending[counted]:
+            del self._num_pending[counted]
 
     def _keep(self, request_id: str, fingerprint: str | None, answer: Answer) -> None:
         fingerprint = fingerprint or self.fingerprint(request_id)
@@ -272,6 +273,11 @@ class Futures:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _counted(pending: Pending) -> list[str | tuple[str, str]]:
+    whose = [] if pending.hold is None else [(pending.kind, pending.hold.owner)]
+    return [pending.kind, pending.group, *whose]
 
 
 def _span(pending: Pending, outcome: str) -> Span:

@@ -62,7 +62,7 @@ class Imports:
         caller: Caller,
     ) -> Imported:
         """`num_bytes`: what the archive has, or 0 where that is not known. Raises HTTPException for one that is too
-        large, BudgetExceeded, and what the trainer raises."""
+        large, RateLimited, BudgetExceeded, and what the trainer raises."""
         trainer = await self._clients.settle(
             lambda: self._clients.find_trainer(base_model), timeout_s=self._config.submit_timeout_s
         )
@@ -86,7 +86,7 @@ class Imports:
         reason, detail = "errored", "the import did not come to its end"
         hold = self._limits.start(caller.owner)
         try:
-            await self._limits.store(hold, str(path), num_bytes=num_bytes)
+            await self._limits.store(hold, str(path), num_bytes=num_bytes or None)
             reply = await self._send(trainer, header, archive)
             row = checkpoint_row(reply.checkpoint, owner=caller.owner)
             await self._copies.add_run(row, user_metadata={})

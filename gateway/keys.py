@@ -11,7 +11,7 @@ import hashlib
 import re
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,14 +127,17 @@ class Keys:
 
     # Budgets
 
-    async def set_budget(self, owner: str, limits: Mapping[str, int | None], *, restart: bool = False) -> None:
-        """`limits`: by the name of their column, tokens and storage_bytes; those that are not there stay. `restart`:
-        tokens that were used before do not count any more."""
+    async def set_budget(
+        self, owner: str, limits: Mapping[str, int | None], *, restart: bool = False
+    ) -> dict[str, int | None]:
+        """What `limits` were before, by the name of their column, tokens and storage_bytes; those that are not there
+        stay. `restart`: tokens that were used before do not count any more."""
         check_owner(owner)
         async with self._store.begin() as db:
             row = await db.get(Budget, owner)
             if row is None:
                 db.add(row := Budget(owner=owner, tokens_from=0, changed_at=time.time()))
+            before = {name: getattr(row, name) for name in limits}
             for name, value in limits.items():
                 setattr(row, name, value)
             if restart:
@@ -150,6 +153,7 @@ class Keys:
                     details={"owner": owner, "restarted": restart, **limits},
                 )
             )
+        return before
 
     async def budgets(self) -> dict[str, Budget]:
         async with self._store.begin() as db:
@@ -163,10 +167,10 @@ class Keys:
         async with self._store.begin() as db:
             return list(await db.scalars(query))
 
-    async def stored_bytes(self, owner: str, *, without: str = "") -> int:
-        """Of all checkpoints but the one with the path `without`."""
+    async def stored_bytes(self, owner: str, *, without: Collection[str] = ()) -> int:
+        """Of all checkpoints but those with the paths `without`."""
         query = select(func.sum(Checkpoint.size_bytes)).where(
-            Checkpoint.owner == owner, Checkpoint.path != without, exists_now()
+            Checkpoint.owner == owner, Checkpoint.path.not_in(without), exists_now()
         )
         async with self._store.begin() as db:
             return int(await db.scalar(query) or 0)

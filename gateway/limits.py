@@ -1,10 +1,11 @@
 """What callers may use: requests and tokens in a minute by key, tokens and stored bytes in total by owner.
 
 A **budget** is never passed: what is in work counts with all that it may still use, so work that might not fit is
-refused, or, where it would fit if others used less than they may, told to come again. Tokens of other gateways are
-known when those have written them, which they do every second. A refusal by a budget is final for the SDK (403, or a
-future that fails with category "user"), because nothing changes until somebody raises the budget: 402 would make it
-ask again for an hour without a word to its user.
+refused, or, where it would fit if others used less than they may, told to come again. Of a save nobody knows the size
+before the first of its shape is stored: that one may take all the room there is, and others wait for it. Tokens of
+other gateways are known when those have written them, which they do every second. A refusal by a budget is final for
+the SDK (403, or a future that fails with category "user"), because nothing changes until somebody raises the budget:
+402 would make it ask again for an hour without a word to its user.
 
 A **rate** makes work wait: 429 with Retry-After, on which the SDK backs off. A training operation that has waited for
 PATIENCE_S is let through all the same, because its client gives up after 300 s, and the operations after it in the
@@ -14,11 +15,13 @@ itself.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 
 from gateway.auth import Caller
 from gateway.keys import Keys
@@ -29,6 +32,7 @@ from tinsmith.v1 import sampler_pb2
 
 PATIENCE_S = 120.0
 _MAX_WAITING = 100_000
+_MAX_PATHS = 10_000
 _LONGEST_RETRY_S = 60
 """The SDK does not read a longer Retry-After."""
 _FREE = (
@@ -73,7 +77,7 @@ class Bucket:
         self._at = now
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Hold:
     """What work that was let in may still use; it is given back when that is over."""
 
@@ -84,7 +88,10 @@ class Hold:
     """Tokens that it uses in any case."""
     most: int = 0
     """Tokens that it may use."""
-    num_bytes: int = 0
+    path: str = ""
+    """Of the checkpoint that is being stored."""
+    num_bytes: int | None = 0
+    """What it will have; None: nobody knows, and it may take all the room there is."""
     _is_released: bool = field(default=False, repr=False)
 
     def drawn(self, tokens: int) -> None:
@@ -107,7 +114,9 @@ class Limits:
         self._budgets: dict[str, Budget] = {}
         self._held_least: Counter[str] = Counter()
         self._held_most: Counter[str] = Counter()
-        self._held_bytes: Counter[str] = Counter()
+        self._saves: defaultdict[str, set[Hold]] = defaultdict(set)
+        """By owner, what stores checkpoints now."""
+        self._storing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._requests: dict[str, Bucket] = {}
         self._tokens: dict[str, Bucket] = {}
         self._waiting: OrderedDict[str, float] = OrderedDict()
@@ -153,8 +162,8 @@ class Limits:
 
     # Work
 
-    def operation(self, caller: Caller, request_id: str, *, owner: str, tokens: int) -> Hold:
-        """A training operation of the run's owner, with the tokens that it trains on.
+    def operation(self, caller: Caller, request_id: str, *, owner: str, tokens: int, hold: Hold | None = None) -> Hold:
+        """A training operation of the run's owner, with the tokens that it trains on. `hold`: what it has already.
 
         Raises RateLimited, on which the same one is to be sent again, and BudgetExceeded.
         """
@@ -166,7 +175,7 @@ class Limits:
             if self._is_patient(request_id):
                 raise
         try:
-            hold = self._hold(owner, caller.key_id, least=tokens, most=tokens)
+            hold = self._hold(owner, caller.key_id, least=tokens, most=tokens, hold=hold)
         except RateLimited as error:
             if self._is_patient(request_id):
                 raise
@@ -199,7 +208,7 @@ class Limits:
             bucket.take(prompt)
         return hold
 
-    def _hold(self, owner: str, key_id: str, *, least: int, most: int) -> Hold:
+    def _hold(self, owner: str, key_id: str, *, least: int, most: int, hold: Hold | None = None) -> Hold:
         budget = self._budgets.get(owner)
         if budget is not None and budget.tokens is not None and most > 0:
             used = self._ledger.tokens(owner) - budget.tokens_from
@@ -221,38 +230,77 @@ class Limits:
                 )
         self._held_least[owner] += least
         self._held_most[owner] += most
-        return Hold(self, owner, key_id, least, most)
+        hold = hold or self.start(owner)
+        hold.key_id, hold.least, hold.most = key_id, least, most
+        return hold
 
     def start(self, owner: str) -> Hold:
         """Holds nothing yet."""
         return Hold(self, owner)
 
-    async def store(self, hold: Hold, path: str, *, num_bytes: int) -> None:
-        """For a checkpoint of the owner at this path, which will have about so many bytes. Raises BudgetExceeded."""
-        owner, budget = hold.owner, self._budgets.get(hold.owner)
-        if budget is not None and budget.storage_bytes is not None:
-            stored = await self._keys.stored_bytes(owner, without=path) + self._held_bytes[owner]
-            if stored >= budget.storage_bytes or stored + num_bytes > budget.storage_bytes:
-                raise BudgetExceeded(
-                    f"the storage quota of {owner!r} does not allow this save: {stored} of {budget.storage_bytes} "
-                    f"bytes are used, and it needs about {num_bytes}; delete checkpoints, or ask whoever runs the "
-                    "server to raise the quota",
-                    budget="storage_bytes",
-                    used=stored,
-                    limit=budget.storage_bytes,
-                )
-        hold.num_bytes += num_bytes
-        self._held_bytes[owner] += num_bytes
+    def has_quota(self, owner: str) -> bool:
+        budget = self._budgets.get(owner)
+        return budget is not None and budget.storage_bytes is not None
+
+    async def store(self, hold: Hold, path: str, *, num_bytes: int | None, request_id: str | None = None) -> None:
+        """For a checkpoint of the owner at this path, which will have about so many bytes, or None where nobody knows.
+
+        Raises RateLimited, on which the same one is to be sent again, and BudgetExceeded; that, too, when the training
+        operation `request_id` has come again for long enough.
+        """
+        async with self._storing[hold.owner]:  # so that nothing is let in while the sum is read
+            try:
+                await self._check_room(hold.owner, path, num_bytes)
+            except RateLimited as error:
+                if request_id is None or self._is_patient(request_id):
+                    raise
+                raise BudgetExceeded(error.message, budget="storage_bytes") from error
+            hold.path, hold.num_bytes = path, num_bytes
+            self._saves[hold.owner].add(hold)
+
+    async def _check_room(self, owner: str, path: str, num_bytes: int | None) -> None:
+        budget = self._budgets.get(owner)
+        if budget is None or (quota := budget.storage_bytes) is None:
+            return
+        # What is in work now may be stored while the sum is read, and over: it counts as work, and once.
+        in_work = list(self._saves[owner])
+        unknown = any(save.num_bytes is None for save in in_work)
+        sizes: dict[str, int] = {}
+        for save in in_work:
+            sizes[save.path] = max(save.num_bytes or 0, sizes.get(save.path, 0))
+        # A database takes about 32,000 values in one query; the rest would count twice.
+        without = {path, *islice(sizes, _MAX_PATHS)}
+        stored = await self._keys.stored_bytes(owner, without=without)
+        needs = "nobody knows yet how many" if num_bytes is None else f"about {num_bytes}"
+        if stored >= quota or stored + (num_bytes or 0) > quota:
+            raise BudgetExceeded(
+                f"the storage quota of {owner!r} does not allow this save: {stored} of {quota} bytes are used, and it "
+                f"needs {needs}; delete checkpoints, or ask whoever runs the server to raise the quota",
+                budget="storage_bytes",
+                used=stored,
+                limit=quota,
+            )
+        held = sum(sizes.values())
+        sizes[path] = max(num_bytes or 0, sizes.get(path, 0))
+        total = stored + sum(sizes.values())
+        if unknown or total > quota or (num_bytes is None and total >= quota):
+            held_text = "any number, because the first of its shape is among them" if unknown else str(held)
+            raise RateLimited(
+                f"the storage quota of {owner!r} may not last for this save and for those in work: {stored} of {quota} "
+                f"bytes are used, those in work may need {held_text}, and this one needs {needs}; try again when they "
+                "are over",
+                retry_after_s=1,
+            )
 
     def release(self, hold: Hold) -> None:
-        for held, amount in (
-            (self._held_least, hold.least),
-            (self._held_most, hold.most),
-            (self._held_bytes, hold.num_bytes),
-        ):
+        for held, amount in ((self._held_least, hold.least), (self._held_most, hold.most)):
             held[hold.owner] -= amount
             if not held[hold.owner]:
                 del held[hold.owner]
+        saves = self._saves[hold.owner]
+        saves.discard(hold)
+        if not saves:
+            del self._saves[hold.owner]
 
 
 def _check(bucket: Bucket, name: str) -> None:

@@ -45,6 +45,16 @@ _MAX_DEATHS = 5
 """Engines that may die with a request in work, before it is thought to be what kills them."""
 
 
+def check_pending(config: GatewayConfig, owner: str, *, num_own: int, num_all: int) -> None:
+    """Raises OutOfCapacity when so many samples in work are too many."""
+    for number, name, whose in (
+        (num_own, "max_pending_samples_per_owner", f" of {owner!r}"),
+        (num_all, "max_pending_samples", ""),
+    ):
+        if number >= (limit := getattr(config, name)):
+            raise OutOfCapacity(f"{limit} samples{whose} are in work, which is {name}; try again")
+
+
 @dataclass(slots=True)
 class Pause:
     """Grows with every try in vain."""
@@ -125,12 +135,11 @@ class Samples:
         self._records = records
         self._metrics = metrics
 
-    def check_capacity(self) -> None:
-        """Raises OutOfCapacity when too many samples are in work; cheap, to be asked before the body is read."""
-        if self._futures.num_pending(KIND) >= self._config.max_pending_samples:
-            raise OutOfCapacity(
-                f"{self._config.max_pending_samples} samples are in work, which is max_pending_samples; try again"
-            )
+    def check_capacity(self, owner: str) -> None:
+        """Raises OutOfCapacity when too many samples are in work, of the owner or of all; cheap, to be asked before the
+        body is read."""
+        num_own = self._futures.num_pending(KIND, owner=owner)
+        check_pending(self._config, owner, num_own=num_own, num_all=self._futures.num_pending(KIND))
 
     def submit(
         self,

@@ -104,16 +104,19 @@ async def _admit(gateway: Gateway, caller: Caller, model: Model, request_id: str
     """Raises RateLimited, and BudgetExceeded."""
     whose = await gateway.store.whose(model.session_id)
     assert whose is not None
-    hold = gateway.limits.operation(caller, request_id, owner=whose.owner, tokens=num_tokens)
-    if rpc.name == "SaveCheckpoint" and rpc.path is not None:
-        kind = TinkerPath.parse(rpc.path, field="path").kind
-        before = await gateway.catalog.checkpoints_of_run(model.model_id, kinds=[kind])
-        try:
-            await gateway.limits.store(hold, rpc.path, num_bytes=before[-1].size_bytes if before else 0)
-        except BaseException:
-            hold.release()
-            raise
-    return hold
+    hold = gateway.limits.start(whose.owner)
+    try:
+        if rpc.name == "SaveCheckpoint" and rpc.path is not None:
+            size = None
+            if gateway.limits.has_quota(whose.owner):
+                kind = TinkerPath.parse(rpc.path, field="path").kind
+                names = gateway.clients.names_of(model.base_model)
+                size = await gateway.catalog.size_of_save(model, kind=kind, base_models=names)
+            await gateway.limits.store(hold, rpc.path, num_bytes=size, request_id=request_id)
+        return gateway.limits.operation(caller, request_id, owner=whose.owner, tokens=num_tokens, hold=hold)
+    except BaseException:
+        hold.release()
+        raise
 
 
 async def submit(

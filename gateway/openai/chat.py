@@ -72,7 +72,7 @@ async def chat(gateway: Gateway, request: Request, body: Chat, *, caller: Caller
     limit = gateway.config.max_num_samples
     if body.num_choices > limit:
         raise InvalidRequest(f"n: {body.num_choices} is above this server's max_num_samples {limit}", field="n")
-    gateway.generator.check_capacity()
+    gateway.generator.check_capacity(caller.owner)
     source = await find_source(gateway, body.model, caller=caller)
     tokenizer = await gateway.generator.tokenizer(source)
     sample = sample_request(

@@ -58,7 +58,7 @@ async def complete(gateway: Gateway, request: Request, body: Completion, *, call
             f"prompt, n: {len(prompts)} prompts of {body.num_choices} choices each are outside 1 .. {limit} choices",
             field="prompt",
         )
-    gateway.generator.check_capacity()
+    gateway.generator.check_capacity(caller.owner)
     source = await find_source(gateway, body.model, caller=caller)
     tokenizer = await gateway.generator.tokenizer(source)
     add_special_tokens = body.add_special_tokens is not False

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -27,7 +28,7 @@ from gateway.openai.resumption import resumed, with_seed
 from gateway.openai.text import Vocabulary
 from gateway.publishing import Publishing
 from gateway.replicas import Replica
-from gateway.samples import Tries
+from gateway.samples import Tries, check_pending
 from gateway.tables import SamplingSession
 from tinsmith.rpc.errors import EngineDead, NotReady, OutOfCapacity, ServiceError, VersionNotLoaded
 from tinsmith.rpc.logs import REQUEST_ID_METADATA
@@ -86,7 +87,7 @@ class Generator:
         self._metrics = metrics
         self.known_versions: set[str] = set()
         """Those that have been sampled here; whether they may be was checked then."""
-        self.num_running = 0
+        self._running_of: Counter[str] = Counter()  # by owner
         self._tokenizers: dict[str, asyncio.Task[TokenizerInfo]] = {}  # by boot_id
 
     # Text
@@ -116,12 +117,13 @@ class Generator:
 
     # Samples
 
-    def check_capacity(self) -> None:
-        """Raises OutOfCapacity when too many requests are in work."""
-        if self.num_running >= self._config.max_pending_samples:
-            raise OutOfCapacity(
-                f"{self._config.max_pending_samples} requests are in work, which is max_pending_samples; try again"
-            )
+    @property
+    def num_running(self) -> int:
+        return self._running_of.total()
+
+    def check_capacity(self, owner: str) -> None:
+        """Raises OutOfCapacity when too many requests are in work, of the owner or of all."""
+        check_pending(self._config, owner, num_own=self._running_of[owner], num_all=self.num_running)
 
     async def sample(self, source: Source, request: pb.SampleRequest, *, request_id: str) -> pb.SampleResponse:
         metadata = ((REQUEST_ID_METADATA, request_id),)
@@ -209,11 +211,13 @@ class Generator:
         hold = None
         if source.caller is not None:
             hold = self._limits.sample(source.caller, request, base_model=source.base_model)
-        self.num_running += 1
+        self._running_of[source.owner] += 1
         try:
             yield
         finally:
-            self.num_running -= 1
+            self._running_of[source.owner] -= 1
+            if not self._running_of[source.owner]:
+                del self._running_of[source.owner]
             if hold is not None:
                 hold.release()
 

@@ -120,7 +120,7 @@ async def certificate(request: Request) -> Response:
 async def asample(request: Request) -> Response:
     """Idempotent on sampling_session_id and seq_id."""
     gateway, caller = gateway_of(request), caller_of(request)
-    gateway.samples.check_capacity()
+    gateway.samples.check_capacity(caller.owner)
     content, raw = await read_json(request, gateway.config)
     ids = parse(schemas.SampleIds, content)
     well_formed = _SAMPLING_SESSION_ID.fullmatch(ids.sampling_session_id) is not None

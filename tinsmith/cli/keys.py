@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -190,10 +190,21 @@ def _limits(arguments: argparse.Namespace) -> dict[str, int | None]:
     return {column: getattr(arguments, name) for name, column in names.items() if hasattr(arguments, name)}
 
 
+def _print_changes(owner: str, before: Mapping[str, int | None], now: Mapping[str, int | None]) -> None:
+    """Not to stdout, where a script reads the key."""
+    names = {"tokens": "token budget", "storage_bytes": "storage quota"}
+    for column, limit in now.items():
+        print(
+            f"the {names[column]} of {owner}, for all keys of {owner}, was {_or_any(before[column])} and is now "
+            f"{_or_any(limit)}",
+            file=sys.stderr,
+        )
+
+
 def run_create(arguments: argparse.Namespace) -> int:
     async def work(keys: Keys) -> int:
         if limits := _limits(arguments):  # first: the key is valid at once
-            await keys.set_budget(arguments.owner, limits)
+            _print_changes(arguments.owner, await keys.set_budget(arguments.owner, limits), limits)
         key, _ = await keys.create(
             arguments.owner,
             name=arguments.name,
@@ -223,7 +234,8 @@ def run_revoke(arguments: argparse.Namespace) -> int:
 def run_budget(arguments: argparse.Namespace) -> int:
     async def work(keys: Keys) -> int:
         if (limits := _limits(arguments)) or arguments.restart:
-            await keys.set_budget(arguments.owner, limits, restart=arguments.restart)
+            before = await keys.set_budget(arguments.owner, limits, restart=arguments.restart)
+            _print_changes(arguments.owner, before, limits)
         account = (await keys.accounts()).get(arguments.owner)
         if account is None:
             raise UsageError(f"{arguments.owner!r} has no key and no budget, and has used nothing")

@@ -68,6 +68,26 @@ def test_a_revoked_key_stays_in_the_list(keys: Any) -> None:
     assert states == {listed[0]["id"]: "revoked", listed[1]["id"]: "valid"}
 
 
+def test_a_change_of_a_budget_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside the output, which is the key alone."""
+
+    def run(*argv: str) -> tuple[str, str]:
+        assert main(["keys", *argv, "--state-dir", str(tmp_path)]) == 0
+        captured = capsys.readouterr()
+        return captured.out, captured.err
+
+    assert "budget" not in run("create", "--owner", "ada")[1]
+    out, err = run("create", "--owner", "ada", "--tokens-budget", "5M")
+    assert out.startswith("tml-")
+    assert len(out.splitlines()) == 1
+    assert "the token budget of ada, for all keys of ada, was any number and is now 5000000\n" in err
+    _, err = run("create", "--owner", "ada", "--tokens-budget", "0", "--storage-quota", "1k")
+    assert "the token budget of ada, for all keys of ada, was 5000000 and is now 0\n" in err
+    assert "the storage quota of ada, for all keys of ada, was any number and is now 1000\n" in err
+    _, err = run("budget", "ada", "--storage", "none")
+    assert err == "the storage quota of ada, for all keys of ada, was 1000 and is now any number\n"
+
+
 def test_budgets_are_set_with_a_key_or_later(keys: Any) -> None:
     assert keys("budget", "bob", "--restart").startswith("tokens  0 of any number\n")  # who has no key yet
     keys("create", "--owner", "ada", "--tokens-budget", "5M", "--storage-quota", "20G")

@@ -12,12 +12,14 @@ import pytest
 
 from gateway import limits
 from gateway.auth import Caller
+from gateway.catalog import Catalog
 from gateway.gateway import Gateway
 from gateway.keys import Keys
 from gateway.ledger import Ledger
 from gateway.limits import Bucket, Limits
 from gateway.metrics import Metrics
 from gateway.store import Store
+from gateway.tables import Checkpoint, Model
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, sample_body
 from tests.unit.gateway.test_isolation import stack as stack  # one whose sampler has a tokenizer
 from tinsmith.rpc.errors import BudgetExceeded, RateLimited
@@ -194,6 +196,129 @@ async def test_past_the_storage_quota_saves_fail_until_something_is_deleted(stac
         assert "path" in await save(6, "four")
 
 
+def stored(owner: str, name: str, **fields: Any) -> Checkpoint:
+    """A checkpoint's row, of 100 bytes."""
+    location = f"{owner}:train:0/weights/{name}"
+    row = Checkpoint(
+        path=f"tinker://{location}", location=location, run_id=f"{owner}:train:0", kind="weights", owner=owner,
+        base_model="m", optimizer="adamw", version_id=name, lora_rank=8, train_unembed=True, train_mlp=True,
+        train_attn=True, has_optimizer=True, step=1, size_bytes=100, created_at=time.time(), user_metadata={},
+    )  # fmt: skip
+    for field, value in fields.items():
+        setattr(row, field, value)
+    return row
+
+
+async def num_saved(client: Client, model_id: str, *seq_ids: int) -> int:
+    """Of so many saves that were begun at once; the quota refuses the others. As the SDK does, one that is told to come
+    again is sent again before the next."""
+    receipts = []
+    for seq_id in seq_ids:
+        body = {"model_id": model_id, "seq_id": seq_id, "path": f"w{seq_id}"}
+        while (reply := await client.post("/api/v1/save_weights", json=body)).status_code == 429:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        receipts.append(reply.json())
+    answers = [await client.result(receipt) for receipt in receipts]
+    assert all("path" in answer or "storage quota" in answer["error"] for answer in answers)
+    return sum("path" in answer for answer in answers)
+
+
+@pytest.mark.parametrize(("num_runs", "num_saves"), [(6, 1), (1, 8), (3, 3)])
+async def test_the_storage_quota_holds_for_first_saves_at_once(stack: Stack, num_runs: int, num_saves: int) -> None:
+    key, _ = await gateway(stack).keys.create("ada")
+    await gateway(stack).keys.set_budget("ada", {"storage_bytes": 250})
+    async with await client_of(stack, key) as client:
+        session_id = await client.session()
+        models = [await client.model(session_id, model_seq_id=n) for n in range(num_runs)]
+        saves = [num_saved(client, model_id, *range(1, num_saves + 1)) for model_id in models]
+        async with asyncio.timeout(30):
+            assert sum(await asyncio.gather(*saves)) == 2  # of 100 bytes each
+    assert await gateway(stack).keys.stored_bytes("ada") == 200
+
+
+async def test_what_another_owner_has_saved_tells_the_size(stack: Stack) -> None:
+    keys = gateway(stack).keys
+    (ada, _), (bob, _) = await keys.create("ada"), await keys.create("bob")
+    await keys.set_budget("ada", {"storage_bytes": 250})
+    async with await client_of(stack, bob) as client:
+        assert await num_saved(client, await client.model(await client.session()), 1) == 1
+    async with await client_of(stack, ada) as client:
+        model_id = await client.model(await client.session())
+        stack.trainer.go.clear()
+        bodies = [{"model_id": model_id, "seq_id": n, "path": f"w{n}"} for n in (1, 2, 3)]
+        receipts = [await client.call("save_weights", body) for body in bodies[:2]]  # both are in work
+        waits = await client.call("save_weights", bodies[2], status=429)
+        assert "0 of 250 bytes are used, those in work may need 200, and this one needs about 100" in waits["detail"]
+        stack.trainer.go.set()
+        for receipt in receipts:
+            assert "path" in await client.result(receipt)
+        assert await num_saved(client, model_id, 3) == 0
+
+
+async def test_a_save_of_unknown_size_takes_all_the_room_until_it_is_over(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, _, _ = await limited(store, storage_bytes=100)
+    first, second = made.start("ada"), made.start("ada")
+    await made.store(first, "tinker://a", num_bytes=None)
+    for num_bytes in (None, 10):
+        with pytest.raises(RateLimited, match="the first of its shape is among them"):
+            await made.store(second, "tinker://b", num_bytes=num_bytes, request_id="s:train:0:2")
+    monkeypatch.setattr(limits, "PATIENCE_S", 0.0)
+    with pytest.raises(BudgetExceeded, match="the first of its shape"):
+        await made.store(second, "tinker://b", num_bytes=None, request_id="s:train:0:2")
+    await made.store(made.start("bob"), "tinker://c", num_bytes=None)
+    first.release()
+    await made.store(second, "tinker://b", num_bytes=60)
+    with pytest.raises(RateLimited, match="those in work may need 60, and this one needs about 60"):
+        await made.store(made.start("ada"), "tinker://d", num_bytes=60)
+    await made.store(made.start("ada"), "tinker://b", num_bytes=60)  # the same checkpoint needs its room once
+
+
+async def test_a_save_that_is_stored_while_the_sum_is_read_counts_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, _, keys = await limited(store, storage_bytes=250)
+    first, read = made.start("ada"), keys.stored_bytes
+    row = stored("ada", "w1")
+    await made.store(first, row.path, num_bytes=100)
+
+    async def read_then_stored(owner: str, **arguments: Any) -> int:
+        found = await read(owner, **arguments)
+        if first.path and await store.put_checkpoint(row):
+            first.release()
+        return found
+
+    monkeypatch.setattr(keys, "stored_bytes", read_then_stored)
+    with pytest.raises(RateLimited, match="0 of 250 bytes are used, those in work may need 100"):
+        await made.store(made.start("ada"), "tinker://b", num_bytes=160)
+    monkeypatch.undo()
+    # Stored, and not yet over.
+    again = made.start("ada")
+    await made.store(again, row.path, num_bytes=100)
+    await made.store(made.start("ada"), "tinker://b", num_bytes=150)
+
+
+async def test_the_size_of_a_save_is_that_of_its_run_or_of_its_shape(stack: Stack, store: Store) -> None:
+    model = Model(model_id="ada:train:0", base_model="m", optimizer="adamw", lora_rank=8)
+    model.train_unembed = model.train_mlp = model.train_attn = True
+    catalog = Catalog(store)
+
+    async def size(kind: str = "weights") -> int | None:
+        return await catalog.size_of_save(model, kind=kind, base_models=["m", "alias"])
+
+    others: list[dict[str, Any]] = [
+        {"has_optimizer": False}, {"base_model": "n"}, {"lora_rank": 4}, {"optimizer": "dimuon"}, {"train_mlp": False},
+    ]  # fmt: skip
+    for number, fields in enumerate(others):
+        await store.put_checkpoint(stored("bob", f"x{number}", **fields))
+    assert await size() is None
+    await store.put_checkpoint(stored("bob", "y", base_model="alias", size_bytes=70))
+    assert (await size(), await size("sampler_weights")) == (70, None)
+    await store.put_checkpoint(stored("ada", "z", size_bytes=60))
+    assert await size() == 60
+
+
 # Rates
 
 
@@ -262,6 +387,24 @@ async def test_a_sample_past_the_rate_is_told_to_slow_down_and_sampled_tokens_co
         slowed = await client.post("/api/v1/asample", json=sample_body(sampler_id, 1))
         assert slowed.status_code == 429  # on which the SDK sends the same again, for ever
         assert int(slowed.headers["retry-after"]) > 15  # more is owed than the prompt
+
+
+async def test_an_owner_does_not_take_the_places_of_all(stack: Stack) -> None:
+    await stack.restart_gateway(max_pending_samples=3, max_pending_samples_per_owner=2)
+    (ada, _), (bob, _) = [await gateway(stack).keys.create(owner) for owner in ("ada", "bob")]
+    async with await client_of(stack, ada) as first, await client_of(stack, bob) as second:
+        samplers = [await one.sampling_session(await one.session(), base_model=BASE_MODEL) for one in (first, second)]
+        stack.sampler.go.clear()
+        receipts = [await first.call("asample", sample_body(samplers[0], n)) for n in (0, 1)]
+        refused = await first.call("asample", sample_body(samplers[0], 2), status=429)
+        assert "2 samples of 'ada' are in work, which is max_pending_samples_per_owner" in refused["detail"]
+        other = await second.call("asample", sample_body(samplers[1], 0))
+        full = await second.call("asample", sample_body(samplers[1], 1), status=429)
+        assert "3 samples are in work, which is max_pending_samples;" in full["detail"]
+        stack.sampler.go.set()
+        for client, receipt in ((first, receipts[0]), (first, receipts[1]), (second, other)):
+            await client.result(receipt)
+        await first.result(await first.call("asample", sample_body(samplers[0], 2)))
 
 
 # Keys of the database
