@@ -40,7 +40,7 @@ from trainer_service.ranks.follower import Follower
 from trainer_service.ranks.group import RankGroup
 from trainer_service.ranks.leader import LeadingEngine
 from trainer_service.ranks.place import Place
-from trainer_service.restore import Restorer
+from trainer_service.restore import Restorer, check_journal
 from trainer_service.scheduler import Scheduler
 from trainer_service.servicer import Trainer, TrainerServicer
 from trainer_service.snapshot_files import SnapshotFiles
@@ -53,8 +53,13 @@ from trainer_service.weight_sync.choice import check_channel
 logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_SNAPSHOTS = "snapshots"
 _CALL_GRACE_S = 0.3
 _STOP_TIMEOUT_S = 2.0
+
+
+class _RestoringFailed(Exception):
+    """What keeps the models of the last run from coming back, and is not the base model."""
 
 
 async def serve(config: TrainerConfig, group: RankGroup | None) -> None:
@@ -62,8 +67,13 @@ async def serve(config: TrainerConfig, group: RankGroup | None) -> None:
     registry = new_registry()
     metrics = Metrics(registry)
     serve_metrics(registry, config.metrics_host, config.metrics_port)
+    journal_path = config.state_dir / journal_file.NAME
+    try:
+        check_journal(journal_path, config.state_dir / _SNAPSHOTS)
+    except OSError as error:
+        raise SystemExit(f"state_dir: {config.state_dir} cannot be used: {error}") from None
     journal = Journal(
-        config.state_dir / journal_file.NAME,
+        journal_path,
         max_bytes=config.journal_max_bytes,
         result_retention_s=config.result_retention_s,
         metrics=metrics,
@@ -90,6 +100,9 @@ async def serve(config: TrainerConfig, group: RankGroup | None) -> None:
         except StorageUnusable as error:
             await server.stop(0)
             raise SystemExit(str(error)) from None
+        except _RestoringFailed as error:
+            await server.stop(0)
+            raise SystemExit(f"cannot restore the models in {config.state_dir}: {error}") from error
         except (UnsupportedModel, OSError, ValueError) as error:
             await server.stop(0)
             raise SystemExit(f"cannot load the base model {config.base_model}: {error}") from None
@@ -109,7 +122,10 @@ async def serve(config: TrainerConfig, group: RankGroup | None) -> None:
 async def start(
     config: TrainerConfig, journal: Journal, metrics: Metrics, group: RankGroup | None, *, port: int
 ) -> Trainer:
-    """Loads the base model and puts the parts together. Raises StorageUnusable, and what `load` raises."""
+    """Loads the base model and puts the parts together.
+
+    Raises StorageUnusable, _RestoringFailed, and what `load` raises.
+    """
     storage = await asyncio.to_thread(
         open_storage,
         config.checkpoint_dir,
@@ -145,13 +161,19 @@ async def start(
         alone=config.deterministic,
     )
     publisher = Publisher(sender, canary_of(base), gap_rule(config, base.dtype), metrics)
-    snapshot_files = await asyncio.to_thread(SnapshotFiles, config.state_dir / "snapshots")
+    try:
+        snapshot_files = await asyncio.to_thread(SnapshotFiles, config.state_dir / _SNAPSHOTS)
+    except OSError as error:
+        raise _RestoringFailed(str(error)) from error
     snapshots = Snapshots(snapshot_files, journal, snapshot_policy(config), metrics)
     operations = Operations(
         engine, checkpoints, publisher, scheduler.run_alone, config.public_names, config.max_lora_rank, snapshots
     )
     importer = Importer(base, checkpoints, max_rank=config.max_lora_rank, max_bytes=config.max_import_bytes)
-    await Restorer(journal, snapshots, operations, scheduler, metrics).run()
+    try:
+        await Restorer(journal, snapshots, operations, scheduler, metrics).run()
+    except (OSError, ValueError) as error:
+        raise _RestoringFailed(str(error)) from error
     return Trainer(uuid.uuid4().hex, operations, scheduler, journal, checkpoints, importer)
 
 

@@ -19,6 +19,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from tinsmith.rpc.errors import DataCorrupted, FailedPrecondition, InvalidRequest, ServiceError
 from tinsmith.v1 import trainer_pb2 as pb
@@ -28,10 +29,27 @@ from trainer_service.metrics import Metrics
 from trainer_service.operations import Model, Operations
 from trainer_service.optimizers import params_from_proto
 from trainer_service.scheduler import Scheduler
+from trainer_service.snapshot_files import SnapshotFiles
 from trainer_service.snapshots import Snapshots
 from trainer_service.work import Answer, RunBatch, Turn, Work
 
 logger = logging.getLogger(__name__)
+
+
+def check_journal(journal: Path, snapshots: Path) -> None:
+    """Raises SystemExit, saying what to do, when the snapshots of a journal are there, and it is not.
+
+    To be asked before a new one is made: snapshots of models that a journal does not know are deleted.
+    """
+    if journal.exists() and journal.stat().st_size:
+        return
+    if others := SnapshotFiles(snapshots).model_ids():  # which no trainer has open: there would be a journal
+        names = ", ".join([*others[:3], *(["..."] if len(others) > 3 else [])])
+        raise SystemExit(
+            f"there is no journal {journal}, and {snapshots} has snapshots of {len(others)} models ({names}): it was "
+            "lost or moved, and snapshots alone do not tell what had been accepted after them. Put the journal back, "
+            f"with all journal.sqlite-* beside it, or remove {snapshots} to start without these models"
+        )
 
 
 class _Lost(Exception):

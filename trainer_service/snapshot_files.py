@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterable
@@ -37,12 +38,13 @@ _ADAPTER = "adapter"
 _OPTIMIZER = "optimizer."
 _LAYOUT = "layout.json"
 _TEMPORARY = "~tmp"
+_SEQ_ID = re.compile(r"0|[1-9][0-9]*", re.ASCII)
 
 
 class SnapshotFiles:
     def __init__(self, root: Path) -> None:
         """Makes the root, and cleans up after a process that died while it wrote."""
-        self._root = root
+        self.root = root
         self._temporary = root / _TEMPORARY
         shutil.rmtree(self._temporary, ignore_errors=True)
         self._temporary.mkdir(parents=True)
@@ -66,7 +68,7 @@ class SnapshotFiles:
             shutil.rmtree(target, ignore_errors=True)  # of a run before the last restart
             folder.rename(target)
             _sync(target.parent)
-            _sync(self._root)
+            _sync(self.root)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         return written.checkpoint.size_bytes
@@ -74,9 +76,15 @@ class SnapshotFiles:
     def seq_ids(self, model_id: str) -> list[int]:
         """Of its snapshots, damaged ones too, the newest first."""
         try:
-            return sorted((int(path.name) for path in (self._root / model_id).iterdir()), reverse=True)
-        except FileNotFoundError:
+            names = [path.name for path in (self.root / model_id).iterdir() if path.is_dir()]
+        except (FileNotFoundError, NotADirectoryError):
             return []
+        return sorted((int(name) for name in names if _SEQ_ID.fullmatch(name)), reverse=True)
+
+    def model_ids(self) -> list[str]:
+        """Of which there are snapshots, damaged ones too."""
+        folders = [path.name for path in self.root.iterdir() if path.name != _TEMPORARY]
+        return sorted(name for name in folders if self.seq_ids(name))
 
     def verify(self, model_id: str, seq_id: int) -> pb.CheckpointInfo:
         """Reads all of it. Raises DataCorrupted, naming the file, when something is not what was written."""
@@ -109,17 +117,15 @@ class SnapshotFiles:
             shutil.rmtree(self._path(model_id, seq_id), ignore_errors=True)
 
     def delete_all(self, model_id: str) -> None:
-        shutil.rmtree(self._root / model_id, ignore_errors=True)
+        shutil.rmtree(self.root / model_id, ignore_errors=True)
 
     def delete_others(self, model_ids: Iterable[str]) -> None:
-        """Those of all models but these."""
-        kept = {*model_ids, _TEMPORARY}
-        for folder in self._root.iterdir():
-            if folder.name not in kept:
-                shutil.rmtree(folder, ignore_errors=True)
+        """Those of all models but these. What is no snapshot stays."""
+        for model_id in set(self.model_ids()) - set(model_ids):
+            self.delete_all(model_id)
 
     def _path(self, model_id: str, seq_id: int) -> Path:
-        return self._root / model_id / str(seq_id)
+        return self.root / model_id / str(seq_id)
 
     def _manifest(self, model_id: str, seq_id: int) -> Manifest:
         location = f"{model_id}/{seq_id}"

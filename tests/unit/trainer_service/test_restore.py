@@ -19,6 +19,8 @@ from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 from trainer_service.journal import Body, State
 from trainer_service.journal_file import sum_of
+from trainer_service.restore import check_journal
+from trainer_service.snapshot_files import SnapshotFiles
 from trainer_service.snapshots import Policy
 from trainer_service.work import Answer
 
@@ -149,16 +151,18 @@ async def test_a_crash_at_any_moment_of_a_pipelined_run_changes_no_bit_and_loses
 ) -> None:
     process = await start(tmp_path / "undisturbed", policy=EVERY_OTHER)
     operations, crashes = [], []
-    for n, one in enumerate(SCRIPT):
+    for n, one in enumerate(SCRIPT, start=1):
         operations.append(await process.send(one))
-        if n % 6 == 5:  # a fast machine has done them when the last is sent
-            crashes.append(await process.crash(tmp_path / f"crash-{len(crashes)}"))
+        if n % 6 == 0:  # a fast machine has done them when the last is sent
+            crashes.append((n, await process.crash(tmp_path / f"crash-{len(crashes)}")))
     while not all(operation.outcome.done() for operation in operations):
-        crashes.append(await process.crash(tmp_path / f"crash-{len(crashes)}"))
+        crashes.append((len(SCRIPT), await process.crash(tmp_path / f"crash-{len(crashes)}")))
         await asyncio.sleep(0.05)
     expected, weights = await outcomes(process), await process.weights(MODEL)
-    for folder in crashes:
+    for n, folder in crashes:
         process = await start(folder, policy=EVERY_OTHER)
+        for one in SCRIPT[n:]:
+            await process.send(one)
         assert await outcomes(process) == expected
         assert_equal(await process.weights(MODEL), weights)
         await process.stop()
@@ -440,3 +444,42 @@ async def test_deleting_a_model_deletes_its_snapshots_also_while_it_is_being_res
     assert not (folder / "snapshots" / MODEL).exists()
     await again.stop()
     assert await (await start(folder)).journal.live_models() == []
+
+
+async def test_what_lies_beside_snapshots_is_left_alone(start: Start, tmp_path: Path) -> None:
+    process = await start(tmp_path / "0", policy=EVERY_STEP)
+    await run(process, SCRIPT[:3])
+    await settled(process)
+    weights = await process.weights(MODEL)
+    folder = await process.crash(tmp_path / "1")
+    snapshots = folder / "snapshots"
+    for stray in (snapshots / ".DS_Store", snapshots / MODEL / ".DS_Store", snapshots / MODEL / "3"):
+        stray.write_text("of a file browser")
+    for stray in (snapshots / "@eaDir", snapshots / MODEL / "lost+found", snapshots / "s:gone:0" / "7"):
+        stray.mkdir(parents=True)
+    again = await start(folder)
+    assert_equal(await again.weights(MODEL), weights)
+    assert again.num_replayed("forward_backward") == 0
+    assert {path.name for path in snapshots.iterdir()} == {".DS_Store", "@eaDir", MODEL, "~tmp"}
+
+
+async def test_snapshots_whose_journal_is_gone_are_no_reason_to_begin_without_them(
+    start: Start, tmp_path: Path
+) -> None:
+    process = await start(tmp_path / "0", policy=EVERY_STEP)
+    await run(process, SCRIPT[:3])
+    await settled(process)
+    folder = await process.crash(tmp_path / "1")
+    journal, files = folder / "journal.sqlite", SnapshotFiles(folder / "snapshots")
+    check_journal(journal, files.root)
+    journal.rename(folder / "moved")
+    for content in (None, b""):
+        if content is not None:
+            journal.write_bytes(content)
+        with pytest.raises(
+            SystemExit, match=rf"no journal {journal}, .* of 1 models \({MODEL}\).* or remove {files.root}"
+        ):
+            check_journal(journal, files.root)
+    assert files.seq_ids(MODEL) == [2]
+    files.delete_all(MODEL)
+    check_journal(journal, files.root)
