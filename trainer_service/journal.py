@@ -393,7 +393,8 @@ class Journal:
         return await self._submit(summaries)
 
     async def prune(self, *, dry_run: bool) -> Pruned:
-        """Deletes at once what may go: expired results, ended models, and bodies that the newest snapshot covers."""
+        """Deletes at once what may go: results and ended models that have expired, and bodies that the newest snapshot
+        covers: the one before it is of no use then."""
 
         def run(connection: sqlite3.Connection) -> Pruned:
             pruned = prune(connection, expired_before=time.time() - self._result_retention_s, dry_run=dry_run)

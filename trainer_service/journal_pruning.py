@@ -51,11 +51,14 @@ def summaries(connection: sqlite3.Connection) -> list[Summary]:
 
 
 def prune(connection: sqlite3.Connection, *, expired_before: float, dry_run: bool) -> Pruned:
-    """Deletes ended models, results that were finished before then, and bodies that the newest snapshot covers."""
-    model_ids = [row[0] for row in connection.execute("SELECT model_id FROM models WHERE state != 'live'")]
+    """Deletes models that ended and results that were finished before then, and bodies that the newest snapshot covers.
+
+    A model that was lost later stays: its client has yet to be told why.
+    """
+    ended = connection.execute("SELECT model_id FROM models WHERE ended_at < ?", (expired_before,))
+    model_ids = [row[0] for row in ended]
     connection.execute("SAVEPOINT prune")
     before = _num_bytes(connection)
-    connection.execute("DELETE FROM models WHERE state != 'live'")
     num_results = expire(connection, before=expired_before)
     num_bodies = cut_covered(connection)
     drop_empty(connection)

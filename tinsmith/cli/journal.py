@@ -37,14 +37,17 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     pruning = actions.add_parser(
         "prune",
         help="delete what may go",
-        description="Deletes expired results, ended models, and requests that the newest snapshot covers. Without "
-        "--yes it only says what would go. The trainer does the same by itself when journal_max_bytes asks for it.",
+        description="Deletes results and ended models that have expired, and requests that the newest snapshot covers: "
+        "a model whose newest snapshot is damaged then is lost, because the one before it is no fallback any more. "
+        "Without --yes it only says what would go. The trainer does the same by itself when journal_max_bytes asks "
+        "for it.",
     )
     _add_arguments(pruning)
     pruning.add_argument("--yes", action="store_true", help="delete it")
     pruning.add_argument(
         "--expired-after", type=float, default=3600.0, metavar="SECONDS",
-        help="age of a result from which on it has expired; a running trainer has its own (default: 3600)",
+        help="age from which on a result, or the reason why a model was lost, has expired; a running trainer has its "
+        "own (default: 3600)",
     )  # fmt: skip
     pruning.add_argument(
         "--model", metavar="MODEL_ID",
@@ -149,6 +152,8 @@ def _print_pruned(where: str, pruned: pb.PruneJournalResponse, *, done: bool) ->
         f"{where}: {verb} {_size(pruned.num_bytes)}: {pruned.num_results} expired results, {pruned.num_bodies} "
         f"requests behind snapshots, {len(pruned.model_ids)} ended models"
     )
+    if pruned.num_bodies:
+        print("    of each model only its newest snapshot can be restored then, the one before it cannot")
     for model_id in pruned.model_ids:
         print(f"    {model_id}")
     if not done:

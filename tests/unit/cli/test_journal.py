@@ -66,7 +66,8 @@ def test_prune_says_what_would_go_and_then_deletes_that(stopped: Path, capsys: p
     dry = capsys.readouterr().out.splitlines()
     assert ": would delete " in dry[0]
     assert dry[0].endswith(": 3 expired results, 3 requests behind snapshots, 1 ended models")
-    assert dry[1:] == [f"    {LOST}", "nothing was changed; --yes does it"]
+    warning = "    of each model only its newest snapshot can be restored then, the one before it cannot"
+    assert dry[1:] == [warning, f"    {LOST}", "nothing was changed; --yes does it"]
     assert journal("prune", stopped, "--expired-after", "0", "--yes") == 0
     assert capsys.readouterr().out.splitlines()[0] == dry[0].replace("would delete", "deleted")
     journal("show", stopped)
@@ -74,6 +75,18 @@ def test_prune_says_what_would_go_and_then_deletes_that(stopped: Path, capsys: p
     assert "1 accepted, 0 done, 0 failed" in live
     assert journal("prune", stopped, "--yes") == 0
     assert "deleted 0 bytes" in capsys.readouterr().out
+
+
+def test_why_a_model_was_lost_is_kept_until_it_expires_or_the_model_is_named(
+    stopped: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert journal("prune", stopped, "--yes") == 0
+    assert ", 0 ended models" in capsys.readouterr().out
+    journal("show", stopped)
+    assert "its snapshots are damaged" in capsys.readouterr().out
+    assert journal("prune", stopped, "--model", LOST, "--yes") == 0
+    journal("show", stopped)
+    assert LOST not in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_a_model_that_ends_the_trainer_can_be_removed(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
