@@ -24,6 +24,8 @@ import torch
 from figure import Figure, Report, usable_cores
 from processes import TINSMITH
 
+from tinsmith.cli.ports import free_ports
+from tinsmith.cli.stack import torchrun
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.v1 import trainer_pb2, types_pb2
@@ -54,9 +56,11 @@ class Ranks:
     def __init__(self, count: int, arguments: argparse.Namespace) -> None:
         flags = [f"--tensor-parallel={arguments.tensor_parallel}"] if count > 1 else []
         flags += ["--shard-base"] if arguments.shard_base and count > 1 else []
+        (port,) = free_ports(1)
+        launcher = torchrun(count, port)[:-1]  # a file, not a module
         self._process = subprocess.Popen(  # noqa: S603
             [
-                *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)),
+                *(sys.executable, "-m", *launcher),
                 *(__file__, "--one-rank", "--model", str(arguments.model), "--rank", str(arguments.rank), *flags),
             ],
             stdin=subprocess.PIPE,

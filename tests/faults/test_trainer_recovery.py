@@ -6,7 +6,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from tests.faults.cluster import Process
 from tests.faults.moments import fresh_seed
 from tests.models import VOCAB_SIZE, make_model
 from tinsmith.cli.ports import free_ports
+from tinsmith.cli.stack import torchrun
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 from tinsmith.v1.trainer_pb2_grpc import TrainerServiceStub
@@ -29,18 +30,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 MODEL = "s:train:0"
 ADAM = pb.AdamParams(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-8)
 NUM_STEPS = 20
-KINDS = {
-    "one rank": (),
-    "two ranks": ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"),
-}
+KINDS = {"one rank": 1, "two ranks": 2}
 
 
 class Trainer(Process):
     """Its ranks, if any, are in sessions of their own."""
 
-    def __init__(self, folder: Path, model: Path, launcher: Sequence[str]) -> None:
+    def __init__(self, folder: Path, model: Path, num_ranks: int) -> None:
         folder.mkdir()
-        (port,) = free_ports(1)
+        port, ranks_port = free_ports(2)
+        launcher = torchrun(num_ranks, ranks_port) if num_ranks > 1 else []
         address = f"127.0.0.1:{port}"
         argv = [
             *(*launcher, "trainer_service", "--base-model", str(model), "--model-names", '["m"]', "--listen", address),
@@ -74,8 +73,8 @@ def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_trainer_that_is_killed_ends_where_one_that_was_not_ends(
     base_model: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    launcher = KINDS[kind]
-    undisturbed = Trainer(tmp_path / "undisturbed", base_model, launcher)
+    num_ranks = KINDS[kind]
+    undisturbed = Trainer(tmp_path / "undisturbed", base_model, num_ranks)
     try:
         with undisturbed.stub() as stub:
             submit(stub)
@@ -85,7 +84,7 @@ def test_a_trainer_that_is_killed_ends_where_one_that_was_not_ends(
     finally:
         undisturbed.kill()
     seed = fresh_seed()
-    trainer = Trainer(tmp_path / "killed", base_model, launcher)
+    trainer = Trainer(tmp_path / "killed", base_model, num_ranks)
     try:
         with trainer.stub() as stub:
             submit(stub)

@@ -15,14 +15,14 @@ from google.protobuf import json_format
 from safetensors.torch import load_file
 
 from tests.ranks import scenario
+from tinsmith.cli.ports import free_ports
+from tinsmith.cli.stack import torchrun
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.v1 import types_pb2
 from trainer_service.engine import TrainingEngine
 from trainer_service.manifest import NAME, Manifest
 
 pytestmark = pytest.mark.slow
-
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_every_layout_gives_the_losses_weights_and_checkpoints_of_one_rank(
     tmp_path: Path,
 ) -> None:
     expected, checkpoints = alone
-    torchrun(num_ranks, "--model", model_folder, "--out", tmp_path, "--others", checkpoints, *layouts)
+    start(num_ranks, "--model", model_folder, "--out", tmp_path, "--others", checkpoints, *layouts)
     for layout in layouts:
         seen = scenario.read(tmp_path / layout)
         if layout.endswith("starved"):
@@ -70,8 +70,9 @@ def full_engine(model_folder: Path) -> TrainingEngine:
     return TrainingEngine(base, max_tokens_per_microbatch=scenario.BUDGET)
 
 
-def torchrun(num_ranks: int, *arguments: object) -> None:
-    command = [*TORCHRUN, "--nproc-per-node", str(num_ranks), "-m", "tests.ranks.rank", *map(str, arguments)]
+def start(num_ranks: int, *arguments: object) -> None:
+    (port,) = free_ports(1)
+    command = [sys.executable, "-m", *torchrun(num_ranks, port), "tests.ranks.rank", *map(str, arguments)]
     done = subprocess.run(
         command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120
     )

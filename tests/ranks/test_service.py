@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,8 @@ import pytest
 from tests.batches import random_datum, request
 from tests.models import VOCAB_SIZE
 from tests.stack import Stack, make_base_model
+from tinsmith.cli.ports import free_ports
+from tinsmith.cli.stack import torchrun
 from tinsmith.v1 import trainer_pb2, types_pb2
 from tinsmith.v1.trainer_pb2_grpc import TrainerServiceStub
 
@@ -30,14 +31,12 @@ MODEL = "s:train:0"
 
 
 @contextmanager
-def torchrun(folder: Path, model: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], int, Path]]:
-    """Two ranks: the process of torchrun, the port of rank 0, and the log of all."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def two_ranks(folder: Path, model: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], int, Path]]:
+    """The process of torchrun, the port of rank 0, and the log of all."""
+    port, ranks_port = free_ports(2)
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("-m", "trainer_service", "--base-model", str(model), "--listen", f"127.0.0.1:{port}"),
+        *(sys.executable, "-m", *torchrun(2, ranks_port), "trainer_service"),
+        *("--base-model", str(model), "--listen", f"127.0.0.1:{port}"),
         *("--state-dir", str(folder / "state"), "--checkpoint-dir", str(folder / "checkpoints"), *flags),
     ]
     log = folder / "log"
@@ -72,7 +71,7 @@ def wait_for(log: Path, text: str, process: subprocess.Popen[str]) -> None:
 
 
 def test_a_killed_rank_ends_all_of_them_and_says_so(model_folder: Path, tmp_path: Path) -> None:
-    with torchrun(tmp_path, model_folder, "--shard-base", "true", "--model-names", '["m"]') as (process, port, log):
+    with two_ranks(tmp_path, model_folder, "--shard-base", "true", "--model-names", '["m"]') as (process, port, log):
         wait_for(log, '"serving m"', process)
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             metrics = train(TrainerServiceStub(channel))
@@ -93,7 +92,7 @@ def test_a_killed_rank_ends_all_of_them_and_says_so(model_folder: Path, tmp_path
 def test_a_stopped_rank_is_noticed_within_the_timeout_and_ends_all_of_them(model_folder: Path, tmp_path: Path) -> None:
     timeout_s = 5
     flags = ("--shard-base", "true", "--rank-timeout-s", str(timeout_s), "--model-names", '["m"]')
-    with torchrun(tmp_path, model_folder, *flags) as (process, port, log):
+    with two_ranks(tmp_path, model_folder, *flags) as (process, port, log):
         wait_for(log, '"serving m"', process)
         time.sleep(timeout_s + 1)  # without work ranks wait for each other as long as it takes
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:

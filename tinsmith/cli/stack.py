@@ -201,8 +201,8 @@ class Stack:
             "num-threads": str(threads),
             **({"full-training": "true"} if self.full_training else {}),
         }
-        torchrun = _torchrun(self.trainer_ranks, group.ranks_port) if self.trainer_ranks > 1 else []
-        return self._grpc_service("trainer", group.trainer, flags, threads=threads, launcher=torchrun)
+        launcher = torchrun(self.trainer_ranks, group.ranks_port) if self.trainer_ranks > 1 else []
+        return self._grpc_service("trainer", group.trainer, flags, threads=threads, launcher=launcher)
 
     def _sampler(self, group: Group, sampler: Instance) -> Service:
         engine = "torch" if self.full_training else self.engine  # vLLM serves adapters only
@@ -269,8 +269,9 @@ class Stack:
         return self.keys.env(service) if self.keys else {}
 
 
-def _torchrun(ranks: int, port: int) -> list[str]:
-    """It ends all ranks when one ends. Not --standalone: that reads pickles from a store that listens for everybody."""
+def torchrun(ranks: int, port: int) -> list[str]:
+    """Arguments of `python -m` before the module. It ends all ranks when one ends. Not --standalone: that reads pickles
+    from a store that listens for everybody."""
     place = ["--rdzv-backend", "static", "--master-addr", "127.0.0.1", "--master-port", str(port)]
     return ["torch.distributed.run", "--nnodes", "1", *place, "--nproc-per-node", str(ranks), "-m"]
 
