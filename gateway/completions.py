@@ -63,8 +63,9 @@ def _target_of(request_id: str) -> tuple[Target, int] | None:
 class _Samples:
     """The samples of one target."""
 
+    low: int
     high: int
-    """Largest seq_id that the database covers."""
+    """Smallest and largest seq_id that the database covers."""
     open: dict[int, None] = field(default_factory=dict)
     """seq_ids that the client may wait for with its poller, in the order in which they came."""
     settled: dict[int, None] = field(default_factory=dict)
@@ -117,14 +118,15 @@ class Completions:
         samples.open[seq_id] = None
         while len(samples.open) > _MAX_OPEN:  # abandoned without a word; more than that is never in work
             del samples.open[next(iter(samples.open))]
-        if seq_id > samples.high:
+        if not samples.low <= seq_id <= samples.high:  # they come in any order
             async with samples.lock:
-                if seq_id > samples.high:
-                    low, high = min(samples.open, default=seq_id), min(seq_id + _MARKED_AHEAD, _LAST)
+                if not samples.low <= seq_id <= samples.high:
+                    low = min(samples.open, default=seq_id)
+                    high = max(samples.high, min(seq_id + _MARKED_AHEAD, _LAST))
                     mark = SampleMark(sampling_session_id=target[0], clone_id=target[1], low=low, high=high)
                     if not await self._store.put_sample_mark(mark, home=self._home):
                         raise NotReady("another gateway has taken over these samples; try again")
-                    samples.high = high
+                    samples.low, samples.high = low, high
 
     async def _load(self, target: Target) -> _Samples:
         """What is known of a target; what an earlier process may have left in work is open."""
@@ -134,7 +136,7 @@ class Completions:
                 first = first_of(target[1])
                 low, high = (first, first - 1) if mark is None else (mark.low, mark.high)
                 lost = range(max(low, high - _MAX_OPEN), high + 1)
-                self._samples[target] = _Samples(high, dict.fromkeys(lost))
+                self._samples[target] = _Samples(low, high, dict.fromkeys(lost))
         return self._samples[target]
 
     def settle(self, request_ids: Iterable[str]) -> None:

@@ -122,6 +122,15 @@ async def test_a_restart_tells_clients_what_it_has_lost(stack: Stack, client: Cl
     assert finished(again) in (await completions(client, sampler_id, page["cursor"]))["completions"]
 
 
+async def test_a_restart_also_tells_of_what_came_out_of_order(stack: Stack, client: Client) -> None:
+    sampler_id = await sampler_of(client)
+    stack.sampler.go.clear()
+    lost = [await sample(client, sampler_id, seq_id) for seq_id in (3, 0, 2)]
+    await stack.restart_gateway()
+    failed = [each["request_id"] for each in (await completions(client, sampler_id, 0))["completions"]]
+    assert {receipt["request_id"] for receipt in lost} <= set(failed)
+
+
 async def test_a_page_of_completions_is_bounded(stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.completions.MAX_PAGE", 2)
     sampler_id = await sampler_of(client)
