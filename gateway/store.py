@@ -34,7 +34,7 @@ from gateway.tables import (
     Session,
     Setting,
 )
-from tinsmith.rpc.paths import KINDS
+from tinsmith.rpc.paths import KINDS, TinkerPath
 
 MIGRATIONS = Path(__file__).parent / "migrations"
 _MAX_WHOSE = 100_000
@@ -466,6 +466,18 @@ class Store:
     async def delete_operation(self, request_id: str) -> None:
         async with self.begin() as db:
             await db.execute(delete(Operation).where(Operation.request_id == request_id))
+
+    async def is_saving(self, path: TinkerPath) -> bool:
+        """A save of the run makes this checkpoint, and is not through."""
+        query = select(Operation.request_id).where(
+            Operation.model_id == path.run_id,
+            Operation.path == str(path),
+            Operation.kind.in_(("save_weights", "save_weights_for_sampler")),
+            Operation.error.is_(None),
+            Operation.settled_at.is_(None),
+        )
+        async with self.begin() as db:
+            return await db.scalar(query.limit(1)) is not None
 
     async def operation(self, request_id: str) -> Operation | None:
         async with self.begin() as db:

@@ -157,3 +157,32 @@ async def test_an_expired_checkpoint_is_not_found_and_then_deleted(stack: Stack,
         await stack.trainer.deletion.wait()
     assert old.location not in stack.trainer.checkpoints
     assert location in stack.trainer.checkpoints
+
+
+async def test_a_load_may_be_sent_before_its_save_is_through(stack: Stack, client: Client) -> None:
+    session_id = await client.session()
+    model_id, other = await client.model(session_id), await client.model(session_id, seq=1)
+    path = f"tinker://{model_id}/weights/one"
+    stack.trainer.go.clear()
+    saving = await client.call("save_weights", {"model_id": model_id, "seq_id": 1, "path": "one"})
+    body = {"seq_id": 2, "path": path, "optimizer": True}
+    loading = await client.call("load_weights", body | {"model_id": model_id})
+    missing = await client.call("load_weights", {"model_id": model_id, "seq_id": 3, "path": f"{path}2"})
+    elsewhere = await client.call("load_weights", body | {"model_id": other, "seq_id": 1})
+    stack.trainer.go.set()
+    assert (await client.result(saving))["path"] == path
+    assert await client.result(loading) == {"type": "load_weights", "path": path, "model_id": model_id}
+    assert f"there is no checkpoint {path}2" in (await client.result(missing))["error"]
+    assert f"there is no checkpoint {path}" in (await client.result(elsewhere))["error"], "no trainer would wait"
+    assert await client.call("load_weights", body | {"model_id": model_id}) == loading
+    assert stack.trainer.orders[model_id] == [0, 1, 2, 3]
+
+
+async def test_a_load_of_a_save_that_failed_finds_nothing(stack: Stack, client: Client) -> None:
+    model_id = await client.model(await client.session())
+    await save(client, model_id, 1)
+    failed = await save(client, model_id, 2)  # the name is taken
+    assert "exists" in failed["error"]
+    await client.delete(f"/api/v1/training_runs/{model_id}/checkpoints/weights/one")
+    body = {"model_id": model_id, "seq_id": 3, "path": f"tinker://{model_id}/weights/one"}
+    assert "there is no checkpoint" in (await client.result(await client.call("load_weights", body)))["error"]
