@@ -87,8 +87,10 @@ class Billing:
     async def usage(
         self, begin_hour: int, end_hour: int, *, owner: str | None
     ) -> tuple[list[Json], dict[str, Session]]:
-        """The events of hours since 1970, `end_hour` not included, and the sessions that they name. `owner`: whose; None:
-        everyone's."""
+        """The events of hours since 1970, `end_hour` not included, and the sessions that they name.
+
+        `owner`: whose; None is everyone's.
+        """
         await self._ledger.flush()
         query = (
             select(Usage, Session)

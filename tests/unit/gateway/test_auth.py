@@ -145,7 +145,14 @@ def tokens(**settings: Any) -> Tokens:
 
 def claims(**changes: Any) -> dict[str, Any]:
     now = int(time.time())
-    given = {"iat": now, "exp": now + 86400, "sub": "tml:organization_user:x", "org_id": "o", "email": "", "key_id": "k"} | changes
+    given = {
+        "iat": now,
+        "exp": now + 86400,
+        "sub": "tml:organization_user:x",
+        "org_id": "o",
+        "email": "",
+        "key_id": "k",
+    } | changes
     return {name: value for name, value in given.items() if value is not None}
 
 
