@@ -14,6 +14,8 @@ import re
 import time
 from dataclasses import dataclass
 
+from sqlalchemy.exc import SQLAlchemyError
+
 from gateway.clients import Clients
 from gateway.config import GatewayConfig
 from gateway.counting import Counting
@@ -169,6 +171,18 @@ class Operations:
     async def _run(self, submission: Submission, pending: Pending) -> Answer:
         accepted = pending.accepted
         assert accepted is not None
+        try:
+            return await self._submit_and_wait(submission, pending, accepted)
+        except SQLAlchemyError as error:
+            if accepted.done():
+                raise
+            logger.error("%s: the database cannot be used: %s", submission.request_id, getattr(error, "orig", error))
+            accepted.set_exception(NotReady("the gateway's database cannot be used at the moment; try again"))
+            raise Gone from error
+
+    async def _submit_and_wait(
+        self, submission: Submission, pending: Pending, accepted: asyncio.Future[None]
+    ) -> Answer:
         known: Operation | None = None
         try:
             if submission.kind not in _SELF_EXPLAINING or submission.is_completed or submission.error is not None:

@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 import pytest
+from sqlalchemy.exc import OperationalError
 
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack
 from tinsmith.v1 import types_pb2
@@ -186,3 +187,22 @@ async def test_a_load_of_a_save_that_failed_finds_nothing(stack: Stack, client: 
     await client.delete(f"/api/v1/training_runs/{model_id}/checkpoints/weights/one")
     body = {"model_id": model_id, "seq_id": 3, "path": f"tinker://{model_id}/weights/one"}
     assert "there is no checkpoint" in (await client.result(await client.call("load_weights", body)))["error"]
+
+
+async def test_a_submission_that_the_database_cannot_take_is_a_503_and_can_be_sent_again(
+    client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model_id = await client.model(await client.session())
+
+    async def full(self: object, operation: object) -> bool:
+        raise OperationalError("INSERT", {}, Exception("database or disk is full"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("gateway.store.Store.add_operation", full)
+        body = {"model_id": model_id, "seq_id": 1, "path": "a"}
+        answer = await client.call("save_weights", body, status=503)
+        assert "database" in answer["detail"]
+        assert "disk is full" in caplog.text
+        caplog.clear()
+    receipt = await client.call("save_weights", body)
+    assert (await client.result(receipt))["path"].endswith("/weights/a")
