@@ -85,6 +85,8 @@ def _watched(url: str, api_key: str, num_sessions: int, times: Times) -> Iterato
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, _KEY: api_key}
     )
     try:
+        assert watch.stdout is not None
+        watch.stdout.readline()  # its sessions are open
         yield
     finally:
         output, _ = watch.communicate()  # closes its stdin, on which it ends
@@ -145,17 +147,17 @@ async def _watch(url: str, api_key: str, times: Times, num_sessions: int, done: 
                 return None
             return reply
 
-        async def beat(number: int) -> None:
-            made = await ask("create_session", {"tags": ["load"], "type": "create_session"}, [])
-            if made is None:
-                return
-            session_id = made.json()["session_id"]
+        async def beat(number: int, session_id: str) -> None:
             await asyncio.sleep(_BEAT_S * number / max(1, num_sessions))
             await _until(done, _BEAT_S, lambda: ask("session_heartbeat", {"session_id": session_id}, times.heartbeats))
             await ask(f"sessions/{session_id}/finish", {"reason": {"type": "success"}}, [])
 
+        body = {"tags": ["load"], "type": "create_session"}
+        made = await asyncio.gather(*(ask("create_session", body, []) for _ in range(num_sessions)))
+        print("watching", flush=True)
         asking = _until(done, _ASK_S, lambda: ask("client/dynamic_config", {}, times.trivial))
-        await asyncio.gather(asking, *(beat(number) for number in range(num_sessions)))
+        beating = [beat(n, reply.json()["session_id"]) for n, reply in enumerate(made) if reply is not None]
+        await asyncio.gather(asking, *beating)
 
 
 async def _until(done: threading.Event, pause_s: float, step: Callable[[], Awaitable[object]]) -> None:
