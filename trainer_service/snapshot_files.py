@@ -13,7 +13,6 @@ The methods block; they may be called from several threads, but for one model by
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import uuid
@@ -33,6 +32,7 @@ from tinsmith.v1 import types_pb2 as pb
 from trainer_service import manifest
 from trainer_service.engine import OptimizerState, State
 from trainer_service.manifest import Manifest
+from trainer_service.storage.local import sync
 
 _ADAPTER = "adapter"
 _OPTIMIZER = "optimizer."
@@ -63,12 +63,12 @@ class SnapshotFiles:
             written = Manifest.of(info, [manifest.describe(path) for path in sorted(folder.iterdir())])
             written.write(folder)
             for path in [*folder.iterdir(), folder]:
-                _sync(path)
+                sync(path)
             target.parent.mkdir(exist_ok=True)
             shutil.rmtree(target, ignore_errors=True)  # of a run before the last restart
             folder.rename(target)
-            _sync(target.parent)
-            _sync(self.root)
+            sync(target.parent)
+            sync(self.root)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         return written.checkpoint.size_bytes
@@ -146,11 +146,3 @@ def _save(path: Path, tensor: Tensor) -> None:
 
 def _load(path: Path) -> Tensor:
     return torch.from_numpy(np.load(path, allow_pickle=False))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

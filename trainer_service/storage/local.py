@@ -92,7 +92,7 @@ class LocalStorage:
         with self.scratch() as folder:
             written = folder / CERTIFICATE
             written.write_bytes(content)
-            _sync(written)
+            sync(written)
             with self._swap, contextlib.suppress(CheckpointNotFound):
                 found = self._read_manifest(location)
                 if found.checkpoint.version_id == version_id:
@@ -131,8 +131,8 @@ class LocalStorage:
 
     def install(self, folder: Path, location: Location, *, overwrite: bool) -> None:
         for path in folder.iterdir():
-            _sync(path)
-        _sync(folder)
+            sync(path)
+        sync(folder)
         target = self.path(location)
         aside = self._temporary / f"{_REPLACED}{folder.name}"
         with self._swap:
@@ -148,7 +148,7 @@ class LocalStorage:
                     aside.rename(target)
                 raise
             for parent in (target.parent, target.parent.parent, self._root):
-                _sync(parent)
+                sync(parent)
         shutil.rmtree(aside, ignore_errors=True)
 
     def _remove(self, path: Path) -> None:
@@ -158,7 +158,7 @@ class LocalStorage:
                 path.rename(aside)
             except FileNotFoundError:
                 return
-            _sync(path.parent)
+            sync(path.parent)
         shutil.rmtree(aside, ignore_errors=True)
 
     def _recover(self) -> None:
@@ -208,7 +208,7 @@ class _LocalDraft:
         self._storage.install(self.folder, self._location, overwrite=self._overwrite)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
