@@ -160,11 +160,14 @@ async def test_refusals_are_told_by_both(client: Client) -> None:
         assert answers[0]["category"] == "user"
 
 
-async def test_a_session_that_ends_at_one_ends_at_both(
-    several: Several, client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To be asked for before the gateways, which sleep from one to the next."""
     for module in ("peers", "reaper"):
         monkeypatch.setattr(f"gateway.{module}.BEAT_S", 0.2)
+
+
+async def test_a_session_that_ends_at_one_ends_at_both(quick_beats: None, several: Several, client: Client) -> None:
     session_id = await client.session()
     model_id = await client.model(session_id)
     sampler_id = await client.sampling_session(session_id)
