@@ -59,19 +59,22 @@ class Homes:
         self._completions = completions
         self._known: dict[Target, str] = {}
         self._secret = ""
-        # Clients have as many long polls at once as they like.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-        timeout = httpx.Timeout(_ANSWER_S, connect=BEAT_S)
-        authorities = ssl.create_default_context()  # with those of SSL_CERT_FILE
-        self._http = httpx.AsyncClient(limits=limits, timeout=timeout, verify=authorities, trust_env=False)
+        self._http: httpx.AsyncClient | None = None
+        """To the others, where there are several."""
         peers.on_taken_for_dead = self._forget
 
     async def start(self) -> None:
         if self._peers.are_several:
             self._secret = await self._store.setting("peer_secret", default=secrets.token_hex(32))
+            # Clients have as many long polls at once as they like.
+            limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+            timeout = httpx.Timeout(_ANSWER_S, connect=BEAT_S)
+            authorities = ssl.create_default_context()  # with those of SSL_CERT_FILE
+            self._http = httpx.AsyncClient(limits=limits, timeout=timeout, verify=authorities, trust_env=False)
 
     async def close(self) -> None:
-        await self._http.aclose()
+        if self._http is not None:
+            await self._http.aclose()
 
     def was_passed_on(self, request: Request) -> bool:
         """By another gateway, which has looked at it."""
@@ -104,6 +107,7 @@ class Homes:
 
     async def _send(self, request: Request, body: bytes, url: str) -> httpx.Response:
         headers = [(name, value) for name, value in request.headers.items() if name not in {*_OWN, _PASSED_ON}]
+        assert self._http is not None
         query = f"?{request.url.query}" if request.url.query else ""
         passed_on = self._http.build_request(
             request.method,

@@ -14,7 +14,7 @@ import re
 import time
 from dataclasses import dataclass
 
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from gateway.clients import Clients
 from gateway.config import GatewayConfig
@@ -176,7 +176,8 @@ class Operations:
         except SQLAlchemyError as error:
             if accepted.done():
                 raise
-            logger.error("%s: the database cannot be used: %s", submission.request_id, getattr(error, "orig", error))
+            why = error.orig if isinstance(error, DBAPIError) else error  # without the statement and its values
+            logger.error("%s: the database cannot be used: %s", submission.request_id, why)
             accepted.set_exception(NotReady("the gateway's database cannot be used at the moment; try again"))
             raise Gone from error
 

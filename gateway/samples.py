@@ -47,11 +47,11 @@ _MAX_DEATHS = 5
 
 def check_pending(config: GatewayConfig, owner: str, *, num_own: int, num_all: int) -> None:
     """Raises OutOfCapacity when so many samples in work are too many."""
-    for number, name, whose in (
-        (num_own, "max_pending_samples_per_owner", f" of {owner!r}"),
-        (num_all, "max_pending_samples", ""),
+    for number, limit, name, whose in (
+        (num_own, config.max_pending_samples_per_owner, "max_pending_samples_per_owner", f" of {owner!r}"),
+        (num_all, config.max_pending_samples, "max_pending_samples", ""),
     ):
-        if number >= (limit := getattr(config, name)):
+        if number >= limit:
             raise OutOfCapacity(f"{limit} samples{whose} are in work, which is {name}; try again")
 
 

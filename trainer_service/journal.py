@@ -36,7 +36,7 @@ from tinsmith.rpc.errors import DataCorrupted, ModelLost, ModelNotFound, OutOfCa
 from tinsmith.v1 import trainer_pb2
 from trainer_service import journal_file
 from trainer_service.journal_file import sum_of
-from trainer_service.journal_pruning import Pruned, Summary, cut_covered, drop_empty, expire, prune, summaries
+from trainer_service.journal_pruning import Pruned, Sizes, Summary, cut_covered, drop_empty, expire, prune, summaries
 from trainer_service.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ class Journal:
         self._next_prune = 0.0
         path.parent.mkdir(parents=True, exist_ok=True)
         self._connection = journal_file.connect(path)
-        self._sizes = _Sizes.of(self._connection)
+        self._sizes = Sizes.of(self._connection)
         self._appended: Counter[str] = Counter()
         self._thread = threading.Thread(target=self._work, name="journal", daemon=True)
         self._thread.start()
@@ -382,8 +382,10 @@ class Journal:
         """Removes the model and its operations; an unknown one is no error."""
 
         def run(connection: sqlite3.Connection) -> None:
+            gone = Sizes.of(connection, model_id=model_id)
             connection.execute("DELETE FROM models WHERE model_id = ?", (model_id,))
-            self._sizes = _Sizes.of(connection)
+            self._sizes.total -= gone.total
+            self._sizes.pending -= gone.pending
             del self._appended[model_id]
 
         await self._submit(run)
@@ -398,7 +400,7 @@ class Journal:
 
         def run(connection: sqlite3.Connection) -> Pruned:
             pruned = prune(connection, expired_before=time.time() - self._result_retention_s, dry_run=dry_run)
-            self._sizes = _Sizes.of(connection)
+            self._sizes = Sizes.of(connection)
             return pruned
 
         return await self._submit(run)
@@ -466,10 +468,10 @@ class Journal:
             return
         self._next_prune = time.time() + _PRUNE_INTERVAL_S
         expire(self._connection, before=time.time() - self._result_retention_s)
-        self._sizes = _Sizes.of(self._connection)
+        self._sizes = Sizes.of(self._connection)
         if self._sizes.total > self._max_bytes:
             cut_covered(self._connection)
-            self._sizes = _Sizes.of(self._connection)
+            self._sizes = Sizes.of(self._connection)
             self._cut_results()
             self._cut_needed_bodies()
         drop_empty(self._connection)
@@ -517,24 +519,6 @@ class Journal:
             self._sizes.total -= row[3]
             chosen.append(row)
         return chosen
-
-
-@dataclass(slots=True)
-class _Sizes:
-    """Bytes in the journal."""
-
-    total: int
-    """Of requests and results."""
-    pending: int
-    """Of requests that have not run."""
-
-    @classmethod
-    def of(cls, connection: sqlite3.Connection) -> _Sizes:
-        row = connection.execute(
-            "SELECT coalesce(sum(coalesce(length(request), 0) + coalesce(length(result), 0)), 0), "
-            "coalesce(sum(CASE state WHEN 0 THEN length(request) END), 0) FROM operations"
-        ).fetchone()
-        return cls(*row)
 
 
 def _digest(kind: str, data: bytes) -> bytes:

@@ -5,6 +5,11 @@ from __future__ import annotations
 import sqlite3
 from dataclasses import dataclass
 
+_SIZES = (
+    "SELECT coalesce(sum(coalesce(length(request), 0) + coalesce(length(result), 0)), 0), "
+    "coalesce(sum(CASE state WHEN 0 THEN length(request) END), 0) FROM operations"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Summary:
@@ -39,6 +44,23 @@ class Pruned:
     num_bytes: int
 
 
+@dataclass(slots=True)
+class Sizes:
+    """Bytes in the journal."""
+
+    total: int
+    """Of requests and results."""
+    pending: int
+    """Of requests that have not run."""
+
+    @classmethod
+    def of(cls, connection: sqlite3.Connection, *, model_id: str | None = None) -> Sizes:
+        """Of all models, or of one, which reads that one's rows only."""
+        if model_id is None:
+            return cls(*connection.execute(_SIZES).fetchone())
+        return cls(*connection.execute(_SIZES + " WHERE model_id = ?", (model_id,)).fetchone())
+
+
 def summaries(connection: sqlite3.Connection) -> list[Summary]:
     """Of all models, in the order of their creation. What was cut long ago is not counted."""
     rows = connection.execute(
@@ -58,11 +80,11 @@ def prune(connection: sqlite3.Connection, *, expired_before: float, dry_run: boo
     ended = connection.execute("SELECT model_id FROM models WHERE ended_at < ?", (expired_before,))
     model_ids = [row[0] for row in ended]
     connection.execute("SAVEPOINT prune")
-    before = _num_bytes(connection)
+    before = Sizes.of(connection).total
     num_results = expire(connection, before=expired_before)
     num_bodies = cut_covered(connection)
     drop_empty(connection)
-    pruned = Pruned(num_results, num_bodies, tuple(model_ids), before - _num_bytes(connection))
+    pruned = Pruned(num_results, num_bodies, tuple(model_ids), before - Sizes.of(connection).total)
     if dry_run:
         connection.execute("ROLLBACK TO prune")
     connection.execute("RELEASE prune")
@@ -94,9 +116,3 @@ def drop_empty(connection: sqlite3.Connection) -> None:
         "DELETE FROM operations WHERE state != 0 AND request IS NULL AND result IS NULL AND seq_id <= "
         "(SELECT cut_seq_id FROM models WHERE models.model_id = operations.model_id)"
     )
-
-
-def _num_bytes(connection: sqlite3.Connection) -> int:
-    return connection.execute(
-        "SELECT coalesce(sum(coalesce(length(request), 0) + coalesce(length(result), 0)), 0) FROM operations"
-    ).fetchone()[0]

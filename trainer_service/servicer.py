@@ -151,8 +151,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: pb.ReadCheckpointFileRequest, context: Context
     ) -> AsyncIterator[pb.ReadCheckpointFileResponse]:
         location = Location.parse(request.location, field="location")
-        if request.offset < 0 or request.num_bytes < 0:
-            raise InvalidRequest(f"offset, num_bytes: {request.offset}, {request.num_bytes} must not be negative")
+        for field, value in (("offset", request.offset), ("num_bytes", request.num_bytes)):
+            if value < 0:
+                raise InvalidRequest(f"{field}: {value} must not be negative", field=field)
         file = await asyncio.to_thread(self._ready.checkpoints.open_file, location, request.name)
         try:
             file.seek(request.offset)

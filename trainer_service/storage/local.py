@@ -15,6 +15,7 @@ import shutil
 import threading
 import uuid
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -98,16 +99,9 @@ class LocalStorage:
                 if found.checkpoint.version_id == version_id:
                     written.rename(self.folder(location, found) / CERTIFICATE)
 
-    @contextlib.contextmanager
-    def scratch(self) -> Iterator[Path]:
+    def scratch(self) -> AbstractContextManager[Path]:
         """On the same file system."""
-        folder = self._temporary / uuid.uuid4().hex
-        try:
-            with self.space.full_disk_said():
-                folder.mkdir()
-                yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        return self.space.scratch(self._temporary)
 
     @contextlib.contextmanager
     def new(self, location: Location, *, overwrite: bool, num_bytes: int) -> Iterator[_LocalDraft]:

@@ -23,6 +23,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -138,15 +139,8 @@ class ObjectStorage:
             if found.checkpoint.version_id == version_id:
                 self._call("pipe_file", self._key(location, found.folder, CERTIFICATE), content)
 
-    @contextlib.contextmanager
-    def scratch(self) -> Iterator[Path]:
-        folder = self._scratch / uuid.uuid4().hex
-        try:
-            with self.space.full_disk_said():
-                folder.mkdir()
-                yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+    def scratch(self) -> AbstractContextManager[Path]:
+        return self.space.scratch(self._scratch)
 
     @contextlib.contextmanager
     def new(self, location: Location, *, overwrite: bool, num_bytes: int) -> Iterator[_ObjectDraft]:

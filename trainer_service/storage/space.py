@@ -6,6 +6,7 @@ import contextlib
 import errno
 import shutil
 import threading
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -75,6 +76,17 @@ class Space:
             if _is_full(error):
                 raise OutOfCapacity(f"no space left under {self._folder} ({error})") from error
             raise
+
+    @contextlib.contextmanager
+    def scratch(self, parent: Path) -> Iterator[Path]:
+        """An empty folder below `parent`, which is gone afterwards. A full disk raises OutOfCapacity."""
+        folder = parent / uuid.uuid4().hex
+        try:
+            with self.full_disk_said():
+                folder.mkdir()
+                yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_full(error: OSError | SafetensorError) -> bool:
