@@ -17,7 +17,6 @@ import time
 
 import httpx
 from sqlalchemy import or_, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -145,9 +144,8 @@ class Homes:
         async with self._store.begin() as db:
             is_new = False
             if self._store.sampling_session_lives(sampling_session_id):
-                insert = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}[self._store.dialect]
                 first = first_of(clone_id)
-                empty = insert(SampleMark).values(
+                empty = self._store.insert(SampleMark).values(
                     sampling_session_id=sampling_session_id, clone_id=clone_id, low=first, high=first - 1
                 )
                 await db.execute(empty.on_conflict_do_nothing())

@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from sqlalchemy import update
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.store import Store, Whose
@@ -114,7 +113,6 @@ class Ledger:
                 raise
 
     async def _write(self, usage: Counter[_Used], rows: list[AuditEvent | Span], touched: dict[str, float]) -> None:
-        insert = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}[self._store.dialect]
         used: Counter[_Used] = Counter()
         tokens: Counter[Whose] = Counter()
         for (hour, known, session_id, base_model, kind), amount in usage.items():
@@ -126,7 +124,7 @@ class Ledger:
         async with self._store.begin() as db:
             # In one order for all gateways, so that none waits for another that waits for it.
             for (hour, whose, session_id, base_model, kind), amount in sorted(used.items()):
-                statement = insert(Usage).values(
+                statement = self._store.insert(Usage).values(
                     hour=hour,
                     owner=whose.owner,
                     session_id=session_id,
@@ -141,7 +139,7 @@ class Ledger:
                     )
                 )
             for whose, amount in sorted(tokens.items()):
-                count = insert(TokenCount).values(owner=whose.owner, key_id=whose.key_id, amount=amount)
+                count = self._store.insert(TokenCount).values(owner=whose.owner, key_id=whose.key_id, amount=amount)
                 summed = count.on_conflict_do_update(
                     index_elements=["owner", "key_id"], set_={"amount": TokenCount.amount + count.excluded.amount}
                 )

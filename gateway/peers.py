@@ -17,7 +17,6 @@ from typing import Any
 from uuid import uuid4
 
 from sqlalchemy import CursorResult, Select, delete, or_, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.futures import Futures
@@ -163,15 +162,12 @@ class Peers:
         if not self.are_several:
             return True
         is_free = or_(Lease.holder == self.gateway_id, Lease.holder.not_in(living()))
-        statement = self._insert(Lease).values(name=work, holder=self.gateway_id)
+        statement = self._store.insert(Lease).values(name=work, holder=self.gateway_id)
         query = statement.on_conflict_do_update(
             index_elements=["name"], set_={"holder": self.gateway_id}, where=is_free
         ).returning(Lease.holder)
         async with self._store.begin() as db:
             return (await db.scalars(query)).one_or_none() is not None
-
-    def _insert(self, table: Any) -> Any:
-        return {"sqlite": sqlite.insert, "postgresql": postgresql.insert}[self._store.dialect](table)
 
 
 def living() -> Select[str]:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import delete, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 
 from gateway.store import Store
 from gateway.tables import SequenceRecord
@@ -72,8 +71,7 @@ class Records:
         async with self._writing:
             batch, self._batch = self._batch, None
             assert batch is not None
-            insert = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}[self._store.dialect]
-            statement = insert(SequenceRecord)
+            statement = self._store.insert(SequenceRecord)
             values = {name: statement.excluded[name] for name in batch.rows[0] if name != "sequence_id"}
             async with self._store.begin() as db:
                 await db.execute(

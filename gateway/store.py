@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import Connection, ExceptionContext, bindparam, delete, event, func, or_, select, update
+from sqlalchemy import Connection, ExceptionContext, Table, bindparam, delete, event, func, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
@@ -108,7 +108,7 @@ class Store:
             async with self._new() as db, db.begin():
                 yield db
 
-    def insert(self, table: type[Base]) -> Any:
+    def insert(self, table: type[Base] | Table) -> Any:
         """An INSERT with the ON CONFLICT of this database."""
         return {"sqlite": sqlite.insert, "postgresql": postgresql.insert}[self.dialect](table)
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from sqlalchemy import Table, delete, func, select
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from gateway.dashboard.points import Columns, Observation, by_steps, columns, point_of, thinned
@@ -82,7 +81,6 @@ class History:
                 raise
 
     async def _write(self, seen: Sequence[Observation]) -> None:
-        insert = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}[self._store.dialect]
         by_run: dict[str, dict[int, MetricPoint]] = {}
         for observation in seen:
             by_run.setdefault(observation.run_id, {})[observation.seq_id] = point_of(observation)
@@ -95,7 +93,7 @@ class History:
                     if not any(first <= seq_id <= last for first, last in merged)
                 ]
                 if rows:
-                    await db.execute(insert(_TABLE).on_conflict_do_nothing(), rows)
+                    await db.execute(self._store.insert(_TABLE).on_conflict_do_nothing(), rows)
         if len(self._unchecked) > _MAX_UNCHECKED:
             self._unchecked.clear()
         for run_id, points in by_run.items():
@@ -124,8 +122,7 @@ class History:
                 some = MetricPoint.seq_id.in_(stale[start : start + _PER_QUERY])
                 await db.execute(delete(MetricPoint).where(mine, some))
             for start in range(0, len(fewer), _PER_QUERY):
-                insert = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}[self._store.dialect]
-                await db.execute(insert(_TABLE), fewer[start : start + _PER_QUERY])
+                await db.execute(self._store.insert(_TABLE), fewer[start : start + _PER_QUERY])
 
     async def forget(self, *, before: float, keep_newest: int) -> None:
         """Deletes what was computed before this time, and what is not among the newest points of all runs."""
