@@ -37,8 +37,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     allow_left_sockets(items, Path(__file__).parent)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    """It lives for a file only: while it does, its event loop counts as running in this thread, and no other can run."""
     chromium = shutil.which("chromium")
     if chromium is None:
         if os.environ.get(CI):
@@ -50,12 +51,12 @@ def browser() -> Iterator[Browser]:
         browser.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_base_model(tmp_path_factory.mktemp("toy") / "tiny")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def stack(browser: Browser, toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """It starts only where there is a browser."""
     flags = ["--api-key", KEY, "--api-key", OTHER_KEY]
@@ -63,7 +64,7 @@ def stack(browser: Browser, toy: Path, tmp_path_factory: pytest.TempPathFactory)
         yield stack
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def service(stack: Stack) -> Iterator[tinker.ServiceClient]:
     with tinker.ServiceClient(base_url=stack.base_url, api_key=KEY) as service:
         yield service
