@@ -7,7 +7,7 @@ import logging
 import uvloop
 
 from gateway.config import GatewayConfig
-from gateway.server import serve
+from gateway.http.server import serve
 from tinsmith.rpc import logs, tracing
 from tinsmith.rpc.server import stop_event
 from tinsmith.rpc.settings import read_settings

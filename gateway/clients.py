@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 
 from gateway.metrics import Metrics
-from gateway.replicas import Replica, Replicas
+from gateway.sampling.replicas import Replica, Replicas
 from tinsmith.rpc.channel import connect
 from tinsmith.rpc.errors import EngineDead, InvalidRequest, NotReady, ServiceError, from_rpc_error
 from tinsmith.rpc.logs import REQUEST_ID_METADATA

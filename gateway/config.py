@@ -11,8 +11,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 
-from gateway.connections import Limits
-from gateway.retention_rules import Policy
+from gateway.http.connections import Limits
+from gateway.storage.retention_rules import Policy
 from tinsmith.rpc.auth import AnyKey, ServiceKey
 from tinsmith.rpc.tls import GrpcTls, check_pair
 

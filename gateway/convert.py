@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from gateway import schemas
-from gateway.tables import Checkpoint
+from gateway.database.tables import Checkpoint
+from gateway.http import schemas
 from tinsmith.rpc.errors import InvalidRequest, Unsupported
 from tinsmith.rpc.paths import SCHEME
 from tinsmith.v1 import sampler_pb2, trainer_pb2, types_pb2

@@ -17,10 +17,10 @@ from typing import Protocol
 
 import orjson
 
-from gateway.ledger import Ledger
-from gateway.limits import Hold
+from gateway.database.tables import Span
 from gateway.metrics import Metrics
-from gateway.tables import Span
+from gateway.tenants.ledger import Ledger
+from gateway.tenants.limits import Hold
 from tinsmith.rpc import logs, tracing
 from tinsmith.rpc.errors import FailedPrecondition, ServiceError
 from tinsmith.v1 import types_pb2

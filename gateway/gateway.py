@@ -11,42 +11,42 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.requests import Request
 
-from gateway.access import Access
-from gateway.auth import REFRESH_S, Caller, Callers
-from gateway.billing import Billing
-from gateway.catalog import Catalog
-from gateway.certificates import Certificates
-from gateway.checkpoints import Checkpoints
 from gateway.clients import Clients
-from gateway.completions import Completions
 from gateway.config import DATABASE, GatewayConfig
-from gateway.copies import Copies
-from gateway.counting import Counting
-from gateway.custom_losses import CustomLosses
 from gateway.dashboard.recorder import Dashboard
-from gateway.downloads import Downloads
+from gateway.database.catalog import Catalog
+from gateway.database.store import Store
 from gateway.futures import Futures
-from gateway.homes import Homes
-from gateway.imports import Imports
-from gateway.inflight import Inflight
-from gateway.keys import Keys
-from gateway.ledger import Ledger
-from gateway.limits import Limits
 from gateway.metrics import Metrics
 from gateway.openai.generator import Generator
-from gateway.operations import Operations
 from gateway.peers import OtherGateways, Peers
-from gateway.publishing import Publishing
 from gateway.reaper import Reaper
-from gateway.records import Records
-from gateway.results import Results
-from gateway.retention import Retention
-from gateway.retirement import Retirement
-from gateway.samples import Samples
+from gateway.sampling.certificates import Certificates
+from gateway.sampling.completions import Completions
+from gateway.sampling.homes import Homes
+from gateway.sampling.inflight import Inflight
+from gateway.sampling.publishing import Publishing
+from gateway.sampling.records import Records
+from gateway.sampling.samples import Samples
 from gateway.session_search import SessionSearch
-from gateway.store import Store
+from gateway.storage.checkpoints import Checkpoints
+from gateway.storage.copies import Copies
+from gateway.storage.downloads import Downloads
+from gateway.storage.imports import Imports
+from gateway.storage.retention import Retention
+from gateway.storage.retirement import Retirement
 from gateway.tasks import to_its_end
-from gateway.tokens import Tokens
+from gateway.tenants.access import Access
+from gateway.tenants.auth import REFRESH_S, Caller, Callers
+from gateway.tenants.billing import Billing
+from gateway.tenants.counting import Counting
+from gateway.tenants.keys import Keys
+from gateway.tenants.ledger import Ledger
+from gateway.tenants.limits import Limits
+from gateway.tenants.tokens import Tokens
+from gateway.training.custom_losses import CustomLosses
+from gateway.training.operations import Operations
+from gateway.training.results import Results
 from tinsmith.rpc.auth import named, require_keys
 
 logger = logging.getLogger(__name__)

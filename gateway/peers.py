@@ -19,9 +19,9 @@ from uuid import uuid4
 from sqlalchemy import CursorResult, Select, delete, or_, select, update
 from sqlalchemy.exc import SQLAlchemyError
 
+from gateway.database.store import Store
+from gateway.database.tables import GatewayRow, Lease
 from gateway.futures import Futures
-from gateway.store import Store
-from gateway.tables import GatewayRow, Lease
 from gateway.tasks import to_its_end
 
 logger = logging.getLogger(__name__)

@@ -10,21 +10,21 @@ from typing import Any
 
 import grpc.aio
 
-from gateway.billing import Billing
-from gateway.checkpoints import Checkpoints
 from gateway.clients import Clients
 from gateway.config import GatewayConfig
-from gateway.forgetting import Forgetting
+from gateway.database.forgetting import Forgetting
+from gateway.database.store import Store
+from gateway.database.tables import DELETED_AT, Checkpoint, Model
 from gateway.futures import Futures
 from gateway.metrics import Metrics
-from gateway.operations import Operations
 from gateway.peers import BEAT_S, Peers
-from gateway.records import Records
-from gateway.retention import Retention
-from gateway.retirement import Retirement
-from gateway.store import Store
-from gateway.tables import DELETED_AT, Checkpoint, Model
+from gateway.sampling.records import Records
+from gateway.storage.checkpoints import Checkpoints
+from gateway.storage.retention import Retention
+from gateway.storage.retirement import Retirement
 from gateway.tasks import to_its_end
+from gateway.tenants.billing import Billing
+from gateway.training.operations import Operations
 from tinsmith.rpc.errors import FailedPrecondition, InvalidRequest, NotReady, ServiceError, from_rpc_error
 from tinsmith.v1 import trainer_pb2
 

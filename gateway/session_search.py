@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from sqlalchemy import ColumnElement, and_, false, func, or_, select
 
-from gateway import schemas
-from gateway.auth import Caller
-from gateway.catalog import exists_now, in_project
-from gateway.store import Store
-from gateway.tables import Checkpoint, Model, SamplingSession, Session
+from gateway.database.catalog import exists_now, in_project
+from gateway.database.store import Store
+from gateway.database.tables import Checkpoint, Model, SamplingSession, Session
+from gateway.http import schemas
+from gateway.tenants.auth import Caller
 from gateway.views import FINISH_REASONS, owner_of_urn
 
 _SCANNED_ROWS = 500

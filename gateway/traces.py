@@ -16,8 +16,8 @@ from typing import Any
 import orjson
 from sqlalchemy import and_, or_, select
 
-from gateway.store import Store
-from gateway.tables import Session, Span
+from gateway.database.store import Store
+from gateway.database.tables import Session, Span
 
 _PAGE_ROWS = 1000
 _SERVICES = {"gateway": 1, "trainer": 2, "sampler": 3}

@@ -18,8 +18,8 @@ from sqlalchemy import Table, delete, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from gateway.dashboard.points import Columns, Observation, by_steps, columns, point_of, thinned
-from gateway.store import Store
-from gateway.tables import MetricPoint, Model
+from gateway.database.store import Store
+from gateway.database.tables import MetricPoint, Model
 from tinsmith.v1 import trainer_pb2 as pb
 
 _TABLE = cast(Table, MetricPoint.__table__)

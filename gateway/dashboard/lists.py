@@ -7,12 +7,12 @@ from collections import OrderedDict
 
 from sqlalchemy import func, select
 
-from gateway.catalog import exists_now
 from gateway.clients import Clients
 from gateway.dashboard.history import History, Summary
+from gateway.database.catalog import exists_now
+from gateway.database.store import Store
+from gateway.database.tables import Checkpoint, Model, SamplingSession, Session
 from gateway.futures import Futures
-from gateway.store import Store
-from gateway.tables import Checkpoint, Model, SamplingSession, Session
 from gateway.views import DEFAULT_PROJECT, Json
 from tinsmith.rpc.errors import NotFound
 from tinsmith.rpc.paths import KINDS

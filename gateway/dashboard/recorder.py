@@ -14,9 +14,9 @@ from gateway.dashboard.history import History
 from gateway.dashboard.lists import Lists
 from gateway.dashboard.samples import RecentSamples
 from gateway.dashboard.services import Services
+from gateway.database.store import Store
 from gateway.futures import Futures
 from gateway.metrics import Metrics
-from gateway.store import Store
 from gateway.tasks import to_its_end
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from sqlalchemy import delete, select
 
-from gateway.store import Store
-from gateway.tables import RecentSample
+from gateway.database.store import Store
+from gateway.database.tables import RecentSample
 from tinsmith.v1 import sampler_pb2, types_pb2
 
 MAX_PROMPT_TOKENS = 256

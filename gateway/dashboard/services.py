@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.clients import Clients, Trainer
 from gateway.metrics import Metrics
-from gateway.replicas import Replica
+from gateway.sampling.replicas import Replica
 from gateway.views import Json
 from tinsmith.v1 import metrics_pb2, metrics_pb2_grpc
 

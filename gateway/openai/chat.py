@@ -10,9 +10,8 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.auth import Caller
-from gateway.errors import json_response
 from gateway.gateway import Gateway
+from gateway.http.errors import json_response
 from gateway.openai.answers import Json, chat_logprobs, chunks_of, extension, head_of, log_begin
 from gateway.openai.completions import token_bytes
 from gateway.openai.draws import Draw, Update, sample_request
@@ -20,6 +19,7 @@ from gateway.openai.events import event_stream, while_connected
 from gateway.openai.generator import Source
 from gateway.openai.schemas import Chat, Message
 from gateway.openai.sources import find_source
+from gateway.tenants.auth import Caller
 from tinsmith.rpc.errors import InvalidRequest
 from tinsmith.v1 import sampler_pb2 as pb
 

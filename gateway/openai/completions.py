@@ -10,10 +10,9 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.auth import Caller
 from gateway.convert import check_int32
-from gateway.errors import json_response
 from gateway.gateway import Gateway
+from gateway.http.errors import json_response
 from gateway.openai.answers import Json, chunks_of, completion_logprobs, extension, head_of, log_begin, usage_of
 from gateway.openai.draws import Draw, Update, sample_request
 from gateway.openai.events import event_stream, together, while_connected
@@ -21,6 +20,7 @@ from gateway.openai.generator import Source
 from gateway.openai.schemas import DEFAULT_MAX_TOKENS, Completion
 from gateway.openai.sources import find_source
 from gateway.openai.text import Vocabulary
+from gateway.tenants.auth import Caller
 from tinsmith.rpc.errors import InvalidRequest
 from tinsmith.v1 import sampler_pb2 as pb
 

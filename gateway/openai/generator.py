@@ -16,20 +16,20 @@ from typing import Any, TypeVar
 
 import grpc.aio
 
-from gateway.auth import Caller
 from gateway.clients import Clients, is_lost, meaning
 from gateway.config import GatewayConfig
 from gateway.dashboard.samples import RecentSamples
+from gateway.database.tables import SamplingSession
 from gateway.futures import Progress
-from gateway.ledger import Ledger
-from gateway.limits import Limits
 from gateway.metrics import Metrics
 from gateway.openai.resumption import resumed, with_seed
 from gateway.openai.text import Vocabulary
-from gateway.publishing import Publishing
-from gateway.replicas import Replica
-from gateway.samples import Tries, check_pending
-from gateway.tables import SamplingSession
+from gateway.sampling.publishing import Publishing
+from gateway.sampling.replicas import Replica
+from gateway.sampling.samples import Tries, check_pending
+from gateway.tenants.auth import Caller
+from gateway.tenants.ledger import Ledger
+from gateway.tenants.limits import Limits
 from tinsmith.rpc.errors import EngineDead, NotReady, OutOfCapacity, ServiceError, VersionNotLoaded
 from tinsmith.rpc.logs import REQUEST_ID_METADATA
 from tinsmith.v1 import sampler_pb2 as pb

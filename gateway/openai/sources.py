@@ -6,11 +6,11 @@ from typing import Any
 
 from sqlalchemy import select
 
-from gateway.auth import Caller
-from gateway.catalog import exists_now
+from gateway.database.catalog import exists_now
+from gateway.database.tables import Checkpoint
 from gateway.gateway import Gateway
 from gateway.openai.generator import Source
-from gateway.tables import Checkpoint
+from gateway.tenants.auth import Caller
 from tinsmith.rpc.errors import InvalidRequest, ModelNotFound
 from tinsmith.rpc.paths import KINDS, SCHEME
 

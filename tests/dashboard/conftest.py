@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """It lives for a file only: while it does, its event loop counts as running in this thread, and no other can run."""
+    """For one file only: its event loop counts as running in this thread, where no other can run until it ends."""
     chromium = shutil.which("chromium")
     if chromium is None:
         if os.environ.get(CI):

@@ -22,8 +22,8 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
-from gateway.app import ROUTES
-from gateway.openapi.document import document
+from gateway.http.app import ROUTES
+from gateway.http.openapi.document import document
 from tests.fuzz.servers import FakeServer, make_some
 from tests.integration.examples import BASE_MODEL
 from tests.stack import Stack, make_base_model

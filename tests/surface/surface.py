@@ -11,7 +11,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from tinker.cli.__main__ import main_cli
 from tinker.lib.public_interfaces import AdminClient, RestClient
 
-from gateway.app import ROUTES
+from gateway.http.app import ROUTES
 
 CLIENTS = (tinker.ServiceClient, tinker.TrainingClient, tinker.SamplingClient, RestClient, AdminClient)
 

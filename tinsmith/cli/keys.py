@@ -24,8 +24,8 @@ from tinsmith.rpc.errors import ServiceError
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from gateway.keys import Keys
-    from gateway.tables import StoredKey
+    from gateway.database.tables import StoredKey
+    from gateway.tenants.keys import Keys
 
 DATABASE_URL = "GATEWAY_DATABASE_URL"
 DEFAULT_STATE_DIR = Path("~/.tinsmith")
@@ -132,9 +132,9 @@ def _work(url: str, work: Callable[[Keys], Awaitable[int]]) -> int:
     from sqlalchemy.engine import make_url
     from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 
-    from gateway.keys import Keys
+    from gateway.database.store import Store
     from gateway.metrics import Metrics
-    from gateway.store import Store
+    from gateway.tenants.keys import Keys
 
     async def run(store: Store) -> int:
         try:
@@ -247,7 +247,7 @@ def run_budget(arguments: argparse.Namespace) -> int:
 
 
 def run_list(arguments: argparse.Namespace) -> int:
-    from gateway.keys import id_of
+    from gateway.tenants.keys import id_of
 
     async def work(keys: Keys) -> int:
         rows, accounts = await keys.all(), await keys.accounts()
@@ -276,7 +276,7 @@ def run_list(arguments: argparse.Namespace) -> int:
 
 
 def _view(row: StoredKey, tokens: int) -> dict[str, Any]:
-    from gateway.keys import id_of, is_active
+    from gateway.tenants.keys import id_of, is_active
 
     state = "revoked" if row.revoked_at is not None else "valid" if is_active(row) else "expired"
     return {

@@ -10,7 +10,7 @@ import httpx
 
 from gateway.config import GatewayConfig
 from gateway.gateway import Gateway
-from gateway.server import GatewayServer
+from gateway.http.server import GatewayServer
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack
 from tinsmith.cli.ports import free_ports
 

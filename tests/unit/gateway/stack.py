@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from gateway.config import GatewayConfig
-from gateway.server import GatewayServer
+from gateway.http.server import GatewayServer
 from tinsmith.rpc.errors import (
     CheckpointExists,
     CheckpointNotFound,

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from tinker import types
 
-from gateway.billing import hours_between
 from gateway.config import GatewayConfig
-from gateway.tables import Usage
+from gateway.database.tables import Usage
+from gateway.tenants.billing import hours_between
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, sample_body
 from tests.unit.gateway.test_runs import get
 from tests.unit.gateway.test_weights import save

@@ -14,12 +14,12 @@ import jwt
 import pytest
 from pydantic import SecretStr, ValidationError
 
-from gateway.auth import LOCAL, Callers, owner_of
 from gateway.clients import Clients
 from gateway.config import GatewayConfig
+from gateway.database.store import Store
 from gateway.metrics import Metrics
-from gateway.store import Store
-from gateway.tokens import InvalidToken, Tokens
+from gateway.tenants.auth import LOCAL, Callers, owner_of
+from gateway.tenants.tokens import InvalidToken, Tokens
 from tests.unit.gateway.stack import BASE_MODEL, FakeTrainer, Stack
 from tinsmith.rpc.auth import ApiKey
 from tinsmith.rpc.server import Server

@@ -12,8 +12,8 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 import zstandard
 
-from gateway import connections
-from gateway.server import allow_descriptors
+from gateway.http import connections
+from gateway.http.server import allow_descriptors
 from tests.unit.gateway.stack import Client, Stack, batch
 
 HEADERS_S = 0.4

@@ -17,9 +17,9 @@ from sqlalchemy import func, select
 from gateway.dashboard.history import History
 from gateway.dashboard.samples import MAX_TOKENS, RecentSamples
 from gateway.dashboard.services import parse_figures
+from gateway.database.tables import MetricPoint, RecentSample
 from gateway.gateway import Gateway
-from gateway.routes.dashboard import STATIC
-from gateway.tables import MetricPoint, RecentSample
+from gateway.http.routes.dashboard import STATIC
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, sample_body
 from tests.unit.gateway.talking import END, TalkingSampler
 from tinsmith.rpc.metrics import new_registry

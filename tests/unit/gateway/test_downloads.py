@@ -84,7 +84,7 @@ async def test_an_address_that_was_changed_is_refused(stack: Stack, client: Clie
 async def test_an_address_expires(stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     url = (await ask(client, "GET", await external(client), "external_weights_urls"))["urls"]["adapter_config.json"]
     now = time.time()
-    monkeypatch.setattr("gateway.downloads.time.time", lambda: now + 3601)
+    monkeypatch.setattr("gateway.storage.downloads.time.time", lambda: now + 3601)
     reply = await fetch(url)
     assert reply.status_code == 410
     assert "expired" in reply.json()["detail"]

@@ -7,8 +7,7 @@ from typing import Any
 
 from sqlalchemy import func, select, update
 
-from gateway.gateway import Gateway
-from gateway.tables import (
+from gateway.database.tables import (
     AuditEvent,
     Base,
     CountedOperation,
@@ -20,6 +19,7 @@ from gateway.tables import (
     Span,
     Usage,
 )
+from gateway.gateway import Gateway
 from tests.unit.gateway.stack import Client, Stack, sample_body
 from tests.unit.gateway.test_custom_losses import loss
 

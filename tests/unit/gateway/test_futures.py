@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from gateway.tables import Span
+from gateway.database.tables import Span
 from tests.unit.gateway.stack import Client, Stack, sample_body
 from tinsmith.v1 import sampler_pb2, types_pb2
 
@@ -132,7 +132,7 @@ async def test_a_restart_also_tells_of_what_came_out_of_order(stack: Stack, clie
 
 
 async def test_a_page_of_completions_is_bounded(stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.completions.MAX_PAGE", 2)
+    monkeypatch.setattr("gateway.sampling.completions.MAX_PAGE", 2)
     sampler_id = await sampler_of(client)
     await asyncio.gather(*[sample(client, sampler_id, seq_id) for seq_id in range(5)])
     cursor, ids = 0, []
@@ -147,8 +147,8 @@ async def test_a_page_of_completions_is_bounded(stack: Stack, client: Client, mo
 async def test_what_nobody_reads_is_not_kept_for_ever(
     stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.completions._MAX_OPEN", 3)
-    monkeypatch.setattr("gateway.completions._MAX_SETTLED", 2)
+    monkeypatch.setattr("gateway.sampling.completions._MAX_OPEN", 3)
+    monkeypatch.setattr("gateway.sampling.completions._MAX_SETTLED", 2)
     sampler_id = await sampler_of(client)
     await completions(client, sampler_id, 0, timeout=0)
     for seq_id in range(4):

@@ -17,8 +17,8 @@ import httpx
 import pytest
 from starlette.routing import BaseRoute, Mount, Route
 
-from gateway.app import ROUTES
-from gateway.keys import Keys
+from gateway.http.app import ROUTES
+from gateway.tenants.keys import Keys
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, batch, sample_body
 from tests.unit.gateway.talking import TalkingSampler
 from tests.unit.gateway.test_custom_losses import loss

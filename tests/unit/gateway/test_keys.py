@@ -15,8 +15,8 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
-from gateway.auth import owner_of
-from gateway.tokens import Tokens
+from gateway.tenants.auth import owner_of
+from gateway.tenants.tokens import Tokens
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack
 from tests.unit.gateway.test_auth import NAMED, RIGHT, SECRET, with_keys
 

@@ -10,16 +10,16 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway import limits
-from gateway.auth import Caller
-from gateway.catalog import Catalog
+from gateway.database.catalog import Catalog
+from gateway.database.store import Store
+from gateway.database.tables import Checkpoint, Model
 from gateway.gateway import Gateway
-from gateway.keys import Keys
-from gateway.ledger import Ledger
-from gateway.limits import Bucket, Limits
 from gateway.metrics import Metrics
-from gateway.store import Store
-from gateway.tables import Checkpoint, Model
+from gateway.tenants import limits
+from gateway.tenants.auth import Caller
+from gateway.tenants.keys import Keys
+from gateway.tenants.ledger import Ledger
+from gateway.tenants.limits import Bucket, Limits
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, sample_body
 from tests.unit.gateway.test_isolation import stack as stack  # one whose sampler has a tokenizer
 from tinsmith.rpc.errors import BudgetExceeded, RateLimited

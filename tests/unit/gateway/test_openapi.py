@@ -10,9 +10,9 @@ import httpx
 import pytest
 from jsonschema import Draft202012Validator
 
-from gateway.app import ROUTES
-from gateway.openapi.document import document, routes_of
-from gateway.openapi.operations import OPERATIONS
+from gateway.http.app import ROUTES
+from gateway.http.openapi.document import document, routes_of
+from gateway.http.openapi.operations import OPERATIONS
 from tests.unit.gateway.stack import Stack
 
 
@@ -30,7 +30,7 @@ def operations(made: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]
 def test_every_route_is_described_and_nothing_else() -> None:
     served = {route.endpoint for *_, route in routes_of(ROUTES)}
     missing = {f"{each.__module__}.{each.__name__}" for each in served - OPERATIONS.keys()}
-    assert missing == set(), "gateway/openapi/operations.py lacks them"
+    assert missing == set(), "gateway/http/openapi/operations.py lacks them"
     stale = {f"{each.__module__}.{each.__name__}" for each in OPERATIONS.keys() - served}
     assert stale == set(), "no route has them any more"
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from sqlalchemy import update
 
-from gateway import provenance
-from gateway.tables import SequenceRecord
+from gateway.database.tables import SequenceRecord
+from gateway.training import provenance
 from tests.unit.gateway.stack import Client, Stack, sample_body
 from tinsmith.rpc.errors import InvalidRequest, Unsupported
 from tinsmith.rpc.tensors import to_numpy

@@ -139,7 +139,7 @@ async def test_deletions_are_remembered_for_a_day(
     await save(client, run_id, 1)
     url = f"/api/v1/training_runs/{run_id}/checkpoints/weights/one"
     for retention_s, status in ((86400.0, 200), (0.0, 404)):
-        monkeypatch.setattr("gateway.checkpoints._DELETION_RETENTION_S", retention_s)
+        monkeypatch.setattr("gateway.storage.checkpoints._DELETION_RETENTION_S", retention_s)
         await client.delete(url, headers={"x-idempotency-key": "a"})
         await gateway_of(stack).checkpoints.forget_deletions()
         assert (await client.delete(url, headers={"x-idempotency-key": "a"})).status_code == status

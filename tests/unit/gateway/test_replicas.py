@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gateway.samples import Pause
+from gateway.sampling.samples import Pause
 from tests.unit.gateway.stack import BASE_MODEL, Backend, Client, FakeSampler, Stack, sample_body
 from tests.unit.gateway.talking import TalkingSampler
 from tests.unit.gateway.test_inflight import save

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from gateway.app import create_app
 from gateway.config import GatewayConfig
+from gateway.http.app import create_app
 from tests.unit.gateway.stack import Client
 
 

@@ -9,8 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from gateway.config import GatewayConfig
-from gateway.retention_rules import Policy, Rules, judge
-from gateway.tables import DELETED_AT, Checkpoint
+from gateway.database.tables import DELETED_AT, Checkpoint
+from gateway.storage.retention_rules import Policy, Rules, judge
 from tests.unit.gateway.stack import Client, Stack, sample_body
 from tests.unit.gateway.test_checkpoints import ask, events, expire, gateway_of, save_for_sampler
 from tests.unit.gateway.test_runs import get

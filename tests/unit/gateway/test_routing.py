@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from gateway.routing import Conversations, choose, ranked
+from gateway.sampling.routing import Conversations, choose, ranked
 
 REPLICAS = [f"sampler-{n}:8002" for n in range(5)]
 FACTOR = 1.25

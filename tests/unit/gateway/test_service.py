@@ -12,10 +12,10 @@ import pytest
 from pydantic import SecretStr
 
 from gateway.config import DATABASE, GatewayConfig
+from gateway.database.store import Store
 from gateway.gateway import Gateway, StartError
-from gateway.keys import Keys, id_of
 from gateway.metrics import Metrics
-from gateway.store import Store
+from gateway.tenants.keys import Keys, id_of
 from tests.unit.gateway.stack import ALIAS, BASE_MODEL, Client, Stack
 
 

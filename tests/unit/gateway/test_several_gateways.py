@@ -11,8 +11,8 @@ import pytest
 from sqlalchemy import delete
 
 from gateway.config import GatewayConfig
+from gateway.database.tables import GatewayRow
 from gateway.gateway import Gateway, StartError
-from gateway.tables import GatewayRow
 from tests.postgres import Postgres, postgres  # noqa: F401 - a fixture
 from tests.unit.gateway.several import Several, client_of
 from tests.unit.gateway.stack import Client, Stack, sample_body

@@ -19,7 +19,7 @@ HEAVY = {"torch", "transformers", "vllm", "peft", "safetensors"}
         "tinsmith.rpc.paths",
         "tinsmith.rpc.server",
         "tinsmith.rpc.tensors",
-        "gateway.app",
+        "gateway.http.app",
         "trainer_service.journal",
         "trainer_service.scheduler",
     ],

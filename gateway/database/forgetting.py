@@ -1,0 +1,83 @@
+"""Rows that nobody needs any more: without this, the database of a service that runs for years would only grow.
+
+What a user's history and bills are made of stays: sessions, runs, checkpoints, and usage.
+"""
+
+from __future__ import annotations
+
+import time
+
+from sqlalchemy import delete, func, select
+
+from gateway.config import GatewayConfig
+from gateway.database.store import Store
+from gateway.database.tables import (
+    AuditEvent,
+    CountedOperation,
+    CustomLoss,
+    Model,
+    SampleMark,
+    SamplingSession,
+    Session,
+    Span,
+)
+
+FORGET_S = 60.0
+"""Between two times."""
+_PER_QUERY = 500
+"""Ids in one query: databases limit its parameters."""
+_PER_TIME = 50_000
+"""Rows of one table that go at once, where there may be many; others may want to write meanwhile."""
+
+
+class Forgetting:
+    def __init__(self, config: GatewayConfig, *, store: Store) -> None:
+        self._config = config
+        self._store = store
+        self._due_at = 0.0
+
+    async def forget_when_due(self) -> None:
+        if time.monotonic() >= self._due_at:
+            self._due_at = time.monotonic() + FORGET_S
+            await self.forget()
+
+    async def forget(self) -> None:
+        now = time.time()
+        await self._forget_spans(before=now - self._config.span_retention_s)
+        async with self._store.begin() as db:
+            await db.execute(delete(AuditEvent).where(AuditEvent.at < now - self._config.audit_retention_s))
+        await self._forget_ended(before=now - self._config.ended_session_retention_s)
+        await self._forget_counted(before=now - FORGET_S)
+
+    async def _forget_spans(self, *, before: float) -> None:
+        async with self._store.begin() as db:
+            await db.execute(delete(Span).where(Span.ended_at < before))
+            # Their numbers follow each other, so the newest are found without counting a million rows.
+            newest = await db.scalar(select(func.max(Span.span_id))) or 0
+            await db.execute(delete(Span).where(Span.span_id <= newest - self._config.max_spans))
+
+    async def _forget_ended(self, *, before: float) -> None:
+        """Samplers and custom losses of sessions that ended before this time."""
+        samplers = select(SamplingSession.sampling_session_id).join(Session)
+        losses = select(CustomLoss.loss_id).join(Session)
+        async with self._store.begin() as db:
+            old = samplers.where(SamplingSession.created_at < before, Session.ended_at < before)
+            sampler_ids = list(await db.scalars(old.limit(_PER_TIME)))
+            old = losses.where(CustomLoss.created_at < before, Session.ended_at < before)
+            loss_ids = list(await db.scalars(old.limit(_PER_TIME)))
+            for start in range(0, len(sampler_ids), _PER_QUERY):
+                some = sampler_ids[start : start + _PER_QUERY]
+                await db.execute(delete(SampleMark).where(SampleMark.sampling_session_id.in_(some)))
+                await db.execute(delete(SamplingSession).where(SamplingSession.sampling_session_id.in_(some)))
+            for start in range(0, len(loss_ids), _PER_QUERY):
+                await db.execute(delete(CustomLoss).where(CustomLoss.loss_id.in_(loss_ids[start : start + _PER_QUERY])))
+
+    async def _forget_counted(self, *, before: float) -> None:
+        """What was counted, or written down by another gateway, after the model's release."""
+        counted = select(CountedOperation.model_id).distinct().subquery()
+        query = select(Model.model_id).join(counted, counted.c.model_id == Model.model_id)
+        async with self._store.begin() as db:
+            left = list(await db.scalars(query.where(Model.released_at < before)))
+            for start in range(0, len(left), _PER_QUERY):
+                some = CountedOperation.model_id.in_(left[start : start + _PER_QUERY])
+                await db.execute(delete(CountedOperation).where(some))

@@ -1,0 +1,1 @@
+"""The HTTP side: bodies, connections, routes and what they are documented as."""

@@ -1,0 +1,156 @@
+"""The ASGI application."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import re
+import secrets
+import time
+
+import orjson
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway.config import GatewayConfig
+from gateway.gateway import Gateway
+from gateway.http import errors
+from gateway.http.browsers import OwnHost, SecurityHeaders
+from gateway.http.openapi.document import document
+from gateway.http.routes import (
+    admin,
+    checkpoints,
+    custom_losses,
+    dashboard,
+    downloads,
+    futures,
+    imports,
+    keys,
+    models,
+    openai,
+    retention,
+    runs,
+    sampling,
+    service,
+    sessions,
+    telemetry,
+    training,
+    weights,
+)
+from gateway.metrics import Metrics
+from gateway.tenants.auth import Authentication
+from gateway.tracing import Traces
+from tinsmith.rpc import logs
+from tinsmith.rpc.errors import ServiceError
+
+GROUPS = (
+    service,
+    keys,
+    sessions,
+    telemetry,
+    models,
+    training,
+    custom_losses,
+    weights,
+    sampling,
+    futures,
+    runs,
+    checkpoints,
+    retention,
+    imports,
+    admin,
+)
+"""Modules of routes below /api/v1."""
+
+
+@functools.cache
+def _document() -> bytes:
+    return orjson.dumps(document(ROUTES))
+
+
+async def openapi(request: Request) -> Response:
+    """The OpenAPI document of all routes; needs no key."""
+    return Response(_document(), media_type="application/json")
+
+
+ROUTES: list[BaseRoute] = [
+    Route("/metrics", service.metrics),
+    Route("/openapi.json", openapi, include_in_schema=False),
+    Mount("/api/v1", routes=[route for group in GROUPS for route in group.routes]),
+    Mount("/v1", routes=openai.routes),
+    Mount("/download", routes=downloads.routes),
+    *dashboard.page_routes,
+]
+
+
+_ID_HEADER = logs.REQUEST_ID_METADATA.encode()
+_ID = re.compile(rb"[\w.:-]{1,128}")
+_START, _NUMBERS = secrets.token_hex(4), itertools.count()
+
+
+def _given_id(scope: Scope) -> str:
+    """The x-request-id that a request came with, if it may go into a log."""
+    given = next((value for name, value in scope["headers"] if name == _ID_HEADER), b"")
+    return given.decode() if _ID.fullmatch(given) else ""
+
+
+class CountRequests:
+    """ASGI middleware: number and time of requests, by route. Each gets an id, for the log and its sender."""
+
+    def __init__(self, app: ASGIApp, *, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        status = 500
+        started_at = time.monotonic()
+        request_id = _given_id(scope) or f"{_START}-{next(_NUMBERS)}"
+        logs.request_id.set(request_id)
+
+        async def watch(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (_ID_HEADER, request_id.encode())]
+            await send(message)
+
+        try:
+            return await self._app(scope, receive, watch)
+        finally:
+            # The function's name, not the path: ids in paths would make a series each. An unknown path has none.
+            endpoint = scope.get("endpoint")
+            route = endpoint.__name__ if inspect.isfunction(endpoint) else "none"
+            self._metrics.requests.labels(method=scope["method"], route=route, status=status).inc()
+            self._metrics.request_seconds.labels(route=route).observe(time.monotonic() - started_at)
+
+
+def create_app(config: GatewayConfig) -> Starlette:
+    """The application. Whoever serves it starts and stops its parts: `app.state.gateway`."""
+    gateway = Gateway(config)
+    app = Starlette(
+        routes=ROUTES,
+        middleware=[
+            *([Middleware(Traces)] if config.tracing else []),
+            Middleware(CountRequests, metrics=gateway.metrics),
+            Middleware(SecurityHeaders),
+            Middleware(OwnHost, callers=gateway.callers, hosts=config.own_hosts),
+            Middleware(Authentication, callers=gateway.callers, tokens=gateway.tokens, limits=gateway.limits),
+        ],
+        exception_handlers={
+            HTTPException: errors.http_error,
+            ServiceError: errors.service_error,
+            ClientDisconnect: errors.gone,
+            Exception: errors.internal_error,
+        },
+    )
+    app.router.redirect_slashes = False
+    app.state.gateway = gateway
+    return app

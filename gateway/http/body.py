@@ -1,0 +1,255 @@
+"""Request bodies: bounded, decompressed, parsed off the event loop when they are large."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import zstandard
+from google.protobuf.message import DecodeError
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from gateway.config import GatewayConfig
+from gateway.http import schemas
+from gateway.http.errors import invalid
+from gateway.training import json_forms
+from tinsmith.rpc.errors import InvalidRequest, ServiceError
+from tinsmith.v1 import trainer_pb2
+
+_IDS_BYTES = 4096
+"""Enough of a forward_backward to hold its ids, which are its first fields in protobuf and its last ones in JSON."""
+_MAX_DRAINED_BYTES = 2**30
+_MAX_WINDOW_BYTES = 2**23
+"""Of a zstd frame that is read piece by piece: what RFC 8878 asks decoders for."""
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Schema = TypeVar("Schema", bound=BaseModel)
+
+
+class TooLarge(HTTPException):
+    """413. `start` and `end` are the beginning and the end of the body, as it was sent."""
+
+    def __init__(self, size: str, limit: int, *, start: bytes = b"", end: bytes = b"") -> None:
+        super().__init__(413, f"the body has {size} bytes; this server's max_body_bytes is {limit}")
+        self.start = start
+        self.end = end
+
+
+async def read(request: Request, config: GatewayConfig) -> bytes:
+    """The body as it was sent. Raises TooLarge above max_body_bytes; what is more is read and thrown away."""
+    limit = config.max_body_bytes
+    chunks: list[bytes] = []
+    num_bytes, start, end = 0, b"", b""
+    async for chunk in request.stream():
+        num_bytes += len(chunk)
+        if num_bytes <= limit:
+            chunks.append(chunk)
+        elif num_bytes > _MAX_DRAINED_BYTES:
+            end = b""
+            break
+        else:
+            if not start:
+                start = b"".join([*chunks, chunk])[:_IDS_BYTES]
+                chunks.clear()
+            end = (end + chunk)[-_IDS_BYTES:]
+    if num_bytes > limit:
+        declared = request.headers.get("content-length", "")
+        raise TooLarge(declared or f"more than {limit}", limit, start=start, end=end)
+    return b"".join(chunks)
+
+
+def fingerprint(*parts: bytes | str | None) -> str:
+    """Hash of a request, to tell a repeat from a conflict."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        encoded = part.encode() if isinstance(part, str) else part or b""
+        digest.update(len(encoded).to_bytes(8, "little"))
+        digest.update(encoded)
+    return digest.hexdigest()
+
+
+async def off_loop(work: Callable[[], T], *, num_bytes: int, config: GatewayConfig) -> T:
+    """Does the work that so many bytes cause, in a thread when they are many."""
+    return await asyncio.to_thread(work) if num_bytes > config.thread_body_bytes else work()
+
+
+async def read_json(request: Request, config: GatewayConfig) -> tuple[dict[str, Any], bytes]:
+    """The JSON object of the body, and the body. Integers of any size stay exact. 400 when it is not one."""
+    body = await read(request, config)
+    return await off_loop(lambda: _object(body), num_bytes=len(body), config=config), body
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        parsed = from_json(body)
+    except ValueError as error:
+        raise HTTPException(400, f"the body is not JSON: {error}") from None
+    if not isinstance(parsed, dict):
+        raise HTTPException(400, f"the body must be a JSON object, not {type(parsed).__name__}")
+    return parsed
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The body of a forward_backward."""
+
+    model_id: str
+    seq_id: int
+    message: trainer_pb2.ForwardBackwardRequest | ServiceError
+    """What is asked of the trainer, or why it is refused."""
+    num_bytes: int
+    """Size of the body."""
+    refused_mark: str = ""
+    """Hash of a body that is refused."""
+
+
+def canonical(message: trainer_pb2.ForwardBackwardRequest) -> tuple[bytes, int]:
+    """Its canonical bytes, and the number of its tokens."""
+    num_tokens = sum(len(c.encoded_text.tokens) // 4 for datum in message.data for c in datum.model_input)
+    return message.SerializeToString(deterministic=True), num_tokens
+
+
+async def read_forward_backward(request: Request, config: GatewayConfig, *, forward_only: bool = False) -> Batch:
+    """The body in protobuf or in JSON, by its content type. 400 when it is neither, or has no ids.
+
+    One that is too large, or whose JSON does not hold a batch, has used up its seq_id all the same, so it is refused
+    with its ids; 413 when they cannot be read. `forward_only` is for the endpoint `forward`.
+    """
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type not in ("application/x-protobuf", "application/json"):
+        raise HTTPException(
+            400, f"content-type {content_type!r} is not supported; send application/x-protobuf or application/json"
+        )
+    is_json = content_type == "application/json"
+    encoding = request.headers.get("content-encoding", "identity").lower()
+    if encoding not in ("identity", "zstd"):
+        raise HTTPException(400, f"content-encoding {encoding!r} is not supported; use zstd or none")
+    is_compressed = encoding == "zstd"
+    try:
+        body = await read(request, config)
+    except TooLarge as error:
+        return _refused(error, is_json=is_json, is_compressed=is_compressed)
+
+    def decode() -> Batch:
+        plain = decompress(body, limit=config.max_body_bytes) if is_compressed else body
+        return (_from_json if is_json else _from_protobuf)(plain, forward_only=forward_only)
+
+    try:
+        return await off_loop(decode, num_bytes=len(body), config=config)
+    except TooLarge as error:
+        error.start = body
+        return _refused(error, is_json=is_json, is_compressed=True)
+
+
+def _from_protobuf(body: bytes, *, forward_only: bool) -> Batch:
+    message = trainer_pb2.ForwardBackwardRequest()
+    try:
+        message.ParseFromString(body)
+    except DecodeError as error:
+        raise HTTPException(400, f"the body is not a ForwardBackwardRequest in protobuf: {error}") from None
+    message.forward_only |= forward_only
+    return Batch(message.model_id, message.seq_id, message, num_bytes=len(body))
+
+
+def _from_json(body: bytes, *, forward_only: bool) -> Batch:
+    content = _object(body)
+    ids = parse(schemas.OperationIds, content)
+    try:
+        message = json_forms.forward_backward(
+            content, model_id=ids.model_id, seq_id=ids.seq_id, forward_only=forward_only
+        )
+    except ServiceError as error:
+        return Batch(ids.model_id, ids.seq_id, error, num_bytes=len(body), refused_mark=fingerprint("invalid", body))
+    return Batch(ids.model_id, ids.seq_id, message, num_bytes=len(body))
+
+
+def _refused(error: TooLarge, *, is_json: bool, is_compressed: bool) -> Batch:
+    start = error.start
+    if is_compressed:
+        try:
+            decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
+            start = decompressor.stream_reader(start).read(_IDS_BYTES)
+        except zstandard.ZstdError:
+            raise error from None
+    # The end of a compressed body cannot be read without the rest of it.
+    ids = _leading_ids(start) if not is_json else None if is_compressed else _trailing_ids(error.end)
+    if ids is None:
+        raise error
+    model_id, seq_id = ids
+    return Batch(
+        model_id,
+        seq_id,
+        InvalidRequest(f"data: {error.detail}; send fewer or shorter datums", field="data"),
+        num_bytes=len(start),
+        refused_mark=fingerprint("too large", start, error.end, error.detail),
+    )
+
+
+_TRAILING_IDS = re.compile(rb'"model_id"\s*:\s*"([^"\\]{1,300})"\s*,\s*"seq_id"\s*:\s*([0-9]{1,10})\s*\}\s*\Z')
+
+
+def _trailing_ids(end: bytes) -> tuple[str, int] | None:
+    """model_id and seq_id at the end of the JSON of a batch, in the order in which the SDKs write them."""
+    match = _TRAILING_IDS.search(end)
+    return None if match is None else (match[1].decode(errors="replace"), int(match[2]))
+
+
+def _leading_ids(start: bytes) -> tuple[str, int] | None:
+    """model_id and seq_id at the beginning of a ForwardBackwardRequest, whose rest may be cut off."""
+    # Field 1 is a string, field 2 a varint, and a serializer writes them in this order.
+    match = re.match(rb"\x0a([\x00-\x7f])", start)
+    if match is None:
+        return None
+    end = 2 + match[1][0]
+    number = re.match(rb"\x10([\x80-\xff]{0,4}[\x00-\x7f])", start[end:])
+    if number is None:
+        return None
+    message = trainer_pb2.ForwardBackwardRequest()
+    try:
+        message.ParseFromString(start[: end + number.end()])
+    except DecodeError:
+        return None
+    return message.model_id, message.seq_id
+
+
+def decompress(body: bytes, *, limit: int) -> bytes:
+    """One zstd frame. 413 when it holds more than `limit` bytes, 400 when it is broken."""
+    try:
+        size = zstandard.frame_content_size(body)
+        if size > limit:
+            raise TooLarge(f"{size} decompressed", limit)
+        return zstandard.ZstdDecompressor().decompress(body, max_output_size=limit, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise HTTPException(
+            400, f"the zstd body is broken, or holds more than max_body_bytes ({limit}): {error}"
+        ) from None
+
+
+def parse(schema: type[Schema], content: dict[str, Any]) -> Schema:
+    """Raises InvalidRequest, naming the field and the value. What is not known is ignored, with a word in the log."""
+    try:
+        parsed = schema.model_validate(content)
+    except ValidationError as error:
+        raise invalid(error) from None
+    if schema.__name__.endswith("Ids"):  # the rest of the body has a schema of its own
+        return parsed
+    for name in content.keys() - schema.model_fields.keys() - {"type"}:
+        _warn_of_unknown(schema.__name__, name[:100])
+    return parsed
+
+
+@functools.lru_cache(maxsize=1000)
+def _warn_of_unknown(schema: str, name: str) -> None:
+    """Once for each: a client sends them with every request."""
+    logger.warning("%s: the field %r is not known here and is ignored", schema, name)

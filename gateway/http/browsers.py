@@ -1,0 +1,91 @@
+"""What a page in a browser may do: be shown by this server, and nothing through somebody else's page.
+
+A gateway without keys trusts whoever reaches its loopback address, and every page that the user opens does: by a form
+or a fetch to http://127.0.0.1:8000, or under a name of its own that it has made point there (DNS rebinding). The first
+shows in the header Origin, the second in Host. There is no CORS: no page of another origin can read an answer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway.http.errors import detail
+from gateway.tenants.auth import Callers
+from tinsmith.rpc.auth import is_loopback
+
+_OF_EVERYTHING = {"X-Content-Type-Options": "nosniff"}
+_OF_PAGES = {
+    # img-src: the icon and charts that a page has drawn itself.
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'self'; "
+    "frame-ancestors 'none'; object-src 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Frame-Options": "DENY",
+}
+
+
+class SecurityHeaders:
+    """ASGI middleware: headers that tell a browser what it must not do. A page's own ones stay."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def add(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                is_page = headers.get("content-type", "").startswith("text/html")
+                for name, value in (_OF_EVERYTHING | (_OF_PAGES if is_page else {})).items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        await self._app(scope, receive, add)
+
+
+class OwnHost:
+    """ASGI middleware for a gateway without keys: refuses what another site's page has sent.
+
+    A request without Origin is no page's, or one of this gateway's own. A browser always sends it with anything but a
+    plain GET, and no GET changes anything here.
+    """
+
+    def __init__(self, app: ASGIApp, *, callers: Callers, hosts: Iterable[str]) -> None:
+        """`hosts`: names and addresses beside the loopback ones."""
+        self._app = app
+        self._callers = callers
+        self._hosts = {host.lower() for host in hosts}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not self._callers.anyone:
+            return await self._app(scope, receive, send)
+        headers = Headers(scope=scope)
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if host and not self._is_own(_name(f"//{host}")):
+            text = (
+                f"host: {host[:100]!r} is no name of this gateway, which has no keys and so answers under loopback "
+                "names only; ask for http://127.0.0.1, or list the name in GATEWAY_ALLOWED_HOSTS"
+            )
+            return await detail(421, text)(scope, receive, send)
+        if origin is not None and not self._is_same(origin, host):
+            text = (
+                f"origin: {origin[:100]!r} is another site; a gateway without keys answers to no pages but its own. "
+                "Set GATEWAY_API_KEYS to let others in"
+            )
+            return await detail(403, text)(scope, receive, send)
+        return await self._app(scope, receive, send)
+
+    def _is_own(self, name: str) -> bool:
+        return is_loopback(name) or name in self._hosts
+
+    def _is_same(self, origin: str, host: str) -> bool:
+        """On a loopback name another port is another server. A proxy may change the host that it asks for."""
+        return _name(origin) in self._hosts or origin.lower().partition("://")[2] == host.lower()
+
+
+def _name(url: str) -> str:
+    """Host of SCHEME://HOST or SCHEME://HOST:PORT; empty when it is neither."""
+    match = re.fullmatch(r"[a-z]*:?//(?:\[([0-9a-f:.]+)\]|([^][:/?#@\s]+))(?::[0-9]*)?", url.lower())
+    return "" if match is None else match[1] or match[2]

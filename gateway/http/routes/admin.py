@@ -1,0 +1,122 @@
+"""For those who run the server: what was done, what was used, what is stored."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime, timedelta
+
+from sqlalchemy import select
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gateway.database.tables import AuditEvent
+from gateway.gateway import caller_of, gateway_of
+from gateway.http import schemas
+from gateway.http.body import parse
+from gateway.http.errors import json_response
+from gateway.tenants.billing import GIGABYTE, HOUR_S
+from gateway.views import Json, owner_of_urn, time_text, urn_of
+from tinsmith.rpc.errors import InvalidRequest
+
+MAX_USAGE_DAYS = 14
+
+
+def _whose(request: Request) -> str | None:
+    """Whose usage the caller sees; None: everyone's."""
+    caller = caller_of(request)
+    return None if caller.admin else caller.owner
+
+
+def _entry(event: AuditEvent) -> Json:
+    entry: Json = {
+        "timestamp": time_text(event.at),
+        "event": event.event,
+        "event_details": {"actor": urn_of(event.owner), **event.details},
+    }
+    if event.category == "checkpoints":
+        entry["model_id"] = event.details.get("training_run_id")
+        entry["tinker_path"] = event.details.get("tinker_path")
+        entry["purpose"] = event.details.get("purpose")
+    return entry
+
+
+async def audit(request: Request) -> Response:
+    """What the caller has done, or everyone for an admin, on one day, from midnight to midnight UTC; today unless
+    another is named."""
+    gateway = gateway_of(request)
+    query = parse(schemas.AuditQuery, dict(request.query_params))
+    day = query.day or datetime.now(UTC).date()
+    begin = datetime(day.year, day.month, day.day, tzinfo=UTC).timestamp()
+    events = select(AuditEvent).where(AuditEvent.at >= begin, AuditEvent.at < begin + timedelta(days=1).total_seconds())
+    if query.event_type != "all":
+        events = events.where(AuditEvent.category == query.event_type)
+    if (owner := _whose(request)) is not None:
+        events = events.where(AuditEvent.owner == owner)
+    await gateway.ledger.flush()
+    async with gateway.store.begin() as db:
+        found = list(await db.scalars(events.order_by(AuditEvent.at, AuditEvent.event_id)))
+    return json_response({"entries": [_entry(event) for event in found]})
+
+
+def _hour(at: datetime, *, field: str) -> int:
+    """Hours since 1970."""
+    hour, rest = divmod(at.timestamp(), HOUR_S)
+    if rest:
+        raise InvalidRequest(f"{field}: {at.isoformat()} is not the beginning of an hour, UTC", field=field)
+    return int(hour)
+
+
+async def billing_usage(request: Request) -> Response:
+    gateway = gateway_of(request)
+    query = parse(schemas.UsageQuery, dict(request.query_params))
+    begin = _hour(query.starting_on, field="starting_on")
+    end = _hour(query.ending_before, field="ending_before")
+    if begin * HOUR_S > time.time():
+        raise InvalidRequest(f"starting_on: {query.starting_on.isoformat()} is in the future", field="starting_on")
+    if not begin < end <= begin + MAX_USAGE_DAYS * 24:
+        raise InvalidRequest(
+            f"ending_before: {query.ending_before.isoformat()} is not after starting_on, by at most "
+            f"{MAX_USAGE_DAYS} days",
+            field="ending_before",
+        )
+    events, sessions = await gateway.billing.usage(begin, end, owner=_whose(request))
+    for event in events:
+        caller = gateway.callers.by_owner(owner_of_urn(event["user_id"]))
+        event["user_name"] = caller.name if caller is not None else None
+    return json_response(
+        {
+            "data": events,
+            "sessions": {key: {"user_metadata": row.user_metadata or None} for key, row in sessions.items()},
+            "cost_data_through": None,  # there are no invoices: every estimate comes from the operator's prices
+        }
+    )
+
+
+async def checkpoint_storage(request: Request) -> Response:
+    gateway = gateway_of(request)
+    query = parse(schemas.StorageQuery, dict(request.query_params))
+    price = gateway.billing.storage_price
+    data: list[Json] = []
+    for project_id, owner, count, size in await gateway.billing.stored_now(query.project_id, owner=_whose(request)):
+        caller = gateway.callers.by_owner(owner)
+        data.append(
+            {
+                "project_id": project_id,
+                "org_user_urn": urn_of(owner),
+                "user_email": caller.email or None if caller is not None else None,
+                "user_name": caller.name if caller is not None else None,
+                "checkpoint_count": count,
+                "size_bytes": size,
+                "size_gigabytes": size / GIGABYTE,
+                "estimated_monthly_cost_usd": price * size / GIGABYTE,
+            }
+        )
+    return json_response({"effective_rate_usd_per_gigabyte_month": price, "data": data})
+
+
+routes = [
+    Route("/audit", audit),
+    Route("/billing/usage/events", billing_usage),
+    Route("/billing/usage/checkpoints/current", checkpoint_storage),
+]

@@ -1,0 +1,144 @@
+"""What can be done with a checkpoint: its owner deletes it, publishes it, lets it expire; who may read it downloads
+it."""
+
+from __future__ import annotations
+
+import time
+from email.utils import formatdate
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gateway.convert import check_ttl
+from gateway.database.tables import Checkpoint
+from gateway.gateway import caller_of, gateway_of, owner_of
+from gateway.http import schemas
+from gateway.http.body import parse, read_json
+from gateway.http.errors import json_response
+from gateway.views import certificate_view, checkpoint_details, file_view, time_text
+from tinsmith.rpc.errors import InvalidRequest
+from tinsmith.rpc.paths import SCHEME
+
+_ONE = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
+
+
+def _path(request: Request) -> str:
+    return SCHEME + "/".join(request.path_params[part] for part in ("run_id", "kind", "name"))
+
+
+async def _find(request: Request) -> Checkpoint:
+    return await gateway_of(request).checkpoints.find(_path(request), field="path", caller=caller_of(request))
+
+
+async def _find_own(request: Request) -> Checkpoint:
+    return await gateway_of(request).checkpoints.find_own(_path(request), field="path", caller=caller_of(request))
+
+
+async def delete(request: Request) -> Response:
+    await gateway_of(request).checkpoints.delete(
+        _path(request), caller=caller_of(request), idempotency_key=request.headers.get("x-idempotency-key")
+    )
+    return json_response({})
+
+
+async def publish(request: Request) -> Response:
+    checkpoint = await _find_own(request)
+    await gateway_of(request).checkpoints.publish(checkpoint, public=True, owner=owner_of(request))
+    return json_response({})
+
+
+async def unpublish(request: Request) -> Response:
+    checkpoint = await _find_own(request)
+    await gateway_of(request).checkpoints.publish(checkpoint, public=False, owner=owner_of(request))
+    return json_response({})
+
+
+async def set_ttl(request: Request) -> Response:
+    gateway = gateway_of(request)
+    content, _ = await read_json(request, gateway.config)
+    ttl_seconds = check_ttl(parse(schemas.SetTtl, content).ttl_seconds)
+    await gateway.checkpoints.set_ttl(await _find_own(request), ttl_seconds, owner=owner_of(request))
+    return json_response({})
+
+
+async def external_weights_urls(request: Request) -> Response:
+    """An address for each file."""
+    gateway = gateway_of(request)
+    path, caller = _path(request), caller_of(request)
+    if request.path_params["kind"] != "external_weights":
+        raise InvalidRequest(f"path: {path} is not of kind external_weights; save_weights_external makes one")
+    checkpoint = await gateway.checkpoints.read(path, field="path", caller=caller, purpose="download")
+    signed = {
+        file.name: gateway.downloads.sign(
+            request, "files", *checkpoint.location.split("/"), file.name, version=checkpoint.version_id
+        )
+        for file in await gateway.checkpoints.files(checkpoint)
+    }
+    expires_at = min((download.expires_at for download in signed.values()), default=time.time())
+    urls = {name: download.url for name, download in signed.items()}
+    return json_response({"urls": urls, "expires": time_text(expires_at)})
+
+
+async def pin(request: Request) -> Response:
+    """Tinsmith's own: neither a retention policy nor its TTL deletes it."""
+    await gateway_of(request).checkpoints.pin(await _find_own(request), pinned=True, owner=owner_of(request))
+    return json_response({})
+
+
+async def unpin(request: Request) -> Response:
+    await gateway_of(request).checkpoints.pin(await _find_own(request), pinned=False, owner=owner_of(request))
+    return json_response({})
+
+
+async def show(request: Request) -> Response:
+    """Tinsmith's own: everything that is known of it."""
+    checkpoint = await _find(request)
+    files = await gateway_of(request).checkpoints.files(checkpoint)
+    return json_response(checkpoint_details(checkpoint, files))
+
+
+async def verify(request: Request) -> Response:
+    """Tinsmith's own: the trainer reads every file and compares it with the manifest."""
+    checkpoint = await _find(request)
+    found = await gateway_of(request).checkpoints.verify(checkpoint)
+    return json_response(
+        {
+            "tinker_path": checkpoint.path,
+            "intact": not found.problems,
+            "files": [file_view(file) | {"problem": found.problems.get(file.name)} for file in found.files],
+        }
+    )
+
+
+async def certificate(request: Request) -> Response:
+    """Tinsmith's own: how far the samplers were from the trainer when the version was last published."""
+    found = await gateway_of(request).certificates.of_checkpoint(await _find(request))
+    return json_response(certificate_view(found))
+
+
+async def archive(request: Request) -> Response:
+    """The address of a tar archive of the adapter's files; SDKs up to 0.30 download those, early ones only by a 302."""
+    gateway = gateway_of(request)
+    path, caller = _path(request), caller_of(request)
+    checkpoint = await gateway.checkpoints.read(path, field="path", caller=caller, purpose="download")
+    download = gateway.downloads.sign(
+        request, "archives", *checkpoint.location.split("/"), version=checkpoint.version_id
+    )
+    headers = {"Location": download.url, "Expires": formatdate(download.expires_at, usegmt=True)}
+    return json_response({"url": download.url, "expires": time_text(download.expires_at)}, status=302, headers=headers)
+
+
+routes = [
+    Route(_ONE, delete, methods=["DELETE"]),
+    Route(_ONE, show),
+    Route(f"{_ONE}/verify", verify),
+    Route(f"{_ONE}/pin", pin, methods=["POST"]),
+    Route(f"{_ONE}/pin", unpin, methods=["DELETE"]),
+    Route(f"{_ONE}/publish", publish, methods=["POST"]),
+    Route(f"{_ONE}/publish", unpublish, methods=["DELETE"]),
+    Route(f"{_ONE}/ttl", set_ttl, methods=["PUT"]),
+    Route(f"{_ONE}/external_weights_urls", external_weights_urls),
+    Route(f"{_ONE}/archive", archive),
+    Route(f"{_ONE}/certificate", certificate),
+]

@@ -1,0 +1,200 @@
+"""The page at `/` and what it reads. The page itself needs no key: it has no data, and asks for a key where one is
+needed. What it changes, it changes through the public API."""
+
+from __future__ import annotations
+
+import codecs
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import Scope
+
+from gateway.database.tables import RecentSample
+from gateway.gateway import Gateway, gateway_of, owner_of
+from gateway.http.errors import json_response
+from gateway.openai.generator import Source
+from gateway.openai.text import Vocabulary
+from gateway.views import Json
+from tinsmith import __version__
+from tinsmith.rpc.errors import InvalidRequest, ServiceError
+from tinsmith.rpc.paths import SCHEME
+
+STATIC = Path(__file__).parents[2] / "dashboard" / "static"
+_HEADERS = {
+    # Styles and scripts come from files alone, and nothing from elsewhere: a sample's text can do no harm here.
+    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'; "
+    "object-src 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+_MAX_SAMPLES = 64
+
+
+class _Files(StaticFiles):
+    """With the page's headers."""
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        response = await super().get_response(path, scope)
+        response.headers.update(_HEADERS)
+        return response
+
+
+async def page(request: Request) -> Response:
+    """The page; needs no key."""
+    return FileResponse(STATIC / "index.html", headers=_HEADERS)
+
+
+def _scope(request: Request) -> str | None:
+    """Whose things the caller sees; None: everyone's."""
+    return None if request.state.caller.admin else owner_of(request)
+
+
+def _number(request: Request, name: str) -> int:
+    text = request.query_params.get(name, "0")
+    if not (text.isascii() and text.isdigit() and len(text) < 19):
+        raise InvalidRequest(f"{name}: {text[:40]!r} is not a number", field=name)
+    return int(text)
+
+
+async def overview(request: Request) -> Response:
+    """The newest runs with their newest numbers, and what the server is."""
+    gateway = gateway_of(request)
+    clients = gateway.clients
+    infos = [*clients.trainer_infos(), *clients.sampler_infos()]
+    return json_response(
+        {
+            "now": time.time(),
+            "version": __version__,
+            "started_at": gateway.dashboard.started_at,
+            "caller": request.state.caller.name,
+            "needs_key": not gateway.callers.anyone,
+            "base_models": sorted({name for info in infos for name in info.base_models}),
+            "unreached": clients.unreached,
+            "samplers": [replica.state for replica in clients.samplers.all],
+            "runs": await gateway.dashboard.lists.runs(owner=_scope(request)),
+        }
+    )
+
+
+async def services(request: Request) -> Response:
+    return json_response(await gateway_of(request).dashboard.services.state())
+
+
+async def sessions(request: Request) -> Response:
+    rows = await gateway_of(request).dashboard.lists.sessions(owner=_scope(request))
+    return json_response({"now": time.time(), "sessions": rows})
+
+
+async def run(request: Request) -> Response:
+    """One run, with its checkpoints."""
+    lists = gateway_of(request).dashboard.lists
+    found = await lists.run(request.path_params["run_id"], owner=_scope(request))
+    return json_response({"now": time.time(), **found})
+
+
+async def history(request: Request) -> Response:
+    """The metrics of a run behind the point `after`, which was its step `steps`."""
+    gateway, run_id = gateway_of(request), request.path_params["run_id"]
+    await gateway.dashboard.lists.check_sees(run_id, owner=_scope(request))
+    after, num_steps = _number(request, "after"), _number(request, "steps")
+    return json_response(await gateway.dashboard.history.read(run_id, after=after, num_steps=num_steps))
+
+
+async def samples(request: Request) -> Response:
+    """The newest samples of a run behind the one with id `after`, newest first: the caller's own."""
+    gateway, run_id = gateway_of(request), request.path_params["run_id"]
+    await gateway.dashboard.lists.check_sees(run_id, owner=_scope(request))
+    rows = await gateway.dashboard.samples.read(
+        run_id, owner=_scope(request), after=_number(request, "after"), limit=_MAX_SAMPLES
+    )
+    vocabularies = {
+        row.base_model: await _vocabulary(gateway, row) for row in {row.base_model: row for row in rows}.values()
+    }
+    return json_response(
+        {
+            "now": time.time(),
+            "keeps": gateway.config.recent_samples,
+            "samples": [_sample(row, vocabularies[row.base_model]) for row in rows],
+        }
+    )
+
+
+async def _vocabulary(gateway: Gateway, row: RecentSample) -> Vocabulary | None:
+    """None where no sampler can give a tokenizer now."""
+    if not gateway.clients.samplers.usable(row.base_model):
+        return None
+    try:
+        return (await gateway.generator.tokenizer(Source("", row.base_model, row.owner))).vocabulary
+    except ServiceError:
+        return None
+
+
+def _sample(row: RecentSample, vocabulary: Vocabulary | None) -> Json:
+    tokens = np.frombuffer(row.tokens, "<i4").tolist()
+    logprobs = np.frombuffer(row.logprobs, "<f4")
+    return {
+        "id": row.sample_id,
+        "at": row.at,
+        "request_id": row.request_id,
+        "version_id": row.version_id,
+        "num_prompt_tokens": row.num_prompt_tokens,
+        "prompt": None
+        if vocabulary is None
+        else "".join(_texts(vocabulary, np.frombuffer(row.prompt, "<i4").tolist())),
+        "num_tokens": row.num_tokens,
+        "tokens": tokens,
+        "texts": None if vocabulary is None else _texts(vocabulary, tokens),
+        "special": [] if vocabulary is None else [n for n, token in enumerate(tokens) if vocabulary.is_special(token)],
+        "logprobs": [float(each) if np.isfinite(each) else None for each in logprobs],
+        "ranks": np.frombuffer(row.ranks, "<u2").tolist() if row.ranks else None,
+        "is_finished": row.is_finished,
+    }
+
+
+def _texts(vocabulary: Vocabulary, tokens: list[int]) -> list[str]:
+    """Of each token; a character of several tokens is that of the last one."""
+    utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+    texts = [utf8.decode(vocabulary.bytes_of(token)) for token in tokens]
+    if texts:
+        texts[-1] += utf8.decode(b"", final=True)
+    return texts
+
+
+async def download(request: Request) -> Response:
+    """A signed address, on this host, of the archive of a checkpoint's files."""
+    gateway = gateway_of(request)
+    path = SCHEME + "/".join(request.path_params[part] for part in ("run_id", "kind", "name"))
+    checkpoint = await gateway.checkpoints.read(path, field="path", caller=request.state.caller, purpose="download")
+    signed = gateway.downloads.sign(request, "archives", *checkpoint.location.split("/"), version=checkpoint.version_id)
+    address = urlsplit(signed.url)
+    return json_response({"url": f"{address.path}?{address.query}"})
+
+
+_RUN = "/runs/{run_id}"
+
+page_routes: list[BaseRoute] = [
+    Route("/", page, include_in_schema=False),
+    Mount("/dashboard/static", app=_Files(directory=STATIC)),
+    Mount(
+        "/dashboard/api",
+        routes=[
+            Route("/overview", overview, include_in_schema=False),
+            Route("/services", services, include_in_schema=False),
+            Route("/sessions", sessions, include_in_schema=False),
+            Route(_RUN, run, include_in_schema=False),
+            Route(f"{_RUN}/history", history, include_in_schema=False),
+            Route(f"{_RUN}/samples", samples, include_in_schema=False),
+            Route("/checkpoints/{run_id}/{kind}/{name}/download", download, include_in_schema=False),
+        ],
+    ),
+]

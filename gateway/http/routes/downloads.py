@@ -1,0 +1,100 @@
+"""Files behind signed addresses. No key is asked for: whoever has the address got it from somebody with a key."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import BaseRoute, Route
+
+from gateway import traces
+from gateway.database.tables import Checkpoint
+from gateway.gateway import gateway_of
+from gateway.storage import downloads
+from gateway.storage.downloads import Content
+from tinsmith.rpc.errors import CheckpointNotFound
+from tinsmith.rpc.paths import SCHEME
+from tinsmith.v1 import types_pb2
+
+_OPTIMIZER = "optimizer."
+"""How the name of the file begins that an archive does not have."""
+
+
+async def _find(request: Request, *, version: str) -> tuple[Checkpoint, Sequence[types_pb2.CheckpointFile]]:
+    """410 when something else lies there by now."""
+    gateway = gateway_of(request)
+    path = SCHEME + "/".join(request.path_params[part] for part in ("run_id", "kind", "name"))
+    checkpoint = await gateway.checkpoints.find(path, field="path", caller=None)
+    if checkpoint.version_id != version:
+        raise HTTPException(410, f"{path} was replaced since this address was made; ask the server for a new one")
+    return checkpoint, await gateway.checkpoints.files(checkpoint)
+
+
+async def _answer(
+    request: Request, checkpoint: Checkpoint, content: Content, *, name: str, media_type: str
+) -> Response:
+    """All of it, the range that was asked for, or for HEAD what GET would say of it."""
+    wanted = downloads.wanted_range(request, content)
+    start, stop = wanted or (0, content.num_bytes)
+    headers = {
+        "Accept-Ranges": "bytes",
+        "Content-Disposition": f'attachment; filename="{name}"',
+        "Content-Length": str(stop - start),
+        "ETag": content.tag,
+    }
+    status = 200
+    if wanted is not None:
+        status = 206
+        headers["Content-Range"] = f"bytes {start}-{stop - 1}/{content.num_bytes}"
+    if request.method == "HEAD":
+        return Response(status_code=status, media_type=media_type, headers=headers)
+    trainer = gateway_of(request).clients.find_trainer(checkpoint.base_model)
+    body = await content.read(trainer, checkpoint.location, start, stop)
+    return StreamingResponse(body, status, media_type=media_type, headers=headers)
+
+
+async def checkpoint_file(request: Request) -> Response:
+    parts = [request.path_params[part] for part in ("run_id", "kind", "name", "file")]
+    version = gateway_of(request).downloads.check(request, "files", *parts)
+    checkpoint, files = await _find(request, version=version)
+    file = next((file for file in files if file.name == parts[-1]), None)
+    if file is None:
+        raise CheckpointNotFound(f"{checkpoint.path} has no file {parts[-1]!r} any more")
+    content = downloads.one_file(file)
+    return await _answer(request, checkpoint, content, name=file.name, media_type="application/octet-stream")
+
+
+async def archive(request: Request) -> Response:
+    parts = [request.path_params[part] for part in ("run_id", "kind", "name")]
+    version = gateway_of(request).downloads.check(request, "archives", *parts)
+    checkpoint, files = await _find(request, version=version)
+    weights = [file for file in files if not file.name.startswith(_OPTIMIZER)]
+    content = downloads.tar(weights, modified_at=checkpoint.created_at)
+    return await _answer(request, checkpoint, content, name=f"{parts[-1]}.tar", media_type="application/x-tar")
+
+
+async def trace(request: Request) -> Response:
+    """Its length is not known before its end, so it has no Content-Length."""
+    gateway = gateway_of(request)
+    session_id = request.path_params["session_id"]
+    gateway.downloads.check(request, "traces", session_id)
+    session = await gateway.store.session(session_id)
+    if session is None:
+        raise HTTPException(404, f"there is no session {session_id!r}")
+    await gateway.ledger.flush()
+    content = traces.trace(gateway.store, session)
+    headers = {"Content-Disposition": f'attachment; filename="{session_id}.json"'}
+    return StreamingResponse(content, media_type="application/json", headers=headers)
+
+
+# Without HEAD, which Starlette adds to GET: it would make the whole timeline to send nothing of it.
+_TRACE = Route("/traces/{session_id}", trace, methods=["GET"])
+_TRACE.methods = {"GET"}
+
+routes: list[BaseRoute] = [
+    Route("/files/{run_id}/{kind}/{name}/{file}", checkpoint_file),
+    Route("/archives/{run_id}/{kind}/{name}", archive),
+    _TRACE,
+]

@@ -1,0 +1,121 @@
+"""Answers to what was submitted."""
+
+from __future__ import annotations
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gateway import reports
+from gateway.futures import Answer, Gone, Progress
+from gateway.gateway import Gateway, caller_of, gateway_of
+from gateway.http import schemas
+from gateway.http.body import parse, read_json
+from gateway.http.errors import json_response
+from gateway.http.negotiation import negotiate
+from gateway.sampling import samples
+
+
+async def retrieve_future(request: Request) -> Response:
+    """The answer, its size when it is large and the client allows that, or try_again after a long poll; 410 for an id
+    that nobody knows."""
+    gateway = gateway_of(request)
+    content, raw = await read_json(request, gateway.config)
+    body = parse(schemas.RetrieveFuture, content)
+    request_id = body.request_id
+    if not await gateway.access.owns(request_id, caller_of(request)):
+        raise _unknown(request_id)
+    if (elsewhere := await gateway.homes.pass_on(request, raw, request_id)) is not None:
+        return elsewhere
+    try:
+        gateway.completions.settle([request_id])
+        found = await _poll(gateway, request_id)
+    except Gone:
+        raise _unknown(request_id) from None
+    if isinstance(found, Answer):
+        size = len(found.body)
+        if body.allow_metadata_only and not found.is_failure and size > gateway.config.metadata_only_bytes:
+            return json_response({"status": "complete_metadata", "response_payload_size": size})
+        return await negotiate(request, found, gateway.config)
+    if (pending := gateway.futures.pending(request_id)) is not None:
+        found = await reports.explain(pending)
+    return json_response(
+        {
+            "type": "try_again",
+            "request_id": request_id,
+            "queue_state": found.state,
+            "queue_state_reason": found.reason,
+        }
+    )
+
+
+def _unknown(request_id: str) -> HTTPException:
+    return HTTPException(
+        410, f"request_id: {request_id!r} is unknown, or its answer is no longer kept; submit the request again"
+    )
+
+
+async def _poll(gateway: Gateway, request_id: str) -> Answer | Progress:
+    timeout_s = gateway.config.long_poll_s
+    try:
+        return await gateway.futures.poll(request_id, timeout_s=timeout_s)
+    except Gone:
+        if await gateway.operations.attach_refused(request_id):
+            pass
+        elif ":loss:" in request_id:
+            await gateway.custom_losses.attach(request_id)
+        else:
+            await gateway.operations.attach(request_id)
+        return await gateway.futures.poll(request_id, timeout_s=timeout_s)
+
+
+async def retrieve_futures(request: Request) -> Response:
+    """Which samples of one client are done: one long poll for all of them."""
+    gateway = gateway_of(request)
+    content, raw = await read_json(request, gateway.config)
+    body = parse(schemas.RetrieveFutures, content)
+    sampling_session_id = body.target.sampling_session_id
+    if await gateway.access.sampling_session(sampling_session_id, caller_of(request)) is None:
+        raise HTTPException(404, f"target.sampling_session_id: there is no {sampling_session_id!r}")
+    ended = HTTPException(410, f"target.sampling_session_id: the session has ended of {sampling_session_id!r}")
+    if not gateway.store.sampling_session_lives(sampling_session_id):
+        raise ended
+    target = (sampling_session_id, body.target.cloned_sampler_id)
+    if (elsewhere := await gateway.homes.pass_on(request, raw, target)) is not None:
+        return elsewhere
+    mine = [each for each in body.retrieved_request_ids if each.rpartition(":")[0] == sampling_session_id]
+    gateway.completions.settle(mine)
+    for request_id in mine:
+        gateway.futures.forget(request_id)
+    longest_s = gateway.config.long_poll_s
+    try:
+        completions, cursor = await gateway.completions.poll(
+            target,
+            prev_cursor=body.prev_cursor,
+            timeout_s=longest_s if body.timeout is None else min(body.timeout, longest_s),
+        )
+    except Gone:
+        raise ended from None
+    return json_response({"completions": completions, "cursor": cursor})
+
+
+async def cancel_future(request: Request) -> Response:
+    """Stops a sample. One that is over, or unknown, is no error; other work is not stopped."""
+    gateway = gateway_of(request)
+    content, raw = await read_json(request, gateway.config)
+    request_id = parse(schemas.CancelFuture, content).request_id
+    if not await gateway.access.owns(request_id, caller_of(request)):
+        return json_response({})
+    if (elsewhere := await gateway.homes.pass_on(request, raw, request_id)) is not None:
+        return elsewhere
+    gateway.futures.abandon(request_id, kind=samples.KIND)
+    gateway.completions.settle([request_id])
+    return json_response({})
+
+
+routes = [
+    Route("/retrieve_future", retrieve_future, methods=["POST"]),
+    Route("/retrieve_futures", retrieve_futures, methods=["POST"]),
+    Route("/cancel_future", cancel_future, methods=["POST"]),
+]

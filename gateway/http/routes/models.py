@@ -1,0 +1,190 @@
+"""Making models, and what they are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc.aio
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gateway import convert
+from gateway.database.tables import Model
+from gateway.gateway import Gateway, caller_of, gateway_of
+from gateway.http import schemas
+from gateway.http.body import fingerprint, parse, read_json
+from gateway.http.errors import json_response
+from gateway.tenants.auth import Caller
+from gateway.training.operations import Submission, request_id_of
+from gateway.training.submissions import failed_receipt, receipt
+from gateway.views import lora_view
+from tinsmith.rpc.errors import (
+    AlreadyExists,
+    FailedPrecondition,
+    InvalidRequest,
+    ModelNotFound,
+    NotFound,
+    NotReady,
+    SequenceConflict,
+    ServiceError,
+    Unsupported,
+    from_rpc_error,
+)
+from tinsmith.v1 import trainer_pb2
+
+
+async def check_session(gateway: Gateway, session_id: str, *, caller: Caller) -> None:
+    """Raises NotFound for an unknown session and FailedPrecondition for an ended one."""
+    session = await gateway.access.session(session_id, caller)
+    if session is None:
+        raise NotFound(f"session_id: there is no session {session_id!r}")
+    if session.ended_at is not None:
+        raise FailedPrecondition(f"session_id: session {session_id!r} has ended: {session.end_reason}")
+
+
+async def create_model(request: Request) -> Response:
+    gateway = gateway_of(request)
+    content, body = await read_json(request, gateway.config)
+
+    async def to_message(model_id: str) -> tuple[trainer_pb2.CreateModelRequest, str | None]:
+        asked = parse(schemas.CreateModel, content)
+        message = trainer_pb2.CreateModelRequest(
+            model_id=model_id,
+            base_model=asked.base_model,
+            lora_config=convert.lora_config(asked.lora_config),
+            optimizer=asked.optimizer_config.type,
+            user_metadata=asked.user_metadata,
+        )
+        return message, None
+
+    return await _create(gateway, "create_model", content, body, to_message, caller=caller_of(request))
+
+
+async def create_from_checkpoint(gateway: Gateway, content: dict[str, Any], body: bytes, *, caller: Caller) -> Response:
+    """load_weights with session_id: the new model's rank, flags and base model are those of the checkpoint."""
+
+    async def to_message(model_id: str) -> tuple[trainer_pb2.CreateModelRequest, str | None]:
+        asked = parse(schemas.LoadWeights, content)
+        if asked.weights_access_token is not None:
+            raise Unsupported("weights_access_token: is not supported here")
+        checkpoint = await gateway.checkpoints.read(asked.path, field="path", caller=caller, purpose="load")
+        base_model = asked.base_model or checkpoint.base_model
+        if not gateway.clients.are_same(base_model, checkpoint.base_model):
+            raise InvalidRequest(f"base_model: {base_model!r} is not that of {asked.path}, {checkpoint.base_model!r}")
+        message = trainer_pb2.CreateModelRequest(
+            model_id=model_id,
+            base_model=base_model,
+            optimizer=asked.optimizer_config.type if asked.optimizer_config is not None else "",
+            from_location=checkpoint.location,
+            load_optimizer=asked.optimizer,
+            user_metadata=asked.user_metadata,
+        )
+        return message, checkpoint.path
+
+    return await _create(gateway, "load_weights", content, body, to_message, caller=caller)
+
+
+async def _create(
+    gateway: Gateway,
+    kind: str,
+    content: dict[str, Any],
+    body: bytes,
+    to_message: Callable[[str], Awaitable[tuple[trainer_pb2.CreateModelRequest, str | None]]],
+    *,
+    caller: Caller,
+) -> Response:
+    """`to_message` makes the request from the new model's id, and names the path that it loads."""
+    ids = parse(schemas.NewModelIds, content)
+    await check_session(gateway, ids.session_id, caller=caller)
+    model_id = f"{ids.session_id}:train:{ids.model_seq_id}"
+    request_id = request_id_of(model_id, 0)
+    # The client's own bytes: what it loads may be gone when it repeats them.
+    mark = fingerprint(kind, body)
+    if await gateway.operations.is_repeat(request_id, mark):
+        return receipt(request_id, model_id)
+    try:
+        message, path = await to_message(model_id)
+        base_model = message.base_model
+        await gateway.clients.settle(
+            lambda: gateway.clients.find_trainer(base_model), timeout_s=gateway.config.submit_timeout_s
+        )
+    except NotReady:
+        raise
+    except ServiceError as error:
+        made = await gateway.store.model(model_id)
+        if made is not None and made.lora_rank is not None and made.released_at is None:
+            # Its future may be forgotten, and must not fail in place of the other one.
+            raise SequenceConflict(
+                f"{request_id} was used by another request before; this one was not run ({error})"
+            ) from error
+        return await failed_receipt(gateway, request_id, model_id, error, kind=kind, mark=mark)
+    await gateway.store.add_model(
+        Model(
+            model_id=model_id,
+            session_id=ids.session_id,
+            base_model=message.base_model,
+            optimizer=message.optimizer or "adamw",
+            user_metadata=dict(message.user_metadata),
+            created_at=time.time(),
+        )
+    )
+    made = await gateway.store.model(model_id)
+    if made is not None and made.released_at is not None:
+        what = f"model_seq_id: {ids.model_seq_id} is taken: {model_id} holds copies, and is not trained; send another"
+        return await failed_receipt(gateway, request_id, model_id, AlreadyExists(what), kind=kind, mark=mark)
+    await gateway.operations.submit(
+        Submission(
+            kind=kind,
+            model_id=model_id,
+            seq_id=0,
+            base_model=message.base_model,
+            rpc="CreateModel",
+            body=message.SerializeToString(deterministic=True),
+            fingerprint=mark,
+            path=path,
+        )
+    )
+    return receipt(request_id, model_id)
+
+
+async def get_info(request: Request) -> Response:
+    gateway = gateway_of(request)
+    content, _ = await read_json(request, gateway.config)
+    model_id = parse(schemas.GetInfo, content).model_id
+    model = await gateway.access.model(model_id, caller_of(request))
+    if model is None:
+        raise ModelNotFound(f"model_id: there is no model {model_id!r}")
+    trainer = await gateway.clients.settle(
+        lambda: gateway.clients.find_trainer(model.base_model), timeout_s=gateway.config.submit_timeout_s
+    )
+    rank = model.lora_rank
+    if rank is None:
+        try:
+            reply = await trainer.stub.GetModel(trainer_pb2.GetModelRequest(model_id=model_id))
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        rank = reply.model.lora_config.rank
+    is_path = model.base_model.startswith(("/", ".", "~"))
+    return json_response(
+        {
+            "type": "get_info",
+            "model_id": model_id,
+            "model_name": model.base_model,
+            **lora_view(rank),
+            "optimizer_config": {"type": model.optimizer},
+            "model_data": {
+                "arch": trainer.info.architecture if trainer.info is not None else None,
+                "model_name": model.base_model,
+                "tokenizer_id": None if is_path else model.base_model,
+            },
+        }
+    )
+
+
+routes = [
+    Route("/create_model", create_model, methods=["POST"]),
+    Route("/get_info", get_info, methods=["POST"]),
+]

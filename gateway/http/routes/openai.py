@@ -1,0 +1,98 @@
+"""The OpenAI API: models, completions, chat completions."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Match, Route
+
+from gateway.gateway import caller_of, gateway_of, owner_of
+from gateway.http.body import read_json
+from gateway.http.errors import json_response
+from gateway.openai import errors, schemas, sources
+from gateway.openai.chat import chat
+from gateway.openai.completions import complete
+from tinsmith.rpc.errors import ServiceError
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+Schema = TypeVar("Schema", bound=BaseModel)
+
+CLIENT_LEFT = 499
+"""As nginx has it; nobody reads it but the metrics."""
+
+
+def _openai(endpoint: Endpoint) -> Endpoint:
+    """Errors in OpenAI's form."""
+
+    @functools.wraps(endpoint)
+    async def answer(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except ServiceError as error:
+            return errors.service_error(error)
+        except HTTPException as error:
+            return errors.http_error(error)
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_LEFT)
+
+    return answer
+
+
+async def _body(request: Request, schema: type[Schema]) -> Schema:
+    content, _ = await read_json(request, gateway_of(request).config)
+    try:
+        return schema.model_validate(content)
+    except ValidationError as error:
+        raise errors.invalid(error) from None
+
+
+@_openai
+async def list_models(request: Request) -> Response:
+    """Base models, and the caller's newest checkpoints."""
+    data = await sources.list_models(gateway_of(request), owner=owner_of(request))
+    return json_response({"object": "list", "data": data})
+
+
+@_openai
+async def get_model(request: Request) -> Response:
+    found = await sources.get_model(gateway_of(request), request.path_params["model"], caller=caller_of(request))
+    return json_response(found)
+
+
+@_openai
+async def completions(request: Request) -> Response:
+    body = await _body(request, schemas.Completion)
+    return await complete(gateway_of(request), request, body, caller=caller_of(request))
+
+
+@_openai
+async def chat_completions(request: Request) -> Response:
+    body = await _body(request, schemas.Chat)
+    return await chat(gateway_of(request), request, body, caller=caller_of(request))
+
+
+@_openai
+async def no_such_path(request: Request) -> Response:
+    """Everything else below /v1: 405 where another method is answered, 404 otherwise."""
+    others = [route for route in _ROUTES if route.matches(request.scope)[0] is Match.PARTIAL]
+    what = f"{request.method} {request.url.path}"
+    if others:
+        allowed = ", ".join(sorted(method for route in others for method in route.methods or ()))
+        raise HTTPException(405, f"this server has no {what}, only {allowed}", headers={"Allow": allowed})
+    raise HTTPException(404, f"this server has no {what}")
+
+
+_ROUTES = [
+    Route("/models", list_models),
+    Route("/models/{model:path}", get_model),
+    Route("/completions", completions, methods=["POST"]),
+    Route("/chat/completions", chat_completions, methods=["POST"]),
+]
+_METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+routes: list[BaseRoute] = [*_ROUTES, Route("/{path:path}", no_such_path, methods=_METHODS, include_in_schema=False)]

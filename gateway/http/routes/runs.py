@@ -1,0 +1,95 @@
+"""Training runs and their checkpoints, for lists."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gateway.database.catalog import Run
+from gateway.gateway import caller_of, gateway_of, owner_of
+from gateway.http import schemas
+from gateway.http.body import parse
+from gateway.http.errors import json_response
+from gateway.views import Json, checkpoint_view, page_view, run_view
+from tinsmith.rpc.errors import NotFound
+from tinsmith.rpc.paths import KINDS
+
+_KNOWS_EXTERNAL = (0, 30)
+"""First SDK version that knows checkpoints of type external; an older one refuses a list with one in it."""
+
+
+def visible_kinds(request: Request) -> Sequence[str]:
+    """Kinds of checkpoints that the caller's SDK can read."""
+    version = re.match(r"(\d+)\.(\d+)", request.headers.get("x-stainless-package-version", ""))
+    if version is not None and (int(version[1]), int(version[2])) < _KNOWS_EXTERNAL:
+        return [kind for kind in KINDS if kind != "external_weights"]
+    return list(KINDS)
+
+
+def owner_in_scope(request: Request, query: schemas.ScopedQuery) -> str | None:
+    """Whose things are asked for; None: everyone's, which only an admin can see."""
+    caller = caller_of(request)
+    return None if caller.admin and query.access_scope == "accessible" else caller.owner
+
+
+def _view(run: Run) -> Json:
+    return run_view(run.model, run.owner, last=run.last, last_sampler=run.last_sampler)
+
+
+async def list_training_runs(request: Request) -> Response:
+    gateway = gateway_of(request)
+    query = parse(schemas.RunsQuery, dict(request.query_params))
+    await gateway.ledger.flush()
+    runs, total = await gateway.catalog.runs(
+        owner=owner_in_scope(request, query), project_id=query.project_id, limit=query.limit, offset=query.offset
+    )
+    cursor = page_view(offset=query.offset, limit=query.limit, total=total)
+    return json_response({"training_runs": [_view(run) for run in runs], "cursor": cursor})
+
+
+async def get_training_run(request: Request) -> Response:
+    gateway = gateway_of(request)
+    run_id = request.path_params["run_id"]
+    owner = owner_in_scope(request, parse(schemas.ScopedQuery, dict(request.query_params)))
+    await gateway.ledger.flush()
+    run = await gateway.catalog.run(run_id)
+    if run is None or not caller_of(request).sees(run.owner):
+        raise NotFound(f"training_run_id: there is no training run {run_id!r}")
+    if owner is not None and run.owner != owner:
+        raise NotFound(f"training_run_id: {run_id!r} is another user's; ask with access_scope=accessible")
+    return json_response(_view(run))
+
+
+async def list_checkpoints_of_run(request: Request) -> Response:
+    """All of them, oldest first."""
+    catalog = gateway_of(request).catalog
+    run_id = request.path_params["run_id"]
+    if not await gateway_of(request).access.owns(run_id, caller_of(request)):
+        raise NotFound(f"training_run_id: there is no training run {run_id!r}")
+    checkpoints = await catalog.checkpoints_of_run(run_id, kinds=visible_kinds(request))
+    if not checkpoints and await catalog.run(run_id) is None:
+        raise NotFound(f"training_run_id: there is no training run {run_id!r}")
+    return json_response({"checkpoints": [checkpoint_view(row) for row in checkpoints]})
+
+
+async def list_checkpoints(request: Request) -> Response:
+    """The caller's, of all runs."""
+    query = parse(schemas.CheckpointsQuery, dict(request.query_params))
+    checkpoints, total = await gateway_of(request).catalog.checkpoints(
+        owner=owner_of(request), kinds=visible_kinds(request), limit=query.limit, offset=query.offset
+    )
+    cursor = page_view(offset=query.offset, limit=query.limit, total=total)
+    return json_response({"checkpoints": [checkpoint_view(row) for row in checkpoints], "cursor": cursor})
+
+
+routes = [
+    Route("/training_runs", list_training_runs),
+    Route("/training_runs/{run_id}", get_training_run),
+    Route("/training_runs/{run_id}/checkpoints", list_checkpoints_of_run),
+    Route("/models/{run_id}/checkpoints", list_checkpoints_of_run),  # its name in SDK 0.3
+    Route("/checkpoints", list_checkpoints),
+]

@@ -1,0 +1,178 @@
+"""Sampling sessions and samples."""
+
+from __future__ import annotations
+
+import re
+import time
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gateway import convert
+from gateway.database.tables import SamplingSession
+from gateway.gateway import Gateway, caller_of, gateway_of
+from gateway.http import schemas
+from gateway.http.body import fingerprint, off_loop, parse, read_json
+from gateway.http.errors import json_response
+from gateway.http.routes.models import check_session
+from gateway.sampling import samples
+from gateway.tenants.access import refused_id
+from gateway.tenants.auth import Caller
+from gateway.views import certificate_view
+from tinsmith.rpc.errors import InvalidRequest, NotFound, NotReady, RateLimited, SequenceConflict, ServiceError
+from tinsmith.v1 import sampler_pb2
+
+_SAMPLING_SESSION_ID = re.compile(r"[^/\s]+:sample:\d+")
+
+
+async def create_sampling_session(request: Request) -> Response:
+    """The weights are loaded when they are first sampled."""
+    gateway = gateway_of(request)
+    content, _ = await read_json(request, gateway.config)
+    body = parse(schemas.CreateSamplingSession, content)
+    caller = caller_of(request)
+    await check_session(gateway, body.session_id, caller=caller)
+    if body.base_model is None and body.model_path is None:
+        raise InvalidRequest("base_model, model_path: send at least one of the two")
+    # A repeat is answered though its checkpoint may be gone since.
+    made = await gateway.store.sampling_session(_id_of(body))
+    if made is None:
+        made = await gateway.store.add_sampling_session(await _sampling_session(gateway, body, caller=caller))
+    # Without a path the base model was meant, and not an ephemeral save.
+    is_same = body.model_path == made.model_path and (body.model_path is not None or not made.location)
+    if not is_same or body.base_model not in (None, made.base_model):
+        what = made.model_path or made.location or made.base_model
+        raise SequenceConflict(f"sampling_session_seq_id: {made.sampling_session_id} samples from {what}")
+    return json_response({"type": "create_sampling_session", "sampling_session_id": made.sampling_session_id})
+
+
+def _id_of(body: schemas.CreateSamplingSession) -> str:
+    return f"{body.session_id}:sample:{body.sampling_session_seq_id}"
+
+
+async def _sampling_session(
+    gateway: Gateway, body: schemas.CreateSamplingSession, *, caller: Caller
+) -> SamplingSession:
+    base_model, version_id, location, inflight_run_id = body.base_model, "", "", None
+    if body.model_path is not None:
+        checkpoint = await gateway.checkpoints.read(
+            body.model_path, field="model_path", caller=caller, purpose="sample"
+        )
+        version_id, location = checkpoint.version_id, checkpoint.location
+        inflight_run_id = checkpoint.run_id if checkpoint.inflight else None
+        base_model = base_model or checkpoint.base_model
+        if not gateway.clients.are_same(base_model, checkpoint.base_model):
+            raise InvalidRequest(
+                f"base_model: {base_model!r} is not that of {body.model_path}, {checkpoint.base_model!r}"
+            )
+    assert base_model is not None
+    await gateway.clients.settle(
+        lambda: gateway.clients.check_sampled(base_model), timeout_s=gateway.config.submit_timeout_s
+    )
+    return SamplingSession(
+        sampling_session_id=_id_of(body),
+        session_id=body.session_id,
+        base_model=base_model,
+        model_path=body.model_path,
+        version_id=version_id,
+        location=location,
+        created_at=time.time(),
+        inflight_run_id=inflight_run_id,
+    )
+
+
+async def join_sampling_session(request: Request) -> Response:
+    """A number for one more client of the sampling session: its seq_ids begin at a billion times this."""
+    gateway = gateway_of(request)
+    content, _ = await read_json(request, gateway.config)
+    sampling_session_id = parse(schemas.JoinSamplingSession, content).sampling_session_id
+    await _living_session(gateway, sampling_session_id, caller=caller_of(request))
+    client_counter = await gateway.store.join_sampling_session(sampling_session_id)
+    return json_response({"type": "join_sampling_session", "client_counter": client_counter})
+
+
+async def _living_session(gateway: Gateway, sampling_session_id: str, *, caller: Caller) -> SamplingSession:
+    session = await gateway.access.sampling_session(sampling_session_id, caller)
+    if session is None or not gateway.store.sampling_session_lives(sampling_session_id):
+        what = "there is no" if session is None else "the session has ended of"
+        raise NotFound(f"sampling_session_id: {what} {sampling_session_id!r}")
+    return session
+
+
+async def get_sampler(request: Request) -> Response:
+    sampler_id = request.path_params["sampling_session_id"]
+    row = await gateway_of(request).access.sampling_session(sampler_id, caller_of(request))
+    if row is None:
+        raise HTTPException(404, f"there is no sampler {sampler_id!r}")
+    return json_response({"sampler_id": sampler_id, "base_model": row.base_model, "model_path": row.model_path})
+
+
+async def certificate(request: Request) -> Response:
+    """Tinsmith's own: of the version that a sample which starts now is drawn from."""
+    gateway = gateway_of(request)
+    sampler_id = request.path_params["sampling_session_id"]
+    session = await gateway.access.sampling_session(sampler_id, caller_of(request))
+    if session is None:
+        raise HTTPException(404, f"there is no sampler {sampler_id!r}")
+    return json_response(certificate_view(await gateway.certificates.of_sampler(session)))
+
+
+async def asample(request: Request) -> Response:
+    """Idempotent on sampling_session_id and seq_id."""
+    gateway, caller = gateway_of(request), caller_of(request)
+    gateway.samples.check_capacity(caller.owner)
+    content, raw = await read_json(request, gateway.config)
+    ids = parse(schemas.SampleIds, content)
+    well_formed = _SAMPLING_SESSION_ID.fullmatch(ids.sampling_session_id) is not None
+    is_own = well_formed and await gateway.access.owns(ids.sampling_session_id, caller)
+    request_id = f"{ids.sampling_session_id}:{ids.seq_id}" if is_own else refused_id(caller)
+    if (elsewhere := await gateway.homes.pass_on(request, raw, request_id)) is not None:
+        return elsewhere
+    has_home = False
+    try:
+        session = await _living_session(gateway, ids.sampling_session_id, caller=caller)
+        has_home = True
+        await gateway.completions.reserve(request_id)
+        version_id, limit = session.version_id, gateway.config.max_num_samples
+
+        def to_message() -> tuple[sampler_pb2.SampleRequest, bool]:
+            body = parse(schemas.Sample, content)
+            if body.num_samples > limit:
+                raise InvalidRequest(f"num_samples: {body.num_samples} is above this server's max_num_samples {limit}")
+            return convert.sample_request(body, version_id=version_id), bool(body.record_stability_info)
+
+        message, is_recorded = await off_loop(to_message, num_bytes=len(raw), config=gateway.config)
+        hold = None
+        if gateway.futures.fingerprint(request_id) is None:
+            hold = gateway.limits.sample(caller, message, base_model=session.base_model)
+    except (NotReady, RateLimited):
+        raise  # the SDK sends it again
+    except ServiceError as error:
+        mark = fingerprint(raw)
+        if not has_home:  # the id may be somebody else's, and any gateway may be asked for the answer
+            request_id = refused_id(caller)
+            await gateway.operations.refuse(request_id, error, group=request_id, kind=samples.KIND, mark=mark)
+        if gateway.futures.fingerprint(request_id) not in (None, mark):
+            what = f"{request_id} was used by another sample before; this one was not run ({error})"
+            raise SequenceConflict(what) from error
+        gateway.futures.fail(request_id, error, fingerprint=mark)
+        sequence_ids: list[str] = []
+    else:
+        mark = fingerprint(message.SerializeToString(deterministic=True), "recorded" if is_recorded else "")
+        message.cache_salt = caller.cache_salt
+        gateway.samples.submit(
+            request_id, message, session=session, fingerprint=mark, is_recorded=is_recorded, hold=hold
+        )
+        sequence_ids = [f"{request_id}:{i}" for i in range(message.num_samples)]
+    return json_response({"request_id": request_id, "model_id": None, "sample_sequence_ids": sequence_ids})
+
+
+routes = [
+    Route("/create_sampling_session", create_sampling_session, methods=["POST"]),
+    Route("/join_sampling_session", join_sampling_session, methods=["POST"]),
+    Route("/samplers/{sampling_session_id}", get_sampler),
+    Route("/samplers/{sampling_session_id}/certificate", certificate),
+    Route("/asample", asample, methods=["POST"]),
+]

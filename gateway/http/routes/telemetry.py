@@ -1,0 +1,16 @@
+"""Telemetry is accepted and thrown away unread: it can hold API keys."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gateway.http.errors import json_response
+
+
+async def telemetry(request: Request) -> Response:
+    return json_response({"status": "accepted"})
+
+
+routes = [Route("/telemetry", telemetry, methods=["POST"])]

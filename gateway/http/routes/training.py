@@ -1,0 +1,67 @@
+"""Gradients and optimizer steps."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gateway import convert
+from gateway.gateway import caller_of, gateway_of
+from gateway.http import schemas
+from gateway.http.body import canonical, fingerprint, off_loop, parse, read_forward_backward, read_json
+from gateway.training.references import complete
+from gateway.training.submissions import Rpc, no_model, rpc_of, submit, submit_json
+from tinsmith.rpc.errors import NotReady, ServiceError
+
+
+async def forward_backward(request: Request) -> Response:
+    """A batch, in protobuf or in the JSON of older SDKs."""
+    return await _submit_batch(request, forward_only=False)
+
+
+async def forward(request: Request) -> Response:
+    """What SDKs before 0.25 send for forward_backward with forward_only."""
+    return await _submit_batch(request, forward_only=True)
+
+
+async def _submit_batch(request: Request, *, forward_only: bool) -> Response:
+    gateway, caller = gateway_of(request), caller_of(request)
+    batch = await read_forward_backward(request, gateway.config, forward_only=forward_only)
+    ids = parse(schemas.OperationIds, {"model_id": batch.model_id, "seq_id": batch.seq_id})
+    message = batch.message
+    if isinstance(message, ServiceError):
+        kind = "forward" if forward_only else "forward_backward"  # only the latter leaves gradients missing
+        return await submit(gateway, caller, kind=kind, ids=ids, rpc=message, mark=batch.refused_mark)
+    body, num_tokens = await off_loop(lambda: canonical(message), num_bytes=batch.num_bytes, config=gateway.config)
+    mark = fingerprint("forward_backward", body)  # of what the client sent, whatever is put into it here
+    kind, rpc = "forward_backward", Rpc("ForwardBackward", body, is_forward_only=message.forward_only)
+    if await gateway.access.model(ids.model_id, caller) is None:  # `complete` looks at what its session has
+        return await no_model(gateway, caller, ids, kind=kind, mark=mark)
+    try:
+        if await complete(gateway, message, num_bytes=batch.num_bytes):
+            body, _ = await off_loop(lambda: canonical(message), num_bytes=batch.num_bytes, config=gateway.config)
+            rpc = Rpc("ForwardBackward", body, is_forward_only=message.forward_only, is_completed=True)
+    except NotReady:
+        raise
+    except ServiceError as error:
+        kind, rpc = "forward" if message.forward_only else kind, error
+    return await submit(gateway, caller, kind=kind, ids=ids, rpc=rpc, mark=mark, num_tokens=num_tokens)
+
+
+async def optim_step(request: Request) -> Response:
+    async def to_rpc(body: schemas.OptimStep) -> Rpc:
+        return rpc_of("OptimStep", convert.optim_step(body))
+
+    gateway = gateway_of(request)
+    content, body = await read_json(request, gateway.config)
+    return await submit_json(
+        gateway, caller_of(request), content, body, kind="optim_step", schema=schemas.OptimStep, convert=to_rpc
+    )
+
+
+routes = [
+    Route("/forward_backward", forward_backward, methods=["POST"]),
+    Route("/forward", forward, methods=["POST"]),
+    Route("/optim_step", optim_step, methods=["POST"]),
+]

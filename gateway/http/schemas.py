@@ -1,0 +1,370 @@
+"""JSON bodies that clients send. Fields that the Tinker API does not know are ignored."""
+
+from __future__ import annotations
+
+from datetime import date
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, model_validator
+
+from gateway.storage.retention_rules import Policy
+
+
+def _storable(text: str) -> str:
+    if "\0" in text:
+        raise ValueError("holds a NUL character, which a database cannot keep")
+    return text
+
+
+Text = Annotated[str, AfterValidator(_storable)]
+"""A string that is stored."""
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=(), frozen=True)
+
+
+class CreateSession(Body):
+    tags: list[Text] = []
+    user_metadata: dict[Text, Text] = {}
+    sdk_version: Text | None = None
+    project_id: Text | None = None
+    display_name: Text | None = None
+
+
+class SessionHeartbeat(Body):
+    session_id: str
+
+
+class FinishReason(Body):
+    type: Literal["success", "errored", "interrupted"]
+
+
+class FinishSession(Body):
+    reason: FinishReason
+    detail: Text | None = None
+
+
+class LoraConfig(Body):
+    model_config = ConfigDict(extra="forbid")
+
+    rank: int
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class OptimizerConfig(Body):
+    """The trainer knows which types there are."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: str = "adamw"
+    version: Literal[1] | None = None
+
+    @model_validator(mode="after")
+    def _version_is_dimuons(self) -> OptimizerConfig:
+        if self.version is not None and self.type != "dimuon":
+            raise ValueError(f"version: is of dimuon only; {self.type!r} has none")
+        return self
+
+
+class NewModelIds(Body):
+    session_id: str
+    model_seq_id: int = Field(ge=0, lt=2**31)
+
+
+class CreateModel(NewModelIds):
+    base_model: str
+    lora_config: LoraConfig
+    user_metadata: dict[Text, Text] | None = None
+    optimizer_config: OptimizerConfig = OptimizerConfig()
+
+
+class OperationIds(Body):
+    model_id: str = Field(min_length=1, max_length=300)
+    seq_id: int = Field(ge=1, lt=2**31)
+
+
+class AdamParams(Body):
+    model_config = ConfigDict(extra="forbid")
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class DimuonParams(Body):
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["dimuon"]
+    learning_rate: float
+    beta1: float = 0.9
+    grad_clip_norm: float = 0.0
+
+
+class OptimStep(OperationIds):
+    adam_params: AdamParams | None = None
+    optimizer_params: DimuonParams | None = None
+
+
+class SaveWeights(OperationIds):
+    path: str
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+    user_metadata: dict[Text, Text] | None = None
+
+
+class SaveWeightsForSampler(OperationIds):
+    path: str | None = None
+    sampling_session_seq_id: int | None = Field(default=None, ge=0)
+    kind: Literal["snapshot", "inflight"] = "snapshot"
+    ttl_seconds: int | None = None
+    user_metadata: dict[Text, Text] | None = None
+
+
+class LoadWeights(Body):
+    """Both forms; the ids of either are checked before."""
+
+    path: str
+    optimizer: bool = False
+    base_model: str | None = None
+    user_metadata: dict[Text, Text] | None = None
+    optimizer_config: OptimizerConfig | None = None
+    weights_access_token: str | None = None
+
+
+class GetInfo(Body):
+    model_id: str
+
+
+class WeightsInfo(Body):
+    tinker_path: str
+
+
+class CreateSamplingSession(Body):
+    session_id: str
+    sampling_session_seq_id: int = Field(ge=0)
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class SampleIds(Body):
+    sampling_session_id: str = Field(min_length=1, max_length=300)
+    seq_id: int = Field(ge=0, lt=2**63)
+
+
+class ModelInput(Body):
+    chunks: list[dict[str, Any]]
+
+
+class TensorData(Body):
+    data: list[int] | list[float]
+    dtype: Literal["int64", "float32"]
+    shape: list[int] | None = None
+    sparse_crow_indices: list[int] | None = None
+    sparse_col_indices: list[int] | None = None
+
+
+class SamplingParams(Body):
+    model_config = ConfigDict(extra="forbid")
+
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | list[int] | None = None
+    temperature: float | None = None
+    top_k: int = -1
+    top_p: float | None = None
+
+
+class Sample(SampleIds):
+    num_samples: int = Field(default=1, ge=1)
+    prompt: ModelInput
+    sampling_params: SamplingParams
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    target_prompt_logprobs: TensorData | None = None
+    prompt_alt_tokens_k: int = 0
+    prompt_logprobs_last_n: int | None = None
+    record_stability_info: bool | None = None
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class RetrieveFuture(Body):
+    request_id: str
+    allow_metadata_only: bool = False
+
+
+class CancelFuture(Body):
+    request_id: str
+
+
+class FuturesTarget(Body):
+    type: Literal["sampling_session"]
+    sampling_session_id: str
+    cloned_sampler_id: int = Field(default=0, ge=0, lt=2**53)
+
+
+class RetrieveFutures(Body):
+    target: FuturesTarget
+    prev_cursor: int = Field(default=0, ge=0, lt=2**53)
+    timeout: float | None = Field(default=None, ge=0)
+    retrieved_request_ids: list[str] = []
+
+
+class JoinSamplingSession(Body):
+    sampling_session_id: str
+
+
+class CustomLossInput(Body):
+    name: str
+    rank: int = Field(ge=0, le=2)
+
+
+class CreateCustomLoss(Body):
+    session_id: str
+    custom_loss_seq_id: int = Field(ge=0, lt=2**63)
+    name: str = Field(max_length=200)
+    inputs: list[CustomLossInput]
+    graph: dict[str, Any]
+
+
+# Management
+
+
+class SaveWeightsExternal(OperationIds):
+    path: str
+    ttl_seconds: int | None = None
+    age_encryption_recipients: list[str] | None = Field(default=None, max_length=10)
+
+
+class Prune(Body):
+    policy: Policy | None = None
+    """Instead of the run's own."""
+    paths: list[str] | None = None
+    """Delete none but these, whatever the policy has come to meanwhile."""
+    dry_run: bool = False
+
+
+class SetTtl(Body):
+    ttl_seconds: int | None
+    """None removes the expiry."""
+
+
+class CopyWeights(Body):
+    source_path: str
+    destination_project_id: Text | None = None
+    session_id: str | None = None
+    model_seq_id: int | None = Field(default=None, ge=0, lt=2**31)
+    ttl_seconds: int | None = None
+    weights_access_token: str | None = None
+
+
+class AssignProject(Body):
+    project_id: Text = Field(min_length=1)
+
+
+class Query(BaseModel):
+    """Parameters of a URL, which are all text."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class ScopedQuery(Query):
+    access_scope: Literal["owned", "accessible"] = "owned"
+
+
+class ImportQuery(Query):
+    model_config = ConfigDict(extra="forbid")
+
+    base_model: str
+    name: str
+    ttl_seconds: int | None = None
+
+
+class PageQuery(Query):
+    limit: int = Field(default=20, ge=0, le=1000)
+    offset: int = Field(default=0, ge=0, lt=2**31)
+
+
+class RunsQuery(PageQuery, ScopedQuery):
+    project_id: str | None = None
+
+
+class SessionsQuery(PageQuery, ScopedQuery):
+    pass
+
+
+class CheckpointsQuery(PageQuery):
+    limit: int = Field(default=100, ge=0, le=1000)
+
+
+class AuditQuery(Query):
+    event_type: Literal["all", "checkpoints", "projects", "teams", "organizations"] = "all"
+    day: date | None = None
+
+
+class UsageQuery(Query):
+    starting_on: AwareDatetime
+    ending_before: AwareDatetime
+
+
+class StorageQuery(Query):
+    project_id: str | None = None
+
+
+class OwnSearch(Body):
+    type: Literal["own"]
+
+
+class AccessibleSearch(Body):
+    type: Literal["accessible"]
+
+
+class UserSearch(Body):
+    type: Literal["user"]
+    owner_urns: list[str] = Field(min_length=1, max_length=10)
+
+
+class ActiveQuery(Body):
+    type: Literal["active"]
+
+
+class CancelledQuery(Body):
+    type: Literal["cancelled"]
+
+
+class FailedQuery(Body):
+    type: Literal["failed"]
+
+
+class FinishedQuery(Body):
+    type: Literal["client_finished"]
+    reasons: list[Literal["success", "errored", "interrupted"]] | None = Field(default=None, min_length=1)
+
+
+StatusQuery = ActiveQuery | CancelledQuery | FailedQuery | FinishedQuery
+
+
+class SearchCursor(Body):
+    last_created_at: Annotated[AwareDatetime, Field(strict=False)]
+    last_session_id: str
+
+
+class SearchSessions(Body):
+    session_id: str | None = None
+    project_ids: list[str] | None = Field(default=None, max_length=100)
+    user_metadata: dict[str, str] = {}
+    display_name: str | None = Field(default=None, min_length=1)
+    owner: Annotated[OwnSearch | AccessibleSearch | UserSearch, Field(discriminator="type")] = OwnSearch(type="own")
+    statuses: list[Annotated[StatusQuery, Field(discriminator="type")]] | None = Field(
+        default=None, min_length=1, max_length=16
+    )
+    limit: int = Field(default=50, ge=1, le=200)
+    cursor: SearchCursor | None = None

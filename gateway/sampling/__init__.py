@@ -1,0 +1,1 @@
+"""Samples, and the samplers that draw them."""

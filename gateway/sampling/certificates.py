@@ -1,0 +1,49 @@
+"""Certificates of published versions: how far each sampler was from the trainer. The trainers keep them."""
+
+from __future__ import annotations
+
+import grpc.aio
+
+from gateway.clients import Clients
+from gateway.database.tables import Checkpoint, SamplingSession
+from gateway.sampling.inflight import Inflight
+from gateway.storage.retirement import Retirement
+from tinsmith.rpc.errors import NotFound, from_rpc_error
+from tinsmith.v1 import trainer_pb2, types_pb2
+
+
+class Certificates:
+    def __init__(self, clients: Clients, inflight: Inflight, retirement: Retirement) -> None:
+        self._clients = clients
+        self._inflight = inflight
+        self._retirement = retirement
+
+    async def of_checkpoint(self, checkpoint: Checkpoint) -> types_pb2.PublishCertificate:
+        """Raises NotFound when its version was never published, CheckpointNotFound, NotReady."""
+        return await self._get(checkpoint.location, base_model=checkpoint.base_model)
+
+    async def of_sampler(self, session: SamplingSession) -> types_pb2.PublishCertificate:
+        """Of the version that a sample which starts now is drawn from. Raises NotFound, also for a base model's."""
+        drawn_from = await self._inflight.resolve(session)
+        version_id, base_model = drawn_from.version_id, drawn_from.base_model
+        if not version_id:
+            raise NotFound(f"{session.sampling_session_id} samples from the base model, which nobody has published")
+        try:
+            certificate = await self._get(drawn_from.location, base_model=base_model)
+            if certificate.version_id == version_id:
+                return certificate
+            missing = NotFound(f"{drawn_from.location} holds another version than {version_id} by now")
+        except NotFound as error:
+            missing = error
+        kept = await self._retirement.find(drawn_from.location, version_id)
+        if kept is None:
+            raise missing
+        return await self._get(kept, base_model=base_model)
+
+    async def _get(self, location: str, *, base_model: str) -> types_pb2.PublishCertificate:
+        trainer = self._clients.find_trainer(base_model)
+        try:
+            reply = await trainer.stub.GetCertificate(trainer_pb2.GetCertificateRequest(location=location))
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        return reply.certificate

@@ -1,0 +1,228 @@
+"""Which samples of a client are done: what retrieve_futures tells the one poller that a client has.
+
+A target is one client of a sampling session: the samples whose seq_id // 10**9 is its clone id. Its completions are a
+list that grows; the client names the position up to which it knows them, so an answer that was lost on its way can be
+asked for again. The list is made when the client first asks, and can be made anew at any time, from its samples that
+are not in work. So it may be forgotten, and a restarted gateway has it too: how far the
+seq_ids had come is in the database, and what was in work then is reported as failed. The client asks for each of those
+with retrieve_future, is told 410, and samples again. One that was reported too often does no harm: retrieve_future
+waits for the work that there is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from gateway.database.store import Store
+from gateway.database.tables import SampleMark
+from gateway.futures import Futures, Gone
+from tinsmith.rpc.errors import NotReady
+
+CLONE_BLOCK = 10**9
+"""seq_ids of one client; the first of client n is n times this."""
+MAX_PAGE = 1000
+"""Completions of one answer."""
+_LAST = 2**63 - 1
+"""The largest seq_id, and what a database can hold."""
+_MARKED_AHEAD = 256
+"""One write to the database in so many samples."""
+_MAX_LISTS = 1024
+_MAX_OPEN = 100_000
+_MAX_SETTLED = 4096
+_KEPT = MAX_PAGE
+"""Completions that a client has confirmed and that are kept all the same."""
+
+Target = tuple[str, int]
+"""Sampling session and clone id."""
+
+
+def first_of(clone_id: int) -> int:
+    """The first seq_id of a client."""
+    return clone_id * CLONE_BLOCK
+
+
+def target_of(request_id: str) -> Target | None:
+    """The target of a sample; None when it is not one."""
+    found = _target_of(request_id)
+    return None if found is None else found[0]
+
+
+def _target_of(request_id: str) -> tuple[Target, int] | None:
+    """The target and the seq_id of a sample."""
+    sampling_session_id, _, seq_id = request_id.rpartition(":")
+    if ":sample:" not in sampling_session_id or not seq_id.isdecimal():
+        return None
+    return (sampling_session_id, int(seq_id) // CLONE_BLOCK), int(seq_id)
+
+
+@dataclass(slots=True)
+class _Samples:
+    """The samples of one target."""
+
+    low: int
+    high: int
+    """Smallest and largest seq_id that the database covers."""
+    open: dict[int, None] = field(default_factory=dict)
+    """seq_ids that the client may wait for with its poller, in the order in which they came."""
+    settled: dict[int, None] = field(default_factory=dict)
+    """The latest of those that it need not be told of any more."""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+@dataclass(slots=True)
+class _List:
+    """Completions from position `start` on."""
+
+    start: int
+    request_ids: list[str]
+    grown: asyncio.Event = field(default_factory=asyncio.Event)
+    has_ended: bool = False
+    """With its sampling session."""
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.request_ids)
+
+    def add(self, request_id: str) -> None:
+        self.request_ids.append(request_id)
+        self.grown.set()
+
+    def trim(self, *, confirmed: int) -> None:
+        if (num_kept := confirmed - self.start) > 2 * _KEPT:
+            del self.request_ids[: num_kept - _KEPT]
+            self.start = confirmed - _KEPT
+
+
+class Completions:
+    def __init__(self, store: Store, futures: Futures, *, home: str | None = None) -> None:
+        """`home`: this gateway, where there are several (homes.py)."""
+        self._store = store
+        self._futures = futures
+        self._home = home
+        self._samples: dict[Target, _Samples] = {}
+        self._lists: OrderedDict[Target, _List] = OrderedDict()
+        self._closing = False
+        futures.listener = self
+
+    async def reserve(self, request_id: str) -> None:
+        """To be awaited before the receipt of a sample: no restart hides from then on that it is lost."""
+        if (found := _target_of(request_id)) is None:
+            return
+        target, seq_id = found
+        samples = await self._load(target)
+        samples.settled.pop(seq_id, None)
+        samples.open[seq_id] = None
+        while len(samples.open) > _MAX_OPEN:  # abandoned without a word; more than that is never in work
+            del samples.open[next(iter(samples.open))]
+        if not samples.low <= seq_id <= samples.high:  # they come in any order
+            async with samples.lock:
+                if not samples.low <= seq_id <= samples.high:
+                    low = min(samples.open, default=seq_id)
+                    high = max(samples.high, min(seq_id + _MARKED_AHEAD, _LAST))
+                    mark = SampleMark(sampling_session_id=target[0], clone_id=target[1], low=low, high=high)
+                    if not await self._store.put_sample_mark(mark, home=self._home):
+                        raise NotReady("another gateway has taken over these samples; try again")
+                    samples.low, samples.high = low, high
+
+    async def _load(self, target: Target) -> _Samples:
+        """What is known of a target; what an earlier process may have left in work is open."""
+        if target not in self._samples:
+            mark = await self._store.sample_mark(*target)
+            if target not in self._samples:
+                first = first_of(target[1])
+                low, high = (first, first - 1) if mark is None else (mark.low, mark.high)
+                lost = range(max(low, high - _MAX_OPEN), high + 1)
+                self._samples[target] = _Samples(low, high, dict.fromkeys(lost))
+        return self._samples[target]
+
+    def settle(self, request_ids: Iterable[str]) -> None:
+        """The client no longer needs to be told of these: it has asked for them, has them, or has given them up."""
+        for request_id in request_ids:
+            if (found := _target_of(request_id)) is not None and found[0] in self._samples:
+                samples, seq_id = self._samples[found[0]], found[1]
+                if seq_id in samples.open:
+                    del samples.open[seq_id]
+                    samples.settled[seq_id] = None
+                if len(samples.settled) > _MAX_SETTLED:
+                    del samples.settled[next(iter(samples.settled))]
+
+    def cancelled(self, of: Callable[[str], bool]) -> None:
+        """Ends the polls of these sampling sessions, and frees what is kept for them."""
+        for target in [target for target in self._samples if of(target[0])]:
+            del self._samples[target]
+        for target in [target for target in self._lists if of(target[0])]:
+            completions = self._lists.pop(target)
+            completions.has_ended = True
+            completions.grown.set()
+
+    def forget(self, target: Target) -> None:
+        """What another gateway did since is in the database alone."""
+        self._samples.pop(target, None)
+        if (completions := self._lists.pop(target, None)) is not None:
+            completions.grown.set()
+
+    def rouse(self) -> None:
+        """Answers all polls now."""
+        for completions in self._lists.values():
+            completions.grown.set()
+
+    def ended(self, request_id: str) -> None:
+        found = _target_of(request_id)
+        if found is not None and (completions := self._lists.get(found[0])) is not None:
+            completions.add(request_id)
+            if len(completions.request_ids) > _MAX_OPEN:  # nobody reads it
+                del self._lists[found[0]]
+
+    async def poll(self, target: Target, *, prev_cursor: int, timeout_s: float) -> tuple[list[dict[str, Any]], int]:
+        """Completions after `prev_cursor`, as soon as there is one, and the position after the last of them.
+
+        Raises Gone when the sampling session ends meanwhile.
+        """
+        completions = await self._list(target, prev_cursor=prev_cursor)
+        completions.trim(confirmed=prev_cursor)
+        position = max(prev_cursor, completions.start)
+        if position == completions.end and timeout_s > 0 and not self._closing:
+            completions.grown.clear()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await completions.grown.wait()
+            except TimeoutError:
+                pass
+            if completions.has_ended:
+                raise Gone
+            position = max(prev_cursor, completions.start)
+        page = completions.request_ids[position - completions.start :][:MAX_PAGE]
+        return [self._completion(request_id) for request_id in page], position + len(page)
+
+    async def _list(self, target: Target, *, prev_cursor: int) -> _List:
+        samples = await self._load(target)
+        completions = self._lists.get(target)
+        if completions is None or prev_cursor > completions.end:
+            settled = [f"{target[0]}:{seq_id}" for seq_id in samples.settled]
+            over = [request_id for request_id in settled if self._futures.answer(request_id) is not None]
+            waited_for = [f"{target[0]}:{seq_id}" for seq_id in samples.open]
+            over += [request_id for request_id in waited_for if self._futures.pending(request_id) is None]
+            completions = self._lists[target] = _List(prev_cursor, over)
+            if len(self._lists) > _MAX_LISTS:
+                self._lists.popitem(last=False)[1].grown.set()
+        self._lists.move_to_end(target)
+        return completions
+
+    def _completion(self, request_id: str) -> dict[str, Any]:
+        answer = self._futures.answer(request_id)
+        if answer is None or answer.is_failure:
+            return {"state": "failed", "request_id": request_id}
+        return {
+            "state": "finished",
+            "request_id": request_id,
+            "response_payload_uncompressed_size": len(answer.body),
+        }
+
+    def closing(self) -> None:
+        """Answers all polls now, and new ones at once."""
+        self._closing = True
+        self.rouse()

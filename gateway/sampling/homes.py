@@ -1,0 +1,173 @@
+"""Which of several gateways has a client's samples.
+
+The samples of one client of a sampling session are in the memory of one gateway, its home: the first that is asked for
+one of them. What is about them and arrives elsewhere is passed on to it, with the client's own credentials. When the
+home is gone, the next that is asked takes over, and answers as a restarted gateway does (completions.py): samples that
+were in work are gone, and the client samples again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import secrets
+import ssl
+import time
+
+import httpx
+from sqlalchemy import or_, select, update
+from starlette.background import BackgroundTask
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from gateway.database.store import Store
+from gateway.database.tables import GatewayRow, SampleMark
+from gateway.peers import BEAT_S, SILENT_S, Peers, living
+from gateway.sampling.completions import Completions, Target, first_of, target_of
+from tinsmith.rpc.errors import NotReady
+
+logger = logging.getLogger(__name__)
+
+_PASSED_ON = "x-tinsmith-passed-on"
+"""Header with a secret that the gateways share: the request comes from one of them."""
+_ELSEWHERE = 421
+"""Misdirected Request (RFC 9110, 15.5.20): another gateway is the home by now."""
+_OWN = {
+    "connection",
+    "content-length",
+    "host",
+    "keep-alive",
+    "te",
+    "accept-encoding",
+    "transfer-encoding",
+    "upgrade",
+    _PASSED_ON,
+}
+_MAX_KNOWN = 100_000
+_GIVE_UP_S = 2 * SILENT_S
+_ANSWER_S = 60.0
+"""More than a long poll takes."""
+_SMALL_BYTES = 2**20
+
+
+class Homes:
+    def __init__(self, store: Store, peers: Peers, completions: Completions) -> None:
+        self._store = store
+        self._peers = peers
+        self._completions = completions
+        self._known: dict[Target, str] = {}
+        self._secret = ""
+        self._http: httpx.AsyncClient | None = None
+        """To the others, where there are several."""
+        peers.on_taken_for_dead = self._forget
+
+    async def start(self) -> None:
+        if self._peers.are_several:
+            self._secret = await self._store.setting("peer_secret", default=secrets.token_hex(32))
+            # Clients have as many long polls at once as they like.
+            limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+            timeout = httpx.Timeout(_ANSWER_S, connect=BEAT_S)
+            authorities = ssl.create_default_context()  # with those of SSL_CERT_FILE
+            self._http = httpx.AsyncClient(limits=limits, timeout=timeout, verify=authorities, trust_env=False)
+
+    async def close(self) -> None:
+        if self._http is not None:
+            await self._http.aclose()
+
+    def was_passed_on(self, request: Request) -> bool:
+        """By another gateway, which has looked at it."""
+        given = request.headers.get(_PASSED_ON, "")
+        return bool(self._secret) and hmac.compare_digest(given.encode(), self._secret.encode())
+
+    async def pass_on(self, request: Request, body: bytes, target: Target | str) -> Response | None:
+        """The home's answer to a request about a target, or about a sample by its id; None when it is to be answered
+        here. Raises NotReady when the home does not answer and nobody has taken over in time."""
+        found = target_of(target) if isinstance(target, str) else target
+        if found is None or not self._peers.are_several:
+            return None
+        give_up_at = time.monotonic() + _GIVE_UP_S
+        while (url := await self._elsewhere(found)) is not None:
+            if self.was_passed_on(request):
+                return Response(status_code=_ELSEWHERE)
+            try:
+                reply = await self._send(request, body, url)
+            except httpx.TransportError as error:
+                logger.info("the gateway at %s does not answer: %s", url, error or type(error).__name__)
+            else:
+                if reply.status_code != _ELSEWHERE:
+                    return _as_it_came(reply)
+                await reply.aclose()
+            self._known.pop(found, None)
+            if time.monotonic() > give_up_at:
+                raise NotReady("the gateway that has these samples does not answer; try again")
+            await asyncio.sleep(BEAT_S / 4)
+        return None
+
+    async def _send(self, request: Request, body: bytes, url: str) -> httpx.Response:
+        headers = [(name, value) for name, value in request.headers.items() if name not in {*_OWN, _PASSED_ON}]
+        assert self._http is not None
+        query = f"?{request.url.query}" if request.url.query else ""
+        passed_on = self._http.build_request(
+            request.method,
+            url + request.url.path + query,
+            headers=[*headers, (_PASSED_ON, self._secret)],
+            content=body,
+        )
+        reply = await self._http.send(passed_on, stream=True)
+        if int(reply.headers.get("content-length", 0)) <= _SMALL_BYTES:
+            await reply.aread()  # what breaks here can be asked for again
+        return reply
+
+    async def _elsewhere(self, target: Target) -> str | None:
+        """Where the home is; None when it is here, or nowhere."""
+        if not self._peers.is_fresh:
+            await self._peers.refresh()
+        home = self._known.get(target)
+        if home == self._peers.gateway_id:
+            return None
+        if home is not None and (url := self._peers.url_of(home)) is not None:
+            return url
+        home, url = await self._find(target)
+        if home is not None:
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            self._known[target] = home
+        return None if home == self._peers.gateway_id else url
+
+    async def _find(self, target: Target) -> tuple[str | None, str | None]:
+        """The home and its address. It becomes this gateway where there is none, unless the session has ended."""
+        sampling_session_id, clone_id = target
+        mine = self._peers.gateway_id
+        await self._store.sampling_session(sampling_session_id)
+        is_this = (SampleMark.sampling_session_id == sampling_session_id, SampleMark.clone_id == clone_id)
+        async with self._store.begin() as db:
+            is_new = False
+            if self._store.sampling_session_lives(sampling_session_id):
+                first = first_of(clone_id)
+                empty = self._store.insert(SampleMark).values(
+                    sampling_session_id=sampling_session_id, clone_id=clone_id, low=first, high=first - 1
+                )
+                await db.execute(empty.on_conflict_do_nothing())
+                has_none = or_(SampleMark.home.is_(None), SampleMark.home.not_in(living()))
+                taken = update(SampleMark).where(*is_this, has_none).values(home=mine).returning(SampleMark.home)
+                is_new = (await db.scalars(taken)).one_or_none() is not None
+            query = select(SampleMark.home, GatewayRow.url).where(*is_this)
+            row = (
+                await db.execute(query.outerjoin(GatewayRow, GatewayRow.gateway_id == SampleMark.home))
+            ).one_or_none()
+        if is_new:
+            self._completions.forget(target)
+        return (None, None) if row is None else (row[0], row[1])
+
+    def _forget(self) -> None:
+        """Others may be the homes of all by now: who waits here is to ask again."""
+        self._known.clear()
+        self._completions.rouse()
+
+
+def _as_it_came(reply: httpx.Response) -> Response:
+    headers = {name: value for name, value in reply.headers.items() if name not in _OWN}
+    if reply.is_closed:
+        return Response(reply.content, reply.status_code, headers)
+    return StreamingResponse(reply.aiter_raw(), reply.status_code, headers, background=BackgroundTask(reply.aclose))

@@ -1,0 +1,101 @@
+"""What sampling with record_stability_info leaves: prompt, tokens and logprobs of each sequence, under its id.
+
+Losses that name the sequences take from here what the sampler thought of them. A record lives for record_retention_s;
+a use starts that time anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import delete, select, update
+
+from gateway.database.store import Store
+from gateway.database.tables import SequenceRecord
+from tinsmith.v1 import sampler_pb2
+
+_PER_QUERY = 500
+"""Ids in one query: databases limit its parameters."""
+_TOUCH_AFTER_S = 60.0
+"""A use within so long of the one before is not written."""
+
+
+@dataclass(slots=True)
+class _Batch:
+    rows: list[dict[str, Any]]
+    write: asyncio.Task[None]
+
+
+class Records:
+    def __init__(self, store: Store, *, retention_s: float) -> None:
+        self._store = store
+        self._retention_s = retention_s
+        self._batch: _Batch | None = None
+        self._writing = asyncio.Lock()
+
+    async def add(
+        self,
+        request_id: str,
+        request: sampler_pb2.SampleRequest,
+        response: sampler_pb2.SampleResponse,
+        *,
+        session_id: str,
+    ) -> None:
+        """Returns once the sequences of the answer are in the database; those of a repeat replace them."""
+        prompt = b"".join(chunk.encoded_text.tokens for chunk in request.prompt)
+        expires_at = time.time() + self._retention_s
+        rows = [
+            {
+                "sequence_id": f"{request_id}:{index}",
+                "session_id": session_id,
+                "version_id": request.version_id,
+                "prompt": prompt,
+                "tokens": sequence.tokens,
+                "logprobs": sequence.logprobs,
+                "expires_at": expires_at,
+            }
+            for index, sequence in enumerate(response.sequences)
+        ]
+        if self._batch is None:
+            self._batch = _Batch([], asyncio.create_task(self._write()))
+        batch = self._batch
+        batch.rows += rows
+        await asyncio.shield(batch.write)
+
+    async def _write(self) -> None:
+        """One transaction at a time: what comes meanwhile is the next one."""
+        async with self._writing:
+            batch, self._batch = self._batch, None
+            assert batch is not None
+            statement = self._store.insert(SequenceRecord)
+            values = {name: statement.excluded[name] for name in batch.rows[0] if name != "sequence_id"}
+            async with self._store.begin() as db:
+                await db.execute(
+                    statement.on_conflict_do_update(index_elements=["sequence_id"], set_=values), batch.rows
+                )
+
+    async def find(self, sequence_ids: Iterable[str], *, session_id: str) -> Mapping[str, SequenceRecord]:
+        """Those of this session that have not expired; they live on from now."""
+        now = time.time()
+        found: dict[str, SequenceRecord] = {}
+        wanted = sorted(set(sequence_ids))
+        for start in range(0, len(wanted), _PER_QUERY):
+            mine = (
+                SequenceRecord.sequence_id.in_(wanted[start : start + _PER_QUERY]),
+                SequenceRecord.session_id == session_id,
+                SequenceRecord.expires_at > now,
+            )
+            expires_at = now + self._retention_s
+            stale = update(SequenceRecord).where(*mine, SequenceRecord.expires_at < expires_at - _TOUCH_AFTER_S)
+            async with self._store.begin() as db:
+                found |= {row.sequence_id: row for row in await db.scalars(select(SequenceRecord).where(*mine))}
+                await db.execute(stale.values(expires_at=expires_at))
+        return found
+
+    async def delete_expired(self) -> None:
+        async with self._store.begin() as db:
+            await db.execute(delete(SequenceRecord).where(SequenceRecord.expires_at <= time.time()))

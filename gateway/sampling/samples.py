@@ -1,0 +1,266 @@
+"""Samples, from submission to answer.
+
+A sample is a call to a sampler (replicas.py chooses which). When that goes away, or is full, another is tried, and when
+there is none it is waited for. A version that none holds is published to them by the trainer, once for all samples that
+want it (publishing.py); one that only some hold is sampled there, and meanwhile published to the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from functools import partial
+
+import grpc.aio
+
+from gateway.clients import Clients, meaning
+from gateway.config import GatewayConfig
+from gateway.dashboard.samples import RecentSamples
+from gateway.database.tables import SamplingSession
+from gateway.futures import PROTOBUF, Answer, Futures, Pending
+from gateway.metrics import Metrics
+from gateway.reports import ran_of
+from gateway.sampling.inflight import Inflight
+from gateway.sampling.publishing import Publishing
+from gateway.sampling.records import Records
+from gateway.sampling.replicas import Replica, Replicas
+from gateway.tenants.ledger import Ledger
+from gateway.tenants.limits import Hold
+from gateway.training import json_forms
+from tinsmith.rpc.errors import (
+    CheckpointNotFound,
+    EngineDead,
+    NotReady,
+    OutOfCapacity,
+    SequenceConflict,
+    ServiceError,
+    VersionGone,
+    VersionNotLoaded,
+)
+from tinsmith.rpc.logs import REQUEST_ID_METADATA
+from tinsmith.v1 import sampler_pb2, types_pb2
+
+KIND = "asample"
+_MAX_DEATHS = 5
+"""Engines that may die with a request in work, before it is thought to be what kills them."""
+
+
+def check_pending(config: GatewayConfig, owner: str, *, num_own: int, num_all: int) -> None:
+    """Raises OutOfCapacity when so many samples in work are too many."""
+    for number, limit, name, whose in (
+        (num_own, config.max_pending_samples_per_owner, "max_pending_samples_per_owner", f" of {owner!r}"),
+        (num_all, config.max_pending_samples, "max_pending_samples", ""),
+    ):
+        if number >= limit:
+            raise OutOfCapacity(f"{limit} samples{whose} are in work, which is {name}; try again")
+
+
+@dataclass(slots=True)
+class Pause:
+    """Grows with every try in vain."""
+
+    next_s: float = 0.1
+
+    async def wait(self) -> None:
+        await asyncio.sleep(self.next_s)
+        self.next_s = min(2 * self.next_s, 2.0)
+
+
+class Tries:
+    """Where one request goes, try after try: to another replica that may have it at once, and when all were tried,
+    after a pause."""
+
+    def __init__(self, replicas: Replicas, base_model: str) -> None:
+        self._replicas = replicas
+        self._base_model = base_model
+        self._replica: Replica | None = None
+        self._version_id = ""
+        self._in_vain: set[Replica] = set()
+        self._dead: set[str] = set()
+        """Boots of samplers whose engine has died."""
+        self._was_provided = False
+        self._pause = Pause()
+
+    async def route(self, request: sampler_pb2.SampleRequest | None) -> Replica:
+        self._version_id = "" if request is None else request.version_id
+        self._replica = await self._replicas.route(self._base_model, request, avoid=self._in_vain)
+        return self._replica
+
+    def died(self, error: EngineDead) -> None:
+        """The engine of the last try has died. Raises ServiceError when too many have."""
+        if self._replica is not None and self._replica.info is not None:
+            self._dead.add(self._replica.info.boot_id)
+        if len(self._dead) >= _MAX_DEATHS:
+            raise ServiceError(
+                f"{len(self._dead)} engines have died with this request in work, so it is not sent again; "
+                f"the last: {error.message}"
+            )
+
+    async def next(self) -> None:
+        """The last try was in vain."""
+        if self._replica is not None:
+            self._in_vain.add(self._replica)
+        if self._in_vain.issuperset(self._replicas.candidates(self._base_model, self._version_id)):
+            self._in_vain.clear()
+            await self._pause.wait()
+
+    async def provided(self) -> None:
+        """The last try found no version, and by now one has it: no pause, unless that has helped nothing before."""
+        if self._was_provided:
+            await self._pause.wait()
+        self._was_provided = True
+
+
+class Samples:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        *,
+        clients: Clients,
+        futures: Futures,
+        inflight: Inflight,
+        records: Records,
+        publishing: Publishing,
+        ledger: Ledger,
+        recent: RecentSamples,
+        metrics: Metrics,
+    ) -> None:
+        self._config = config
+        self._publishing = publishing
+        self._ledger = ledger
+        self._recent = recent
+        self._clients = clients
+        self._futures = futures
+        self._inflight = inflight
+        self._records = records
+        self._metrics = metrics
+
+    def check_capacity(self, owner: str) -> None:
+        """Raises OutOfCapacity when too many samples are in work, of the owner or of all; cheap, to be asked before the
+        body is read."""
+        num_own = self._futures.num_pending(KIND, owner=owner)
+        check_pending(self._config, owner, num_own=num_own, num_all=self._futures.num_pending(KIND))
+
+    def submit(
+        self,
+        request_id: str,
+        request: sampler_pb2.SampleRequest,
+        *,
+        session: SamplingSession,
+        fingerprint: str,
+        is_recorded: bool,
+        hold: Hold | None = None,
+    ) -> None:
+        """Starts it. A repeat does nothing; raises SequenceConflict for another body under the same id.
+
+        `is_recorded`: what is sampled is kept for losses that name its sequences.
+        """
+        known = self._futures.fingerprint(request_id)
+        if known is None:
+            pending = Pending(request_id, KIND, session.sampling_session_id, fingerprint, hold=hold)
+            self._futures.start(pending, self._run(pending, request, session, is_recorded=is_recorded))
+        elif known != fingerprint:
+            raise SequenceConflict(
+                f"{request_id} was used by another sample before; this one has a different body and was not run"
+            )
+
+    async def _run(
+        self, pending: Pending, request: sampler_pb2.SampleRequest, session: SamplingSession, *, is_recorded: bool
+    ) -> Answer:
+        try:
+            async with asyncio.timeout(self._config.sample_timeout_s):
+                response = await self._sample(pending, request, session)
+        except TimeoutError:
+            raise ServiceError(
+                f"gave up after {self._config.sample_timeout_s:g} s (sample_timeout_s): {pending.progress.reason}"
+            ) from None
+        if is_recorded:
+            await self._records.add(pending.request_id, request, response, session_id=session.session_id)
+        self._recent.add(
+            pending.request_id,
+            request,
+            response.sequences,
+            base_model=session.base_model,
+            session_id=session.session_id,
+        )
+        num_prompt = sum(len(chunk.encoded_text.tokens) // 4 for chunk in request.prompt)
+        num_sampled = sum(len(sequence.tokens) // 4 for sequence in response.sequences)
+        self._metrics.prompt_tokens.inc(num_prompt)
+        self._metrics.sampled_tokens.inc(num_sampled)
+        pending.num_tokens = num_prompt + num_sampled
+        num_cached = response.prompt_cache_hit_tokens
+        self._metrics.cached_prompt_tokens.inc(num_cached)
+        use = partial(self._ledger.use, base_model=session.base_model, session_id=session.session_id)
+        use("sampling_prefill", num_prompt - num_cached)
+        use("sampling_prefill_cached", num_cached)
+        use("sampling_sample", num_sampled)
+        if pending.hold is not None:
+            pending.hold.drawn(num_sampled)
+        return Answer(response.SerializeToString(), PROTOBUF, json_forms.sample_result)
+
+    async def _sample(
+        self, pending: Pending, request: sampler_pb2.SampleRequest, session: SamplingSession
+    ) -> sampler_pb2.SampleResponse:
+        """Draws from the version that the session has now, and sets it in the request."""
+        tries = Tries(self._clients.samplers, session.base_model)
+        while True:
+            drawn_from = await self._inflight.resolve(session)
+            request.version_id = drawn_from.version_id
+            request.follow_run = drawn_from.inflight_run_id or ""
+            if not self._clients.samplers.usable(session.base_model):
+                pending.progress.paused("the sampler is unreachable")
+            replica = await tries.route(request)
+            self._publishing.top_up(drawn_from)
+            try:
+                return await self._call(pending, request, replica)
+            except NotReady as error:
+                self._clients.samplers.lost(replica)
+                pending.progress.paused("the sampler is unreachable")
+                if isinstance(error, EngineDead):
+                    tries.died(error)
+            except OutOfCapacity as error:
+                pending.progress.paused(f"the sampler is full: {error.message}")
+            except VersionNotLoaded:
+                try:
+                    if await self._provide(pending, drawn_from, replica):
+                        await tries.provided()
+                        continue
+                except (CheckpointNotFound, VersionGone):
+                    if (await self._inflight.resolve(session)).version_id == drawn_from.version_id:
+                        raise
+                    await tries.provided()
+                    continue  # an inflight sampler has moved on, and what it has left is gone
+            await tries.next()
+
+    async def _call(
+        self, pending: Pending, request: sampler_pb2.SampleRequest, replica: Replica
+    ) -> sampler_pb2.SampleResponse:
+        pending.progress.active("the sampler is working on it")
+        pending.ask = lambda: _ask(replica, pending)
+        try:
+            call = replica.stub.Sample(request, metadata=((REQUEST_ID_METADATA, pending.request_id),))
+            with self._clients.samplers.holding(replica, call, weight=request.num_samples):
+                response = await call
+            pending.ran = ran_of(await call.trailing_metadata())
+            return response
+        except grpc.aio.AioRpcError as error:
+            pending.ran = ran_of(error.trailing_metadata())
+            raise meaning(error) from error
+        finally:
+            pending.ask = None
+
+    async def _provide(self, pending: Pending, session: SamplingSession, replica: Replica) -> bool:
+        pending.ask = lambda: self._publishing.describe(session.base_model, pending.progress)
+        try:
+            return await self._publishing.provide(session, replica, progress=pending.progress)
+        finally:
+            pending.ask = None
+
+
+async def _ask(replica: Replica, pending: Pending) -> types_pb2.QueueStatus:
+    """Raises TimeoutError at once where nothing answers."""
+    if replica.state != "serving":
+        pending.progress.paused("the sampler does not answer")
+        raise TimeoutError
+    request = sampler_pb2.DescribeRequestRequest(request_id=pending.request_id)
+    return (await replica.stub.DescribeRequest(request)).status

@@ -1,0 +1,1 @@
+"""Checkpoints: their index, what comes and goes, and what is deleted."""

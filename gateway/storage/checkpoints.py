@@ -1,0 +1,245 @@
+"""Saved states by their public path. The store is an index: what it does not know, the trainers' manifests may."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import grpc.aio
+from sqlalchemy import delete, or_, update
+
+from gateway.clients import Clients, Trainer, is_lost
+from gateway.convert import checkpoint_row
+from gateway.database.store import Store
+from gateway.database.tables import DELETED_AT, Checkpoint, Deletion
+from gateway.storage.retirement import Retirement
+from gateway.tenants.access import Access
+from gateway.tenants.auth import Caller
+from gateway.tenants.ledger import Ledger
+from tinsmith.rpc.errors import CheckpointNotFound, InvalidRequest, NotFound, NotReady, ServiceError, from_rpc_error
+from tinsmith.rpc.paths import TinkerPath
+from tinsmith.v1 import trainer_pb2, types_pb2
+
+logger = logging.getLogger(__name__)
+
+Purpose = Literal["load", "sample", "copy", "download"]
+"""Why somebody reads weights."""
+
+_DELETION_RETENTION_S = 86400.0
+"""How long a repeat of a deletion is known."""
+_DELETION = ("owner", "idempotency_key", "path")
+_Deletion = tuple[str, str, str]
+
+
+class Checkpoints:
+    def __init__(
+        self, store: Store, clients: Clients, *, ledger: Ledger, retirement: Retirement, timeout_s: float
+    ) -> None:
+        """`timeout_s`: how long to wait for trainers that have not been reached since the start."""
+        self._timeout_s = timeout_s
+        self._store = store
+        self._access = Access(store)
+        self._clients = clients
+        self._ledger = ledger
+        self._retirement = retirement
+
+    async def find(self, path: str, *, field: str, caller: Caller | None) -> Checkpoint:
+        """One that the caller may read; None: one who has shown a right to it.
+
+        Raises InvalidRequest for what is no path, CheckpointNotFound for a missing or expired one, and NotReady when a
+        trainer that may have it cannot be reached.
+        """
+        parsed = TinkerPath.parse(path, field=field)
+        known = await self._store.checkpoint(str(parsed))
+        if known is None:
+            known = await self._find_in_trainers(parsed, caller=caller)
+        is_hidden = known is not None and caller is not None and not self._access.reads(known, caller)
+        if known is None or is_hidden or known.expires_at == DELETED_AT:
+            raise CheckpointNotFound(f"{field}: there is no checkpoint {path}", field=field)
+        if known.expires_at is not None and known.expires_at <= time.time() and not known.pinned:
+            raise CheckpointNotFound(f"{field}: {path} has expired", field=field)
+        return known
+
+    async def find_own(self, path: str, *, field: str, caller: Caller) -> Checkpoint:
+        """One that the caller may change. Raises what `find` raises, also for what others have published."""
+        found = await self.find(path, field=field, caller=caller)
+        if not self._access.changes(found, caller):
+            raise CheckpointNotFound(f"{field}: there is no checkpoint {path}", field=field)
+        return found
+
+    async def read(self, path: str, *, field: str, caller: Caller, purpose: Purpose) -> Checkpoint:
+        """`find`, for somebody who will have the weights: the audit log names them.
+
+        Raises InvalidRequest too when the checkpoint is not of a kind for that.
+        """
+        checkpoint = await self.find(path, field=field, caller=caller)
+        if purpose in ("load", "sample") and checkpoint.kind == "external_weights":
+            raise InvalidRequest(
+                f"{field}: {path} is made for download; to {purpose} weights, name a checkpoint of save_weights "
+                "or save_weights_for_sampler",
+                field=field,
+            )
+        self.record("checkpoint_read", checkpoint, owner=caller.owner, purpose=purpose)
+        return checkpoint
+
+    async def _find_in_trainers(self, path: TinkerPath, *, caller: Caller | None) -> Checkpoint | None:
+        """Asks every trainer, and indexes what one finds again. It belongs to the owner of the run; where the database
+        has lost that, too, to the first admin who asks for it, and to nobody before."""
+        whose = await self._store.whose(path.run_id.partition(":")[0])
+        if caller is None or not (caller.admin if whose is None else caller.sees(whose.owner)):
+            return None
+        owner = caller.owner if whose is None else whose.owner
+        for trainer in await self._clients.settle(self._clients.all_trainers, timeout_s=self._timeout_s):
+            request = trainer_pb2.GetCheckpointRequest(location=path.location)
+            try:
+                reply = await trainer.stub.GetCheckpoint(request)
+            except grpc.aio.AioRpcError as error:
+                if is_lost(error):
+                    raise NotReady(f"the trainer at {trainer.address} cannot be asked for {path}") from error
+                cause = from_rpc_error(error)
+                if isinstance(cause, NotFound):
+                    continue
+                raise cause from error
+            row = checkpoint_row(reply.checkpoint, owner=owner)
+            await self._store.put_checkpoint(row)
+            return row
+        return None
+
+    async def files(self, checkpoint: Checkpoint) -> Sequence[types_pb2.CheckpointFile]:
+        """What it consists of. Raises CheckpointNotFound, NotReady."""
+        trainer = self._clients.find_trainer(checkpoint.base_model)
+        try:
+            reply = await trainer.stub.GetCheckpoint(trainer_pb2.GetCheckpointRequest(location=checkpoint.location))
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        return list(reply.files)
+
+    async def verify(self, checkpoint: Checkpoint) -> trainer_pb2.VerifyCheckpointResponse:
+        """Has the trainer read all of it. Raises CheckpointNotFound, DataCorrupted (the manifest), NotReady."""
+        trainer = self._clients.find_trainer(checkpoint.base_model)
+        try:
+            return await trainer.stub.VerifyCheckpoint(
+                trainer_pb2.VerifyCheckpointRequest(location=checkpoint.location)
+            )
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
+    # Changes
+
+    async def publish(self, checkpoint: Checkpoint, *, public: bool, owner: str) -> None:
+        """Once more changes nothing."""
+        if checkpoint.public != public:
+            await self._store.update_checkpoint(checkpoint.path, public=public)
+            self.record("checkpoint_publish" if public else "checkpoint_unpublish", checkpoint, owner=owner)
+            await self._ledger.flush()
+
+    async def set_ttl(self, checkpoint: Checkpoint, ttl_seconds: int | None, *, owner: str) -> None:
+        """From now; None: it never expires."""
+        expires_at = None if ttl_seconds is None else time.time() + ttl_seconds
+        await self._store.update_checkpoint(checkpoint.path, expires_at=expires_at)
+        self.record("checkpoint_ttl", checkpoint, owner=owner, ttl_seconds=ttl_seconds)
+        await self._ledger.flush()
+
+    async def pin(self, checkpoint: Checkpoint, *, pinned: bool, owner: str) -> None:
+        """Once more changes nothing."""
+        if checkpoint.pinned != pinned:
+            await self._store.update_checkpoint(checkpoint.path, pinned=pinned)
+            self.record("checkpoint_pin" if pinned else "checkpoint_unpin", checkpoint, owner=owner)
+            await self._ledger.flush()
+
+    async def keep_for_samplers(self, path: TinkerPath) -> None:
+        """To be called before a save may replace the checkpoint: samplers of the old one go on."""
+        known = await self._store.checkpoint(str(path))
+        if known is not None:
+            await self._retirement.keep_for_samplers(known)
+
+    async def delete(self, path: str, *, caller: Caller, idempotency_key: str | None = None) -> None:
+        """It is gone for everyone at once; its files are too, or when the trainer can be reached again. The same key
+        again, within a day, changes nothing.
+
+        Raises InvalidRequest for what is no path, or a base model that no trainer serves; CheckpointNotFound; and
+        NotReady when that cannot be known yet.
+        """
+        owner = caller.owner
+        deletion = None if idempotency_key is None else (owner, idempotency_key, path)
+        if deletion is not None and await self._was_deleted(deletion):
+            return
+        known = await self._store.checkpoint(str(TinkerPath.parse(path, field="path")))
+        if known is None:
+            known = await self.find_own(path, field="path", caller=caller)
+        if not self._access.changes(known, caller):
+            raise CheckpointNotFound(f"path: there is no checkpoint {path}", field="path")
+        self._clients.find_trainer(known.base_model)
+        await self._mark_deleted(known, deletion)
+        if known.expires_at != DELETED_AT:
+            self.record("checkpoint_delete", known, owner=owner)
+            await self._ledger.flush()
+        try:
+            await self._remove(known)
+        except NotReady as error:
+            logger.warning("%s is deleted, but the reaper must remove its files: %s", known.path, error.message)
+
+    async def _was_deleted(self, deletion: _Deletion) -> bool:
+        async with self._store.begin() as db:
+            return await db.get(Deletion, deletion) is not None
+
+    async def _mark_deleted(self, checkpoint: Checkpoint, deletion: _Deletion | None) -> None:
+        is_this = Checkpoint.path == checkpoint.path
+        async with self._store.begin() as db:
+            await db.execute(update(Checkpoint).where(is_this).values(expires_at=DELETED_AT))
+            if deletion is not None:
+                await db.merge(Deletion(**dict(zip(_DELETION, deletion, strict=True)), at=time.time()))
+
+    async def forget_deletions(self) -> None:
+        """Those of which no repeat will come any more."""
+        async with self._store.begin() as db:
+            await db.execute(delete(Deletion).where(Deletion.at < time.time() - _DELETION_RETENTION_S))
+
+    async def prune(self, checkpoint: Checkpoint, *, owner: str) -> bool:
+        """`delete`, by a retention policy. False when it was pinned, published, replaced or deleted meanwhile."""
+        is_this = (
+            Checkpoint.path == checkpoint.path,
+            Checkpoint.version_id == checkpoint.version_id,
+            ~Checkpoint.pinned,
+            ~Checkpoint.public,
+            or_(Checkpoint.expires_at.is_(None), Checkpoint.expires_at != DELETED_AT),
+        )
+        async with self._store.begin() as db:
+            result = await db.execute(update(Checkpoint).where(*is_this).values(expires_at=DELETED_AT))
+            if not result.rowcount:  # type: ignore[attr-defined]
+                return False
+        self.record("checkpoint_prune", checkpoint, owner=owner)
+        try:
+            await self._remove(checkpoint)
+        except ServiceError as error:
+            logger.warning("%s is pruned, but the reaper must remove its files: %s", checkpoint.path, error.message)
+        return True
+
+    async def expire(self, checkpoint: Checkpoint) -> bool:
+        """Frees the disk of an expired checkpoint, or of one whose deletion did not come to its end. False when another
+        gateway did so."""
+        was_deleted = checkpoint.expires_at == DELETED_AT
+        if not await self._remove(checkpoint):
+            return False
+        if not was_deleted:
+            self.record("checkpoint_expire", checkpoint, owner=checkpoint.owner)
+        return True
+
+    async def _remove(self, checkpoint: Checkpoint) -> bool:
+        """Removes the files, then the row; False when that was gone. Raises NotReady when the trainer cannot be
+        reached."""
+        trainer: Trainer = self._clients.find_trainer(checkpoint.base_model)
+        await self._retirement.keep_for_samplers(checkpoint)
+        try:
+            await trainer.stub.DeleteCheckpoint(trainer_pb2.DeleteCheckpointRequest(location=checkpoint.location))
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        return await self._store.delete_checkpoint(checkpoint.path)
+
+    def record(self, event: str, checkpoint: Checkpoint, *, owner: str, **details: Any) -> None:
+        """Writes an event into the audit log."""
+        self._ledger.audit(
+            event, owner=owner, tinker_path=checkpoint.path, training_run_id=checkpoint.run_id, **details
+        )

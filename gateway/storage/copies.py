@@ -1,0 +1,183 @@
+"""Copies of checkpoints, each in a training run of its own that cannot be trained."""
+
+from __future__ import annotations
+
+import time
+
+import grpc.aio
+
+from gateway.clients import Clients, Trainer
+from gateway.convert import checkpoint_row
+from gateway.database.store import Store
+from gateway.database.tables import Checkpoint, Model, Operation
+from gateway.http.body import fingerprint
+from gateway.storage.checkpoints import Checkpoints
+from gateway.tenants.auth import Caller
+from gateway.tenants.limits import Limits
+from tinsmith.rpc.errors import (
+    AlreadyExists,
+    CheckpointExists,
+    CheckpointNotFound,
+    InvalidRequest,
+    SequenceConflict,
+    from_rpc_error,
+)
+from tinsmith.rpc.paths import TinkerPath
+from tinsmith.v1 import trainer_pb2
+
+
+class Copies:
+    def __init__(self, store: Store, clients: Clients, checkpoints: Checkpoints, limits: Limits) -> None:
+        self._limits = limits
+        self._store = store
+        self._clients = clients
+        self._checkpoints = checkpoints
+
+    async def into_project(
+        self, source_path: str, project_id: str, *, ttl_seconds: int | None, caller: Caller, idempotency_key: str | None
+    ) -> Checkpoint:
+        """A new session of the project owns it. The same key again gives the same copy, also without its source."""
+        name = f"copy of {TinkerPath.parse(source_path, field='source_path')}"
+        key = None if idempotency_key is None else f"copy:{idempotency_key}"
+        session = await self._store.session_of_key(caller.owner, key)
+        if session is None:
+            await self._checkpoints.find(source_path, field="source_path", caller=caller)
+            session = await self._store.create_session(
+                owner=caller.owner,
+                key_id=caller.key_id,
+                idempotency_key=key,
+                project_id=project_id,
+                display_name=name,
+                sdk_version=None,
+                tags=[],
+                user_metadata={},
+            )
+        if (session.display_name, session.project_id) != (name, project_id):
+            raise InvalidRequest(f"X-Idempotency-Key: {idempotency_key!r} was used for another copy before")
+        # Nobody sends its heartbeats: it has ended as soon as it has begun.
+        await self._store.end_session(session.session_id, reason="success", detail=None)
+        return await self.into_run(source_path, f"{session.session_id}:train:0", ttl_seconds=ttl_seconds, caller=caller)
+
+    async def into_run(self, source_path: str, run_id: str, *, ttl_seconds: int | None, caller: Caller) -> Checkpoint:
+        """A new run of an existing session owns it; the same again gives the same copy while there is one.
+
+        Raises AlreadyExists when the run or the copy's path is taken by something else, CheckpointNotFound,
+        RateLimited, and BudgetExceeded. What it raises otherwise comes from the trainer.
+        """
+        asked = TinkerPath.parse(source_path, field="source_path")
+        path = TinkerPath(run_id, asked.kind, asked.name)
+        known = await self._store.model(run_id)
+        if known is not None and known.released_at is None:
+            raise SequenceConflict(f"model_seq_id: {run_id} is a training run already")
+        if (copy := await self._copied(asked, path, ttl_seconds=ttl_seconds, caller=caller)) is not None:
+            return copy
+        source = await self._checkpoints.find(source_path, field="source_path", caller=caller)
+        trainer = self._clients.find_trainer(source.base_model)
+        whose = await self._store.whose(run_id.partition(":")[0])
+        assert whose is not None
+        hold = self._limits.start(whose.owner)
+        try:
+            await self._limits.store(hold, str(path), num_bytes=source.size_bytes)
+            return await self._copy(trainer, source, path, ttl_seconds=ttl_seconds, caller=caller, owner=whose.owner)
+        finally:
+            hold.release()
+
+    async def _copy(
+        self,
+        trainer: Trainer,
+        source: Checkpoint,
+        path: TinkerPath,
+        *,
+        ttl_seconds: int | None,
+        caller: Caller,
+        owner: str,
+    ) -> Checkpoint:
+        request = trainer_pb2.CopyCheckpointRequest(
+            source=source.location, destination=path.location, ttl_seconds=ttl_seconds
+        )
+        try:
+            reply = await trainer.stub.CopyCheckpoint(request)
+        except grpc.aio.AioRpcError as error:
+            cause = from_rpc_error(error)
+            if not isinstance(cause, CheckpointExists):
+                raise cause from error
+            return await self._made_before(source, path, ttl_seconds=ttl_seconds, caller=caller)
+        row = checkpoint_row(reply.checkpoint, owner=owner)
+        await self._remember(source, path, ttl_seconds)
+        await self.add_run(row, user_metadata={})
+        if await self._store.put_checkpoint(row):
+            self._checkpoints.record("checkpoint_copy", source, owner=caller.owner, copy=row.path)
+        return row
+
+    async def _copied(
+        self, source: TinkerPath, path: TinkerPath, *, ttl_seconds: int | None, caller: Caller
+    ) -> Checkpoint | None:
+        """The copy at `path`, if it was made there and still is. Raises AlreadyExists when it was made otherwise."""
+        known = await self._store.operation(str(path))
+        if known is None:
+            return None
+        try:
+            copy = await self._checkpoints.find(str(path), field="source_path", caller=caller)
+        except CheckpointNotFound:
+            await self._store.delete_operation(known.request_id)
+            return None
+        if known.path != str(source):
+            raise AlreadyExists(f"model_seq_id: {path} is taken by another checkpoint, a copy of {known.path}")
+        if known.fingerprint != _mark(ttl_seconds):
+            raise _other_ttl(path, ttl_seconds)
+        return copy
+
+    async def _remember(self, source: Checkpoint, path: TinkerPath, ttl_seconds: int | None) -> None:
+        await self._store.add_operation(
+            Operation(
+                request_id=str(path),
+                model_id=path.run_id,
+                kind="copy_weights",
+                path=source.path,
+                fingerprint=_mark(ttl_seconds),
+                created_at=time.time(),
+            )
+        )
+
+    async def _made_before(
+        self, source: Checkpoint, path: TinkerPath, *, ttl_seconds: int | None, caller: Caller
+    ) -> Checkpoint:
+        """The copy that the trainer has and the database does not remember."""
+        found = await self._checkpoints.find(str(path), field="source_path", caller=caller)
+        if found.version_id != source.version_id:
+            raise AlreadyExists(f"model_seq_id: {path} is taken by another checkpoint")
+        if ttl_seconds != (None if found.expires_at is None else round(found.expires_at - found.created_at)):
+            raise _other_ttl(path, ttl_seconds)
+        await self._remember(source, path, ttl_seconds)
+        await self.add_run(found, user_metadata={})
+        return found
+
+    async def add_run(self, checkpoint: Checkpoint, *, user_metadata: dict[str, str]) -> None:
+        """The trainer never has it, so it is released from its beginning."""
+        now = time.time()
+        await self._store.add_model(
+            Model(
+                model_id=checkpoint.run_id,
+                session_id=checkpoint.run_id.rpartition(":train:")[0],
+                base_model=checkpoint.base_model,
+                optimizer=checkpoint.optimizer,
+                lora_rank=checkpoint.lora_rank,
+                train_unembed=checkpoint.train_unembed,
+                train_mlp=checkpoint.train_mlp,
+                train_attn=checkpoint.train_attn,
+                user_metadata=user_metadata,
+                created_at=now,
+                released_at=now,
+            )
+        )
+
+
+def _mark(ttl_seconds: int | None) -> str:
+    return fingerprint("copy_weights", str(ttl_seconds))
+
+
+def _other_ttl(path: TinkerPath, ttl_seconds: int | None) -> AlreadyExists:
+    return AlreadyExists(
+        f"ttl_seconds: {path} was made with another value than {ttl_seconds}; a repeat (the same X-Idempotency-Key, or "
+        "session_id and model_seq_id) sends the same one"
+    )

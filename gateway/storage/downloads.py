@@ -1,0 +1,171 @@
+"""Addresses from which files can be fetched without a key, for a while: they carry a signature instead."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from tarfile import BLOCKSIZE, GNU_FORMAT, TarInfo
+from typing import Any
+from urllib.parse import quote, urlencode
+
+import grpc.aio
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from gateway.clients import Trainer
+from gateway.config import GatewayConfig
+from gateway.database.store import Store
+from tinsmith.rpc.errors import from_rpc_error
+from tinsmith.v1 import trainer_pb2, types_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Download:
+    url: str
+    expires_at: float
+
+
+class Downloads:
+    def __init__(self, config: GatewayConfig) -> None:
+        self._public_url = config.public_url
+        self._lifetime_s = config.download_url_s
+        self._secret = config.download_secret.get_secret_value()
+
+    async def start(self, store: Store) -> None:
+        """To be called once before any other method."""
+        if not self._secret:
+            self._secret = await store.setting("download_secret", default=secrets.token_hex(32))
+
+    def sign(self, request: Request, *parts: str, version: str = "") -> Download:
+        """The address of /download/PART/PART/..., as the sender of `request` can reach it.
+
+        `version`: what lies there now; the address is good for nothing else that comes to lie there.
+        """
+        base_url = self._public_url or str(request.base_url).rstrip("/")
+        expires_at = int(time.time() + self._lifetime_s)
+        path = "/".join(quote(part, safe=":") for part in parts)
+        signature = self._signature(parts, version, expires_at)
+        query = urlencode({"version": version, "expires": expires_at, "signature": signature})
+        return Download(f"{base_url}/download/{path}?{query}", expires_at)
+
+    def check(self, request: Request, *parts: str) -> str:
+        """The version that it was signed for. 403 unless it was signed for these parts, 410 when its time is over."""
+        names = ("version", "expires", "signature")
+        version, expires, signature = (request.query_params.get(name, "") for name in names)
+        is_time = expires.isascii() and expires.isdigit() and len(expires) < 12
+        expected = self._signature(parts, version, int(expires)) if is_time else ""
+        if not is_time or not hmac.compare_digest(signature.encode(), expected.encode()):
+            raise HTTPException(403, "this address was not signed by this server, or was changed")
+        if int(expires) <= time.time():
+            raise HTTPException(410, "this address has expired; ask the server for a new one")
+        return version
+
+    def _signature(self, parts: Sequence[str], version: str, expires_at: int) -> str:
+        text = "\0".join([*parts, version, str(expires_at)])
+        return hmac.new(self._secret.encode(), text.encode(), hashlib.sha256).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What an address gives: bytes that are made here, and files of a checkpoint, one after the other."""
+
+    parts: Sequence[bytes | types_pb2.CheckpointFile]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(_size(part) for part in self.parts)
+
+    @property
+    def tag(self) -> str:
+        """Of these very bytes."""
+        digest = hashlib.sha256()
+        for part in self.parts:
+            digest.update(part if isinstance(part, bytes) else part.sha256.encode())
+        return f'"{digest.hexdigest()}"'
+
+    async def read(self, trainer: Trainer, location: str, start: int, stop: int) -> AsyncIterator[bytes]:
+        """Bytes from `start` on, before `stop`, as they arrive. A damaged file is found here, before the first byte: it
+        is raised as DataCorrupted, as what else goes wrong at the beginning is raised as a ServiceError."""
+        opened: list[AsyncIterator[bytes]] = []
+        position = 0
+        for part in self.parts:
+            begin, end = max(start - position, 0), min(stop - position, _size(part))
+            position += _size(part)
+            if begin < end:
+                if isinstance(part, bytes):
+                    opened.append(_once(part[begin:end]))
+                else:
+                    opened.append(await _open_file(trainer, location, part.name, offset=begin, num_bytes=end - begin))
+        return _joined(opened)
+
+
+def one_file(file: types_pb2.CheckpointFile) -> Content:
+    return Content([file])
+
+
+def tar(files: Sequence[types_pb2.CheckpointFile], *, modified_at: float) -> Content:
+    """An archive, without a copy of it anywhere."""
+    parts: list[bytes | types_pb2.CheckpointFile] = []
+    for file in files:
+        info = TarInfo(file.name)
+        info.size, info.mtime = file.size_bytes, int(modified_at)
+        parts += [info.tobuf(GNU_FORMAT), file, bytes(-file.size_bytes % BLOCKSIZE)]
+    return Content([*parts, bytes(2 * BLOCKSIZE)])
+
+
+def wanted_range(request: Request, content: Content) -> tuple[int, int] | None:
+    """First byte and end of what a Range header asks for; None: all. 416 when there is nothing of it."""
+    size = content.num_bytes
+    if request.headers.get("if-range", content.tag) != content.tag:
+        return None
+    match = re.fullmatch(r"bytes=([0-9]{0,18})-([0-9]{0,18})", request.headers.get("range", ""))  # several: all
+    if match is None or match[0] == "bytes=-" or (match[1] and match[2] and int(match[2]) < int(match[1])):
+        return None
+    if match[1]:
+        start, stop = int(match[1]), min(int(match[2]) + 1, size) if match[2] else size
+    else:
+        start, stop = max(0, size - int(match[2])), size
+    if start >= stop:
+        raise HTTPException(416, f"range: there are {size} bytes", headers={"Content-Range": f"bytes */{size}"})
+    return start, stop
+
+
+def _size(part: bytes | types_pb2.CheckpointFile) -> int:
+    return len(part) if isinstance(part, bytes) else part.size_bytes
+
+
+async def _open_file(
+    trainer: Trainer, location: str, name: str, *, offset: int, num_bytes: int
+) -> AsyncIterator[bytes]:
+    request = trainer_pb2.ReadCheckpointFileRequest(location=location, name=name, offset=offset, num_bytes=num_bytes)
+    call = trainer.stub.ReadCheckpointFile(request)
+    try:
+        first = await call.read()
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+    return _pieces(call, first)
+
+
+async def _pieces(call: Any, first: Any) -> AsyncIterator[bytes]:
+    try:
+        piece = first
+        while piece is not grpc.aio.EOF:
+            yield piece.data
+            piece = await call.read()
+    finally:
+        call.cancel()
+
+
+async def _once(data: bytes) -> AsyncIterator[bytes]:
+    yield data
+
+
+async def _joined(parts: Sequence[AsyncIterator[bytes]]) -> AsyncIterator[bytes]:
+    for part in parts:
+        async for piece in part:
+            yield piece

@@ -1,0 +1,136 @@
+"""Adapters made elsewhere: each becomes a checkpoint of a training run of its own, in a session of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+import grpc.aio
+from starlette.exceptions import HTTPException
+
+from gateway.clients import Clients, Trainer
+from gateway.config import GatewayConfig
+from gateway.convert import checkpoint_row
+from gateway.database.store import Store
+from gateway.database.tables import Checkpoint
+from gateway.storage.checkpoints import Checkpoints
+from gateway.storage.copies import Copies
+from gateway.tenants.auth import Caller
+from gateway.tenants.limits import Limits
+from tinsmith.rpc.errors import from_rpc_error
+from tinsmith.rpc.paths import TinkerPath
+from tinsmith.v1 import trainer_pb2
+
+_MAX_DRAINED_BYTES = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    checkpoint: Checkpoint
+    notes: Sequence[str]
+    """What the user should know."""
+
+
+class Imports:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        *,
+        store: Store,
+        clients: Clients,
+        checkpoints: Checkpoints,
+        copies: Copies,
+        limits: Limits,
+    ) -> None:
+        self._limits = limits
+        self._config = config
+        self._store = store
+        self._clients = clients
+        self._checkpoints = checkpoints
+        self._copies = copies
+
+    async def run(
+        self,
+        archive: AsyncIterator[bytes],
+        *,
+        num_bytes: int,
+        base_model: str,
+        name: str,
+        ttl_seconds: int | None,
+        caller: Caller,
+    ) -> Imported:
+        """`num_bytes`: what the archive has, or 0 where that is not known. Raises HTTPException for one that is too
+        large, RateLimited, BudgetExceeded, and what the trainer raises."""
+        trainer = await self._clients.settle(
+            lambda: self._clients.find_trainer(base_model), timeout_s=self._config.submit_timeout_s
+        )
+        session = await self._store.create_session(
+            owner=caller.owner,
+            key_id=caller.key_id,
+            idempotency_key=None,
+            project_id=None,
+            display_name="import",
+            sdk_version=None,
+            tags=[],
+            user_metadata={},
+        )
+        path = TinkerPath(f"{session.session_id}:train:0", "weights", name)
+        header = trainer_pb2.ImportCheckpointHeader(
+            location=path.location,
+            base_model=base_model,
+            ttl_seconds=ttl_seconds,
+            archive_bytes=num_bytes or None,
+        )
+        reason, detail = "errored", "the import did not come to its end"
+        hold = self._limits.start(caller.owner)
+        try:
+            await self._limits.store(hold, str(path), num_bytes=num_bytes or None)
+            reply = await self._send(trainer, header, archive)
+            row = checkpoint_row(reply.checkpoint, owner=caller.owner)
+            await self._copies.add_run(row, user_metadata={})
+            await self._store.put_checkpoint(row)
+            self._checkpoints.record("checkpoint_import", row, owner=caller.owner)
+            reason, detail = "success", None
+        finally:
+            hold.release()
+            await self._store.end_session(session.session_id, reason=reason, detail=detail)
+        return Imported(row, list(reply.notes))
+
+    async def _send(
+        self, trainer: Trainer, header: trainer_pb2.ImportCheckpointHeader, archive: AsyncIterator[bytes]
+    ) -> trainer_pb2.ImportCheckpointResponse:
+        """Passes the archive on as it comes. What is not wanted any more is read all the same, up to a bound: a client
+        reads no answer before it has sent everything."""
+        limit = self._config.max_import_bytes
+        call = trainer.stub.ImportCheckpoint()
+        num_bytes = num_dropped = 0
+        try:
+            await self._write(call, trainer_pb2.ImportCheckpointRequest(header=header))
+            async for piece in archive:
+                num_bytes += len(piece)
+                if num_bytes > limit:
+                    call.cancel()
+                if call.done():
+                    num_dropped += len(piece)
+                    if num_dropped > _MAX_DRAINED_BYTES:
+                        break
+                elif piece:
+                    await self._write(call, trainer_pb2.ImportCheckpointRequest(archive=piece))
+            if num_bytes > limit:
+                raise HTTPException(413, f"the archive has more than {limit} bytes, this server's max_import_bytes")
+            if not call.done():
+                await self._write(call, trainer_pb2.ImportCheckpointRequest(complete=True))
+                await call.done_writing()
+            return await call
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        finally:
+            call.cancel()
+
+    @staticmethod
+    async def _write(call: grpc.aio.StreamUnaryCall, request: trainer_pb2.ImportCheckpointRequest) -> None:
+        # When it has ended with an error, that is read when the client has sent everything.
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            await call.write(request)

@@ -1,0 +1,83 @@
+"""Which checkpoints of a run are kept: rules, and what they come to. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from gateway.database.tables import Checkpoint
+
+KINDS = {"training": "weights", "sampler": "sampler_weights"}
+"""Kind of a path, for each part of a policy. Checkpoints for download have no rules."""
+
+
+class Rules(BaseModel):
+    """Each rule names checkpoints that are kept; those that none names are deleted. Without a rule all are kept."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    keep_last: int | None = Field(default=None, ge=1)
+    """The newest so many."""
+    keep_every_steps: int | None = Field(default=None, ge=1)
+    """The first one at or after each multiple of so many optimizer steps."""
+    keep_within_seconds: int | None = Field(default=None, ge=1)
+    """All that are not older."""
+
+    @property
+    def keep_all(self) -> bool:
+        return self.keep_last is None and self.keep_every_steps is None and self.keep_within_seconds is None
+
+
+class Policy(BaseModel):
+    """Of a training run."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    training: Rules = Rules()
+    """Of checkpoints that training resumes from."""
+    sampler: Rules = Rules()
+    """Of checkpoints for samplers."""
+
+    @property
+    def keep_all(self) -> bool:
+        return self.training.keep_all and self.sampler.keep_all
+
+    def of(self, kind: str) -> Rules:
+        """`kind`: of a path."""
+        return {"weights": self.training, "sampler_weights": self.sampler}[kind]
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    checkpoint: Checkpoint
+    kept_as: Sequence[str]
+    """Why it is kept: last, every, within, or pinned, published, in use; no_rules. Empty: it is to be deleted."""
+
+
+def judge(checkpoints: Sequence[Checkpoint], rules: Rules, *, in_use: Collection[str], now: float) -> list[Judged]:
+    """Of one run and kind, oldest first. `in_use`: paths of those that somebody needs."""
+    oldest_first = sorted(checkpoints, key=lambda one: (one.created_at, one.step, one.path))
+    last = {one.path for one in oldest_first[-rules.keep_last :]} if rules.keep_last is not None else set()
+    every = set()
+    if rules.keep_every_steps is not None:
+        firsts: dict[int, Checkpoint] = {}
+        for one in sorted(oldest_first, key=lambda one: one.step):
+            firsts.setdefault(one.step // rules.keep_every_steps, one)
+        every = {one.path for one in firsts.values()}
+
+    def reasons(one: Checkpoint) -> list[str]:
+        within = rules.keep_within_seconds
+        checks = {
+            "no_rules": rules.keep_all,
+            "last": one.path in last,
+            "every": one.path in every,
+            "within": within is not None and one.created_at > now - within,
+            "pinned": one.pinned,
+            "published": one.public,
+            "in_use": one.path in in_use,
+        }
+        return [reason for reason, holds in checks.items() if holds]
+
+    return [Judged(one, reasons(one)) for one in oldest_first]

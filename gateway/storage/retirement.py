@@ -1,0 +1,105 @@
+"""Files of deleted checkpoints that live samplers still need.
+
+A sampler goes on when its checkpoint is deleted or expires: the files are copied (as links, where the file system has
+them) to a place without a public path, where they are found by what the sampler knows: the old location and the
+version. They go when the last sampling session of that version has ended.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from typing import Any
+
+import grpc.aio
+from sqlalchemy import ColumnElement, and_, delete, exists, or_, select
+
+from gateway.clients import Clients
+from gateway.database.store import Store
+from gateway.database.tables import Checkpoint, Model, RetiredCheckpoint, SamplingSession, Session
+from tinsmith.rpc.errors import CheckpointExists, CheckpointNotFound, ServiceError, from_rpc_error
+from tinsmith.rpc.paths import RETIRED
+from tinsmith.v1 import trainer_pb2
+
+logger = logging.getLogger(__name__)
+
+
+def _retired(location: str, version_id: str) -> str:
+    """The same at every try: one that a crash has interrupted leaves nothing behind."""
+    mark = hashlib.sha256(f"{location}\n{version_id}".encode()).hexdigest()[:32]
+    return f"{RETIRED}/ephemeral/{mark}"
+
+
+class Retirement:
+    def __init__(self, store: Store, clients: Clients) -> None:
+        self._store = store
+        self._clients = clients
+
+    async def find(self, location: str, version_id: str) -> str | None:
+        """Where a version lies whose checkpoint was deleted; None when nobody needed it then."""
+        async with self._store.begin() as db:
+            row = await db.get(RetiredCheckpoint, _retired(location, version_id))
+        return None if row is None else row.location
+
+    async def keep_for_samplers(self, checkpoint: Checkpoint) -> None:
+        """To be called before the files of a checkpoint go. Does nothing when no live sampler uses them.
+
+        Raises what find_trainer raises, and NotReady when the trainer cannot be reached.
+        """
+        source, version_id = checkpoint.location, checkpoint.version_id
+        async with self._store.begin() as db:
+            if not await db.scalar(select(is_sampled(source, version_id))):
+                return
+        location = _retired(source, version_id)
+        trainer = self._clients.find_trainer(checkpoint.base_model)
+        try:
+            await trainer.stub.CopyCheckpoint(trainer_pb2.CopyCheckpointRequest(source=source, destination=location))
+        except grpc.aio.AioRpcError as error:
+            match cause := from_rpc_error(error):
+                case CheckpointExists():
+                    pass
+                case CheckpointNotFound():
+                    return  # its files are gone already
+                case _:
+                    raise cause from error
+        # A client that deletes it, and the reaper that finds it deleted, may both be here.
+        row = self._store.insert(RetiredCheckpoint).values(
+            location=location,
+            source=source,
+            version_id=version_id,
+            base_model=checkpoint.base_model,
+            retired_at=time.time(),
+        )
+        async with self._store.begin() as db:
+            await db.execute(row.on_conflict_do_nothing())
+        logger.info("%s goes on as %s: samplers use it", source, location)
+
+    async def delete_unused(self) -> None:
+        """Deletes the copies that no live sampler uses any more."""
+        unused = select(RetiredCheckpoint).where(~is_sampled(RetiredCheckpoint.source, RetiredCheckpoint.version_id))
+        async with self._store.begin() as db:
+            rows = list(await db.scalars(unused))
+        for row in rows:
+            try:
+                trainer = self._clients.find_trainer(row.base_model)
+                await trainer.stub.DeleteCheckpoint(trainer_pb2.DeleteCheckpointRequest(location=row.location))
+            except (ServiceError, grpc.aio.AioRpcError) as error:
+                logger.warning("%s cannot be deleted now: %s", row.location, error)
+                continue
+            async with self._store.begin() as db:
+                await db.execute(delete(RetiredCheckpoint).where(RetiredCheckpoint.location == row.location))
+            logger.info("%s was deleted: no sampler uses it any more", row.location)
+
+
+def is_sampled(location: Any, version_id: Any) -> ColumnElement[bool]:
+    """A live session has a sampler of this version (a value or a column), or one that follows its run to it."""
+    samples = and_(SamplingSession.location == location, SamplingSession.version_id == version_id)
+    follows = exists().where(
+        Model.model_id == SamplingSession.inflight_run_id,
+        Model.inflight_location == location,
+        Model.inflight_version_id == version_id,
+    )
+    return exists().where(
+        SamplingSession.session_id == Session.session_id, Session.ended_at.is_(None), or_(samples, follows)
+    )

@@ -1,0 +1,1 @@
+"""Who calls, what exists for them, what they may use and what they have used."""

@@ -1,0 +1,269 @@
+"""Who may call: holders of a key, or of a JWT that was given for one (tokens.py).
+
+Keys come from the configuration and from the database (keys.py). Those of the database are kept here and read again
+every REFRESH_S, so that a request costs no query, and every gateway behind the database notices a new key, or one that
+was revoked, within seconds. Without any key anyone may call; as soon as the database has one, even a revoked one, a key
+is needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from sqlalchemy.exc import SQLAlchemyError
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gateway.database.tables import StoredKey
+from gateway.http.errors import detail, json_response, service_error
+from gateway.openai.errors import error_body
+from gateway.openai.errors import service_error as openai_service_error
+from gateway.tenants.keys import Keys, hash_of, id_of, is_active
+from gateway.tenants.tokens import InvalidToken, Tokens
+from tinsmith.rpc import logs
+from tinsmith.rpc.auth import ApiKey, KeyRing, given_key
+from tinsmith.rpc.errors import RateLimited
+
+if TYPE_CHECKING:
+    from gateway.tenants.limits import Limits
+
+logger = logging.getLogger(__name__)
+
+LOCAL = "local"
+"""Owner of everything when any key is accepted."""
+REFRESH_S = 2.0
+USED_S = 60.0
+"""How often it is written when keys were last used."""
+
+_HEALTH = "/api/v1/healthz"
+_OPENAI = "/v1/"
+_PROTECTED = ("/api/", "/dashboard/api/", _OPENAI)
+_MISS_S = 0.25
+"""After an unknown key the database is asked for it, but not more often than this: guesses cost little."""
+
+
+def owner_of(key: str) -> str:
+    """A name for the holder of a key that does not tell the key."""
+    return hashlib.sha256(key.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The holder of a key."""
+
+    owner: str
+    key_id: str = ""
+    """The same at every start, wherever the key stands in the list; empty when any key is accepted."""
+    name: str = ""
+    note: str = ""
+    email: str = ""
+    admin: bool = False
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    key_hash: str = field(default="", repr=False)
+    """Of a key of the database."""
+
+    @property
+    def number(self) -> int:
+        """The key's id for the public API."""
+        return int(self.key_id, 16) if self.key_id else 0
+
+    def sees(self, owner: str) -> bool:
+        """Whether what belongs to `owner` exists for this caller: the one rule of it."""
+        return self.admin or owner == self.owner
+
+    @property
+    def cache_salt(self) -> str:
+        """Of an owner's samples, so that they reuse nothing of other owners'; empty when any key is accepted."""
+        return hashlib.sha256(self.owner.encode()).hexdigest()[:32] if self.key_id else ""
+
+
+_ANYONE = Caller(LOCAL, "", "any key", "this server accepts any key, from its own machine only", admin=True)
+
+
+def _stored(row: StoredKey) -> Caller:
+    return Caller(
+        row.owner,
+        id_of(row.key_hash),
+        row.name or id_of(row.key_hash),
+        row.note,
+        row.email,
+        row.admin,
+        row.requests_per_minute,
+        row.tokens_per_minute,
+        row.key_hash,
+    )
+
+
+class Callers:
+    """All that may call. Without keys, that is anyone."""
+
+    def __init__(self, keys: Sequence[ApiKey], stored: Keys | None = None) -> None:
+        self._ring = KeyRing(key.key.get_secret_value() for key in keys)
+        self._configured: list[Caller] = []
+        self._keys = stored
+        self._rows: dict[str, StoredKey] = {}
+        """By hash, those that are not revoked."""
+        self._hashes: dict[str, str] = {}
+        """Of them, by id."""
+        self._has_rows = False
+        self._read_at = 0.0
+        self._used: dict[str, float] = {}
+        self._wrote_used_at = time.monotonic()
+        self._reading = asyncio.Lock()
+        self.also_read: Callable[[], Awaitable[None]] | None = None
+        """What belongs to keys, and is read with them: who has a new one does not come before its budget."""
+        for position, key in enumerate(keys):
+            text = key.key.get_secret_value()
+            self._configured.append(
+                Caller(
+                    key.owner or owner_of(text),
+                    id_of(hash_of(text)),
+                    key.name or f"api_keys[{position}]",
+                    key.note,
+                    key.email,
+                    key.admin,
+                    key.requests_per_minute,
+                    key.tokens_per_minute,
+                )
+            )
+
+    @property
+    def anyone(self) -> bool:
+        return not self._configured and not self._has_rows
+
+    async def find(self, key: str) -> Caller | None:
+        """By key. One that is not known yet is looked for in the database."""
+        return self.by_key(key) or (self.by_key(key) if await self._is_news() else None)
+
+    async def find_id(self, key_id: str) -> Caller | None:
+        """By id, in the same way."""
+        return self.by_id(key_id) or (self.by_id(key_id) if await self._is_news() else None)
+
+    async def _is_news(self) -> bool:
+        """Whether the database was read after this was asked."""
+        if self._keys is None:
+            return False
+        asked_at = time.monotonic()
+        await asyncio.sleep(max(0.0, self._read_at + _MISS_S - asked_at))
+        await self.refresh(since=asked_at)
+        return True
+
+    def by_key(self, key: str) -> Caller | None:
+        if self.anyone:
+            return _ANYONE
+        if (position := self._ring.find(key)) is not None:
+            return self._configured[position]
+        # A dictionary: how long it looks for a hash tells nothing about the keys behind the others.
+        return self._active(self._rows.get(hash_of(key)))
+
+    def by_id(self, key_id: str) -> Caller | None:
+        if self.anyone:
+            return _ANYONE if key_id == _ANYONE.key_id else None
+        known = (caller for caller in self._configured if caller.key_id == key_id)
+        return next(known, None) or self._active(self._rows.get(self._hashes.get(key_id, "")))
+
+    def by_owner(self, owner: str) -> Caller | None:
+        """The first of those whose owner it is, for its name."""
+        if self.anyone:
+            return _ANYONE if owner == LOCAL else None
+        known = (caller for caller in self._configured if caller.owner == owner)
+        rows = (_stored(row) for row in self._rows.values() if row.owner == owner and is_active(row))
+        return next(known, None) or next(rows, None)
+
+    def _active(self, row: StoredKey | None) -> Caller | None:
+        if row is None or not is_active(row):
+            return None
+        self._used[row.key_hash] = time.time()
+        return _stored(row)
+
+    # The database's
+
+    async def read(self) -> None:
+        """All keys of the database. Raises SQLAlchemyError."""
+        if self._keys is not None:
+            rows = await self._keys.all()
+            if self.also_read is not None:
+                await self.also_read()
+            self._has_rows = self._has_rows or bool(rows)  # who empties the table has not opened the server
+            self._rows = {row.key_hash: row for row in rows if row.revoked_at is None}
+            self._hashes = {id_of(key_hash): key_hash for key_hash in self._rows}
+            self._read_at = time.monotonic()
+
+    async def refresh(self, *, since: float | None = None) -> None:
+        """Reads them again, unless that was done `since`. When they cannot be read, those that are known stay."""
+        async with self._reading:
+            if since is not None and self._read_at > since:
+                return
+            try:
+                await self.read()
+                if time.monotonic() - self._wrote_used_at > USED_S:
+                    await self.write_used()
+            except (OSError, SQLAlchemyError) as error:
+                logger.warning("the keys cannot be read from the database, so those known before stay: %s", error)
+
+    async def write_used(self) -> None:
+        """When keys were last used, since the last time."""
+        used, self._used = self._used, {}
+        self._wrote_used_at = time.monotonic()
+        if used and self._keys is not None:
+            await self._keys.used(used)
+
+
+class Authentication:
+    """ASGI middleware for everything below /api/ and /v1/ except healthz.
+
+    It leaves in request.state: `owner`, `caller`, and `token`, which is the JWT that the request came with or "".
+    """
+
+    def __init__(self, app: ASGIApp, *, callers: Callers, tokens: Tokens, limits: Limits) -> None:
+        self._app = app
+        self._callers = callers
+        self._tokens = tokens
+        self._limits = limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not scope["path"].startswith(_PROTECTED) or scope["path"] == _HEALTH:
+            return await self._app(scope, receive, send)
+        request = Request(scope)
+        credential = given_key(request.headers)
+        is_token = self._tokens.are_used and credential.startswith("eyJ")  # as the SDK tells them apart
+        try:
+            caller = await self._by_token(credential) if is_token else await self._callers.find(credential)
+        except InvalidToken as error:
+            return await _refusal(scope, str(error), challenge="invalid_token")(scope, receive, send)
+        if caller is None:
+            what = "holds no key of this server (it may be revoked or expired)" if credential else "is missing"
+            text = f"the header X-API-Key (or Authorization: Bearer KEY) {what}; set TINKER_API_KEY"
+            return await _refusal(scope, text)(scope, receive, send)
+        try:
+            self._limits.request(caller, scope["path"])
+        except RateLimited as error:
+            is_openai = scope["path"].startswith(_OPENAI)
+            reply = openai_service_error(error) if is_openai else await service_error(request, error)
+            return await reply(scope, receive, send)
+        state = scope.setdefault("state", {})
+        state["owner"], state["caller"], state["token"] = caller.owner, caller, credential if is_token else ""
+        logs.owner.set(caller.owner)
+        return await self._app(scope, receive, send)
+
+    async def _by_token(self, token: str) -> Caller:
+        caller = await self._callers.find_id(self._tokens.key_id_of(token))
+        if caller is None:
+            raise InvalidToken("the key that this JWT was issued for is no longer a key of this server")
+        return caller
+
+
+def _refusal(scope: Scope, text: str, *, challenge: str = "") -> Response:
+    """401. The SDK asks for a new JWT, once, when it reads the challenge "invalid_token" (RFC 6750)."""
+    headers = {"WWW-Authenticate": f'Bearer error="{challenge}"' if challenge else "Bearer"}
+    if scope["path"].startswith(_OPENAI):
+        return json_response(error_body(401, text, code="invalid_api_key"), status=401, headers=headers)
+    return detail(401, text, headers=headers)

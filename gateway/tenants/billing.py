@@ -1,0 +1,150 @@
+"""What was used and what it would cost, by hour. Prices are the operator's own; nothing is ever charged."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from sqlalchemy import case, func, literal_column, select
+
+from gateway.config import GatewayConfig, TokenKind
+from gateway.database.catalog import exists_now, in_project
+from gateway.database.store import Store
+from gateway.database.tables import Checkpoint, Model, Session, Usage
+from gateway.tenants.ledger import Ledger
+from gateway.views import DEFAULT_PROJECT, Json, time_text, urn_of
+
+GIGABYTE = 10**9
+HOUR_S = 3600
+HOURS_OF_MONTH = 720
+"""Of storage that is priced by the month."""
+
+_METERED_UNTIL = "storage_metered_until"
+
+
+class Billing:
+    def __init__(self, config: GatewayConfig, *, store: Store, ledger: Ledger) -> None:
+        self._token_prices = config.token_prices_usd
+        self._storage_price = config.storage_price_usd
+        self._store = store
+        self._ledger = ledger
+
+    # Storage
+
+    async def meter_storage(self) -> None:
+        """Counts the byte-hours since the last time, of all gateways behind the database together.
+
+        What was deleted in between counts up to the time before.
+        """
+        now = time.time()
+        last = await self._store.setting(_METERED_UNTIL, default=repr(now))
+        if float(last) >= now or not await self._store.swap_setting(_METERED_UNTIL, old=last, new=repr(now)):
+            return
+        for hour, begin, end in hours_between(float(last), now):
+            for owner, base_model, byte_seconds in await self._stored(begin, end):
+                amount = round(byte_seconds / HOUR_S)
+                self._ledger.use("storage", amount, base_model=base_model, owner=owner, hour=hour)
+
+    async def _stored(self, begin: float, end: float) -> list[tuple[str, str, float]]:
+        """Owner, base model and byte-seconds between two times."""
+        since = case((Checkpoint.created_at > begin, Checkpoint.created_at), else_=begin)
+        until = case((Checkpoint.expires_at < end, Checkpoint.expires_at), else_=end)
+        query = (
+            select(Checkpoint.owner, Checkpoint.base_model, func.sum(Checkpoint.size_bytes * (until - since)))
+            .where(until > since)
+            .group_by(Checkpoint.owner, Checkpoint.base_model)
+        )
+        async with self._store.begin() as db:
+            return [(owner, base_model, float(amount)) for owner, base_model, amount in await db.execute(query)]
+
+    async def stored_now(self, project_id: str | None, *, owner: str | None) -> list[tuple[str, str, int, int]]:
+        """Project, owner, number and bytes of the checkpoints, of one owner or of all."""
+        # A literal: PostgreSQL does not see that the parameters of SELECT and GROUP BY are one.
+        project = func.coalesce(Session.project_id, literal_column(f"'{DEFAULT_PROJECT}'"))
+        query = (
+            select(project, Checkpoint.owner, func.count(), func.sum(Checkpoint.size_bytes))
+            .outerjoin(Model, Model.model_id == Checkpoint.run_id)
+            .outerjoin(Session, Session.session_id == Model.session_id)
+            .where(exists_now())
+            .group_by(project, Checkpoint.owner)
+            .order_by(project, Checkpoint.owner)
+        )
+        if project_id is not None:
+            query = query.where(in_project(project_id))
+        if owner is not None:
+            query = query.where(Checkpoint.owner == owner)
+        async with self._store.begin() as db:
+            return [(found, owner, count, int(size)) for found, owner, count, size in await db.execute(query)]
+
+    @property
+    def storage_price(self) -> float:
+        """USD per gigabyte and month."""
+        return self._storage_price
+
+    # Usage
+
+    async def usage(
+        self, begin_hour: int, end_hour: int, *, owner: str | None
+    ) -> tuple[list[Json], dict[str, Session]]:
+        """The events of hours since 1970, `end_hour` not included, and the sessions that they name.
+
+        `owner`: whose; None is everyone's.
+        """
+        await self._ledger.flush()
+        query = (
+            select(Usage, Session)
+            .outerjoin(Session, Session.session_id == Usage.session_id)
+            .where(Usage.hour >= begin_hour, Usage.hour < end_hour)
+            .order_by(Usage.hour, Usage.amount.desc(), Usage.kind)
+        )
+        if owner is not None:
+            query = query.where(Usage.owner == owner)
+        async with self._store.begin() as db:
+            rows = [(usage, session) for usage, session in await db.execute(query)]
+        sessions = {session.session_id: session for _, session in rows if session is not None}
+        return [self._event(usage, session) for usage, session in rows], sessions
+
+    def _event(self, usage: Usage, session: Session | None) -> Json:
+        bucket_start = usage.hour * HOUR_S
+        event: Json = {
+            "bucket_start": time_text(bucket_start),
+            "bucket_end": time_text(bucket_start + HOUR_S),
+            "base_model": usage.base_model or None,
+            "user_id": urn_of(usage.owner),
+            "session_id": usage.session_id or None,
+            "project_id": None if session is None else session.project_id or DEFAULT_PROJECT,
+        }
+        match usage.kind:
+            case "storage":
+                gigabyte_hours = usage.amount / GIGABYTE
+                # Without `free`, which is false: SDKs before 0.33 refuse what they do not know in an event.
+                event["event_info"] = {"type": "storage", "gigabyte_hours": gigabyte_hours}
+                event["effective_rate_usd_per_gigabyte_month"] = self._storage_price
+                event["estimated_cost_usd"] = self._storage_price * gigabyte_hours / HOURS_OF_MONTH
+            case "checkpoint":
+                event["event_info"] = {"type": "checkpoint", "count": usage.amount}
+            case "training" | "sampling_prefill" | "sampling_prefill_cached" | "sampling_sample" as kind:
+                rate = self._token_price(usage.base_model, kind)
+                event["event_info"] = _token_info(kind, usage.amount)
+                event["effective_rate_usd_per_million_tokens"] = rate
+                event["estimated_cost_usd"] = rate * usage.amount / 1e6
+        return event
+
+    def _token_price(self, base_model: str, kind: TokenKind) -> float:
+        for name in (base_model, "*"):
+            if kind in (prices := self._token_prices.get(name, {})):
+                return prices[kind]
+        return 0.0
+
+
+def _token_info(kind: TokenKind, count: int) -> dict[str, Any]:
+    if kind in ("sampling_prefill", "sampling_prefill_cached"):
+        return {"type": "sampling_prefill", "cached": kind == "sampling_prefill_cached", "token_count": count}
+    return {"type": kind, "token_count": count}
+
+
+def hours_between(begin: float, end: float) -> Iterator[tuple[int, float, float]]:
+    """Each hour since 1970 that a time span touches, with its part of it."""
+    for hour in range(int(begin // HOUR_S), int(end // HOUR_S) + 1):
+        yield hour, max(begin, hour * HOUR_S), min(end, (hour + 1) * HOUR_S)

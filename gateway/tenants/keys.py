@@ -1,0 +1,200 @@
+"""Keys that the command line makes, and what their owners may use: rows of the database that all gateways share.
+
+A key is 256 random bits, so its SHA-256 is enough to store: nobody can try that many, and a slow hash with a salt,
+which protects what people choose, would only make every request slower. Who reads the database cannot call with what
+is there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import func, select, update
+
+from gateway.database.catalog import exists_now
+from gateway.database.store import Store
+from gateway.database.tables import AuditEvent, Budget, Checkpoint, StoredKey, TokenCount
+from tinsmith.rpc.auth import OWNER_PATTERN
+from tinsmith.rpc.errors import InvalidRequest, NotFound
+
+PREFIX = "tml-"
+"""What the SDK wants a key to begin with."""
+ID_LENGTH = 12
+OPERATOR = "operator"
+"""Who has done what the command line did, in the audit log."""
+AUDIT_CATEGORY = "organizations"
+
+
+def hash_of(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def id_of(key_hash: str) -> str:
+    """What a key is called where the key itself must not stand."""
+    return key_hash[:ID_LENGTH]
+
+
+def is_active(row: StoredKey) -> bool:
+    return row.revoked_at is None and (row.expires_at is None or row.expires_at > time.time())
+
+
+def check_owner(owner: str) -> str:
+    """Raises InvalidRequest for what cannot be an owner's name."""
+    if not re.fullmatch(OWNER_PATTERN, owner):
+        raise InvalidRequest(
+            f"owner: {owner!r} is not 1 to 64 letters, digits, '.', '_', '@' or '-', beginning with a letter or digit",
+            field="owner",
+        )
+    return owner
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What an owner has used and may use; None: any amount."""
+
+    owner: str
+    tokens: int
+    """Since the budget began to count."""
+    token_budget: int | None
+    stored_bytes: int
+    storage_quota: int | None
+
+
+class Keys:
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def create(
+        self,
+        owner: str,
+        *,
+        name: str = "",
+        note: str = "",
+        email: str = "",
+        admin: bool = False,
+        expires_at: float | None = None,
+        requests_per_minute: int | None = None,
+        tokens_per_minute: int | None = None,
+    ) -> tuple[str, StoredKey]:
+        """The key itself, which is nowhere afterwards, and its row. Raises InvalidRequest for a wrong owner."""
+        key = PREFIX + secrets.token_urlsafe(32)
+        row = StoredKey(
+            key_hash=hash_of(key),
+            owner=check_owner(owner),
+            name=name,
+            note=note,
+            email=email,
+            admin=admin,
+            created_at=time.time(),
+            expires_at=expires_at,
+            requests_per_minute=requests_per_minute,
+            tokens_per_minute=tokens_per_minute,
+        )
+        async with self._store.begin() as db:
+            db.add(row)
+            db.add(_event("key_create", row, by=OPERATOR, admin=admin, expires_at=expires_at))
+        return key, row
+
+    async def all(self) -> list[StoredKey]:
+        """Oldest first, those that are revoked too."""
+        async with self._store.begin() as db:
+            return list(await db.scalars(select(StoredKey).order_by(StoredKey.created_at, StoredKey.key_hash)))
+
+    async def revoke(self, key_id: str, *, by: str = OPERATOR) -> StoredKey:
+        """Of the key with this id. Once more changes nothing. Raises NotFound."""
+        is_it = StoredKey.key_hash.startswith(key_id, autoescape=True)
+        async with self._store.begin() as db:
+            found = list(await db.scalars(select(StoredKey).where(is_it))) if len(key_id) == ID_LENGTH else []
+            if len(found) != 1:
+                raise NotFound(f"there is no key with the id {key_id!r}; `tinsmith keys list` shows them")
+            row = found[0]
+            if row.revoked_at is None:
+                row.revoked_at = time.time()
+                db.add(_event("key_revoke", row, by=by))
+        return row
+
+    async def used(self, times: Mapping[str, float]) -> None:
+        """Writes when keys, by their hash, were last used."""
+        async with self._store.begin() as db:
+            for key_hash, at in sorted(times.items()):
+                await db.execute(update(StoredKey).where(StoredKey.key_hash == key_hash).values(last_used_at=at))
+
+    # Budgets
+
+    async def set_budget(
+        self, owner: str, limits: Mapping[str, int | None], *, restart: bool = False
+    ) -> dict[str, int | None]:
+        """What `limits` were before, by the name of their column, tokens and storage_bytes; those that are not there
+        stay. `restart`: tokens that were used before do not count any more."""
+        check_owner(owner)
+        async with self._store.begin() as db:
+            row = await db.get(Budget, owner)
+            if row is None:
+                db.add(row := Budget(owner=owner, tokens_from=0, changed_at=time.time()))
+            before = {name: getattr(row, name) for name in limits}
+            for name, value in limits.items():
+                setattr(row, name, value)
+            if restart:
+                counted = select(func.sum(TokenCount.amount)).where(TokenCount.owner == owner)
+                row.tokens_from = int(await db.scalar(counted) or 0)
+            row.changed_at = time.time()
+            db.add(
+                AuditEvent(
+                    at=row.changed_at,
+                    owner=OPERATOR,
+                    category=AUDIT_CATEGORY,
+                    event="budget_change",
+                    details={"owner": owner, "restarted": restart, **limits},
+                )
+            )
+        return before
+
+    async def budgets(self) -> dict[str, Budget]:
+        async with self._store.begin() as db:
+            return {row.owner: row for row in await db.scalars(select(Budget))}
+
+    async def token_counts(self, owners: Sequence[str] | None = None) -> list[TokenCount]:
+        """Of these owners, or of all."""
+        query = select(TokenCount)
+        if owners is not None:
+            query = query.where(TokenCount.owner.in_(owners))
+        async with self._store.begin() as db:
+            return list(await db.scalars(query))
+
+    async def stored_bytes(self, owner: str, *, without: Collection[str] = ()) -> int:
+        """Of all checkpoints but those with the paths `without`."""
+        query = select(func.sum(Checkpoint.size_bytes)).where(
+            Checkpoint.owner == owner, Checkpoint.path.not_in(without), exists_now()
+        )
+        async with self._store.begin() as db:
+            return int(await db.scalar(query) or 0)
+
+    async def accounts(self) -> dict[str, Account]:
+        """Of everyone who has a key, a budget, or has used something."""
+        budgets = await self.budgets()
+        tokens: dict[str, int] = {}
+        for count in await self.token_counts():
+            tokens[count.owner] = tokens.get(count.owner, 0) + count.amount
+        owners = {row.owner for row in await self.all()} | set(budgets) | set(tokens)
+        accounts = {}
+        for owner in sorted(owners):
+            budget = budgets.get(owner)
+            accounts[owner] = Account(
+                owner,
+                tokens.get(owner, 0) - (budget.tokens_from if budget else 0),
+                budget.tokens if budget else None,
+                await self.stored_bytes(owner),
+                budget.storage_bytes if budget else None,
+            )
+        return accounts
+
+
+def _event(event: str, row: StoredKey, *, by: str, **details: Any) -> AuditEvent:
+    about = {"key_id": id_of(row.key_hash), "owner": row.owner, "name": row.name, **details}
+    return AuditEvent(at=time.time(), owner=by, category=AUDIT_CATEGORY, event=event, details=about)

@@ -1,0 +1,312 @@
+"""What callers may use: requests and tokens in a minute by key, tokens and stored bytes in total by owner.
+
+A **budget** is never passed: what is in work counts with all that it may still use, so work that might not fit is
+refused, or, where it would fit if others used less than they may, told to come again. Of a save nobody knows the size
+before the first of its shape is stored: that one may take all the room there is, and others wait for it. Tokens of
+other gateways are known when those have written them, which they do every second. A refusal by a budget is final for
+the SDK (403, or a future that fails with category "user"), because nothing changes until somebody raises the budget:
+402 would make it ask again for an hour without a word to its user.
+
+A **rate** makes work wait: 429 with Retry-After, on which the SDK backs off. A training operation that has waited for
+PATIENCE_S is let through all the same, because its client gives up after 300 s, and the operations after it in the
+order of the run would wait for it for ever; what it uses is taken from the minutes to come. Each gateway counts for
+itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import islice
+
+from gateway.database.tables import Budget
+from gateway.tenants.auth import Caller
+from gateway.tenants.keys import Keys
+from gateway.tenants.ledger import Ledger
+from tinsmith.rpc.errors import BudgetExceeded, RateLimited
+from tinsmith.v1 import sampler_pb2
+
+PATIENCE_S = 120.0
+_MAX_WAITING = 100_000
+_MAX_PATHS = 10_000
+_LONGEST_RETRY_S = 60
+"""The SDK does not read a longer Retry-After."""
+_FREE = (
+    "/api/v1/auth/token",
+    "/api/v1/client/",
+    "/api/v1/telemetry",
+    "/api/v1/session_heartbeat",
+    "/api/v1/retrieve_future",
+    "/api/v1/cancel_future",
+    "/dashboard/api/",
+)
+"""Paths that begin so do not count: clients call them by themselves, over and over, and waiting is no use."""
+_LATER = (
+    "/api/v1/forward",
+    "/api/v1/optim_step",
+    "/api/v1/save_weights",
+    "/api/v1/load_weights",
+)
+"""These count once their body is read, as `operation`."""
+
+
+class Bucket:
+    """So many units in a minute; as many at once. What has been taken may be more than was there: then it is owed."""
+
+    def __init__(self, per_minute: int) -> None:
+        self.per_minute = per_minute
+        self._level = float(per_minute)
+        self._at = time.monotonic()
+
+    def wait_s(self) -> float:
+        """Until something can be taken; 0 for now."""
+        self._fill()
+        return max(0.0, 1 - self._level) * 60 / self.per_minute
+
+    def take(self, units: int) -> None:
+        self._fill()
+        self._level -= units
+
+    def _fill(self) -> None:
+        now = time.monotonic()
+        self._level = min(float(self.per_minute), self._level + (now - self._at) * self.per_minute / 60)
+        self._at = now
+
+
+@dataclass(slots=True, eq=False)
+class Hold:
+    """What work that was let in may still use; it is given back when that is over."""
+
+    limits: Limits
+    owner: str
+    key_id: str = ""
+    least: int = 0
+    """Tokens that it uses in any case."""
+    most: int = 0
+    """Tokens that it may use."""
+    path: str = ""
+    """Of the checkpoint that is being stored."""
+    num_bytes: int | None = 0
+    """What it will have; None: nobody knows, and it may take all the room there is."""
+    _is_released: bool = field(default=False, repr=False)
+
+    def drawn(self, tokens: int) -> None:
+        """So many were sampled: they count against the rate of the key."""
+        self.limits.took(self.key_id, tokens)
+
+    def release(self) -> None:
+        """Once more does nothing."""
+        if not self._is_released:
+            self._is_released = True
+            self.limits.release(self)
+
+
+class Limits:
+    def __init__(self, keys: Keys, ledger: Ledger, *, context_length: Callable[[str], int]) -> None:
+        """`context_length`: of a base model, as far as it is known."""
+        self._context_length = context_length
+        self._keys = keys
+        self._ledger = ledger
+        self._budgets: dict[str, Budget] = {}
+        self._held_least: Counter[str] = Counter()
+        self._held_most: Counter[str] = Counter()
+        self._saves: defaultdict[str, set[Hold]] = defaultdict(set)
+        """By owner, what stores checkpoints now."""
+        self._storing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._requests: dict[str, Bucket] = {}
+        self._tokens: dict[str, Bucket] = {}
+        self._waiting: OrderedDict[str, float] = OrderedDict()
+        """Training operations that were told to come again: since when."""
+
+    async def refresh(self) -> None:
+        """Budgets, and what other gateways have counted."""
+        self._budgets = await self._keys.budgets()
+        limited = [owner for owner, budget in self._budgets.items() if budget.tokens is not None]
+        if limited:
+            self._ledger.heard(await self._keys.token_counts(limited))
+
+    # Rates
+
+    def request(self, caller: Caller, path: str) -> None:
+        """Counts one. Raises RateLimited."""
+        if caller.requests_per_minute is None or path.startswith(_FREE) or path.startswith(_LATER):
+            return
+        bucket = self._bucket(self._requests, caller.key_id, caller.requests_per_minute)
+        _check(bucket, "requests_per_minute")
+        bucket.take(1)
+
+    def _rates(self, caller: Caller, *, tokens: int) -> list[tuple[str, Bucket]]:
+        """Of a training operation with so many tokens."""
+        found = []
+        if caller.requests_per_minute is not None:
+            bucket = self._bucket(self._requests, caller.key_id, caller.requests_per_minute)
+            found.append(("requests_per_minute", bucket))
+        if tokens and caller.tokens_per_minute is not None:
+            found.append(("tokens_per_minute", self._bucket(self._tokens, caller.key_id, caller.tokens_per_minute)))
+        return found
+
+    @staticmethod
+    def _bucket(buckets: dict[str, Bucket], key_id: str, per_minute: int) -> Bucket:
+        bucket = buckets.get(key_id)
+        if bucket is None or bucket.per_minute != per_minute:
+            bucket = buckets[key_id] = Bucket(per_minute)
+        return bucket
+
+    def took(self, key_id: str, tokens: int) -> None:
+        if (bucket := self._tokens.get(key_id)) is not None:
+            bucket.take(tokens)
+
+    # Work
+
+    def operation(self, caller: Caller, request_id: str, *, owner: str, tokens: int, hold: Hold | None = None) -> Hold:
+        """A training operation of the run's owner, with the tokens that it trains on. `hold`: what it has already.
+
+        Raises RateLimited, on which the same one is to be sent again, and BudgetExceeded.
+        """
+        rates = self._rates(caller, tokens=tokens)
+        try:
+            for name, bucket in rates:
+                _check(bucket, name)
+        except RateLimited:
+            if self._is_patient(request_id):
+                raise
+        try:
+            hold = self._hold(owner, caller.key_id, least=tokens, most=tokens, hold=hold)
+        except RateLimited as error:
+            if self._is_patient(request_id):
+                raise
+            raise BudgetExceeded(error.message, budget="tokens") from error
+        self._waiting.pop(request_id, None)
+        for name, bucket in rates:
+            bucket.take(1 if name == "requests_per_minute" else tokens)
+        return hold
+
+    def _is_patient(self, request_id: str) -> bool:
+        """Whether the operation may be told to come again."""
+        since = self._waiting.setdefault(request_id, time.monotonic())
+        if len(self._waiting) > _MAX_WAITING:
+            self._waiting.popitem(last=False)
+        return time.monotonic() - since < PATIENCE_S
+
+    def sample(self, caller: Caller, request: sampler_pb2.SampleRequest, *, base_model: str) -> Hold:
+        """Raises RateLimited, on which the same one is to be sent again, and BudgetExceeded."""
+        bucket = None
+        if caller.tokens_per_minute is not None:
+            bucket = self._bucket(self._tokens, caller.key_id, caller.tokens_per_minute)
+            _check(bucket, "tokens_per_minute")
+        prompt = sum(len(chunk.encoded_text.tokens) // 4 for chunk in request.prompt)
+        longest = self._context_length(base_model) - prompt
+        if request.sampling_params.HasField("max_tokens"):
+            longest = min(longest, request.sampling_params.max_tokens)
+        most = prompt + max(0, longest) * request.num_samples
+        hold = self._hold(caller.owner, caller.key_id, least=prompt, most=most)
+        if bucket is not None:
+            bucket.take(prompt)
+        return hold
+
+    def _hold(self, owner: str, key_id: str, *, least: int, most: int, hold: Hold | None = None) -> Hold:
+        budget = self._budgets.get(owner)
+        if budget is not None and budget.tokens is not None and most > 0:
+            used = self._ledger.tokens(owner) - budget.tokens_from
+            surely = used + self._held_least[owner]  # what waits for this one in the order of a run never ends before
+            if surely + least > budget.tokens or (not self._held_most[owner] and used + most > budget.tokens):
+                raise BudgetExceeded(
+                    f"the token budget of {owner!r} does not allow this request: {surely} of {budget.tokens} tokens "
+                    f"are used or in work, and it may use {most}; whoever runs the server can raise the budget",
+                    budget="tokens",
+                    used=surely,
+                    limit=budget.tokens,
+                )
+            if used + self._held_most[owner] + most > budget.tokens:
+                raise RateLimited(
+                    f"the token budget of {owner!r} may not last for this request and for those in work: {used} of "
+                    f"{budget.tokens} tokens are used, those in work may use {self._held_most[owner]}, and this one "
+                    f"{most}; try again when they are over",
+                    retry_after_s=1,
+                )
+        self._held_least[owner] += least
+        self._held_most[owner] += most
+        hold = hold or self.start(owner)
+        hold.key_id, hold.least, hold.most = key_id, least, most
+        return hold
+
+    def start(self, owner: str) -> Hold:
+        """Holds nothing yet."""
+        return Hold(self, owner)
+
+    def has_quota(self, owner: str) -> bool:
+        budget = self._budgets.get(owner)
+        return budget is not None and budget.storage_bytes is not None
+
+    async def store(self, hold: Hold, path: str, *, num_bytes: int | None, request_id: str | None = None) -> None:
+        """For a checkpoint of the owner at this path, which will have about so many bytes, or None where nobody knows.
+
+        Raises RateLimited, on which the same one is to be sent again, and BudgetExceeded; that, too, when the training
+        operation `request_id` has come again for long enough.
+        """
+        async with self._storing[hold.owner]:  # so that nothing is let in while the sum is read
+            try:
+                await self._check_room(hold.owner, path, num_bytes)
+            except RateLimited as error:
+                if request_id is None or self._is_patient(request_id):
+                    raise
+                raise BudgetExceeded(error.message, budget="storage_bytes") from error
+            hold.path, hold.num_bytes = path, num_bytes
+            self._saves[hold.owner].add(hold)
+
+    async def _check_room(self, owner: str, path: str, num_bytes: int | None) -> None:
+        budget = self._budgets.get(owner)
+        if budget is None or (quota := budget.storage_bytes) is None:
+            return
+        # What is in work now may be stored while the sum is read, and over: it counts as work, and once.
+        in_work = list(self._saves[owner])
+        unknown = any(save.num_bytes is None for save in in_work)
+        sizes: dict[str, int] = {}
+        for save in in_work:
+            sizes[save.path] = max(save.num_bytes or 0, sizes.get(save.path, 0))
+        # A database takes about 32,000 values in one query; the rest would count twice.
+        without = {path, *islice(sizes, _MAX_PATHS)}
+        stored = await self._keys.stored_bytes(owner, without=without)
+        needs = "nobody knows yet how many" if num_bytes is None else f"about {num_bytes}"
+        if stored >= quota or stored + (num_bytes or 0) > quota:
+            raise BudgetExceeded(
+                f"the storage quota of {owner!r} does not allow this save: {stored} of {quota} bytes are used, and it "
+                f"needs {needs}; delete checkpoints, or ask whoever runs the server to raise the quota",
+                budget="storage_bytes",
+                used=stored,
+                limit=quota,
+            )
+        held = sum(sizes.values())
+        sizes[path] = max(num_bytes or 0, sizes.get(path, 0))
+        total = stored + sum(sizes.values())
+        if unknown or total > quota or (num_bytes is None and total >= quota):
+            held_text = "any number, because the first of its shape is among them" if unknown else str(held)
+            raise RateLimited(
+                f"the storage quota of {owner!r} may not last for this save and for those in work: {stored} of {quota} "
+                f"bytes are used, those in work may need {held_text}, and this one needs {needs}; try again when they "
+                "are over",
+                retry_after_s=1,
+            )
+
+    def release(self, hold: Hold) -> None:
+        for held, amount in ((self._held_least, hold.least), (self._held_most, hold.most)):
+            held[hold.owner] -= amount
+            if not held[hold.owner]:
+                del held[hold.owner]
+        saves = self._saves[hold.owner]
+        saves.discard(hold)
+        if not saves:
+            del self._saves[hold.owner]
+
+
+def _check(bucket: Bucket, name: str) -> None:
+    if (wait_s := bucket.wait_s()) > 0:
+        raise RateLimited(
+            f"this key may have {bucket.per_minute} {name.removesuffix('_per_minute')} a minute ({name}); "
+            f"try again in {wait_s:.0f} s",
+            retry_after_s=min(math.ceil(wait_s), _LONGEST_RETRY_S),
+        )

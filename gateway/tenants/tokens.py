@@ -1,0 +1,62 @@
+"""JWTs that the SDK gets in exchange for its key, when jwt_auth is on. HS256: whoever verifies them also makes them."""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+import jwt
+
+from gateway.config import GatewayConfig
+from gateway.database.store import Store
+
+_ALGORITHM = "HS256"
+_SUBJECT = "tml:organization_user:"
+_KEY_ID = "key_id"
+_REQUIRED = ["exp", "iat", "sub", "org_id", "email", _KEY_ID]
+"""The claims that the SDK reads, and the key that it was issued for: it is good for as long as that is."""
+
+
+class InvalidToken(Exception):
+    """The message says why."""
+
+
+class Tokens:
+    def __init__(self, config: GatewayConfig) -> None:
+        self.are_used = config.jwt_auth
+        self._organization = config.organization
+        self._lifetime_s = config.jwt_lifetime_s
+        self._secret = config.jwt_secret.get_secret_value()
+
+    async def start(self, store: Store) -> None:
+        """To be called once before any other method."""
+        if self.are_used and not self._secret:
+            self._secret = await store.setting("jwt_secret", default=secrets.token_hex(32))
+
+    def issue(self, owner: str, *, key_id: str, email: str) -> str:
+        now = int(time.time())
+        claims = {
+            "iat": now,
+            "exp": now + self._lifetime_s,
+            "sub": _SUBJECT + owner,
+            "org_id": self._organization,
+            "email": email,
+            _KEY_ID: key_id,
+        }
+        return jwt.encode(claims, self._secret, algorithm=_ALGORITHM)
+
+    def key_id_of(self, token: str) -> str:
+        """Of the key that it was issued for. Raises InvalidToken when it is expired, forged or damaged."""
+        try:
+            claims = jwt.decode(
+                token,
+                self._secret,
+                algorithms=[_ALGORITHM],
+                # Another gateway's clock may be ahead of this one's.
+                options={"require": _REQUIRED, "verify_iat": False},
+            )
+        except jwt.ExpiredSignatureError:
+            raise InvalidToken("the JWT has expired; exchange the key for another one at auth/token") from None
+        except jwt.InvalidTokenError as error:
+            raise InvalidToken(f"the JWT was not issued by this server ({error})") from None
+        return str(claims[_KEY_ID])

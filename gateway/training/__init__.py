@@ -1,0 +1,1 @@
+"""Operations of training runs, and what goes into a batch."""

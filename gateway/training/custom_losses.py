@@ -1,0 +1,125 @@
+"""Losses that clients have traced: kept for the session, and put into the batches that name them.
+
+What a graph may contain is the trainer's business; the gateway only carries it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+
+import grpc.aio
+import orjson
+
+from gateway.clients import Clients, is_lost
+from gateway.config import GatewayConfig
+from gateway.database.store import Store
+from gateway.database.tables import CustomLoss
+from gateway.futures import Answer, Futures, Gone, Pending
+from gateway.http import schemas
+from gateway.http.body import fingerprint
+from gateway.training.operations import Operations
+from tinsmith.rpc.errors import InvalidRequest, NotReady, OutOfCapacity, SequenceConflict, ServiceError, from_rpc_error
+from tinsmith.v1 import trainer_pb2
+
+KIND = "create_custom_loss"
+
+
+def to_message(body: schemas.CreateCustomLoss) -> trainer_pb2.CustomLoss:
+    """Raises InvalidRequest for a graph that holds what JSON cannot."""
+    try:
+        graph = json.dumps(body.graph, separators=(",", ":"), allow_nan=False)
+    except ValueError as error:
+        raise InvalidRequest(f"graph: {error}; write such numbers as text", field="graph") from None
+    return trainer_pb2.CustomLoss(
+        name=body.name,
+        inputs=[trainer_pb2.CustomLossInput(name=each.name, rank=each.rank) for each in body.inputs],
+        graph=graph,
+    )
+
+
+class CustomLosses:
+    def __init__(
+        self, config: GatewayConfig, *, store: Store, clients: Clients, futures: Futures, operations: Operations
+    ) -> None:
+        self._config = config
+        self._store = store
+        self._clients = clients
+        self._futures = futures
+        self._operations = operations
+
+    async def create(self, loss_id: str, message: trainer_pb2.CustomLoss, *, session_id: str) -> None:
+        """Makes a future of the id, and stores the loss when the trainer accepts it, before it returns.
+
+        Raises SequenceConflict when the id stands for another loss, and NotReady when no trainer can be asked.
+        """
+        content = message.SerializeToString(deterministic=True)
+        mark = fingerprint(KIND, content)
+        known = await self._store.custom_loss(loss_id)
+        if (known is not None and known.message != content) or self._futures.fingerprint(loss_id) not in (None, mark):
+            raise SequenceConflict(f"custom_loss_seq_id: {loss_id} is another loss; this one was not stored")
+        if self._futures.fingerprint(loss_id) is not None:
+            return
+        try:
+            if known is None:
+                await self._check(message, session_id=session_id)
+                row = CustomLoss(loss_id=loss_id, session_id=session_id, message=content, created_at=time.time())
+                await self._store.add_custom_loss(row)
+        except (NotReady, OutOfCapacity):
+            raise
+        except ServiceError as error:
+            await self._operations.refuse(loss_id, error, group=session_id, kind=KIND, mark=mark)
+        else:
+            self._futures.start(Pending(loss_id, KIND, session_id, mark), _answer(loss_id))
+
+    async def _check(self, message: trainer_pb2.CustomLoss, *, session_id: str) -> None:
+        if await self._store.num_custom_losses(session_id) >= self._config.max_custom_losses:
+            raise InvalidRequest(
+                f"session {session_id} has {self._config.max_custom_losses} custom losses, which is max_custom_losses; "
+                "create a loss once, and use its handle again"
+            )
+        # All trainers check alike.
+        timeout_s = self._config.submit_timeout_s
+        trainer = await self._clients.settle(self._clients.any_trainer, timeout_s=timeout_s)
+        request = trainer_pb2.CheckCustomLossRequest(custom_loss=message)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await trainer.stub.CheckCustomLoss(request, wait_for_ready=True)
+        except TimeoutError:
+            raise NotReady(f"the trainer at {trainer.address} cannot be asked now") from None
+        except grpc.aio.AioRpcError as error:
+            raise NotReady(error.details() or "") if is_lost(error) else from_rpc_error(error) from error
+
+    async def attach(self, request_id: str) -> None:
+        """Makes a future of a loss that is stored. Raises Gone when there is none."""
+        row = await self._store.custom_loss(request_id)
+        if row is None:
+            raise Gone
+        if self._futures.fingerprint(request_id) is None:
+            mark = fingerprint(KIND, row.message)
+            self._futures.start(Pending(request_id, KIND, row.session_id, mark), _answer(request_id))
+
+    async def attached(self, message: trainer_pb2.ForwardBackwardRequest, *, session_id: str) -> None:
+        """Puts the loss that the batch names by loss_id into it. Raises InvalidRequest, naming the field."""
+        config = message.loss_fn_config_v2
+        if message.loss_fn_config or set(config) != {"loss_id"} or config["loss_id"].WhichOneof("value") != "text":
+            given = sorted({*message.loss_fn_config, *config})
+            raise InvalidRequest(
+                f"loss_fn_config: loss_fn 'custom' takes loss_id, a text, and nothing else; it got {given}",
+                field="loss_fn_config",
+            )
+        loss_id = config["loss_id"].text
+        row = await self._store.custom_loss(loss_id)
+        if row is None or row.session_id != session_id:
+            raise InvalidRequest(
+                f"loss_fn_config.loss_id: there is no custom loss {loss_id!r} in session {session_id}; make one with "
+                "create_custom_loss",
+                field="loss_id",
+            )
+        message.custom_loss.ParseFromString(row.message)
+        config.clear()
+
+
+async def _answer(loss_id: str) -> Answer:
+    return Answer(orjson.dumps({"type": KIND, "loss_id": loss_id}))

@@ -1,0 +1,359 @@
+"""Training operations, from submission to answer.
+
+A submission is a call to the trainer. Its initial metadata says that the operation is in the trainer's journal: only
+then is the client given a receipt. What happens to the connection after that is no concern of the client: the answer is
+fetched with WaitResult as soon as the trainer is back, also by a gateway that was started in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import time
+from dataclasses import dataclass
+
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+
+from gateway.clients import Clients
+from gateway.config import GatewayConfig
+from gateway.dashboard.history import History
+from gateway.database.store import Store
+from gateway.database.tables import Operation
+from gateway.futures import Answer, Futures, Gone, Pending
+from gateway.metrics import Metrics
+from gateway.tenants.counting import Counting
+from gateway.tenants.ledger import Ledger
+from gateway.tenants.limits import Hold
+from gateway.training.results import Results
+from gateway.training.trainer_calls import TrainerCalls
+from tinsmith.rpc.errors import (
+    InvalidRequest,
+    NotReady,
+    OutOfCapacity,
+    ResultNotFound,
+    SequenceConflict,
+    ServiceError,
+)
+from tinsmith.v1 import trainer_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+_SELF_EXPLAINING = ("forward_backward", "optim_step")
+"""Endpoints whose answer needs nothing but the trainer's reply."""
+_WRITTEN_DOWN = ("create_model", "load_weights", "save_weights", "save_weights_for_sampler", "save_weights_external")
+"""Endpoints whose answer is written into the database, also when nobody asks for it any more."""
+MAX_SEQ_ID = 2**31 - 1
+_REFUSAL_RETENTION_S = 86400.0
+_REQUEST_ID = re.compile(r"(.+:train:\d+):(\d+)")
+
+
+def request_id_of(model_id: str, seq_id: int) -> str:
+    return f"{model_id}:{seq_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """One training operation as the client sent it."""
+
+    kind: str
+    """Endpoint."""
+    model_id: str
+    seq_id: int
+    base_model: str
+    rpc: str
+    body: bytes
+    """The RPC's request."""
+    fingerprint: str
+    path: str | None = None
+    """Tinker path that it loads or saves."""
+    sampling_session_id: str | None = None
+    """Set for an ephemeral save."""
+    num_tokens: int = 0
+    """Tokens that it trains on."""
+    inflight: bool = False
+    """A save with kind "inflight"."""
+    is_forward_only: bool = False
+    """A batch without gradients."""
+    is_completed: bool = False
+    """The gateway has put things into the body that the client only names; a repeat may get others."""
+    hold: Hold | None = None
+    """What it may use of its owner's budget while it is in work."""
+    error: ServiceError | None = None
+    """Why the gateway refuses it. The trainer is still told, because the number is used up: see refusal_body."""
+
+    @property
+    def request_id(self) -> str:
+        return request_id_of(self.model_id, self.seq_id)
+
+
+def refusal_body(kind: str, model_id: str, seq_id: int, error: ServiceError) -> bytes:
+    """A SkipOperation. It uses up the number, so that the operations after it may run."""
+    return pb.SkipOperationRequest(
+        model_id=model_id, seq_id=seq_id, reason=error.message, gradients_missing=kind == "forward_backward"
+    ).SerializeToString()
+
+
+class Operations:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        *,
+        clients: Clients,
+        futures: Futures,
+        results: Results,
+        store: Store,
+        metrics: Metrics,
+        ledger: Ledger,
+        counting: Counting,
+        history: History,
+        gateway_id: str,
+    ) -> None:
+        self._gateway_id = gateway_id
+        self._counting = counting
+        self._config = config
+        self._ledger = ledger
+        self._history = history
+        self._calls = TrainerCalls(clients, timeout_s=config.submit_timeout_s)
+        self._futures = futures
+        self._results = results
+        self._store = store
+        self._metrics = metrics
+
+    async def submit(self, submission: Submission) -> None:
+        """Returns once the trainer has it in its journal, or has refused it for good: a receipt may be given.
+
+        Raises NotReady when the trainer cannot be reached, OutOfCapacity when the model has too much in work, and
+        SequenceConflict when another request has taken the number. There is no receipt then.
+        """
+        request_id = submission.request_id
+        self._ledger.touch(submission.model_id)
+        known = self._futures.fingerprint(request_id)
+        if known is not None and known != submission.fingerprint:
+            raise _conflict(submission)
+        pending = self._futures.pending(request_id)
+        if known is None:
+            if self._futures.num_pending(submission.model_id) >= self._config.max_pending_operations:
+                raise OutOfCapacity(
+                    f"model {submission.model_id} has {self._config.max_pending_operations} operations in work, "
+                    "which is max_pending_operations; wait for some of them"
+                )
+            pending = Pending(
+                request_id,
+                submission.kind,
+                submission.model_id,
+                submission.fingerprint,
+                accepted=asyncio.Future(),
+                num_tokens=submission.num_tokens,
+                hold=submission.hold,
+            )
+            self._futures.start(pending, self._run(submission, pending))
+        if pending is not None and pending.accepted is not None:
+            await asyncio.shield(pending.accepted)
+
+    async def is_repeat(self, request_id: str, mark: str) -> bool:
+        """This very CreateModel was submitted before: a receipt may be given. Raises what `submit` raised for it."""
+        if self._futures.fingerprint(request_id) == mark:
+            pending = self._futures.pending(request_id)
+            if pending is not None and pending.accepted is not None:
+                await asyncio.shield(pending.accepted)
+            return True
+        operation = await self._store.operation(request_id)
+        if operation is None or operation.fingerprint != mark:
+            return False
+        if operation.error is not None:
+            return True
+        # It is written down before the trainer has it; the model's facts come from the trainer.
+        model = await self._store.model(operation.model_id)
+        return model is not None and model.lora_rank is not None
+
+    async def _run(self, submission: Submission, pending: Pending) -> Answer:
+        accepted = pending.accepted
+        assert accepted is not None
+        try:
+            return await self._submit_and_wait(submission, pending, accepted)
+        except SQLAlchemyError as error:
+            if accepted.done():
+                raise
+            why = error.orig if isinstance(error, DBAPIError) else error  # without the statement and its values
+            logger.error("%s: the database cannot be used: %s", submission.request_id, why)
+            accepted.set_exception(NotReady("the gateway's database cannot be used at the moment; try again"))
+            raise Gone from error
+
+    async def _submit_and_wait(
+        self, submission: Submission, pending: Pending, accepted: asyncio.Future[None]
+    ) -> Answer:
+        known: Operation | None = None
+        try:
+            if submission.kind not in _SELF_EXPLAINING or submission.is_completed or submission.error is not None:
+                known = await self._remember(submission)
+                if known is not None and known.error is not None and known.fingerprint != submission.fingerprint:
+                    raise SequenceConflict(known.error)  # refused before the trainer heard of it
+            call = await self._calls.accept(
+                submission.rpc, submission.body, base_model=submission.base_model, request_id=submission.request_id
+            )
+        except (NotReady, OutOfCapacity) as error:
+            accepted.set_exception(error)
+            raise Gone from error
+        except SequenceConflict as error:
+            if known is None or known.fingerprint != submission.fingerprint:
+                if known is None:
+                    await self._store.delete_operation(submission.request_id)
+                accepted.set_exception(_conflict(submission))
+                raise Gone from error
+            accepted.set_result(None)  # it is a repeat: what the gateway puts into the body has changed since
+            if known.error is not None:
+                raise InvalidRequest(known.error) from None
+            return await self._attached(pending, submission.base_model, submission.seq_id)
+        except asyncio.CancelledError:
+            if pending.answer is None:
+                accepted.set_exception(NotReady("the gateway is going down"))
+            else:  # its model has ended: a failed future
+                accepted.set_result(None)
+            raise
+        except ServiceError:  # the trainer does not exist: a failed future
+            accepted.set_result(None)
+            raise
+        if known is not None and known.fingerprint != submission.fingerprint:
+            await self._store.replace_operation(self._operation(submission))  # the trainer never had the other one
+        self._metrics.accept_seconds.observe(time.monotonic() - pending.started_at)
+        accepted.set_result(None)
+        self._calls.watch(pending, submission.base_model, submission.seq_id)
+        try:
+            reply = await self._calls.reply(
+                call, base_model=submission.base_model, seq_id=submission.seq_id, pending=pending
+            )
+        except ServiceError as error:
+            await self._settle(submission.kind, submission.request_id)
+            raise submission.error or error from error
+        if submission.error is not None:
+            raise submission.error
+        self._metrics.trained_tokens.inc(submission.num_tokens)
+        if submission.num_tokens:
+            self._counting.count(
+                submission.model_id,
+                submission.seq_id,
+                submission.num_tokens,
+                base_model=submission.base_model,
+                session_id=pending.session_id,
+            )
+        self._history.add(
+            submission.model_id,
+            submission.seq_id,
+            reply,
+            ran=pending.ran,
+            body=submission.body if submission.rpc == "OptimStep" else b"",
+            is_forward_only=submission.is_forward_only,
+        )
+        answer = await self._results.answer(submission.request_id, submission.model_id, reply)
+        await self._settle(submission.kind, submission.request_id)
+        return answer
+
+    async def _settle(self, kind: str, request_id: str) -> None:
+        if kind in _WRITTEN_DOWN:
+            await self._store.settle_operation(request_id)
+
+    async def _remember(self, submission: Submission) -> Operation | None:
+        """What was remembered under this id before."""
+        known = await self._store.operation(submission.request_id)
+        if known is None and not await self._store.add_operation(self._operation(submission)):
+            known = await self._store.operation(submission.request_id)  # another gateway was faster
+        return known
+
+    def _operation(self, submission: Submission) -> Operation:
+        return Operation(
+            request_id=submission.request_id,
+            model_id=submission.model_id,
+            kind=submission.kind,
+            path=submission.path,
+            sampling_session_id=submission.sampling_session_id,
+            inflight=submission.inflight,
+            error=submission.error.message if submission.error is not None else None,
+            fingerprint=submission.fingerprint,
+            created_at=time.time(),
+            gateway_id=self._gateway_id,
+        )
+
+    # What the trainer need not know of
+
+    async def refuse(self, request_id: str, error: ServiceError, *, group: str, kind: str, mark: str) -> None:
+        """A future that has failed, here, at other gateways, and after a restart. `group`: the model, or what else the
+        request is about. Raises SequenceConflict when the id stands for another request."""
+        known = self._futures.fingerprint(request_id)
+        if known is None:
+            refusal = Operation(
+                request_id=request_id,
+                model_id=group,
+                kind=kind,
+                error=error.message,
+                fingerprint=mark,
+                created_at=time.time(),
+                gateway_id=self._gateway_id,
+            )
+            if not await self._store.add_operation(refusal):
+                operation = await self._store.operation(request_id)
+                known = None if operation is None else operation.fingerprint
+        if known not in (None, mark):
+            raise SequenceConflict(f"{request_id} was used by another request before; this one was not run ({error})")
+        self._futures.fail(request_id, error, fingerprint=mark)
+
+    async def attach_refused(self, request_id: str) -> bool:
+        """Makes a future of a refusal. False when there is none."""
+        operation = await self._store.operation(request_id)
+        if operation is None or operation.error is None:
+            return False
+        self._futures.fail(request_id, InvalidRequest(operation.error), fingerprint=operation.fingerprint)
+        return True
+
+    async def forget_refused(self) -> None:
+        """Those of a day ago; the trainer remembers those that have used up a number."""
+        await self._store.delete_refused(before=time.time() - _REFUSAL_RETENTION_S)
+
+    # What another process has submitted
+
+    async def take_over(self) -> None:
+        """Writes down, in the background, what gateways that are gone have submitted: nobody may ask for it."""
+        for request_id in await self._store.take_over_operations(self._gateway_id, kinds=_WRITTEN_DOWN):
+            if self._futures.pending(request_id) is None:
+                logger.info("%s was left by a gateway that is gone", request_id)
+                with contextlib.suppress(Gone):  # a model of which nothing is left
+                    await self.attach(request_id)
+
+    async def attach(self, request_id: str) -> None:
+        """Makes a future for an operation that this process did not submit. Raises Gone when it cannot be one."""
+        match = _REQUEST_ID.fullmatch(request_id)
+        if match is None or int(match[2]) > MAX_SEQ_ID or (model := await self._store.model(match[1])) is None:
+            raise Gone
+        if self._futures.pending(request_id) is not None:
+            return  # a poll that came at the same time was faster
+        pending = Pending(request_id, "attach", model.model_id, fingerprint=None)
+        self._calls.watch(pending, model.base_model, int(match[2]))
+        self._futures.start(pending, self._attached(pending, model.base_model, int(match[2])))
+
+    async def _attached(self, pending: Pending, base_model: str, seq_id: int) -> Answer:
+        try:
+            reply = await self._calls.wait_result(base_model, seq_id, pending=pending)
+        except ResultNotFound as error:
+            raise Gone from error
+        except ServiceError:
+            await self._store.settle_operation(pending.request_id)
+            raise
+        self._history.add(pending.group, seq_id, reply, ran=pending.ran)
+        if isinstance(reply, pb.ForwardBackwardResponse):
+            num_tokens = round(reply.metrics.get("num_tokens:sum", 0.0))
+            where = {"base_model": base_model, "session_id": pending.session_id}
+            self._counting.count_unless_counted(pending.group, seq_id, num_tokens, **where)
+        answer = await self._results.answer(pending.request_id, pending.group, reply)
+        if not isinstance(reply, (pb.ForwardBackwardResponse, pb.OptimStepResponse)):
+            await self._store.settle_operation(pending.request_id)
+        return answer
+
+
+def _conflict(submission: Submission) -> SequenceConflict:
+    return SequenceConflict(
+        f"seq_id {submission.seq_id} of model {submission.model_id} was used by another request before; "
+        f"this {submission.kind} has a different body and was not run. The first one keeps its result",
+        model_id=submission.model_id,
+        seq_id=submission.seq_id,
+    )

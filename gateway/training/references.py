@@ -1,0 +1,27 @@
+"""What the gateway puts into a batch before the trainer gets it: things that the client only names."""
+
+from __future__ import annotations
+
+from gateway.gateway import Gateway
+from gateway.http.body import off_loop
+from gateway.training import provenance
+from tinsmith.rpc.errors import InvalidRequest
+from tinsmith.v1 import trainer_pb2
+
+
+async def complete(gateway: Gateway, message: trainer_pb2.ForwardBackwardRequest, *, num_bytes: int) -> bool:
+    """Adds the loss of a "custom" batch, and what the sampler has recorded to a "stable_reinforce" one.
+
+    False when there is nothing to add. Raises InvalidRequest or Unsupported, naming the field.
+    """
+    session_id = message.model_id.rpartition(":train:")[0]
+    if message.HasField("custom_loss"):
+        raise InvalidRequest("custom_loss: is not part of the public API; name a loss by loss_id", field="custom_loss")
+    if message.loss_fn == "custom":
+        await gateway.custom_losses.attached(message, session_id=session_id)
+        return True
+    if message.loss_fn == "stable_reinforce":
+        records = await gateway.records.find(provenance.sequence_ids(message), session_id=session_id)
+        await off_loop(lambda: provenance.resolve(message, records), num_bytes=num_bytes, config=gateway.config)
+        return True
+    return False

@@ -1,0 +1,108 @@
+"""The trainer's replies, as what the client reads; and what they leave in the store.
+
+The same for a reply that came to the call which submitted the operation and for one that WaitResult found: only the
+store knows what the client had asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import orjson
+
+from gateway.convert import checkpoint_row
+from gateway.database.store import Store
+from gateway.database.tables import SamplingSession
+from gateway.futures import PROTOBUF, Answer
+from gateway.sampling.inflight import Inflight
+from gateway.tenants.ledger import Ledger
+from gateway.training import json_forms
+from tinsmith.rpc.errors import InvalidRequest, ServiceError
+from tinsmith.v1 import trainer_pb2 as pb
+
+
+def _finite(value: float) -> float | str:
+    """JSON has no NaN; the SDK reads "nan" and "inf" as the numbers that they name."""
+    return value if math.isfinite(value) else str(value)
+
+
+class Results:
+    def __init__(self, store: Store, inflight: Inflight, ledger: Ledger) -> None:
+        self._store = store
+        self._ledger = ledger
+        self._inflight = inflight
+
+    async def answer(self, request_id: str, model_id: str, reply: Any) -> Answer:
+        """Stores what the reply made, then gives the client's answer."""
+        match reply:
+            case pb.ForwardBackwardResponse():
+                return Answer(reply.SerializeToString(), PROTOBUF, json_forms.forward_backward_result)
+            case pb.OptimStepResponse():
+                return Answer(orjson.dumps({"metrics": {key: _finite(value) for key, value in reply.metrics.items()}}))
+            case pb.CreateModelResponse():
+                return await self._created(request_id, model_id, reply)
+            case pb.LoadCheckpointResponse():
+                return await self._loaded(request_id, model_id)
+            case pb.SaveCheckpointResponse():
+                return await self._saved(request_id, model_id, reply)
+        raise ServiceError(f"the trainer answered with an unknown {type(reply).__name__}")
+
+    async def _created(self, request_id: str, model_id: str, reply: pb.CreateModelResponse) -> Answer:
+        lora = reply.model.lora_config
+        await self._store.complete_model(
+            model_id,
+            optimizer=reply.model.optimizer or "adamw",
+            lora_rank=lora.rank,
+            train_unembed=lora.train_unembed,
+            train_mlp=lora.train_mlp,
+            train_attn=lora.train_attn,
+        )
+        operation = await self._store.operation(request_id)
+        if operation is not None and operation.kind == "load_weights":
+            return await self._loaded(request_id, model_id)
+        return Answer(orjson.dumps({"type": "create_model", "model_id": model_id}))
+
+    async def _loaded(self, request_id: str, model_id: str) -> Answer:
+        operation = await self._store.operation(request_id)
+        path = operation.path if operation is not None else None
+        return Answer(orjson.dumps({"type": "load_weights", "path": path, "model_id": model_id}))
+
+    async def _saved(self, request_id: str, model_id: str, reply: pb.SaveCheckpointResponse) -> Answer:
+        operation = await self._store.operation(request_id)
+        model = await self._store.model(model_id)
+        if operation is None or model is None:
+            raise ServiceError(f"{request_id}: the database does not know this save; list the model's checkpoints")
+        if operation.inflight:
+            await self._inflight.move(model_id, reply.checkpoint)
+        if operation.sampling_session_id is None:
+            row = checkpoint_row(reply.checkpoint, owner=await self._owner(model.session_id))
+            row.inflight = operation.inflight
+            if await self._store.put_checkpoint(row, settles=request_id):
+                self._ledger.use("checkpoint", 1, base_model=row.base_model, session_id=model.session_id)
+                self._ledger.audit(
+                    "checkpoint_create", owner=row.owner, tinker_path=row.path, training_run_id=row.run_id
+                )
+                await self._ledger.flush()
+            size = {"size_bytes": row.size_bytes} if operation.kind == "save_weights_external" else {}
+            return Answer(orjson.dumps({"type": operation.kind, "path": row.path, **size}))
+        row = await self._store.add_sampling_session(
+            SamplingSession(
+                sampling_session_id=operation.sampling_session_id,
+                session_id=model.session_id,
+                base_model=model.base_model,
+                model_path=None,
+                version_id=reply.checkpoint.version_id,
+                location=reply.checkpoint.location,
+                created_at=reply.checkpoint.created_at,
+                inflight_run_id=model_id if operation.inflight else None,
+            )
+        )
+        if row.version_id != reply.checkpoint.version_id:
+            raise InvalidRequest(f"sampling_session_seq_id: {row.sampling_session_id} is taken by another request")
+        answer = {"type": operation.kind, "path": None, "sampling_session_id": operation.sampling_session_id}
+        return Answer(orjson.dumps(answer))
+
+    async def _owner(self, session_id: str) -> str:
+        session = await self._store.session(session_id)
+        return session.owner if session is not None else ""

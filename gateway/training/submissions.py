@@ -1,0 +1,169 @@
+"""From an HTTP request with a seq_id to its receipt.
+
+Whatever is wrong inside such a request fails its future and not the request itself: the client goes on with the next
+seq_id either way, and a 4xx on one of several chunks would leave it waiting for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.message import Message
+from starlette.responses import Response
+
+from gateway.database.tables import Model
+from gateway.gateway import Gateway
+from gateway.http import schemas
+from gateway.http.body import Schema, fingerprint, parse
+from gateway.http.errors import json_response
+from gateway.tenants.access import refused_id
+from gateway.tenants.auth import Caller
+from gateway.tenants.limits import Hold
+from gateway.training.operations import Submission, refusal_body, request_id_of
+from tinsmith.rpc.errors import BudgetExceeded, ModelNotFound, NotReady, ServiceError
+from tinsmith.rpc.paths import TinkerPath
+
+
+@dataclass(frozen=True, slots=True)
+class Rpc:
+    """What a request asks of the trainer."""
+
+    name: str
+    body: bytes
+    """The request's canonical bytes."""
+    path: str | None = None
+    """Tinker path that it loads or saves."""
+    sampling_session_id: str | None = None
+    """Set for an ephemeral save."""
+    inflight: bool = False
+    """A save with kind "inflight"."""
+    is_forward_only: bool = False
+    """A batch without gradients."""
+    is_completed: bool = False
+    """The gateway has put things into the body that the client only names."""
+
+
+def rpc_of(
+    name: str,
+    message: Message,
+    *,
+    path: str | None = None,
+    sampling_session_id: str | None = None,
+    inflight: bool = False,
+) -> Rpc:
+    return Rpc(name, message.SerializeToString(deterministic=True), path, sampling_session_id, inflight)
+
+
+def receipt(request_id: str, model_id: str) -> Response:
+    return json_response({"request_id": request_id, "model_id": model_id})
+
+
+async def failed_receipt(
+    gateway: Gateway, request_id: str, model_id: str, error: ServiceError, *, kind: str, mark: str
+) -> Response:
+    """A receipt for what has failed already, and that the trainer need not know of."""
+    await gateway.operations.refuse(request_id, error, group=model_id, kind=kind, mark=mark)
+    return receipt(request_id, model_id)
+
+
+async def submit_json(
+    gateway: Gateway,
+    caller: Caller,
+    content: dict[str, Any],
+    body: bytes,
+    *,
+    kind: str,
+    schema: type[Schema],
+    convert: Callable[[Schema], Awaitable[Rpc]],
+) -> Response:
+    """For a JSON body with model_id and seq_id: `content` is what `body` holds."""
+    ids = parse(schemas.OperationIds, content)
+    if await gateway.access.model(ids.model_id, caller) is None:  # `convert` looks at what the model has
+        return await no_model(gateway, caller, ids, kind=kind, mark=fingerprint(kind, body))
+    try:
+        rpc = await convert(parse(schema, content))
+    except NotReady:
+        raise
+    except ServiceError as error:
+        return await submit(gateway, caller, kind=kind, ids=ids, rpc=error, mark=fingerprint(kind, body))
+    mark = fingerprint(kind, rpc.body, rpc.path, rpc.sampling_session_id, "inflight" if rpc.inflight else "")
+    return await submit(gateway, caller, kind=kind, ids=ids, rpc=rpc, mark=mark)
+
+
+async def no_model(gateway: Gateway, caller: Caller, ids: schemas.OperationIds, *, kind: str, mark: str) -> Response:
+    """The receipt of what is asked of no model of the caller, or of one that cannot be trained."""
+    model = await gateway.access.model(ids.model_id, caller)
+    why = "there is no such model" if model is None else "its session has ended, or it is a copy"
+    error = ModelNotFound(f"model_id: {ids.model_id!r} cannot be trained: {why}", model_id=ids.model_id)
+    return await failed_receipt(gateway, refused_id(caller), ids.model_id, error, kind=kind, mark=mark)
+
+
+async def _admit(gateway: Gateway, caller: Caller, model: Model, request_id: str, rpc: Rpc, *, num_tokens: int) -> Hold:
+    """Raises RateLimited, and BudgetExceeded."""
+    whose = await gateway.store.whose(model.session_id)
+    assert whose is not None
+    hold = gateway.limits.start(whose.owner)
+    try:
+        if rpc.name == "SaveCheckpoint" and rpc.path is not None:
+            size = None
+            if gateway.limits.has_quota(whose.owner):
+                kind = TinkerPath.parse(rpc.path, field="path").kind
+                names = gateway.clients.names_of(model.base_model)
+                size = await gateway.catalog.size_of_save(model, kind=kind, base_models=names)
+            await gateway.limits.store(hold, rpc.path, num_bytes=size, request_id=request_id)
+        return gateway.limits.operation(caller, request_id, owner=whose.owner, tokens=num_tokens, hold=hold)
+    except BaseException:
+        hold.release()
+        raise
+
+
+async def submit(
+    gateway: Gateway,
+    caller: Caller,
+    *,
+    kind: str,
+    ids: schemas.OperationIds,
+    rpc: Rpc | ServiceError,
+    mark: str,
+    num_tokens: int = 0,
+) -> Response:
+    """The receipt, once the trainer has the operation, or the refusal, in its journal."""
+    model = await gateway.access.model(ids.model_id, caller)
+    if model is None or model.released_at is not None:
+        return await no_model(gateway, caller, ids, kind=kind, mark=mark)
+    request_id = request_id_of(ids.model_id, ids.seq_id)
+    hold: Hold | None = None
+    if not isinstance(rpc, ServiceError) and gateway.futures.fingerprint(request_id) is None:
+        try:
+            hold = await _admit(gateway, caller, model, request_id, rpc, num_tokens=num_tokens)
+        except BudgetExceeded as error:
+            rpc = error
+    error = rpc if isinstance(rpc, ServiceError) else None
+    if isinstance(rpc, ServiceError):
+        rpc = Rpc("SkipOperation", refusal_body(kind, ids.model_id, ids.seq_id, rpc))
+    submission = Submission(
+        kind=kind,
+        model_id=ids.model_id,
+        seq_id=ids.seq_id,
+        base_model=model.base_model,
+        rpc=rpc.name,
+        body=rpc.body,
+        fingerprint=mark,
+        path=rpc.path,
+        sampling_session_id=rpc.sampling_session_id,
+        inflight=rpc.inflight,
+        is_forward_only=rpc.is_forward_only,
+        is_completed=rpc.is_completed,
+        num_tokens=num_tokens,
+        error=error,
+        hold=hold,
+    )
+    try:
+        await gateway.operations.submit(submission)
+    finally:
+        pending = gateway.futures.pending(request_id)
+        if hold is not None and (pending is None or pending.hold is not hold):
+            hold.release()
+    return receipt(submission.request_id, ids.model_id)
