@@ -29,10 +29,10 @@ from tinsmith.cli.stack import torchrun
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.v1 import trainer_pb2, types_pb2
-from trainer_service.batch import Batch, Output
 from trainer_service.config import TrainerConfig
-from trainer_service.engine import TrainingEngine
-from trainer_service.optimizers import AdamParams
+from trainer_service.engine.batch import Batch, Output
+from trainer_service.engine.engine import TrainingEngine
+from trainer_service.engine.optimizers import AdamParams
 from trainer_service.ranks import process
 from trainer_service.ranks.follower import Follower
 from trainer_service.ranks.group import RankGroup

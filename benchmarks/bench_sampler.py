@@ -250,7 +250,7 @@ def prepared(arguments: argparse.Namespace) -> Iterator[Bench]:
         if _imports(python, "vllm"):
             how = {"python": python, "environment": VLLM_ENVIRONMENT | threads}
             others.append(loop("vLLM alone", "vllm_baseline.py", str(folder), **how))
-            if _imports(python, "sampler_service.vllm_engine", "gateway", "trainer_service"):
+            if _imports(python, "sampler_service.vllm.engine", "gateway", "trainer_service"):
                 others.append(service("the SDK, vLLM engine", "vllm", **how))
             else:
                 print(f"LEFT OUT: the service on vLLM; {python} has no tinsmith with its dependencies", flush=True)

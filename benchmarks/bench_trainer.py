@@ -34,10 +34,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from tinsmith.allocator import give_back_freed_memory, keep_freed_memory
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
-from trainer_service.batch import Batch, Datum, Output
-from trainer_service.engine import TrainingEngine
-from trainer_service.losses import LOSS_FNS
-from trainer_service.optimizers import AdamParams
+from trainer_service.engine.batch import Batch, Datum, Output
+from trainer_service.engine.engine import TrainingEngine
+from trainer_service.engine.optimizers import AdamParams
+from trainer_service.objectives.losses import LOSS_FNS
 
 MIN_ROUNDS = 3
 ADAM = AdamParams(learning_rate=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, grad_clip_norm=1.0)

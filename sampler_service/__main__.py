@@ -15,7 +15,7 @@ from sampler_service.engine import EngineSlot
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.servicer import SamplerServicer
 from sampler_service.tokenizer import TokenizerSlot
-from sampler_service.weight_sync import WeightSyncServicer
+from sampler_service.weights.weight_sync import WeightSyncServicer
 from tinsmith.allocator import keep_freed_memory
 from tinsmith.modeling.base_model import UnsupportedModel
 from tinsmith.rpc import logs, tracing

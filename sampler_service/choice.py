@@ -6,10 +6,10 @@ from typing import Literal
 
 from sampler_service.config import SamplerConfig
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.sizing import resolve_device
-from sampler_service.torch_engine import TorchEngine
+from sampler_service.torch_engine.engine import TorchEngine
+from sampler_service.torch_engine.sizing import resolve_device
+from sampler_service.vllm.engine import VllmEngine
 from sampler_service.vllm.settings import is_installed
-from sampler_service.vllm_engine import VllmEngine
 
 
 def engine_name(config: SamplerConfig) -> Literal["vllm", "torch"]:

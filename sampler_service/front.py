@@ -8,17 +8,17 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 
-from sampler_service.adapters import AdapterStore, Version
 from sampler_service.config import SamplerConfig
 from sampler_service.engine import Generation, Request, Result, VersionInfo
-from sampler_service.leads import Leads, is_newer
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.sampling import stream_keys
-from sampler_service.scheduler import Sequence
-from sampler_service.scoring import PromptScorer, wants_scores
 from sampler_service.stops import StopRules
-from sampler_service.task import Task
+from sampler_service.torch_engine.adapters import AdapterStore, Version
+from sampler_service.torch_engine.sampling import stream_keys
+from sampler_service.torch_engine.scheduler import Sequence
+from sampler_service.torch_engine.scoring import PromptScorer, wants_scores
+from sampler_service.torch_engine.task import Task
 from sampler_service.validation import Limits
+from sampler_service.weights.leads import Leads, is_newer
 from tinsmith.rpc.errors import EngineDead, NotReady, OutOfCapacity, ServiceError
 
 SAMPLE_STREAM = 0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from sampler_service import scheduler
 from sampler_service.engine import QueueStatus
-from sampler_service.speed import Speed
-from sampler_service.task import Task
+from sampler_service.torch_engine import scheduler
+from sampler_service.torch_engine.speed import Speed
+from sampler_service.torch_engine.task import Task
 
 
 def status_of(

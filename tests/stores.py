@@ -16,10 +16,10 @@ from moto.server import ThreadedMotoServer
 from prometheus_client import CollectorRegistry
 
 from tinsmith.cli.ports import free_ports
-from trainer_service.checkpoints import CheckpointStore
-from trainer_service.locations import Location
 from trainer_service.metrics import Metrics
+from trainer_service.storage.checkpoints import CheckpointStore
 from trainer_service.storage.choice import open_storage
+from trainer_service.storage.locations import Location
 
 BUCKET = "tinsmith"
 _KEYS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_DEFAULT_REGION": "us-east-1"}

@@ -23,16 +23,15 @@ from tinsmith.v1 import metrics_pb2, trainer_pb2
 from tinsmith.v1.metrics_pb2_grpc import add_MetricsServiceServicer_to_server
 from tinsmith.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
 from tinsmith.weight_channel.ring_memory import gpu_uuid
-from trainer_service import journal_file
-from trainer_service.budget import Plan
-from trainer_service.canary import canary_of
-from trainer_service.certificate import GAP_LIMITS, GapRule, Publisher
-from trainer_service.checkpoints import CheckpointStore
 from trainer_service.config import TrainerConfig
-from trainer_service.engine import TrainingEngine
-from trainer_service.imports import Importer
-from trainer_service.journal import Journal
-from trainer_service.measure import Bounds, measure
+from trainer_service.durability import journal_file
+from trainer_service.durability.journal import Journal
+from trainer_service.durability.restore import Restorer, check_journal
+from trainer_service.durability.snapshot_files import SnapshotFiles
+from trainer_service.durability.snapshots import Policy, Snapshots
+from trainer_service.engine.budget import Plan
+from trainer_service.engine.engine import TrainingEngine
+from trainer_service.engine.measure import Bounds, measure
 from trainer_service.metrics import Metrics
 from trainer_service.operations import Operations
 from trainer_service.ranks import process
@@ -40,14 +39,15 @@ from trainer_service.ranks.follower import Follower
 from trainer_service.ranks.group import RankGroup
 from trainer_service.ranks.leader import LeadingEngine
 from trainer_service.ranks.place import Place
-from trainer_service.restore import Restorer, check_journal
-from trainer_service.scheduler import Scheduler
+from trainer_service.scheduling.scheduler import Scheduler
 from trainer_service.servicer import Trainer, TrainerServicer
-from trainer_service.snapshot_files import SnapshotFiles
-from trainer_service.snapshots import Policy, Snapshots
+from trainer_service.storage.checkpoints import CheckpointStore
 from trainer_service.storage.choice import open_storage
+from trainer_service.storage.imports import Importer
 from trainer_service.storage.protocol import StorageUnusable
 from trainer_service.weight_sync import WeightSender
+from trainer_service.weight_sync.canary import canary_of
+from trainer_service.weight_sync.certificate import GAP_LIMITS, GapRule, Publisher
 from trainer_service.weight_sync.choice import check_channel
 
 logger = logging.getLogger(__name__)

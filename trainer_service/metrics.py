@@ -12,7 +12,7 @@ import math
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from tinsmith.rpc.metrics import LATENCY_BUCKETS_S, PHASE_BUCKETS_S
-from trainer_service.mismatch import Mismatch
+from trainer_service.objectives.mismatch import Mismatch
 
 _NATS = [10.0**n for n in range(-7, 0)] + [0.2, 0.5, 1.0, 2.0, 5.0, 10.0]
 _SHARES = [0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 0.999, 1.0]

@@ -31,18 +31,18 @@ from tinsmith.rpc.paths import check_model_id, check_name
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 from tinsmith.v1.types_pb2 import PublishCertificate
-from trainer_service.batch import Batch
-from trainer_service.canary import Scores
-from trainer_service.certificate import Certified, Publisher
-from trainer_service.checkpoints import CheckpointStore
-from trainer_service.custom_loss import CustomLoss
-from trainer_service.encryption import Recipient, parse_recipients
-from trainer_service.engine import State, TrainingEngine
-from trainer_service.locations import KINDS, Location
-from trainer_service.optimizers import DEFAULT_OPTIMIZER, check_kind, params_from_proto
-from trainer_service.snapshots import Snapshots
+from trainer_service.durability.snapshots import Snapshots
+from trainer_service.engine.batch import Batch
+from trainer_service.engine.engine import State, TrainingEngine
+from trainer_service.engine.optimizers import DEFAULT_OPTIMIZER, check_kind, params_from_proto
+from trainer_service.objectives.custom_loss import CustomLoss
+from trainer_service.scheduling.work import RunBatch, Turn, Work
+from trainer_service.storage.checkpoints import CheckpointStore
+from trainer_service.storage.encryption import Recipient, parse_recipients
+from trainer_service.storage.locations import KINDS, Location
 from trainer_service.weight_sync import Version
-from trainer_service.work import RunBatch, Turn, Work
+from trainer_service.weight_sync.canary import Scores
+from trainer_service.weight_sync.certificate import Certified, Publisher
 
 logger = logging.getLogger(__name__)
 

@@ -19,15 +19,15 @@ from tinsmith.rpc.paths import check_model_id
 from tinsmith.rpc.server import ACCEPTED, RAN
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import trainer_pb2_grpc
-from trainer_service.batch import LOSS_FN_NAMES
-from trainer_service.checkpoints import CheckpointStore
-from trainer_service.imports import Importer
-from trainer_service.journal import Body, Journal
-from trainer_service.locations import Location
+from trainer_service.durability.journal import Body, Journal
+from trainer_service.engine.batch import LOSS_FN_NAMES
+from trainer_service.engine.optimizers import OPTIMIZERS
 from trainer_service.operations import Operations, refused
-from trainer_service.optimizers import OPTIMIZERS
-from trainer_service.scheduler import Scheduler
-from trainer_service.work import Answer, Operation, Work
+from trainer_service.scheduling.scheduler import Scheduler
+from trainer_service.scheduling.work import Answer, Operation, Work
+from trainer_service.storage.checkpoints import CheckpointStore
+from trainer_service.storage.imports import Importer
+from trainer_service.storage.locations import Location
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput  # pyright: ignore[reportMissingImports]
 from vllm.v1.sample.sampler import Sampler  # pyright: ignore[reportMissingImports]
 
-from sampler_service.sampling import Rules, UInt64s, draw, scaled_logprobs, uniforms
+from sampler_service.torch_engine.sampling import Rules, UInt64s, draw, scaled_logprobs, uniforms
 from sampler_service.vllm.wire import Draws
 
 

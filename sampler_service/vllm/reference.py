@@ -16,7 +16,7 @@ import torch
 from sampler_service.config import SamplerConfig
 from sampler_service.engine import Floats, Ints
 from sampler_service.eos import eos_token_ids
-from sampler_service.sizing import Sizes, resolve_device, resolve_dtype
+from sampler_service.torch_engine.sizing import Sizes, resolve_device, resolve_dtype
 from tinsmith.modeling.adapter import AdapterConfig, Group, Target
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, UnsupportedModel, positions_of

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sampler_service.scoring import PromptScorer
+from sampler_service.torch_engine.scoring import PromptScorer
 from sampler_service.vllm.wire import Scores
 
 _CHUNK_BYTES = 256 * 1024 * 1024

@@ -8,7 +8,7 @@ from typing import Any
 from vllm.v1.metrics.loggers import StatLoggerBase  # pyright: ignore[reportMissingImports]
 
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.speed import Speed
+from sampler_service.torch_engine.speed import Speed
 
 
 class StepStats(StatLoggerBase):

@@ -8,7 +8,7 @@ from typing import Any, Self
 import numpy as np
 
 from sampler_service.engine import Params, Request, Targets
-from sampler_service.sampling import Rule
+from sampler_service.torch_engine.sampling import Rule
 
 _DRAWS, _SCORES = "tinsmith_draws", "tinsmith_scores"
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import Tensor
 
-from sampler_service import weight_sync
 from sampler_service.__main__ import main
+from sampler_service.weights import weight_sync
 from tinsmith.weight_channel.transport import Inlet, Wait
 
 ORDER = Path(os.environ["FAULT_ORDER"])

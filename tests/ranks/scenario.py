@@ -16,14 +16,14 @@ from tests.unit.trainer_service.custom_losses import custom_loss, graph, node, r
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.rpc.errors import ServiceError
 from tinsmith.v1 import types_pb2
-from trainer_service.batch import Batch, Output
-from trainer_service.canary import canary
-from trainer_service.checkpoints import CheckpointStore
-from trainer_service.engine import TrainingEngine
-from trainer_service.job import Piece
-from trainer_service.locations import Location
+from trainer_service.engine.batch import Batch, Output
+from trainer_service.engine.engine import TrainingEngine
+from trainer_service.engine.job import Piece
+from trainer_service.engine.optimizers import AdamParams, DimuonParams
 from trainer_service.metrics import Metrics
-from trainer_service.optimizers import AdamParams, DimuonParams
+from trainer_service.storage.checkpoints import CheckpointStore
+from trainer_service.storage.locations import Location
+from trainer_service.weight_sync.canary import canary
 
 BUDGET = 48
 """Tokens of one rank's micro-batch: most works need several."""

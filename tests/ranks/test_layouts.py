@@ -19,8 +19,8 @@ from tinsmith.cli.ports import free_ports
 from tinsmith.cli.stack import torchrun
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.v1 import types_pb2
-from trainer_service.engine import TrainingEngine
-from trainer_service.manifest import NAME, Manifest
+from trainer_service.engine.engine import TrainingEngine
+from trainer_service.storage.manifest import NAME, Manifest
 
 pytestmark = pytest.mark.slow
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from tinsmith.rpc.errors import InvalidRequest
 from tinsmith.rpc.paths import KINDS, TinkerPath
-from trainer_service.imports import unpack
-from trainer_service.locations import KINDS as FOLDERS
-from trainer_service.locations import Location
+from trainer_service.storage.imports import unpack
+from trainer_service.storage.locations import KINDS as FOLDERS
+from trainer_service.storage.locations import Location
 
 ROOT = Path("/root-of-checkpoints")
 

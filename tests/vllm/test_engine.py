@@ -13,7 +13,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from sampler_service import convert
-from sampler_service.torch_engine import TorchEngine
+from sampler_service.torch_engine.engine import TorchEngine
 from tests.stack import make_base_model
 from tests.unit.sampler_service.serving import floats, ints, make_adapter, sample, serving
 from tests.vllm.service import MODEL, VllmService

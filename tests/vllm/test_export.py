@@ -17,9 +17,9 @@ from tinsmith.modeling.base_model import BaseModel, positions_of
 from tinsmith.modeling.logprobs import target_logprobs
 from tinsmith.modeling.lora import Run
 from tinsmith.v1 import types_pb2
-from trainer_service.checkpoints import CheckpointStore
-from trainer_service.engine import State
+from trainer_service.engine.engine import State
 from trainer_service.metrics import Metrics
+from trainer_service.storage.checkpoints import CheckpointStore
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 

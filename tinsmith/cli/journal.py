@@ -77,7 +77,7 @@ def run_show(arguments: argparse.Namespace) -> int:
     if arguments.trainer:
         _print_models(arguments.trainer, _call(arguments, "ListJournal", pb.ListJournalRequest()).models)
         return 0
-    from trainer_service.journal_pruning import summaries  # for a stopped trainer only
+    from trainer_service.durability.journal_pruning import summaries  # for a stopped trainer only
 
     for path in _journals(arguments.state_dir):
         with _opened(path) as connection:
@@ -92,7 +92,7 @@ def run_prune(arguments: argparse.Namespace) -> int:
         request = pb.PruneJournalRequest(dry_run=not arguments.yes)
         _print_pruned(arguments.trainer, _call(arguments, "PruneJournal", request), done=arguments.yes)
         return 0
-    from trainer_service.journal_pruning import prune  # for a stopped trainer only
+    from trainer_service.durability.journal_pruning import prune  # for a stopped trainer only
 
     for path in _journals(arguments.state_dir):
         with _opened(path) as connection:
@@ -175,7 +175,7 @@ def _journals(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[sqlite3.Connection]:
-    from trainer_service.journal_file import connect  # for a stopped trainer only
+    from trainer_service.durability.journal_file import connect  # for a stopped trainer only
 
     try:
         connection = connect(path)

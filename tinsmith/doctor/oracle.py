@@ -19,7 +19,7 @@ from tinsmith.doctor.subject import BASE, Example, Logprobs, Subject, free, load
 from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.pretrained import load_causal_lm
 from tinsmith.modeling.reference import adapted
-from trainer_service.memory import available_bytes
+from trainer_service.engine.memory import available_bytes
 
 GRADIENT_TOKENS = 80
 """Autograd keeps every activation of the plain model: gradients are taken over so many tokens at most."""

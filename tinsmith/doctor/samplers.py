@@ -50,8 +50,8 @@ class Kind:
 
 
 KINDS = (
-    Kind("torch", "torch", "sampler_service.torch_engine", "TorchEngine"),
-    Kind("vllm", "vllm", "sampler_service.vllm_engine", "VllmEngine"),
+    Kind("torch", "torch", "sampler_service.torch_engine.engine", "TorchEngine"),
+    Kind("vllm", "vllm", "sampler_service.vllm.engine", "VllmEngine"),
 )
 
 

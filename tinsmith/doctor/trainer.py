@@ -24,17 +24,17 @@ from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.self_check import random_adapter
 from tinsmith.rpc.errors import ServiceError
 from tinsmith.v1 import types_pb2 as pb
-from trainer_service.batch import Batch, Datum
-from trainer_service.budget import Plan
-from trainer_service.checkpoints import CheckpointStore
-from trainer_service.engine import State, TrainingEngine
-from trainer_service.locations import KINDS, Location
-from trainer_service.losses import LOSS_FNS
-from trainer_service.measure import Bounds, measure
-from trainer_service.memory import host_bytes
+from trainer_service.engine.batch import Batch, Datum
+from trainer_service.engine.budget import Plan
+from trainer_service.engine.engine import State, TrainingEngine
+from trainer_service.engine.measure import Bounds, measure
+from trainer_service.engine.memory import host_bytes
+from trainer_service.engine.model_state import full_bytes
+from trainer_service.engine.optimizers import AdamParams
 from trainer_service.metrics import Metrics
-from trainer_service.model_state import full_bytes
-from trainer_service.optimizers import AdamParams
+from trainer_service.objectives.losses import LOSS_FNS
+from trainer_service.storage.checkpoints import CheckpointStore
+from trainer_service.storage.locations import KINDS, Location
 
 MAX_RANK = 256
 """The service's default."""

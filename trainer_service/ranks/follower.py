@@ -16,16 +16,16 @@ from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import FullWeights, Weights
 from tinsmith.rpc.errors import ServiceError
 from tinsmith.v1 import trainer_pb2
-from trainer_service.batch import Batch
-from trainer_service.budget import Footprint, Plan
-from trainer_service.canary import score
-from trainer_service.engine import OptimizerState, State, TrainingEngine
-from trainer_service.job import Job, Piece
-from trainer_service.model_state import ModelState
-from trainer_service.optimizers import AdamParams, DimuonParams
+from trainer_service.engine.batch import Batch
+from trainer_service.engine.budget import Footprint, Plan
+from trainer_service.engine.engine import OptimizerState, State, TrainingEngine
+from trainer_service.engine.job import Job, Piece
+from trainer_service.engine.model_state import ModelState
+from trainer_service.engine.optimizers import AdamParams, DimuonParams
 from trainer_service.ranks.group import RankGroup
 from trainer_service.ranks.team import RankTeam
 from trainer_service.ranks.wire import Message
+from trainer_service.weight_sync.canary import score
 
 logger = logging.getLogger(__name__)
 

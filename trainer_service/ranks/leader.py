@@ -14,17 +14,17 @@ from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import Weights
 from tinsmith.rpc.errors import OutOfCapacity, ServiceError
-from trainer_service.batch import Output
-from trainer_service.budget import Lengths, Plan
-from trainer_service.canary import Scores, Tokens, score
-from trainer_service.engine import State, TrainingEngine
-from trainer_service.job import Job, Piece
-from trainer_service.mismatch import Mismatch
-from trainer_service.model_state import ModelState
-from trainer_service.optimizers import Params
+from trainer_service.engine.batch import Output
+from trainer_service.engine.budget import Lengths, Plan
+from trainer_service.engine.engine import State, TrainingEngine
+from trainer_service.engine.job import Job, Piece
+from trainer_service.engine.model_state import ModelState
+from trainer_service.engine.optimizers import Params
+from trainer_service.objectives.mismatch import Mismatch
 from trainer_service.ranks.group import RankGroup
 from trainer_service.ranks.team import RankTeam
 from trainer_service.ranks.wire import Message
+from trainer_service.weight_sync.canary import Scores, Tokens, score
 
 T = TypeVar("T")
 

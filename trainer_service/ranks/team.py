@@ -14,8 +14,8 @@ from torch import Tensor
 from tinsmith.modeling.parallel_base import ShardedLayers
 from tinsmith.rpc import errors
 from tinsmith.rpc.errors import ServiceError
-from trainer_service.memory import is_out_of_memory
-from trainer_service.micro_batch import Item
+from trainer_service.engine.memory import is_out_of_memory
+from trainer_service.engine.micro_batch import Item
 from trainer_service.ranks.group import RankGroup, is_of_other_ranks
 from trainer_service.ranks.share import balanced
 from trainer_service.ranks.wire import Message

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tinsmith.rpc.errors import CheckpointNotFound, DataCorrupted
-from trainer_service import manifest
-from trainer_service.locations import Location
-from trainer_service.manifest import Manifest
 from trainer_service.metrics import Metrics
+from trainer_service.storage import manifest
+from trainer_service.storage.locations import Location
+from trainer_service.storage.manifest import Manifest
 from trainer_service.storage.protocol import CERTIFICATE, TEMPORARY, StorageUnusable, taken
 from trainer_service.storage.space import Space
 

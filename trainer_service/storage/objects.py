@@ -31,10 +31,10 @@ from typing import Any, BinaryIO
 import fsspec
 
 from tinsmith.rpc.errors import CheckpointNotFound, DataCorrupted, NotReady, ServiceError
-from trainer_service import manifest
-from trainer_service.locations import Location
-from trainer_service.manifest import Manifest
 from trainer_service.metrics import Metrics
+from trainer_service.storage import manifest
+from trainer_service.storage.locations import Location
+from trainer_service.storage.manifest import Manifest
 from trainer_service.storage.protocol import CERTIFICATE, TEMPORARY, StorageUnusable, taken
 from trainer_service.storage.space import Space
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from tinsmith.rpc.errors import CheckpointExists
-from trainer_service.locations import Location
-from trainer_service.manifest import Manifest
+from trainer_service.storage.locations import Location
+from trainer_service.storage.manifest import Manifest
 from trainer_service.storage.space import Space
 
 TEMPORARY = "~tmp"

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from tinsmith.cli import main
 from tinsmith.rpc.errors import InvalidRequest
 from tinsmith.v1 import trainer_pb2 as pb
-from trainer_service.journal import Body, Journal
+from trainer_service.durability.journal import Body, Journal
 from trainer_service.metrics import Metrics
 
 LIVE, LOST = "s:train:0", "s:train:1"

@@ -219,7 +219,7 @@ def test_as_a_process_it_ends_with_its_status() -> None:
     assert len(process.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("missing", ["trainer_service.engine", "sampler_service.config"])
+@pytest.mark.parametrize("missing", ["trainer_service.engine.engine", "sampler_service.config"])
 def test_a_missing_extra_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model_folder: Path, missing: str
 ) -> None:

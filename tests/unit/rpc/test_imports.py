@@ -20,8 +20,8 @@ HEAVY = {"torch", "transformers", "vllm", "peft", "safetensors"}
         "tinsmith.rpc.server",
         "tinsmith.rpc.tensors",
         "gateway.http.app",
-        "trainer_service.journal",
-        "trainer_service.scheduler",
+        "trainer_service.durability.journal",
+        "trainer_service.scheduling.scheduler",
     ],
 )
 def test_module_leaves_no_heavy_library_loaded(module: str) -> None:

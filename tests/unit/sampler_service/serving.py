@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from sampler_service.config import SamplerConfig
 from sampler_service.engine import Params, Request, Result, StopCondition
 from sampler_service.metrics import SamplerMetrics
-from sampler_service.torch_engine import TorchEngine
+from sampler_service.torch_engine.engine import TorchEngine
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, Target
 from tinsmith.v1 import sampler_pb2 as pb
 from tinsmith.v1 import types_pb2 as types

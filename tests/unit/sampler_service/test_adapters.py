@@ -4,8 +4,8 @@ import weakref
 import pytest
 import torch
 
-from sampler_service import adapters
-from sampler_service.adapters import AdapterStore, Version
+from sampler_service.torch_engine import adapters
+from sampler_service.torch_engine.adapters import AdapterStore, Version
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, Target
 from tinsmith.rpc.errors import AlreadyExists, OutOfCapacity, VersionNotLoaded
 

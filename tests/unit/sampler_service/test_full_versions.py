@@ -9,7 +9,7 @@ import pytest_asyncio
 import torch
 
 from sampler_service.engine import Result
-from sampler_service.torch_engine import TorchEngine
+from sampler_service.torch_engine.engine import TorchEngine
 from tests.unit.sampler_service.full_versions import make_full, save
 from tests.unit.sampler_service.serving import generate, make_adapter, plain_logits, prompt, serving
 from tinsmith.modeling.full_weights import FullWeights

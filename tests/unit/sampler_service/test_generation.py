@@ -275,7 +275,7 @@ async def test_absent_max_tokens_goes_to_the_end_of_the_context(model_folder: Pa
 async def test_unlimited_sequences_give_way_and_end_the_same(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sampler_service.scheduler.HEADROOM", 16)
+    monkeypatch.setattr("sampler_service.torch_engine.scheduler.HEADROOM", 16)
     async with serving(model_folder) as engine:
         roomy = [await generate(engine, prompt(20, seed=n), seed=n) for n in range(4)]
     # Room for four short ones or one long one.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sampler_service.scheduler import HEADROOM, Job, Scheduler, Sequence
+from sampler_service.torch_engine.scheduler import HEADROOM, Job, Scheduler, Sequence
 
 
 def job(owner: str, length: int, *, samples: int = 1, max_tokens: int | None = 10, order: int = 0) -> Job[str]:

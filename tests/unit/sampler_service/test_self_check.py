@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from sampler_service import step
+from sampler_service.torch_engine import step
 from tests.unit.sampler_service.serving import serving
 from tinsmith.modeling import kv_cache
 from tinsmith.modeling.base_model import UnsupportedModel

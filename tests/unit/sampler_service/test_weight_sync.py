@@ -12,11 +12,11 @@ import pytest
 import pytest_asyncio
 import torch
 
-from sampler_service import weight_sync
 from sampler_service.__main__ import make_server
 from sampler_service.config import SamplerConfig
 from sampler_service.engine import EngineSlot
-from sampler_service.torch_engine import TorchEngine
+from sampler_service.torch_engine.engine import TorchEngine
+from sampler_service.weights import weight_sync
 from tests.unit.sampler_service.full_versions import make_full
 from tests.unit.sampler_service.serving import generate, make_adapter, metric, prompt, serving
 from tinsmith.modeling.adapter import Adapter

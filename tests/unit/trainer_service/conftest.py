@@ -8,10 +8,10 @@ from prometheus_client import CollectorRegistry
 
 from tests.stores import BUCKET, Place, gs, s3
 from tests.unit.trainer_service.scheduling import Bench, FakeEngine, MakeBench
-from trainer_service.checkpoints import CheckpointStore
-from trainer_service.journal import Journal
+from trainer_service.durability.journal import Journal
 from trainer_service.metrics import Metrics
-from trainer_service.scheduler import Scheduler
+from trainer_service.scheduling.scheduler import Scheduler
+from trainer_service.storage.checkpoints import CheckpointStore
 
 
 @pytest.fixture

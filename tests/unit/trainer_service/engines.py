@@ -9,9 +9,9 @@ import torch
 from tests.batches import random_datum, request
 from tests.models import VOCAB_SIZE
 from tinsmith.modeling.adapter import AdapterConfig
-from trainer_service.batch import Batch, Output
-from trainer_service.engine import TrainingEngine
-from trainer_service.optimizers import AdamParams
+from trainer_service.engine.batch import Batch, Output
+from trainer_service.engine.engine import TrainingEngine
+from trainer_service.engine.optimizers import AdamParams
 
 ADAM = AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, grad_clip_norm=0.0)
 

@@ -14,19 +14,19 @@ from torch import Tensor
 
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc.errors import ServiceError
-from trainer_service.canary import canary_of
-from trainer_service.certificate import GapRule, Publisher
-from trainer_service.checkpoints import CheckpointStore
-from trainer_service.engine import TrainingEngine
-from trainer_service.journal import Body, Journal
+from trainer_service.durability.journal import Body, Journal
+from trainer_service.durability.restore import Restorer
+from trainer_service.durability.snapshot_files import SnapshotFiles
+from trainer_service.durability.snapshots import Policy, Snapshots
+from trainer_service.engine.engine import TrainingEngine
 from trainer_service.metrics import Metrics
 from trainer_service.operations import Operations, refused
-from trainer_service.restore import Restorer
-from trainer_service.scheduler import Scheduler
-from trainer_service.snapshot_files import SnapshotFiles
-from trainer_service.snapshots import Policy, Snapshots
+from trainer_service.scheduling.scheduler import Scheduler
+from trainer_service.scheduling.work import Answer, Operation, Work
+from trainer_service.storage.checkpoints import CheckpointStore
 from trainer_service.weight_sync import WeightSender
-from trainer_service.work import Answer, Operation, Work
+from trainer_service.weight_sync.canary import canary_of
+from trainer_service.weight_sync.certificate import GapRule, Publisher
 
 NEVER = Policy(0, 0, 0)
 KINDS = {

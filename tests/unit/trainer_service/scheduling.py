@@ -13,9 +13,9 @@ from prometheus_client import CollectorRegistry
 
 from tinsmith.rpc.errors import InvalidRequest, ServiceError
 from tinsmith.v1 import trainer_pb2 as pb
-from trainer_service.journal import Body, Journal
-from trainer_service.scheduler import Scheduler
-from trainer_service.work import Answer, Operation, RunBatch, Turn, Work
+from trainer_service.durability.journal import Body, Journal
+from trainer_service.scheduling.scheduler import Scheduler
+from trainer_service.scheduling.work import Answer, Operation, RunBatch, Turn, Work
 
 
 @dataclass(frozen=True)

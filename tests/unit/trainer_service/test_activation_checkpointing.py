@@ -10,10 +10,10 @@ from tests.models import VOCAB_SIZE
 from tests.unit.modeling.test_families import DENSE, SPARSE, make
 from tests.unit.trainer_service.engines import assert_near, batch, create, gradient, run
 from tinsmith.modeling.base_model import BaseModel
-from trainer_service.batch import Batch
-from trainer_service.budget import Footprint, Plan
-from trainer_service.engine import TrainingEngine
-from trainer_service.memory import peak_bytes
+from trainer_service.engine.batch import Batch
+from trainer_service.engine.budget import Footprint, Plan
+from trainer_service.engine.engine import TrainingEngine
+from trainer_service.engine.memory import peak_bytes
 
 LENGTHS = (9, 30, 9, 17)
 

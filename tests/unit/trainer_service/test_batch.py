@@ -8,7 +8,7 @@ import pytest
 from tests.batches import datum, request
 from tinsmith.rpc.errors import InvalidRequest, UnknownLossFn
 from tinsmith.v1 import trainer_pb2, types_pb2
-from trainer_service.batch import Batch, Limits, Output
+from trainer_service.engine.batch import Batch, Limits, Output
 
 LIMITS = Limits(vocab_size=100, max_context_length=8, max_datums=4)
 GOOD = {"target_tokens": [2, 3], "weights": np.float32([0, 1])}

@@ -13,12 +13,12 @@ from tests.unit.trainer_service.engines import create
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc.errors import InvalidRequest, OutOfCapacity
-from trainer_service.batch import Batch
-from trainer_service.budget import Footprint, Plan, fastest, sizes_up_to
 from trainer_service.config import TrainerConfig
-from trainer_service.engine import TrainingEngine
-from trainer_service.measure import Bounds, measure
-from trainer_service.memory import peak_bytes
+from trainer_service.engine.batch import Batch
+from trainer_service.engine.budget import Footprint, Plan, fastest, sizes_up_to
+from trainer_service.engine.engine import TrainingEngine
+from trainer_service.engine.measure import Bounds, measure
+from trainer_service.engine.memory import peak_bytes
 
 _SMALL = 3_000_000
 """Bytes that do not hold a whole context."""

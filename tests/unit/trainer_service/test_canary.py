@@ -14,9 +14,9 @@ from tests.models import CONTEXT, VOCAB_SIZE
 from tests.unit.trainer_service.engines import create, run
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import FULL, FullWeights
-from trainer_service.batch import Batch
-from trainer_service.canary import Tokens, _in_place, canary
-from trainer_service.engine import TrainingEngine
+from trainer_service.engine.batch import Batch
+from trainer_service.engine.engine import TrainingEngine
+from trainer_service.weight_sync.canary import Tokens, _in_place, canary
 
 SEQUENCES = canary(4, vocab_size=VOCAB_SIZE, max_context_length=CONTEXT)
 

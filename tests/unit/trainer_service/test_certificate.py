@@ -20,11 +20,11 @@ from tinsmith.rpc.errors import InvalidRequest, NotReady, OutOfCapacity, Service
 from tinsmith.rpc.server import Server
 from tinsmith.v1 import sampler_pb2 as pb
 from tinsmith.v1 import sampler_pb2_grpc, types_pb2
-from trainer_service.canary import Scores, canary_of, score
-from trainer_service.certificate import GapRule, OnGap, Publisher, _Measured
-from trainer_service.engine import TrainingEngine
+from trainer_service.engine.engine import TrainingEngine
 from trainer_service.metrics import Metrics
 from trainer_service.weight_sync import Published, Version
+from trainer_service.weight_sync.canary import Scores, canary_of, score
+from trainer_service.weight_sync.certificate import GapRule, OnGap, Publisher, _Measured
 
 
 @dataclass

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from sampler_service.__main__ import make_server
 from sampler_service.config import SamplerConfig
 from sampler_service.engine import EngineSlot
-from sampler_service.torch_engine import TorchEngine
+from sampler_service.torch_engine.engine import TorchEngine
 from tests.batches import random_datum, request
 from tests.models import VOCAB_SIZE
 from tests.unit.sampler_service.serving import generate, prompt, serving
@@ -35,19 +35,19 @@ from tinsmith.rpc.errors import (
 from tinsmith.rpc.server import Server
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import trainer_pb2_grpc, types_pb2
-from trainer_service.canary import canary_of
-from trainer_service.certificate import GapRule, Publisher
-from trainer_service.checkpoints import CheckpointStore
-from trainer_service.engine import TrainingEngine
-from trainer_service.imports import Importer
-from trainer_service.journal import Journal
+from trainer_service.durability.journal import Journal
+from trainer_service.durability.snapshot_files import SnapshotFiles
+from trainer_service.durability.snapshots import Policy, Snapshots
+from trainer_service.engine.engine import TrainingEngine
 from trainer_service.metrics import Metrics
 from trainer_service.operations import Operations
-from trainer_service.scheduler import Scheduler
+from trainer_service.scheduling.scheduler import Scheduler
 from trainer_service.servicer import Trainer, TrainerServicer
-from trainer_service.snapshot_files import SnapshotFiles
-from trainer_service.snapshots import Policy, Snapshots
+from trainer_service.storage.checkpoints import CheckpointStore
+from trainer_service.storage.imports import Importer
 from trainer_service.weight_sync import WeightSender
+from trainer_service.weight_sync.canary import canary_of
+from trainer_service.weight_sync.certificate import GapRule, Publisher
 
 MODEL = "s:train:0"
 SAMPLER = types_pb2.CHECKPOINT_KIND_SAMPLER

@@ -29,11 +29,11 @@ from tinsmith.rpc.errors import (
     OutOfCapacity,
 )
 from tinsmith.v1 import types_pb2 as pb
-from trainer_service.checkpoints import CheckpointStore
-from trainer_service.encryption import parse_recipients
-from trainer_service.engine import OptimizerState, State
-from trainer_service.locations import Location
+from trainer_service.engine.engine import OptimizerState, State
 from trainer_service.metrics import Metrics
+from trainer_service.storage.checkpoints import CheckpointStore
+from trainer_service.storage.encryption import parse_recipients
+from trainer_service.storage.locations import Location
 
 RUN = "s:train:0"
 age: Any = pyrage  # it comes without types

@@ -18,11 +18,11 @@ from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc.tensors import from_numpy
 from tinsmith.v1 import trainer_pb2, types_pb2
-from trainer_service.batch import CUSTOM, Batch, Output
-from trainer_service.engine import TrainingEngine
-from trainer_service.fairness import DeficitRoundRobin, Load
-from trainer_service.losses import LOSS_FNS
-from trainer_service.optimizers import AdamParams, DimuonParams
+from trainer_service.engine.batch import CUSTOM, Batch, Output
+from trainer_service.engine.engine import TrainingEngine
+from trainer_service.engine.optimizers import AdamParams, DimuonParams
+from trainer_service.objectives.losses import LOSS_FNS
+from trainer_service.scheduling.fairness import DeficitRoundRobin, Load
 
 GROUPS = ({}, {"train_mlp": False}, {"train_attn": False}, {"train_unembed": False})
 CONFIGS = {"ppo": {"clip_low_threshold": 0.5}, "dro": {"beta": 0.2}, "cispo": {"clip_high_threshold": 1.1}}

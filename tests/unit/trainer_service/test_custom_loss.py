@@ -21,9 +21,9 @@ from tinsmith.rpc.errors import InvalidRequest
 from tinsmith.rpc.tensors import to_numpy
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
-from trainer_service.batch import Batch, Output
-from trainer_service.custom_loss_ops import FUNCTIONS, METHODS
-from trainer_service.engine import TrainingEngine
+from trainer_service.engine.batch import Batch, Output
+from trainer_service.engine.engine import TrainingEngine
+from trainer_service.objectives.custom_loss_ops import FUNCTIONS, METHODS
 
 LENGTHS = (9, 4, 17, 4)
 Result = tuple[Tensor, dict[str, Tensor]]

@@ -14,10 +14,10 @@ from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc.errors import FailedPrecondition, InvalidRequest
 from tinsmith.rpc.tensors import from_numpy
 from tinsmith.v1 import types_pb2
-from trainer_service.batch import Batch, Output
-from trainer_service.engine import TrainingEngine
-from trainer_service.losses import LOSS_FNS, Targets
-from trainer_service.optimizers import AdamParams, DimuonParams
+from trainer_service.engine.batch import Batch, Output
+from trainer_service.engine.engine import TrainingEngine
+from trainer_service.engine.optimizers import AdamParams, DimuonParams
+from trainer_service.objectives.losses import LOSS_FNS, Targets
 
 ADAM = AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, grad_clip_norm=0.0)
 LENGTHS = (9, 4, 4, 17)

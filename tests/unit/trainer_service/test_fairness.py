@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from trainer_service.fairness import DeficitRoundRobin, Load
+from trainer_service.scheduling.fairness import DeficitRoundRobin, Load
 
 
 @dataclass

@@ -16,11 +16,11 @@ from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import FULL, FullWeights, config_of
 from tinsmith.rpc.errors import DataCorrupted, InvalidRequest
 from tinsmith.v1 import types_pb2 as pb
-from trainer_service.checkpoints import CheckpointStore
-from trainer_service.encryption import parse_recipients
-from trainer_service.engine import OptimizerState, State
-from trainer_service.locations import KINDS, Location
+from trainer_service.engine.engine import OptimizerState, State
 from trainer_service.metrics import Metrics
+from trainer_service.storage.checkpoints import CheckpointStore
+from trainer_service.storage.encryption import parse_recipients
+from trainer_service.storage.locations import KINDS, Location
 
 RUN = "s:train:0"
 TRAINING, SAMPLER = pb.CHECKPOINT_KIND_TRAINING, pb.CHECKPOINT_KIND_SAMPLER

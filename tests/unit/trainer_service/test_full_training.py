@@ -23,9 +23,9 @@ from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import FULL, TrainedWeights
 from tinsmith.rpc.errors import FailedPrecondition, InvalidRequest
 from tinsmith.rpc.tensors import from_numpy
-from trainer_service.batch import Batch, Output
-from trainer_service.engine import TrainingEngine
-from trainer_service.optimizers import AdamParams
+from trainer_service.engine.batch import Batch, Output
+from trainer_service.engine.engine import TrainingEngine
+from trainer_service.engine.optimizers import AdamParams
 
 LENGTHS = (9, 4, 4, 17)
 ADAM = AdamParams(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-3, weight_decay=0.1, grad_clip_norm=0.0)

@@ -13,7 +13,7 @@ import pytest
 import zstandard
 
 from tinsmith.rpc.errors import InvalidRequest
-from trainer_service.imports import unpack
+from trainer_service.storage.imports import unpack
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 GOOD = [

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from tests.batches import random_datum, request
 from tinsmith.rpc.errors import DataCorrupted, InvalidRequest, ModelLost, ModelNotFound, OutOfCapacity
 from tinsmith.v1 import trainer_pb2 as pb
-from trainer_service.journal import Body, Journal, LiveModel, Record, State
+from trainer_service.durability.journal import Body, Journal, LiveModel, Record, State
 from trainer_service.metrics import Metrics
 
 MODEL = "s:train:0"
@@ -226,7 +226,7 @@ _CHILD = """
 import asyncio, pathlib, sys
 from prometheus_client import CollectorRegistry
 from tinsmith.v1 import trainer_pb2 as pb
-from trainer_service.journal import Body, Journal
+from trainer_service.durability.journal import Body, Journal
 from trainer_service.metrics import Metrics
 
 async def main():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainer_service.losses import LOSS_FNS, Targets
+from trainer_service.objectives.losses import LOSS_FNS, Targets
 
 P = torch.tensor([-1.0, -2.0, -0.5, -3.0], requires_grad=True)
 Q = torch.tensor([-1.0, -1.0, -1.5, -3.2])

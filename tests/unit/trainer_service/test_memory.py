@@ -8,8 +8,8 @@ import torch
 from tests.unit.trainer_service.engines import batch, create, run
 from tinsmith.modeling import logprobs
 from tinsmith.modeling.base_model import BaseModel
-from trainer_service.engine import TrainingEngine
-from trainer_service.memory import Allocations, _cgroup_rooms, host_bytes, is_out_of_memory
+from trainer_service.engine.engine import TrainingEngine
+from trainer_service.engine.memory import Allocations, _cgroup_rooms, host_bytes, is_out_of_memory
 
 
 def test_storages_count_once_from_their_making_to_their_end() -> None:

@@ -17,12 +17,12 @@ from tests.unit.trainer_service.engines import batch, create, run
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc.tensors import from_numpy, to_numpy
 from tinsmith.v1 import types_pb2
-from trainer_service.batch import Batch, Output
-from trainer_service.engine import TrainingEngine
-from trainer_service.job import Piece
-from trainer_service.losses import LOSS_FNS
+from trainer_service.engine.batch import Batch, Output
+from trainer_service.engine.engine import TrainingEngine
+from trainer_service.engine.job import Piece
 from trainer_service.metrics import Metrics
-from trainer_service.mismatch import Mismatch
+from trainer_service.objectives.losses import LOSS_FNS
+from trainer_service.objectives.mismatch import Mismatch
 
 KEYS = {"sampler_kl:mean", "ess:mean", "ratio:max"}
 MODEL = "m"

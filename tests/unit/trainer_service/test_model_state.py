@@ -4,8 +4,8 @@ import torch
 
 from tests.unit.trainer_service.engines import ADAM, batch, create, run
 from tinsmith.modeling.base_model import BaseModel
-from trainer_service.engine import TrainingEngine
-from trainer_service.memory import Allocations
+from trainer_service.engine.engine import TrainingEngine
+from trainer_service.engine.memory import Allocations
 
 
 def test_buffers_come_when_they_are_needed_and_go_with_the_model(base: BaseModel) -> None:

@@ -17,9 +17,9 @@ from tests.stores import BUCKET, Place
 from tests.unit.trainer_service.test_checkpoints import RUN, at, make_info, make_state
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc.errors import CheckpointExists, CheckpointNotFound, NotReady
-from trainer_service.checkpoints import CheckpointStore
 from trainer_service.config import TrainerConfig
 from trainer_service.metrics import Metrics
+from trainer_service.storage.checkpoints import CheckpointStore
 from trainer_service.storage.choice import open_storage
 from trainer_service.storage.objects import ObjectStorage
 from trainer_service.storage.protocol import StorageUnusable

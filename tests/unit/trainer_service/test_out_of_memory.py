@@ -18,13 +18,13 @@ from tests.unit.trainer_service.engines import ADAM, assert_near, batch, create,
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc.errors import OutOfCapacity
 from tinsmith.rpc.tensors import from_numpy
-from trainer_service import custom_loss_graph
-from trainer_service import room as room_module
-from trainer_service.batch import Batch, Output
-from trainer_service.budget import Footprint, Plan
-from trainer_service.engine import TrainingEngine
+from trainer_service.engine import room as room_module
+from trainer_service.engine.batch import Batch, Output
+from trainer_service.engine.budget import Footprint, Plan
+from trainer_service.engine.engine import TrainingEngine
+from trainer_service.engine.micro_batch import Item, halves
 from trainer_service.metrics import Metrics
-from trainer_service.micro_batch import Item, halves
+from trainer_service.objectives import custom_loss_graph
 
 LENGTHS = (9, 30, 4, 17, 12, 25)
 

@@ -6,8 +6,8 @@ import pytest
 
 from tests.unit.trainer_service.scheduling import Bench, FakeBatch, MakeBench
 from tinsmith.rpc.errors import ResultNotFound
-from trainer_service.speed import Speed
-from trainer_service.work import Answer, RunBatch, Turn
+from trainer_service.scheduling.speed import Speed
+from trainer_service.scheduling.work import Answer, RunBatch, Turn
 
 
 async def test_works_ahead_are_counted_with_their_tokens_as_the_models_share_the_thread(make_bench: MakeBench) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tinsmith.rpc.errors import InvalidRequest, ServiceError
 from trainer_service.config import TrainerConfig
-from trainer_service.engine import TrainingEngine
+from trainer_service.engine.engine import TrainingEngine
 from trainer_service.ranks.leader import LeadingEngine
 from trainer_service.ranks.place import Place
 from trainer_service.ranks.process import num_threads

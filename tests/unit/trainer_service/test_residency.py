@@ -9,10 +9,10 @@ from torch import Tensor
 from tests.unit.trainer_service.engines import ADAM, batch, create, run
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
-from trainer_service.budget import Plan
-from trainer_service.engine import TrainingEngine
-from trainer_service.optimizers import DimuonParams
-from trainer_service.residency import Residency
+from trainer_service.engine.budget import Plan
+from trainer_service.engine.engine import TrainingEngine
+from trainer_service.engine.optimizers import DimuonParams
+from trainer_service.engine.residency import Residency
 
 HOST, DEVICE = "host", "device"
 

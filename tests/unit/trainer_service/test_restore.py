@@ -17,12 +17,12 @@ from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc.errors import ModelLost
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
-from trainer_service.journal import Body, State
-from trainer_service.journal_file import sum_of
-from trainer_service.restore import check_journal
-from trainer_service.snapshot_files import SnapshotFiles
-from trainer_service.snapshots import Policy
-from trainer_service.work import Answer
+from trainer_service.durability.journal import Body, State
+from trainer_service.durability.journal_file import sum_of
+from trainer_service.durability.restore import check_journal
+from trainer_service.durability.snapshot_files import SnapshotFiles
+from trainer_service.durability.snapshots import Policy
+from trainer_service.scheduling.work import Answer
 
 MODEL = "s:train:0"
 EVERY_STEP, EVERY_OTHER = Policy(1, 0, 0), Policy(2, 0, 0)

@@ -31,22 +31,22 @@ from tinsmith.rpc.server import Server
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import trainer_pb2_grpc, types_pb2
 from trainer_service.__main__ import serve
-from trainer_service.canary import canary_of
-from trainer_service.certificate import Certified, GapRule, Publisher
-from trainer_service.checkpoints import CheckpointStore
 from trainer_service.config import TrainerConfig
-from trainer_service.engine import State, TrainingEngine
-from trainer_service.imports import Importer
-from trainer_service.journal import Journal
-from trainer_service.locations import Location
+from trainer_service.durability.journal import Journal
+from trainer_service.durability.restore import Restorer
+from trainer_service.durability.snapshot_files import SnapshotFiles
+from trainer_service.durability.snapshots import Policy, Snapshots
+from trainer_service.engine.engine import State, TrainingEngine
 from trainer_service.metrics import Metrics
 from trainer_service.operations import Operations
-from trainer_service.restore import Restorer
-from trainer_service.scheduler import Scheduler
+from trainer_service.scheduling.scheduler import Scheduler
 from trainer_service.servicer import Trainer, TrainerServicer
-from trainer_service.snapshot_files import SnapshotFiles
-from trainer_service.snapshots import Policy, Snapshots
+from trainer_service.storage.checkpoints import CheckpointStore
+from trainer_service.storage.imports import Importer
+from trainer_service.storage.locations import Location
 from trainer_service.weight_sync import Version, WeightSender
+from trainer_service.weight_sync.canary import canary_of
+from trainer_service.weight_sync.certificate import Certified, GapRule, Publisher
 
 MODEL = "s:train:0"
 EXTERNAL = types_pb2.CHECKPOINT_KIND_EXTERNAL

@@ -20,9 +20,9 @@ from tests.unit.trainer_service.test_imports import GOOD, tar
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc.errors import OutOfCapacity
 from tinsmith.v1 import trainer_pb2
-from trainer_service.checkpoints import CheckpointStore, _num_bytes
-from trainer_service.imports import Importer
 from trainer_service.metrics import Metrics
+from trainer_service.storage.checkpoints import CheckpointStore, _num_bytes
+from trainer_service.storage.imports import Importer
 from trainer_service.storage.local import LocalStorage
 from trainer_service.storage.space import Space
 

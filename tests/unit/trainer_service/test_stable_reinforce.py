@@ -16,9 +16,9 @@ from tests.models import make_model
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.v1.trainer_pb2 import ForwardBackwardRequest
-from trainer_service.batch import Batch, Output
-from trainer_service.engine import TrainingEngine
-from trainer_service.optimizers import AdamParams
+from trainer_service.engine.batch import Batch, Output
+from trainer_service.engine.engine import TrainingEngine
+from trainer_service.engine.optimizers import AdamParams
 
 VOCABULARY = 64
 PROMPTS = [[3, 1], [4, 1], [5, 9], [2, 6]]

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from sampler_service import choice, vllm_engine
+from sampler_service import choice
 from sampler_service.choice import engine_name
 from sampler_service.config import SamplerConfig
 from sampler_service.engine import Params, Request, Targets
-from sampler_service.scoring import PromptScorer
+from sampler_service.torch_engine.scoring import PromptScorer
+from sampler_service.vllm import engine as vllm_engine
 from sampler_service.vllm.outputs import Drawn, drawn_tokens
 from sampler_service.vllm.settings import slot_rank
 from sampler_service.vllm.shared_memory import Handle, SharedTensor

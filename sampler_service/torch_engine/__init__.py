@@ -1,0 +1,1 @@
+"""Our own engine: continuous batching on the modelling code that the trainer runs."""

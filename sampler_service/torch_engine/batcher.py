@@ -1,0 +1,431 @@
+"""The running batch: plan, forward, draw, advance. Everything here happens on the compute thread.
+
+Shapes: B running sequences, T packed tokens, R rows that sample, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from sampler_service.engine import Delta, Result
+from sampler_service.metrics import SamplerMetrics
+from sampler_service.torch_engine.adapters import Version
+from sampler_service.torch_engine.lanes import Lanes
+from sampler_service.torch_engine.sampling import draw, scaled_logprobs, uniforms
+from sampler_service.torch_engine.scheduler import PASSING, Job, Scheduler
+from sampler_service.torch_engine.scoring import not_finite
+from sampler_service.torch_engine.sizing import Sizes
+from sampler_service.torch_engine.speed import Speed
+from sampler_service.torch_engine.step import (
+    Decoding,
+    Pass,
+    Rows,
+    TaskPiece,
+    TaskSequence,
+    adapter_of,
+    passes_of,
+    runs_of,
+)
+from sampler_service.torch_engine.task import Task
+from tinsmith.modeling.attention import Packed
+from tinsmith.modeling.base_model import BaseModel
+from tinsmith.modeling.full_weights import Parameters, Weights
+from tinsmith.modeling.kv_cache import Cached, Prefill
+from tinsmith.modeling.logprobs import logits
+from tinsmith.modeling.lora import Run
+from tinsmith.rpc.errors import ServiceError
+
+
+@dataclass(slots=True)
+class Deliveries:
+    """What a step has to tell the event loop."""
+
+    admitted: list[Task] = field(default_factory=list)
+    left: list[tuple[Task, Version]] = field(default_factory=list)
+    """Versions that a request is not at any more."""
+    moved: list[tuple[asyncio.Future[int], int]] = field(default_factory=list)
+    """Who waits for a move, and how many sequences go on with its version."""
+    deltas: list[tuple[Task, Delta]] = field(default_factory=list)
+    ended: list[tuple[Task, Result | ServiceError]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.admitted or self.left or self.moved or self.deltas or self.ended)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A token of each sampling row, on the host."""
+
+    tokens_R: list[int]
+    logprobs_R: list[float]
+
+
+class Batcher:
+    def __init__(self, base: BaseModel, sizes: Sizes, *, max_running: int, metrics: SamplerMetrics) -> None:
+        self.base = base
+        self.parameters = Parameters(base)
+        self.lanes = Lanes(
+            max_lanes=max_running + PASSING,
+            max_tokens=sizes.max_kv_tokens,
+            bytes_per_token=sizes.bytes_per_token,
+            prefix_bytes=sizes.prefix_cache_bytes,
+            metrics=metrics,
+        )
+        self.scheduler: Scheduler[Task] = Scheduler(
+            max_running=max_running,
+            max_kv_tokens=sizes.max_kv_tokens,
+            tokens_per_step=sizes.tokens_per_step,
+            reuse=self.lanes.reuse,
+        )
+        self.speed = Speed()
+        self.metrics = metrics
+        self._tasks: dict[Task, None] = {}
+        """Requests that have not ended, in the order of their arrival."""
+        self._decoding: Decoding | None = None
+        self._deliveries = Deliveries()
+
+    @property
+    def idle(self) -> bool:
+        return self.scheduler.idle
+
+    def add(self, jobs: Sequence[Job[Task]]) -> None:
+        """The jobs of one request."""
+        self._tasks[jobs[0].owner] = None
+        waiting = self.scheduler.waiting
+        if jobs[0].owner.request.on_probation:  # a publish waits for it
+            waiting.extendleft(reversed(jobs))
+        else:
+            waiting.extend(jobs)
+
+    @torch.inference_mode()
+    def cancel(self, task: Task, outcome: ServiceError) -> None:
+        """Takes a request out; it leaves nothing behind in the cache. One that has ended already is left alone."""
+        if task not in self._tasks:
+            return
+        partial = self.scheduler.partial
+        if partial is not None and partial.owner is task:
+            self.lanes.cache.wipe(partial.lane)
+        lanes = self.scheduler.drop(task)
+        for lane in lanes:
+            self.lanes.cache.wipe(lane)
+        self._leave(lanes)
+        self._end(task, outcome)
+
+    def move(self, tasks: Sequence[Task], version: Version, moved: asyncio.Future[int]) -> None:
+        """Lets the sequences of these requests go on with another version.
+
+        Running ones keep the keys and values that they have. A sequence that is not in a lane is computed anew, by the
+        new version alone. A prompt that is half computed is finished by the version that began it, which also draws the
+        first token: scores of a prompt are of one version.
+        """
+        running, partial = set(self.scheduler.running), self.scheduler.partial
+        half_computed = set() if partial is None else set(partial.sequences)
+        num_moved = 0
+        for task in tasks:
+            if task not in self._tasks:
+                continue
+            task.move(version)
+            for sequence in task.sequences:
+                if sequence.index in task.finished:
+                    continue
+                num_moved += 1
+                if sequence not in half_computed:
+                    task.follow(sequence, has_lane=sequence in running)
+            self._let_go(task)
+        self._decoding = None
+        self.metrics.moved.inc(num_moved)
+        self._deliveries.moved.append((moved, num_moved))
+
+    def _let_go(self, task: Task) -> None:
+        self._deliveries.left += [(task, version) for version in task.take_unused()]
+
+    def fail(self, error: ServiceError) -> None:
+        """Ends every request that has begun, after a step that broke off anywhere. Those that wait go on waiting."""
+        for task in [task for task in self._tasks if task.planned]:
+            self.scheduler.drop(task)
+            self._end(task, error)
+        self.scheduler.running.clear()
+        self.metrics.running.set(0)
+        self._decoding = None
+        self.lanes.clear()
+
+    def forget_warm_up(self) -> None:
+        """First steps are slow, and their prompts are nobody's."""
+        self.speed = Speed()
+        self.lanes.prefixes.clear()
+
+    def forget_version(self, namespace: int, weights: Weights) -> None:
+        """Its requests have ended, so nothing more of it comes into the prefix cache."""
+        self.lanes.prefixes.forget(namespace)
+        self.parameters.forget(weights)
+
+    @torch.inference_mode()
+    def check_alive(self) -> None:
+        """Raises when the model cannot compute even one token."""
+        zero = torch.zeros(1, dtype=torch.int64, device=self.base.device)
+        self.base.hidden_states(zero, zero, Packed([1]), []).sum().item()
+
+    def take_deliveries(self) -> Deliveries:
+        deliveries, self._deliveries = self._deliveries, Deliveries()
+        return deliveries
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """A token of each sequence. What came of it waits in take_deliveries()."""
+        started = time.perf_counter()
+        phases = self.metrics.phases
+        with phases["plan"].time():
+            pieces = self._plan()
+        running = self.scheduler.running
+        if running and self._decoding is None:
+            self._decoding = Decoding.of(running, vocab_size=self.base.vocab_size, device=self.base.device)
+        ending = [piece for piece in pieces if piece.ends]
+        with phases["forward"].time():
+            logits_R_V = self._compute(pieces, ending)
+        if running or ending:
+            with phases["draw"].time():
+                drawn = self._draw(logits_R_V, ending)
+            with phases["advance"].time():
+                self._advance(ending, drawn)
+        seconds = time.perf_counter() - started
+        self.speed.observe(seconds, prefilled=sum(piece.length for piece in pieces))
+        self.metrics.step_time.observe(seconds)
+        self.metrics.running.set(len(running))
+        self.lanes.observe(running_tokens=sum(sequence.length for sequence in running), idle=self.idle)
+
+    def _plan(self) -> list[TaskPiece]:
+        if leaving := self.scheduler.grow():
+            self.metrics.preemptions.inc(len(leaving))
+            for lane in leaving:
+                sequence = self.scheduler.running[lane]
+                self.lanes.remember(sequence, lane)
+                sequence.owner.mixed.discard(sequence.index)  # all of it will be computed anew
+            self._leave(leaving)
+        pieces = self.scheduler.plan()
+        for piece in pieces:
+            task = piece.job.owner
+            if piece.came_from > piece.job.lane:  # before the cache may shrink
+                self.lanes.cache.move(piece.came_from, piece.job.lane, piece.start)
+            if not task.planned:
+                task.planned = True
+                task.generation.started_at = time.time()
+                task.cache_hit_tokens = piece.start
+                self._deliveries.admitted.append(task)
+                self.metrics.queue_time.observe(time.perf_counter() - task.submitted)
+                self.metrics.prompt_tokens.inc(len(task.request.prompt))
+            if not task.begun:
+                task.prompt_done = piece.start + piece.length
+        running = self.scheduler.running
+        lanes = len(running) + sum(len(piece.job.sequences) for piece in pieces)
+        lengths = [sequence.length for sequence in running] + [piece.start + piece.length for piece in pieces]
+        self.lanes.fit(lanes, max(lengths))
+        for piece in pieces:
+            if piece.came_from < piece.job.lane:
+                self.lanes.cache.move(piece.came_from, piece.job.lane, piece.start)
+        for piece in pieces:
+            self.lanes.load(piece)
+        return pieces
+
+    def _compute(self, pieces: Sequence[TaskPiece], ending: Sequence[TaskPiece]) -> Tensor:
+        """float32 logits [R, V]: of each running sequence, then of the last token of each prompt that ends here.
+
+        Prompts are scored on the way.
+        """
+        running, decoding = self.scheduler.running, self._decoding
+        passes = passes_of(running, pieces) if pieces or decoding is None else decoding.passes
+        if len(passes) == 1:
+            return self._run_pass(passes[0])
+        logits_R_V = torch.empty(len(running) + len(ending), self.base.vocab_size, device=self.base.device)
+        for one in passes:
+            rows = one.lanes + [len(running) + n for n, piece in enumerate(ending) if piece in one.pieces]
+            logits_R_V[torch.tensor(rows, dtype=torch.int64, device=self.base.device)] = self._run_pass(one)
+        return logits_R_V
+
+    def _run_pass(self, one: Pass) -> Tensor:
+        """float32 [r, V]: for its sequences, then for its prompts that end here."""
+        self.parameters.use(one.parameters)
+        hidden_T_H = self._forward(one)
+        self._score(one, hidden_T_H)
+        return self._logits(one, hidden_T_H)
+
+    def _forward(self, one: Pass) -> Tensor:
+        """Hidden states [T, H]: the running sequences' newest tokens, then the pieces."""
+        device = self.base.device
+        decoding = self._decoding
+        tokens, positions = [], []
+        lanes_B = None
+        if decoding is None or not one.lanes:
+            positions_B = torch.empty(0, dtype=torch.int64, device=device)
+        elif len(one.lanes) == len(self.scheduler.running):
+            positions_B = decoding.positions_B
+            tokens.append(decoding.tokens_B)
+            positions.append(positions_B)
+        else:
+            lanes_B = torch.tensor(one.lanes, device=device)
+            positions_B = decoding.positions_B[lanes_B]
+            tokens.append(decoding.tokens_B[lanes_B])
+            positions.append(positions_B)
+        for piece in one.pieces:
+            stop = piece.start + piece.length
+            tokens.append(torch.from_numpy(piece.job.owner.tokens_of(piece.job, piece.start, stop)).to(device))
+            positions.append(torch.arange(piece.start, stop, device=device))
+            self.metrics.prefilled_tokens.inc(piece.length)
+        runs = self._kept_runs(one)
+        if runs is None:
+            running = self.scheduler.running
+            segments = [(adapter_of(running[lane]), 1) for lane in one.lanes]
+            runs = runs_of([*segments, *((adapter_of(piece.job.sequences[0]), piece.length) for piece in one.pieces)])
+        prefills = [Prefill(piece.job.lane, piece.start, piece.length) for piece in one.pieces]
+        shared = None if decoding is None else decoding.shared
+        layout = Cached(self.lanes.cache, positions_B, prefills, lanes_B=lanes_B, shared=shared)
+        return self.base.hidden_states(_joined(tokens), _joined(positions), layout, runs)
+
+    def _kept_runs(self, one: Pass) -> list[Run] | None:
+        """Runs of the steps that only decode, all sequences in one pass."""
+        decoding = self._decoding
+        if decoding is None or one.pieces or len(decoding.passes) > 1:
+            return None
+        return decoding.runs
+
+    def _score(self, one: Pass, hidden_T_H: Tensor) -> None:
+        first = len(one.lanes)
+        for piece in one.pieces:
+            rows = slice(first, first + piece.length)
+            first = rows.stop
+            task = piece.job.owner
+            if task.scorer is not None and piece.job.scored:
+                adapter = adapter_of(piece.job.sequences[0])
+                task.scorer.add(self.base.head, hidden_T_H[rows], start=piece.start, adapter=adapter)
+
+    def _logits(self, one: Pass, hidden_T_H: Tensor) -> Tensor:
+        running, runs = self.scheduler.running, self._kept_runs(one)
+        if runs is not None:
+            return logits(self.base.head, hidden_T_H, runs)
+        wanted = list(range(len(one.lanes)))
+        adapters = [adapter_of(running[lane]) for lane in one.lanes]
+        last = len(one.lanes) - 1
+        for piece in one.pieces:
+            last += piece.length
+            if piece.ends:
+                wanted.append(last)
+                adapters.append(adapter_of(piece.job.sequences[0]))
+        rows = torch.tensor(wanted, dtype=torch.int64, device=self.base.device)
+        return logits(self.base.head, hidden_T_H[rows], runs_of((adapter, 1) for adapter in adapters))
+
+    def _draw(self, logits_R_V: Tensor, ending: Sequence[TaskPiece]) -> Drawn:
+        """A token for each running sequence, and for each sequence of the prompts that end here."""
+        running, decoding, device = self.scheduler.running, self._decoding, self.base.device
+        if not ending:
+            assert decoding is not None
+            rows = decoding.rows
+        else:
+            sequences = [*running, *(sequence for piece in ending for sequence in piece.job.sequences)]
+            rows = Rows.of(sequences, vocab_size=self.base.vocab_size, device=device)
+            # num_samples draws from one row.
+            counts = [1] * len(running) + [len(piece.job.sequences) for piece in ending]
+            if len(sequences) > len(counts):
+                logits_R_V = logits_R_V.repeat_interleave(torch.tensor(counts, device=device), 0)
+        logprobs_R_V = scaled_logprobs(logits_R_V, rows.rules.temperature_R_1)
+        numbers_R = torch.from_numpy(uniforms(rows.keys, rows.counters)).to(device)
+        tokens_R = draw(logprobs_R_V, rows.rules, numbers_R)
+        logprobs_R = logprobs_R_V.gather(-1, tokens_R[:, None])[:, 0]
+        if rows.topk:
+            _take_tables(rows, logprobs_R_V)
+        if decoding is not None:
+            decoding.advance(tokens_R[: len(running)])
+        return Drawn(tokens_R.tolist(), logprobs_R.tolist())
+
+    def _advance(self, ending: Sequence[TaskPiece], drawn: Drawn) -> None:
+        """Gives the tokens to their sequences; those that ended leave, new ones take the lanes above the running."""
+        running = self.scheduler.running
+        sequences = [*running, *(sequence for piece in ending for sequence in piece.job.sequences)]
+        ended: set[int] = set()
+        broken: dict[Task, TaskSequence] = {}
+        for row, (sequence, token, logprob) in enumerate(zip(sequences, drawn.tokens_R, drawn.logprobs_R, strict=True)):
+            task = sequence.owner
+            if not math.isfinite(logprob):
+                broken[task] = sequence
+                continue
+            if task.generation.stream and task not in broken:
+                self._deliveries.deltas.append((task, task.delta(sequence, token, logprob)))
+            if task.take(sequence, token, logprob):
+                ended.add(row)
+        self.metrics.sampled_tokens.inc(len(sequences))
+        num_running = len(running)
+        row = num_running
+        for piece in ending:
+            job = piece.job
+            first = len(running)
+            going_on = [sequence for n, sequence in enumerate(job.sequences, row) if n not in ended]
+            row += len(job.sequences)
+            if job.owner in broken:
+                self.lanes.cache.wipe(job.lane)
+                continue
+            if not job.scored or job.owner.scorer is None or job.owner.scorer.finite:
+                self.lanes.remember(job.sequences[0], job.lane)
+            self.lanes.place(job, first, len(going_on))
+            running.extend(going_on)
+            for sequence in going_on:
+                sequence.prompt = job
+            for sequence in going_on:
+                job.owner.follow(sequence, has_lane=True)
+            self._let_go(job.owner)
+            if not job.owner.begun:
+                job.owner.begun = True
+                self.metrics.first_token.observe(time.perf_counter() - job.owner.submitted)
+        if ending:
+            self._decoding = None
+        leaving = [row for row in ended if row < num_running]
+        for row in leaving:
+            if sequences[row].owner not in broken:
+                self.lanes.remember(sequences[row], row)
+        self._leave(leaving)
+        for task in dict.fromkeys(sequences[row].owner for row in sorted(ended)):
+            if task.complete and task not in broken:
+                self._end(task, _outcome(task))
+        for task, sequence in broken.items():
+            self.cancel(task, not_finite(task.version_id_of(sequence)))
+
+    def _leave(self, lanes: Sequence[int]) -> None:
+        """Takes sequences out; the last ones move into their lanes, so that the rest stay dense."""
+        running = self.scheduler.running
+        for lane in sorted(lanes, reverse=True):
+            last = len(running) - 1
+            if lane != last:
+                self.lanes.cache.move(last, lane, running[last].length)
+                running[lane] = running[last]
+            running.pop()
+        if lanes:
+            self._decoding = None
+            self.metrics.running.set(len(running))  # no step may follow that would
+
+    def _end(self, task: Task, outcome: Result | ServiceError) -> None:
+        del self._tasks[task]
+        self._deliveries.ended.append((task, outcome))
+
+
+def _outcome(task: Task) -> Result | ServiceError:
+    try:
+        return task.result()
+    except ServiceError as error:
+        return error
+
+
+def _take_tables(rows: Rows, logprobs_R_V: Tensor) -> None:
+    most = min(max(k for _, k in rows.topk), logprobs_R_V.shape[1])
+    wanted = torch.tensor([row for row, _ in rows.topk], device=logprobs_R_V.device)
+    values, ids = (x.cpu().numpy() for x in logprobs_R_V[wanted].topk(most))
+    for n, (row, k) in enumerate(rows.topk):
+        sequence = rows.sequences[row]
+        sequence.owner.take_table(sequence, ids[n, :k], values[n, :k])
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

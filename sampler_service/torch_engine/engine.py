@@ -1,0 +1,254 @@
+"""Continuous batching on the modelling code that the trainer runs.
+
+One compute thread repeats: take what has been submitted, one step of the batch, deliver. A request joins the batch at
+the next step and leaves it at its last token. The event loop checks requests, owns the versions and receives results.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sampler_service.config import SamplerConfig
+from sampler_service.engine import Generation, Params, QueueStatus, Request, StopCondition
+from sampler_service.eos import eos_token_ids
+from sampler_service.front import Front
+from sampler_service.metrics import SamplerMetrics
+from sampler_service.queue_status import status_of
+from sampler_service.stops import StopRules
+from sampler_service.threads import in_thread
+from sampler_service.torch_engine.adapters import Version
+from sampler_service.torch_engine.batcher import Batcher, Deliveries
+from sampler_service.torch_engine.prefix_cache import BLOCK_TOKENS
+from sampler_service.torch_engine.scheduler import Job
+from sampler_service.torch_engine.self_check import Comparison
+from sampler_service.torch_engine.sizing import Sizes, resolve_device, resolve_dtype
+from sampler_service.torch_engine.task import Task
+from sampler_service.validation import Limits
+from tinsmith.modeling.adapter import AdapterConfig, Target
+from tinsmith.modeling.base_model import BaseModel, UnsupportedModel
+from tinsmith.modeling.full_weights import FullWeights, Weights
+from tinsmith.modeling.self_check import TOLERANCE, random_adapter
+from tinsmith.rpc.errors import Cancelled, EngineDead, NotReady, OutOfCapacity, ServiceError
+
+logger = logging.getLogger(__name__)
+
+
+class TorchEngine(Front):
+    """A SamplingEngine. Made by load(), on the event loop that it will deliver to."""
+
+    name = "torch"
+
+    def __init__(self, base: BaseModel, batcher: Batcher, limits: Limits, config: SamplerConfig) -> None:
+        self.eos_token_ids = eos_token_ids(base.path, base.config)
+        super().__init__(config, batcher.metrics, limits, StopRules(base.path, self.eos_token_ids))
+        self.base = base
+        self._batcher = batcher
+        self._moves: set[asyncio.Future[int]] = set()
+        """Moves that the compute thread has not made yet."""
+        self._loop = asyncio.get_running_loop()
+        self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        """Work on the batch, for the compute thread; None ends it."""
+        self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
+
+    @classmethod
+    async def load(cls, config: SamplerConfig, metrics: SamplerMetrics) -> TorchEngine:
+        """Loads the base model, starts the compute thread and runs a first request through it.
+
+        Raises UnsupportedModel, or OSError when there is no such model or its files are damaged.
+        """
+        device = torch.device(resolve_device(config.device))
+        dtype = resolve_dtype(config.dtype, device)
+        base = await in_thread(
+            lambda: BaseModel.load(config.base_model, device=device, dtype=dtype, prepack=config.prepack)
+        )
+        sizes = Sizes.of(base, config)
+        batcher = Batcher(base, sizes, max_running=config.max_running, metrics=metrics)
+        limits = Limits(
+            vocab_size=base.vocab_size,
+            max_context_length=base.max_context_length,
+            max_kv_tokens=sizes.max_kv_tokens,
+            max_num_samples=config.max_num_samples,
+            max_topk_logprobs=config.max_topk_logprobs,
+        )
+        logger.info("%s on %s in %s, %s", base.architecture, device, dtype, sizes)
+        engine = cls(base, batcher, limits, config)
+        engine._thread.start()
+        try:
+            await engine._warm_up()
+        except UnsupportedModel:
+            await engine.stop()
+            raise
+        return engine
+
+    @property
+    def device(self) -> str:
+        return self.base.device.type
+
+    @property
+    def targets(self) -> Sequence[Target]:
+        return self.base.targets
+
+    async def submit(self, request: Request, *, stream: bool = False, request_id: str = "") -> Generation:
+        task = await self._accept(request, stream=stream, request_id=request_id)
+        jobs = self._jobs(task)
+        self._inbox.put(lambda: self._batcher.add(jobs))
+        return task.generation
+
+    def describe(self, request_id: str) -> QueueStatus | None:
+        batcher = self._batcher
+        return status_of(request_id, list(self._tasks), batcher.scheduler.running, batcher.speed)
+
+    def full_weights(self, flat: Tensor) -> FullWeights:
+        return FullWeights(self.base, flat)
+
+    def make_room(self, version_id: str, num_bytes: int) -> Sequence[Weights]:
+        evicted = self._store.make_room(version_id, num_bytes)
+        self._count_versions()
+        return evicted
+
+    async def install(self, version_id: str, weights: Weights, *, on_probation: bool = False) -> None:
+        if weights.flat.device != self.base.device:
+            flat = await in_thread(lambda: weights.flat.to(self.base.device))
+            weights = weights.like(flat)
+        self._store.install(version_id, weights, on_probation=on_probation)
+        self._count_versions()
+
+    async def move(self, run_id: str, version_id: str) -> int:
+        behind = self._behind(run_id, version_id)
+        if not behind:
+            return 0
+        version = behind[0].held[-1]
+        moved: asyncio.Future[int] = self._loop.create_future()
+        self._moves.add(moved)
+        self._inbox.put(lambda: self._batcher.move(behind, version, moved))
+        return await moved
+
+    async def stop(self) -> None:
+        """Ends after the step that is being computed; unfinished requests fail with NotReady."""
+        self._stopping = True
+        self._inbox.put(None)
+        await in_thread(self._thread.join)
+        self._end_all(NotReady("the sampler is shutting down"))
+
+    def _jobs(self, task: Task) -> list[Job[Task]]:
+        """One job, or several when the samples cannot all run at once. Only the first scores the prompt."""
+        sequences = task.sequences
+        scheduler = self._batcher.scheduler
+        together = min(scheduler.max_running, scheduler.max_kv_tokens // sequences[0].need)
+        groups = [sequences[n : n + together] for n in range(0, len(sequences), together)]
+        return [Job(task, len(task.request.prompt), group, scored=n == 0) for n, group in enumerate(groups)]
+
+    async def _warm_up(self) -> None:
+        """Short requests on the base model and on an adapter, so that no user meets a first-time pause.
+
+        Raises UnsupportedModel when what they draw is not what the model says about it.
+        """
+        prompt = np.arange(min(BLOCK_TOKENS, self.limits.vocab_size, self.limits.max_length - 4), dtype=np.int32)
+        groups = self.base.groups
+        config = AdapterConfig(
+            rank=1, train_attn="attn" in groups, train_mlp="mlp" in groups, train_unembed="unembed" in groups, seed=0
+        )
+        version_ids = [""]
+        if groups:
+            self._store.install("warm-up", random_adapter(config, self.base.targets, self.base.device))
+            version_ids.append("warm-up")
+        params = Params(max_tokens=2, top_p=0.9, stop=StopCondition())
+        requests = [Request(prompt, one, num_samples=2, params=params, prompt_logprobs=True) for one in version_ids]
+        for request in requests:  # one after the other: max_waiting may be 1
+            for one in Comparison.of(request, await (await self.submit(request)).result()):
+                scored = await (await self.submit(one.request)).result()
+                one.check(scored, tolerance=TOLERANCE[self.base.dtype])
+        self._store.remove("warm-up")
+        self._inbox.put(self._batcher.forget_warm_up)
+
+    def _cancel(self, task: Task) -> None:
+        self._inbox.put(lambda: self._batcher.cancel(task, Cancelled("the caller has left")))
+
+    def _forget(self, version: Version) -> None:
+        self._inbox.put(lambda: self._batcher.forget_version(version.namespace, version.weights))
+        self._count_versions()
+
+    # The compute thread.
+
+    def _run(self) -> None:
+        if self._config.num_threads:
+            torch.set_num_threads(self._config.num_threads)
+        try:
+            going_on = True
+            while going_on:
+                try:
+                    going_on = self._take()
+                    if not self._batcher.idle:
+                        self._batcher.step()
+                except Exception as error:  # one request's trouble must not end the service
+                    self._recover(error)
+                self._post(self._batcher.take_deliveries())
+        except BaseException as error:
+            logger.critical("the compute thread has died", exc_info=True)
+            self._loop.call_soon_threadsafe(self._die, error)
+
+    def _take(self) -> bool:
+        """Does the work that has come in, waiting for some when nothing runs. False: stop after this step."""
+        wait = self._batcher.idle
+        while wait or not self._inbox.empty():
+            wait = False
+            work = self._inbox.get()
+            if work is None:
+                return False
+            work()
+        return True
+
+    def _recover(self, error: Exception) -> None:
+        """Fails what was being computed. Raises when the model no longer runs at all."""
+        logger.error("an engine step failed; its requests fail with it", exc_info=error)
+        self._batcher.check_alive()
+        if isinstance(error, torch.OutOfMemoryError):
+            failure: ServiceError = OutOfCapacity(f"out of memory in this step; lower max_kv_tokens ({error})")
+        else:
+            failure = ServiceError(f"the engine failed in this step: {error}; the log has the cause")
+        self._batcher.fail(failure)
+
+    def _post(self, deliveries: Deliveries) -> None:
+        if deliveries:
+            self._loop.call_soon_threadsafe(self._deliver, deliveries)
+
+    # The event loop again.
+
+    def _deliver(self, deliveries: Deliveries) -> None:
+        for task in deliveries.admitted:
+            self._admitted(task)
+        for task, version in deliveries.left:
+            if version in task.held:  # it may have ended meanwhile
+                task.held.remove(version)
+                self._store.release(version)
+        for moved, num_sequences in deliveries.moved:
+            self._moves.discard(moved)
+            if not moved.done():  # its caller may have left
+                moved.set_result(num_sequences)
+        for task, delta in deliveries.deltas:
+            task.generation.push(delta)
+        for task, outcome in deliveries.ended:
+            self._end(task, outcome)
+
+    def _let_go(self, task: Task) -> None:
+        for version in task.held:
+            self._store.release(version)
+        task.held.clear()
+
+    def _die(self, error: BaseException) -> None:
+        self.died.set()
+        self._end_all(EngineDead(f"the engine has died: {error}"))
+
+    def _end_all(self, error: ServiceError) -> None:
+        super()._end_all(error)
+        for moved in self._moves:
+            if not moved.done():
+                moved.set_exception(error)

@@ -1,0 +1,225 @@
+"""One request inside the torch engine."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from sampler_service.engine import (
+    Delta,
+    Floats,
+    Generation,
+    Int64s,
+    Ints,
+    PromptScores,
+    Request,
+    Result,
+    SampledSequence,
+    StopReason,
+    TopkTable,
+    VersionSpan,
+)
+from sampler_service.stops import StopRule
+from sampler_service.torch_engine.adapters import Version
+from sampler_service.torch_engine.prefix_cache import digests_of
+from sampler_service.torch_engine.sampling import Rule, UInt64s
+from sampler_service.torch_engine.scheduler import Job, Sequence
+from sampler_service.torch_engine.scoring import PromptScorer
+from tinsmith.modeling.adapter import Adapter
+from tinsmith.modeling.full_weights import FullWeights
+
+TopkRow = tuple[Ints, Floats]
+
+
+@dataclass(slots=True)
+class Stretch:
+    """A part of a sequence that one version draws."""
+
+    version: Version | None
+    """None: the base model."""
+    start: int
+    """Tokens of the output before it."""
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    request: Request
+    generation: Generation
+    version: Version | None
+    """What its sequences begin with. A move changes it, and the sequences follow one by one."""
+    stop: StopRule
+    keys: UInt64s
+    """Of each sequence's random stream."""
+    scorer: PromptScorer | None
+    request_id: str = ""
+    sequences: list[Sequence[Task]] = field(default_factory=list)
+    """All num_samples, by index."""
+    submitted: float = field(default_factory=time.perf_counter)
+    planned: bool = False
+    """A piece of its prompt has been planned: for the compute thread."""
+    admitted: bool = False
+    """The same, as the event loop has heard of it."""
+    begun: bool = False
+    """It has a first token."""
+    prompt_done: int = 0
+    """Prompt tokens that are there, computed or reused."""
+    cache_hit_tokens: int = 0
+    """Prompt tokens that came from the prefix cache."""
+    finished: dict[int, SampledSequence] = field(default_factory=dict)
+    """By index."""
+    tables: dict[int, list[TopkRow]] = field(default_factory=dict)
+    """Rows of topk_sample_logprobs, by index."""
+    held: list[Version] = field(default_factory=list)
+    """Versions that it keeps resident, the newest last: for the event loop."""
+    mixed: set[int] = field(default_factory=set)
+    """Sequences, by index, whose lanes hold keys and values of more than one version."""
+    _stretches: list[list[Stretch]] = field(init=False)
+    """Of each sequence, by index; never empty."""
+    _in_use: list[Version] = field(default_factory=list)
+    """Versions that its sequences are at, or will be: for the compute thread."""
+    _prompt_digests: dict[int, list[bytes]] = field(default_factory=dict)
+    """By namespace."""
+
+    def __post_init__(self) -> None:
+        self._stretches = [[Stretch(self.version, 0)] for _ in range(self.request.num_samples)]
+        if self.version is not None:
+            self.held.append(self.version)
+            self._in_use.append(self.version)
+
+    def version_of(self, sequence: Sequence[Task]) -> Version | None:
+        """What draws the sequence's next token; None for the base model."""
+        return self._stretches[sequence.index][-1].version
+
+    def version_id_of(self, sequence: Sequence[Task]) -> str:
+        return _id_of(self.version_of(sequence))
+
+    def adapter_of(self, sequence: Sequence[Task]) -> Adapter | None:
+        """None for the base model, and for a version that replaces all its parameters."""
+        version = self.version_of(sequence)
+        weights = None if version is None else version.weights
+        return weights if isinstance(weights, Adapter) else None
+
+    def parameters_of(self, sequence: Sequence[Task]) -> FullWeights | None:
+        """What the version replaces the base model's parameters with; None when it does not."""
+        version = self.version_of(sequence)
+        weights = None if version is None else version.weights
+        return weights if isinstance(weights, FullWeights) else None
+
+    def namespace_of(self, sequence: Sequence[Task]) -> int:
+        """In the prefix cache."""
+        version = self.version_of(sequence)
+        return 0 if version is None else version.namespace
+
+    def move(self, version: Version) -> None:
+        """Its sequences are to follow to this version."""
+        self.version = version
+        self._in_use.append(version)
+
+    def follow(self, sequence: Sequence[Task], *, has_lane: bool) -> None:
+        """From its next token on, the sequence is drawn by the task's version. `has_lane`: from the keys and values
+        that it has; else they are computed anew."""
+        stretches = self._stretches[sequence.index]
+        if stretches[-1].version is self.version:
+            return
+        if has_lane:
+            self.mixed.add(sequence.index)
+        if stretches[-1].start == len(sequence.tokens):
+            stretches.pop()  # it has drawn nothing
+        stretches.append(Stretch(self.version, len(sequence.tokens)))
+
+    def take_unused(self) -> list[Version]:
+        """Versions that all its sequences have left since the last call."""
+        if len(self._in_use) < 2:
+            return []
+        used = [self.version_of(sequence) for sequence in self.sequences if sequence.index not in self.finished]
+        used.append(self.version)
+        unused = [version for version in self._in_use if version not in used]
+        self._in_use = [version for version in self._in_use if version in used]
+        return unused
+
+    @property
+    def rule(self) -> Rule:
+        params = self.request.params
+        return Rule(params.temperature, params.top_k, params.top_p)
+
+    @property
+    def topk(self) -> int:
+        return self.request.topk_sample_logprobs
+
+    @property
+    def complete(self) -> bool:
+        return len(self.finished) == self.request.num_samples
+
+    def tokens_of(self, job: Job[Task], start: int, stop: int) -> Int64s:
+        """Tokens start .. stop - 1 of a job: the prompt, and for an interrupted sequence what it has generated."""
+        tokens = self.request.prompt if stop <= len(self.request.prompt) else self._tokens(job.sequences[0])
+        return tokens[start:stop].astype(np.int64)
+
+    def digests(self, sequence: Sequence[Task]) -> list[bytes]:
+        """Of the full blocks of a sequence's tokens, without the newest, whose keys and values are not computed; for
+        the prefix cache."""
+        namespace = self.namespace_of(sequence)
+        prompt = self._prompt_digests.get(namespace)
+        if prompt is None:
+            salt = self.request.cache_salt
+            prompt = self._prompt_digests[namespace] = digests_of(namespace, self.request.prompt, salt=salt)
+        if not sequence.tokens:
+            return prompt
+        return digests_of(namespace, self._tokens(sequence)[:-1], prompt, salt=self.request.cache_salt)
+
+    def _tokens(self, sequence: Sequence[Task]) -> Ints:
+        """Prompt and output."""
+        prompt = self.request.prompt
+        return np.concatenate([prompt, np.array(sequence.tokens, prompt.dtype)])
+
+    def delta(self, sequence: Sequence[Task], token: int, logprob: float) -> Delta:
+        """For whoever reads the tokens as they come; before the token is taken."""
+        table = self._table(self.tables[sequence.index][-1:]) if self.topk else None
+        return Delta(sequence.index, (token,), (logprob,), table)
+
+    def take(self, sequence: Sequence[Task], token: int, logprob: float) -> bool:
+        """Adds a token to one of its sequences. True when the sequence has ended."""
+        sequence.tokens.append(token)
+        sequence.logprobs.append(logprob)
+        if self.stop.met(sequence.tokens):
+            self._finish(sequence, "stop")
+        elif sequence.length >= sequence.max_length:
+            self._finish(sequence, "length")
+        return sequence.index in self.finished
+
+    def take_table(self, sequence: Sequence[Task], token_ids: Ints, logprobs: Floats) -> None:
+        """Adds a row of the sequence's top-k table, before its token is taken."""
+        self.tables.setdefault(sequence.index, []).append((token_ids, logprobs))
+
+    def _finish(self, sequence: Sequence[Task], reason: StopReason) -> None:
+        topk = self._table(self.tables.pop(sequence.index)) if self.topk else None
+        spans = self._spans(sequence) if self.request.follow_run else ()
+        self.finished[sequence.index] = SampledSequence(sequence.tokens, sequence.logprobs, reason, topk, spans)
+
+    def _table(self, rows: list[TopkRow]) -> TopkTable:
+        table = TopkTable.empty(len(rows), self.topk)
+        for n, (token_ids, logprobs) in enumerate(rows):
+            table.token_ids[n, : len(token_ids)] = token_ids
+            table.logprobs[n, : len(logprobs)] = logprobs
+        return table
+
+    def _spans(self, sequence: Sequence[Task]) -> list[VersionSpan]:
+        stretches = self._stretches[sequence.index]
+        ends = [*(stretch.start for stretch in stretches[1:]), len(sequence.tokens)]
+        return [
+            VersionSpan(_id_of(stretch.version), end - stretch.start)
+            for stretch, end in zip(stretches, ends, strict=True)
+        ]
+
+    def result(self) -> Result:
+        """Once complete. Raises ServiceError when a prompt score is no number."""
+        sequences = [self.finished[index] for index in range(self.request.num_samples)]
+        computed_by = self._stretches[0][0].version
+        prompt = PromptScores() if self.scorer is None else self.scorer.result(_id_of(computed_by))
+        return Result(sequences, prompt, self.cache_hit_tokens)
+
+
+def _id_of(version: Version | None) -> str:
+    return "" if version is None else version.version_id

@@ -1,0 +1,1 @@
+"""How versions arrive: the receiving side of the weight channel."""

@@ -1,0 +1,263 @@
+"""After a restart: every live model of the journal comes back, from its newest snapshot and what followed it.
+
+For each model the newest intact snapshot is found that covers answered operations only; without one, and with a journal
+that goes back to the creation, that is executed again. Then the scheduler gets the history after it:
+
+    done      forward_backward with gradients, optim_step and load_checkpoint run again, and keep their answers; saves
+              and forward_only ones do not
+    failed    leaves the mark that it had left: a forward_backward taints the gradients, and an optim_step that was
+              refused for that clears them
+    accepted  runs for the first time, as far as anybody knows. A save that had written its files finishes with them
+
+A model that cannot be restored by this process (another base model, no room) stays in the journal for the next; one
+that never can be is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tinsmith.rpc.errors import DataCorrupted, FailedPrecondition, InvalidRequest, ServiceError
+from tinsmith.v1 import trainer_pb2 as pb
+from tinsmith.v1 import types_pb2
+from trainer_service.durability.journal import Entry, Journal, LiveModel, State
+from trainer_service.durability.snapshot_files import SnapshotFiles
+from trainer_service.durability.snapshots import Snapshots
+from trainer_service.engine.optimizers import params_from_proto
+from trainer_service.metrics import Metrics
+from trainer_service.operations import Model, Operations
+from trainer_service.scheduling.scheduler import Scheduler
+from trainer_service.scheduling.work import Answer, RunBatch, Turn, Work
+
+logger = logging.getLogger(__name__)
+
+
+def check_journal(journal: Path, snapshots: Path) -> None:
+    """Raises SystemExit, saying what to do, when the snapshots of a journal are there, and it is not.
+
+    To be asked before a new one is made: snapshots of models that a journal does not know are deleted.
+    """
+    if journal.exists() and journal.stat().st_size:
+        return
+    if others := SnapshotFiles(snapshots).model_ids():  # which no trainer has open: there would be a journal
+        names = ", ".join([*others[:3], *(["..."] if len(others) > 3 else [])])
+        raise SystemExit(
+            f"there is no journal {journal}, and {snapshots} has snapshots of {len(others)} models ({names}): it was "
+            "lost or moved, and snapshots alone do not tell what had been accepted after them. Put the journal back, "
+            f"with all journal.sqlite-* beside it, or remove {snapshots} to start without these models"
+        )
+
+
+class _Lost(Exception):
+    """The model can never be restored; says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restorer:
+    journal: Journal
+    snapshots: Snapshots
+    operations: Operations
+    scheduler: Scheduler
+    metrics: Metrics
+
+    async def run(self) -> None:
+        """Returns when every model has its place in the scheduler, which goes on from there."""
+        models = await self.journal.live_models()
+        await asyncio.to_thread(self.snapshots.files.delete_others, await self.journal.model_ids())
+        for model in models:
+            try:
+                await self._restore(model)
+            except _Lost as error:
+                logger.error("%s is lost: %s", model.model_id, error)
+                await self.journal.lose(model.model_id, str(error))
+                self.metrics.unrestored_models.inc()
+            except ServiceError as error:
+                self.scheduler.give_up(model.model_id, str(error))
+
+    async def _restore(self, model: LiveModel) -> None:
+        model_id = model.model_id
+        history = await self.journal.history(model_id)
+        info = await self._newest_snapshot(model, history)
+        if info is None:
+            start, found, base_model = 0, *await self._creation(model, history)
+        else:
+            start, base_model = _seq_id(info), info.base_model
+            found = self._from_snapshot(info, history)
+        self.operations.check_base_model(base_model, field="base_model")
+        following = [entry for entry in history if entry.seq_id > start]
+        logger.info("restoring %s: from seq_id %d, and %d operations after it", model_id, start, len(following))
+
+        async def work_of(entry: Entry) -> Work:
+            try:
+                return await self._work_of(model_id, entry)
+            except DataCorrupted as error:  # of the journal: what follows cannot be computed any more
+                await self.journal.lose(model_id, str(error))
+                raise
+
+        async def forget() -> None:
+            self.operations.models.pop(model_id, None)
+            self.snapshots.drop(model_id)
+            await self.scheduler.run_alone(lambda: self.operations.engine.delete_model(model_id))
+
+        self.scheduler.restore(model_id, history, start=start, found=found, work_of=work_of, forget=forget)
+
+    async def _newest_snapshot(self, model: LiveModel, history: Sequence[Entry]) -> types_pb2.CheckpointInfo | None:
+        """Verified. Later ones are deleted: the model gets there by another way now."""
+        model_id, files = model.model_id, self.snapshots.files
+        unanswered = min((entry.seq_id for entry in history if entry.state == State.ACCEPTED), default=None)
+        # A journal that has lost its end, as no power cut does where a disk keeps what it was told to, is followed.
+        known_to = max([model.cut_seq_id, -1 if model.snapshot_seq_id is None else model.snapshot_seq_id])
+        known_to = max(known_to, history[-1].seq_id if history else -1)
+        later: list[int] = []
+        found, damage = None, ""
+        for seq_id in await asyncio.to_thread(files.seq_ids, model_id):
+            answered = seq_id <= known_to and (unanswered is None or seq_id < unanswered)
+            if seq_id >= model.cut_seq_id and answered:
+                try:
+                    found = await asyncio.to_thread(files.verify, model_id, seq_id)
+                    break
+                except DataCorrupted as error:
+                    logger.error("the snapshot %s/%d is not used: %s", model_id, seq_id, error)
+                    damage = damage or f"; {error}"
+            later.append(seq_id)
+        if found is None and model.cut_seq_id >= 0:
+            raise _Lost(
+                f"the journal begins after seq_id {model.cut_seq_id}, and no snapshot from there on is intact{damage}"
+            )
+        seq_id = None if found is None else _seq_id(found)
+        if seq_id != model.snapshot_seq_id:
+            await self.journal.fall_back(model_id, seq_id)
+        await asyncio.to_thread(files.delete, model_id, [one for one in later if seq_id is None or one > seq_id])
+        return found
+
+    def _from_snapshot(self, info: types_pb2.CheckpointInfo, history: Sequence[Entry]) -> Work:
+        model_id, seq_id = info.model_id, _seq_id(info)
+        engine = self.operations.engine
+
+        async def found(turn: Turn) -> Answer:
+            info, state = await asyncio.to_thread(self.snapshots.files.read, model_id, seq_id, engine.base)
+            model = Model.of_snapshot(info, state)
+            engine.check_trainable(model.config.rank, model.optimizer)
+
+            def make() -> None:
+                engine.create_model(model_id, model.config, model.optimizer)
+                engine.restore(model_id, state, with_optimizer=state.optimizer is not None)
+
+            await turn.run(make)
+            self._begin(model, history, after=seq_id)
+            return Answer()
+
+        return found
+
+    async def _creation(self, model: LiveModel, history: Sequence[Entry]) -> tuple[Work, str]:
+        """Its work, and the base model that it asks for."""
+        if not history or history[0].seq_id != 0 or not history[0].num_bytes:
+            raise _Lost("its creation is not in the journal")
+        try:
+            request = pb.CreateModelRequest.FromString(await self.journal.unpacked(model.model_id, 0))
+        except DataCorrupted as error:
+            raise _Lost(str(error)) from None
+        done = history[0].state == State.DONE
+        if done and request.lora_config.rank and not request.lora_config.HasField("seed"):
+            raise _Lost("it was made by an earlier version, which did not note the random numbers that it began with")
+        work = self.operations.create_model(request)
+        if done:
+            work = self._loads_again(model.model_id, history[0], work)
+        return work, request.base_model or self.operations.base_models[0]
+
+    def _begin(self, model: Model, history: Sequence[Entry], *, after: int) -> None:
+        self.operations.models[model.model_id] = model
+        num_bytes = sum(entry.num_bytes for entry in history if entry.seq_id > after)
+        self.snapshots.add(model.model_id, replayed_bytes=num_bytes)
+
+    async def _work_of(self, model_id: str, entry: Entry) -> Work:
+        if entry.state != State.ACCEPTED and not entry.num_bytes:  # it left the model as it was
+            return _nothing
+        data = await self.journal.unpacked(model_id, entry.seq_id)
+        match entry.state:
+            case State.ACCEPTED:
+                return await self._work(entry.kind, data)
+            case State.FAILED:
+                return await self._failed_again(model_id, entry, data)
+            case State.DONE if entry.kind == "load_checkpoint":
+                return self._loads_again(model_id, entry, await self._work(entry.kind, data))
+            case State.DONE:
+                return await self._work(entry.kind, data)
+
+    async def _work(self, kind: str, data: bytes) -> Work:
+        return await asyncio.to_thread(self.operations.work_of, kind, data)
+
+    def _loads_again(self, model_id: str, entry: Entry, work: Work) -> Work:
+        """Of what reads a checkpoint, which may be another one by now."""
+        assert not isinstance(work, RunBatch)
+
+        async def load(turn: Turn) -> Answer:
+            answer = await work(turn)
+            record = await self.journal.find(model_id, entry.seq_id)
+            before = record.outcome if record is not None else None
+            if isinstance(before, ServiceError):  # it is damaged: what was loaded is not known
+                raise before
+            if isinstance(before, Answer) and _source(before) != _source(answer):
+                raise FailedPrecondition(f"{_source(before)} was loaded, and {_source(answer)} is there now")
+            return answer
+
+        return load
+
+    async def _failed_again(self, model_id: str, entry: Entry, data: bytes) -> Work:
+        """What it did to the model, or not."""
+        engine = self.operations.engine
+        record = await self.journal.find(model_id, entry.seq_id)
+        why = str(record.outcome) if record is not None and record.outcome is not None else "a forward_backward failed"
+
+        def taint() -> None:
+            engine.taint(model_id, why)
+
+        def clear() -> None:
+            if engine.is_tainted(model_id):  # the one reason for which it clears the gradients
+                try:
+                    engine.optim_step(model_id, params)
+                except (FailedPrecondition, InvalidRequest):
+                    return
+
+        match entry.kind:
+            case "forward_backward" if not pb.ForwardBackwardRequest.FromString(data).forward_only:
+                return _runs(taint)
+            case "skip" if pb.SkipOperationRequest.FromString(data).gradients_missing:
+                return _runs(taint)
+            case "optim_step":
+                try:
+                    params = params_from_proto(pb.OptimStepRequest.FromString(data))
+                except InvalidRequest:
+                    return _nothing
+                return _runs(clear)
+            case _:
+                return _nothing
+
+
+async def _nothing(turn: Turn) -> Answer:
+    return Answer()
+
+
+def _runs(call: Callable[[], None]) -> Work:
+    async def work(turn: Turn) -> Answer:
+        await turn.run(call)
+        return Answer()
+
+    return work
+
+
+def _seq_id(snapshot: types_pb2.CheckpointInfo) -> int:
+    """The last operation that it covers."""
+    return int(snapshot.version_id.rpartition("@")[2])
+
+
+def _source(answer: Answer) -> str:
+    """What was loaded."""
+    if answer.HasField("create_model"):
+        return f"a checkpoint of step {answer.create_model.model.step}"
+    checkpoint = answer.load_checkpoint.checkpoint
+    return f"{checkpoint.version_id} of {checkpoint.created_at:.6f}"

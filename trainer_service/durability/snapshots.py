@@ -1,0 +1,177 @@
+"""When a model's snapshot is taken, and what becomes of it.
+
+It is captured in the call on the compute thread that makes an optimizer step, when there are no gradients: a copy in
+host memory, which another thread writes. It counts, and the journal is cut, once it is durable and every operation that
+it covers has its answer in the journal. The last two of each model are kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from tinsmith.rpc.errors import ServiceError
+from tinsmith.v1 import types_pb2 as pb
+from trainer_service.durability.journal import Journal
+from trainer_service.durability.snapshot_files import SnapshotFiles
+from trainer_service.engine.engine import State
+from trainer_service.metrics import Metrics
+from trainer_service.scheduling.work import Turn
+
+logger = logging.getLogger(__name__)
+
+_MOST_WAITING = 2
+"""Captured states, of all models, whose writing has not ended: each takes as much memory as a model and its moments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A model's next snapshot is due at its first step after any of these, counted from the last one. 0 is never."""
+
+    steps: int
+    seconds: float
+    journal_bytes: int
+
+
+@dataclass(slots=True, eq=False)
+class _Progress:
+    """Of one live model."""
+
+    taken_at: float = field(default_factory=time.monotonic)
+    """Of the last one, or of its creation or restoration."""
+    num_steps: int = 0
+    """Since then."""
+    bytes_before: int = 0
+    """That the journal had taken of it then."""
+    num_waiting: int = 0
+    """Captured ones, of which the writing has not ended."""
+    writing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class Snapshots:
+    """`is_due` is called on the compute thread, all else on one event loop."""
+
+    def __init__(self, files: SnapshotFiles, journal: Journal, policy: Policy, metrics: Metrics) -> None:
+        self.files = files
+        self._journal = journal
+        self._policy = policy
+        self._metrics = metrics
+        self._models: dict[str, _Progress] = {}
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def add(self, model_id: str, *, replayed_bytes: int = 0) -> None:
+        """A live model: from now on it has snapshots. `replayed_bytes`: what the journal held of it at a restart."""
+        self._models[model_id] = _Progress(bytes_before=self._journal.appended_bytes(model_id) - replayed_bytes)
+
+    async def forget(self, model_id: str) -> None:
+        """Deletes all of a model, also what is being written now."""
+        progress = self._models.pop(model_id, None)
+        async with asyncio.Lock() if progress is None else progress.writing:
+            await self._on_thread(self.files.delete_all, model_id)
+
+    def is_due(self, model_id: str) -> bool:
+        """To be asked after each optimizer step. When it says so, the caller captures and calls `keep`, or `skip`."""
+        progress = self._models.get(model_id)
+        if progress is None:
+            return False
+        progress.num_steps += 1
+        if progress.num_waiting or sum(one.num_waiting for one in list(self._models.values())) >= _MOST_WAITING:
+            return False
+        policy = self._policy
+        num_bytes = self._journal.appended_bytes(model_id) - progress.bytes_before
+        is_due = (
+            0 < policy.steps <= progress.num_steps
+            or 0 < policy.seconds <= time.monotonic() - progress.taken_at
+            or 0 < policy.journal_bytes <= num_bytes
+            or (self._journal.is_pressed and num_bytes > 0)
+        )
+        if is_due:
+            self._take(model_id, progress)
+        return is_due
+
+    def skip(self, model_id: str, error: Exception) -> None:
+        """The capture failed; the next one is due as if it had not. On the compute thread."""
+        self._metrics.snapshot_failures.inc()
+        logger.warning("no snapshot of %s can be captured: %s", model_id, error)
+        if (progress := self._models.get(model_id)) is not None:
+            progress.num_waiting -= 1
+
+    def keep_later(self, turn: Turn, seq_id: int, info: pb.CheckpointInfo, state: State) -> None:
+        """Writes a state that `is_due` has asked for."""
+        self._spawn(self._write(turn, seq_id, info, state))
+
+    async def keep(self, turn: Turn, seq_id: int, info: pb.CheckpointInfo, state: State) -> None:
+        """Returns when the state is durable, or cannot be. For what could not be computed again."""
+        progress = self._models.get(info.model_id)
+        if progress is not None:
+            self._take(info.model_id, progress)
+            await self._write(turn, seq_id, info, state)
+
+    def drop(self, model_id: str) -> None:
+        """The model is not live any more; its snapshots stay."""
+        self._models.pop(model_id, None)
+
+    async def close(self) -> None:
+        """What is being written is left as it is: without a name."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.to_thread(self._threads.shutdown, wait=True, cancel_futures=True)
+
+    def _take(self, model_id: str, progress: _Progress) -> None:
+        progress.num_waiting += 1
+        progress.taken_at, progress.num_steps = time.monotonic(), 0
+        progress.bytes_before = self._journal.appended_bytes(model_id)
+
+    async def _write(self, turn: Turn, seq_id: int, info: pb.CheckpointInfo, state: State) -> None:
+        model_id = info.model_id
+        progress = self._models.get(model_id)
+        if progress is None:
+            return
+        started = time.perf_counter()
+        try:
+            async with progress.writing:
+                if self._models.get(model_id) is not progress:  # deleted meanwhile
+                    return
+                num_bytes = await self._on_thread(self.files.write, seq_id, info, state)
+        except OSError as error:
+            self._metrics.snapshot_failures.inc()
+            logger.warning(
+                "the snapshot %s/%d cannot be written: %s; training goes on, and a restart replays more",
+                model_id,
+                seq_id,
+                error,
+            )
+            return
+        finally:
+            progress.num_waiting -= 1
+        self._metrics.snapshot_seconds.observe(time.perf_counter() - started)
+        self._metrics.snapshot_bytes.inc(num_bytes)
+        self._spawn(self._enter(turn, model_id, seq_id, progress, num_bytes))
+
+    async def _enter(self, turn: Turn, model_id: str, seq_id: int, progress: _Progress, num_bytes: int) -> None:
+        """Into the journal, which is cut; then older snapshots go."""
+        await turn.stored()
+        try:
+            before = await self._journal.add_snapshot(model_id, seq_id, num_bytes=num_bytes)
+        except ServiceError as error:
+            logger.warning("the journal does not take the snapshot of %s after seq_id %d: %s", model_id, seq_id, error)
+            return
+        if before is not None and self._models.get(model_id) is progress:
+            async with progress.writing:
+                older = [one for one in await self._on_thread(self.files.seq_ids, model_id) if one < before]
+                await self._on_thread(self.files.delete, model_id, older)
+
+    async def _on_thread(self, call: Any, *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

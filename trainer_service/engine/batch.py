@@ -1,0 +1,272 @@
+"""Protobuf batches to arrays and back: the only such code of the trainer. What leaves `Batch.from_proto` is valid."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tinsmith.rpc import tensors
+from tinsmith.rpc.errors import InvalidRequest, UnknownLossFn
+from tinsmith.v1 import trainer_pb2, types_pb2
+from trainer_service.objectives.custom_loss import CustomLoss
+from trainer_service.objectives.losses import LOSS_FNS, Arrays, Loss, Objective
+
+Floats = npt.NDArray[np.float32]
+
+CUSTOM = "custom"
+LOSS_FN_NAMES = (*LOSS_FNS, CUSTOM)
+
+_TYPE = "TorchLossReturn"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a request may ask for."""
+
+    vocab_size: int
+    max_context_length: int
+    max_datums: int = 4096
+    context_reason: str = "its context"
+    """What max_context_length is."""
+
+    def bounded(self, longest_datum: int | None) -> Limits:
+        """Where memory allows less than the model does."""
+        if longest_datum is None or longest_datum >= self.max_context_length:
+            return self
+        return replace(self, max_context_length=longest_datum, context_reason="what fits into this trainer's memory")
+
+
+@dataclass(frozen=True, slots=True)
+class Datum:
+    """One example: N tokens, and for each of them one target, or K."""
+
+    tokens_N: npt.NDArray[np.int32]
+    targets: npt.NDArray[np.int64]
+    """[N] or [N, K]."""
+    inputs: Arrays
+    """What the loss reads beside the targets."""
+
+    @property
+    def length(self) -> int:
+        return self.tokens_N.size
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The data of one forward_backward request."""
+
+    loss_fn: str
+    loss: Objective
+    loss_config: Mapping[str, float]
+    """Complete: defaults are filled in."""
+    forward_only: bool
+    datums: Sequence[Datum]
+    request: trainer_pb2.ForwardBackwardRequest | None = field(default=None, repr=False)
+    """What it was made from, for other ranks to make it too. The arrays are mostly views of its bytes."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(datum.length for datum in self.datums)
+
+    @classmethod
+    def from_proto(cls, request: trainer_pb2.ForwardBackwardRequest, limits: Limits) -> Batch:
+        """Raises InvalidRequest or UnknownLossFn, naming the field and the value."""
+        if request.loss_fn not in LOSS_FN_NAMES:
+            raise UnknownLossFn(
+                f"loss_fn: {request.loss_fn!r} is not one of {', '.join(LOSS_FN_NAMES)}", loss_fn=request.loss_fn
+            )
+        if not 1 <= len(request.data) <= limits.max_datums:
+            raise InvalidRequest(f"data: {len(request.data)} datums are outside 1..{limits.max_datums}", field="data")
+        if request.loss_fn == CUSTOM:
+            return cls._custom(request, limits)
+        if request.HasField("custom_loss"):
+            raise InvalidRequest(
+                f"custom_loss: goes with loss_fn {CUSTOM!r} only, not with {request.loss_fn!r}", field="custom_loss"
+            )
+        loss = LOSS_FNS[request.loss_fn]
+        config = _config(request, loss)
+        return cls(
+            loss_fn=request.loss_fn,
+            loss=loss,
+            loss_config=config,
+            forward_only=request.forward_only,
+            datums=[
+                _datum(datum, request.loss_fn, loss, config, limits, field=f"data[{index}]")
+                for index, datum in enumerate(request.data)
+            ],
+            request=request,
+        )
+
+    @classmethod
+    def _custom(cls, request: trainer_pb2.ForwardBackwardRequest, limits: Limits) -> Batch:
+        if not request.HasField("custom_loss"):
+            raise InvalidRequest(f"custom_loss: missing; loss_fn {CUSTOM!r} needs it", field="custom_loss")
+        settings = [*request.loss_fn_config, *request.loss_fn_config_v2]
+        if settings:
+            raise InvalidRequest(
+                f"loss_fn_config[{settings[0]!r}]: a custom loss takes no settings; custom_loss holds all of it",
+                field="loss_fn_config",
+            )
+        loss = CustomLoss.from_proto(request.custom_loss)
+        datums = [_custom_datum(one, loss, limits, field=f"data[{index}]") for index, one in enumerate(request.data)]
+        loss.check_shapes([(datum.targets.shape, datum.inputs) for datum in datums])
+        return cls(
+            loss_fn=request.loss_fn,
+            loss=loss,
+            loss_config={},
+            forward_only=request.forward_only,
+            datums=datums,
+            request=request,
+        )
+
+
+def _config(request: trainer_pb2.ForwardBackwardRequest, loss: Loss) -> Mapping[str, float]:
+    given: dict[str, float] = dict(request.loss_fn_config)
+    if request.loss_fn_config_v2:
+        given = {}
+        for key, value in request.loss_fn_config_v2.items():
+            if value.WhichOneof("value") != "number":
+                raise InvalidRequest(f"loss_fn_config[{key!r}]: {value.text!r} is not a number", field="loss_fn_config")
+            given[key] = value.number
+    for key, number in given.items():
+        if key not in loss.config:
+            known = ", ".join(loss.config) or "no settings"
+            raise InvalidRequest(
+                f"loss_fn_config[{key!r}]: {request.loss_fn} takes {known}", field="loss_fn_config", key=key
+            )
+        if not math.isfinite(number):
+            raise InvalidRequest(f"loss_fn_config[{key!r}]: {number} is not finite", field="loss_fn_config", key=key)
+    config = {**loss.config, **given}
+    if loss.check_config is not None:
+        loss.check_config(config)
+    return config
+
+
+def _datum(
+    datum: types_pb2.Datum, loss_fn: str, loss: Loss, config: Mapping[str, float], limits: Limits, *, field: str
+) -> Datum:
+    tokens = _tokens(datum, limits, field=field)
+    unknown = set(datum.loss_fn_inputs) - {"target_tokens", *loss.arrays}
+    if unknown:
+        name = min(unknown)
+        raise InvalidRequest(
+            f"{field}.loss_fn_inputs[{name!r}]: {loss_fn} takes target_tokens, {', '.join(loss.arrays)}", field=name
+        )
+    targets = _targets(datum, tokens.size, loss_fn, tuple(range(1, loss.max_dims + 1)), limits, field=field)
+    inputs: dict[str, Floats] = {}
+    for name in loss.arrays:
+        if name in datum.loss_fn_inputs or name in loss.required:
+            inputs[name] = _floats(datum, name, targets, field=field)
+        elif name == "weights" and datum.loss_fn_inputs["target_tokens"].WhichOneof("layout") == "sparse_csr":
+            # An absent cell is token 0, which ones would train towards; a target of token 0 is an absent cell, too.
+            raise InvalidRequest(
+                f"{field}.loss_fn_inputs['weights']: missing; sparse target_tokens do not say which cells count",
+                field="weights",
+            )
+        else:
+            inputs[name] = np.full(targets.shape, config.get(name, 1.0), np.float32)
+    if loss.check is not None:
+        loss.check(inputs, f"{field}.loss_fn_inputs")
+    return Datum(tokens, targets, inputs)
+
+
+def _custom_datum(datum: types_pb2.Datum, loss: CustomLoss, limits: Limits, *, field: str) -> Datum:
+    """Inputs keep their type and may have any shape of the declared rank. What the loss does not name is not read."""
+    tokens = _tokens(datum, limits, field=field)
+    logprobs, *others = loss.inputs
+    targets = _targets(datum, tokens.size, f"loss {loss.name!r}", (logprobs.rank,), limits, field=field)
+    inputs: dict[str, npt.NDArray[Any]] = {}
+    for declared in others:
+        where = f"{field}.loss_fn_inputs[{declared.name!r}]"
+        if declared.name not in datum.loss_fn_inputs:
+            raise InvalidRequest(f"{where}: missing; loss {loss.name!r} reads it", field=declared.name)
+        tensor = datum.loss_fn_inputs[declared.name]
+        values = tensors.to_numpy(tensor, field=where)
+        if declared.rank == 0 and values.size == 1 and not tensor.shape:  # on the wire a scalar has no shape
+            values = values.reshape(())
+        if values.ndim != declared.rank:
+            raise InvalidRequest(
+                f"{where}: shape {list(values.shape)} has {values.ndim} dimensions, "
+                f"but loss {loss.name!r} declares rank {declared.rank}",
+                field=declared.name,
+            )
+        inputs[declared.name] = values
+    return Datum(tokens, targets, inputs)
+
+
+def _tokens(datum: types_pb2.Datum, limits: Limits, *, field: str) -> npt.NDArray[np.int32]:
+    tokens = tensors.text_tokens(datum.model_input, field=f"{field}.model_input")
+    if not 1 <= tokens.size <= limits.max_context_length:
+        raise InvalidRequest(
+            f"{field}.model_input: {tokens.size} tokens are outside 1..{limits.max_context_length}, "
+            f"{limits.context_reason}",
+            field=f"{field}.model_input",
+        )
+    tensors.check_tokens(tokens, limits.vocab_size, field=f"{field}.model_input")
+    return tokens
+
+
+def _targets(
+    datum: types_pb2.Datum, num_tokens: int, reader: str, ranks: tuple[int, ...], limits: Limits, *, field: str
+) -> npt.NDArray[np.int64]:
+    where = f"{field}.loss_fn_inputs['target_tokens']"
+    if "target_tokens" not in datum.loss_fn_inputs:
+        raise InvalidRequest(f"{where}: missing; {reader} needs it", field="target_tokens")
+    targets = tensors.to_numpy(datum.loss_fn_inputs["target_tokens"], field=where)
+    if targets.dtype.kind != "i":
+        raise InvalidRequest(f"{where}: dtype {targets.dtype} must be int64", field="target_tokens")
+    if targets.ndim not in ranks or targets.shape[0] != num_tokens or 0 in targets.shape:
+        shapes = " or ".join(f"[{num_tokens}{', K' * (rank - 1)}]" for rank in ranks)
+        raise InvalidRequest(
+            f"{where}: shape {list(targets.shape)} must be {shapes}, one row for each token of the model input",
+            field="target_tokens",
+        )
+    tensors.check_tokens(targets, limits.vocab_size, field=where)
+    return targets.astype(np.int64, copy=False)
+
+
+def _floats(datum: types_pb2.Datum, name: str, targets: npt.NDArray[np.int64], *, field: str) -> Floats:
+    where = f"{field}.loss_fn_inputs[{name!r}]"
+    if name not in datum.loss_fn_inputs:
+        raise InvalidRequest(f"{where}: missing", field=name)
+    values = tensors.to_numpy(datum.loss_fn_inputs[name], field=where)
+    if values.shape != targets.shape:
+        raise InvalidRequest(
+            f"{where}: shape {list(values.shape)} is not that of target_tokens, {list(targets.shape)}", field=name
+        )
+    values = values.astype(np.float32, copy=False)
+    if not np.isfinite(values).all():
+        position = [int(i) for i in np.argwhere(~np.isfinite(values))[0]]
+        raise InvalidRequest(f"{where}{position}: {values[tuple(position)]} is not finite", field=name)
+    return values
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """The result of one request."""
+
+    logprobs: Sequence[Floats]
+    """One array for each datum, of its targets' shape."""
+    metrics: Mapping[str, float]
+
+    def to_proto(self) -> trainer_pb2.ForwardBackwardResponse:
+        """Neighbours of one trailing shape share a record."""
+        runs = [list(group) for _, group in groupby(self.logprobs, key=_trailing_shape)]
+        return trainer_pb2.ForwardBackwardResponse(
+            loss_fn_output_type=_TYPE,
+            loss_fn_outputs=[
+                types_pb2.ArrayRecord(type_tag=_TYPE, fields={"logprobs": tensors.batched(run)}, num_datums=len(run))
+                for run in runs
+            ],
+            metrics=self.metrics,
+        )
+
+
+def _trailing_shape(array: npt.NDArray[Any]) -> tuple[int, ...]:
+    return array.shape[1:]

@@ -1,0 +1,319 @@
+"""The training engine: packed batches of many models through one frozen base model.
+
+It knows no protobuf, gRPC, order or journal. Every method runs on the service's one compute thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from prometheus_client import CollectorRegistry
+from torch import Tensor
+
+from tinsmith.modeling.adapter import Adapter, AdapterConfig, chosen_targets, num_elements
+from tinsmith.modeling.base_model import BaseModel
+from tinsmith.modeling.full_weights import TrainedWeights, Weights, reload
+from tinsmith.rpc.errors import FailedPrecondition, InvalidRequest, ServiceError
+from trainer_service.engine.batch import Batch, Datum, Limits, Output
+from trainer_service.engine.budget import Lengths, Plan
+from trainer_service.engine.job import Job, Piece, whole
+from trainer_service.engine.model_state import ModelState, full_bytes
+from trainer_service.engine.optimizers import Optimizer, Params, check_kind, clip_gradient
+from trainer_service.engine.passes import Passes
+from trainer_service.engine.residency import Residency
+from trainer_service.engine.room import Checkpointing, Room
+from trainer_service.engine.team import Alone, Team
+from trainer_service.metrics import Metrics
+from trainer_service.objectives.losses import LOSS_FNS
+from trainer_service.weight_sync.canary import Scores, Tokens, score
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerState:
+    """A copy, in host memory, of an optimizer."""
+
+    kind: str
+    tensors: dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A copy, in host memory, of everything that a checkpoint holds."""
+
+    config: AdapterConfig
+    adapter: Weights
+    step: int
+    """Optimizer steps that the weights have seen."""
+    optimizer: OptimizerState | None
+
+
+class TrainingEngine:
+    """Adapters, their gradients and their optimizers."""
+
+    def __init__(
+        self,
+        base: BaseModel,
+        *,
+        max_tokens_per_microbatch: int,
+        activation_checkpointing: Checkpointing = "auto",
+        deterministic: bool = False,
+        residency: Residency | None = None,
+        metrics: Metrics | None = None,
+        team: Team | None = None,
+    ) -> None:
+        """Measures nothing: `max_tokens_per_microbatch` is the token budget until `follow` brings another plan.
+
+        The token budget is that of the whole team. `deterministic`: it never changes by itself.
+
+        Raises ValueError when activation checkpointing is asked for and the base model has no list of layers.
+        """
+        self.base = base
+        self.limits = Limits(vocab_size=base.vocab_size, max_context_length=base.max_context_length)
+        self._models: dict[str, ModelState] = {}
+        self._base_changed = False
+        """A full model has trained the base model's own parameters."""
+        self._team = Alone() if team is None else team
+        self._metrics = Metrics(CollectorRegistry()) if metrics is None else metrics
+        self._room = Room(
+            base,
+            self._models,
+            Plan(token_budget=max_tokens_per_microbatch),
+            Residency.on(base.device) if residency is None else residency,
+            checkpointing=activation_checkpointing,
+            metrics=self._metrics,
+            fixed=deterministic,
+        )
+        self._passes = Passes(base, self._models, self._room, self._team, self._metrics)
+
+    @property
+    def plan(self) -> Plan:
+        return self._room.plan
+
+    @property
+    def residency(self) -> Residency:
+        return self._room.residency
+
+    @property
+    def token_budget(self) -> int:
+        """Tokens that a micro-batch should have. It falls when memory runs out."""
+        return self._room.token_budget
+
+    @property
+    def can_checkpoint(self) -> bool:
+        return self._room.can_checkpoint
+
+    @property
+    def always_checkpoints(self) -> bool:
+        return self._room.always_checkpoints
+
+    @property
+    def num_layers(self) -> int:
+        return self._room.num_layers
+
+    def follow(self, plan: Plan) -> None:
+        """From now on. Datums that the plan says can never fit are refused when they are validated."""
+        self._room.follow(plan)
+        self.limits = self.limits.bounded(plan.longest_datum)
+
+    def create_model(self, model_id: str, config: AdapterConfig, optimizer: str) -> None:
+        """Raises InvalidRequest for an unknown optimizer, or a rank that this engine does not train, Unsupported for
+        layers that the base model does not have, and FailedPrecondition for a second full model."""
+        self.check_trainable(config.rank, check_kind(optimizer))
+        if config.rank != 0:
+            self.base.check_groups(config.groups)
+            numel = num_elements(config, chosen_targets(config, self.base.targets))
+            self._room.check_capacity(full_bytes(numel * torch.float32.itemsize), rank=config.rank)
+        weights = self._room.found(lambda: self._new_weights(config), what=f"a model of rank {config.rank}")
+        self.add_model(model_id, ModelState(weights, optimizer))
+
+    def add_model(self, model_id: str, model: ModelState) -> None:
+        self._models[model_id] = model
+        if model.movable:
+            self._room.residency.add(model_id, model)
+
+    def check_trainable(self, rank: int, optimizer: str) -> None:
+        """Raises InvalidRequest, naming what would be right, for a rank that this engine does not train."""
+        if rank == 0 and not self.base.trainable:
+            raise InvalidRequest(
+                "lora_config.rank: 0 means full-parameter training, and this server was started without "
+                "--full-training; send a rank of 1 or more",
+                field="rank",
+            )
+        if rank != 0 and self.base.trainable:
+            raise InvalidRequest(
+                f"lora_config.rank: {rank} asks for an adapter, and this server was started with "
+                "--full-training: it trains all parameters, of one model at a time; send rank 0",
+                field="rank",
+            )
+        if rank == 0 and optimizer != "adamw":
+            raise InvalidRequest(
+                f"optimizer: {optimizer!r} is for the A and B of adapters; full-parameter training (rank 0) takes "
+                "'adamw'",
+                field="optimizer",
+            )
+
+    def _new_weights(self, config: AdapterConfig) -> Weights:
+        """Those that a model begins with: it equals the base model."""
+        if config.rank != 0:
+            return Adapter.create(config, self.base.targets, self.base.device)
+        if self._models:
+            live = next(iter(self._models))
+            raise FailedPrecondition(
+                f"model {live!r} is live, and a server that trains all parameters (--full-training) has one model at a "
+                "time; end its session first",
+                model_id=live,
+            )
+        if self._base_changed:
+            reload(self.base)
+        self._base_changed = True
+        return TrainedWeights.take(self.base)
+
+    def delete_model(self, model_id: str) -> None:
+        self._models.pop(model_id, None)
+        self._room.residency.remove(model_id)
+
+    def begin(self, model_id: str, batch: Batch) -> Job:
+        """A forward_backward of this model, of which nothing has run. Computes nothing."""
+        return Job(model_id, batch)
+
+    def run(self, pieces: Sequence[Piece]) -> None:
+        """Puts datums of any jobs through the base model, and adds to each model's gradients.
+
+        A job that fails has an `error` afterwards; its neighbours are none the wiser.
+        """
+        self._passes.run(pieces)
+
+    def finish(self, job: Job) -> Output | ServiceError:
+        """The result of a job whose datums have all run, or that has failed.
+
+        After a failure the gradients are not what the client thinks: the model's next optim_step is refused.
+        """
+        if job.error is None:
+            if job.mismatch is not None:
+                self._metrics.observe_mismatch(job.mismatch, loss_fn=job.batch.loss_fn)
+            return job.output()
+        if not job.batch.forward_only:
+            self.taint(job.model_id, job.error.message)
+        return job.error
+
+    def forward_backward(self, works: Sequence[tuple[str, Batch]]) -> list[Output | ServiceError]:
+        """Begins, runs and finishes batches together: one result for each, in order."""
+        jobs = [self.begin(model_id, batch) for model_id, batch in works]
+        self.run([whole(job) for job in jobs])
+        return [self.finish(job) for job in jobs]
+
+    def probe(self, model_id: str, lengths: Lengths, *, checkpointing: bool) -> None:
+        """One forward and backward of sequences of these lengths, for what it takes. The model gets its gradients."""
+        loss = LOSS_FNS["cross_entropy"]
+        datums = [
+            Datum(np.zeros(n, np.int32), np.zeros(n, np.int64), {"weights": np.ones(n, np.float32)}) for n in lengths
+        ]
+        batch = Batch(loss_fn="cross_entropy", loss=loss, loss_config={}, forward_only=False, datums=datums)
+        self._passes.once(self.begin(model_id, batch), checkpointing=checkpointing)  # all of it on every rank
+
+    def taint(self, model_id: str, reason: str) -> None:
+        """Says that a forward_backward of this accumulation has failed: the next optim_step fails with `reason`."""
+        self._models[model_id].tainted = reason
+
+    def is_tainted(self, model_id: str) -> bool:
+        """The next optim_step will fail, because a forward_backward has."""
+        return bool(self._models[model_id].tainted)
+
+    def optim_step(self, model_id: str, params: Params) -> Mapping[str, float]:
+        """Applies and clears the gradients. Without any, it is a step with a gradient of zero.
+
+        Raises InvalidRequest when the parameters are not those of the model's optimizer, and FailedPrecondition, which
+        clears the gradients, when a forward_backward since the last step has failed.
+        """
+        model = self._models[model_id]
+        if params.kind != model.optimizer_kind:
+            raise InvalidRequest(
+                f"{params.field}: are for optimizer {params.kind!r}, but the model was made with "
+                f"optimizer {model.optimizer_kind!r}",
+                field=params.field,
+            )
+        if model.tainted:
+            reason = model.tainted
+            model.clear_gradient()
+            raise FailedPrecondition(
+                "optim_step was not applied, because a forward_backward before it failed; "
+                f"its gradients were cleared. The failure: {reason}"
+            )
+        gradient, optimizer = self._team.all_or_none(
+            lambda: self._room.found(
+                lambda: self._prepare_step(model_id), what=f"an optimizer step of {model_id}", keep=[model_id]
+            )
+        )
+        with self._metrics.phases["optimizer"].time():
+            self._team.sum_(gradient.flat)
+            norm = clip_gradient(gradient.flat, params.grad_clip_norm)
+            optimizer.step(model.adapter.flat, gradient.flat, params)
+            model.adapter.sync()
+            model.clear_gradient()
+        model.step += 1
+        return {"grad_norm:mean": norm}
+
+    def _prepare_step(self, model_id: str) -> tuple[Weights, Optimizer]:
+        """Makes what is missing, and sees that a step's temporaries will find room: half a step must never be."""
+        model = self._models[model_id]
+        self._room.have_for_a_step(model_id)
+        prepared = model.need_gradient(), model.need_optimizer()
+        torch.empty_like(model.adapter.flat)
+        return prepared
+
+    def capture(self, model_id: str, *, with_optimizer: bool) -> State:
+        model = self._models[model_id]
+        with self._metrics.phases["capture"].time():
+            return State(
+                config=model.adapter.config,
+                adapter=model.adapter.like(model.adapter.flat.detach().to("cpu", copy=True)),
+                step=model.step,
+                optimizer=self._optimizer_state(model) if with_optimizer else None,
+            )
+
+    def weights(self, model_id: str) -> Weights:
+        """The live ones."""
+        return self._models[model_id].adapter
+
+    def score(self, weights: Weights, sequences: Sequence[Tokens]) -> Scores:
+        """canary.score of live weights or any others for this base model. Raises OutOfCapacity."""
+        return self._room.found(lambda: score(self.base, weights, sequences), what="scoring a published version")
+
+    def _optimizer_state(self, model: ModelState) -> OptimizerState:
+        """Of a model that has taken no step: the one that its first step will begin with."""
+        optimizer = model.new_optimizer() if model.optimizer is None else model.optimizer
+        return OptimizerState(model.optimizer_kind, optimizer.state())
+
+    def restore(self, model_id: str, state: State, *, with_optimizer: bool) -> None:
+        """Replaces the adapter's weights, drops its gradients, and restores the optimizer or starts it anew.
+
+        Raises InvalidRequest when the state's configuration is another, or an optimizer is wanted but it holds none or
+        one of another kind.
+        """
+        model = self._models[model_id]
+        ours, theirs = model.adapter.config, state.config
+        if (ours.rank, ours.groups) != (theirs.rank, theirs.groups):
+            raise InvalidRequest(f"the checkpoint has {_extent(theirs)}, this model has {_extent(ours)}")
+        if with_optimizer and state.optimizer is None:
+            raise InvalidRequest("the checkpoint holds no optimizer state; load it without the optimizer")
+        if with_optimizer and state.optimizer is not None and state.optimizer.kind != model.optimizer_kind:
+            raise InvalidRequest(
+                f"the checkpoint's optimizer is {state.optimizer.kind!r}, the model's {model.optimizer_kind!r}; "
+                "load it without the optimizer"
+            )
+        model.adapter.flat.copy_(state.adapter.flat)
+        model.adapter.sync()
+        model.clear_gradient()
+        model.step = state.step
+        model.optimizer = None
+        if with_optimizer and state.optimizer is not None:
+            model.need_optimizer().load(state.optimizer.tensors)
+
+
+def _extent(config: AdapterConfig) -> str:
+    if config.rank == 0:
+        return "all parameters (rank 0)"
+    return f"rank {config.rank} on {sorted(config.groups)}"

@@ -1,0 +1,77 @@
+"""A forward_backward on its way: its datums go through the base model in micro-batches, in company of other jobs'."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tinsmith.rpc.errors import ServiceError
+from trainer_service.engine.batch import Batch, Floats, Output
+from trainer_service.objectives.losses import Term
+from trainer_service.objectives.mismatch import Mismatch
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """Results arrive in any order of the datums; they are complete when every datum has run."""
+
+    model_id: str
+    batch: Batch
+    logprobs: list[Floats] = field(init=False)
+    loss: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The loss's own, as sums over the datums that have run."""
+    mismatch: Mismatch | None = None
+    """Of their sampled tokens."""
+    error: ServiceError | None = None
+    """Why it failed. What of it has not run yet is skipped."""
+
+    def __post_init__(self) -> None:
+        self.logprobs = [np.empty(0, np.float32)] * len(self.batch.datums)
+
+    def piece(self, indices: Sequence[int]) -> Piece:
+        """Some of its datums, for a micro-batch."""
+        return Piece(self, indices)
+
+    def add(self, term: Term) -> None:
+        self.add_sums(term.value, term.metrics, term.mismatch)
+
+    def add_sums(self, loss: float, metrics: Mapping[str, float], mismatch: Mismatch | None) -> None:
+        """Over datums that have run, here or on another rank."""
+        self.loss += loss
+        for key, value in metrics.items():
+            self.metrics[key] = self.metrics.get(key, 0.0) + value
+        if mismatch is not None:
+            self.mismatch = mismatch if self.mismatch is None else self.mismatch + mismatch
+
+    def output(self) -> Output:
+        return Output(
+            logprobs=self.logprobs,
+            metrics={
+                "loss:sum": self.loss,
+                "num_sequences:sum": len(self.batch.datums),
+                "num_tokens:sum": self.batch.num_tokens,
+                **_reduced(self.metrics, num_datums=len(self.batch.datums)),
+                **({} if self.mismatch is None else self.mismatch.metrics()),
+            },
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Datums of one job, for one micro-batch."""
+
+    job: Job
+    indices: Sequence[int]
+    """Into job.batch.datums."""
+
+
+def whole(job: Job) -> Piece:
+    return Piece(job, range(len(job.batch.datums)))
+
+
+def _reduced(sums: Mapping[str, float], *, num_datums: int) -> Mapping[str, float]:
+    """A loss's own metrics: those whose key ends in ":mean" are means over the datums, the others sums."""
+    return {key: value / num_datums if key.endswith(":mean") else value for key, value in sums.items()}

@@ -1,0 +1,197 @@
+"""How much goes through the base model at once: what the plan allows, and what happens when memory runs out."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Literal, TypeVar
+
+import torch
+
+from tinsmith.modeling.base_model import BaseModel
+from tinsmith.rpc.errors import OutOfCapacity
+from trainer_service.engine.budget import Lengths, Plan
+from trainer_service.engine.memory import device_memory, drop_caches, is_out_of_memory
+from trainer_service.engine.micro_batch import Attempt
+from trainer_service.engine.model_state import ModelState, full_bytes
+from trainer_service.engine.residency import Residency
+from trainer_service.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+Checkpointing = Literal["auto", "on", "off"]
+
+_RECOVERS_AFTER = 100
+"""Micro-batches without a shortage after which more is tried again."""
+
+
+class Room:
+    """The memory of one engine."""
+
+    def __init__(
+        self,
+        base: BaseModel,
+        models: Mapping[str, ModelState],
+        plan: Plan,
+        residency: Residency,
+        *,
+        checkpointing: Checkpointing,
+        metrics: Metrics,
+        fixed: bool = False,
+    ) -> None:
+        """`fixed`: the token budget stays what it is, even when memory runs out.
+
+        Raises ValueError when activation checkpointing is asked for and the base model has no list of layers."""
+        self.residency = residency
+        self.layers = base.layers
+        self.num_layers = base.config.num_hidden_layers
+        if checkpointing == "on" and not self.layers:
+            raise ValueError(
+                f"activation_checkpointing: 'on' cannot be had of {base.architecture}: it has no list of "
+                f"{self.num_layers} layers; take 'auto' or 'off'"
+            )
+        self._fixed = fixed
+        self._device = base.device
+        self._models = models
+        self._checkpointing = checkpointing
+        self._metrics = metrics
+        self._too_long: int | None = None
+        """Tokens of the shortest datum that went through with activation checkpointing only."""
+        self._show_memory()
+        self.follow(plan)
+
+    @property
+    def token_budget(self) -> int:
+        return self.plan.token_budget
+
+    @property
+    def can_checkpoint(self) -> bool:
+        return bool(self.layers) and self._checkpointing != "off"
+
+    @property
+    def always_checkpoints(self) -> bool:
+        return self._checkpointing == "on"
+
+    def follow(self, plan: Plan) -> None:
+        self.plan = plan
+        self._planned = plan.token_budget
+        self._num_well = 0
+        self._metrics.token_budget.set(plan.token_budget)
+        self._metrics.model_limit_bytes.set(math.inf if plan.models_bytes is None else plan.models_bytes)
+
+    def _show_memory(self) -> None:
+        """The thread that serves the metrics asks for it."""
+        metrics, device = self._metrics, self._device
+
+        def held(*, on_host: bool) -> int:
+            host = set(self.residency.on_host)
+            return sum(model.num_bytes for key, model in list(self._models.items()) if (key in host) == on_host)
+
+        metrics.model_bytes.labels("device").set_function(lambda: held(on_host=False))
+        metrics.model_bytes.labels("host").set_function(lambda: held(on_host=True))
+        metrics.model_reserved_bytes.set_function(
+            lambda: sum(full_bytes(model.adapter.num_bytes) for model in list(self._models.values()))
+        )
+        for state, count in device_memory(device).items():
+            metrics.device_bytes.labels(state).set_function(count)
+
+    def needs_checkpointing(self, shares: Sequence[Lengths]) -> bool:
+        """For datums of these lengths, each share of them on its own rank."""
+        if self._checkpointing != "auto" or not self.layers:
+            return self._checkpointing == "on"
+        known = self._too_long is not None and max(length for share in shares for length in share) >= self._too_long
+        return known or any(self.plan.needs_checkpointing(share) for share in shares)
+
+    def go_together(self, ids: Sequence[str], *, tokens: int) -> bool:
+        """These models may be on the device at once, with their gradients on the way."""
+        room = self.plan.room_for_adapters([tokens], checkpointing=self.always_checkpoints)
+        if room is None:
+            return True
+        # Where models cannot be moved away, those that are not in this micro-batch hold their memory, too.
+        resident = ids if self.residency.moves else self._models
+        needed = sum(self._models[model_id].num_bytes for model_id in resident)
+        return needed + sum(self._models[model_id].growth_bytes for model_id in ids) <= room
+
+    def have_on_device(self, ids: Sequence[str], lengths: Lengths, *, checkpointing: bool) -> None:
+        """For a pass over datums of these lengths."""
+        room = self.plan.room_for_adapters(lengths, checkpointing=checkpointing)
+        if room is not None and torch.is_grad_enabled():
+            room -= sum(self._models[model_id].growth_bytes for model_id in ids)
+        self.residency.use(ids, max_bytes=room)
+
+    def have_for_a_step(self, model_id: str) -> None:
+        room = self.plan.room_for_adapters([], checkpointing=False)
+        missing = full_bytes(self._models[model_id].adapter.num_bytes)
+        self.residency.use([model_id], max_bytes=None if room is None else room - missing)
+
+    def check_capacity(self, needed: int, *, rank: int) -> None:
+        """Raises OutOfCapacity when one more model could end the process, in the middle of somebody's training."""
+        if self.plan.models_bytes is None:
+            return
+        left = self.plan.models_bytes - sum(full_bytes(model.adapter.num_bytes) for model in self._models.values())
+        if needed > left:
+            raise OutOfCapacity(
+                f"lora_config.rank: a model of rank {rank} takes {needed / 1e6:.1f} MB with its gradients and its "
+                f"optimizer, and {len(self._models)} live models leave {max(0, left) / 1e6:.1f} MB of this trainer's "
+                "memory for models; end one, or ask for a smaller rank",
+                field="rank",
+            )
+
+    def ran_out(self, tokens: int, *, keep: Sequence[str]) -> None:
+        """Frees what can be freed, before less is tried."""
+        self._metrics.out_of_memory.inc()
+        logger.warning("out of memory with %d tokens; the token budget is %d", tokens, self.token_budget)
+        self._free(keep)
+
+    def learn(self, attempt: Attempt) -> None:
+        """Lowers the budget to what went through where more did not, and raises it again when all has gone well long.
+
+        Nothing is learnt from a datum that finds no memory by itself: a greedy custom loss, or a shortage that
+        somebody else causes, must not slow all others down.
+        """
+        if self._fixed:
+            return
+        if attempt.failed_tokens is None:
+            self._num_well += 1
+            if self._num_well >= _RECOVERS_AFTER:
+                self._recover()
+            return
+        self._num_well = 0
+        if attempt.gave_up:
+            return
+        if attempt.checkpointed_tokens is not None:
+            self._too_long = min(attempt.checkpointed_tokens, self._too_long or attempt.checkpointed_tokens)
+        if attempt.fitting_tokens < self.token_budget and attempt.failed_tokens <= self.token_budget:
+            self._set_budget(max(1, attempt.fitting_tokens))
+
+    def _recover(self) -> None:
+        self._num_well = 0
+        self._too_long = None
+        if self.token_budget < self._planned:
+            self._set_budget(min(self._planned, 2 * self.token_budget))
+
+    def _set_budget(self, tokens: int) -> None:
+        logger.warning("the token budget is %d now, it was %d", tokens, self.token_budget)
+        self.plan = replace(self.plan, token_budget=tokens)
+        self._metrics.token_budget.set(tokens)
+
+    def found(self, call: Callable[[], T], *, what: str, keep: Sequence[str] = ()) -> T:
+        """Runs it once more with all that can be freed, when there is no memory. Raises OutOfCapacity if that fails."""
+        for last in (False, True):
+            try:
+                return call()
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                if last:
+                    raise OutOfCapacity(f"there is no memory for {what} at this moment") from None
+            self._free(keep)
+        raise AssertionError
+
+    def _free(self, keep: Sequence[str]) -> None:
+        self.residency.offload_all_but(keep)
+        drop_caches(self._device)

@@ -1,0 +1,1 @@
+"""Losses, those of users included, and how far sampled logprobs are from the trainer's."""

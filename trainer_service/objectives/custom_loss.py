@@ -1,0 +1,198 @@
+"""Custom losses: a traced Python function of one datum, sent as a graph and run beside the model's own pass.
+
+The graph never touches the model's graph of gradients. For each datum it gets a copy of the logprobs, in host memory;
+its gradient with respect to them, dC/dp, becomes the linear loss sum(dC/dp p), whose gradient in the weights is the
+custom loss's own. So a batch is still one pass of the base model, the memory of the user's graph is free again after
+each datum, and an index out of range is an exception and not the end of a GPU's context.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tinsmith.rpc.errors import InvalidRequest
+from tinsmith.v1 import trainer_pb2
+from trainer_service.engine.memory import is_out_of_memory
+from trainer_service.objectives.custom_loss_cost import CostLimit
+from trainer_service.objectives.custom_loss_graph import Graph, Node, check_result, parse
+from trainer_service.objectives.losses import Arrays, Term
+
+MAX_INPUTS = 16
+MAX_NODE_BYTES = 64 * 2**20
+"""Of one node's result, for one datum."""
+MAX_BYTES = 512 * 2**20
+"""Of all nodes' results, for one datum."""
+TIME_LIMIT_S = 10.0
+"""For the datums of one pass of the base model, and for the check of one request."""
+
+_MAX_KINDS = 10_000
+_INPUT_NAME = re.compile(r"[a-z_][a-z0-9_]{0,63}")
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+Shape = tuple[int, ...]
+Deadline = Callable[[Node | None], None]
+"""Raises InvalidRequest when the time is over, naming the node that comes next, if any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    name: str
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class CustomLoss:
+    """An Objective."""
+
+    name: str
+    inputs: Sequence[Input]
+    """"logprobs", then the loss_fn_inputs that it reads."""
+    graph: Graph
+    _checked: set[Any] = field(default_factory=set, repr=False, compare=False)
+    """Kinds of datums that check_shapes has seen."""
+
+    @classmethod
+    def from_proto(cls, loss: trainer_pb2.CustomLoss) -> CustomLoss:
+        """Raises InvalidRequest for whatever can be seen without data."""
+        return _build(loss.name[:100], tuple(Input(one.name, one.rank) for one in loss.inputs), loss.graph)
+
+    def check_shapes(self, datums: Sequence[tuple[Shape, Arrays]]) -> None:
+        """Runs the graph without data for every kind of datum: shapes of the targets, and of the other inputs.
+
+        What it does depends on shapes and types alone, so that afterwards its memory is known to be bounded. Raises
+        InvalidRequest.
+        """
+        _load_shape_functions()
+        deadline = self._deadline()
+        if len(self._checked) > _MAX_KINDS:
+            self._checked.clear()
+        for logprobs, arrays in datums:
+            others = [arrays[one.name] for one in self.inputs[1:]]
+            kind = (logprobs, *((array.shape, array.dtype.str) for array in others))
+            if kind in self._checked:
+                continue
+            p = torch.empty(logprobs, device="meta", requires_grad=True)
+            empty = [torch.empty(array.shape, dtype=_dtype(array), device="meta") for array in others]
+            self._check([p, *empty], deadline=deadline)
+            self._checked.add(kind)
+
+    def _check(self, inputs: Sequence[Tensor], *, deadline: Deadline) -> None:
+        num_bytes = 0
+
+        def bounded(result: Any) -> None:
+            nonlocal num_bytes
+            size = check_result(result)
+            num_bytes += size
+            for what, used, limit in (("its result", size, MAX_NODE_BYTES), ("the graph", num_bytes, MAX_BYTES)):
+                if used > limit:
+                    raise InvalidRequest(f"{what} needs {used} bytes for one datum, this server allows {limit}")
+
+        cost = CostLimit()
+        with torch.device("meta"), cost:  # what makes new tensors makes them there
+            loss, metrics = self.graph.run(inputs, before=deadline, after=bounded)
+        if not isinstance(loss, Tensor) or loss.ndim != 0 or loss.dtype not in _FLOATS:
+            raise self._refused(f"the loss must be a scalar tensor of floats, not {_described(loss)}")
+        if not loss.requires_grad:
+            raise self._refused("the loss does not depend on the logprobs, so it has no gradient")
+        for key, value in metrics.items():
+            if not isinstance(value, (int, float)) and not (isinstance(value, Tensor) and value.numel() == 1):
+                raise self._refused(f"metric {key!r} must be a scalar, not {_described(value)}")
+        if not cost.gradient_is_small(len(self.graph.nodes)):
+            with cost:
+                self._gradient(loss, inputs[0])
+        deadline(None)
+
+    def evaluate(self, logprobs: Sequence[Tensor], inputs: Sequence[Arrays], config: Mapping[str, float]) -> Term:
+        deadline = self._deadline()
+        value, sums = 0.0, dict.fromkeys(self.graph.metrics, 0.0)
+        gradients: list[Tensor] = []
+        p_M = torch.cat([piece.reshape(-1) for piece in logprobs])
+        on_host = p_M.detach().cpu().split([piece.numel() for piece in logprobs])
+        for piece, host, arrays in zip(logprobs, on_host, inputs, strict=True):
+            p = host.reshape(piece.shape).clone().requires_grad_(torch.is_grad_enabled())
+            others = [torch.tensor(arrays[one.name]) for one in self.inputs[1:]]
+            loss, metrics = self.graph.run([p, *others], before=deadline, after=lambda _: None)
+            value += loss.item()
+            for key, metric in metrics.items():
+                sums[key] += float(metric.detach() if isinstance(metric, Tensor) else metric)
+            if torch.is_grad_enabled():
+                gradients.append(self._gradient(loss, p).reshape(-1))
+            deadline(None)
+        if not gradients:
+            return Term(torch.zeros((), dtype=torch.float64, device=p_M.device), value, sums)
+        linear = (torch.cat(gradients).to(p_M.device) * p_M).sum(dtype=torch.float64)
+        return Term(linear, value, sums)
+
+    def _gradient(self, loss: Tensor, p: Tensor) -> Tensor:
+        try:
+            (gradient,) = torch.autograd.grad(loss, p)
+        except InvalidRequest as error:
+            raise self._refused(f"its gradient: {error.message}") from None
+        except RuntimeError as error:  # of operations that have no derivative
+            if is_out_of_memory(error):
+                raise
+            raise self._refused(f"its gradient cannot be computed: {str(error).splitlines()[0][:300]}") from error
+        return gradient
+
+    def _deadline(self) -> Deadline:
+        end = time.monotonic() + TIME_LIMIT_S
+
+        def check(node: Node | None) -> None:
+            if time.monotonic() <= end:
+                return
+            if node is not None:
+                raise self.graph.refused(node, f"was not reached within {TIME_LIMIT_S:g} s, this server's limit")
+            raise self._refused(f"was not done within {TIME_LIMIT_S:g} s, this server's limit")
+
+        return check
+
+    def _refused(self, problem: str) -> InvalidRequest:
+        return InvalidRequest(f"custom loss {self.name!r}: {problem}", field="custom_loss")
+
+
+@lru_cache(maxsize=32)
+def _build(name: str, inputs: tuple[Input, ...], graph: str) -> CustomLoss:
+    """A training uses one loss in thousands of requests, with datums of the same lengths again and again."""
+    _check_inputs(name, inputs)
+    return CustomLoss(name, inputs, parse(name, [one.name for one in inputs], graph))
+
+
+@cache
+def _load_shape_functions() -> None:
+    """What computes shapes without data is loaded at its first use, which takes seconds: they count for no one."""
+    torch.ones(1, device="meta").abs()
+
+
+def _check_inputs(name: str, inputs: Sequence[Input]) -> None:
+    def refused(problem: str) -> InvalidRequest:
+        return InvalidRequest(f"custom loss {name!r}: inputs: {problem}", field="custom_loss.inputs")
+
+    if not 1 <= len(inputs) <= MAX_INPUTS:
+        raise refused(f"{len(inputs)} are outside 1..{MAX_INPUTS}")
+    if inputs[0].name != "logprobs" or inputs[0].rank == 0:
+        raise refused("the first must be logprobs, of rank 1 or 2")
+    for number, one in enumerate(inputs):
+        if not _INPUT_NAME.fullmatch(one.name):
+            raise refused(f"{one.name[:100]!r} is not a lowercase name")
+        if one.rank not in (0, 1, 2):
+            raise refused(f"{one.name!r} has rank {one.rank}, which is not 0, 1 or 2")
+        if any(one.name == other.name for other in inputs[:number]):
+            raise refused(f"{one.name!r} is there twice")
+
+
+def _dtype(array: npt.NDArray[Any]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, array.dtype)).dtype
+
+
+def _described(value: Any) -> str:
+    return f"one of shape {list(value.shape)} and {value.dtype}" if isinstance(value, Tensor) else type(value).__name__

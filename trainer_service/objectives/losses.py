@@ -1,0 +1,262 @@
+"""Losses: pure functions from logprobs to a loss for each target. The loss of a batch is their plain sum.
+
+Notation of the Tinker API: p the logprobs of the targets now, q those under the policy that sampled them, A the
+advantages, w the weights, r = exp(p - q). Shapes: M targets of some datums, end to end; a datum is never split.
+docs/algorithms.md has the formulas and their sources.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tinsmith.rpc.errors import InvalidRequest
+from trainer_service.objectives.mismatch import Mismatch
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+"""The loss_fn_inputs of one datum, without target_tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """The share of a batch's loss that some of its datums have."""
+
+    differentiable: Tensor
+    """float64 scalar on the logprobs' device. Its gradient is the loss's; its value need not be."""
+    value: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Sums over these datums, by the keys of the response."""
+    mismatch: Mismatch | None = None
+    """Of the tokens that a sampler has drawn; None when the loss is not told of any."""
+
+
+class Objective(Protocol):
+    """What a batch is trained on."""
+
+    def evaluate(self, logprobs: Sequence[Tensor], inputs: Sequence[Arrays], config: Mapping[str, float]) -> Term:
+        """Logprobs and inputs of whole datums; the logprobs have the shapes of the datums' targets."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What a loss function sees."""
+
+    p_M: Tensor
+    arrays: Mapping[str, Tensor]
+    """[M] each."""
+    config: Mapping[str, float]
+    sizes: Sequence[int]
+    """Targets of each datum; M in all."""
+
+    @property
+    def gap_M(self) -> Tensor:
+        return self.p_M - self.arrays["logprobs"]
+
+    @property
+    def ratio_M(self) -> Tensor:
+        return torch.exp(self.gap_M)
+
+
+LossFn = Callable[[Targets], Tensor]
+
+
+def cross_entropy(x: Targets) -> Tensor:
+    """-w p. Weights may be any real numbers: client-side custom losses send gradients in them."""
+    return -x.arrays["weights"] * x.p_M
+
+
+def importance_sampling(x: Targets) -> Tensor:
+    """-r A: REINFORCE, corrected for the gap between the sampling and the training policy."""
+    return -x.ratio_M * x.arrays["advantages"]
+
+
+def ppo(x: Targets) -> Tensor:
+    """-min(r A, clip(r) A); the thresholds bound the ratio itself (Schulman et al. 2017, arXiv:1707.06347)."""
+    return _pessimistic(x, x.gap_M)
+
+
+def gspo(x: Targets) -> Tensor:
+    """ppo with s_i = exp(mean over the mask of p - q) of the datum as every target's ratio.
+
+    It is the GSPO-token form (Zheng et al. 2025, arXiv:2507.18071): s has no gradient of its own, p of each target has.
+    """
+    mask_M = (x.arrays["sequence_ratio_mask"] != 0).to(x.p_M.dtype)
+    gap_M = (x.p_M.detach() - x.arrays["logprobs"]) * mask_M
+    sizes_D = torch.tensor(x.sizes, device=x.p_M.device)
+    totals_D, counts_D = (torch.segment_reduce(values_M, "sum", lengths=sizes_D) for values_M in (gap_M, mask_M))
+    mean_M = (totals_D / counts_D).repeat_interleave(sizes_D, output_size=x.p_M.shape[0])
+    return _pessimistic(x, mean_M + (x.p_M - x.p_M.detach()))
+
+
+def cispo(x: Targets) -> Tensor:
+    """-stop_gradient(clip(r)) p A: every token keeps a gradient (MiniMax-M1, arXiv:2506.13585)."""
+    return -_clip(x, x.ratio_M).detach() * x.p_M * x.arrays["advantages"]
+
+
+def dro(x: Targets) -> Tensor:
+    """-(p A - beta/2 (p - q)^2): direct reward optimisation (Richemond et al. 2024, arXiv:2405.19107)."""
+    return -(x.p_M * x.arrays["advantages"] - 0.5 * x.config["beta"] * x.gap_M.square())
+
+
+def stable_reinforce(x: Targets) -> Tensor:
+    """m (-min(r, cap) A + kl/2 (p - q)^2): Tinsmith's own definition.
+
+    The truncated importance sampling estimate of the expected advantage (Ionides 2008; as weights of REINFORCE in
+    Espeholt et al. 2018, arXiv:1802.01561), and the squared log-ratio, whose gradient on samples of the policy is that
+    of KL(p || q) (Tang and Munos 2025, arXiv:2506.09477). Beyond the cap a target pushes no more, only the penalty
+    pulls: a gradient is at most cap |A| + kl |p - q|, on data of any age.
+    """
+    mask_M = (x.arrays["sampled_mask"] != 0).to(x.p_M.dtype)
+    # Where r is capped it must not be computed: it may be infinite, and 0 times infinity is no gradient.
+    weight_M = torch.exp(x.gap_M.clamp(max=math.log(x.config["ratio_cap"])))
+    return mask_M * (0.5 * x.config["kl_coeff"] * x.gap_M.square() - weight_M * x.arrays["advantages"])
+
+
+def _pessimistic(x: Targets, log_ratio_M: Tensor) -> Tensor:
+    """The smaller of the clipped and the unclipped objective, negated."""
+    advantages = x.arrays["advantages"]
+    # Well above the upper threshold a gain is constant. There the ratio may be infinite, and must not be computed.
+    constant_from = x.arrays["clip_high_threshold"].clamp(min=1).log() + 1
+    ratio_M = torch.exp(torch.where(advantages >= 0, log_ratio_M.minimum(constant_from), log_ratio_M))
+    return -torch.minimum(ratio_M * advantages, _clip(x, ratio_M) * advantages)
+
+
+def _clip(x: Targets, ratio_M: Tensor) -> Tensor:
+    return ratio_M.clamp(x.arrays["clip_low_threshold"], x.arrays["clip_high_threshold"])
+
+
+Check = Callable[[Arrays, str], None]
+
+
+def _ordered_settings(config: Mapping[str, float]) -> None:
+    low, high = config["clip_low_threshold"], config["clip_high_threshold"]
+    if low > high:
+        raise InvalidRequest(
+            f"loss_fn_config: clip_low_threshold {low} is above clip_high_threshold {high}; both bound the ratio",
+            field="loss_fn_config",
+        )
+
+
+def _stable_settings(config: Mapping[str, float]) -> None:
+    for name, least in (("kl_coeff", 0.0), ("ratio_cap", 1.0)):
+        if config[name] < least:
+            raise InvalidRequest(f"loss_fn_config[{name!r}]: {config[name]} is below {least}", field="loss_fn_config")
+
+
+def _ordered_thresholds(arrays: Arrays, where: str) -> None:
+    low, high = arrays["clip_low_threshold"], arrays["clip_high_threshold"]
+    if (low > high).any():
+        n = int(np.argmax(low > high))
+        raise InvalidRequest(
+            f"{where}: clip_low_threshold[{n}] {low[n]} is above clip_high_threshold[{n}] {high[n]}; "
+            "both bound the ratio",
+            field="clip_low_threshold",
+        )
+
+
+def _sequence_ratio(arrays: Arrays, where: str) -> None:
+    _ordered_thresholds(arrays, where)
+    if not arrays["sequence_ratio_mask"].any():
+        raise InvalidRequest(
+            f"{where}['sequence_ratio_mask']: is zero everywhere; gspo needs a target to take the ratio from",
+            field="sequence_ratio_mask",
+        )
+
+
+def _only_sampled_targets(arrays: Arrays, where: str) -> None:
+    advantages = arrays["advantages"]
+    bad = (advantages != 0) & (arrays["sampled_mask"] == 0)
+    if bad.any():
+        n = int(np.argmax(bad))
+        raise InvalidRequest(
+            f"{where}['advantages'][{n}]: {advantages[n]} is at a target that was not sampled (sampled_mask is 0); "
+            "stable_reinforce trains sampled targets only",
+            field="advantages",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A loss and what it takes."""
+
+    fn: LossFn
+    required: tuple[str, ...] = ()
+    """Arrays beside target_tokens, of the same shape."""
+    optional: tuple[str, ...] = ()
+    """More of them. An absent one is everywhere the setting of its name, or 1 when there is no such setting."""
+    config: Mapping[str, float] = field(default_factory=dict)
+    """Settings and their defaults."""
+    max_dims: int = 1
+    """2 when a position may have several targets."""
+    sampled: str = ""
+    """The array that is not 0 where a target was sampled; empty: any target with an advantage or a logprob."""
+    check_config: Callable[[Mapping[str, float]], None] | None = None
+    check: Check | None = None
+    """Of the arrays of one datum; its second argument names its loss_fn_inputs."""
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        return self.required + self.optional
+
+    def evaluate(self, logprobs: Sequence[Tensor], inputs: Sequence[Arrays], config: Mapping[str, float]) -> Term:
+        p_M = torch.cat([piece.reshape(-1) for piece in logprobs])
+        arrays = {
+            name: torch.from_numpy(np.concatenate([datum[name].ravel() for datum in inputs])).to(p_M.device)
+            for name in self.arrays
+        }
+        loss_M = self.fn(Targets(p_M, arrays, config, [piece.numel() for piece in logprobs]))
+        # The sum is float64: a batch has many more tokens than float32 has digits.
+        total = loss_M.sum(dtype=torch.float64)
+        return Term(total, total.item(), mismatch=self._mismatch(p_M, arrays))
+
+    def _mismatch(self, p_M: Tensor, arrays: Mapping[str, Tensor]) -> Mismatch | None:
+        if "logprobs" not in arrays:
+            return None
+        q_M, advantages_M = arrays["logprobs"], arrays["advantages"]
+        # Prompts are padded with zeros in both. A logprob may be 0, and so may an advantage, but hardly at once.
+        sampled_M = arrays[self.sampled] != 0 if self.sampled else (advantages_M != 0) | (q_M != 0)
+        return Mismatch.of(*(tensor.detach().cpu().numpy() for tensor in (p_M, q_M, sampled_M)))
+
+
+_POLICY = ("logprobs", "advantages")
+_CLIP = ("clip_low_threshold", "clip_high_threshold")
+
+
+def _clipped(
+    fn: LossFn, low: float, high: float, *more: str, check: Check = _ordered_thresholds, sampled: str = ""
+) -> Loss:
+    return Loss(
+        fn,
+        (*_POLICY, *more),
+        _CLIP,
+        dict(zip(_CLIP, (low, high), strict=True)),
+        check_config=_ordered_settings,
+        check=check,
+        sampled=sampled,
+    )
+
+
+LOSS_FNS: Mapping[str, Loss] = {
+    "cross_entropy": Loss(cross_entropy, optional=("weights",), max_dims=2),
+    "importance_sampling": Loss(importance_sampling, _POLICY),
+    "ppo": _clipped(ppo, 0.8, 1.2),
+    "cispo": _clipped(cispo, 0.0, 4.0),
+    "dro": Loss(dro, _POLICY, config={"beta": 0.05}),
+    "gspo": _clipped(gspo, 0.8, 1.2, "sequence_ratio_mask", check=_sequence_ratio, sampled="sequence_ratio_mask"),
+    "stable_reinforce": Loss(
+        stable_reinforce,
+        (*_POLICY, "sampled_mask"),
+        config={"kl_coeff": 0.1, "ratio_cap": 2.0},
+        check_config=_stable_settings,
+        check=_only_sampled_targets,
+        sampled="sampled_mask",
+    ),
+}

@@ -1,0 +1,282 @@
+"""The compute thread: one micro-batch, or one call, after the other, as long as there is something to do.
+
+The event loop puts in what is to be computed (lanes.py says who comes next), and gets the results. Between two works
+the thread asks nobody: results become protobuf, journal and log on the event loop, while it goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from tinsmith.rpc import tracing
+from tinsmith.rpc.errors import ServiceError
+from trainer_service.metrics import Metrics
+from trainer_service.scheduling.lanes import BatchRun, Call, Item, Lanes, MicroBatch
+from trainer_service.scheduling.speed import Speed
+from trainer_service.scheduling.work import BatchEngine, Operation, Output
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """What the thread does now."""
+
+    operations: Sequence[Operation]
+    num_tokens: int
+    """0 for a call."""
+    started_s: float
+    """Of time.perf_counter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """What there is to compute, at one moment."""
+
+    running: Running | None
+    waiting: Mapping[str, Sequence[tuple[Operation, int]]]
+    """For each model its operations in order, with the tokens of them that wait; 0 for a call."""
+
+
+class ComputeThread:
+    """All public methods run on the event loop in which it was made."""
+
+    def __init__(self, engine: BatchEngine, metrics: Metrics, *, alone: bool = False) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self._loop = asyncio.get_running_loop()
+        self._lanes = Lanes(alone=alone)
+        self._stopped: list[BatchRun] = []  # begun, and to end without the rest
+        self._running: Running | None = None
+        self._closed = False
+        self._changed = threading.Condition()  # guards everything above
+        self._results: list[tuple[asyncio.Future[Any], object]] = []  # which the event loop does not have yet
+        self._ended = asyncio.Event()
+        self.speed = Speed()
+        metrics.queue_oldest.set_function(self._oldest_s)
+        metrics.running.set_function(self._running_s)
+        threading.Thread(target=self._work, name="compute", daemon=True).start()
+
+    def put(self, model_id: str, item: Item) -> None:
+        """Behind the model's other items. The item's result comes in time; after `close` it is cancelled."""
+        with self._changed:
+            if self._closed:
+                item.result.cancel()
+                return
+            self._lanes.put(model_id, item)
+            self._changed.notify()
+
+    def withdraw(self, model_id: str, error: ServiceError) -> None:
+        """Fails what waits. What has begun goes on up to the end of the call or micro-batch that runs now."""
+        with self._changed:
+            for item in self._lanes.withdraw(model_id):
+                if isinstance(item, BatchRun) and item.operation.has_begun:
+                    item.error = error
+                    self._stopped.append(item)  # the engine has begun it, and must be told
+                else:
+                    item.result.set_exception(error)
+            self._changed.notify()
+
+    async def run_alone(self, call: Callable[[], T]) -> T:
+        """Runs what belongs to no operation, after what runs now."""
+        result: asyncio.Future[T] = self._loop.create_future()
+        with self._changed:
+            if self._closed:
+                result.cancel()
+            else:
+                self._lanes.put_first(Call(None, call, result))
+            self._changed.notify()
+        return await result
+
+    async def close(self, *, timeout_s: float) -> bool:
+        """Starts nothing more. Returns False when something still runs after `timeout_s` seconds."""
+        with self._changed:
+            self._closed = True
+            for item in self._lanes.withdraw_all():
+                item.result.cancel()
+            self._changed.notify()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._ended.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def backlog(self) -> Backlog:
+        with self._changed:
+            return Backlog(self._running, self._lanes.waiting())
+
+    # Asked by the thread that serves the metrics
+
+    def _oldest_s(self) -> float:
+        waiting = [
+            operation.arrived_s
+            for items in self.backlog().waiting.values()
+            for operation, _ in items
+            if not operation.has_begun
+        ]
+        return time.perf_counter() - min(waiting) if waiting else 0.0
+
+    def _running_s(self) -> float:
+        running = self._running
+        return 0.0 if running is None else time.perf_counter() - running.started_s
+
+    # On the thread
+
+    def _work(self) -> None:
+        while (work := self._next()) is not None:
+            if isinstance(work, Call):
+                self._run_call(work)
+            else:
+                self._run_micro_batch(work)
+        self._loop.call_soon_threadsafe(self._ended.set)
+
+    def _next(self) -> Call | MicroBatch | None:
+        """Waits for something to do; None when the thread is to end.
+
+        The event loop gets the results of what came before when it is known what comes next: it takes the interpreter's
+        lock to work on them.
+        """
+        while True:
+            self._end_stopped()
+            with self._changed:
+                self._running = None
+                started = time.perf_counter()
+                work = None if self._closed else self._lanes.next(self._engine.token_budget)
+                if work is not None:
+                    self._metrics.phases["schedule"].observe(time.perf_counter() - started)
+                    self._running = self._begin(work)
+                if work is not None or self._closed:
+                    break
+                if not self._results and not self._stopped:
+                    self._changed.wait()
+                    self._metrics.idle_seconds.inc(time.perf_counter() - started)
+            self._deliver()
+        self._deliver()
+        return work
+
+    def _deliver(self) -> None:
+        if self._results:
+            results, self._results = self._results, []
+            self._loop.call_soon_threadsafe(_resolve, results)
+
+    def _begin(self, work: Call | MicroBatch) -> Running:
+        now = time.perf_counter()
+        if isinstance(work, Call):
+            operations = [work.operation] if work.operation is not None else []
+            num_tokens = 0
+        else:
+            operations = [run.operation for run, _ in work]
+            num_tokens = sum(run.load.lengths[index] for run, indices in work for index in indices)
+        for operation in operations:
+            if not operation.has_begun:
+                operation.has_begun = True
+                tracing.record("queue", operation.trace, start=operation.arrived_at, end=time.time())
+                self._metrics.queue_length.labels(operation.kind).dec()
+                self._metrics.queue_seconds.labels(operation.kind).observe(now - operation.arrived_s)
+        return Running(operations, num_tokens, now)
+
+    def _run_call(self, call: Call) -> None:
+        started_at = time.time()
+        try:
+            result = call.run()
+        except Exception as error:
+            result = error
+        self._results.append((call.result, result))
+        if call.operation is not None:
+            call.operation.ran = started_at, time.time()
+            tracing.record(call.operation.kind, call.operation.trace, start=started_at, end=call.operation.ran[1])
+            with self._changed:
+                self._lanes.end(call.operation.model_id, call)
+            self._measure(call.operation.kind)
+
+    def _run_micro_batch(self, work: MicroBatch) -> None:
+        started_at = time.time()
+        for run, _ in work:
+            if run.operation.ran is None:
+                self._begin_job(run)
+        try:
+            self._engine.run([run.job.piece(indices) for run, indices in work if run.job is not None])
+        except Exception as error:
+            logger.exception("forward_backward of %s failed", ", ".join(run.operation.model_id for run, _ in work))
+            for run, _ in work:
+                if run.job is not None:
+                    run.job.error = error if isinstance(error, ServiceError) else internal_error()
+        ended_at = time.time()
+        for run, indices in work:
+            run.operation.ran = run.operation.ran[0] if run.operation.ran else started_at, ended_at
+            if (trace := run.operation.trace) is not None:
+                own = sum(run.load.lengths[index] for index in indices)
+                facts = {"tokens": own, "datums": len(indices), "other_operations": len(work) - 1}
+                tracing.record("micro_batch", trace, start=started_at, end=ended_at, **facts)
+        self._end([run for run, _ in work if run.has_ended])
+        with self._changed:
+            self._lanes.end_micro_batch()
+        self._metrics.micro_batches.inc()
+        self._metrics.micro_batch_models.observe(len({run.operation.model_id for run, _ in work}))
+        self._measure("forward_backward")
+
+    def _begin_job(self, run: BatchRun) -> None:
+        try:
+            run.job = self._engine.begin(run.operation.model_id, run.batch)
+        except Exception as error:
+            if not isinstance(error, ServiceError):
+                logger.exception("a forward_backward of %s cannot begin", run.operation.model_id)
+            run.error = error if isinstance(error, ServiceError) else internal_error()
+
+    def _end_stopped(self) -> None:
+        with self._changed:
+            stopped, self._stopped = self._stopped, []
+        self._end([run for run in stopped if not run.is_over])
+
+    def _end(self, runs: Sequence[BatchRun]) -> None:
+        self._results += [(run.result, self._output(run)) for run in runs]
+        with self._changed:
+            for run in runs:
+                self._lanes.end(run.operation.model_id, run)
+
+    def _output(self, run: BatchRun) -> Output | ServiceError:
+        if run.job is None:
+            assert run.error is not None
+            if not run.batch.forward_only:
+                self._engine.taint(run.operation.model_id, run.error.message)
+            return run.error
+        run.job.error = run.job.error or run.error
+        try:
+            return self._engine.finish(run.job)
+        except Exception:
+            logger.exception("the result of %s, seq_id %d, is lost", run.operation.model_id, run.operation.seq_id)
+            return internal_error()
+
+    def _measure(self, kind: str) -> None:
+        """What has run until now."""
+        running = self._running
+        assert running is not None
+        seconds = time.perf_counter() - running.started_s
+        self.speed.observe(seconds, num_tokens=running.num_tokens)
+        self._metrics.step_seconds.labels(kind).observe(seconds)
+        if running.num_tokens:
+            self._metrics.tokens.inc(running.num_tokens)
+            self._metrics.micro_batch_tokens.observe(running.num_tokens)
+
+
+def _resolve(results: Sequence[tuple[asyncio.Future[Any], object]]) -> None:
+    for future, result in results:
+        if future.done():  # nobody waits any more
+            continue
+        if isinstance(result, Exception):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+
+
+def internal_error() -> ServiceError:
+    return ServiceError("internal error; the trainer's log has the cause")

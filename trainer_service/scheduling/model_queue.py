@@ -1,0 +1,74 @@
+"""A model's accepted operations, and where it stands in them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+
+from tinsmith.rpc.errors import ServiceError
+from trainer_service.scheduling.work import Operation
+
+_AHEAD = 16
+"""Operations of a model whose bodies are read before their turn in a replay."""
+
+
+@dataclass(slots=True, eq=False)
+class Restoration:
+    """How a model comes back after a restart."""
+
+    num_left: int
+    """Operations that had run before, and have not run again."""
+    forget: Callable[[], Awaitable[object]]
+    """Frees what there is of it."""
+    feeder: asyncio.Task[None] | None = None
+    """Gives the operations their works."""
+    ahead: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_AHEAD))
+    fed: set[int] = field(default_factory=set)
+    """seq_ids of those that have works and no result: as many as `ahead` allows."""
+    is_over: asyncio.Event = field(default_factory=asyncio.Event)
+    has_failed: bool = False
+    """The model could not be restored: its operations stay in the journal as they are, for another try."""
+
+
+@dataclass(slots=True, eq=False)
+class ModelQueue:
+    model_id: str
+    next_to_enter: int = 0
+    """seq_id of the first operation that has not got its place on the compute thread."""
+    operations: dict[int, Operation] = field(default_factory=dict)
+    """Those whose results are not in the journal yet."""
+    head: Operation | None = None
+    """The operation that has started and has not got its place yet: it reads a checkpoint, for example."""
+    unsettled: set[Operation] = field(default_factory=set)
+    """Started operations without a result."""
+    gone: ServiceError | None = None
+    """Why nothing of this model runs any more."""
+    restoration: Restoration | None = None
+    """Of a model from before a restart."""
+
+    @property
+    def next_seq_id(self) -> int:
+        """Of the first operation that has neither begun nor failed."""
+        seq_id = self.next_to_enter
+        while (before := self.operations.get(seq_id - 1)) is not None and _waits(before):
+            seq_id -= 1
+        while (following := self.operations.get(seq_id)) is not None and following.replayed:
+            seq_id += 1
+        return seq_id
+
+    @property
+    def num_queued(self) -> int:
+        """Operations that have been accepted and have not begun."""
+        return sum(map(_waits, self.operations.values()))
+
+    def in_turn(self) -> Iterator[Operation]:
+        """The operations without a place on the compute thread, in order, up to the first that has not arrived."""
+        seq_id = self.next_to_enter
+        while (operation := self.operations.get(seq_id)) is not None:
+            yield operation
+            seq_id += 1
+
+
+def _waits(operation: Operation) -> bool:
+    return not operation.has_begun and not operation.replayed and not operation.outcome.done()

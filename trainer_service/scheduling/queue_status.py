@@ -1,0 +1,99 @@
+"""What an operation waits for, in numbers and in words.
+
+Models share the compute thread by tokens. So while a model gets the R tokens up to the end of an operation, each other
+one gets as many, or as many as it has.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from itertools import islice
+
+from tinsmith.v1.types_pb2 import QueueStatus
+from trainer_service.scheduling.compute import Backlog, Running
+from trainer_service.scheduling.model_queue import ModelQueue
+from trainer_service.scheduling.speed import Speed
+from trainer_service.scheduling.work import Operation, RunBatch
+
+FINISHED = QueueStatus(expected_seconds=0.0, reason="has finished")
+
+_BEFORE = {
+    "create_model": "the checkpoint is being read",
+    "load_checkpoint": "the checkpoint is being read",
+    "save_checkpoint": "waits until the saves before it are written",
+}
+_AFTER = {"save_checkpoint": "the checkpoint is being written"}
+
+_Work = tuple[Operation, int]
+"""An operation and tokens of it; 0 for a call."""
+
+
+def status_of(operation: Operation, model: ModelQueue, *, backlog: Backlog, speed: Speed) -> QueueStatus:
+    """Of an operation of this model."""
+    if operation.outcome.done():
+        return FINISHED
+    running = backlog.running
+    elapsed_s = time.perf_counter() - running.started_s if running is not None else 0.0
+    lane = backlog.waiting.get(model.model_id, ())
+    entered = next((n for n, (one, _) in enumerate(lane) if one is operation), None)
+    if entered is None and operation.seq_id < model.next_to_enter and not _runs(operation, running):  # it has run
+        return QueueStatus(reason=_AFTER.get(operation.kind, "its result is being stored"))
+    if entered is not None:
+        own = list(lane[: entered + 1])
+    elif operation.seq_id < model.next_to_enter:  # the last of it runs
+        own = []
+    else:
+        coming = islice(model.in_turn(), operation.seq_id - model.next_to_enter + 1)
+        own = [*lane, *((one, _tokens(one)) for one in coming)]
+    has_arrived = operation.seq_id < model.next_to_enter or (bool(own) and own[-1][0] is operation)
+    works = [*own, *(_others(model, sum(tokens for _, tokens in own), backlog) if own else ())]
+    now = running.num_tokens if running is not None else 0
+    status = QueueStatus()
+    if has_arrived:
+        num_calls = sum(tokens == 0 for _, tokens in works) + (running is not None and not now)
+        expected = speed.seconds(num_tokens=now + sum(tokens for _, tokens in works), num_calls=num_calls)
+        if expected is not None:
+            status.expected_seconds = max(0.0, expected - elapsed_s)
+    if operation.has_begun:
+        status.running, status.reason = True, "is being computed"
+        return status
+    ahead = {one for one, _ in works} | {*(running.operations if running is not None else ())}
+    ahead.discard(operation)
+    status.position = len(ahead)
+    status.tokens_ahead = now + sum(tokens for one, tokens in works if one is not operation)
+    if not has_arrived:
+        missing = model.next_to_enter + len(own) - len(lane)
+        status.reason = f"waits for seq_id {missing} of this model, which has not arrived"
+    elif operation is model.head:
+        status.reason = _BEFORE.get(operation.kind, "is about to be computed")
+    elif ahead:
+        status.reason = (
+            f"waits for its turn: {len(ahead)} operations with {status.tokens_ahead} tokens are before it or beside it"
+        )
+    else:
+        status.reason = "is next"
+    return status
+
+
+def _others(model: ModelQueue, num_own: int, backlog: Backlog) -> Iterator[_Work]:
+    """What other models get meanwhile: so many tokens each, and the calls between them."""
+    for model_id, lane in backlog.waiting.items():
+        if model_id == model.model_id:
+            continue
+        left = num_own
+        for operation, tokens in lane:
+            if left <= 0 and (tokens or num_own):
+                break
+            yield operation, min(tokens, left)
+            left -= tokens
+
+
+def _runs(operation: Operation, running: Running | None) -> bool:
+    return running is not None and operation in running.operations
+
+
+def _tokens(operation: Operation) -> int:
+    if not isinstance(operation.work, RunBatch):
+        return 0
+    return sum(datum.length for datum in operation.work.batch.datums)

@@ -1,0 +1,206 @@
+"""ImportCheckpoint: a tar archive of an adapter made elsewhere becomes a checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import bz2
+import gzip
+import shutil
+import tarfile
+import uuid
+import zlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import zstandard
+
+from tinsmith.modeling.base_model import BaseModel
+from tinsmith.modeling.peft_files import CONFIG, PICKLE, SAFETENSORS
+from tinsmith.modeling.peft_import import import_peft
+from tinsmith.rpc.errors import CheckpointExists, InvalidRequest, OutOfCapacity
+from tinsmith.v1 import trainer_pb2 as pb
+from tinsmith.v1 import types_pb2
+from trainer_service.engine.engine import State
+from trainer_service.engine.optimizers import DEFAULT_OPTIMIZER
+from trainer_service.storage.checkpoints import CheckpointStore
+from trainer_service.storage.locations import KINDS, Location
+
+_WANTED = (CONFIG, SAFETENSORS, PICKLE)
+_MAX_MEMBERS = 1000
+_MAX_READ_BYTES = 2**20
+_MAX_ZSTD_WINDOW_BYTES = 2**27
+_MAX_UPLOADS = 8
+_WHAT = "the import"
+_XZ = b"\xfd7zXZ\x00"
+_BROKEN = (tarfile.TarError, EOFError, OSError, RecursionError, ValueError, zlib.error, zstandard.ZstdError)
+
+
+class _Stream(Protocol):
+    def read(self, size: int = -1, /) -> bytes: ...
+
+    def seek(self, offset: int, whence: int = 0, /) -> int: ...
+
+    def tell(self) -> int: ...
+
+
+@dataclass(slots=True)
+class Importer:
+    base: BaseModel
+    checkpoints: CheckpointStore
+    max_rank: int
+    max_bytes: int
+    """Bound of an archive, and of what it unpacks to."""
+    _num_uploads: int = 0
+    _converting: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def run(self, header: pb.ImportCheckpointHeader, pieces: AsyncIterator[bytes]) -> pb.ImportCheckpointResponse:
+        """The base model is the caller's to check. Raises InvalidRequest, CheckpointExists, OutOfCapacity."""
+        location = Location.parse(header.location, field="location")
+        if location.kind != KINDS[types_pb2.CHECKPOINT_KIND_TRAINING]:
+            raise InvalidRequest(f"location: {header.location!r} is not of kind 'weights'", field="location")
+        if header.HasField("ttl_seconds") and header.ttl_seconds < 1:
+            raise InvalidRequest(f"ttl_seconds: {header.ttl_seconds} must be positive", field="ttl_seconds")
+        if self.checkpoints.exists(location):
+            raise CheckpointExists(f"checkpoint {location} exists; use another name", location=location)
+        if self._num_uploads == _MAX_UPLOADS:
+            raise OutOfCapacity(f"{_MAX_UPLOADS} imports are running; try again later")
+        self._num_uploads += 1
+        try:
+            size = header.archive_bytes if header.HasField("archive_bytes") else None
+            with self.checkpoints.scratch() as folder:
+                await self._receive(pieces, folder / "archive", size=size)
+                async with self._converting:  # one at a time: an adapter is held in memory
+                    return await asyncio.to_thread(self._convert, header, folder)
+        finally:
+            self._num_uploads -= 1
+
+    async def _receive(self, pieces: AsyncIterator[bytes], path: Path, *, size: int | None) -> None:
+        """`size`: where it is known, what cannot fit is refused before a byte is stored."""
+        space, num_bytes = self.checkpoints.space, 0
+        if size is not None:
+            space.check(2 * size, what=_WHAT)  # it will be unpacked, too
+        with space.reserve(size or 0, what=_WHAT), path.open("wb") as file:
+            async for piece in pieces:
+                num_bytes += len(piece)
+                if num_bytes > self.max_bytes:
+                    raise InvalidRequest(
+                        f"archive: more than {self.max_bytes} bytes, this trainer's max_import_bytes", field="archive"
+                    )
+                if size is None or num_bytes > size:
+                    space.check(len(piece), what=_WHAT)
+                await asyncio.to_thread(file.write, piece)
+
+    def _convert(self, header: pb.ImportCheckpointHeader, folder: Path) -> pb.ImportCheckpointResponse:
+        check_room = partial(self.checkpoints.space.check, what=_WHAT)
+        unpack(folder / "archive", folder, max_bytes=self.max_bytes, check_room=check_room)
+        embedding = self.base.decoder.get_input_embeddings()  # type: ignore[operator]  # a PreTrainedModel
+        names = [name for name, module in self.base.decoder.named_modules() if module is embedding]
+        frozen = {self.base.head.name: self.base.head.weight_V_H, **dict.fromkeys(names, embedding.weight)}
+        imported = import_peft(folder, self.base.targets, frozen, base_model=header.base_model, max_rank=self.max_rank)
+        config = imported.adapter.config
+        run_id = header.location.split("/")[0]
+        info = types_pb2.CheckpointInfo(
+            location=header.location,
+            kind=types_pb2.CHECKPOINT_KIND_TRAINING,
+            model_id=run_id,
+            base_model=header.base_model,
+            lora_config=config.to_proto(),
+            version_id=f"{run_id}@{uuid.uuid4().hex}",
+            ttl_seconds=header.ttl_seconds if header.HasField("ttl_seconds") else None,
+            user_metadata=header.user_metadata,
+            optimizer=DEFAULT_OPTIMIZER,
+        )
+        state = State(config=config, adapter=imported.adapter, step=0, optimizer=None)
+        stored = self.checkpoints.save(info, state, overwrite=False)
+        return pb.ImportCheckpointResponse(checkpoint=stored, notes=imported.notes)
+
+
+def unpack(
+    archive: Path, folder: Path, *, max_bytes: int, check_room: Callable[[int], None] = lambda num_bytes: None
+) -> None:
+    """Writes the adapter's files, which lie at the top of the archive or in one folder of it; others are left out.
+
+    Nothing else is written, links are not followed, and nothing becomes larger than `max_bytes`. Raises InvalidRequest,
+    and what `check_room` raises, which is asked before each file is written.
+    """
+    try:
+        with archive.open("rb") as file:
+            stream: Any = _Bounded(_decompressed(file))  # all that reading needs of a file
+            with tarfile.open(fileobj=stream, mode="r:") as tar:
+                _extract(tar, folder, max_bytes=max_bytes, check_room=check_room)
+    except _BROKEN as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of the disk, not of the archive
+            raise
+        raise InvalidRequest(
+            f"archive: it cannot be read as a tar file, plain or compressed with gzip, bzip2 or zstd ({error})",
+            field="archive",
+        ) from None
+
+
+def _extract(tar: tarfile.TarFile, folder: Path, *, max_bytes: int, check_room: Callable[[int], None]) -> None:
+    found: dict[str, str] = {}
+    num_bytes = 0
+    # In the order of the archive: a compressed one is read once, from its beginning to its end.
+    for number, member in enumerate(tar, start=1):
+        num_bytes += member.size
+        if number > _MAX_MEMBERS or num_bytes > max_bytes:
+            raise InvalidRequest(
+                f"archive: it unpacks to more than {_MAX_MEMBERS} files or {max_bytes} bytes (max_import_bytes)",
+                field="archive",
+            )
+        *parents, name = member.name.removeprefix("./").split("/")
+        if name not in _WANTED or len(parents) > 1:
+            continue
+        try:
+            tarfile.data_filter(member, str(folder))
+        except tarfile.FilterError as error:
+            raise InvalidRequest(f"archive: {member.name!r} is refused: {error}", field="archive") from None
+        if not member.isreg():
+            raise InvalidRequest(f"archive: {member.name!r} is not a plain file", field="archive")
+        if name in found:
+            raise InvalidRequest(f"archive: there are two of {name}: {found[name]}, {member.name}", field="archive")
+        found[name] = member.name
+        check_room(member.size)
+        source = tar.extractfile(member)
+        assert source is not None  # it is a plain file
+        with source, (folder / name).open("xb") as destination:
+            shutil.copyfileobj(source, destination, _MAX_READ_BYTES)
+    if len({name.rpartition("/")[0] for name in found.values()}) > 1:
+        raise InvalidRequest(f"archive: {', '.join(found.values())} lie in different folders", field="archive")
+
+
+def _decompressed(file: BinaryIO) -> _Stream:
+    magic = file.read(len(_XZ))
+    file.seek(0)
+    if magic.startswith(b"\x1f\x8b"):
+        return gzip.GzipFile(fileobj=file)
+    if magic.startswith(b"BZh"):
+        return bz2.BZ2File(file)
+    if magic.startswith(b"\x28\xb5\x2f\xfd"):
+        return zstandard.ZstdDecompressor(max_window_size=_MAX_ZSTD_WINDOW_BYTES).stream_reader(
+            file, read_across_frames=True
+        )
+    if magic == _XZ:  # its header may ask for gigabytes of memory
+        raise tarfile.TarError("it is compressed with xz")
+    return file
+
+
+@dataclass(slots=True)
+class _Bounded:
+    """What tarfile reads from. It reads extended headers whole, whatever size they claim."""
+
+    _stream: _Stream
+
+    def read(self, size: int = -1, /) -> bytes:
+        if not 0 <= size <= _MAX_READ_BYTES:
+            raise tarfile.TarError(f"a header of {size} bytes")
+        return self._stream.read(size)
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        return self._stream.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._stream.tell()

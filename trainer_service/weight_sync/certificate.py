@@ -1,0 +1,252 @@
+"""Publishing a version, and its certificate: how far every sampler that holds it is from the trainer.
+
+All score the canary: the trainer by the pass that trains, while the weights are on their way, the samplers by the call
+that serves clients. Until then the version is on probation with them. A gap above the limit refuses it, or warns; a
+sampler that could not be measured does not serve it, unless gaps only warn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+from weakref import WeakValueDictionary
+
+import grpc
+import grpc.aio
+import numpy as np
+import torch
+
+from tinsmith.rpc.errors import NotReady, OutOfCapacity, ServiceError, VersionNotLoaded, VersionRefused, from_rpc_error
+from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, types_pb2
+from tinsmith.v1.types_pb2 import PublishCertificate
+from trainer_service.metrics import Metrics
+from trainer_service.weight_sync import Published, Version, WeightSender
+from trainer_service.weight_sync.canary import Scores, Tokens
+
+logger = logging.getLogger(__name__)
+
+GAP_LIMITS = {torch.float32: 0.01, torch.bfloat16: 1.0}
+"""In nats, by what the trainer computes in. Far above rounding (docs/architecture.md says what was measured), far below
+what another model gives."""
+
+_PAUSE_S = 0.05
+"""Before a sampler whose queue is full is asked again."""
+
+OnGap = Literal["refuse", "warn"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class GapRule:
+    limit: float
+    """Largest gap of a token, in nats; 0 is none."""
+    on_gap: OnGap
+    timeout_s: float
+    """Of scoring on one sampler. One that takes longer is not in the certificate."""
+
+    @property
+    def refuses(self) -> bool:
+        """Whether a version has to be measured before it is served."""
+        return self.limit > 0 and self.on_gap == "refuse"
+
+
+@dataclass(frozen=True, slots=True)
+class Certified:
+    """A version that samplers serve, unless it was refused."""
+
+    num_samplers: int
+    certificate: PublishCertificate
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """What one sampler has said."""
+
+    address: str
+    engine: str
+    scores: Scores
+
+    def gap(self, ours: Scores) -> types_pb2.SamplerGap:
+        theirs = self.scores.astype(np.float64)
+        with np.errstate(invalid="ignore"):
+            gaps_M = np.where(theirs == ours, 0.0, np.abs(theirs - ours))
+        gaps_M[np.isnan(gaps_M)] = np.inf  # a difference of what are no numbers is no small one
+        return types_pb2.SamplerGap(
+            address=self.address,
+            engine=self.engine,
+            max_gap=gaps_M.max(),
+            mean_gap=gaps_M.mean(),
+            num_tokens=gaps_M.size,
+        )
+
+
+class Publisher:
+    """Belongs to the event loop."""
+
+    def __init__(self, sender: WeightSender, sequences: Sequence[Tokens], rule: GapRule, metrics: Metrics) -> None:
+        self.sender = sender
+        self.sequences = sequences
+        self._rule = rule
+        self._metrics = metrics
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """By version: what is confirmed is what was measured, and not what another publish has brought meanwhile."""
+
+    @property
+    def has_samplers(self) -> bool:
+        return self.sender.has_samplers
+
+    async def publish(self, version: Version, scores: asyncio.Future[Scores]) -> Certified | None:
+        """`scores` are the trainer's. Returns None when no sampler serves.
+
+        A version that is refused is served by no sampler afterwards; `check` raises for its certificate. Raises what
+        WeightSender.publish raises, what `scores` raises, and NotReady when no sampler could be measured, or none has
+        confirmed: then no sampler serves the version either.
+        """
+        scores.add_done_callback(lambda ours: ours.cancelled() or ours.exception())  # perhaps nobody needs them
+        async with self._turns.setdefault(version.version_id, asyncio.Lock()):
+            return await self._publish(version, scores)
+
+    async def _publish(self, version: Version, scores: asyncio.Future[Scores]) -> Certified | None:
+        published = await self.sender.publish(version)
+        if not published.members:
+            return None
+        try:
+            measuring = (self._measure(address, version.version_id) for address in published.members)
+            measured, ours = await asyncio.gather(asyncio.gather(*measuring), scores)
+            certificate = self._certificate(published, version.version_id, measured, ours)
+        except BaseException:
+            await self.sender.remove(version.version_id)
+            raise
+        self._note(certificate)
+        if self._is_refused(certificate):
+            await self.sender.remove(version.version_id)
+            return Certified(0, certificate)
+        return await self._admit(certificate, published.members)
+
+    async def _admit(self, certificate: PublishCertificate, members: Collection[str]) -> Certified:
+        """Has the version confirmed: by those that were measured, or by all where that is no condition."""
+        if self._rule.refuses:
+            members = {gap.address for gap in certificate.samplers}
+        if not members:
+            raise NotReady(
+                f"{certificate.version_id} is not confirmed: no sampler could be measured within "
+                f"{self._rule.timeout_s:g} s"
+            )
+        serving = await self.sender.confirm(certificate.version_id, members)
+        if not serving:
+            raise NotReady(f"{certificate.version_id} was measured, and then no sampler has confirmed it")
+        return Certified(len(serving), certificate)
+
+    def check(self, certificate: PublishCertificate, *, location: str) -> None:
+        """Raises VersionRefused when that is what became of the version."""
+        if not self._is_refused(certificate):
+            return
+        worst = _worst(certificate)
+        raise VersionRefused(
+            f"{location} is saved, but version {certificate.version_id} is refused: {_described(worst)}, above "
+            f"publish_gap_limit {certificate.limit:g}. Sampler and trainer do not compute the same model; once that is "
+            "repaired, sampling from the checkpoint publishes it again",
+            version_id=certificate.version_id,
+            sampler=worst.address,
+            max_gap=worst.max_gap,
+            limit=certificate.limit,
+        )
+
+    def _certificate(
+        self, published: Published, version_id: str, measured: Sequence[_Measured | None], ours: Scores
+    ) -> PublishCertificate:
+        gaps = [one.gap(ours) for one in measured if one is not None]
+        limit = self._rule.limit
+        return PublishCertificate(
+            version_id=version_id,
+            weights_hash=published.checksum,
+            num_bytes=published.num_bytes,
+            publish_seconds=published.seconds,
+            limit=limit,
+            passed=bool(gaps) and not (limit and any(gap.max_gap > limit for gap in gaps)),
+            samplers=gaps,
+            issued_at=time.time(),
+        )
+
+    def _is_refused(self, certificate: PublishCertificate) -> bool:
+        return self._rule.refuses and bool(certificate.samplers) and not certificate.passed
+
+    def _note(self, certificate: PublishCertificate) -> None:
+        for gap in certificate.samplers:
+            self._metrics.publish_gap.labels(gap.engine).observe(gap.max_gap)
+        refused = self._is_refused(certificate)
+        outcome = "passed" if certificate.passed else "refused" if refused else "warned"
+        if not certificate.samplers:
+            outcome = "unscored"
+            what = "served by none" if self._rule.refuses else "served all the same"
+            logger.warning("%s is %s: no sampler could be measured", certificate.version_id, what)
+        elif not certificate.passed:
+            what = "refused" if refused else "served all the same"
+            logger.warning("%s is %s: %s", certificate.version_id, what, _described(_worst(certificate)))
+        self._metrics.publish_certificates.labels(outcome).inc()
+
+    async def _measure(self, address: str, version_id: str) -> _Measured | None:
+        """None for a sampler that does not answer, is too busy, or has let the version go by now."""
+        stub = self.sender.stub(address)
+        try:
+            async with asyncio.timeout(self._rule.timeout_s):
+                info, theirs = await asyncio.gather(
+                    _called(stub.GetSamplerInfo(sampler_pb2.GetSamplerInfoRequest())),
+                    asyncio.gather(*(self._score(stub, version_id, tokens) for tokens in self.sequences)),
+                )
+        except (NotReady, VersionNotLoaded, TimeoutError) as error:
+            reason = str(error) or f"no answer within {self._rule.timeout_s:g} s"
+            logger.warning("%s is not in the certificate of %s: %s", address, version_id, reason)
+            return None
+        return _Measured(address, info.engine, np.concatenate(theirs))
+
+    async def _score(self, stub: sampler_pb2_grpc.SamplerServiceStub, version_id: str, tokens: Tokens) -> Scores:
+        """Of all tokens but the first."""
+        chunk = types_pb2.Chunk(encoded_text=types_pb2.EncodedText(tokens=tokens.astype("<i4").tobytes()))
+        request = sampler_pb2.SampleRequest(
+            version_id=version_id,
+            prompt=[chunk],
+            num_samples=1,
+            sampling_params=sampler_pb2.SamplingParams(max_tokens=1, temperature=0, stop=sampler_pb2.StopCondition()),
+            prompt_logprobs=True,
+            on_probation=True,
+        )
+        while True:
+            try:
+                answer = await _called(stub.Sample(request))
+                return np.frombuffer(answer.prompt_logprobs, "<f4")[1:]
+            except OutOfCapacity:
+                await asyncio.sleep(_PAUSE_S)
+            except (NotReady, VersionNotLoaded):
+                raise
+            except ServiceError as error:  # what it gives are no numbers, or it serves another vocabulary
+                logger.warning("scoring %s failed: %s", version_id, error)
+                return np.full(tokens.size - 1, np.nan, np.float32)
+
+
+async def _called(call: Awaitable[T]) -> T:
+    """Raises NotReady when the sampler went away in between."""
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        gone = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+        raise NotReady(error.details() or "it is gone") if gone else from_rpc_error(error) from error
+
+
+def _worst(certificate: PublishCertificate) -> types_pb2.SamplerGap:
+    return max(certificate.samplers, key=lambda gap: gap.max_gap)
+
+
+def _described(gap: types_pb2.SamplerGap) -> str:
+    who = f"the sampler at {gap.address} ({gap.engine})"
+    if math.isinf(gap.max_gap):
+        return f"{who} or the trainer gives logprobs of the canary that are not finite; the weights may have diverged"
+    return (
+        f"{who} and the trainer differ by up to {gap.max_gap:.3g} nats in the logprob of a canary token "
+        f"({gap.mean_gap:.3g} on average)"
+    )
