@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from prometheus_client import CollectorRegistry
 from torch import Tensor
@@ -61,6 +63,17 @@ def plain_logits(folder: Path, tokens: Sequence[int]) -> Tensor:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         return model(torch.tensor([list(tokens)])).logits[0]
+
+
+def slow_down(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a generation of 250 tokens goes on for seconds, however busy the machine is that tests what it meets."""
+    forward = type(engine.base).hidden_states
+
+    def slowly(*args: Any, **kwargs: Any) -> Tensor:
+        time.sleep(0.02)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(type(engine.base), "hidden_states", slowly)
 
 
 def metric(engine: TorchEngine, name: str, **labels: str) -> float:

@@ -19,6 +19,7 @@ from tests.unit.sampler_service.serving import (
     prompt,
     request,
     serving,
+    slow_down,
     until,
 )
 from tinsmith.modeling.kv_cache import SharedPrompts
@@ -411,15 +412,19 @@ async def test_an_engine_that_cannot_compute_is_dead(model_folder: Path, monkeyp
             await engine.submit(request(prompt(4), max_tokens=3))
 
 
-async def test_a_stopping_engine_fails_what_is_left(model_folder: Path) -> None:
+async def test_a_stopping_engine_fails_what_is_left(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(model_folder) as engine:
+        slow_down(engine, monkeypatch)
         generation = await engine.submit(request(prompt(4), max_tokens=250))
     with pytest.raises(NotReady, match="shutting down"):
         await generation.result()
 
 
-async def test_the_canary_of_a_publish_waits_for_no_place_and_no_queue_is_too_full_for_it(model_folder: Path) -> None:
+async def test_the_canary_of_a_publish_waits_for_no_place_and_no_queue_is_too_full_for_it(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with serving(model_folder, max_running=2, max_waiting=1) as engine:
+        slow_down(engine, monkeypatch)
         await engine.install("v", make_adapter(engine.targets, seed=1), on_probation=True)
         for n in range(3):
             await engine.submit(request(prompt(6), max_tokens=250, seed=n))

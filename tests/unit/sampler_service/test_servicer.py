@@ -28,6 +28,7 @@ from tests.unit.sampler_service.serving import (
     prompt,
     sample,
     serving,
+    slow_down,
     until,
 )
 from tinsmith.rpc.channel import connect, is_serving, wait_serving
@@ -159,7 +160,10 @@ async def test_a_stream_gives_tokens_as_they_come_and_then_the_result(service: S
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["unary", "stream"])
-async def test_a_client_that_leaves_frees_its_place(service: Service, stream: bool) -> None:
+async def test_a_client_that_leaves_frees_its_place(
+    service: Service, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    slow_down(service.engine, monkeypatch)
     asked = sample(prompt(4, vocab_size=200), num_samples=8, max_tokens=250)
     if stream:
         call: Any = service.stub.StreamSample(pb.StreamSampleRequest(request=asked))
