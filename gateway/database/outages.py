@@ -1,0 +1,52 @@
+"""A database that cannot be used for a while: its disk is full, it restarts, nothing reaches it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.exc import TimeoutError as NoConnection
+
+from gateway.futures import Progress
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_PASSING = ("08", "25", "40", "53", "57", "58")
+"""Classes of PostgreSQL's error codes: connection, read-only, rolled back, no resources, shutdown, system error."""
+_LONGEST_PAUSE_S = 2.0
+
+
+def is_outage(error: BaseException) -> bool:
+    """The same statement may well succeed later. False for what is wrong with the statement itself."""
+    cause = error.orig if isinstance(error, DBAPIError) else error
+    if (code := getattr(cause, "sqlstate", None)) is not None:  # of asyncpg, also unwrapped, when it connects
+        return str(code)[:2] in _PASSING
+    if isinstance(error, DBAPIError):
+        return error.connection_invalidated or isinstance(error, OperationalError)
+    return isinstance(error, (OSError, NoConnection))
+
+
+def in_words(error: BaseException) -> str:
+    """Without the statement and its values."""
+    return str(error.orig if isinstance(error, DBAPIError) else error)
+
+
+async def until_written(write: Callable[[], Awaitable[T]], *, what: str, progress: Progress) -> T:
+    """What `write` gives, once the database takes it. It may be begun again after any part of it was done."""
+    pause_s = 0.1
+    while True:
+        try:
+            return await write()
+        except Exception as error:
+            if not is_outage(error):
+                raise
+            if pause_s == 0.1:
+                logger.error("%s cannot be written down, and is tried again: %s", what, in_words(error))
+        progress.paused("it is done, and waits for the gateway's database, which cannot be used at the moment")
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
