@@ -309,7 +309,8 @@ class TrainerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PruneJournal(self, request, context):
-        """PruneJournal deletes what may go at once: expired results, ended models, requests behind snapshots.
+        """PruneJournal deletes at once what may go: results and ended models whose retention is over, and requests that the
+        newest snapshots cover.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
