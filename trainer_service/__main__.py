@@ -162,7 +162,9 @@ async def start(
     )
     publisher = Publisher(sender, canary_of(base), gap_rule(config, base.dtype), metrics)
     try:
-        snapshot_files = await asyncio.to_thread(SnapshotFiles, config.state_dir / _SNAPSHOTS)
+        snapshot_files = await asyncio.to_thread(
+            SnapshotFiles, config.state_dir / _SNAPSHOTS, min_free_bytes=config.min_free_bytes
+        )
     except OSError as error:
         raise _RestoringFailed(str(error)) from error
     snapshots = Snapshots(snapshot_files, journal, snapshot_policy(config), metrics)

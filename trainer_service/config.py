@@ -42,8 +42,8 @@ class TrainerConfig(GrpcTls, BaseSettings):
     """Root of the checkpoints: a folder, or s3://BUCKET/PREFIX or gs://BUCKET/PREFIX, which need the extra s3 or gcs
     and find their credentials as s3fs (AWS_*) and gcsfs do."""
     min_free_bytes: int | None = Field(default=None, ge=0)
-    """What would leave less of the disk free is refused before it is written. By default a twentieth of the disk, at
-    most 1 GiB."""
+    """A checkpoint that would leave less of the disk free is refused before it is written, and a snapshot is left out.
+    By default a twentieth of the disk, at most 1 GiB."""
     state_dir: Path = Path(".tinsmith/trainer")
     """Folder of the journal; one trainer at a time."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

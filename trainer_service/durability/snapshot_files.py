@@ -12,6 +12,7 @@ The methods block; they may be called from several threads, but for one model by
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
@@ -33,6 +34,7 @@ from trainer_service.engine.engine import OptimizerState, State
 from trainer_service.storage import manifest
 from trainer_service.storage.local import sync
 from trainer_service.storage.manifest import Manifest
+from trainer_service.storage.space import least_free_bytes
 
 _ADAPTER = "adapter"
 _OPTIMIZER = "optimizer."
@@ -42,15 +44,18 @@ _SEQ_ID = re.compile(r"0|[1-9][0-9]*", re.ASCII)
 
 
 class SnapshotFiles:
-    def __init__(self, root: Path) -> None:
-        """Makes the root, and cleans up after a process that died while it wrote."""
+    def __init__(self, root: Path, *, min_free_bytes: int | None = None) -> None:
+        """Makes the root, and cleans up after a process that died while it wrote. `min_free_bytes`: what must stay free
+        on its disk; see `least_free_bytes`."""
         self.root = root
         self._temporary = root / _TEMPORARY
         shutil.rmtree(self._temporary, ignore_errors=True)
         self._temporary.mkdir(parents=True)
+        self._min_free_bytes = least_free_bytes(root, min_free_bytes)
 
     def write(self, seq_id: int, info: pb.CheckpointInfo, state: State) -> int:
         """Returns its bytes once it is durable. Raises OSError, and leaves nothing then."""
+        self._check_room(state)
         target = self._path(info.model_id, seq_id)
         folder = self._temporary / uuid.uuid4().hex
         try:
@@ -72,6 +77,17 @@ class SnapshotFiles:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         return written.checkpoint.size_bytes
+
+    def _check_room(self, state: State) -> None:
+        """Raises OSError. What a snapshot fills is also the journal's disk, which training cannot do without."""
+        needed = _num_bytes(state)
+        free = shutil.disk_usage(self.root).free
+        if free - needed < self._min_free_bytes:
+            raise OSError(
+                errno.ENOSPC,
+                f"it needs {needed} bytes, and {free} are free under {self.root}, of which {self._min_free_bytes} "
+                "must stay free (min_free_bytes)",
+            )
 
     def seq_ids(self, model_id: str) -> list[int]:
         """Of its snapshots, damaged ones too, the newest first."""
@@ -134,6 +150,13 @@ class SnapshotFiles:
         except OSError as error:
             raise DataCorrupted(f"the snapshot {location} cannot be read: {error}") from None
         return Manifest.parse(data, location=location)
+
+
+def _num_bytes(state: State) -> int:
+    """Of the arrays; the other files are small."""
+    return state.adapter.flat.nbytes + sum(
+        tensor.nbytes for tensor in (state.optimizer.tensors.values() if state.optimizer is not None else ())
+    )
 
 
 def _layout(weights: Weights) -> list[Any]:

@@ -20,15 +20,20 @@ _DEFAULT_SHARE = 20
 _DEFAULT_MOST_BYTES = 2**30
 
 
+def least_free_bytes(folder: Path, asked: int | None) -> int:
+    """What must stay free of the disk on which an existing folder lies; `asked` None: a twentieth of the disk, at most
+    1 GiB."""
+    if asked is not None:
+        return asked
+    return min(shutil.disk_usage(folder).total // _DEFAULT_SHARE, _DEFAULT_MOST_BYTES)
+
+
 class Space:
     def __init__(self, folder: Path, *, min_free_bytes: int | None, metrics: Metrics) -> None:
-        """Of the disk on which an existing folder lies. `min_free_bytes`: what must stay free; None: a twentieth of the
-        disk, at most 1 GiB."""
+        """Of the disk on which an existing folder lies. `min_free_bytes`: see `least_free_bytes`."""
         self._folder = folder
         self._metrics = metrics
-        total = shutil.disk_usage(folder).total
-        default = min(total // _DEFAULT_SHARE, _DEFAULT_MOST_BYTES)
-        self.min_free_bytes = default if min_free_bytes is None else min_free_bytes
+        self.min_free_bytes = least_free_bytes(folder, min_free_bytes)
         self._reserved = 0
         self._lock = threading.Lock()
         metrics.storage_free_bytes.set_function(lambda: self.free_bytes)

@@ -60,6 +60,7 @@ class Process:
         max_bytes: int = 1 << 24,
         base_models: Sequence[str] = ("tiny",),
         result_retention_s: float = 3600.0,
+        min_free_bytes: int | None = None,
     ) -> Process:
         """One that packs every batch alone. Everything that can be is restored, or goes on being so."""
         registry = CollectorRegistry()
@@ -69,7 +70,8 @@ class Process:
         engine = TrainingEngine(base, max_tokens_per_microbatch=24, deterministic=True, metrics=metrics)
         sender = WeightSender([], trainer_id="t", host="127.0.0.1", timeout_s=5, metrics=metrics)
         scheduler = Scheduler(engine, journal, max_queued_operations=99, max_models=4, metrics=metrics, alone=True)
-        snapshots = Snapshots(SnapshotFiles(folder / "snapshots"), journal, policy, metrics)
+        files = SnapshotFiles(folder / "snapshots", min_free_bytes=min_free_bytes)
+        snapshots = Snapshots(files, journal, policy, metrics)
         publisher = Publisher(sender, canary_of(base), GapRule(0.01, "refuse", timeout_s=5), metrics)
         checkpoints = CheckpointStore(folder / "checkpoints", metrics)
         operations = Operations(engine, checkpoints, publisher, scheduler.run_alone, base_models, 16, snapshots)

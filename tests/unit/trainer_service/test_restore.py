@@ -483,3 +483,19 @@ async def test_snapshots_whose_journal_is_gone_are_no_reason_to_begin_without_th
     assert files.seq_ids(MODEL) == [2]
     files.delete_all(MODEL)
     check_journal(journal, files.root)
+
+
+async def test_no_snapshot_fills_the_disk_and_without_it_the_journal_is_not_cut(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    process = await start(tmp_path / "0", policy=EVERY_STEP, min_free_bytes=2**62)
+    await run(process, SCRIPT)
+    await settled(process)
+    weights = await process.weights(MODEL)
+    assert process.count("snapshot_failures_total") >= 1
+    assert f"of which {2**62} must stay free (min_free_bytes)" in caplog.text
+    assert process.snapshots.files.model_ids() == []
+    (summary,) = await process.journal.summaries()
+    assert (summary.snapshot_seq_id, summary.cut_seq_id) == (None, -1)
+    again = await start(await process.crash(tmp_path / "1"), policy=EVERY_STEP, min_free_bytes=0)
+    assert_equal(await again.weights(MODEL), weights)
