@@ -9,7 +9,7 @@ Shapes: T packed tokens, N query heads, K key/value heads, D head dimension, L k
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Protocol
@@ -67,16 +67,104 @@ class Packed:
     def attend(self, layer: int, q_T_N_D: Tensor, k_T_K_D: Tensor, v_T_K_D: Tensor, heads: Heads) -> Tensor:
         if self.flash is not None and self.flash.kernel.takes(q_T_N_D, k_T_K_D, v_T_K_D, heads):
             return varlen.attend(self.flash.kernel, q_T_N_D, k_T_K_D, v_T_K_D, self.flash.segments, heads)
+        if _is_plain(q_T_N_D, v_T_K_D, heads):
+            if not torch.is_grad_enabled():
+                return attend(q_T_N_D, k_T_K_D, v_T_K_D, self, heads)[0]
+            return _Attend.apply(q_T_N_D, k_T_K_D, v_T_K_D, self, heads)
         outputs = []
-        start = 0
-        # Neighbours of equal length go through one batched call.
-        for length, group in groupby(self.lengths):
-            count = len(list(group))
-            rows = slice(start, start + count * length)
-            start = rows.stop
-            q, k, v = (x[rows].unflatten(0, (count, length)).transpose(1, 2) for x in (q_T_N_D, k_T_K_D, v_T_K_D))
+        for rows, shape in self.blocks():
+            q, k, v = (x[rows].unflatten(0, shape).transpose(1, 2) for x in (q_T_N_D, k_T_K_D, v_T_K_D))
             outputs.append(causal(q, k, v, heads).transpose(1, 2).flatten(0, 1))
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+    def blocks(self) -> Iterator[tuple[slice, tuple[int, int]]]:
+        """Rows of neighbours of equal length, which go through one batched call, with their number and length."""
+        start = 0
+        for length, group in groupby(self.lengths):
+            count = len(list(group))
+            yield slice(start, start + count * length), (count, length)
+            start += count * length
+
+
+def _is_plain(q_T_N_D: Tensor, v_T_K_D: Tensor, heads: Heads) -> bool:
+    """Whether `attend` computes it."""
+    same = q_T_N_D.shape[-1] == v_T_K_D.shape[-1] and q_T_N_D.dtype == v_T_K_D.dtype == torch.float32
+    return same and q_T_N_D.device.type == "cpu" and heads.softcap is None and heads.sinks_N is None
+
+
+class _Attend(torch.autograd.Function):
+    """One node for all sequences: the gradient of each one's rows would be a tensor of the size of all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, q_T_N_D: Tensor, k_T_K_D: Tensor, v_T_K_D: Tensor, layout: Packed, heads: Heads) -> Tensor:
+        out_T_N_D, sums = attend(q_T_N_D, k_T_K_D, v_T_K_D, layout, heads)
+        ctx.save_for_backward(q_T_N_D, k_T_K_D, v_T_K_D, out_T_N_D, *sums)
+        ctx.layout, ctx.heads = layout, heads
+        return out_T_N_D
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, *sums = ctx.saved_tensors
+        grads = attend_backward(grad_outputs[0], q, k, v, out, sums, ctx.layout, ctx.heads)
+        return *grads.split([q.shape[1], k.shape[1], v.shape[1]], 1), None, None
+
+
+def attend(
+    q_T_N_D: Tensor, k_T_K_D: Tensor, v_T_K_D: Tensor, layout: Packed, heads: Heads
+) -> tuple[Tensor, list[Tensor]]:
+    """Plain causal attention in float32 on a CPU, [T, N, D], and what `attend_backward` wants to see again."""
+    outputs, sums = [], []
+    for rows, shape in layout.blocks():
+        q, k, v = (_block(x, rows, shape) for x in (q_T_N_D, k_T_K_D, v_T_K_D))
+        mask = _window_mask(q, heads)
+        out, sum_B_N_T = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, mask is None, attn_mask=mask, scale=heads.scale
+        )
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+        sums.append(sum_B_N_T)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs), sums
+
+
+def attend_backward(
+    grad_T_N_D: Tensor,
+    q_T_N_D: Tensor,
+    k_T_K_D: Tensor,
+    v_T_K_D: Tensor,
+    out_T_N_D: Tensor,
+    sums: Sequence[Tensor],
+    layout: Packed,
+    heads: Heads,
+) -> Tensor:
+    """The gradients of q, k and v side by side: [T, N + 2 K, D]."""
+    parts = []
+    for (rows, shape), sum_B_N_T in zip(layout.blocks(), sums, strict=True):
+        grad, q, k, v, out = (_block(x, rows, shape) for x in (grad_T_N_D, q_T_N_D, k_T_K_D, v_T_K_D, out_T_N_D))
+        mask = _window_mask(q, heads)
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, sum_B_N_T, 0.0, mask is None, attn_mask=mask, scale=heads.scale
+        )
+        parts.append((rows, [one.transpose(1, 2).flatten(0, 1) for one in grads]))
+    if len(parts) == 1:
+        return torch.cat(parts[0][1], 1)
+    together = q_T_N_D.new_empty(q_T_N_D.shape[0], q_T_N_D.shape[1] + 2 * k_T_K_D.shape[1], q_T_N_D.shape[2])
+    for rows, grads in parts:
+        torch.cat(grads, 1, out=together[rows])
+    return together
+
+
+def _block(x_T_N_D: Tensor, rows: slice, shape: tuple[int, int]) -> Tensor:
+    """[B, N, T, D] of these rows."""
+    here = x_T_N_D if rows.stop - rows.start == x_T_N_D.shape[0] else x_T_N_D[rows]
+    return here.unflatten(0, shape).transpose(1, 2)
+
+
+def _window_mask(q_B_N_T_D: Tensor, heads: Heads) -> Tensor | None:
+    """What is added to the scores [T, T], where a window hides some tokens."""
+    num_tokens = q_B_N_T_D.shape[2]
+    if heads.window is None or heads.window >= num_tokens:
+        return None
+    hidden = torch.full((num_tokens, num_tokens), float("-inf"))
+    return hidden.triu(1) + hidden.tril(-heads.window)
 
 
 def causal(q_B_N_T_D: Tensor, k_B_K_L_D: Tensor, v_B_K_L_D: Tensor, heads: Heads) -> Tensor:
