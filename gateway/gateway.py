@@ -221,7 +221,7 @@ class Gateway:
         while True:
             await asyncio.sleep(_HEARTBEATS_S)
             try:
-                await to_its_end(self.store.write_heartbeats())
+                await to_its_end(self.store.sessions.write_heartbeats())
             except (OSError, SQLAlchemyError) as error:
                 logger.warning("heartbeats cannot be written, so those of the last second are lost: %s", error)
 
@@ -236,7 +236,7 @@ class Gateway:
         await self.publishing.close()
         await self.clients.close()
         with contextlib.suppress(SQLAlchemyError):
-            await self.store.write_heartbeats()
+            await self.store.sessions.write_heartbeats()
             await self.counting.write()
             await self.ledger.flush()
             await self.peers.stop()

@@ -69,7 +69,7 @@ class Reaper:
 
     async def end_session(self, session_id: str, *, reason: str, detail: str | None) -> None:
         """The first end counts. Samples of the session end now; its models are freed once their work is done."""
-        if await self._store.end_session(session_id, reason=reason, detail=detail):
+        if await self._store.sessions.end(session_id, reason=reason, detail=detail):
             logger.info("session %s ended: %s", session_id, reason)
             self._ended(session_id)
 
@@ -81,7 +81,7 @@ class Reaper:
 
     async def hear_of_ends(self) -> None:
         """Of sessions that other gateways have ended."""
-        for session_id in await self._store.forget_ended_sessions():
+        for session_id in await self._store.sessions.forget_ended():
             self._ended(session_id)
 
     async def run(self) -> None:
@@ -121,20 +121,20 @@ class Reaper:
             logger.exception("a step of the reaper failed; it is tried again")
 
     async def _count_sessions(self) -> None:
-        self._metrics.sessions.set(await self._store.count_sessions())
+        self._metrics.sessions.set(await self._store.sessions.count())
 
     async def _end_silent_sessions(self) -> None:
         # While the gateway was down no heartbeat could arrive.
         now = time.time()
         if now - self._started_at < self._config.session_timeout_s:
             return
-        await self._store.write_heartbeats()
-        for session_id in await self._store.silent_sessions(seen_before=now - self._config.session_timeout_s):
+        await self._store.sessions.write_heartbeats()
+        for session_id in await self._store.sessions.silent(seen_before=now - self._config.session_timeout_s):
             detail = f"no heartbeat for {self._config.session_timeout_s:g} s"
             await self.end_session(session_id, reason=EXPIRED, detail=detail)
 
     async def _release_models(self) -> None:
-        for model, session in await self._store.unreleased_models():
+        for model, session in await self._store.models.unreleased():
             # close() may come while the last save waits for its turn. A gap in seq_id may hold it for ever, though.
             ended_s = time.time() - (session.ended_at or 0.0)
             overdue = session.end_reason == EXPIRED or ended_s > self._config.session_timeout_s
@@ -159,7 +159,7 @@ class Reaper:
         except grpc.aio.AioRpcError as error:
             logger.warning("model %s cannot be freed now: %s", model.model_id, from_rpc_error(error).message)
             return
-        await self._store.release_model(model.model_id)
+        await self._store.models.release(model.model_id)
         error = FailedPrecondition(f"the session of {model.model_id} has ended")
         self._futures.cancel(model.model_id.__eq__, error=error)
 
@@ -172,7 +172,7 @@ class Reaper:
             await self._retirement.keep_for_samplers(last)
 
     async def _delete_expired(self) -> None:
-        for checkpoint in await self._store.expired_checkpoints():
+        for checkpoint in await self._store.checkpoints.expired():
             try:
                 if not await self._checkpoints.expire(checkpoint):
                     continue
@@ -184,6 +184,6 @@ class Reaper:
             logger.info("the files of %s, %s, are gone", checkpoint.path, reason)
 
     async def _count_stored(self) -> None:
-        for kind, (number, num_bytes) in (await self._store.count_checkpoints()).items():
+        for kind, (number, num_bytes) in (await self._store.checkpoints.count()).items():
             self._metrics.checkpoints.labels(kind).set(number)
             self._metrics.checkpoint_bytes.labels(kind).set(num_bytes)

@@ -80,7 +80,7 @@ class SessionSearch:
         if cursor is None:
             return None
         # The cursor's time is rounded to a microsecond; the row has all of it.
-        session = await self._store.session(cursor.last_session_id)
+        session = await self._store.sessions.get(cursor.last_session_id)
         is_seen = session is not None and caller.sees(session.owner)
         at = session.created_at if session is not None and is_seen else cursor.last_created_at.timestamp()
         return at, cursor.last_session_id

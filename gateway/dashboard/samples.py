@@ -77,7 +77,7 @@ class RecentSamples:
     async def _write(self, drawn: Sequence[Drawn]) -> None:
         owners: dict[str, str] = {}
         for session_id in {each.session_id for each in drawn if not each.owner}:
-            whose = await self._store.whose(session_id)
+            whose = await self._store.sessions.whose(session_id)
             owners[session_id] = "" if whose is None else whose.owner
         async with self._store.begin() as db:
             newest: dict[tuple[str, str], deque[Drawn]] = {}

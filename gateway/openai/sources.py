@@ -29,7 +29,7 @@ async def find_source(gateway: Gateway, model: str, *, caller: Caller) -> Source
             await gateway.checkpoints.read(model, field="model", caller=caller, purpose="sample")
             gateway.generator.known_versions.add(checkpoint.version_id)
         base_model, version_id, location = checkpoint.base_model, checkpoint.version_id, checkpoint.location
-        run = await gateway.store.model(checkpoint.run_id) if checkpoint.inflight else None
+        run = await gateway.store.models.get(checkpoint.run_id) if checkpoint.inflight else None
         if run is not None and run.inflight_version_id is not None:  # the newest of those that the path stands for
             version_id, location = run.inflight_version_id, run.inflight_location or ""
             follow_run = checkpoint.run_id

@@ -124,14 +124,14 @@ class Completions:
                     low = min(samples.open, default=seq_id)
                     high = max(samples.high, min(seq_id + _MARKED_AHEAD, _LAST))
                     mark = SampleMark(sampling_session_id=target[0], clone_id=target[1], low=low, high=high)
-                    if not await self._store.put_sample_mark(mark, home=self._home):
+                    if not await self._store.samplers.put_mark(mark, home=self._home):
                         raise NotReady("another gateway has taken over these samples; try again")
                     samples.low, samples.high = low, high
 
     async def _load(self, target: Target) -> _Samples:
         """What is known of a target; what an earlier process may have left in work is open."""
         if target not in self._samples:
-            mark = await self._store.sample_mark(*target)
+            mark = await self._store.samplers.mark(*target)
             if target not in self._samples:
                 first = first_of(target[1])
                 low, high = (first, first - 1) if mark is None else (mark.low, mark.high)

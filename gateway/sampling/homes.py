@@ -64,7 +64,7 @@ class Homes:
 
     async def start(self) -> None:
         if self._peers.are_several:
-            self._secret = await self._store.setting("peer_secret", default=secrets.token_hex(32))
+            self._secret = await self._store.settings.get("peer_secret", default=secrets.token_hex(32))
             # Clients have as many long polls at once as they like.
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
             timeout = httpx.Timeout(_ANSWER_S, connect=BEAT_S)
@@ -139,11 +139,11 @@ class Homes:
         """The home and its address. It becomes this gateway where there is none, unless the session has ended."""
         sampling_session_id, clone_id = target
         mine = self._peers.gateway_id
-        await self._store.sampling_session(sampling_session_id)
+        await self._store.samplers.get(sampling_session_id)
         is_this = (SampleMark.sampling_session_id == sampling_session_id, SampleMark.clone_id == clone_id)
         async with self._store.begin() as db:
             is_new = False
-            if self._store.sampling_session_lives(sampling_session_id):
+            if self._store.samplers.lives(sampling_session_id):
                 first = first_of(clone_id)
                 empty = self._store.insert(SampleMark).values(
                     sampling_session_id=sampling_session_id, clone_id=clone_id, low=first, high=first - 1

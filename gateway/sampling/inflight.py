@@ -43,7 +43,7 @@ class Inflight:
 
         The generations are not waited for.
         """
-        if not await self._store.move_inflight(run_id, saved.version_id, saved.location, is_newer=_is_newer):
+        if not await self._store.models.move_inflight(run_id, saved.version_id, saved.location, is_newer=_is_newer):
             return
         for replica in self._clients.samplers.usable(saved.base_model):
             task = asyncio.create_task(self._move(replica, run_id, saved.version_id))
@@ -89,7 +89,7 @@ class Inflight:
         found: dict[str, SamplingSession] = {}
         for version_id in version_ids:
             run_id = version_id.rpartition("@")[0]
-            run = await self._store.model(run_id, is_newest=True)
+            run = await self._store.models.get(run_id, is_newest=True)
             newest = None if run is None else run.inflight_version_id
             if run is not None and newest is not None and _is_newer(newest, version_id):
                 found[run_id] = SamplingSession(
@@ -114,7 +114,7 @@ class Inflight:
         """The sampling session with the version that a sample which starts now is drawn from."""
         if session.inflight_run_id is None:
             return session
-        run = await self._store.model(session.inflight_run_id, is_newest=True)
+        run = await self._store.models.get(session.inflight_run_id, is_newest=True)
         newest = None if run is None else run.inflight_version_id
         if run is None or newest is None or not _is_newer(newest, session.version_id):
             return session

@@ -52,7 +52,7 @@ class Checkpoints:
         trainer that may have it cannot be reached.
         """
         parsed = TinkerPath.parse(path, field=field)
-        known = await self._store.checkpoint(str(parsed))
+        known = await self._store.checkpoints.get(str(parsed))
         if known is None:
             known = await self._find_in_trainers(parsed, caller=caller)
         is_hidden = known is not None and caller is not None and not self._access.reads(known, caller)
@@ -87,7 +87,7 @@ class Checkpoints:
     async def _find_in_trainers(self, path: TinkerPath, *, caller: Caller | None) -> Checkpoint | None:
         """Asks every trainer, and indexes what one finds again. It belongs to the owner of the run; where the database
         has lost that, too, to the first admin who asks for it, and to nobody before."""
-        whose = await self._store.whose(path.run_id.partition(":")[0])
+        whose = await self._store.sessions.whose(path.run_id.partition(":")[0])
         if caller is None or not (caller.admin if whose is None else caller.sees(whose.owner)):
             return None
         owner = caller.owner if whose is None else whose.owner
@@ -103,7 +103,7 @@ class Checkpoints:
                     continue
                 raise cause from error
             row = checkpoint_row(reply.checkpoint, owner=owner)
-            await self._store.put_checkpoint(row)
+            await self._store.checkpoints.put(row)
             return row
         return None
 
@@ -131,27 +131,27 @@ class Checkpoints:
     async def publish(self, checkpoint: Checkpoint, *, public: bool, owner: str) -> None:
         """Once more changes nothing."""
         if checkpoint.public != public:
-            await self._store.update_checkpoint(checkpoint.path, public=public)
+            await self._store.checkpoints.update(checkpoint.path, public=public)
             self.record("checkpoint_publish" if public else "checkpoint_unpublish", checkpoint, owner=owner)
             await self._ledger.flush()
 
     async def set_ttl(self, checkpoint: Checkpoint, ttl_seconds: int | None, *, owner: str) -> None:
         """From now; None: it never expires."""
         expires_at = None if ttl_seconds is None else time.time() + ttl_seconds
-        await self._store.update_checkpoint(checkpoint.path, expires_at=expires_at)
+        await self._store.checkpoints.update(checkpoint.path, expires_at=expires_at)
         self.record("checkpoint_ttl", checkpoint, owner=owner, ttl_seconds=ttl_seconds)
         await self._ledger.flush()
 
     async def pin(self, checkpoint: Checkpoint, *, pinned: bool, owner: str) -> None:
         """Once more changes nothing."""
         if checkpoint.pinned != pinned:
-            await self._store.update_checkpoint(checkpoint.path, pinned=pinned)
+            await self._store.checkpoints.update(checkpoint.path, pinned=pinned)
             self.record("checkpoint_pin" if pinned else "checkpoint_unpin", checkpoint, owner=owner)
             await self._ledger.flush()
 
     async def keep_for_samplers(self, path: TinkerPath) -> None:
         """To be called before a save may replace the checkpoint: samplers of the old one go on."""
-        known = await self._store.checkpoint(str(path))
+        known = await self._store.checkpoints.get(str(path))
         if known is not None:
             await self._retirement.keep_for_samplers(known)
 
@@ -166,7 +166,7 @@ class Checkpoints:
         deletion = None if idempotency_key is None else (owner, idempotency_key, path)
         if deletion is not None and await self._was_deleted(deletion):
             return
-        known = await self._store.checkpoint(str(TinkerPath.parse(path, field="path")))
+        known = await self._store.checkpoints.get(str(TinkerPath.parse(path, field="path")))
         if known is None:
             known = await self.find_own(path, field="path", caller=caller)
         if not self._access.changes(known, caller):
@@ -236,7 +236,7 @@ class Checkpoints:
             await trainer.stub.DeleteCheckpoint(trainer_pb2.DeleteCheckpointRequest(location=checkpoint.location))
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
-        return await self._store.delete_checkpoint(checkpoint.path)
+        return await self._store.checkpoints.delete(checkpoint.path)
 
     def record(self, event: str, checkpoint: Checkpoint, *, owner: str, **details: Any) -> None:
         """Writes an event into the audit log."""

@@ -39,10 +39,10 @@ class Copies:
         """A new session of the project owns it. The same key again gives the same copy, also without its source."""
         name = f"copy of {TinkerPath.parse(source_path, field='source_path')}"
         key = None if idempotency_key is None else f"copy:{idempotency_key}"
-        session = await self._store.session_of_key(caller.owner, key)
+        session = await self._store.sessions.of_key(caller.owner, key)
         if session is None:
             await self._checkpoints.find(source_path, field="source_path", caller=caller)
-            session = await self._store.create_session(
+            session = await self._store.sessions.create(
                 owner=caller.owner,
                 key_id=caller.key_id,
                 idempotency_key=key,
@@ -55,7 +55,7 @@ class Copies:
         if (session.display_name, session.project_id) != (name, project_id):
             raise InvalidRequest(f"X-Idempotency-Key: {idempotency_key!r} was used for another copy before")
         # Nobody sends its heartbeats: it has ended as soon as it has begun.
-        await self._store.end_session(session.session_id, reason="success", detail=None)
+        await self._store.sessions.end(session.session_id, reason="success", detail=None)
         return await self.into_run(source_path, f"{session.session_id}:train:0", ttl_seconds=ttl_seconds, caller=caller)
 
     async def into_run(self, source_path: str, run_id: str, *, ttl_seconds: int | None, caller: Caller) -> Checkpoint:
@@ -66,14 +66,14 @@ class Copies:
         """
         asked = TinkerPath.parse(source_path, field="source_path")
         path = TinkerPath(run_id, asked.kind, asked.name)
-        known = await self._store.model(run_id)
+        known = await self._store.models.get(run_id)
         if known is not None and known.released_at is None:
             raise SequenceConflict(f"model_seq_id: {run_id} is a training run already")
         if (copy := await self._copied(asked, path, ttl_seconds=ttl_seconds, caller=caller)) is not None:
             return copy
         source = await self._checkpoints.find(source_path, field="source_path", caller=caller)
         trainer = self._clients.find_trainer(source.base_model)
-        whose = await self._store.whose(run_id.partition(":")[0])
+        whose = await self._store.sessions.whose(run_id.partition(":")[0])
         assert whose is not None
         hold = self._limits.start(whose.owner)
         try:
@@ -105,7 +105,7 @@ class Copies:
         row = checkpoint_row(reply.checkpoint, owner=owner)
         await self._remember(source, path, ttl_seconds)
         await self.add_run(row, user_metadata={})
-        if await self._store.put_checkpoint(row):
+        if await self._store.checkpoints.put(row):
             self._checkpoints.record("checkpoint_copy", source, owner=caller.owner, copy=row.path)
         return row
 
@@ -113,13 +113,13 @@ class Copies:
         self, source: TinkerPath, path: TinkerPath, *, ttl_seconds: int | None, caller: Caller
     ) -> Checkpoint | None:
         """The copy at `path`, if it was made there and still is. Raises AlreadyExists when it was made otherwise."""
-        known = await self._store.operation(str(path))
+        known = await self._store.operations.get(str(path))
         if known is None:
             return None
         try:
             copy = await self._checkpoints.find(str(path), field="source_path", caller=caller)
         except CheckpointNotFound:
-            await self._store.delete_operation(known.request_id)
+            await self._store.operations.delete(known.request_id)
             return None
         if known.path != str(source):
             raise AlreadyExists(f"model_seq_id: {path} is taken by another checkpoint, a copy of {known.path}")
@@ -128,7 +128,7 @@ class Copies:
         return copy
 
     async def _remember(self, source: Checkpoint, path: TinkerPath, ttl_seconds: int | None) -> None:
-        await self._store.add_operation(
+        await self._store.operations.add(
             Operation(
                 request_id=str(path),
                 model_id=path.run_id,
@@ -155,7 +155,7 @@ class Copies:
     async def add_run(self, checkpoint: Checkpoint, *, user_metadata: dict[str, str]) -> None:
         """The trainer never has it, so it is released from its beginning."""
         now = time.time()
-        await self._store.add_model(
+        await self._store.models.add(
             Model(
                 model_id=checkpoint.run_id,
                 session_id=checkpoint.run_id.rpartition(":train:")[0],

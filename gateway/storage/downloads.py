@@ -39,7 +39,7 @@ class Downloads:
     async def start(self, store: Store) -> None:
         """To be called once before any other method."""
         if not self._secret:
-            self._secret = await store.setting("download_secret", default=secrets.token_hex(32))
+            self._secret = await store.settings.get("download_secret", default=secrets.token_hex(32))
 
     def sign(self, request: Request, *parts: str, version: str = "") -> Download:
         """The address of /download/PART/PART/..., as the sender of `request` can reach it.

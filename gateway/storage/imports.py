@@ -66,7 +66,7 @@ class Imports:
         trainer = await self._clients.settle(
             lambda: self._clients.find_trainer(base_model), timeout_s=self._config.submit_timeout_s
         )
-        session = await self._store.create_session(
+        session = await self._store.sessions.create(
             owner=caller.owner,
             key_id=caller.key_id,
             idempotency_key=None,
@@ -90,12 +90,12 @@ class Imports:
             reply = await self._send(trainer, header, archive)
             row = checkpoint_row(reply.checkpoint, owner=caller.owner)
             await self._copies.add_run(row, user_metadata={})
-            await self._store.put_checkpoint(row)
+            await self._store.checkpoints.put(row)
             self._checkpoints.record("checkpoint_import", row, owner=caller.owner)
             reason, detail = "success", None
         finally:
             hold.release()
-            await self._store.end_session(session.session_id, reason=reason, detail=detail)
+            await self._store.sessions.end(session.session_id, reason=reason, detail=detail)
         return Imported(row, list(reply.notes))
 
     async def _send(

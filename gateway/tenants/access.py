@@ -27,19 +27,19 @@ class Access:
         session_id, _, rest = thing_id.partition(":")
         if session_id == _REFUSED:
             return caller.admin or rest.startswith(f"{_tag(caller)}:")
-        whose = await self._store.whose(session_id)
+        whose = await self._store.sessions.whose(session_id)
         return whose is not None and caller.sees(whose.owner)
 
     async def session(self, session_id: str, caller: Caller) -> Session | None:
-        session = await self._store.session(session_id)
+        session = await self._store.sessions.get(session_id)
         return session if session is not None and caller.sees(session.owner) else None
 
     async def model(self, model_id: str, caller: Caller) -> Model | None:
-        model = await self._store.model(model_id)
+        model = await self._store.models.get(model_id)
         return model if model is not None and await self.owns(model.session_id, caller) else None
 
     async def sampling_session(self, sampling_session_id: str, caller: Caller) -> SamplingSession | None:
-        row = await self._store.sampling_session(sampling_session_id)
+        row = await self._store.samplers.get(sampling_session_id)
         return row if row is not None and await self.owns(row.session_id, caller) else None
 
     @staticmethod

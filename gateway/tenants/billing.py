@@ -38,8 +38,8 @@ class Billing:
         What was deleted in between counts up to the time before.
         """
         now = time.time()
-        last = await self._store.setting(_METERED_UNTIL, default=repr(now))
-        if float(last) >= now or not await self._store.swap_setting(_METERED_UNTIL, old=last, new=repr(now)):
+        last = await self._store.settings.get(_METERED_UNTIL, default=repr(now))
+        if float(last) >= now or not await self._store.settings.swap(_METERED_UNTIL, old=last, new=repr(now)):
             return
         for hour, begin, end in hours_between(float(last), now):
             for owner, base_model, byte_seconds in await self._stored(begin, end):

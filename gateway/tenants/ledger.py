@@ -17,7 +17,8 @@ from typing import Any, Literal
 from sqlalchemy import update
 from sqlalchemy.exc import SQLAlchemyError
 
-from gateway.database.store import Store, Whose
+from gateway.database.sessions import Whose
+from gateway.database.store import Store
 from gateway.database.tables import AuditEvent, Model, Span, TokenCount, Usage
 from gateway.tasks import to_its_end
 
@@ -63,7 +64,9 @@ class Ledger:
         the hour, counted since 1970, is now."""
         if amount > 0:
             hour = int(time.time() // 3600) if hour is None else hour
-            whose = Whose(owner, key_id) if owner is not None else self._store.known_whose(session_id) or _UNKNOWN
+            whose = (
+                Whose(owner, key_id) if owner is not None else self._store.sessions.known_whose(session_id) or _UNKNOWN
+            )
             self._usage[hour, whose, session_id, base_model, kind] += amount
             if kind in TOKEN_KINDS and whose != _UNKNOWN:
                 self._gathered[whose] += amount
@@ -116,7 +119,7 @@ class Ledger:
         used: Counter[_Used] = Counter()
         tokens: Counter[Whose] = Counter()
         for (hour, known, session_id, base_model, kind), amount in usage.items():
-            whose = known if known != _UNKNOWN else await self._store.whose(session_id) or _UNKNOWN
+            whose = known if known != _UNKNOWN else await self._store.sessions.whose(session_id) or _UNKNOWN
             used[hour, whose, session_id, base_model, kind] += amount
             if kind in TOKEN_KINDS:
                 tokens[whose] += amount

@@ -31,7 +31,7 @@ class Tokens:
     async def start(self, store: Store) -> None:
         """To be called once before any other method."""
         if self.are_used and not self._secret:
-            self._secret = await store.setting("jwt_secret", default=secrets.token_hex(32))
+            self._secret = await store.settings.get("jwt_secret", default=secrets.token_hex(32))
 
     def issue(self, owner: str, *, key_id: str, email: str) -> str:
         now = int(time.time())

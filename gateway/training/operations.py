@@ -159,13 +159,13 @@ class Operations:
             if pending is not None and pending.accepted is not None:
                 await asyncio.shield(pending.accepted)
             return True
-        operation = await self._store.operation(request_id)
+        operation = await self._store.operations.get(request_id)
         if operation is None or operation.fingerprint != mark:
             return False
         if operation.error is not None:
             return True
         # It is written down before the trainer has it; the model's facts come from the trainer.
-        model = await self._store.model(operation.model_id)
+        model = await self._store.models.get(operation.model_id)
         return model is not None and model.lora_rank is not None
 
     async def _run(self, submission: Submission, pending: Pending) -> Answer:
@@ -199,7 +199,7 @@ class Operations:
         except SequenceConflict as error:
             if known is None or known.fingerprint != submission.fingerprint:
                 if known is None:
-                    await self._store.delete_operation(submission.request_id)
+                    await self._store.operations.delete(submission.request_id)
                 accepted.set_exception(_conflict(submission))
                 raise Gone from error
             accepted.set_result(None)  # it is a repeat: what the gateway puts into the body has changed since
@@ -216,7 +216,7 @@ class Operations:
             accepted.set_result(None)
             raise
         if known is not None and known.fingerprint != submission.fingerprint:
-            await self._store.replace_operation(self._operation(submission))  # the trainer never had the other one
+            await self._store.operations.replace(self._operation(submission))  # the trainer never had the other one
         self._metrics.accept_seconds.observe(time.monotonic() - pending.started_at)
         accepted.set_result(None)
         self._calls.watch(pending, submission.base_model, submission.seq_id)
@@ -252,13 +252,13 @@ class Operations:
 
     async def _settle(self, kind: str, request_id: str) -> None:
         if kind in _WRITTEN_DOWN:
-            await self._store.settle_operation(request_id)
+            await self._store.operations.settle(request_id)
 
     async def _remember(self, submission: Submission) -> Operation | None:
         """What was remembered under this id before."""
-        known = await self._store.operation(submission.request_id)
-        if known is None and not await self._store.add_operation(self._operation(submission)):
-            known = await self._store.operation(submission.request_id)  # another gateway was faster
+        known = await self._store.operations.get(submission.request_id)
+        if known is None and not await self._store.operations.add(self._operation(submission)):
+            known = await self._store.operations.get(submission.request_id)  # another gateway was faster
         return known
 
     def _operation(self, submission: Submission) -> Operation:
@@ -291,8 +291,8 @@ class Operations:
                 created_at=time.time(),
                 gateway_id=self._gateway_id,
             )
-            if not await self._store.add_operation(refusal):
-                operation = await self._store.operation(request_id)
+            if not await self._store.operations.add(refusal):
+                operation = await self._store.operations.get(request_id)
                 known = None if operation is None else operation.fingerprint
         if known not in (None, mark):
             raise SequenceConflict(f"{request_id} was used by another request before; this one was not run ({error})")
@@ -300,7 +300,7 @@ class Operations:
 
     async def attach_refused(self, request_id: str) -> bool:
         """Makes a future of a refusal. False when there is none."""
-        operation = await self._store.operation(request_id)
+        operation = await self._store.operations.get(request_id)
         if operation is None or operation.error is None:
             return False
         self._futures.fail(request_id, InvalidRequest(operation.error), fingerprint=operation.fingerprint)
@@ -308,13 +308,13 @@ class Operations:
 
     async def forget_refused(self) -> None:
         """Those of a day ago; the trainer remembers those that have used up a number."""
-        await self._store.delete_refused(before=time.time() - _REFUSAL_RETENTION_S)
+        await self._store.operations.delete_refused(before=time.time() - _REFUSAL_RETENTION_S)
 
     # What another process has submitted
 
     async def take_over(self) -> None:
         """Writes down, in the background, what gateways that are gone have submitted: nobody may ask for it."""
-        for request_id in await self._store.take_over_operations(self._gateway_id, kinds=_WRITTEN_DOWN):
+        for request_id in await self._store.operations.take_over(self._gateway_id, kinds=_WRITTEN_DOWN):
             if self._futures.pending(request_id) is None:
                 logger.info("%s was left by a gateway that is gone", request_id)
                 with contextlib.suppress(Gone):  # a model of which nothing is left
@@ -323,7 +323,7 @@ class Operations:
     async def attach(self, request_id: str) -> None:
         """Makes a future for an operation that this process did not submit. Raises Gone when it cannot be one."""
         match = _REQUEST_ID.fullmatch(request_id)
-        if match is None or int(match[2]) > MAX_SEQ_ID or (model := await self._store.model(match[1])) is None:
+        if match is None or int(match[2]) > MAX_SEQ_ID or (model := await self._store.models.get(match[1])) is None:
             raise Gone
         if self._futures.pending(request_id) is not None:
             return  # a poll that came at the same time was faster
@@ -337,7 +337,7 @@ class Operations:
         except ResultNotFound as error:
             raise Gone from error
         except ServiceError:
-            await self._store.settle_operation(pending.request_id)
+            await self._store.operations.settle(pending.request_id)
             raise
         self._history.add(pending.group, seq_id, reply, ran=pending.ran)
         if isinstance(reply, pb.ForwardBackwardResponse):
@@ -346,7 +346,7 @@ class Operations:
             self._counting.count_unless_counted(pending.group, seq_id, num_tokens, **where)
         answer = await self._results.answer(pending.request_id, pending.group, reply)
         if not isinstance(reply, (pb.ForwardBackwardResponse, pb.OptimStepResponse)):
-            await self._store.settle_operation(pending.request_id)
+            await self._store.operations.settle(pending.request_id)
         return answer
 
 

@@ -50,7 +50,7 @@ class Results:
 
     async def _created(self, request_id: str, model_id: str, reply: pb.CreateModelResponse) -> Answer:
         lora = reply.model.lora_config
-        await self._store.complete_model(
+        await self._store.models.complete(
             model_id,
             optimizer=reply.model.optimizer or "adamw",
             lora_rank=lora.rank,
@@ -58,19 +58,19 @@ class Results:
             train_mlp=lora.train_mlp,
             train_attn=lora.train_attn,
         )
-        operation = await self._store.operation(request_id)
+        operation = await self._store.operations.get(request_id)
         if operation is not None and operation.kind == "load_weights":
             return await self._loaded(request_id, model_id)
         return Answer(orjson.dumps({"type": "create_model", "model_id": model_id}))
 
     async def _loaded(self, request_id: str, model_id: str) -> Answer:
-        operation = await self._store.operation(request_id)
+        operation = await self._store.operations.get(request_id)
         path = operation.path if operation is not None else None
         return Answer(orjson.dumps({"type": "load_weights", "path": path, "model_id": model_id}))
 
     async def _saved(self, request_id: str, model_id: str, reply: pb.SaveCheckpointResponse) -> Answer:
-        operation = await self._store.operation(request_id)
-        model = await self._store.model(model_id)
+        operation = await self._store.operations.get(request_id)
+        model = await self._store.models.get(model_id)
         if operation is None or model is None:
             raise ServiceError(f"{request_id}: the database does not know this save; list the model's checkpoints")
         if operation.inflight:
@@ -78,7 +78,7 @@ class Results:
         if operation.sampling_session_id is None:
             row = checkpoint_row(reply.checkpoint, owner=await self._owner(model.session_id))
             row.inflight = operation.inflight
-            if await self._store.put_checkpoint(row, settles=request_id):
+            if await self._store.checkpoints.put(row, settles=request_id):
                 self._ledger.use("checkpoint", 1, base_model=row.base_model, session_id=model.session_id)
                 self._ledger.audit(
                     "checkpoint_create", owner=row.owner, tinker_path=row.path, training_run_id=row.run_id
@@ -86,7 +86,7 @@ class Results:
                 await self._ledger.flush()
             size = {"size_bytes": row.size_bytes} if operation.kind == "save_weights_external" else {}
             return Answer(orjson.dumps({"type": operation.kind, "path": row.path, **size}))
-        row = await self._store.add_sampling_session(
+        row = await self._store.samplers.add(
             SamplingSession(
                 sampling_session_id=operation.sampling_session_id,
                 session_id=model.session_id,
@@ -104,5 +104,5 @@ class Results:
         return Answer(orjson.dumps(answer))
 
     async def _owner(self, session_id: str) -> str:
-        session = await self._store.session(session_id)
+        session = await self._store.sessions.get(session_id)
         return session.owner if session is not None else ""

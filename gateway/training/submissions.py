@@ -102,7 +102,7 @@ async def no_model(gateway: Gateway, caller: Caller, ids: schemas.OperationIds, 
 
 async def _admit(gateway: Gateway, caller: Caller, model: Model, request_id: str, rpc: Rpc, *, num_tokens: int) -> Hold:
     """Raises RateLimited, and BudgetExceeded."""
-    whose = await gateway.store.whose(model.session_id)
+    whose = await gateway.store.sessions.whose(model.session_id)
     assert whose is not None
     hold = gateway.limits.start(whose.owner)
     try:

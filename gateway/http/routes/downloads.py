@@ -80,7 +80,7 @@ async def trace(request: Request) -> Response:
     gateway = gateway_of(request)
     session_id = request.path_params["session_id"]
     gateway.downloads.check(request, "traces", session_id)
-    session = await gateway.store.session(session_id)
+    session = await gateway.store.sessions.get(session_id)
     if session is None:
         raise HTTPException(404, f"there is no session {session_id!r}")
     await gateway.ledger.flush()

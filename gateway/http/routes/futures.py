@@ -79,7 +79,7 @@ async def retrieve_futures(request: Request) -> Response:
     if await gateway.access.sampling_session(sampling_session_id, caller_of(request)) is None:
         raise HTTPException(404, f"target.sampling_session_id: there is no {sampling_session_id!r}")
     ended = HTTPException(410, f"target.sampling_session_id: the session has ended of {sampling_session_id!r}")
-    if not gateway.store.sampling_session_lives(sampling_session_id):
+    if not gateway.store.samplers.lives(sampling_session_id):
         raise ended
     target = (sampling_session_id, body.target.cloned_sampler_id)
     if (elsewhere := await gateway.homes.pass_on(request, raw, target)) is not None:

@@ -114,14 +114,14 @@ async def _create(
     except NotReady:
         raise
     except ServiceError as error:
-        made = await gateway.store.model(model_id)
+        made = await gateway.store.models.get(model_id)
         if made is not None and made.lora_rank is not None and made.released_at is None:
             # Its future may be forgotten, and must not fail in place of the other one.
             raise SequenceConflict(
                 f"{request_id} was used by another request before; this one was not run ({error})"
             ) from error
         return await failed_receipt(gateway, request_id, model_id, error, kind=kind, mark=mark)
-    await gateway.store.add_model(
+    await gateway.store.models.add(
         Model(
             model_id=model_id,
             session_id=ids.session_id,
@@ -131,7 +131,7 @@ async def _create(
             created_at=time.time(),
         )
     )
-    made = await gateway.store.model(model_id)
+    made = await gateway.store.models.get(model_id)
     if made is not None and made.released_at is not None:
         what = f"model_seq_id: {ids.model_seq_id} is taken: {model_id} holds copies, and is not trained; send another"
         return await failed_receipt(gateway, request_id, model_id, AlreadyExists(what), kind=kind, mark=mark)

@@ -37,9 +37,9 @@ async def create_sampling_session(request: Request) -> Response:
     if body.base_model is None and body.model_path is None:
         raise InvalidRequest("base_model, model_path: send at least one of the two")
     # A repeat is answered though its checkpoint may be gone since.
-    made = await gateway.store.sampling_session(_id_of(body))
+    made = await gateway.store.samplers.get(_id_of(body))
     if made is None:
-        made = await gateway.store.add_sampling_session(await _sampling_session(gateway, body, caller=caller))
+        made = await gateway.store.samplers.add(await _sampling_session(gateway, body, caller=caller))
     # Without a path the base model was meant, and not an ephemeral save.
     is_same = body.model_path == made.model_path and (body.model_path is not None or not made.location)
     if not is_same or body.base_model not in (None, made.base_model):
@@ -89,13 +89,13 @@ async def join_sampling_session(request: Request) -> Response:
     content, _ = await read_json(request, gateway.config)
     sampling_session_id = parse(schemas.JoinSamplingSession, content).sampling_session_id
     await _living_session(gateway, sampling_session_id, caller=caller_of(request))
-    client_counter = await gateway.store.join_sampling_session(sampling_session_id)
+    client_counter = await gateway.store.samplers.join(sampling_session_id)
     return json_response({"type": "join_sampling_session", "client_counter": client_counter})
 
 
 async def _living_session(gateway: Gateway, sampling_session_id: str, *, caller: Caller) -> SamplingSession:
     session = await gateway.access.sampling_session(sampling_session_id, caller)
-    if session is None or not gateway.store.sampling_session_lives(sampling_session_id):
+    if session is None or not gateway.store.samplers.lives(sampling_session_id):
         what = "there is no" if session is None else "the session has ended of"
         raise NotFound(f"sampling_session_id: {what} {sampling_session_id!r}")
     return session

@@ -24,10 +24,10 @@ async def create_session(request: Request) -> Response:
     body = parse(schemas.CreateSession, content)
     owner, idempotency_key = owner_of(request), request.headers.get("x-idempotency-key")
     limit = gateway.config.max_sessions
-    is_full = await gateway.store.count_sessions(owner=owner) >= limit
-    if is_full and await gateway.store.session_of_key(owner, idempotency_key) is None:
+    is_full = await gateway.store.sessions.count(owner=owner) >= limit
+    if is_full and await gateway.store.sessions.of_key(owner, idempotency_key) is None:
         raise OutOfCapacity(f"{limit} sessions of this key have not ended, and max_sessions is {limit}; end some first")
-    session = await gateway.store.create_session(
+    session = await gateway.store.sessions.create(
         owner=owner,
         key_id=caller_of(request).key_id,
         idempotency_key=idempotency_key,
@@ -52,7 +52,7 @@ async def session_heartbeat(request: Request) -> Response:
     content, _ = await read_json(request, gateway.config)
     body = parse(schemas.SessionHeartbeat, content)
     is_own = await gateway.access.owns(body.session_id, caller_of(request))
-    if is_own and await gateway.store.heartbeat(body.session_id):
+    if is_own and await gateway.store.sessions.heartbeat(body.session_id):
         return json_response({"type": "session_heartbeat"})
     session = await gateway.access.session(body.session_id, caller_of(request))
     if session is None:
@@ -124,7 +124,7 @@ async def assign_project(request: Request) -> Response:
     project_id = parse(schemas.AssignProject, content).project_id
     session = await _find(request)
     if session.project_id != project_id:
-        await gateway.store.assign_project(session.session_id, project_id)
+        await gateway.store.sessions.assign_project(session.session_id, project_id)
         gateway.ledger.audit(
             "project_assign",
             owner=owner_of(request),

@@ -117,7 +117,7 @@ async def load_weights(request: Request) -> Response:
                 raise Unsupported(f"{field}: cannot be set when weights are loaded into a model that exists")
         named = TinkerPath.parse(body.path, field="path")
         # Asked first: between the two the save may end. The trainer waits for the saves of the same run before a load.
-        is_saving = named.run_id == body.model_id and await gateway.store.is_saving(named)
+        is_saving = named.run_id == body.model_id and await gateway.store.operations.is_saving(named)
         try:
             checkpoint = await gateway.checkpoints.read(body.path, field="path", caller=caller, purpose="load")
             path, location = checkpoint.path, checkpoint.location

@@ -73,9 +73,9 @@ async def test_storage_is_counted_by_time_and_only_once(stack: Stack, client: Cl
     gateway = stack.server.app.state.gateway
     now = time.time()
     half_an_hour_ago = now - 1800
-    await gateway.store.update_checkpoint(path, size_bytes=10**9, created_at=half_an_hour_ago)
-    last = await gateway.store.setting("storage_metered_until", default=repr(now))
-    await gateway.store.swap_setting("storage_metered_until", old=last, new=repr(now - 3600))
+    await gateway.store.checkpoints.update(path, size_bytes=10**9, created_at=half_an_hour_ago)
+    last = await gateway.store.settings.get("storage_metered_until", default=repr(now))
+    await gateway.store.settings.swap("storage_metered_until", old=last, new=repr(now - 3600))
     for _ in range(2):
         await gateway.billing.meter_storage()
     events = [event for event in (await usage(client)).data if event.event_info.type == "storage"]

@@ -37,7 +37,7 @@ def gateway_of(stack: Stack) -> Gateway:
 
 
 async def expire(stack: Stack, path: str) -> None:
-    await gateway_of(stack).store.update_checkpoint(path, expires_at=time.time() - 1)
+    await gateway_of(stack).store.checkpoints.update(path, expires_at=time.time() - 1)
 
 
 async def is_deleted(stack: Stack, location: str) -> None:
@@ -124,7 +124,7 @@ async def test_a_checkpoint_that_several_remove_at_once_is_kept_for_its_sampler(
     path = await save_for_sampler(client, await client.model(session_id), 1)
     await client.sampling_session(session_id, model_path=path)
     gateway = gateway_of(stack)
-    checkpoint = await gateway.store.checkpoint(path)
+    checkpoint = await gateway.store.checkpoints.get(path)
     assert checkpoint is not None
     await asyncio.gather(*(gateway.retirement.keep_for_samplers(checkpoint) for _ in range(8)))
     found = await gateway.retirement.find(checkpoint.location, checkpoint.version_id)

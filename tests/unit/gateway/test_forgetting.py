@@ -101,7 +101,7 @@ async def test_operations_that_were_counted_after_their_models_release_are_forgo
 ) -> None:
     gateway = gateway_of(stack)
     live, released = [await client.model(await client.session()) for _ in range(2)]
-    await gateway.store.release_model(released)
+    await gateway.store.models.release(released)
     async with gateway.store.begin() as db:
         await db.execute(update(Model).where(Model.model_id == released).values(released_at=time.time() - 100))
         db.add_all([CountedOperation(model_id=each, seq_id=1) for each in (live, released)])

@@ -285,7 +285,7 @@ async def test_a_save_that_is_stored_while_the_sum_is_read_counts_once(
 
     async def read_then_stored(owner: str, **arguments: Any) -> int:
         found = await read(owner, **arguments)
-        if first.path and await store.put_checkpoint(row):
+        if first.path and await store.checkpoints.put(row):
             first.release()
         return found
 
@@ -311,11 +311,11 @@ async def test_the_size_of_a_save_is_that_of_its_run_or_of_its_shape(stack: Stac
         {"has_optimizer": False}, {"base_model": "n"}, {"lora_rank": 4}, {"optimizer": "dimuon"}, {"train_mlp": False},
     ]  # fmt: skip
     for number, fields in enumerate(others):
-        await store.put_checkpoint(stored("bob", f"x{number}", **fields))
+        await store.checkpoints.put(stored("bob", f"x{number}", **fields))
     assert await size() is None
-    await store.put_checkpoint(stored("bob", "y", base_model="alias", size_bytes=70))
+    await store.checkpoints.put(stored("bob", "y", base_model="alias", size_bytes=70))
     assert (await size(), await size("sampler_weights")) == (70, None)
-    await store.put_checkpoint(stored("ada", "z", size_bytes=60))
+    await store.checkpoints.put(stored("ada", "z", size_bytes=60))
     assert await size() == 60
 
 

@@ -62,7 +62,7 @@ async def test_a_copy_that_the_database_forgot_keeps_its_ttl(stack: Stack, clien
     source = (await save(client, await client.model(session_id), 1))["path"]
     into: dict[str, Any] = {"session_id": session_id, "model_seq_id": 5}
     made = await copy(client, source, **into, ttl_seconds=3600)
-    await gateway_of(stack).store.delete_operation(made["tinker_path"])
+    await gateway_of(stack).store.operations.delete(made["tinker_path"])
     assert "ttl_seconds" in (await copy(client, source, **into, status=422))["detail"]
     assert await copy(client, source, **into, ttl_seconds=3600) == made
 

@@ -242,7 +242,7 @@ async def test_two_sweepers_at_once_record_each_checkpoint_once(stack: Stack, cl
     run_id = await run_with(client)
     gateway = gateway_of(stack)
     await expire(stack, path_of(run_id, "n1"))
-    (expired,) = await gateway.store.expired_checkpoints()
+    (expired,) = await gateway.store.checkpoints.expired()
     assert [await gateway.checkpoints.expire(expired) for _ in range(2)] == [True, False]
     assert (await events(client)).count("checkpoint_expire") == 1
 
@@ -260,7 +260,7 @@ async def test_a_pinned_checkpoint_outlives_its_ttl_until_it_is_unpinned(stack: 
     assert await names(client, run_id) == []
     await gateway_of(stack).reaper._delete_expired()
     assert stack.trainer.checkpoints == {}
-    assert await gateway_of(stack).store.checkpoint(path) is None
+    assert await gateway_of(stack).store.checkpoints.get(path) is None
 
 
 async def test_an_explicit_deletion_counts_also_for_a_pinned_one(stack: Stack, client: Client) -> None:
@@ -271,10 +271,10 @@ async def test_an_explicit_deletion_counts_also_for_a_pinned_one(stack: Stack, c
     await stack.trainer_backend.stop()
     await ask(client, "DELETE", path)
     assert await names(client, run_id) == []
-    row = await gateway_of(stack).store.checkpoint(path)
+    row = await gateway_of(stack).store.checkpoints.get(path)
     assert row is not None
     assert row.expires_at == DELETED_AT
-    assert [one.path for one in await gateway_of(stack).store.expired_checkpoints()] == [path]
+    assert [one.path for one in await gateway_of(stack).store.checkpoints.expired()] == [path]
 
 
 async def test_everything_about_a_checkpoint_and_whether_it_is_intact(stack: Stack, client: Client) -> None:

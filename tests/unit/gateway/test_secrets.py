@@ -118,7 +118,7 @@ async def test_secrets_that_the_gateway_makes_are_in_no_log(stack: Stack, log: p
     await stack.restart_gateway(api_keys=[KEY], jwt_auth=True)
     assert stack.server is not None
     store = stack.server.app.state.gateway.store
-    made = [await store.setting(name, default="") for name in ("jwt_secret", "download_secret")]
+    made = [await store.settings.get(name, default="") for name in ("jwt_secret", "download_secret")]
     assert all(len(secret) >= 32 for secret in made)
     assert [secret for secret in made if secret in log.text] == []
 

@@ -86,7 +86,7 @@ async def test_searches_by_status(stack: Stack, client: Client) -> None:
     assert isinstance(finished, types.session_status.ClientSessionFinished)
     assert (finished.reason.type, finished.detail) == ("errored", "because")
     assert stack.server is not None
-    await stack.server.app.state.gateway.store.end_session(active, reason="expired", detail="silent")
+    await stack.server.app.state.gateway.store.sessions.end(active, reason="expired", detail="silent")
     assert (await search(client, session_id=active)).sessions[0].status is None
 
 

@@ -77,9 +77,9 @@ async def test_heartbeats_are_written_all_at_once(stack: Stack, client: Client) 
         await client.call("session_heartbeat", {"session_id": session_id})
     assert stack.server is not None
     store = stack.server.app.state.gateway.store
-    await store.write_heartbeats()
+    await store.sessions.write_heartbeats()
     for session_id in sessions:
-        row = await store.session(session_id)
+        row = await store.sessions.get(session_id)
         assert row.last_seen_at > row.created_at
 
 

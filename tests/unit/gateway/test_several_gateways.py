@@ -235,7 +235,7 @@ async def test_a_save_is_written_down_though_its_gateway_is_gone_and_nobody_asks
     assert pending.task is not None
     several.backends.trainer.go.set()
     await pending.task
-    assert await gateway.store.checkpoint(f"tinker://{model_id}/weights/one") is not None
+    assert await gateway.store.checkpoints.get(f"tinker://{model_id}/weights/one") is not None
 
 
 async def test_a_deletion_is_repeated_at_the_other(client: Client) -> None:

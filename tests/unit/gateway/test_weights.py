@@ -198,7 +198,7 @@ async def test_a_submission_that_the_database_cannot_take_is_a_503_and_can_be_se
         raise OperationalError("INSERT", {}, Exception("database or disk is full"))
 
     with monkeypatch.context() as patch:
-        patch.setattr("gateway.database.store.Store.add_operation", full)
+        patch.setattr("gateway.database.operations.OperationRows.add", full)
         body = {"model_id": model_id, "seq_id": 1, "path": "a"}
         answer = await client.call("save_weights", body, status=503)
         assert "database" in answer["detail"]

@@ -1,0 +1,64 @@
+"""Checkpoints that have a public path, expired ones too until their files are gone."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from sqlalchemy import delete, func, or_, select, update
+
+from gateway.database.connection import Database
+from gateway.database.operations import settle
+from gateway.database.tables import DELETED_AT, Checkpoint
+from tinsmith.rpc.paths import KINDS
+
+
+class CheckpointRows:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def put(self, checkpoint: Checkpoint, *, settles: str | None = None) -> bool:
+        """Adds it, or replaces the one of the same path. False when this very save was there already.
+
+        `settles`: the request that has made it. False, and nothing is written, when that is settled: what it made may
+        be gone since.
+        """
+        names = [column.key for column in Checkpoint.__table__.columns]
+        # What the caller leaves to its default is absent here.
+        values = {name: value for name in names if (value := getattr(checkpoint, name)) is not None}
+        query = self._database.insert(Checkpoint).values(values)
+        changed = {name: query.excluded[name] for name in names if name != "path"}
+        is_other = None if settles is not None else Checkpoint.version_id != query.excluded.version_id
+        query = query.on_conflict_do_update(index_elements=["path"], set_=changed, where=is_other)
+        async with self._database.begin() as db:
+            if settles is not None and not await settle(db, settles):
+                return False
+            return (await db.scalars(query.returning(Checkpoint.path))).one_or_none() is not None
+
+    async def get(self, path: str) -> Checkpoint | None:
+        """The checkpoint, also an expired one."""
+        async with self._database.begin() as db:
+            return await db.get(Checkpoint, path)
+
+    async def expired(self) -> list[Checkpoint]:
+        async with self._database.begin() as db:
+            over = Checkpoint.expires_at <= time.time()
+            query = select(Checkpoint).where(over, or_(~Checkpoint.pinned, Checkpoint.expires_at == DELETED_AT))
+            return list(await db.scalars(query))
+
+    async def count(self) -> dict[str, tuple[int, int]]:
+        """Number and bytes, of each kind of a path."""
+        sums = select(Checkpoint.kind, func.count(), func.sum(Checkpoint.size_bytes)).group_by(Checkpoint.kind)
+        async with self._database.begin() as db:
+            found = {kind: (number, int(num_bytes)) for kind, number, num_bytes in await db.execute(sums)}
+        return {kind: found.get(kind, (0, 0)) for kind in KINDS}
+
+    async def delete(self, path: str) -> bool:
+        """False when another gateway was faster."""
+        async with self._database.begin() as db:
+            result = await db.execute(delete(Checkpoint).where(Checkpoint.path == path))
+            return result.rowcount > 0  # type: ignore[attr-defined]
+
+    async def update(self, path: str, **facts: Any) -> None:
+        async with self._database.begin() as db:
+            await db.execute(update(Checkpoint).where(Checkpoint.path == path).values(**facts))

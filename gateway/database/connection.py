@@ -1,0 +1,101 @@
+"""The connection to the database: transactions, the schema, and what SQLite and PostgreSQL do differently."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from alembic import command
+from alembic.config import Config
+from sqlalchemy import Connection, ExceptionContext, Table, delete, event, func, select
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.orm import InstrumentedAttribute
+
+from gateway.database.tables import Base
+from gateway.metrics import Metrics
+
+MIGRATIONS = Path(__file__).parent / "migrations"
+_MIGRATION_LOCK = 0x74696E736D697468
+"""An advisory lock of PostgreSQL."""
+
+
+def _upgrade(connection: Connection) -> None:
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")
+
+
+def _count_error(metrics: Metrics, context: ExceptionContext) -> None:
+    error = context.sqlalchemy_exception
+    if not isinstance(error, IntegrityError):  # which is how a repeat is told
+        metrics.database_errors.labels(type(error or context.original_exception).__name__).inc()
+
+
+class Database:
+    def __init__(self, url: str, metrics: Metrics) -> None:
+        self._engine = create_async_engine(url)
+        self._seconds = metrics.database_seconds
+        event.listen(self._engine.sync_engine, "handle_error", partial(_count_error, metrics))
+        self._new = async_sessionmaker(self._engine, expire_on_commit=False)
+        if self._engine.dialect.name == "sqlite":
+            event.listen(self._engine.sync_engine, "connect", _set_up_sqlite)
+        self.is_shared = False
+        """Other gateways change the database, too."""
+
+    @property
+    def dialect(self) -> str:
+        """ "sqlite" or "postgresql"."""
+        return self._engine.dialect.name
+
+    async def migrate(self) -> None:
+        """Brings the schema to head. Gateways that start at the same time do it one after the other."""
+        async with self._engine.begin() as connection:
+            if self.dialect == "postgresql":
+                await connection.execute(select(func.pg_advisory_xact_lock(_MIGRATION_LOCK)))
+            else:
+                await connection.exec_driver_sql("BEGIN IMMEDIATE")
+            await connection.run_sync(_upgrade)
+
+    async def close(self) -> None:
+        await self._engine.dispose()
+
+    @asynccontextmanager
+    async def begin(self) -> AsyncIterator[AsyncSession]:
+        with self._seconds.time():
+            async with self._new() as db, db.begin():
+                yield db
+
+    def insert(self, table: type[Base] | Table) -> Any:
+        """An INSERT with the ON CONFLICT of this database."""
+        return {"sqlite": sqlite.insert, "postgresql": postgresql.insert}[self.dialect](table)
+
+    async def keep_newest(self, table: type[Base], column: InstrumentedAttribute[Any], *, number: int) -> None:
+        """Deletes the rows that are not among the `number` with the largest values in this column, and
+        those that tie with the first to go. The column needs an index."""
+        async with self.begin() as db:
+            first = await db.scalar(select(column).order_by(column.desc()).offset(number).limit(1))
+            if first is not None:
+                await db.execute(delete(table).where(column <= first))
+
+    async def add_once(self, row: Base) -> bool:
+        """Adds the row. False when one with its key is there already."""
+        try:
+            async with self.begin() as db:
+                db.add(row)
+        except IntegrityError:
+            return False
+        return True
+
+
+def _set_up_sqlite(connection: Any, _record: object) -> None:
+    cursor = connection.cursor()
+    cursor.execute("PRAGMA busy_timeout=30000")
+    cursor.execute("PRAGMA journal_mode=WAL")
+    cursor.execute("PRAGMA synchronous=FULL")  # a receipt may rest on a row
+    cursor.close()

@@ -1,0 +1,66 @@
+"""Training runs: made, completed by what the trainer answers, followed by inflight samplers, released."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from sqlalchemy import delete, select, update
+
+from gateway.database.connection import Database
+from gateway.database.living import Living
+from gateway.database.tables import CountedOperation, Model, Operation, Session
+
+
+class ModelRows:
+    def __init__(self, database: Database, living: Living[Model]) -> None:
+        self._database = database
+        self._living = living
+
+    async def add(self, model: Model) -> None:
+        """Adds it; a repeat changes nothing."""
+        await self._database.add_once(model)
+
+    async def get(self, model_id: str, *, is_newest: bool = False) -> Model | None:
+        """The model, also one of an ended session until it is released. What is known of
+        it may be older than the database where another gateway has changed it; `is_newest` asks that."""
+        if is_newest and self._database.is_shared:
+            return await self._living.get_newest(model_id)
+        return await self._living.get(model_id)
+
+    async def complete(self, model_id: str, **facts: Any) -> None:
+        async with self._database.begin() as db:
+            await db.execute(update(Model).where(Model.model_id == model_id).values(**facts))
+        self._living.forget(model_id)
+
+    async def move_inflight(
+        self, model_id: str, version_id: str, location: str, *, is_newer: Callable[[str, str], bool]
+    ) -> bool:
+        """Inflight samplers of the model follow it to this version; False when they are there, or at a newer one."""
+        moved = False
+        while not moved:
+            async with self._database.begin() as db:
+                model = await db.get_one(Model, model_id)
+                seen = model.inflight_version_id
+                if seen is not None and not is_newer(version_id, seen):
+                    return False
+                unchanged = Model.inflight_version_id.is_(None) if seen is None else Model.inflight_version_id == seen
+                query = update(Model).where(Model.model_id == model_id, unchanged)
+                result = await db.execute(query.values(inflight_version_id=version_id, inflight_location=location))
+                moved = result.rowcount > 0  # type: ignore[attr-defined]
+        self._living.forget(model_id)
+        return True
+
+    async def unreleased(self) -> list[tuple[Model, Session]]:
+        """Models of ended sessions that the trainer still holds."""
+        query = select(Model, Session).join(Session).where(Session.ended_at.is_not(None), Model.released_at.is_(None))
+        async with self._database.begin() as db:
+            return [(model, session) for model, session in await db.execute(query)]
+
+    async def release(self, model_id: str) -> None:
+        """The trainer has freed it; what was kept to finish its operations goes too."""
+        async with self._database.begin() as db:
+            await db.execute(update(Model).where(Model.model_id == model_id).values(released_at=time.time()))
+            await db.execute(delete(Operation).where(Operation.model_id == model_id))
+            await db.execute(delete(CountedOperation).where(CountedOperation.model_id == model_id))

@@ -1,0 +1,75 @@
+"""What must be remembered of submissions: whose answers are still to be written down, and which were refused."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+
+from sqlalchemy import delete, or_, select, update
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from gateway.database.connection import Database
+from gateway.database.tables import GatewayRow, Operation
+from tinsmith.rpc.paths import TinkerPath
+
+
+class OperationRows:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def add(self, operation: Operation) -> bool:
+        """Adds it. A repeat changes nothing, and is False."""
+        return await self._database.add_once(operation)
+
+    async def settle(self, request_id: str) -> None:
+        """Its answer needs nothing more to be written down."""
+        async with self._database.begin() as db:
+            await settle(db, request_id)
+
+    async def replace(self, operation: Operation) -> None:
+        async with self._database.begin() as db:
+            await db.merge(operation)
+
+    async def take_over(self, gateway_id: str, *, kinds: Collection[str]) -> list[str]:
+        """The request ids of those whose gateway is gone before they were settled; each to one who asks."""
+        is_left = or_(
+            Operation.gateway_id.is_(None),
+            Operation.gateway_id.not_in(select(GatewayRow.gateway_id)) & (Operation.gateway_id != gateway_id),
+        )
+        query = update(Operation).where(
+            Operation.settled_at.is_(None), Operation.error.is_(None), Operation.kind.in_(kinds), is_left
+        )
+        async with self._database.begin() as db:
+            return list(await db.scalars(query.values(gateway_id=gateway_id).returning(Operation.request_id)))
+
+    async def delete_refused(self, *, before: float) -> None:
+        async with self._database.begin() as db:
+            await db.execute(delete(Operation).where(Operation.error.is_not(None), Operation.created_at < before))
+
+    async def delete(self, request_id: str) -> None:
+        async with self._database.begin() as db:
+            await db.execute(delete(Operation).where(Operation.request_id == request_id))
+
+    async def saving(self, path: TinkerPath, *, without: Collection[str] = ()) -> str | None:
+        """The request id of a save of the run that makes this checkpoint, and is not through."""
+        query = select(Operation.request_id).where(
+            Operation.model_id == path.run_id,
+            Operation.path == str(path),
+            Operation.kind.in_(("save_weights", "save_weights_for_sampler")),
+            Operation.error.is_(None),
+            Operation.settled_at.is_(None),
+            Operation.request_id.not_in(without),
+        )
+        async with self._database.begin() as db:
+            return await db.scalar(query.limit(1))
+
+    async def get(self, request_id: str) -> Operation | None:
+        async with self._database.begin() as db:
+            return await db.get(Operation, request_id)
+
+
+async def settle(db: AsyncSession, request_id: str) -> bool:
+    """Settles the operation in this transaction. False when it was settled before."""
+    query = update(Operation).where(Operation.request_id == request_id, Operation.settled_at.is_(None))
+    result = await db.execute(query.values(settled_at=time.time()))
+    return result.rowcount > 0  # type: ignore[attr-defined]

@@ -1,0 +1,26 @@
+"""Facts that all gateways behind one database share."""
+
+from __future__ import annotations
+
+from sqlalchemy import update
+
+from gateway.database.connection import Database
+from gateway.database.tables import Setting
+
+
+class SettingRows:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def get(self, name: str, *, default: str) -> str:
+        """Its value; `default` becomes its value when it has none."""
+        await self._database.add_once(Setting(name=name, value=default))
+        async with self._database.begin() as db:
+            return (await db.get_one(Setting, name)).value
+
+    async def swap(self, name: str, *, old: str, new: str) -> bool:
+        """Sets it if its value is `old`. False when another gateway was faster."""
+        query = update(Setting).where(Setting.name == name, Setting.value == old)
+        async with self._database.begin() as db:
+            result = await db.execute(query.values(value=new))
+            return result.rowcount > 0  # type: ignore[attr-defined]
