@@ -16,6 +16,7 @@ import grpc.aio
 from gateway.clients import Clients, meaning
 from gateway.config import GatewayConfig
 from gateway.dashboard.samples import RecentSamples
+from gateway.database.outages import until_written
 from gateway.database.tables import SamplingSession
 from gateway.futures import PROTOBUF, Answer, Futures, Pending
 from gateway.metrics import Metrics
@@ -175,7 +176,11 @@ class Samples:
                 f"gave up after {self._config.sample_timeout_s:g} s (sample_timeout_s): {pending.progress.reason}"
             ) from None
         if is_recorded:
-            await self._records.add(pending.request_id, request, response, session_id=session.session_id)
+
+            async def record() -> None:
+                await self._records.add(pending.request_id, request, response, session_id=session.session_id)
+
+            await until_written(record, what=pending.request_id, progress=pending.progress)
         self._recent.add(
             pending.request_id,
             request,

@@ -13,12 +13,14 @@ import logging
 import re
 import time
 from dataclasses import dataclass
+from typing import Any
 
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.clients import Clients
 from gateway.config import GatewayConfig
 from gateway.dashboard.history import History
+from gateway.database.outages import in_words, is_outage, until_written
 from gateway.database.store import Store
 from gateway.database.tables import Operation
 from gateway.futures import Answer, Futures, Gone, Pending
@@ -173,11 +175,10 @@ class Operations:
         assert accepted is not None
         try:
             return await self._submit_and_wait(submission, pending, accepted)
-        except SQLAlchemyError as error:
-            if accepted.done():
+        except Exception as error:
+            if accepted.done() or not (isinstance(error, SQLAlchemyError) or is_outage(error)):
                 raise
-            why = error.orig if isinstance(error, DBAPIError) else error  # without the statement and its values
-            logger.error("%s: the database cannot be used: %s", submission.request_id, why)
+            logger.error("%s: the database cannot be used: %s", submission.request_id, in_words(error))
             accepted.set_exception(NotReady("the gateway's database cannot be used at the moment; try again"))
             raise Gone from error
 
@@ -225,7 +226,8 @@ class Operations:
                 call, base_model=submission.base_model, seq_id=submission.seq_id, pending=pending
             )
         except ServiceError as error:
-            await self._settle(submission.kind, submission.request_id)
+            if submission.kind in _WRITTEN_DOWN:
+                await self._settle(pending)
             raise submission.error or error from error
         if submission.error is not None:
             raise submission.error
@@ -246,13 +248,25 @@ class Operations:
             body=submission.body if submission.rpc == "OptimStep" else b"",
             is_forward_only=submission.is_forward_only,
         )
-        answer = await self._results.answer(submission.request_id, submission.model_id, reply)
-        await self._settle(submission.kind, submission.request_id)
+        return await self._written_down(pending, reply)
+
+    async def _written_down(self, pending: Pending, reply: Any) -> Answer:
+        """The client's answer, once what the reply has made is in the database."""
+        pending.ask = None  # the trainer is done with it
+
+        async def write() -> Answer:
+            return await self._results.answer(pending.request_id, pending.group, reply)
+
+        answer = await until_written(write, what=pending.request_id, progress=pending.progress)
+        if not isinstance(reply, (pb.ForwardBackwardResponse, pb.OptimStepResponse)):
+            await self._settle(pending)
         return answer
 
-    async def _settle(self, kind: str, request_id: str) -> None:
-        if kind in _WRITTEN_DOWN:
-            await self._store.operations.settle(request_id)
+    async def _settle(self, pending: Pending) -> None:
+        async def settle() -> None:
+            await self._store.operations.settle(pending.request_id)
+
+        await until_written(settle, what=pending.request_id, progress=pending.progress)
 
     async def _remember(self, submission: Submission) -> Operation | None:
         """What was remembered under this id before."""
@@ -337,17 +351,14 @@ class Operations:
         except ResultNotFound as error:
             raise Gone from error
         except ServiceError:
-            await self._store.operations.settle(pending.request_id)
+            await self._settle(pending)
             raise
         self._history.add(pending.group, seq_id, reply, ran=pending.ran)
         if isinstance(reply, pb.ForwardBackwardResponse):
             num_tokens = round(reply.metrics.get("num_tokens:sum", 0.0))
             where = {"base_model": base_model, "session_id": pending.session_id}
             self._counting.count_unless_counted(pending.group, seq_id, num_tokens, **where)
-        answer = await self._results.answer(pending.request_id, pending.group, reply)
-        if not isinstance(reply, (pb.ForwardBackwardResponse, pb.OptimStepResponse)):
-            await self._store.operations.settle(pending.request_id)
-        return answer
+        return await self._written_down(pending, reply)
 
 
 def _conflict(submission: Submission) -> SequenceConflict:

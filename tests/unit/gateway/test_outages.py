@@ -1,0 +1,177 @@
+"""The database cannot be used for a while, after the trainer has done what was asked: the client sees a delay."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import asyncpg
+import pytest
+from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
+from sqlalchemy.exc import TimeoutError as NoConnection
+
+from gateway.database.outages import is_outage
+from tests.unit.gateway.stack import Client, Stack, sample_body
+
+Full = Callable[[str], AbstractContextManager[list[str]]]
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Full:
+    """While the block runs, this method of the store fails as on a full disk. Gives the calls."""
+
+    depth = 0
+
+    @contextmanager
+    def failing(method: str) -> Any:
+        nonlocal depth
+        calls: list[str] = []
+        depth += 1
+
+        async def fail(*_: object, **__: object) -> None:
+            calls.append(method)
+            raise OperationalError("INSERT secret", {}, Exception("database or disk is full"))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(method, fail)
+            yield calls
+        depth -= 1
+        if depth == 0:
+            assert "secret" not in caplog.text
+            assert "database or disk is full" in caplog.text
+            caplog.clear()
+
+    return failing
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "gateway.database.checkpoints.CheckpointRows.put",
+        "gateway.database.operations.OperationRows.get",
+        "gateway.database.operations.OperationRows.settle",
+    ],
+)
+async def test_a_save_that_the_database_cannot_take_ends_when_it_can(
+    stack: Stack, client: Client, full: Full, method: str
+) -> None:
+    await stack.restart_gateway(long_poll_s=0.1)
+    model_id = await client.model(await client.session())
+    stack.trainer.go.clear()
+    receipt = await client.call("save_weights", {"model_id": model_id, "seq_id": 1, "path": "a"})
+    with full(method) as calls:
+        stack.trainer.go.set()
+        await until(lambda: len(calls) > 2)
+        waiting = (await client.poll(receipt["request_id"])).json()
+        assert (waiting["type"], waiting["queue_state"]) == ("try_again", "paused_capacity")
+        assert "waits for the gateway's database" in waiting["queue_state_reason"]
+    assert await client.result(receipt) == {"type": "save_weights", "path": f"tinker://{model_id}/weights/a"}
+    listed = await client.get(f"/api/v1/training_runs/{model_id}/checkpoints")
+    assert [one["checkpoint_id"] for one in listed.json()["checkpoints"]] == ["weights/a"]
+    (event,) = [e for e in (await client.get("/api/v1/audit")).json()["entries"] if e["event"] == "checkpoint_create"]
+    assert event["tinker_path"] == f"tinker://{model_id}/weights/a"
+
+
+async def test_a_save_for_samplers_and_a_model_wait_for_the_database_too(
+    stack: Stack, client: Client, full: Full
+) -> None:
+    session_id = await client.session()
+    model_id = await client.model(session_id)
+    stack.trainer.go.clear()
+    body = {"model_id": model_id, "seq_id": 1, "sampling_session_seq_id": 5}
+    saving = await client.call("save_weights_for_sampler", body)
+    body = {"session_id": session_id, "model_seq_id": 1, "base_model": "Qwen/Qwen3-8B", "lora_config": {"rank": 8}}
+    with full("gateway.database.models.ModelRows.complete") as models:
+        creating = await client.call("create_model", body)
+        with full("gateway.database.samplers.SamplerRows.add") as samplers:
+            stack.trainer.go.set()
+            await until(lambda: models and samplers)
+        assert (await client.result(saving))["sampling_session_id"] == f"{session_id}:sample:5"
+    assert (await client.result(creating))["model_id"] == f"{session_id}:train:1"
+
+
+async def test_a_save_that_failed_fails_with_its_reason_once_the_database_is_back(
+    stack: Stack, client: Client, full: Full
+) -> None:
+    model_id = await client.model(await client.session())
+    body = {"model_id": model_id, "seq_id": 1, "path": "a"}
+    await client.result(await client.call("save_weights", body))
+    stack.trainer.go.clear()
+    receipt = await client.call("save_weights", body | {"seq_id": 2})
+    with full("gateway.database.operations.OperationRows.settle") as calls:
+        stack.trainer.go.set()
+        await until(lambda: calls)
+    assert "exists; use another name" in (await client.result(receipt))["error"]
+
+
+async def test_a_save_that_waits_for_the_database_survives_the_gateway(
+    stack: Stack, client: Client, full: Full
+) -> None:
+    model_id = await client.model(await client.session())
+    stack.trainer.go.clear()
+    receipt = await client.call("save_weights", {"model_id": model_id, "seq_id": 1, "path": "a"})
+    with full("gateway.database.checkpoints.CheckpointRows.put") as calls:
+        stack.trainer.go.set()
+        await until(lambda: calls)
+        await stack.stop_gateway()
+    await stack.start_gateway()
+    assert (await client.result(receipt))["path"] == f"tinker://{model_id}/weights/a"
+
+
+async def test_a_recorded_sample_waits_for_the_database(stack: Stack, client: Client, full: Full) -> None:
+    sampler = await client.sampling_session(await client.session())
+    stack.sampler.go.clear()
+    receipt = await client.call("asample", sample_body(sampler, 0, record_stability_info=True))
+    with full("gateway.sampling.records.Records.add") as calls:
+        stack.sampler.go.set()
+        await until(lambda: calls)
+    assert isinstance(await client.result(receipt), bytes)
+
+
+async def test_a_bug_is_no_outage(stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    model_id = await client.model(await client.session())
+
+    async def wrong(*_: object, **__: object) -> None:
+        raise IntegrityError("INSERT", {}, Exception("NOT NULL constraint failed"))
+
+    monkeypatch.setattr("gateway.database.checkpoints.CheckpointRows.put", wrong)
+    receipt = await client.call("save_weights", {"model_id": model_id, "seq_id": 1, "path": "a"})
+    assert "internal error" in (await client.result(receipt))["error"]
+    caplog.clear()
+
+
+def of_postgres(error: type[Exception], sqlstate: str) -> DBAPIError:
+    cause = error("words")
+    cause.sqlstate = sqlstate  # type: ignore[attr-defined]
+    return DBAPIError("INSERT", {}, cause)
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (ConnectionRefusedError(), True),
+        (NoConnection("pool"), True),
+        (OperationalError("INSERT", {}, Exception("database is locked")), True),
+        (asyncpg.CannotConnectNowError("it is starting up"), True),
+        (asyncpg.TooManyConnectionsError("words"), True),
+        (of_postgres(Exception, asyncpg.DiskFullError.sqlstate), True),
+        (of_postgres(Exception, asyncpg.AdminShutdownError.sqlstate), True),
+        (of_postgres(Exception, asyncpg.ReadOnlySQLTransactionError.sqlstate), True),
+        (DBAPIError("INSERT", {}, Exception("closed"), connection_invalidated=True), True),
+        (IntegrityError("INSERT", {}, Exception("twice")), False),
+        (of_postgres(Exception, asyncpg.UndefinedTableError.sqlstate), False),
+        (of_postgres(Exception, asyncpg.NumericValueOutOfRangeError.sqlstate), False),
+        (DBAPIError("INSERT", {}, Exception("an int is required")), False),
+        (ValueError("words"), False),
+    ],
+)
+def test_what_passes_is_told_from_what_is_wrong(error: Exception, *, passes: bool) -> None:
+    assert is_outage(error) is passes
