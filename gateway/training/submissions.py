@@ -81,7 +81,7 @@ async def submit_json(
     """For a JSON body with model_id and seq_id: `content` is what `body` holds."""
     ids = parse(schemas.OperationIds, content)
     if await gateway.access.model(ids.model_id, caller) is None:  # `convert` looks at what the model has
-        return await no_model(gateway, caller, ids, kind=kind, mark=fingerprint(kind, body))
+        return await no_model(gateway, caller, ids, None, kind=kind, mark=fingerprint(kind, body))
     try:
         rpc = await convert(parse(schema, content))
     except NotReady:
@@ -92,9 +92,10 @@ async def submit_json(
     return await submit(gateway, caller, kind=kind, ids=ids, rpc=rpc, mark=mark)
 
 
-async def no_model(gateway: Gateway, caller: Caller, ids: schemas.OperationIds, *, kind: str, mark: str) -> Response:
+async def no_model(
+    gateway: Gateway, caller: Caller, ids: schemas.OperationIds, model: Model | None, *, kind: str, mark: str
+) -> Response:
     """The receipt of what is asked of no model of the caller, or of one that cannot be trained."""
-    model = await gateway.access.model(ids.model_id, caller)
     why = "there is no such model" if model is None else "its session has ended, or it is a copy"
     error = ModelNotFound(f"model_id: {ids.model_id!r} cannot be trained: {why}", model_id=ids.model_id)
     return await failed_receipt(gateway, refused_id(caller), ids.model_id, error, kind=kind, mark=mark)
@@ -132,7 +133,7 @@ async def submit(
     """The receipt, once the trainer has the operation, or the refusal, in its journal."""
     model = await gateway.access.model(ids.model_id, caller)
     if model is None or model.released_at is not None:
-        return await no_model(gateway, caller, ids, kind=kind, mark=mark)
+        return await no_model(gateway, caller, ids, model, kind=kind, mark=mark)
     request_id = request_id_of(ids.model_id, ids.seq_id)
     hold: Hold | None = None
     if not isinstance(rpc, ServiceError) and gateway.futures.fingerprint(request_id) is None:
