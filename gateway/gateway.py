@@ -29,6 +29,7 @@ from gateway.sampling.publishing import Publishing
 from gateway.sampling.records import Records
 from gateway.sampling.samples import Samples
 from gateway.session_search import SessionSearch
+from gateway.storage.arrivals import Arrivals
 from gateway.storage.checkpoints import Checkpoints
 from gateway.storage.copies import Copies
 from gateway.storage.downloads import Downloads
@@ -47,6 +48,7 @@ from gateway.tenants.tokens import Tokens
 from gateway.training.custom_losses import CustomLosses
 from gateway.training.operations import Operations
 from gateway.training.results import Results
+from gateway.training.saves import Saves
 from tinsmith.rpc.auth import named, require_keys
 
 logger = logging.getLogger(__name__)
@@ -104,13 +106,13 @@ class Gateway:
             timeout_s=config.submit_timeout_s,
         )
         self.certificates = Certificates(self.clients, self.inflight, self.retirement)
-        self.copies = Copies(self.store, self.clients, self.checkpoints, self.limits)
+        self.arrivals = Arrivals(self.store, self.checkpoints, gateway_id=self.peers.gateway_id)
+        self.copies = Copies(self.store, self.clients, self.checkpoints, self.limits, self.arrivals)
         self.imports = Imports(
             config,
             store=self.store,
             clients=self.clients,
-            checkpoints=self.checkpoints,
-            copies=self.copies,
+            arrivals=self.arrivals,
             limits=self.limits,
         )
         self.catalog = Catalog(self.store)
@@ -128,6 +130,9 @@ class Gateway:
             counting=self.counting,
             history=self.dashboard.history,
             gateway_id=self.peers.gateway_id,
+        )
+        self.saves = Saves(
+            self.store, self.checkpoints, self.futures, self.operations, patience_s=config.submit_timeout_s
         )
         self.custom_losses = CustomLosses(
             config, store=self.store, clients=self.clients, futures=self.futures, operations=self.operations
@@ -158,6 +163,7 @@ class Gateway:
             store=self.store,
             clients=self.clients,
             futures=self.futures,
+            arrivals=self.arrivals,
             checkpoints=self.checkpoints,
             retirement=self.retirement,
             billing=self.billing,

@@ -19,6 +19,7 @@ from gateway.futures import Futures
 from gateway.metrics import Metrics
 from gateway.peers import BEAT_S, Peers
 from gateway.sampling.records import Records
+from gateway.storage.arrivals import Arrivals
 from gateway.storage.checkpoints import Checkpoints
 from gateway.storage.retention import Retention
 from gateway.storage.retirement import Retirement
@@ -42,6 +43,7 @@ class Reaper:
         store: Store,
         clients: Clients,
         futures: Futures,
+        arrivals: Arrivals,
         checkpoints: Checkpoints,
         retirement: Retirement,
         billing: Billing,
@@ -55,6 +57,7 @@ class Reaper:
         self._store = store
         self._clients = clients
         self._futures = futures
+        self._arrivals = arrivals
         self._checkpoints = checkpoints
         self._retirement = retirement
         self._billing = billing
@@ -89,6 +92,7 @@ class Reaper:
         while True:
             await self._try(self._count_sessions)
             await self._try(self._count_stored)
+            await self._try(self._arrivals.finish_left)
             await self._try(self._reap)
             try:
                 async with asyncio.timeout(self._config.reap_interval_s):

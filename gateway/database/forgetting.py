@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import time
 
-from sqlalchemy import delete, func, select
+from sqlalchemy import delete, exists, func, select
 
 from gateway.config import GatewayConfig
+from gateway.database.operations import ARRIVALS
 from gateway.database.store import Store
 from gateway.database.tables import (
     AuditEvent,
+    Checkpoint,
     CountedOperation,
     CustomLoss,
     Model,
+    Operation,
     SampleMark,
     SamplingSession,
     Session,
@@ -48,6 +51,7 @@ class Forgetting:
             await db.execute(delete(AuditEvent).where(AuditEvent.at < now - self._config.audit_retention_s))
         await self._forget_ended(before=now - self._config.ended_session_retention_s)
         await self._forget_counted(before=now - FORGET_S)
+        await self._forget_operations(before=now - FORGET_S)
 
     async def _forget_spans(self, *, before: float) -> None:
         async with self._store.begin() as db:
@@ -81,3 +85,12 @@ class Forgetting:
             for start in range(0, len(left), _PER_QUERY):
                 some = CountedOperation.model_id.in_(left[start : start + _PER_QUERY])
                 await db.execute(delete(CountedOperation).where(some))
+
+    async def _forget_operations(self, *, before: float) -> None:
+        """What made copies and imports that are gone, and what was written down after the model's release."""
+        there = exists().where(Checkpoint.path == Operation.request_id)
+        released = exists().where(Model.model_id == Operation.model_id, Model.released_at < before)
+        arrived = Operation.kind.in_(ARRIVALS)
+        async with self._store.begin() as db:
+            await db.execute(delete(Operation).where(arrived, Operation.settled_at < before, ~there))
+            await db.execute(delete(Operation).where(~arrived, Operation.error.is_(None), released))

@@ -5,12 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Collection
 
-from sqlalchemy import delete, or_, select, update
+from sqlalchemy import ColumnElement, and_, delete, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from gateway.database.connection import Database
 from gateway.database.tables import GatewayRow, Operation
 from tinsmith.rpc.paths import TinkerPath
+
+COPY, IMPORT = "copy_weights", "import_weights"
+ARRIVALS = (COPY, IMPORT)
+"""Kinds of what makes checkpoints and is no training operation: the request id is the path of what it makes."""
 
 
 class OperationRows:
@@ -32,15 +36,21 @@ class OperationRows:
 
     async def take_over(self, gateway_id: str, *, kinds: Collection[str]) -> list[str]:
         """The request ids of those whose gateway is gone before they were settled; each to one who asks."""
-        is_left = or_(
-            Operation.gateway_id.is_(None),
-            Operation.gateway_id.not_in(select(GatewayRow.gateway_id)) & (Operation.gateway_id != gateway_id),
-        )
-        query = update(Operation).where(
-            Operation.settled_at.is_(None), Operation.error.is_(None), Operation.kind.in_(kinds), is_left
-        )
+        query = update(Operation).where(*_are_left(gateway_id, kinds))
         async with self._database.begin() as db:
             return list(await db.scalars(query.values(gateway_id=gateway_id).returning(Operation.request_id)))
+
+    async def left(self, gateway_id: str, *, kinds: Collection[str], in_work: Collection[str]) -> list[Operation]:
+        """Those that nobody does any more: whose gateway is gone, or is this one and has only `in_work` in work."""
+        mine = (
+            Operation.settled_at.is_(None),
+            Operation.kind.in_(kinds),
+            Operation.gateway_id == gateway_id,
+            Operation.request_id.not_in(in_work),
+        )
+        query = select(Operation).where(or_(and_(*_are_left(gateway_id, kinds)), and_(*mine)))
+        async with self._database.begin() as db:
+            return list(await db.scalars(query))
 
     async def delete_refused(self, *, before: float) -> None:
         async with self._database.begin() as db:
@@ -66,6 +76,19 @@ class OperationRows:
     async def get(self, request_id: str) -> Operation | None:
         async with self._database.begin() as db:
             return await db.get(Operation, request_id)
+
+
+def _are_left(gateway_id: str, kinds: Collection[str]) -> tuple[ColumnElement[bool], ...]:
+    """They are not settled, and their gateway is gone; it is not this one."""
+    return (
+        Operation.settled_at.is_(None),
+        Operation.error.is_(None),
+        Operation.kind.in_(kinds),
+        or_(
+            Operation.gateway_id.is_(None),
+            Operation.gateway_id.not_in(select(GatewayRow.gateway_id)) & (Operation.gateway_id != gateway_id),
+        ),
+    )
 
 
 async def settle(db: AsyncSession, request_id: str) -> bool:

@@ -90,7 +90,15 @@ class Checkpoints:
         whose = await self._store.sessions.whose(path.run_id.partition(":")[0])
         if caller is None or not (caller.admin if whose is None else caller.sees(whose.owner)):
             return None
-        owner = caller.owner if whose is None else whose.owner
+        info = await self.ask_trainers(path)
+        if info is None:
+            return None
+        row = checkpoint_row(info, owner=caller.owner if whose is None else whose.owner)
+        await self._store.checkpoints.put(row)
+        return row
+
+    async def ask_trainers(self, path: TinkerPath) -> types_pb2.CheckpointInfo | None:
+        """What one of them has there. Raises NotReady when one that may have it cannot be reached."""
         for trainer in await self._clients.settle(self._clients.all_trainers, timeout_s=self._timeout_s):
             request = trainer_pb2.GetCheckpointRequest(location=path.location)
             try:
@@ -102,9 +110,7 @@ class Checkpoints:
                 if isinstance(cause, NotFound):
                     continue
                 raise cause from error
-            row = checkpoint_row(reply.checkpoint, owner=owner)
-            await self._store.checkpoints.put(row)
-            return row
+            return reply.checkpoint
         return None
 
     async def files(self, checkpoint: Checkpoint) -> Sequence[types_pb2.CheckpointFile]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import time
-
 import grpc.aio
 
-from gateway.clients import Clients, Trainer
+from gateway.clients import Clients, Trainer, meaning
 from gateway.convert import checkpoint_row
+from gateway.database.operations import COPY
 from gateway.database.store import Store
-from gateway.database.tables import Checkpoint, Model, Operation
+from gateway.database.tables import Checkpoint
 from gateway.http.body import fingerprint
+from gateway.storage.arrivals import Arrivals
 from gateway.storage.checkpoints import Checkpoints
 from gateway.tenants.auth import Caller
 from gateway.tenants.limits import Limits
@@ -20,14 +20,16 @@ from tinsmith.rpc.errors import (
     CheckpointNotFound,
     InvalidRequest,
     SequenceConflict,
-    from_rpc_error,
 )
 from tinsmith.rpc.paths import TinkerPath
 from tinsmith.v1 import trainer_pb2
 
 
 class Copies:
-    def __init__(self, store: Store, clients: Clients, checkpoints: Checkpoints, limits: Limits) -> None:
+    def __init__(
+        self, store: Store, clients: Clients, checkpoints: Checkpoints, limits: Limits, arrivals: Arrivals
+    ) -> None:
+        self._arrivals = arrivals
         self._limits = limits
         self._store = store
         self._clients = clients
@@ -95,18 +97,19 @@ class Copies:
         request = trainer_pb2.CopyCheckpointRequest(
             source=source.location, destination=path.location, ttl_seconds=ttl_seconds
         )
-        try:
-            reply = await trainer.stub.CopyCheckpoint(request)
-        except grpc.aio.AioRpcError as error:
-            cause = from_rpc_error(error)
-            if not isinstance(cause, CheckpointExists):
-                raise cause from error
-            return await self._made_before(source, path, ttl_seconds=ttl_seconds, caller=caller)
-        row = checkpoint_row(reply.checkpoint, owner=owner)
-        await self._remember(source, path, ttl_seconds)
-        await self.add_run(row, user_metadata={})
-        if await self._store.checkpoints.put(row):
-            self._checkpoints.record("checkpoint_copy", source, owner=caller.owner, copy=row.path)
+        operation = self._arrivals.operation(COPY, path, source=source.path, mark=_mark(ttl_seconds))
+        async with self._arrivals.noted(operation):
+            try:
+                reply = await trainer.stub.CopyCheckpoint(request)
+            except grpc.aio.AioRpcError as error:
+                cause = meaning(error)
+                if not isinstance(cause, CheckpointExists):
+                    raise cause from error
+                row = await self._made_before(source, path, ttl_seconds=ttl_seconds, caller=caller)
+            else:
+                row = checkpoint_row(reply.checkpoint, owner=owner)
+            if await self._arrivals.add(row, operation):
+                self._arrivals.record(row, operation, owner=caller.owner)
         return row
 
     async def _copied(
@@ -119,25 +122,14 @@ class Copies:
         try:
             copy = await self._checkpoints.find(str(path), field="source_path", caller=caller)
         except CheckpointNotFound:
-            await self._store.operations.delete(known.request_id)
+            if known.settled_at is not None:  # otherwise it may just be made
+                await self._store.operations.delete(known.request_id)
             return None
         if known.path != str(source):
             raise AlreadyExists(f"model_seq_id: {path} is taken by another checkpoint, a copy of {known.path}")
         if known.fingerprint != _mark(ttl_seconds):
             raise _other_ttl(path, ttl_seconds)
         return copy
-
-    async def _remember(self, source: Checkpoint, path: TinkerPath, ttl_seconds: int | None) -> None:
-        await self._store.operations.add(
-            Operation(
-                request_id=str(path),
-                model_id=path.run_id,
-                kind="copy_weights",
-                path=source.path,
-                fingerprint=_mark(ttl_seconds),
-                created_at=time.time(),
-            )
-        )
 
     async def _made_before(
         self, source: Checkpoint, path: TinkerPath, *, ttl_seconds: int | None, caller: Caller
@@ -148,32 +140,11 @@ class Copies:
             raise AlreadyExists(f"model_seq_id: {path} is taken by another checkpoint")
         if ttl_seconds != (None if found.expires_at is None else round(found.expires_at - found.created_at)):
             raise _other_ttl(path, ttl_seconds)
-        await self._remember(source, path, ttl_seconds)
-        await self.add_run(found, user_metadata={})
         return found
-
-    async def add_run(self, checkpoint: Checkpoint, *, user_metadata: dict[str, str]) -> None:
-        """The trainer never has it, so it is released from its beginning."""
-        now = time.time()
-        await self._store.models.add(
-            Model(
-                model_id=checkpoint.run_id,
-                session_id=checkpoint.run_id.rpartition(":train:")[0],
-                base_model=checkpoint.base_model,
-                optimizer=checkpoint.optimizer,
-                lora_rank=checkpoint.lora_rank,
-                train_unembed=checkpoint.train_unembed,
-                train_mlp=checkpoint.train_mlp,
-                train_attn=checkpoint.train_attn,
-                user_metadata=user_metadata,
-                created_at=now,
-                released_at=now,
-            )
-        )
 
 
 def _mark(ttl_seconds: int | None) -> str:
-    return fingerprint("copy_weights", str(ttl_seconds))
+    return fingerprint(COPY, str(ttl_seconds))
 
 
 def _other_ttl(path: TinkerPath, ttl_seconds: int | None) -> AlreadyExists:

@@ -10,16 +10,15 @@ from dataclasses import dataclass
 import grpc.aio
 from starlette.exceptions import HTTPException
 
-from gateway.clients import Clients, Trainer
+from gateway.clients import Clients, Trainer, meaning
 from gateway.config import GatewayConfig
 from gateway.convert import checkpoint_row
+from gateway.database.operations import IMPORT
 from gateway.database.store import Store
 from gateway.database.tables import Checkpoint
-from gateway.storage.checkpoints import Checkpoints
-from gateway.storage.copies import Copies
+from gateway.storage.arrivals import Arrivals
 from gateway.tenants.auth import Caller
 from gateway.tenants.limits import Limits
-from tinsmith.rpc.errors import from_rpc_error
 from tinsmith.rpc.paths import TinkerPath
 from tinsmith.v1 import trainer_pb2
 
@@ -40,16 +39,14 @@ class Imports:
         *,
         store: Store,
         clients: Clients,
-        checkpoints: Checkpoints,
-        copies: Copies,
+        arrivals: Arrivals,
         limits: Limits,
     ) -> None:
         self._limits = limits
         self._config = config
         self._store = store
         self._clients = clients
-        self._checkpoints = checkpoints
-        self._copies = copies
+        self._arrivals = arrivals
 
     async def run(
         self,
@@ -85,13 +82,14 @@ class Imports:
         )
         reason, detail = "errored", "the import did not come to its end"
         hold = self._limits.start(caller.owner)
+        operation = self._arrivals.operation(IMPORT, path)
         try:
             await self._limits.store(hold, str(path), num_bytes=num_bytes or None)
-            reply = await self._send(trainer, header, archive)
-            row = checkpoint_row(reply.checkpoint, owner=caller.owner)
-            await self._copies.add_run(row, user_metadata={})
-            await self._store.checkpoints.put(row)
-            self._checkpoints.record("checkpoint_import", row, owner=caller.owner)
+            async with self._arrivals.noted(operation):
+                reply = await self._send(trainer, header, archive)
+                row = checkpoint_row(reply.checkpoint, owner=caller.owner)
+                await self._arrivals.add(row, operation)
+            self._arrivals.record(row, operation, owner=caller.owner)
             reason, detail = "success", None
         finally:
             hold.release()
@@ -125,7 +123,7 @@ class Imports:
                 await call.done_writing()
             return await call
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
+            raise meaning(error) from error
         finally:
             call.cancel()
 

@@ -70,7 +70,7 @@ async def create_from_checkpoint(gateway: Gateway, content: dict[str, Any], body
         asked = parse(schemas.LoadWeights, content)
         if asked.weights_access_token is not None:
             raise Unsupported("weights_access_token: is not supported here")
-        checkpoint = await gateway.checkpoints.read(asked.path, field="path", caller=caller, purpose="load")
+        checkpoint = await gateway.saves.read(asked.path, field="path", caller=caller)
         base_model = asked.base_model or checkpoint.base_model
         if not gateway.clients.are_same(base_model, checkpoint.base_model):
             raise InvalidRequest(f"base_model: {base_model!r} is not that of {asked.path}, {checkpoint.base_model!r}")

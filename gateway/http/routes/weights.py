@@ -14,7 +14,7 @@ from gateway.http.errors import json_response
 from gateway.http.routes.models import check_session, create_from_checkpoint
 from gateway.training.submissions import Rpc, rpc_of, submit_json
 from gateway.views import lora_view
-from tinsmith.rpc.errors import CheckpointNotFound, InvalidRequest, Unsupported
+from tinsmith.rpc.errors import InvalidRequest, Unsupported
 from tinsmith.rpc.paths import TinkerPath, check_name
 from tinsmith.v1 import trainer_pb2, types_pb2
 
@@ -116,15 +116,11 @@ async def load_weights(request: Request) -> Response:
             if value is not None:
                 raise Unsupported(f"{field}: cannot be set when weights are loaded into a model that exists")
         named = TinkerPath.parse(body.path, field="path")
-        # Asked first: between the two the save may end. The trainer waits for the saves of the same run before a load.
-        is_saving = named.run_id == body.model_id and await gateway.store.operations.is_saving(named)
-        try:
-            checkpoint = await gateway.checkpoints.read(body.path, field="path", caller=caller, purpose="load")
+        if named.run_id == body.model_id and await gateway.store.operations.saving(named) is not None:
+            path, location = str(named), named.location  # the trainer waits for the saves of the same run before a load
+        else:
+            checkpoint = await gateway.saves.read(body.path, field="path", caller=caller)
             path, location = checkpoint.path, checkpoint.location
-        except CheckpointNotFound:
-            if not is_saving:
-                raise
-            path, location = str(named), named.location
         message = trainer_pb2.LoadCheckpointRequest(
             model_id=body.model_id, seq_id=body.seq_id, location=location, load_optimizer=body.optimizer
         )

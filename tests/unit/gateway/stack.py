@@ -217,6 +217,8 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         def work() -> Any:
             name = request.name or f"e{request.seq_id}"
             location = f"{request.model_id}/{KINDS[request.kind]}/{name}"
+            if name == "full":
+                raise OutOfCapacity("no space left")
             if location in self.checkpoints and not request.overwrite:
                 raise CheckpointExists(f"checkpoint {location} exists; use another name")
             model = self.models[request.model_id].info

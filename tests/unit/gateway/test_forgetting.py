@@ -7,12 +7,14 @@ from typing import Any
 
 from sqlalchemy import func, select, update
 
+from gateway.database.forgetting import Forgetting
 from gateway.database.tables import (
     AuditEvent,
     Base,
     CountedOperation,
     CustomLoss,
     Model,
+    Operation,
     SampleMark,
     SamplingSession,
     Session,
@@ -108,3 +110,31 @@ async def test_operations_that_were_counted_after_their_models_release_are_forgo
     await gateway.reaper._forgetting.forget()
     async with gateway.store.begin() as db:
         assert list(await db.scalars(select(CountedOperation.model_id))) == [live]
+
+
+async def test_what_made_a_copy_is_remembered_as_long_as_there_is_the_copy(stack: Stack, client: Client) -> None:
+    await stack.restart_gateway(reap_interval_s=3600)
+    gateway = gateway_of(stack)
+    session_id = await busy_session(client)
+    body = {"source_path": f"tinker://{session_id}:train:0/weights/last", "session_id": session_id}
+    paths = [(await client.call("copy_weights", body | {"model_seq_id": seq}))["tinker_path"] for seq in (1, 2)]
+    await gateway.store.operations.add(
+        Operation(
+            request_id=f"{session_id}:train:1:7",
+            model_id=f"{session_id}:train:1",
+            kind="save_weights",
+            fingerprint="",
+            created_at=time.time(),
+        )
+    )
+    run_id = paths[0].removeprefix("tinker://").partition("/")[0]
+    assert (await client.delete(f"/api/v1/training_runs/{run_id}/checkpoints/weights/last")).status_code == 200
+    before = await count(gateway, Operation)
+    await Forgetting(gateway.config, store=gateway.store).forget()
+    assert await count(gateway, Operation) == before, "a moment ago"
+    await change(gateway, Operation, settled_at=time.time() - DAY_S)
+    await change(gateway, Model, released_at=time.time() - DAY_S)
+    await Forgetting(gateway.config, store=gateway.store).forget()
+    async with gateway.store.begin() as db:
+        assert list(await db.scalars(select(Operation.request_id))) == paths[1:]
+    assert (await client.call("copy_weights", body | {"model_seq_id": 2}))["tinker_path"] == paths[1]

@@ -160,23 +160,73 @@ async def test_an_expired_checkpoint_is_not_found_and_then_deleted(stack: Stack,
     assert location in stack.trainer.checkpoints
 
 
-async def test_a_load_may_be_sent_before_its_save_is_through(stack: Stack, client: Client) -> None:
-    session_id = await client.session()
-    model_id, other = await client.model(session_id), await client.model(session_id, seq=1)
+async def test_a_load_may_be_sent_before_the_save_of_the_same_run_is_through(stack: Stack, client: Client) -> None:
+    model_id = await client.model(await client.session())
     path = f"tinker://{model_id}/weights/one"
     stack.trainer.go.clear()
     saving = await client.call("save_weights", {"model_id": model_id, "seq_id": 1, "path": "one"})
-    body = {"seq_id": 2, "path": path, "optimizer": True}
-    loading = await client.call("load_weights", body | {"model_id": model_id})
+    body = {"model_id": model_id, "seq_id": 2, "path": path, "optimizer": True}
+    loading = await client.call("load_weights", body)
     missing = await client.call("load_weights", {"model_id": model_id, "seq_id": 3, "path": f"{path}2"})
-    elsewhere = await client.call("load_weights", body | {"model_id": other, "seq_id": 1})
     stack.trainer.go.set()
     assert (await client.result(saving))["path"] == path
     assert await client.result(loading) == {"type": "load_weights", "path": path, "model_id": model_id}
     assert f"there is no checkpoint {path}2" in (await client.result(missing))["error"]
-    assert f"there is no checkpoint {path}" in (await client.result(elsewhere))["error"], "no trainer would wait"
-    assert await client.call("load_weights", body | {"model_id": model_id}) == loading
+    assert await client.call("load_weights", body) == loading
     assert stack.trainer.orders[model_id] == [0, 1, 2, 3]
+
+
+async def test_a_load_elsewhere_waits_for_the_save(stack: Stack, client: Client) -> None:
+    session_id = await client.session()
+    model_id, other = await client.model(session_id), await client.model(session_id, seq=1)
+    path = f"tinker://{model_id}/weights/one"
+    await save(client, model_id, 1)
+    stack.trainer.go.clear()
+    saving = await client.call("save_weights", {"model_id": model_id, "seq_id": 2, "path": "one", "overwrite": True})
+    bodies = [
+        {"model_id": other, "seq_id": 1, "path": path, "optimizer": True},
+        {"session_id": session_id, "model_seq_id": 2, "path": path, "optimizer": False},
+    ]
+    late = [await client.call("load_weights", body, status=503) for body in bodies]  # after submit_timeout_s
+    assert [f"path: {path} is still being saved" in answer["detail"] for answer in late] == [True, True]
+    calls = [asyncio.create_task(client.call("load_weights", body)) for body in bodies]
+    await asyncio.sleep(0.1)
+    stack.trainer.go.set()
+    loaded, created = [await client.result(receipt) for receipt in await asyncio.gather(*calls)]
+    assert (loaded["path"], created["path"], created["model_id"]) == (path, path, f"{session_id}:train:2")
+    assert (await client.result(saving))["path"] == path
+    assert stack.trainer.models[other].results[1].checkpoint.version_id == f"{model_id}@2"
+
+
+async def test_a_load_elsewhere_is_refused_with_the_reason_of_the_save_that_failed(
+    stack: Stack, client: Client
+) -> None:
+    session_id = await client.session()
+    model_id = await client.model(session_id)
+    stack.trainer.go.clear()
+    saving = await client.call("save_weights", {"model_id": model_id, "seq_id": 1, "path": "full"})
+    body = {"session_id": session_id, "model_seq_id": 1, "path": f"tinker://{model_id}/weights/full"}
+    call = asyncio.create_task(client.call("load_weights", body | {"optimizer": False}))
+    await asyncio.sleep(0.1)
+    stack.trainer.go.set()
+    error = (await client.result(await call))["error"]
+    assert error == f"path: there is no checkpoint {body['path']}; its save has failed: no space left"
+    assert (await client.result(saving))["error"] == "no space left"
+
+
+async def test_a_load_waits_for_no_save_of_another_owner(stack: Stack, client: Client) -> None:
+    await stack.restart_gateway(api_keys=[{"key": f"tml-{name}", "owner": name} for name in ("ann", "ben")])
+    ann = Client(base_url=stack.url, timeout=20, headers={"x-api-key": "tml-ann"})
+    ben = Client(base_url=stack.url, timeout=20, headers={"x-api-key": "tml-ben"})
+    async with ann, ben:
+        model_id = await ann.model(await ann.session())
+        stack.trainer.go.clear()
+        saving = await ann.call("save_weights", {"model_id": model_id, "seq_id": 1, "path": "one"})
+        body = {"model_seq_id": 0, "path": f"tinker://{model_id}/weights/one", "optimizer": False}
+        refused = await ben.call("load_weights", body | {"session_id": await ben.session()})
+        assert "there is no checkpoint" in (await ben.result(refused))["error"]
+        stack.trainer.go.set()
+        await ann.result(saving)
 
 
 async def test_a_load_of_a_save_that_failed_finds_nothing(stack: Stack, client: Client) -> None:
