@@ -18,6 +18,9 @@ from torch import Tensor
 
 from tinsmith.modeling.attention import Heads, causal, masked
 
+_MAX_KEPT_BYTES = 64 * 1024 * 1024
+"""Of shared prompts, a second time and contiguous. Longer ones are gathered in every step."""
+
 
 @dataclass(slots=True)
 class KVCache:
@@ -96,7 +99,7 @@ class Prefill:
 @dataclass(frozen=True, slots=True)
 class SharedPrompts:
     """Groups of decoding rows that have the same first keys and values, such as the samples of one request: one product
-    reads those of a group once. Every decoding row is in a group."""
+    reads those of a group once. Every decoding row is in a group. It serves as long as the same rows run."""
 
     length: int
     """Keys that the rows of each group share."""
@@ -104,6 +107,9 @@ class SharedPrompts:
     """Row numbers; a smaller group repeats its first one."""
     places_B: Tensor
     """Where each row stands in rows_U_M, flattened."""
+    in_order: bool
+    """Equal groups, one after the other: rows come together and apart without an index."""
+    _kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, groups: Sequence[Sequence[int]], length: int, device: torch.device) -> SharedPrompts:
@@ -113,16 +119,33 @@ class SharedPrompts:
             length=length,
             rows_U_M=torch.tensor([[*rows, *[rows[0]] * (most - len(rows))] for rows in groups], device=device),
             places_B=torch.tensor([places[row] for row in range(len(places))], device=device),
+            in_order=len(places) == most * len(groups) and all(row == place for row, place in places.items()),
         )
 
     def together(self, x_B_K_R_X: Tensor) -> Tensor:
         """[U, K, M R, X]: the rows of each group side by side."""
-        return x_B_K_R_X[self.rows_U_M].transpose(1, 2).flatten(2, 3)
+        x_U_M_K_R_X = x_B_K_R_X.unflatten(0, self.rows_U_M.shape) if self.in_order else x_B_K_R_X[self.rows_U_M]
+        return x_U_M_K_R_X.transpose(1, 2).flatten(2, 3)
 
     def apart(self, x_U_K_MR_X: Tensor) -> Tensor:
-        """[B, K, R, X] again."""
-        num_rows = self.rows_U_M.shape[1]
-        return x_U_K_MR_X.unflatten(2, (num_rows, -1)).transpose(1, 2).flatten(0, 1)[self.places_B]
+        """[B, K, R, X] again; of groups in order a view, [U, M, K, R, X], as `like_apart` gives it of other rows."""
+        x_U_M_K_R_X = x_U_K_MR_X.unflatten(2, (self.rows_U_M.shape[1], -1)).transpose(1, 2)
+        return x_U_M_K_R_X if self.in_order else x_U_M_K_R_X.flatten(0, 1)[self.places_B]
+
+    def like_apart(self, x_B_K_R_X: Tensor) -> Tensor:
+        """A view in the shape of what `apart` gives."""
+        return x_B_K_R_X.unflatten(0, self.rows_U_M.shape) if self.in_order else x_B_K_R_X
+
+    def prompts(self, layer: int, keys_S_K_C_D: Tensor, values_S_K_C_D: Tensor) -> tuple[Tensor, Tensor]:
+        """Each group's shared keys and values, [U, K, P, D], gathered at the first step and kept if they are small."""
+        kept = self._kept.get(layer)
+        if kept is None:
+            first_U = self.rows_U_M[:, 0]
+            keys, values = (x[:, :, : self.length][first_U] for x in (keys_S_K_C_D, values_S_K_C_D))
+            kept = keys, values
+            if sum(x.nbytes for pair in [*self._kept.values(), kept] for x in pair) <= _MAX_KEPT_BYTES:
+                self._kept[layer] = kept
+        return kept
 
 
 class Cached:
@@ -166,7 +189,7 @@ class Cached:
             rows = slice(0, self.num_decoding)
             keys_S_K_C_D[self._lanes_B, :, self.positions_B] = k_T_K_D[rows]
             values_S_K_C_D[self._lanes_B, :, self.positions_B] = v_T_K_D[rows]
-            outputs.append(self._decode(q_T_N_D[rows], keys_S_K_C_D, values_S_K_C_D, heads))
+            outputs.append(self._decode(layer, q_T_N_D[rows], keys_S_K_C_D, values_S_K_C_D, heads))
         first = self.num_decoding
         for piece in self.prefills:
             rows = slice(first, first + piece.length)
@@ -180,11 +203,15 @@ class Cached:
             outputs.append(out[0].transpose(0, 1))
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
-    def _decode(self, q_B_N_D: Tensor, keys_S_K_C_D: Tensor, values_S_K_C_D: Tensor, heads: Heads) -> Tensor:
+    def _decode(
+        self, layer: int, q_B_N_D: Tensor, keys_S_K_C_D: Tensor, values_S_K_C_D: Tensor, heads: Heads
+    ) -> Tensor:
         batch, num_heads, head_dim = q_B_N_D.shape
         plain = heads.softcap is None and heads.sinks_N is None
         if self._shared is not None and plain and heads.window is None:
-            return self._decode_shared(self._shared, q_B_N_D, keys_S_K_C_D[:batch], values_S_K_C_D[:batch], heads)
+            return self._decode_shared(
+                self._shared, layer, q_B_N_D, keys_S_K_C_D[:batch], values_S_K_C_D[:batch], heads
+            )
         lanes = self._lanes_B if self._gathers else slice(0, batch)
         k = keys_S_K_C_D[:, :, : self.num_keys][lanes]
         v = values_S_K_C_D[:, :, : self.num_keys][lanes]
@@ -198,25 +225,29 @@ class Cached:
         return masked(q_B_N_D[:, :, None], k, v, heads, mask)[:, :, 0]
 
     def _decode_shared(
-        self, shared: SharedPrompts, q_B_N_D: Tensor, keys_B_K_C_D: Tensor, values_B_K_C_D: Tensor, heads: Heads
+        self,
+        shared: SharedPrompts,
+        layer: int,
+        q_B_N_D: Tensor,
+        keys_B_K_C_D: Tensor,
+        values_B_K_C_D: Tensor,
+        heads: Heads,
     ) -> Tensor:
         """The same, in two parts: the keys that a group shares, and each row's own."""
-        first_U, own = shared.rows_U_M[:, 0], slice(shared.length, self.num_keys)
+        keys_U_K_P_D, values_U_K_P_D = shared.prompts(layer, keys_B_K_C_D, values_B_K_C_D)
+        prompt, own = slice(0, shared.length), slice(shared.length, self.num_keys)
         q_B_K_R_D = q_B_N_D.unflatten(1, (keys_B_K_C_D.shape[1], -1))
-        keys_U_K_P_D, values_U_K_P_D = (x[:, :, : shared.length][first_U] for x in (keys_B_K_C_D, values_B_K_C_D))
-        scores = torch.cat(
-            [
-                shared.apart(shared.together(q_B_K_R_D) @ keys_U_K_P_D.transpose(-1, -2)),
-                q_B_K_R_D @ keys_B_K_C_D[:, :, own].transpose(-1, -2),
-            ],
-            -1,
-        )
+        of_prompt = shared.apart(shared.together(q_B_K_R_D) @ keys_U_K_P_D.transpose(-1, -2))
+        of_own = q_B_K_R_D @ keys_B_K_C_D[:, :, own].transpose(-1, -2)
         # In float32, as attention does it elsewhere.
-        scores = scores.float().mul_(heads.scale).add_(self._bias_B_1_1_L)
+        scores = torch.empty(*q_B_K_R_D.shape[:3], self.num_keys, device=q_B_N_D.device)
+        torch.mul(of_prompt.float(), heads.scale, out=shared.like_apart(scores[..., prompt]))
+        torch.add(self._bias_B_1_1_L[..., own], of_own.float(), alpha=heads.scale, out=scores[..., own])
         weights_B_K_R_L = scores.softmax(-1).to(values_B_K_C_D.dtype)
-        of_prompt, of_own = weights_B_K_R_L[..., : shared.length], weights_B_K_R_L[..., own]
-        out_B_K_R_D = shared.apart(shared.together(of_prompt) @ values_U_K_P_D)
-        return out_B_K_R_D.add_(of_own @ values_B_K_C_D[:, :, own]).flatten(1, 2)
+        out_B_K_R_D = weights_B_K_R_L[..., own] @ values_B_K_C_D[:, :, own]
+        of_prompt = shared.apart(shared.together(weights_B_K_R_L[..., prompt]) @ values_U_K_P_D)
+        shared.like_apart(out_B_K_R_D).add_(of_prompt)
+        return out_B_K_R_D.flatten(1, 2)
 
 
 class KVBlocks:
