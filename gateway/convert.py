@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from gateway.database.tables import Checkpoint
+from gateway.database.tables.checkpoints import Checkpoint
 from gateway.http import schemas
 from tinsmith.rpc.errors import InvalidRequest, Unsupported
 from tinsmith.rpc.paths import SCHEME

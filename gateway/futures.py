@@ -17,7 +17,7 @@ from typing import Protocol
 
 import orjson
 
-from gateway.database.tables import Span
+from gateway.database.tables.history import Span
 from gateway.metrics import Metrics
 from gateway.tenants.ledger import Ledger
 from gateway.tenants.limits import Hold

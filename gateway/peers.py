@@ -20,7 +20,7 @@ from sqlalchemy import CursorResult, Select, delete, or_, select, update
 from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.database.store import Store
-from gateway.database.tables import GatewayRow, Lease
+from gateway.database.tables.gateways import GatewayRow, Lease
 from gateway.futures import Futures
 from gateway.tasks import to_its_end
 

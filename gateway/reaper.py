@@ -14,7 +14,8 @@ from gateway.clients import Clients
 from gateway.config import GatewayConfig
 from gateway.database.forgetting import Forgetting
 from gateway.database.store import Store
-from gateway.database.tables import DELETED_AT, Checkpoint, Model
+from gateway.database.tables.checkpoints import DELETED_AT, Checkpoint
+from gateway.database.tables.sessions import Model
 from gateway.futures import Futures
 from gateway.metrics import Metrics
 from gateway.peers import BEAT_S, Peers

@@ -9,7 +9,8 @@ from sqlalchemy import ColumnElement, and_, false, func, or_, select
 
 from gateway.database.catalog import exists_now, in_project
 from gateway.database.store import Store
-from gateway.database.tables import Checkpoint, Model, SamplingSession, Session
+from gateway.database.tables.checkpoints import Checkpoint
+from gateway.database.tables.sessions import Model, SamplingSession, Session
 from gateway.http import schemas
 from gateway.tenants.auth import Caller
 from gateway.views import FINISH_REASONS, owner_of_urn

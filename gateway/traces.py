@@ -17,7 +17,8 @@ import orjson
 from sqlalchemy import and_, or_, select
 
 from gateway.database.store import Store
-from gateway.database.tables import Session, Span
+from gateway.database.tables.history import Span
+from gateway.database.tables.sessions import Session
 
 _PAGE_ROWS = 1000
 _SERVICES = {"gateway": 1, "trainer": 2, "sampler": 3}

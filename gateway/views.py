@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from gateway.database.tables import Checkpoint, Model, Session
+from gateway.database.tables.checkpoints import Checkpoint
+from gateway.database.tables.sessions import Model, Session
 from tinsmith.rpc.paths import KINDS
 from tinsmith.v1 import types_pb2
 

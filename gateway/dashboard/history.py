@@ -19,7 +19,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from gateway.dashboard.points import Columns, Observation, by_steps, columns, point_of, thinned
 from gateway.database.store import Store
-from gateway.database.tables import MetricPoint, Model
+from gateway.database.tables.history import MetricPoint
+from gateway.database.tables.sessions import Model
 from tinsmith.v1 import trainer_pb2 as pb
 
 _TABLE = cast(Table, MetricPoint.__table__)

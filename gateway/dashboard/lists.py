@@ -11,7 +11,8 @@ from gateway.clients import Clients
 from gateway.dashboard.history import History, Summary
 from gateway.database.catalog import exists_now
 from gateway.database.store import Store
-from gateway.database.tables import Checkpoint, Model, SamplingSession, Session
+from gateway.database.tables.checkpoints import Checkpoint
+from gateway.database.tables.sessions import Model, SamplingSession, Session
 from gateway.futures import Futures
 from gateway.views import DEFAULT_PROJECT, Json
 from tinsmith.rpc.errors import NotFound

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.database.tables import MetricPoint
+from gateway.database.tables.history import MetricPoint
 from tinsmith.v1 import trainer_pb2 as pb
 
 Sums = dict[str, list[float]]

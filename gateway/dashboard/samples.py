@@ -15,7 +15,7 @@ import numpy as np
 from sqlalchemy import delete, select
 
 from gateway.database.store import Store
-from gateway.database.tables import RecentSample
+from gateway.database.tables.samples import RecentSample
 from tinsmith.v1 import sampler_pb2, types_pb2
 
 MAX_PROMPT_TOKENS = 256

@@ -11,7 +11,8 @@ from sqlalchemy import ColumnElement, SelectBase, and_, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from gateway.database.store import Store
-from gateway.database.tables import DELETED_AT, Checkpoint, Model, Session
+from gateway.database.tables.checkpoints import DELETED_AT, Checkpoint
+from gateway.database.tables.sessions import Model, Session
 from gateway.views import DEFAULT_PROJECT
 
 

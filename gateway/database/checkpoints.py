@@ -9,7 +9,7 @@ from sqlalchemy import delete, func, or_, select, update
 
 from gateway.database.connection import Database
 from gateway.database.operations import settle
-from gateway.database.tables import DELETED_AT, Checkpoint
+from gateway.database.tables.checkpoints import DELETED_AT, Checkpoint
 from tinsmith.rpc.paths import KINDS
 
 

@@ -16,7 +16,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import InstrumentedAttribute
 
-from gateway.database.tables import Base
+from gateway.database.tables.base import Base
 from gateway.metrics import Metrics
 
 MIGRATIONS = Path(__file__).parent / "migrations"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sqlalchemy import func, select
 
 from gateway.database.connection import Database
-from gateway.database.tables import CustomLoss
+from gateway.database.tables.operations import CustomLoss
 
 
 class CustomLossRows:

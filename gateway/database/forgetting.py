@@ -12,18 +12,12 @@ from sqlalchemy import delete, exists, func, select
 from gateway.config import GatewayConfig
 from gateway.database.operations import ARRIVALS
 from gateway.database.store import Store
-from gateway.database.tables import (
-    AuditEvent,
-    Checkpoint,
-    CountedOperation,
-    CustomLoss,
-    Model,
-    Operation,
-    SampleMark,
-    SamplingSession,
-    Session,
-    Span,
-)
+from gateway.database.tables.checkpoints import Checkpoint
+from gateway.database.tables.history import Span
+from gateway.database.tables.operations import CustomLoss, Operation
+from gateway.database.tables.samples import SampleMark
+from gateway.database.tables.sessions import Model, SamplingSession, Session
+from gateway.database.tables.tenants import AuditEvent, CountedOperation
 
 FORGET_S = 60.0
 """Between two times."""

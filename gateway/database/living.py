@@ -8,7 +8,7 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from gateway.database.connection import Database
-from gateway.database.tables import Model, SamplingSession, Session
+from gateway.database.tables.sessions import Model, SamplingSession, Session
 
 _Row = TypeVar("_Row", Model, SamplingSession)
 

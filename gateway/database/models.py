@@ -10,7 +10,9 @@ from sqlalchemy import delete, select, update
 
 from gateway.database.connection import Database
 from gateway.database.living import Living
-from gateway.database.tables import CountedOperation, Model, Operation, Session
+from gateway.database.tables.operations import Operation
+from gateway.database.tables.sessions import Model, Session
+from gateway.database.tables.tenants import CountedOperation
 
 
 class ModelRows:

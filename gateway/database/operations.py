@@ -9,7 +9,8 @@ from sqlalchemy import ColumnElement, and_, delete, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from gateway.database.connection import Database
-from gateway.database.tables import GatewayRow, Operation
+from gateway.database.tables.gateways import GatewayRow
+from gateway.database.tables.operations import Operation
 from tinsmith.rpc.paths import TinkerPath
 
 COPY, IMPORT = "copy_weights", "import_weights"

@@ -6,7 +6,8 @@ from sqlalchemy import update
 
 from gateway.database.connection import Database
 from gateway.database.living import Living
-from gateway.database.tables import SampleMark, SamplingSession
+from gateway.database.tables.samples import SampleMark
+from gateway.database.tables.sessions import SamplingSession
 
 
 class SamplerRows:

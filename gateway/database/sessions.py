@@ -12,7 +12,7 @@ from sqlalchemy import bindparam, func, select, update
 
 from gateway.database.connection import Database
 from gateway.database.living import Living, is_live
-from gateway.database.tables import Model, SamplingSession, Session
+from gateway.database.tables.sessions import Model, SamplingSession, Session
 
 _MAX_WHOSE = 100_000
 _PER_QUERY = 500

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sqlalchemy import update
 
 from gateway.database.connection import Database
-from gateway.database.tables import Setting
+from gateway.database.tables.gateways import Setting
 
 
 class SettingRows:

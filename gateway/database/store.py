@@ -12,7 +12,7 @@ from gateway.database.operations import OperationRows
 from gateway.database.samplers import SamplerRows
 from gateway.database.sessions import SessionRows
 from gateway.database.settings import SettingRows
-from gateway.database.tables import Model, SamplingSession
+from gateway.database.tables.sessions import Model, SamplingSession
 from gateway.metrics import Metrics
 
 

@@ -19,7 +19,7 @@ import grpc.aio
 from gateway.clients import Clients, is_lost, meaning
 from gateway.config import GatewayConfig
 from gateway.dashboard.samples import RecentSamples
-from gateway.database.tables import SamplingSession
+from gateway.database.tables.sessions import SamplingSession
 from gateway.futures import Progress
 from gateway.metrics import Metrics
 from gateway.openai.resumption import resumed, with_seed

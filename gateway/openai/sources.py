@@ -7,7 +7,7 @@ from typing import Any
 from sqlalchemy import select
 
 from gateway.database.catalog import exists_now
-from gateway.database.tables import Checkpoint
+from gateway.database.tables.checkpoints import Checkpoint
 from gateway.gateway import Gateway
 from gateway.openai.generator import Source
 from gateway.tenants.auth import Caller

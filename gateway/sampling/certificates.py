@@ -5,7 +5,8 @@ from __future__ import annotations
 import grpc.aio
 
 from gateway.clients import Clients
-from gateway.database.tables import Checkpoint, SamplingSession
+from gateway.database.tables.checkpoints import Checkpoint
+from gateway.database.tables.sessions import SamplingSession
 from gateway.sampling.inflight import Inflight
 from gateway.storage.retirement import Retirement
 from tinsmith.rpc.errors import NotFound, from_rpc_error

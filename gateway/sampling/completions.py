@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.database.store import Store
-from gateway.database.tables import SampleMark
+from gateway.database.tables.samples import SampleMark
 from gateway.futures import Futures, Gone
 from tinsmith.rpc.errors import NotReady
 

@@ -22,7 +22,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from gateway.database.store import Store
-from gateway.database.tables import GatewayRow, SampleMark
+from gateway.database.tables.gateways import GatewayRow
+from gateway.database.tables.samples import SampleMark
 from gateway.peers import BEAT_S, SILENT_S, Peers, living
 from gateway.sampling.completions import Completions, Target, first_of, target_of
 from tinsmith.rpc.errors import NotReady

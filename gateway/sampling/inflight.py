@@ -14,7 +14,7 @@ import grpc.aio
 
 from gateway.clients import Clients
 from gateway.database.store import Store
-from gateway.database.tables import SamplingSession
+from gateway.database.tables.sessions import SamplingSession
 from gateway.futures import Progress
 from gateway.sampling.publishing import Publishing
 from gateway.sampling.replicas import Replica

@@ -9,7 +9,7 @@ import time
 import grpc.aio
 
 from gateway.clients import Clients, meaning
-from gateway.database.tables import SamplingSession
+from gateway.database.tables.sessions import SamplingSession
 from gateway.futures import Progress
 from gateway.sampling.replicas import Replica
 from gateway.storage.retirement import Retirement

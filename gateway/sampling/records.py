@@ -15,7 +15,7 @@ from typing import Any
 from sqlalchemy import delete, select, update
 
 from gateway.database.store import Store
-from gateway.database.tables import SequenceRecord
+from gateway.database.tables.samples import SequenceRecord
 from tinsmith.v1 import sampler_pb2
 
 _PER_QUERY = 500

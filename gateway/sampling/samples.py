@@ -17,7 +17,7 @@ from gateway.clients import Clients, meaning
 from gateway.config import GatewayConfig
 from gateway.dashboard.samples import RecentSamples
 from gateway.database.outages import until_written
-from gateway.database.tables import SamplingSession
+from gateway.database.tables.sessions import SamplingSession
 from gateway.futures import PROTOBUF, Answer, Futures, Pending
 from gateway.metrics import Metrics
 from gateway.reports import ran_of

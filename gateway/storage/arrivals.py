@@ -16,7 +16,9 @@ from gateway.convert import checkpoint_row
 from gateway.database.operations import ARRIVALS, IMPORT
 from gateway.database.outages import is_outage
 from gateway.database.store import Store
-from gateway.database.tables import Checkpoint, Model, Operation
+from gateway.database.tables.checkpoints import Checkpoint
+from gateway.database.tables.operations import Operation
+from gateway.database.tables.sessions import Model
 from gateway.storage.checkpoints import Checkpoints
 from tinsmith.rpc.errors import NotReady, ServiceError
 from tinsmith.rpc.paths import TinkerPath

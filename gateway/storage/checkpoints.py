@@ -13,7 +13,7 @@ from sqlalchemy import delete, or_, update
 from gateway.clients import Clients, Trainer, is_lost
 from gateway.convert import checkpoint_row
 from gateway.database.store import Store
-from gateway.database.tables import DELETED_AT, Checkpoint, Deletion
+from gateway.database.tables.checkpoints import DELETED_AT, Checkpoint, Deletion
 from gateway.storage.retirement import Retirement
 from gateway.tenants.access import Access
 from gateway.tenants.auth import Caller

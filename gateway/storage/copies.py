@@ -8,7 +8,7 @@ from gateway.clients import Clients, Trainer, meaning
 from gateway.convert import checkpoint_row
 from gateway.database.operations import COPY
 from gateway.database.store import Store
-from gateway.database.tables import Checkpoint
+from gateway.database.tables.checkpoints import Checkpoint
 from gateway.http.body import fingerprint
 from gateway.storage.arrivals import Arrivals
 from gateway.storage.checkpoints import Checkpoints

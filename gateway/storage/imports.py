@@ -15,7 +15,7 @@ from gateway.config import GatewayConfig
 from gateway.convert import checkpoint_row
 from gateway.database.operations import IMPORT
 from gateway.database.store import Store
-from gateway.database.tables import Checkpoint
+from gateway.database.tables.checkpoints import Checkpoint
 from gateway.storage.arrivals import Arrivals
 from gateway.tenants.auth import Caller
 from gateway.tenants.limits import Limits

@@ -15,7 +15,8 @@ from sqlalchemy import ColumnElement, exists, or_, select
 from gateway.config import GatewayConfig
 from gateway.database.catalog import exists_now
 from gateway.database.store import Store
-from gateway.database.tables import Checkpoint, Operation, RetentionPolicy
+from gateway.database.tables.checkpoints import Checkpoint, RetentionPolicy
+from gateway.database.tables.operations import Operation
 from gateway.metrics import Metrics
 from gateway.storage.checkpoints import Checkpoints
 from gateway.storage.retention_rules import KINDS, Judged, Policy, judge

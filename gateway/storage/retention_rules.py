@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from gateway.database.tables import Checkpoint
+from gateway.database.tables.checkpoints import Checkpoint
 
 KINDS = {"training": "weights", "sampler": "sampler_weights"}
 """Kind of a path, for each part of a policy. Checkpoints for download have no rules."""

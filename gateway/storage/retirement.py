@@ -17,7 +17,8 @@ from sqlalchemy import ColumnElement, and_, delete, exists, or_, select
 
 from gateway.clients import Clients
 from gateway.database.store import Store
-from gateway.database.tables import Checkpoint, Model, RetiredCheckpoint, SamplingSession, Session
+from gateway.database.tables.checkpoints import Checkpoint, RetiredCheckpoint
+from gateway.database.tables.sessions import Model, SamplingSession, Session
 from tinsmith.rpc.errors import CheckpointExists, CheckpointNotFound, ServiceError, from_rpc_error
 from tinsmith.rpc.paths import RETIRED
 from tinsmith.v1 import trainer_pb2

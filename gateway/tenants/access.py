@@ -12,7 +12,8 @@ import hashlib
 from uuid import uuid4
 
 from gateway.database.store import Store
-from gateway.database.tables import Checkpoint, Model, SamplingSession, Session
+from gateway.database.tables.checkpoints import Checkpoint
+from gateway.database.tables.sessions import Model, SamplingSession, Session
 from gateway.tenants.auth import Caller
 
 _REFUSED = "refused"

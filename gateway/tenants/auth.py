@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.database.tables import StoredKey
+from gateway.database.tables.tenants import StoredKey
 from gateway.http.errors import detail, json_response, service_error
 from gateway.openai.errors import error_body
 from gateway.openai.errors import service_error as openai_service_error

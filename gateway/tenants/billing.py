@@ -11,7 +11,9 @@ from sqlalchemy import case, func, literal_column, select
 from gateway.config import GatewayConfig, TokenKind
 from gateway.database.catalog import exists_now, in_project
 from gateway.database.store import Store
-from gateway.database.tables import Checkpoint, Model, Session, Usage
+from gateway.database.tables.checkpoints import Checkpoint
+from gateway.database.tables.sessions import Model, Session
+from gateway.database.tables.tenants import Usage
 from gateway.tenants.ledger import Ledger
 from gateway.views import DEFAULT_PROJECT, Json, time_text, urn_of
 

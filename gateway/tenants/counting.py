@@ -16,7 +16,7 @@ from typing import Any
 from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.database.store import Store
-from gateway.database.tables import CountedOperation
+from gateway.database.tables.tenants import CountedOperation
 from gateway.tasks import to_its_end
 from gateway.tenants.ledger import FLUSH_S, Ledger
 

@@ -19,7 +19,8 @@ from sqlalchemy import func, select, update
 
 from gateway.database.catalog import exists_now
 from gateway.database.store import Store
-from gateway.database.tables import AuditEvent, Budget, Checkpoint, StoredKey, TokenCount
+from gateway.database.tables.checkpoints import Checkpoint
+from gateway.database.tables.tenants import AuditEvent, Budget, StoredKey, TokenCount
 from tinsmith.rpc.auth import OWNER_PATTERN
 from tinsmith.rpc.errors import InvalidRequest, NotFound
 

@@ -19,7 +19,9 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.database.sessions import Whose
 from gateway.database.store import Store
-from gateway.database.tables import AuditEvent, Model, Span, TokenCount, Usage
+from gateway.database.tables.history import Span
+from gateway.database.tables.sessions import Model
+from gateway.database.tables.tenants import AuditEvent, TokenCount, Usage
 from gateway.tasks import to_its_end
 
 logger = logging.getLogger(__name__)

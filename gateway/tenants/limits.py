@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 
-from gateway.database.tables import Budget
+from gateway.database.tables.tenants import Budget
 from gateway.tenants.auth import Caller
 from gateway.tenants.keys import Keys
 from gateway.tenants.ledger import Ledger

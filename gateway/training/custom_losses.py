@@ -15,7 +15,7 @@ import orjson
 from gateway.clients import Clients, is_lost
 from gateway.config import GatewayConfig
 from gateway.database.store import Store
-from gateway.database.tables import CustomLoss
+from gateway.database.tables.operations import CustomLoss
 from gateway.futures import Answer, Futures, Gone, Pending
 from gateway.http import schemas
 from gateway.http.body import fingerprint

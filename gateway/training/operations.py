@@ -22,7 +22,7 @@ from gateway.config import GatewayConfig
 from gateway.dashboard.history import History
 from gateway.database.outages import in_words, is_outage, until_written
 from gateway.database.store import Store
-from gateway.database.tables import Operation
+from gateway.database.tables.operations import Operation
 from gateway.futures import Answer, Futures, Gone, Pending
 from gateway.metrics import Metrics
 from gateway.tenants.counting import Counting

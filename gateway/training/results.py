@@ -13,7 +13,7 @@ import orjson
 
 from gateway.convert import checkpoint_row
 from gateway.database.store import Store
-from gateway.database.tables import SamplingSession
+from gateway.database.tables.sessions import SamplingSession
 from gateway.futures import PROTOBUF, Answer
 from gateway.sampling.inflight import Inflight
 from gateway.tenants.ledger import Ledger

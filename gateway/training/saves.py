@@ -7,7 +7,7 @@ import time
 import orjson
 
 from gateway.database.store import Store
-from gateway.database.tables import Checkpoint
+from gateway.database.tables.checkpoints import Checkpoint
 from gateway.futures import Answer, Futures, Gone
 from gateway.storage.checkpoints import Checkpoints
 from gateway.tenants.access import Access

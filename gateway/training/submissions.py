@@ -13,7 +13,7 @@ from typing import Any
 from google.protobuf.message import Message
 from starlette.responses import Response
 
-from gateway.database.tables import Model
+from gateway.database.tables.sessions import Model
 from gateway.gateway import Gateway
 from gateway.http import schemas
 from gateway.http.body import Schema, fingerprint, parse

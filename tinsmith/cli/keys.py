@@ -24,7 +24,7 @@ from tinsmith.rpc.errors import ServiceError
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from gateway.database.tables import StoredKey
+    from gateway.database.tables.tenants import StoredKey
     from gateway.tenants.keys import Keys
 
 DATABASE_URL = "GATEWAY_DATABASE_URL"

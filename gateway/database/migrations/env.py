@@ -1,10 +1,19 @@
-"""Runs migrations on the connection that gateway.store gives."""
+"""Runs migrations on the connection that the store gives."""
 
 from __future__ import annotations
 
 from alembic import context
 
-from gateway.database.tables import Base
+from gateway.database.tables import (  # all of them, so that the metadata is complete
+    checkpoints,  # noqa: F401
+    gateways,  # noqa: F401
+    history,  # noqa: F401
+    operations,  # noqa: F401
+    samples,  # noqa: F401
+    sessions,  # noqa: F401
+    tenants,  # noqa: F401
+)
+from gateway.database.tables.base import Base
 
 context.configure(
     connection=context.config.attributes["connection"],

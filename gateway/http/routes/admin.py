@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.database.tables import AuditEvent
+from gateway.database.tables.tenants import AuditEvent
 from gateway.gateway import caller_of, gateway_of
 from gateway.http import schemas
 from gateway.http.body import parse

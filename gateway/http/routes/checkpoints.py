@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.convert import check_ttl
-from gateway.database.tables import Checkpoint
+from gateway.database.tables.checkpoints import Checkpoint
 from gateway.gateway import caller_of, gateway_of, owner_of
 from gateway.http import schemas
 from gateway.http.body import parse, read_json

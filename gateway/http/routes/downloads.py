@@ -10,7 +10,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
 from gateway import traces
-from gateway.database.tables import Checkpoint
+from gateway.database.tables.checkpoints import Checkpoint
 from gateway.gateway import gateway_of
 from gateway.storage import downloads
 from gateway.storage.downloads import Content

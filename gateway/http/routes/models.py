@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway import convert
-from gateway.database.tables import Model
+from gateway.database.tables.sessions import Model
 from gateway.gateway import Gateway, caller_of, gateway_of
 from gateway.http import schemas
 from gateway.http.body import fingerprint, parse, read_json

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway import convert
-from gateway.database.tables import SamplingSession
+from gateway.database.tables.sessions import SamplingSession
 from gateway.gateway import Gateway, caller_of, gateway_of
 from gateway.http import schemas
 from gateway.http.body import fingerprint, off_loop, parse, read_json

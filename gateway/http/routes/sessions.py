@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.database.tables import Session
+from gateway.database.tables.sessions import Session
 from gateway.gateway import caller_of, gateway_of, owner_of
 from gateway.http import schemas
 from gateway.http.body import parse, read_json

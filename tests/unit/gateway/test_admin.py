@@ -8,7 +8,7 @@ import pytest
 from tinker import types
 
 from gateway.config import GatewayConfig
-from gateway.database.tables import Usage
+from gateway.database.tables.tenants import Usage
 from gateway.tenants.billing import hours_between
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, sample_body
 from tests.unit.gateway.test_runs import get

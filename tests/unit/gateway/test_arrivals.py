@@ -13,7 +13,7 @@ from sqlalchemy.exc import OperationalError
 
 from gateway.database.checkpoints import CheckpointRows
 from gateway.database.operations import ARRIVALS, IMPORT
-from gateway.database.tables import Operation
+from gateway.database.tables.operations import Operation
 from gateway.storage import arrivals
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack
 from tinsmith.rpc.paths import TinkerPath

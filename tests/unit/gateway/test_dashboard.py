@@ -17,7 +17,8 @@ from sqlalchemy import func, select
 from gateway.dashboard.history import History
 from gateway.dashboard.samples import MAX_TOKENS, RecentSamples
 from gateway.dashboard.services import parse_figures
-from gateway.database.tables import MetricPoint, RecentSample
+from gateway.database.tables.history import MetricPoint
+from gateway.database.tables.samples import RecentSample
 from gateway.gateway import Gateway
 from gateway.http.routes.dashboard import STATIC
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, sample_body

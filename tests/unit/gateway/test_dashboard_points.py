@@ -19,7 +19,7 @@ from gateway.dashboard.points import (
     thinned,
     value_of,
 )
-from gateway.database.tables import MetricPoint
+from gateway.database.tables.history import MetricPoint
 from tinsmith.v1 import trainer_pb2 as pb
 
 RUN = "s:train:0"

@@ -8,19 +8,12 @@ from typing import Any
 from sqlalchemy import func, select, update
 
 from gateway.database.forgetting import Forgetting
-from gateway.database.tables import (
-    AuditEvent,
-    Base,
-    CountedOperation,
-    CustomLoss,
-    Model,
-    Operation,
-    SampleMark,
-    SamplingSession,
-    Session,
-    Span,
-    Usage,
-)
+from gateway.database.tables.base import Base
+from gateway.database.tables.history import Span
+from gateway.database.tables.operations import CustomLoss, Operation
+from gateway.database.tables.samples import SampleMark
+from gateway.database.tables.sessions import Model, SamplingSession, Session
+from gateway.database.tables.tenants import AuditEvent, CountedOperation, Usage
 from gateway.gateway import Gateway
 from tests.unit.gateway.stack import Client, Stack, sample_body
 from tests.unit.gateway.test_custom_losses import loss

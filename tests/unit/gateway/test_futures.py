@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from gateway.database.tables import Span
+from gateway.database.tables.history import Span
 from tests.unit.gateway.stack import Client, Stack, sample_body
 from tinsmith.v1 import sampler_pb2, types_pb2
 

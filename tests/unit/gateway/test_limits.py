@@ -12,7 +12,8 @@ import pytest
 
 from gateway.database.catalog import Catalog
 from gateway.database.store import Store
-from gateway.database.tables import Checkpoint, Model
+from gateway.database.tables.checkpoints import Checkpoint
+from gateway.database.tables.sessions import Model
 from gateway.gateway import Gateway
 from gateway.metrics import Metrics
 from gateway.tenants import limits

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from sqlalchemy import update
 
-from gateway.database.tables import SequenceRecord
+from gateway.database.tables.samples import SequenceRecord
 from gateway.training import provenance
 from tests.unit.gateway.stack import Client, Stack, sample_body
 from tinsmith.rpc.errors import InvalidRequest, Unsupported

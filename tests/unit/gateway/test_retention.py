@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from gateway.config import GatewayConfig
-from gateway.database.tables import DELETED_AT, Checkpoint
+from gateway.database.tables.checkpoints import DELETED_AT, Checkpoint
 from gateway.storage.retention_rules import Policy, Rules, judge
 from tests.unit.gateway.stack import Client, Stack, sample_body
 from tests.unit.gateway.test_checkpoints import ask, events, expire, gateway_of, save_for_sampler

@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import delete
 
 from gateway.config import GatewayConfig
-from gateway.database.tables import GatewayRow
+from gateway.database.tables.gateways import GatewayRow
 from gateway.gateway import Gateway, StartError
 from tests.postgres import Postgres, postgres  # noqa: F401 - a fixture
 from tests.unit.gateway.several import Several, client_of

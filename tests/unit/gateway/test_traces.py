@@ -3,7 +3,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from gateway.database.tables import Span
+from gateway.database.tables.history import Span
 from tests.unit.gateway.stack import Client, Stack
 from tests.unit.gateway.test_downloads import fetch
 from tests.unit.gateway.test_runs import get
