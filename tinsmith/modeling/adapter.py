@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Literal
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch._utils import _unflatten_dense_tensors
 
 from tinsmith.rpc.errors import InvalidRequest, Unsupported
 from tinsmith.v1 import types_pb2 as pb
@@ -196,7 +198,11 @@ class Adapter:
 
     def like(self, flat: Tensor) -> Adapter:
         """The same layout over another buffer, such as a gradient or a moment."""
-        return Adapter(self.config, self.targets, flat)
+        other = copy(self)
+        other.flat = flat
+        parts = iter(_unflatten_dense_tensors(flat, self.tensors()))  # one call for all views
+        other.weights = {name: LoraWeights(next(parts), next(parts)) for name in self.weights}
+        return other
 
     def tensors(self) -> list[Tensor]:
         """A and B of every target, in the order of the buffer."""

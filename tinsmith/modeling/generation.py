@@ -20,7 +20,7 @@ from torch.nn.functional import linear, silu
 
 from tinsmith.modeling.attention import Layout
 from tinsmith.modeling.kernels.cpu import normalize, rotate
-from tinsmith.modeling.projections import add_rows
+from tinsmith.modeling.projections import Frozen, Layers, add_rows
 
 if TYPE_CHECKING:
     from tinsmith.modeling.lora import ActiveRuns, LoraLinear, Run
@@ -32,6 +32,7 @@ class Joined:
 
     def __init__(self, layers: Sequence[LoraLinear]) -> None:
         self.layers = layers
+        self.names = [layer.name for layer in layers]
         sizes = [layer.weight.shape[0] for layer in layers]
         stops = list(accumulate(sizes))
         self._columns = [slice(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
@@ -48,6 +49,9 @@ class Joined:
                     for layer in layers
                 )
                 self._bias = torch.cat(list(biases))
+        whole = Frozen(self._weight, self._bias)
+        self.frozen = Layers([Frozen(layer.weight, layer.bias) for layer in layers], whole)
+        """The same for passes with gradient."""
 
     @property
     def is_current(self) -> bool:
@@ -73,20 +77,12 @@ class Joined:
 
 
 class GenerationLayer:
-    def __init__(self, whole: WholeLayer, layers: Sequence[LoraLinear]) -> None:
-        """layers: q, k, v, o, gate, up and down."""
+    def __init__(self, whole: WholeLayer) -> None:
         self._whole = whole
-        q, k, v, out, gate, up, down = layers
-        self._qkv, self._out, self._gate_up, self._down = (
-            Joined(one) for one in ((q, k, v), (out,), (gate, up), (down,))
-        )
-        sizes = [layer.weight.shape[0] // whole.head_dim for layer in (q, k, v)]
-        self._turned_and_not = [sizes[0] + sizes[1], sizes[2]]
-        self._queries_and_keys = sizes[:2]
 
     @property
     def is_current(self) -> bool:
-        return self._qkv.is_current
+        return self._whole.qkv.is_current
 
     def turned_by(self, angles: Tensor) -> bool:
         return self._whole.turned_by(angles)
@@ -96,16 +92,17 @@ class GenerationLayer:
         whole = self._whole
         before, of_heads, after = whole.before_attention, whole.of_heads, whole.before_mlp
         normal_T_H, _ = normalize(x_T_H, before.weight, before.eps)
-        heads = self._qkv(normal_T_H, runs).unflatten(1, (-1, whole.head_dim))
-        qk, v = heads.split(self._turned_and_not, 1)
+        heads = whole.qkv(normal_T_H, runs).unflatten(1, (-1, whole.head_dim))
+        num_queries, num_keys = whole.num_heads
+        qk, v = heads.split([num_queries + num_keys, num_keys], 1)
         if of_heads is not None:
             qk, _ = normalize(qk, of_heads.weight, of_heads.eps)
-        q, k = rotate(qk, cos_T_1_D, sin_T_1_D).split(self._queries_and_keys, 1)
+        q, k = rotate(qk, cos_T_1_D, sin_T_1_D).split(whole.num_heads, 1)
         attended_T_C = layout.attend(whole.index, q, k, v, whole.heads).flatten(1)
-        middle_T_H = self._out(attended_T_C, runs).add_(x_T_H)
+        middle_T_H = whole.out(attended_T_C, runs).add_(x_T_H)
         normal_T_H, _ = normalize(middle_T_H, after.weight, after.eps)
-        gate_T_F, up_T_F = self._gate_up(normal_T_H, runs).chunk(2, 1)
-        return self._down(silu(gate_T_F).mul_(up_T_F), runs).add_(middle_T_H)
+        gate_T_F, up_T_F = whole.gate_up(normal_T_H, runs).chunk(2, 1)
+        return whole.down(silu(gate_T_F).mul_(up_T_F), runs).add_(middle_T_H)
 
 
 def generate(

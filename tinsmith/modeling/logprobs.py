@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -93,7 +94,7 @@ def target_logprobs(head: Head, hidden_T_H: Tensor, rows_M: Tensor, tokens_M: Te
     parameters: list[Tensor] = []
     for run in adapted:
         weights = run.adapter.weights[head.name]
-        parameters += [weights.a_R_I, weights.b_O_R]
+        parameters += [weights.a_R_I, weights.b_O_R] if run.gradient is None else [run.gradient.anchor]
     tokens_on_device_M = on_device(tokens_M, hidden_T_H.device)
     return _TargetLogprobs.apply(hidden_T_H, rows_M.numpy(), tokens_on_device_M, head, adapted, *parameters)
 
@@ -119,7 +120,7 @@ class _TargetLogprobs(torch.autograd.Function):
         kept: list[Tensor] = []
         num_kept_rows = _num_kept_rows(head, pieces) if any(ctx.needs_input_grad) else 0
         for piece, named in zip(pieces, _named(pieces, rows_M), strict=True):
-            raw_n_V = _project(head, hidden_T_H[piece.rows], _lora(piece, runs, parameters))
+            raw_n_V = _project(head, hidden_T_H[piece.rows], _lora(piece, head, runs))
             logp_n_V = _log_softmax_(_finish(head, raw_n_V))
             picked_M[named] = logp_n_V[where_M[named] - piece.rows.start, tokens_M[named]]
             if piece.rows.stop <= num_kept_rows:
@@ -133,9 +134,9 @@ class _TargetLogprobs(torch.autograd.Function):
         (grad_M,) = grad_outputs
         head, runs = ctx.head, ctx.runs
         kept, ctx.kept = ctx.kept, []  # they are used up: a second backward computes all again
-        hidden_T_H, tokens_M, *parameters = ctx.saved_tensors
+        hidden_T_H, tokens_M, *_ = ctx.saved_tensors  # with the parameters, to know that nobody has changed them
         grad_hidden_T_H = torch.zeros_like(hidden_T_H) if ctx.needs_input_grad[0] else None
-        grads = [torch.zeros_like(parameter) for parameter in parameters]
+        grads = [_gradients(run, head) for run in runs]
         kept_K = (grad_M != 0).cpu().numpy().nonzero()[0]  # the only wait for the device
         active_N, local_K = np.unique(ctx.rows_M[kept_K], return_inverse=True)
         active, local, chosen = (
@@ -148,7 +149,7 @@ class _TargetLogprobs(torch.autograd.Function):
         for (piece, logp_r_V), named in zip(pieces, _named([piece for piece, _ in pieces], local_K), strict=True):
             active_n = active[piece.rows]
             hidden_n_H = hidden_T_H[active_n]
-            lora = _lora(piece, runs, parameters)
+            lora = _lora(piece, head, runs)
             cap_n_V = None
             if logp_r_V is not None:
                 whole, first_row = logp_r_V
@@ -186,13 +187,24 @@ class _TargetLogprobs(torch.autograd.Function):
                     grad_n_H.addmm_(grad_low_n_R, a_R_H)
                 if factor_n is not None:
                     grad_low_n_R.mul_(factor_n)
-                grads[2 * piece.run].addmm_(grad_low_n_R.T, hidden_n_H.float())
-                grads[2 * piece.run + 1].T.addmm_(low_n_R.T, grad_n_V, alpha=scaling)
+                grad_a_R_H, grad_b_V_R = grads[piece.run]
+                grad_a_R_H.addmm_(grad_low_n_R.T, hidden_n_H.float())
+                grad_b_V_R.T.addmm_(low_n_R.T, grad_n_V, alpha=scaling)
             if grad_hidden_T_H is not None and grad_n_H is not None:
                 if factor_n is not None:
                     grad_n_H.mul_(factor_n)
                 grad_hidden_T_H[active_n] = grad_n_H.to(hidden_T_H.dtype)
-        return grad_hidden_T_H, None, None, None, None, *grads
+        returned = (grad if run.gradient is None else (None,) for run, grad in zip(runs, grads, strict=True))
+        return grad_hidden_T_H, None, None, None, None, *chain.from_iterable(returned)
+
+
+def _gradients(run: Run, head: Head) -> tuple[Tensor, Tensor]:
+    """Where those of A and B add up."""
+    if run.gradient is not None:
+        there = run.gradient.of(head.name)
+        return there.a_R_I, there.b_O_R
+    weights = run.adapter.weights[head.name]
+    return torch.zeros_like(weights.a_R_I), torch.zeros_like(weights.b_O_R)
 
 
 def _num_kept_rows(head: Head, pieces: Sequence[_Piece]) -> int:
@@ -264,10 +276,12 @@ def _named(pieces: Sequence[_Piece], rows_M: np.ndarray) -> list[slice]:
     return [slice(first, stop) for first, stop in zip([0, *stops], stops, strict=False)]
 
 
-def _lora(piece: _Piece, runs: Sequence[Run], parameters: Sequence[Tensor]) -> list[tuple[Tensor, Tensor, float]]:
+def _lora(piece: _Piece, head: Head, runs: Sequence[Run]) -> list[tuple[Tensor, Tensor, float]]:
     if piece.run is None:
         return []
-    return [(parameters[2 * piece.run], parameters[2 * piece.run + 1], runs[piece.run].adapter.scaling)]
+    adapter = runs[piece.run].adapter
+    weights = adapter.weights[head.name]
+    return [(weights.a_R_I, weights.b_O_R, adapter.scaling)]
 
 
 def _project(head: Head, hidden_n_H: Tensor, lora: Sequence[tuple[Tensor, Tensor, float]]) -> Tensor:

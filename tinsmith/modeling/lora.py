@@ -17,7 +17,7 @@ from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.kernels.grouped_lora import Groups
 from tinsmith.modeling.kernels.prepacked import Prepacked
 from tinsmith.modeling.pass_gradient import PassGradient
-from tinsmith.modeling.projections import Frozen, Share, add_rows, project
+from tinsmith.modeling.projections import Frozen, Layers, Share, add_rows, project
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Run:
     rows: slice | Tensor
     """A slice, or int64 [n] row numbers."""
     gradient: PassGradient | None = None
-    """Where backward writes the adapter's gradient, as far as layers can. None: autograd returns tensors of its own."""
+    """Where backward adds the adapter's gradient, as far as layers can. None: autograd returns tensors of its own."""
 
 
 @dataclass(slots=True)
@@ -154,7 +154,7 @@ def shares_of(runs: Sequence[Run], names: Sequence[str]) -> list[Share]:
 
 def _project(x: Tensor, layers: Sequence[LoraLinear]) -> Sequence[Tensor]:
     shares = shares_of(layers[0].active.runs, [layer.name for layer in layers])
-    frozen = [Frozen(layer.weight, layer.bias) for layer in layers]
+    frozen = Layers([Frozen(layer.weight, layer.bias) for layer in layers])
     if not shares:
         return project(x, frozen, [])
     return [y_T_O.unflatten(0, x.shape[:-1]) for y_T_O in project(x.reshape(-1, x.shape[-1]), frozen, shares)]

@@ -1,4 +1,4 @@
-"""Where the backward pass writes the gradient of one adapter: one buffer, so that what follows is one operation."""
+"""Where the backward pass adds up the gradient of one adapter: one buffer, so that what follows is one operation."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from tinsmith.modeling.adapter import Adapter, LoraWeights
 
 
 class PassGradient:
-    """For one backward pass. Which layers write here and which return tensors of their own is theirs to choose."""
+    """For one backward pass. Layers that differentiate by hand add to it, and give autograd no gradient of A and B."""
 
     def __init__(self, adapter: Adapter) -> None:
         self._adapter = adapter
         self._buffer: Adapter | None = None
-        self._free: dict[str, LoraWeights] = {}
+        self.anchor = torch.zeros((), requires_grad=True)
+        """What such layers take from autograd in the place of A and B: their backward runs when its gradient is asked
+        for. It has none."""
 
-    def take(self, name: str) -> LoraWeights | None:
-        """Where the gradients of this layer's A and B go. None when the layer has been here: its second gradient must
-        not take the place of its first."""
-        self._need_buffer()
-        return self._free.pop(name, None)
+    def of(self, name: str) -> LoraWeights:
+        """Of the A and B of this layer. However often it is called, the gradients add up."""
+        return self._need_buffer().weights[name]
 
-    def gather(self, grads: Sequence[Tensor]) -> Tensor:
-        """The whole gradient, flat, from what autograd has for the adapter's tensors in their order."""
-        for there, grad in zip(self._need_buffer().tensors(), grads, strict=True):
-            if grad.data_ptr() != there.data_ptr():
-                there.copy_(grad)
-        return self._need_buffer().flat
+    def gather(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """The whole gradient, flat, with what autograd has for the adapter's tensors in their order."""
+        buffer = self._need_buffer()
+        for there, grad in zip(buffer.tensors(), grads, strict=True):
+            if grad is not None:
+                there.add_(grad)
+        return buffer.flat
 
     def _need_buffer(self) -> Adapter:
         """Made when the first gradient comes: the forward pass needs the memory more."""
         if self._buffer is None:
-            self._buffer = self._adapter.like(torch.empty_like(self._adapter.flat))
-            self._free = dict(self._buffer.weights)
+            self._buffer = self._adapter.like(torch.zeros_like(self._adapter.flat))
         return self._buffer

@@ -10,7 +10,7 @@ G shares that are computed as one batch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -20,7 +20,7 @@ from tinsmith.modeling.adapter import LoraWeights
 from tinsmith.modeling.pass_gradient import PassGradient
 
 _FEW_ROWS = 64
-"""Up to so many, what a product costs is its call."""
+"""Up to so many, what a product costs is its call: each layer has its own, and nothing is laid together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,24 @@ class Frozen:
     bias_O: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
+class Layers:
+    """Frozen layers that read the same input, in order."""
+
+    def __init__(self, frozen: Sequence[Frozen], whole: Frozen | None = None) -> None:
+        """whole: all of them as one, where their matrices are views of its matrix, row by row."""
+        self.frozen = frozen
+        self.widths = [one.weight_O_I.shape[0] for one in frozen]
+        self._whole = frozen[0] if len(frozen) == 1 else whole
+
+    @property
+    def whole(self) -> Frozen | None:
+        """None also while the model holds other parameters than when this was made."""
+        whole = self._whole
+        same = whole is not None and whole.weight_O_I.data_ptr() == self.frozen[0].weight_O_I.data_ptr()
+        return whole if same else None
+
+
+@dataclass(slots=True)
 class Share:
     """What one adapter adds on its rows: scaling * (x A^T) B^T for every layer that it has."""
 
@@ -43,23 +60,36 @@ class Share:
     names: Sequence[str] = ()
     """Of the layers."""
     gradient: PassGradient | None = None
-    """Where the gradients are written, by the layers' names. None: to tensors of their own."""
+    """Where the gradients are added, by the layers' names. None: they are tensors of their own."""
+    layers: Sequence[tuple[int, LoraWeights]] = field(init=False)
+    """Number and weights of those that the adapter has."""
 
-    @property
-    def layers(self) -> list[int]:
-        """Those that the adapter has."""
-        return [n for n, weights in enumerate(self.weights) if weights is not None]
+    def __post_init__(self) -> None:
+        self.layers = [(n, weights) for n, weights in enumerate(self.weights) if weights is not None]
 
     @property
     def parameters(self) -> list[Tensor]:
-        """A and B in turn of these layers."""
-        return [tensor for weights in self.weights if weights is not None for tensor in (weights.a_R_I, weights.b_O_R)]
+        """What autograd is to know of: A and B in turn of these layers, or what stands for them all."""
+        if self.gradient is not None:
+            return [self.gradient.anchor]
+        return [tensor for _, weights in self.layers for tensor in (weights.a_R_I, weights.b_O_R)]
+
+    def gradients(self, layer: int, grad_a_R_I: Tensor, grad_b_O_R: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Scaled, or None when they have been added where the share wants them. They come unscaled."""
+        if self.gradient is None:
+            weights = cast(LoraWeights, self.weights[layer])
+            grads = grad_a_R_I.mul_(self.scaling), grad_b_O_R.mul_(self.scaling)
+            return grads[0].to(weights.a_R_I.dtype), grads[1].to(weights.b_O_R.dtype)
+        there = self.gradient.of(self.names[layer])
+        there.a_R_I.add_(grad_a_R_I, alpha=self.scaling)
+        there.b_O_R.add_(grad_b_O_R, alpha=self.scaling)
+        return None
 
 
-def project(x_T_I: Tensor, layers: Sequence[Frozen], shares: Sequence[Share]) -> Sequence[Tensor]:
+def project(x_T_I: Tensor, layers: Layers, shares: Sequence[Share]) -> Sequence[Tensor]:
     """[T, O] of each layer. Differentiable in x, A and B; no two shares have a row in common."""
     if not shares:
-        return [torch.nn.functional.linear(x_T_I, layer.weight_O_I, layer.bias_O) for layer in layers]
+        return [torch.nn.functional.linear(x_T_I, layer.weight_O_I, layer.bias_O) for layer in layers.frozen]
     outputs = _Project.apply(x_T_I, layers, shares, *parameters_of(shares))
     return (outputs,) if isinstance(outputs, Tensor) else outputs
 
@@ -73,182 +103,248 @@ class _Project(torch.autograd.Function):
     """By hand, because autograd over slices would copy the whole [T, O] for every share."""
 
     @staticmethod
-    def forward(ctx: Any, x_T_I: Tensor, layers: Sequence[Frozen], shares: Sequence[Share], *parameters: Tensor) -> Any:
-        outputs, lows = forward(x_T_I, layers, shares)
+    def forward(ctx: Any, x_T_I: Tensor, layers: Layers, shares: Sequence[Share], *parameters: Tensor) -> Any:
+        outputs = [x_T_I.new_empty(x_T_I.shape[0], width) for width in layers.widths]
+        lows = _forward(x_T_I, layers.frozen, shares, outputs, outputs)
         ctx.merged = lows is None
-        ctx.save_for_backward(x_T_I, *(layer.weight_O_I for layer in layers), *parameters, *(lows or ()))
-        ctx.layers, ctx.shares, ctx.num_parameters = layers, shares, len(parameters)
+        ctx.num_parameters = len(parameters)
+        weights = (layer.weight_O_I for layer in layers.frozen)
+        ctx.save_for_backward(x_T_I, *weights, *parameters, *(lows or ()))
+        ctx.layers, ctx.shares = layers, shares
         return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
     @staticmethod
     def backward(ctx: Any, *grads_T_O: Tensor) -> tuple[Tensor | None, ...]:
         x_T_I, *rest = ctx.saved_tensors  # weights and parameters among them, to know that nobody has changed them
-        lows = None if ctx.merged else rest[len(ctx.layers) + ctx.num_parameters :]
-        grad_x_T_I, grads = backward(x_T_I, ctx.layers, ctx.shares, lows, grads_T_O, need_x=ctx.needs_input_grad[0])
+        frozen = ctx.layers.frozen
+        lows = None if ctx.merged else rest[len(frozen) + ctx.num_parameters :]
+        grad_x_T_I, grads = _backward(
+            x_T_I, frozen, ctx.shares, lows, grads_T_O, grads_T_O, need_x=ctx.needs_input_grad[0]
+        )
         return grad_x_T_I, None, None, *grads
 
 
-def forward(
-    x_T_I: Tensor, layers: Sequence[Frozen], shares: Sequence[Share], outputs: Sequence[Tensor] | None = None
-) -> tuple[Sequence[Tensor], list[Tensor] | None]:
-    """The outputs, in `outputs` if given, and what `backward` wants to see again."""
-    if outputs is None:
-        outputs = [x_T_I.new_empty(x_T_I.shape[0], layer.weight_O_I.shape[0]) for layer in layers]
-    if shares and all(_worth_merging(x_T_I, share, layers) for share in shares):
-        weights = [layer.weight_O_I for layer in layers]
-        for rows, there in _segments(weights, shares, x_T_I.shape[0]):
-            for output, weight_O_I in zip(outputs, there, strict=True):
-                torch.mm(x_T_I[rows], weight_O_I.T, out=output[rows])
-        _add_biases(outputs, layers)
-        return outputs, None
-    for output, layer in zip(outputs, layers, strict=True):
-        torch.mm(x_T_I, layer.weight_O_I.T, out=output)
-    _add_biases(outputs, layers)
-    lows = []
-    for block in _blocks(shares, x_T_I.shape[0]):
-        low = _product(block.of(x_T_I), block.a(x_T_I.dtype).mT)
-        for layer, part, b in zip(block.layers, block.split(low), block.bs(x_T_I.dtype), strict=True):
-            block.add(outputs[layer], part, b.mT, alpha=block.scaling)
-        lows.append(low)
-    return outputs, lows
+def forward(x_T_I: Tensor, layers: Layers, shares: Sequence[Share]) -> tuple[Tensor, list[Tensor] | None]:
+    """The outputs side by side, [T, sum of O], and what `backward` wants to see again."""
+    y_T_S = x_T_I.new_empty(x_T_I.shape[0], sum(layers.widths))
+    outputs = _columns(y_T_S, layers)
+    if (whole := layers.whole) is not None:
+        return y_T_S, _forward(x_T_I, [whole], shares, [y_T_S], outputs, layers)
+    return y_T_S, _forward(x_T_I, layers.frozen, shares, outputs, outputs)
 
 
 def backward(
     x_T_I: Tensor,
-    layers: Sequence[Frozen],
+    layers: Layers,
     shares: Sequence[Share],
     lows: Sequence[Tensor] | None,
-    grads_T_O: Sequence[Tensor],
+    grad_T_S: Tensor,
     *,
     need_x: bool,
-) -> tuple[Tensor | None, list[Tensor]]:
-    """The gradient of x, when it is needed, and of every share's A and B in turn."""
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """The gradient of x, when it is needed, and of `parameters_of(shares)`; of the outputs' side by side."""
+    grads_T_O = _columns(grad_T_S, layers)
+    if (whole := layers.whole) is not None:
+        return _backward(x_T_I, [whole], shares, lows, [grad_T_S], grads_T_O, layers, need_x=need_x)
+    return _backward(x_T_I, layers.frozen, shares, lows, grads_T_O, grads_T_O, need_x=need_x)
+
+
+def _columns(y_T_S: Tensor, layers: Layers) -> Sequence[Tensor]:
+    return (y_T_S,) if len(layers.widths) == 1 else torch.split_with_sizes(y_T_S, layers.widths, 1)
+
+
+def _forward(
+    x_T_I: Tensor,
+    frozen: Sequence[Frozen],
+    shares: Sequence[Share],
+    products: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    inside: Layers | None = None,
+) -> list[Tensor] | None:
+    """Fills `products`, one for each of `frozen`, of which `outputs` are the parts for each layer.
+
+    inside: the layers, when `frozen` is all of them as one.
+    """
+    merged = bool(shares) and all(_worth_merging(x_T_I, share, outputs) for share in shares)
+    if merged:
+        for rows, there in _segments(frozen, shares, x_T_I.shape[0], inside):
+            for product, weight_O_I in zip(products, there, strict=True):
+                torch.mm(x_T_I[rows], weight_O_I.T, out=product[rows])
+    else:
+        for product, layer in zip(products, frozen, strict=True):
+            torch.mm(x_T_I, layer.weight_O_I.T, out=product)
+    for product, layer in zip(products, frozen, strict=True):
+        if layer.bias_O is not None:
+            product.add_(layer.bias_O)
+    if merged:
+        return None
+    return [low for block in _blocks(shares, x_T_I) for low in block.forward(x_T_I, outputs)]
+
+
+def _backward(
+    x_T_I: Tensor,
+    frozen: Sequence[Frozen],
+    shares: Sequence[Share],
+    lows: Sequence[Tensor] | None,
+    grads_of_products: Sequence[Tensor],
+    grads_T_O: Sequence[Tensor],
+    inside: Layers | None = None,
+    *,
+    need_x: bool,
+) -> tuple[Tensor | None, list[Tensor | None]]:
     grad_x_T_I = None
     if need_x:
         grad_x_T_I = torch.empty_like(x_T_I)
-        weights = [layer.weight_O_I for layer in layers]
         if lows is None:
-            for rows, there in _segments(weights, shares, x_T_I.shape[0]):
-                _sum_of_products(grad_x_T_I[rows], [grad_T_O[rows] for grad_T_O in grads_T_O], there)
+            for rows, there in _segments(frozen, shares, x_T_I.shape[0], inside):
+                _sum_of_products(grad_x_T_I[rows], [grad[rows] for grad in grads_of_products], there)
         else:
-            _sum_of_products(grad_x_T_I, grads_T_O, weights)
-    grads: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-    for number, block in enumerate(_blocks(shares, x_T_I.shape[0])):
-        x_n_I, a_S_I = block.of(x_T_I), block.a(x_T_I.dtype)
-        low = _product(x_n_I, a_S_I.mT) if lows is None else lows[number]
-        grads_n_O = [block.of(grads_T_O[layer]) for layer in block.layers]
-        parts = [_product(grad, b) for grad, b in zip(grads_n_O, block.bs(x_T_I.dtype), strict=True)]
-        grad_low = (parts[0] if len(parts) == 1 else torch.cat(parts, -1)).mul_(block.scaling)
-        grads.update(block.gradients(x_n_I, low, grad_low, grads_n_O))
-        if grad_x_T_I is not None and lows is not None:
-            block.add(grad_x_T_I, grad_low, a_S_I, alpha=1.0)
-    return grad_x_T_I, [grad for n, share in enumerate(shares) for m in share.layers for grad in grads[n, m]]
+            _sum_of_products(grad_x_T_I, grads_of_products, [layer.weight_O_I for layer in frozen])
+    grads: list[Tensor | None] = []
+    saved = None if lows is None else iter(lows)
+    for block in _blocks(shares, x_T_I):
+        grads += block.backward(x_T_I, saved, grads_T_O, grad_x_T_I)
+    return grad_x_T_I, grads
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
+class _Few:
+    """A share of few rows, in the dtype of its weights."""
+
+    share: Share
+    rows: slice | None
+    """None means all rows that there are."""
+
+    def of(self, x_T_C: Tensor) -> Tensor:
+        return x_T_C if self.rows is None else x_T_C[self.rows]
+
+    def forward(self, x_T_I: Tensor, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """Adds the share to the outputs. Returns what `backward` wants to see again."""
+        x_n_I, lows = self.of(x_T_I), []
+        for n, weights in self.share.layers:
+            low_n_R = torch.mm(x_n_I, weights.a_R_I.T)
+            self.of(outputs[n]).addmm_(low_n_R, weights.b_O_R.T, alpha=self.share.scaling)
+            lows.append(low_n_R)
+        return lows
+
+    def backward(
+        self, x_T_I: Tensor, lows: Iterator[Tensor] | None, grads_T_O: Sequence[Tensor], grad_x_T_I: Tensor | None
+    ) -> list[Tensor | None]:
+        """Adds to the gradient of x, unless `lows` is None: then it is in it. Returns those of the parameters."""
+        share, x_n_I, out = self.share, self.of(x_T_I), []
+        gradient, scaling = share.gradient, share.scaling
+        for n, weights in share.layers:
+            low_n_R = torch.mm(x_n_I, weights.a_R_I.T) if lows is None else next(lows)
+            grad_n_O = self.of(grads_T_O[n])
+            grad_low_n_R = torch.mm(grad_n_O, weights.b_O_R)
+            if grad_x_T_I is not None and lows is not None:
+                self.of(grad_x_T_I).addmm_(grad_low_n_R, weights.a_R_I, alpha=scaling)
+            if gradient is None:
+                out += [(grad_low_n_R.T @ x_n_I).mul_(scaling), (grad_n_O.T @ low_n_R).mul_(scaling)]
+            else:
+                there = gradient.of(share.names[n])
+                there.a_R_I.addmm_(grad_low_n_R.T, x_n_I, alpha=scaling)
+                there.b_O_R.addmm_(grad_n_O.T, low_n_R, alpha=scaling)
+        return out if gradient is None else [None]
+
+
+@dataclass(slots=True)
 class _Block:
     """Shares that follow each other on as many rows each, of one rank and with the same layers: one batched product
     instead of many. A single share is a block too, without the dimension G."""
 
-    first: int
     shares: Sequence[Share]
     rows: slice | Tensor | None
     """Of all of them; None means all rows that there are."""
-    layers: Sequence[int]
 
     @property
     def scaling(self) -> float:
         return self.shares[0].scaling
+
+    @property
+    def layers(self) -> list[int]:
+        return [n for n, _ in self.shares[0].layers]
+
+    def forward(self, x_T_I: Tensor, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """As _Few.forward."""
+        low = _product(self.of(x_T_I), self._a(x_T_I.dtype).mT)
+        for n, part, b in zip(self.layers, self._split(low), self._bs(x_T_I.dtype), strict=True):
+            self._add(outputs[n], part, b.mT)
+        return [low]
+
+    def backward(
+        self, x_T_I: Tensor, lows: Iterator[Tensor] | None, grads_T_O: Sequence[Tensor], grad_x_T_I: Tensor | None
+    ) -> list[Tensor | None]:
+        """As _Few.backward."""
+        x, a = self.of(x_T_I), self._a(x_T_I.dtype)
+        low = _product(x, a.mT) if lows is None else next(lows)
+        grads = [self.of(grads_T_O[n]) for n in self.layers]
+        parts = [_product(grad, b) for grad, b in zip(grads, self._bs(x_T_I.dtype), strict=True)]
+        grad_low = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        if grad_x_T_I is not None and lows is not None:
+            self._add(grad_x_T_I, grad_low, a)
+        # The product of a few long rows with the gradient is three times as fast as its transpose.
+        grads_b_R_O = [_product(part.mT, grad) for part, grad in zip(self._split(low), grads, strict=True)]
+        grad_a = _product(grad_low.mT, x)
+        out: list[Tensor | None] = []
+        for g, share in enumerate(self.shares):
+            mine_a = grad_a if len(self.shares) == 1 else grad_a[g]
+            mine_b = [one if len(self.shares) == 1 else one[g] for one in grads_b_R_O]
+            for n, a_R_I, b_R_O in zip(self.layers, self._split(mine_a, 0), mine_b, strict=True):
+                out += share.gradients(n, a_R_I, b_R_O.T) or ()
+            out += [] if share.gradient is None else [None]
+        return out
 
     def of(self, x_T_C: Tensor) -> Tensor:
         """[n, C], or [G, n, C]."""
         x = x_T_C if self.rows is None else x_T_C[self.rows]
         return x if len(self.shares) == 1 else x.unflatten(0, (len(self.shares), -1))
 
-    def a(self, dtype: torch.dtype) -> Tensor:
+    def _a(self, dtype: torch.dtype) -> Tensor:
         """[S, I], or [G, S, I]."""
-        matrices = [self._weights(share, layer).a_R_I for share in self.shares for layer in self.layers]
-        if len(matrices) == 1:
-            return matrices[0].to(dtype)
-        a = torch.cat(matrices).to(dtype)
-        return a if len(self.shares) == 1 else a.unflatten(0, (len(self.shares), -1))
+        matrices = [weights.a_R_I for share in self.shares for _, weights in share.layers]
+        a = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
+        return (a if len(self.shares) == 1 else a.unflatten(0, (len(self.shares), -1))).to(dtype)
 
-    def bs(self, dtype: torch.dtype) -> list[Tensor]:
+    def _bs(self, dtype: torch.dtype) -> list[Tensor]:
         """[O, R], or [G, O, R], of each layer."""
         if len(self.shares) == 1:
-            return [self._weights(self.shares[0], layer).b_O_R.to(dtype) for layer in self.layers]
-        return [
-            torch.stack([self._weights(share, layer).b_O_R for share in self.shares]).to(dtype) for layer in self.layers
-        ]
+            return [weights.b_O_R.to(dtype) for _, weights in self.shares[0].layers]
+        each = zip(*(share.layers for share in self.shares), strict=True)
+        return [torch.stack([weights.b_O_R for _, weights in same]).to(dtype) for same in each]
 
-    def split(self, low: Tensor) -> Sequence[Tensor]:
-        """The columns of each layer."""
-        if len(self.layers) == 1:
-            return (low,)
-        return low.split([self._weights(self.shares[0], layer).a_R_I.shape[0] for layer in self.layers], -1)
+    def _split(self, low: Tensor, dim: int = -1) -> Sequence[Tensor]:
+        """The ranks of each layer."""
+        ranks = [weights.a_R_I.shape[0] for _, weights in self.shares[0].layers]
+        return (low,) if len(ranks) == 1 else torch.split_with_sizes(low, ranks, dim)
 
-    def add(self, out_T_C: Tensor, left: Tensor, right: Tensor, *, alpha: float) -> None:
-        """Adds alpha * left @ right to the block's rows, in place."""
+    def _add(self, out_T_C: Tensor, left: Tensor, right: Tensor) -> None:
+        """Adds scaling * left @ right to the block's rows, in place."""
         if isinstance(self.rows, Tensor):
-            out_T_C.index_add_(0, self.rows, left @ right, alpha=alpha)
+            out_T_C.index_add_(0, self.rows, left @ right, alpha=self.scaling)
         elif len(self.shares) == 1:
-            self.of(out_T_C).addmm_(left, right, alpha=alpha)
+            self.of(out_T_C).addmm_(left, right, alpha=self.scaling)
         else:
-            self.of(out_T_C).baddbmm_(left, right, alpha=alpha)
-
-    def gradients(
-        self, x_n_I: Tensor, low_n_S: Tensor, grad_low_n_S: Tensor, grads_n_O: Sequence[Tensor]
-    ) -> Iterator[tuple[tuple[int, int], tuple[Tensor, Tensor]]]:
-        """Those of A and B, by the numbers of share and layer, where the shares want them."""
-        parts = self.split(low_n_S)
-        if len(self.shares) == 1 and x_n_I.shape[0] <= _FEW_ROWS and self.shares[0].gradient is not None:
-            for layer, low, grad_low, grad in zip(self.layers, parts, self.split(grad_low_n_S), grads_n_O, strict=True):
-                yield (self.first, layer), self._written(layer, x_n_I, low, grad_low, grad)
-            return
-        # The product of a few long rows with the gradient is three times as fast as its transpose.
-        grads_b_R_O = [_product(low.mT, grad) for low, grad in zip(parts, grads_n_O, strict=True)]
-        grad_a_S_I = _product(grad_low_n_S.mT, x_n_I)
-        each = [grad_a_S_I] if len(self.shares) == 1 else grad_a_S_I.unbind()
-        for g, (share, mine) in enumerate(zip(self.shares, each, strict=True)):
-            for layer, grad_a_R_I, grad_b_R_O in zip(self.layers, self._rows(mine), grads_b_R_O, strict=True):
-                grad_b_O_R = (grad_b_R_O if len(self.shares) == 1 else grad_b_R_O[g]).T
-                yield (self.first + g, layer), _written(share, layer, grad_a_R_I, grad_b_O_R)
-
-    def _written(
-        self, layer: int, x_n_I: Tensor, low_n_R: Tensor, grad_low_n_R: Tensor, grad_n_O: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Of a single share with few rows, where the number of operations counts: right into its buffer."""
-        (share,) = self.shares
-        assert share.gradient is not None
-        there = share.gradient.take(share.names[layer])
-        if there is None or there.a_R_I.dtype != x_n_I.dtype:
-            return _kept(share, layer, grad_low_n_R.T @ x_n_I, grad_n_O.T @ low_n_R, there)
-        grad_a_R_I = torch.mm(grad_low_n_R.T, x_n_I, out=there.a_R_I)
-        grad_b_O_R = torch.addmm(there.b_O_R, grad_n_O.T, low_n_R, beta=0, alpha=self.scaling, out=there.b_O_R)
-        return grad_a_R_I, grad_b_O_R
-
-    def _rows(self, grad_a_S_I: Tensor) -> Sequence[Tensor]:
-        if len(self.layers) == 1:
-            return (grad_a_S_I,)
-        return grad_a_S_I.split([self._weights(self.shares[0], layer).a_R_I.shape[0] for layer in self.layers])
-
-    @staticmethod
-    def _weights(share: Share, layer: int) -> LoraWeights:
-        return cast(LoraWeights, share.weights[layer])
+            self.of(out_T_C).baddbmm_(left, right, alpha=self.scaling)
 
 
-def _blocks(shares: Sequence[Share], num_rows: int) -> list[_Block]:
+def _blocks(shares: Sequence[Share], x_T_I: Tensor) -> Iterator[_Few | _Block]:
     """All shares, in order."""
-    out, first = [], 0
+    first, num_rows = 0, x_T_I.shape[0]
     for n, share in enumerate(shares):
-        if n + 1 == len(shares) or not _is_followed(share, shares[n + 1]):
-            rows = share.rows
-            if isinstance(rows, slice):
-                rows = slice(cast(slice, shares[first].rows).start, rows.stop)
-            is_all = isinstance(rows, slice) and rows == slice(0, num_rows)
-            out.append(_Block(first, shares[first : n + 1], None if is_all else rows, share.layers))
-            first = n + 1
-    return out
+        if n + 1 < len(shares) and _is_followed(share, shares[n + 1]):
+            continue
+        rows = share.rows
+        if isinstance(rows, slice):
+            rows = slice(cast(slice, shares[first].rows).start, rows.stop)
+            count = rows.stop - rows.start
+            rows = None if count == num_rows else rows
+            if first == n and count <= _FEW_ROWS and share.layers[0][1].a_R_I.dtype == x_T_I.dtype:
+                yield _Few(share, rows)
+                first = n + 1
+                continue
+        yield _Block(shares[first : n + 1], rows)
+        first = n + 1
 
 
 def _is_followed(share: Share, after: Share) -> bool:
@@ -265,22 +361,7 @@ def _ranks(share: Share) -> list[int]:
     return [0 if weights is None else weights.a_R_I.shape[0] for weights in share.weights]
 
 
-def _written(share: Share, layer: int, grad_a_R_I: Tensor, grad_b_O_R: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients, in the dtypes of A and B, where the share wants them. That of B comes unscaled."""
-    there = None if share.gradient is None else share.gradient.take(share.names[layer])
-    return _kept(share, layer, grad_a_R_I, grad_b_O_R, there)
-
-
-def _kept(
-    share: Share, layer: int, grad_a_R_I: Tensor, grad_b_O_R: Tensor, there: LoraWeights | None
-) -> tuple[Tensor, Tensor]:
-    if there is None:
-        weights = cast(LoraWeights, share.weights[layer])
-        return grad_a_R_I.to(weights.a_R_I.dtype), grad_b_O_R.mul_(share.scaling).to(weights.b_O_R.dtype)
-    return there.a_R_I.copy_(grad_a_R_I), torch.mul(grad_b_O_R, share.scaling, out=there.b_O_R)
-
-
-def _worth_merging(x_T_I: Tensor, share: Share, layers: Sequence[Frozen]) -> bool:
+def _worth_merging(x_T_I: Tensor, share: Share, outputs: Sequence[Tensor]) -> bool:
     """Whether W + scaling B A costs less than adding the share to so many rows, forward and backward.
 
     On a CPU both are bound by memory: W is read and written twice, each row of the output and of the input's gradient
@@ -288,38 +369,47 @@ def _worth_merging(x_T_I: Tensor, share: Share, layers: Sequence[Frozen]) -> boo
     """
     if not isinstance(share.rows, slice) or x_T_I.is_cuda or x_T_I.dtype not in (torch.float32, torch.float64):
         return False
-    weights = [layers[n].weight_O_I for n in share.layers]
-    num_rows = share.rows.stop - share.rows.start
-    many = num_rows * sum(sum(one.shape) for one in weights) > 2 * sum(one.numel() for one in weights)
-    return many and all(one.dtype == x_T_I.dtype for one in share.parameters)
+    num_rows, num_inputs = share.rows.stop - share.rows.start, x_T_I.shape[1]
+    widths = [outputs[n].shape[1] for n, _ in share.layers]
+    many = num_rows * sum(num_inputs + width for width in widths) > 2 * num_inputs * sum(widths)
+    return many and all(weights.a_R_I.dtype == weights.b_O_R.dtype == x_T_I.dtype for _, weights in share.layers)
 
 
 def _segments(
-    weights: Sequence[Tensor], shares: Sequence[Share], num_rows: int
+    frozen: Sequence[Frozen], shares: Sequence[Share], num_rows: int, inside: Layers | None
 ) -> Iterator[tuple[slice, list[Tensor]]]:
-    """All rows, in order, and every layer's weights there, with the share that has the rows merged in.
+    """All rows, in order, and the weights of `frozen` there, with the share that has the rows merged in.
 
     They are made one after the other, and again in backward: waiting for it, they would take the memory of a model.
     """
     row = 0
+    weights = [layer.weight_O_I for layer in frozen]
     for share in sorted(shares, key=lambda share: cast(slice, share.rows).start):
         rows = cast(slice, share.rows)
         if rows.start > row:
             yield slice(row, rows.start), list(weights)
-        there = list(weights)
-        for layer in share.layers:
-            mine = cast(LoraWeights, share.weights[layer])
-            there[layer] = torch.addmm(weights[layer].T, mine.a_R_I.T, mine.b_O_R.T, alpha=share.scaling).T
-        yield rows, there
+        if inside is None:
+            yield (
+                rows,
+                [_merged(weight, mine, share.scaling) for weight, mine in zip(weights, share.weights, strict=True)],
+            )
+        else:
+            whole = torch.empty_like(weights[0])
+            parts = (torch.split_with_sizes(one, inside.widths) for one in (weights[0], whole))
+            for weight, mine, out in zip(next(parts), share.weights, next(parts), strict=True):
+                _merged(weight, mine, share.scaling, out)
+            yield rows, [whole]
         row = rows.stop
     if row < num_rows:
         yield slice(row, num_rows), list(weights)
 
 
-def _add_biases(outputs: Sequence[Tensor], layers: Sequence[Frozen]) -> None:
-    for output, layer in zip(outputs, layers, strict=True):
-        if layer.bias_O is not None:
-            output.add_(layer.bias_O)
+def _merged(weight_O_I: Tensor, mine: LoraWeights | None, scaling: float, out_O_I: Tensor | None = None) -> Tensor:
+    """W + scaling B A, in `out` if given; W itself where there is nothing to add and no `out`."""
+    if mine is None:
+        return weight_O_I if out_O_I is None else out_O_I.copy_(weight_O_I)
+    out_I_O = None if out_O_I is None else out_O_I.T
+    return torch.addmm(weight_O_I.T, mine.a_R_I.T, mine.b_O_R.T, alpha=scaling, out=out_I_O).T
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:

@@ -1,11 +1,12 @@
-"""Decoder layers of the Llama family as two autograd nodes, before and after attention, differentiated by hand.
+"""Decoder layers of the Llama family as one autograd node each, differentiated by hand.
 
 What a short sequence costs is the number of operations, and with a long one each operation is a pass through memory:
 both are fewer here than in the layer's own code under autograd. Layers are known by their structure, and each is tried
 on random numbers against its own code, gradients included: one that computes anything else stays as it is. On a CPU, in
 full precision, and only where gradients are wanted: generation goes through the layers' own code.
 
-Shapes: T packed tokens, H hidden, N query heads, K key/value heads, D head dimension, C = N D, F feed-forward features.
+Shapes: T packed tokens, H hidden, N query heads, K key/value heads, D head dimension, C = N D, F feed-forward features,
+S features side by side.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -20,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from tinsmith.modeling.attention import Heads, Layout, Packed
-from tinsmith.modeling.generation import GenerationLayer, generate
+from tinsmith.modeling.attention import Heads, Layout, Packed, attend, attend_backward
+from tinsmith.modeling.generation import GenerationLayer, Joined, generate
 from tinsmith.modeling.kernels.cpu import (
     CPU,
     normalize,
@@ -32,29 +34,10 @@ from tinsmith.modeling.kernels.cpu import (
 )
 from tinsmith.modeling.kernels.install import FusedMLP, FusedRMSNorm
 from tinsmith.modeling.lora import ActiveRuns, LoraLinear, Run, shares_of
-from tinsmith.modeling.projections import Frozen, Share, backward, forward, parameters_of
+from tinsmith.modeling.projections import Share, backward, forward, parameters_of
 
 _TOLERANCE = 1e-4
 """Largest relative difference between a layer's own code and ours: float32's rounding, not another function's."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Joint:
-    """Layers that read the same tensor."""
-
-    names: Sequence[str]
-    layers: Sequence[Frozen]
-
-    @classmethod
-    def of(cls, *layers: LoraLinear) -> _Joint:
-        return cls([layer.name for layer in layers], [Frozen(layer.weight, layer.bias) for layer in layers])
-
-    @property
-    def widths(self) -> list[int]:
-        return [layer.weight_O_I.shape[0] for layer in self.layers]
-
-    def shares(self, runs: Sequence[Run]) -> list[Share]:
-        return shares_of(runs, self.names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +58,19 @@ class WholeLayer:
     heads: Heads
     head_dim: int
     before_attention: _Norm
-    qkv: _Joint
+    qkv: Joined
     of_heads: _Norm | None
     """Of queries and keys; its weight is [N + K, D]."""
-    out: _Joint
+    out: Joined
     before_mlp: _Norm
-    gate_up: _Joint
-    down: _Joint
+    gate_up: Joined
+    down: Joined
+
+    @property
+    def num_heads(self) -> tuple[int, int]:
+        """Of queries, and of keys and values."""
+        queries, keys, _ = self.qkv.frozen.widths
+        return queries // self.head_dim, keys // self.head_dim
 
     def turned_by(self, angles: Tensor) -> bool:
         """False where only a part of each head turns, which is for the layer's own code."""
@@ -89,113 +78,103 @@ class WholeLayer:
 
     def run(self, x_T_H: Tensor, cos_T_1_D: Tensor, sin_T_1_D: Tensor, layout: Packed, runs: Sequence[Run]) -> Tensor:
         """The layer's output [T, H]."""
-        qkv, out, gate_up, down = (one.shares(runs) for one in (self.qkv, self.out, self.gate_up, self.down))
-        q, k, v = _BeforeAttention.apply(x_T_H, self, cos_T_1_D, sin_T_1_D, qkv, *parameters_of(qkv))
-        attended_T_C = layout.attend(self.index, q, k, v, self.heads).flatten(1)
-        shares = (out, gate_up, down)
+        shares = [shares_of(runs, one.names) for one in (self.qkv, self.out, self.gate_up, self.down)]
         parameters = [tensor for one in shares for tensor in parameters_of(one)]
-        return _AfterAttention.apply(attended_T_C, x_T_H, self, shares, *parameters)
+        return _Layer.apply(x_T_H, cos_T_1_D, sin_T_1_D, self, layout, shares, *parameters)
 
 
-class _BeforeAttention(torch.autograd.Function):
-    """Norm, projections, the heads' norms, rotation: queries [T, N, D], keys and values [T, K, D]."""
+class _Layer(torch.autograd.Function):
+    """Norm, projections, the heads' norms, rotation, attention, output projection, residual, norm, SwiGLU, residual."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x_T_H: Tensor,
-        layer: WholeLayer,
         cos_T_1_D: Tensor,
         sin_T_1_D: Tensor,
-        shares: Sequence[Share],
-        *parameters: Tensor,
-    ) -> tuple[Tensor, ...]:
-        normal_T_H, scale_T_1 = normalize(x_T_H, layer.before_attention.weight, layer.before_attention.eps)
-        widths = layer.qkv.widths
-        together = x_T_H.new_empty(x_T_H.shape[0], sum(widths))  # side by side, so that q and k turn as one
-        _, lows = forward(normal_T_H, layer.qkv.layers, shares, together.split(widths, 1))
-        heads = together.unflatten(1, (-1, layer.head_dim))
-        sizes = [width // layer.head_dim for width in widths]
-        qk, v = heads.split([sizes[0] + sizes[1], sizes[2]], 1)
-        saved_heads: tuple[Tensor, ...] = ()
-        turned = qk
-        if layer.of_heads is not None:
-            turned, scale = normalize(qk, layer.of_heads.weight, layer.of_heads.eps)
-            saved_heads = (qk, scale)
-        q, k = rotate(turned, cos_T_1_D, sin_T_1_D).split(sizes[:2], 1)
-        ctx.save_for_backward(x_T_H, scale_T_1, normal_T_H, cos_T_1_D, sin_T_1_D, *saved_heads, *(lows or ()))
-        ctx.layer, ctx.shares, ctx.merged, ctx.sizes = layer, shares, lows is None, sizes
-        return q, k, v
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        layer: WholeLayer = ctx.layer
-        x_T_H, scale_T_1, normal_T_H, cos, sin, *rest = ctx.saved_tensors
-        grad_qk = rotate_backward(torch.cat(grads[:2], 1), cos, sin)
-        if layer.of_heads is not None:
-            qk, scale, *rest = rest
-            grad_qk = normalize_backward(grad_qk, qk, scale, layer.of_heads.weight)
-        grad_q, grad_k = (grad.flatten(1) for grad in grad_qk.split(ctx.sizes[:2], 1))
-        grad_normal, of_parameters = backward(
-            normal_T_H,
-            layer.qkv.layers,
-            ctx.shares,
-            None if ctx.merged else rest,
-            [grad_q, grad_k, grads[2].flatten(1)],
-            need_x=ctx.needs_input_grad[0],
-        )
-        grad_x = None
-        if grad_normal is not None:
-            grad_x = normalize_backward(grad_normal, x_T_H, scale_T_1, layer.before_attention.weight)
-        return grad_x, None, None, None, None, *of_parameters
-
-
-class _AfterAttention(torch.autograd.Function):
-    """Output projection, residual, norm, SwiGLU feed-forward, residual."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        attended_T_C: Tensor,
-        x_T_H: Tensor,
         layer: WholeLayer,
-        shares: tuple[Sequence[Share], Sequence[Share], Sequence[Share]],
+        layout: Packed,
+        shares: Sequence[Sequence[Share]],
         *parameters: Tensor,
     ) -> Tensor:
-        (middle_T_H,), lows_out = forward(attended_T_C, layer.out.layers, shares[0])
+        of_qkv, of_out, of_gate_up, of_down = shares
+        num_queries, num_keys = layer.num_heads
+        normal_T_H, scale_T_1 = normalize(x_T_H, layer.before_attention.weight, layer.before_attention.eps)
+        qkv_T_S, lows_qkv = forward(normal_T_H, layer.qkv.frozen, of_qkv)
+        heads = qkv_T_S.view(qkv_T_S.shape[0], -1, layer.head_dim)
+        qk, v = torch.split_with_sizes(heads, [num_queries + num_keys, num_keys], 1)  # q and k turn as one
+        turned, of_heads = qk, ()
+        if layer.of_heads is not None:
+            turned, scale = normalize(qk, layer.of_heads.weight, layer.of_heads.eps)
+            of_heads = (qk, scale)
+        q, k = torch.split_with_sizes(rotate(turned, cos_T_1_D, sin_T_1_D), [num_queries, num_keys], 1)
+        attended, sums = attend(q, k, v, layout, layer.heads)
+        attended_T_C = attended.flatten(1)
+        middle_T_H, lows_out = forward(attended_T_C, layer.out.frozen, of_out)
         middle_T_H.add_(x_T_H)
-        normal_T_H, scale_T_1 = normalize(middle_T_H, layer.before_mlp.weight, layer.before_mlp.eps)
-        (gate_T_F, up_T_F), lows_up = forward(normal_T_H, layer.gate_up.layers, shares[1])
+        second_T_H, second_T_1 = normalize(middle_T_H, layer.before_mlp.weight, layer.before_mlp.eps)
+        gate_up_T_S, lows_gate_up = forward(second_T_H, layer.gate_up.frozen, of_gate_up)
+        gate_T_F, up_T_F = gate_up_T_S.chunk(2, 1)
         active_T_F = silu(gate_T_F).mul_(up_T_F)
-        (y_T_H,), lows_down = forward(active_T_F, layer.down.layers, shares[2])
-        lows = (lows_out, lows_up, lows_down)
-        saved = (attended_T_C, middle_T_H, scale_T_1, normal_T_H, gate_T_F, up_T_F, active_T_F)
-        ctx.save_for_backward(*saved, *(low for one in lows for low in one or ()))
-        ctx.layer, ctx.shares, ctx.num_lows = layer, shares, [None if one is None else len(one) for one in lows]
+        y_T_H, lows_down = forward(active_T_F, layer.down.frozen, of_down)
+        lows = (lows_qkv, lows_out, lows_gate_up, lows_down)
+        saved = (
+            (x_T_H, scale_T_1, normal_T_H, cos_T_1_D, sin_T_1_D, q, k, v, attended, attended_T_C),
+            (middle_T_H, second_T_1, second_T_H, gate_T_F, up_T_F, active_T_F),
+            of_heads,
+            sums,
+        )
+        groups = (*saved, *(one or () for one in lows))
+        ctx.save_for_backward(*chain.from_iterable(groups))
+        ctx.sizes, ctx.merged = [len(group) for group in groups], [one is None for one in lows]
+        ctx.layer, ctx.layout, ctx.shares = layer, layout, shares
         return y_T_H.add_(middle_T_H)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad_y_T_H,) = grad_outputs
         layer: WholeLayer = ctx.layer
-        attended_T_C, middle_T_H, scale_T_1, normal_T_H, gate_T_F, up_T_F, active_T_F, *rest = ctx.saved_tensors
-        lows = []
-        for count in ctx.num_lows:
-            lows.append(None if count is None else rest[:count])
-            rest = rest[count or 0 :]
-        out, up, down = ctx.shares
-        grad_active, of_down = backward(active_T_F, layer.down.layers, down, lows[2], [grad_y_T_H], need_x=True)
+        tensors = iter(ctx.saved_tensors)
+        first, second, of_heads, sums, *saved_lows = (list(islice(tensors, size)) for size in ctx.sizes)
+        lows = [None if merged else one for merged, one in zip(ctx.merged, saved_lows, strict=True)]
+        of_qkv, of_out, of_gate_up, of_down = ctx.shares
+
+        middle_T_H, second_T_1, second_T_H, gate_T_F, up_T_F, active_T_F = second
+        grad_active, grads_down = backward(active_T_F, layer.down.frozen, of_down, lows[3], grad_y_T_H, need_x=True)
         assert grad_active is not None
-        of_gate_up = swiglu_backward(grad_active, gate_T_F, up_T_F)
-        grad_normal, of_up = backward(normal_T_H, layer.gate_up.layers, up, lows[1], of_gate_up, need_x=True)
-        assert grad_normal is not None
-        grad_middle = normalize_backward(grad_normal, middle_T_H, scale_T_1, layer.before_mlp.weight).add_(grad_y_T_H)
-        need_attended = ctx.needs_input_grad[0]
-        grad_attended, of_out = backward(
-            attended_T_C, layer.out.layers, out, lows[0], [grad_middle], need_x=need_attended
+        grad_gate_up = grad_y_T_H.new_empty(gate_T_F.shape[0], 2 * gate_T_F.shape[1])
+        swiglu_backward(grad_active, gate_T_F, up_T_F, out=grad_gate_up.chunk(2, 1))
+        grad_second, grads_up = backward(
+            second_T_H, layer.gate_up.frozen, of_gate_up, lows[2], grad_gate_up, need_x=True
         )
-        grad_x = grad_middle if ctx.needs_input_grad[1] else None
-        return grad_attended, grad_x, None, None, *of_out, *of_up, *of_down
+        assert grad_second is not None
+        grad_middle = normalize_backward(grad_second, middle_T_H, second_T_1, layer.before_mlp.weight).add_(grad_y_T_H)
+
+        x_T_H, scale_T_1, normal_T_H, cos, sin, q, k, v, attended, attended_T_C = first
+        need_x = ctx.needs_input_grad[0]
+        need_attended = need_x or bool(of_qkv)
+        grad_attended, grads_out = backward(
+            attended_T_C, layer.out.frozen, of_out, lows[1], grad_middle, need_x=need_attended
+        )
+        grad_x, grads_qkv = None, []
+        if grad_attended is not None:
+            together = attend_backward(
+                grad_attended.view_as(attended), q, k, v, attended, sums, ctx.layout, layer.heads
+            )
+            grad_qk = together[:, : -v.shape[1]]
+            grad_turned = rotate_backward(grad_qk, cos, sin)
+            if layer.of_heads is None:
+                grad_qk.copy_(grad_turned)
+            else:
+                qk, scale = of_heads
+                normalize_backward(grad_turned, qk, scale, layer.of_heads.weight, out=grad_qk)
+            grad_normal, grads_qkv = backward(
+                normal_T_H, layer.qkv.frozen, of_qkv, lows[0], together.flatten(1), need_x=need_x
+            )
+            if grad_normal is not None:
+                grad_x = normalize_backward(grad_normal, x_T_H, scale_T_1, layer.before_attention.weight)
+                grad_x.add_(grad_middle)
+        return grad_x, None, None, None, None, None, *grads_qkv, *grads_out, *grads_up, *grads_down
 
 
 def take_over(decoder: nn.Module, layers: Sequence[nn.Module], active: ActiveRuns) -> int:
@@ -207,8 +186,8 @@ def take_over(decoder: nn.Module, layers: Sequence[nn.Module], active: ActiveRun
     for index, layer in enumerate(layers):
         whole = _whole(layer, index)
         if whole is not None:
-            generating = GenerationLayer(whole, _linear_layers(layer))
-            layer.forward = partial(_forward, partial(generate, layer.forward, generating, active), whole, active)
+            generating = partial(generate, layer.forward, GenerationLayer(whole), active)
+            layer.forward = partial(_forward, generating, whole, active)
             count += 1
     if count and count == len(layers) and _is_plain(decoder, layers):
         decoder.forward = partial(_decode, decoder.forward, decoder)
@@ -314,12 +293,12 @@ def _whole(layer: nn.Module, index: int) -> WholeLayer | None:
         heads=Heads(scale=1.0),
         head_dim=head_dim,
         before_attention=first,
-        qkv=_Joint.of(q, k, v),
+        qkv=Joined([q, k, v]),
         of_heads=together,
-        out=_Joint.of(o),
+        out=Joined([o]),
         before_mlp=second,
-        gate_up=_Joint.of(gate, up),
-        down=_Joint.of(down),
+        gate_up=Joined([gate, up]),
+        down=Joined([down]),
     )
     return _tried(found, layer)
 
@@ -344,9 +323,10 @@ def _tried(whole: WholeLayer, layer: nn.Module) -> WholeLayer | None:
             theirs = layer(
                 x[None], attention_mask=None, position_ids=None, position_embeddings=(cos, sin), layout=layout
             )[0]
-            if layout.heads is None:
+            heads = layout.heads
+            if heads is None or heads.softcap is not None or heads.sinks_N is not None:
                 return None
-            whole = replace(whole, heads=layout.heads)
+            whole = replace(whole, heads=heads)
             ours = whole.run(x, cos.transpose(0, 1), sin.transpose(0, 1), layout.packed, [])
             grad = torch.randn(ours.shape, generator=generator, dtype=like.dtype)
             pairs = [(ours, theirs), tuple(torch.autograd.grad(y, x, grad)[0] for y in (ours, theirs))]

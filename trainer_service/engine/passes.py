@@ -233,7 +233,7 @@ class Passes:
             mine = list(group)
             rows = slice(int(starts[mine[0]]), int(starts[mine[-1] + 1]))
             adapter: Adapter = self._models[model_id].adapter  # type: ignore[assignment]  # full weights meet no layer
-            yield Run(adapter, rows, PassGradient(adapter))
+            yield Run(adapter, rows, None if self._base.trainable else PassGradient(adapter))
 
     def _gradients(
         self, terms: Sequence[tuple[Job, Term]], runs: Sequence[Run], items: Sequence[Item]
@@ -241,12 +241,17 @@ class Passes:
         """The gradient of the terms' sum for each run's model: of an adapter in one piece, of full weights tensor by
         tensor."""
         total = torch.stack([term.differentiable for _, term in terms]).sum()
+        anchors = [run.gradient.anchor for run in runs if run.gradient is not None]
         parameters = [tensor for run in runs for tensor in run.adapter.tensors()]
-        grads = iter(torch.autograd.grad(total, parameters, materialize_grads=True))
+        grads = iter(torch.autograd.grad(total, [*anchors, *parameters], allow_unused=True)[len(anchors) :])
         for model_id, run in zip(dict.fromkeys(item.model_id for item in items), runs, strict=True):
             mine = [next(grads) for _ in run.adapter.tensors()]
-            in_one = None if self._base.trainable else run.gradient
-            yield self._models[model_id], mine if in_one is None else [in_one.gather(mine)]
+            if run.gradient is None:
+                kept = run.adapter.tensors()
+                mine = [
+                    torch.zeros_like(tensor) if grad is None else grad for tensor, grad in zip(kept, mine, strict=True)
+                ]
+            yield self._models[model_id], mine if run.gradient is None else [run.gradient.gather(mine)]
 
 
 def _largest(tensors: list[Tensor]) -> float:

@@ -45,8 +45,9 @@ def failed(report: dict[str, Any]) -> set[str]:
 def test_a_packed_forward_that_is_wrong_is_neither_trainable_nor_sampleable(
     model_folder: Path, doctor: Doctor, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real = attention._sdpa
-    monkeypatch.setattr(attention, "_sdpa", lambda q, k, v, scale, **flags: real(q, k, v, 2 * scale, **flags))
+    for name in ("_sdpa", "attend"):  # of generation, and of training
+        real = getattr(attention, name)
+        monkeypatch.setattr(attention, name, lambda q, *others, real=real, **flags: real(2 * q, *others, **flags))
     status, report = doctor(model_folder)
     assert status == 1
     assert failed(report) == {"trainer", "sampler torch"}

@@ -11,7 +11,7 @@ from tinsmith.modeling.adapter import Adapter, AdapterConfig, LoraWeights, Targe
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.lora import ActiveRuns, LoraLinear, Run, join_readers, listening, shares_of
 from tinsmith.modeling.pass_gradient import PassGradient
-from tinsmith.modeling.projections import Frozen, Share, project
+from tinsmith.modeling.projections import Frozen, Layers, Share, project
 
 T, INPUTS, OUTPUTS = 40, 6, (4, 9, 2)
 ROWS = {
@@ -81,10 +81,11 @@ def test_layers_together_equal_each_alone_gradients_included(
 @pytest.mark.parametrize("merged", [False, True])
 def test_shares_that_are_alike_are_one_batch(alike: list[Share], merged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(projections, "_worth_merging", lambda *_: merged)
-    assert [len(block.shares) for block in projections._blocks(alike, T)] == [3]
+    x = torch.zeros(T, INPUTS, dtype=torch.float64)
+    assert [block.shares for block in projections._blocks(alike, x)] == [alike]  # type: ignore[union-attr]
     check(alike, frozen_input=False)
     other = [alike[0], replace(alike[1], scaling=3.0), alike[2]]
-    assert [len(block.shares) for block in projections._blocks(other, T)] == [1, 1, 1]
+    assert len(list(projections._blocks(other, x))) == 3
 
 
 def check(shares: list[Share], *, frozen_input: bool) -> None:
@@ -97,15 +98,16 @@ def check(shares: list[Share], *, frozen_input: bool) -> None:
     ]
     parameters = [t for share in shares for w in share.weights if w is not None for t in (w.a_R_I, w.b_O_R)]
     inputs = parameters if frozen_input else [x, *parameters]
-    ours, theirs = project(x, layers, shares), plain(x, layers, shares)
+    ours, theirs = project(x, Layers(layers), shares), plain(x, layers, shares)
     factors = [torch.randn_like(y) for y in ours]
     found, expected = (torch.autograd.grad(ys, inputs, factors) for ys in (ours, theirs))
     for mine, other in zip([*ours, *found], [*theirs, *expected], strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("rows", [13, 80])
 @pytest.mark.parametrize("count", [1, 3])
-def test_gradients_are_written_to_the_buffer_of_the_pass_once(count: int) -> None:
+def test_gradients_are_added_to_the_buffer_of_the_pass(count: int, rows: int) -> None:
     torch.manual_seed(0)
     targets = [Target(name, "mlp", INPUTS, out) for name, out in zip("abc", OUTPUTS, strict=True)]
     adapters = [
@@ -117,33 +119,61 @@ def test_gradients_are_written_to_the_buffer_of_the_pass_once(count: int) -> Non
     for adapter in adapters:
         for tensor in adapter.tensors():
             tensor.normal_().requires_grad_()
-    x = torch.randn(13 * count, INPUTS)
-    layers = [Frozen(torch.randn(out, INPUTS)) for out in OUTPUTS[:2]]  # "c" is not called
+    x = torch.randn(rows * count, INPUTS)
+    frozen = [Frozen(torch.randn(out, INPUTS)) for out in OUTPUTS[:2]]  # "c" is not called, "b" twice
 
-    def gradients(written: list[PassGradient] | None) -> list[Tensor]:
+    def loss(written: list[PassGradient] | None) -> Tensor:
         runs = [
-            Run(adapter, slice(13 * n, 13 * n + 13), written[n] if written else None)
+            Run(adapter, slice(rows * n, rows * n + rows), written[n] if written else None)
             for n, adapter in enumerate(adapters)
         ]
-        outputs = [*project(x, layers, shares_of(runs, "ab")), *project(2 * x, layers[1:], shares_of(runs, "b"))]
-        loss = torch.cat([y.square().sum()[None] for y in outputs]).sum()
-        inputs = [tensor for adapter in adapters for tensor in adapter.tensors()]
-        return list(torch.autograd.grad(loss, inputs, materialize_grads=True))
+        both, again = project(x, Layers(frozen), shares_of(runs, "ab")), shares_of(runs, "b")
+        outputs = [*both, *project(2 * x, Layers(frozen[1:]), again)]
+        return torch.cat([y.square().sum()[None] for y in outputs]).sum()
 
     ours = [PassGradient(adapter) for adapter in adapters]
-    found, expected = gradients(ours), gradients(None)
+    inputs = [tensor for adapter in adapters for tensor in adapter.tensors()]
+    expected = torch.autograd.grad(loss(None), inputs, materialize_grads=True)
+    anchors = [one.anchor for one in ours]
+    left = torch.autograd.grad(loss(ours), [*anchors, *inputs], allow_unused=True)
+    assert left == (None,) * (7 * count)
     for n, one in enumerate(ours):
-        flat = one.gather(found[6 * n : 6 * n + 6])
-        assert found[6 * n].untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+        flat = one.gather([None] * 6)
         torch.testing.assert_close(flat, torch.cat([grad.flatten() for grad in expected[6 * n : 6 * n + 6]]))
+        more = one.gather([None, torch.ones_like(inputs[6 * n + 1]), *[None] * 4])  # what autograd has for one of them
+        assert more.sum().item() == pytest.approx(sum(grad.sum().item() for grad in expected[6 * n : 6 * n + 6]) + 12)
+
+
+@pytest.mark.parametrize("merged", [False, True])
+@torch.no_grad()
+def test_layers_whose_matrices_lie_end_to_end_are_one_product(
+    shares: list[Share], merged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if merged:
+        monkeypatch.setattr(projections, "_worth_merging", lambda x, share, *_: isinstance(share.rows, slice))
+    torch.manual_seed(1)
+    x = torch.randn(T, INPUTS, dtype=torch.float64)
+    matrix, bias = torch.randn(INPUTS, sum(OUTPUTS), dtype=torch.float64).T, torch.randn(15, dtype=torch.float64)
+    frozen = [Frozen(w, b) for w, b in zip(matrix.split(OUTPUTS), bias.split(OUTPUTS), strict=True)]
+    whole, apart = Layers(frozen, Frozen(matrix, bias)), Layers(frozen)
+    assert whole.whole is not None
+    assert apart.whole is None
+    assert Layers([Frozen(w.clone()) for w in matrix.split(OUTPUTS)], Frozen(matrix)).whole is None
+    found = []
+    for layers in (whole, apart):
+        y, lows = projections.forward(x, layers, shares)
+        grad_x, grads = projections.backward(x, layers, shares, lows, y.square(), need_x=True)
+        found.append([y, grad_x, *grads])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 def test_a_share_is_merged_where_it_has_many_rows_and_full_precision() -> None:
     def worth(num_rows: int, dtype: torch.dtype = torch.float32, adapter: torch.dtype = torch.float32) -> bool:
         mine = LoraWeights(torch.ones(2, 8, dtype=adapter), torch.ones(24, 2, dtype=adapter))
         share = Share(slice(0, num_rows), 1.0, [mine])
-        layer = Frozen(torch.ones(24, 8, dtype=dtype))
-        return projections._worth_merging(torch.ones(num_rows, 8, dtype=dtype), share, [layer])
+        x = torch.ones(num_rows, 8, dtype=dtype)
+        return projections._worth_merging(x, share, [x.new_empty(num_rows, 24)])
 
     assert worth(13)
     assert not worth(12)  # 2 * 8 * 24 / (8 + 24) rows cost the same

@@ -24,26 +24,31 @@ def normalize(x: Tensor, weight_F: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return (x * scale).mul_(weight_F), scale
 
 
-def normalize_backward(grad: Tensor, x: Tensor, scale: Tensor, weight_F: Tensor) -> Tensor:
-    """The gradient of x."""
+def normalize_backward(grad: Tensor, x: Tensor, scale: Tensor, weight_F: Tensor, out: Tensor | None = None) -> Tensor:
+    """The gradient of x, in `out` if given."""
     # y = w x s with s = (mean(x^2) + eps)^(-1/2), so dx = s w dy - x s^3 mean(x w dy)
     grad = grad * weight_F
     share = torch.linalg.vecdot(grad, x).unsqueeze(-1).mul_(scale.pow(3).div_(-x.shape[-1]))
-    return grad.mul_(scale).addcmul_(x, share)
+    return torch.addcmul(grad.mul_(scale), x, share, out=grad if out is None else out)
 
 
-def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of gate and up."""
-    return torch.ops.aten.silu_backward(grad * up, gate), silu(gate).mul_(grad)
+def swiglu_backward(
+    grad: Tensor, gate: Tensor, up: Tensor, out: tuple[Tensor, ...] | None = None
+) -> tuple[Tensor, ...]:
+    """The gradients of gate and up, in `out` if given."""
+    if out is None:
+        return torch.ops.aten.silu_backward(grad * up, gate), silu(gate).mul_(grad)
+    torch.ops.aten.silu_backward(grad * up, gate, grad_input=out[0])
+    torch.mul(silu(gate), grad, out=out[1])
+    return out
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [T, N, D]; cos and sin [T, 1, D]."""
-    half = x.shape[-1] // 2
-    first, second = x.split(half, -1)
-    sin_first, sin_second = sin.split(half, -1)
+    first, second = x.chunk(2, -1)
+    sin_first, sin_second = sin.chunk(2, -1)
     y = x * cos
-    y_first, y_second = y.split(half, -1)
+    y_first, y_second = y.chunk(2, -1)
     y_first.addcmul_(second, sin_first, value=-1)
     y_second.addcmul_(first, sin_second)
     return y
@@ -51,11 +56,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def rotate_backward(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The gradient of x."""
-    half = grad.shape[-1] // 2
-    first, second = grad.split(half, -1)
-    sin_first, sin_second = sin.split(half, -1)
+    first, second = grad.chunk(2, -1)
+    sin_first, sin_second = sin.chunk(2, -1)
     out = grad * cos
-    out_first, out_second = out.split(half, -1)
+    out_first, out_second = out.chunk(2, -1)
     out_first.addcmul_(second, sin_second)
     out_second.addcmul_(first, sin_first, value=-1)
     return out
@@ -85,7 +89,7 @@ class _SwiGLU(torch.autograd.Function):
         return silu(gate).mul_(up)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, ...]:
         return swiglu_backward(grad_outputs[0], *ctx.saved_tensors)
 
 
