@@ -61,7 +61,7 @@ class OperationRows:
         async with self._database.begin() as db:
             await db.execute(delete(Operation).where(Operation.request_id == request_id))
 
-    async def saving(self, path: TinkerPath, *, without: Collection[str] = ()) -> str | None:
+    async def saving(self, path: TinkerPath) -> str | None:
         """The request id of a save of the run that makes this checkpoint, and is not through."""
         query = select(Operation.request_id).where(
             Operation.model_id == path.run_id,
@@ -69,7 +69,6 @@ class OperationRows:
             Operation.kind.in_(("save_weights", "save_weights_for_sampler")),
             Operation.error.is_(None),
             Operation.settled_at.is_(None),
-            Operation.request_id.not_in(without),
         )
         async with self._database.begin() as db:
             return await db.scalar(query.limit(1))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import orjson
 
 from gateway.database.store import Store
@@ -30,9 +28,17 @@ class Saves:
         self._patience_s = patience_s
 
     async def read(self, path: str, *, field: str, caller: Caller) -> Checkpoint:
-        """`Checkpoints.read`, to load it, once every accepted save of the caller's that is about to make it is through:
-        as if it had been asked for later. Raises NotReady when that takes long."""
-        why = await self._wait(TinkerPath.parse(path, field=field), field=field, caller=caller)
+        """`Checkpoints.read`, to load it. One that is not there, and that an accepted save of the caller's is about to
+        make, is waited for: as if it had been asked for later. Raises NotReady when that takes long."""
+        named = TinkerPath.parse(path, field=field)
+        # Asked first: between the two the save may end.
+        request_id = await self._store.operations.saving(named)
+        try:
+            return await self._checkpoints.read(path, field=field, caller=caller, purpose="load")
+        except CheckpointNotFound:
+            if request_id is None or not await self._access.owns(named.run_id, caller):
+                raise
+        why = await self._wait(request_id, what=f"{field}: {named}")
         try:
             return await self._checkpoints.read(path, field=field, caller=caller, purpose="load")
         except CheckpointNotFound as error:
@@ -40,29 +46,21 @@ class Saves:
                 raise
             raise CheckpointNotFound(f"{error.message}; its save has failed: {why}", field=field) from error
 
-    async def _wait(self, path: TinkerPath, *, field: str, caller: Caller) -> str:
-        """Why the last save has failed; empty when it has not, or there was none."""
-        if not await self._access.owns(path.run_id, caller):
+    async def _wait(self, request_id: str, *, what: str) -> str:
+        """Why the save has failed; empty when it has not."""
+        try:
+            answer = await self._answer(request_id)
+        except Gone:  # it never came to the trainer
             return ""
-        deadline = time.monotonic() + self._patience_s
-        why = ""
-        seen: set[str] = set()
-        while (request_id := await self._store.operations.saving(path, without=seen)) is not None:
-            seen.add(request_id)
-            try:
-                answer = await self._answer(request_id, timeout_s=max(0.0, deadline - time.monotonic()))
-            except Gone:  # it never came to the trainer
-                continue
-            if answer is None:
-                raise NotReady(f"{field}: {path} is still being saved; it can be loaded when that is through")
-            why = orjson.loads(answer.body)["error"] if answer.is_failure else ""
-        return why
+        if answer is None:
+            raise NotReady(f"{what} is still being saved; it can be loaded when that is through")
+        return orjson.loads(answer.body)["error"] if answer.is_failure else ""
 
-    async def _answer(self, request_id: str, *, timeout_s: float) -> Answer | None:
+    async def _answer(self, request_id: str) -> Answer | None:
         """None when it is not there in time. Raises Gone."""
         try:
-            found = await self._futures.poll(request_id, timeout_s=timeout_s)
+            found = await self._futures.poll(request_id, timeout_s=self._patience_s)
         except Gone:
             await self._operations.attach(request_id)
-            found = await self._futures.poll(request_id, timeout_s=timeout_s)
+            found = await self._futures.poll(request_id, timeout_s=self._patience_s)
         return found if isinstance(found, Answer) else None

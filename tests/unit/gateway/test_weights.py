@@ -180,9 +180,8 @@ async def test_a_load_elsewhere_waits_for_the_save(stack: Stack, client: Client)
     session_id = await client.session()
     model_id, other = await client.model(session_id), await client.model(session_id, seq=1)
     path = f"tinker://{model_id}/weights/one"
-    await save(client, model_id, 1)
     stack.trainer.go.clear()
-    saving = await client.call("save_weights", {"model_id": model_id, "seq_id": 2, "path": "one", "overwrite": True})
+    saving = await client.call("save_weights", {"model_id": model_id, "seq_id": 1, "path": "one"})
     bodies = [
         {"model_id": other, "seq_id": 1, "path": path, "optimizer": True},
         {"session_id": session_id, "model_seq_id": 2, "path": path, "optimizer": False},
@@ -195,7 +194,18 @@ async def test_a_load_elsewhere_waits_for_the_save(stack: Stack, client: Client)
     loaded, created = [await client.result(receipt) for receipt in await asyncio.gather(*calls)]
     assert (loaded["path"], created["path"], created["model_id"]) == (path, path, f"{session_id}:train:2")
     assert (await client.result(saving))["path"] == path
-    assert stack.trainer.models[other].results[1].checkpoint.version_id == f"{model_id}@2"
+
+
+async def test_a_load_elsewhere_does_not_wait_for_a_save_that_may_replace_what_is_there(
+    stack: Stack, client: Client
+) -> None:
+    session_id = await client.session()
+    model_id = await client.model(session_id)
+    path = (await save(client, model_id, 1))["path"]
+    stuck = {"model_id": model_id, "seq_id": 3, "path": "one", "overwrite": True}  # 2 never comes
+    await client.call("save_weights", stuck)
+    body = {"session_id": session_id, "model_seq_id": 1, "path": path, "optimizer": False}
+    assert (await client.result(await client.call("load_weights", body)))["path"] == path
 
 
 async def test_a_load_elsewhere_is_refused_with_the_reason_of_the_save_that_failed(
