@@ -180,16 +180,19 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             raise InvalidRequest("header: the first message must hold it", field="header")
         trainer.operations.check_base_model(first.header.base_model, field="base_model")
 
+        last = pb.ImportCheckpointRequest()
+
         async def pieces() -> AsyncIterator[bytes]:
             async for request in request_iterator:
                 if request.complete:
+                    last.CopyFrom(request)
                     return
                 if request.WhichOneof("piece") != "archive":
                     raise InvalidRequest("archive: every message between first and last must hold it", field="archive")
                 yield request.archive
             raise InvalidRequest("complete: no message said so; the archive was cut off", field="complete")
 
-        return await trainer.importer.run(first.header, pieces())
+        return await trainer.importer.run(first.header, pieces(), last=last)
 
     async def CopyCheckpoint(self, request: pb.CopyCheckpointRequest, context: Context) -> pb.CopyCheckpointResponse:
         copied = await asyncio.to_thread(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import grpc.aio
@@ -18,7 +19,8 @@ from gateway.database.store import Store
 from gateway.database.tables.checkpoints import Checkpoint
 from gateway.storage.arrivals import Arrivals
 from gateway.tenants.auth import Caller
-from gateway.tenants.limits import Limits
+from gateway.tenants.limits import PATIENCE_S, Hold, Limits
+from tinsmith.rpc.errors import RateLimited
 from tinsmith.rpc.paths import TinkerPath
 from tinsmith.v1 import trainer_pb2
 
@@ -84,9 +86,9 @@ class Imports:
         hold = self._limits.start(caller.owner)
         operation = self._arrivals.operation(IMPORT, path)
         try:
-            await self._limits.store(hold, str(path), num_bytes=num_bytes or None)
+            await self._limits.store(hold, str(path), num_bytes=num_bytes)
             async with self._arrivals.noted(operation):
-                reply = await self._send(trainer, header, archive)
+                reply = await self._send(trainer, header, archive, room=lambda: self._room(hold, path))
                 row = checkpoint_row(reply.checkpoint, owner=caller.owner)
                 await self._arrivals.add(row, operation)
             self._arrivals.record(row, operation, owner=caller.owner)
@@ -96,11 +98,27 @@ class Imports:
             await self._store.sessions.end(session.session_id, reason=reason, detail=detail)
         return Imported(row, list(reply.notes))
 
+    async def _room(self, hold: Hold, path: TinkerPath) -> int | None:
+        """What is left of the owner's quota, for this import alone: nobody knows what an archive unpacks to."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                return await self._limits.store(hold, str(path), num_bytes=None)
+            except RateLimited:
+                if time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(1)
+
     async def _send(
-        self, trainer: Trainer, header: trainer_pb2.ImportCheckpointHeader, archive: AsyncIterator[bytes]
+        self,
+        trainer: Trainer,
+        header: trainer_pb2.ImportCheckpointHeader,
+        archive: AsyncIterator[bytes],
+        *,
+        room: Callable[[], Awaitable[int | None]],
     ) -> trainer_pb2.ImportCheckpointResponse:
-        """Passes the archive on as it comes. What is not wanted any more is read all the same, up to a bound: a client
-        reads no answer before it has sent everything."""
+        """Passes the archive on as it comes; `room` is asked when it has. What is not wanted any more is read all the
+        same, up to a bound: a client reads no answer before it has sent everything."""
         limit = self._config.max_import_bytes
         call = trainer.stub.ImportCheckpoint()
         num_bytes = num_dropped = 0
@@ -119,7 +137,8 @@ class Imports:
             if num_bytes > limit:
                 raise HTTPException(413, f"the archive has more than {limit} bytes, this server's max_import_bytes")
             if not call.done():
-                await self._write(call, trainer_pb2.ImportCheckpointRequest(complete=True))
+                last = trainer_pb2.ImportCheckpointRequest(complete=True, max_checkpoint_bytes=await room())
+                await self._write(call, last)
                 await call.done_writing()
             return await call
         except grpc.aio.AioRpcError as error:

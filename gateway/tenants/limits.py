@@ -242,28 +242,31 @@ class Limits:
         budget = self._budgets.get(owner)
         return budget is not None and budget.storage_bytes is not None
 
-    async def store(self, hold: Hold, path: str, *, num_bytes: int | None, request_id: str | None = None) -> None:
-        """For a checkpoint of the owner at this path, which will have about so many bytes, or None where nobody knows.
+    async def store(self, hold: Hold, path: str, *, num_bytes: int | None, request_id: str | None = None) -> int | None:
+        """For a checkpoint of the owner at this path, which will have about so many bytes, or None where nobody knows;
+        what the hold had before is forgotten. The bytes that there are for it; None where there is no quota.
 
         Raises RateLimited, on which the same one is to be sent again, and BudgetExceeded; that, too, when the training
         operation `request_id` has come again for long enough.
         """
         async with self._storing[hold.owner]:  # so that nothing is let in while the sum is read
             try:
-                await self._check_room(hold.owner, path, num_bytes)
+                room = await self._check_room(hold, path, num_bytes)
             except RateLimited as error:
                 if request_id is None or self._is_patient(request_id):
                     raise
                 raise BudgetExceeded(error.message, budget="storage_bytes") from error
             hold.path, hold.num_bytes = path, num_bytes
             self._saves[hold.owner].add(hold)
+            return room
 
-    async def _check_room(self, owner: str, path: str, num_bytes: int | None) -> None:
+    async def _check_room(self, hold: Hold, path: str, num_bytes: int | None) -> int | None:
+        owner = hold.owner
         budget = self._budgets.get(owner)
         if budget is None or (quota := budget.storage_bytes) is None:
-            return
+            return None
         # What is in work now may be stored while the sum is read, and over: it counts as work, and once.
-        in_work = list(self._saves[owner])
+        in_work = [save for save in self._saves[owner] if save is not hold]
         unknown = any(save.num_bytes is None for save in in_work)
         sizes: dict[str, int] = {}
         for save in in_work:
@@ -281,6 +284,7 @@ class Limits:
                 limit=quota,
             )
         held = sum(sizes.values())
+        room = quota - stored - sum(size for other, size in sizes.items() if other != path)
         sizes[path] = max(num_bytes or 0, sizes.get(path, 0))
         total = stored + sum(sizes.values())
         if unknown or total > quota or (num_bytes is None and total >= quota):
@@ -291,6 +295,7 @@ class Limits:
                 "are over",
                 retry_after_s=1,
             )
+        return room
 
     def release(self, hold: Hold) -> None:
         for held, amount in ((self._held_least, hold.least), (self._held_most, hold.most)):

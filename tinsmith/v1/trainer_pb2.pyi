@@ -400,14 +400,16 @@ class ReadCheckpointFileResponse(_message.Message):
     def __init__(self, data: _Optional[bytes] = ...) -> None: ...
 
 class ImportCheckpointRequest(_message.Message):
-    __slots__ = ("header", "archive", "complete")
+    __slots__ = ("header", "archive", "complete", "max_checkpoint_bytes")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     ARCHIVE_FIELD_NUMBER: _ClassVar[int]
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    MAX_CHECKPOINT_BYTES_FIELD_NUMBER: _ClassVar[int]
     header: ImportCheckpointHeader
     archive: bytes
     complete: bool
-    def __init__(self, header: _Optional[_Union[ImportCheckpointHeader, _Mapping]] = ..., archive: _Optional[bytes] = ..., complete: _Optional[bool] = ...) -> None: ...
+    max_checkpoint_bytes: int
+    def __init__(self, header: _Optional[_Union[ImportCheckpointHeader, _Mapping]] = ..., archive: _Optional[bytes] = ..., complete: _Optional[bool] = ..., max_checkpoint_bytes: _Optional[int] = ...) -> None: ...
 
 class ImportCheckpointHeader(_message.Message):
     __slots__ = ("location", "base_model", "ttl_seconds", "user_metadata", "archive_bytes")

@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import FullWeights, config_of
-from tinsmith.rpc.errors import DataCorrupted, InvalidRequest, NotFound, OutOfCapacity
+from tinsmith.rpc.errors import BudgetExceeded, DataCorrupted, InvalidRequest, NotFound, OutOfCapacity
 from tinsmith.v1 import types_pb2 as pb
 from trainer_service.engine.engine import OptimizerState, State
 from trainer_service.engine.optimizers import DEFAULT_OPTIMIZER
@@ -69,12 +69,18 @@ class CheckpointStore:
         return self._storage.exists(location)
 
     def save(
-        self, info: pb.CheckpointInfo, state: State, *, overwrite: bool, recipients: Sequence[Recipient] = ()
+        self,
+        info: pb.CheckpointInfo,
+        state: State,
+        *,
+        overwrite: bool,
+        recipients: Sequence[Recipient] = (),
+        max_bytes: int | None = None,
     ) -> pb.CheckpointInfo:
         """Stores a state at info.location, encrypted when there are recipients. Returns `info` with size and time.
 
         Raises CheckpointExists when the location is taken and `overwrite` is false, OutOfCapacity when it would fill
-        the disk, and NotReady when the object store cannot be reached.
+        the disk, BudgetExceeded when it has more than `max_bytes`, NotReady when the object store cannot be reached.
         """
         started = time.perf_counter()
         location = Location.parse(info.location, field="location")
@@ -88,6 +94,12 @@ class CheckpointStore:
             if recipients:
                 encrypt_folder(draft.folder, recipients)
             written = Manifest.of(stored, [manifest.describe(path) for path in sorted(draft.folder.iterdir())])
+            if max_bytes is not None and (size := written.checkpoint.size_bytes) > max_bytes:
+                raise BudgetExceeded(
+                    f"checkpoint {location} was not saved: it has {size} bytes, and {max_bytes} are left of the "
+                    "storage quota; delete checkpoints, or ask whoever runs the server to raise it",
+                    budget="storage_bytes",
+                )
             draft.install(written)
         self._metrics.checkpoint_seconds.observe(time.perf_counter() - started)
         self._metrics.checkpoint_bytes.inc(written.checkpoint.size_bytes)

@@ -56,8 +56,13 @@ class Importer:
     _num_uploads: int = 0
     _converting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def run(self, header: pb.ImportCheckpointHeader, pieces: AsyncIterator[bytes]) -> pb.ImportCheckpointResponse:
-        """The base model is the caller's to check. Raises InvalidRequest, CheckpointExists, OutOfCapacity."""
+    async def run(
+        self, header: pb.ImportCheckpointHeader, pieces: AsyncIterator[bytes], *, last: pb.ImportCheckpointRequest
+    ) -> pb.ImportCheckpointResponse:
+        """The base model is the caller's to check. `last`: the message that ends the pieces, once they have come.
+
+        Raises InvalidRequest, CheckpointExists, OutOfCapacity, BudgetExceeded.
+        """
         location = Location.parse(header.location, field="location")
         if location.kind != KINDS[types_pb2.CHECKPOINT_KIND_TRAINING]:
             raise InvalidRequest(f"location: {header.location!r} is not of kind 'weights'", field="location")
@@ -73,7 +78,8 @@ class Importer:
             with self.checkpoints.scratch() as folder:
                 await self._receive(pieces, folder / "archive", size=size)
                 async with self._converting:  # one at a time: an adapter is held in memory
-                    return await asyncio.to_thread(self._convert, header, folder)
+                    most = last.max_checkpoint_bytes if last.HasField("max_checkpoint_bytes") else None
+                    return await asyncio.to_thread(self._convert, header, folder, most)
         finally:
             self._num_uploads -= 1
 
@@ -93,7 +99,9 @@ class Importer:
                     space.check(len(piece), what=_WHAT)
                 await asyncio.to_thread(file.write, piece)
 
-    def _convert(self, header: pb.ImportCheckpointHeader, folder: Path) -> pb.ImportCheckpointResponse:
+    def _convert(
+        self, header: pb.ImportCheckpointHeader, folder: Path, max_checkpoint_bytes: int | None
+    ) -> pb.ImportCheckpointResponse:
         check_room = partial(self.checkpoints.space.check, what=_WHAT)
         unpack(folder / "archive", folder, max_bytes=self.max_bytes, check_room=check_room)
         embedding = self.base.decoder.get_input_embeddings()  # type: ignore[operator]  # a PreTrainedModel
@@ -114,7 +122,7 @@ class Importer:
             optimizer=DEFAULT_OPTIMIZER,
         )
         state = State(config=config, adapter=imported.adapter, step=0, optimizer=None)
-        stored = self.checkpoints.save(info, state, overwrite=False)
+        stored = self.checkpoints.save(info, state, overwrite=False, max_bytes=max_checkpoint_bytes)
         return pb.ImportCheckpointResponse(checkpoint=stored, notes=imported.notes)
 
 

@@ -15,6 +15,7 @@ import httpx
 from gateway.config import GatewayConfig
 from gateway.http.server import GatewayServer
 from tinsmith.rpc.errors import (
+    BudgetExceeded,
     CheckpointExists,
     CheckpointNotFound,
     DataCorrupted,
@@ -72,6 +73,8 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         """Names of files that were sent."""
         self.imported: list[bytes] = []
         """Pieces of the newest import."""
+        self.import_bytes = 150
+        """What each unpacks to."""
         self.deleted_models: list[str] = []
         self.deletion = asyncio.Event()
         """Set by every DeleteModel and DeleteCheckpoint."""
@@ -318,6 +321,8 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self.imported.clear()
         async for request in request_iterator:
             if request.complete:
+                if request.HasField("max_checkpoint_bytes") and request.max_checkpoint_bytes < self.import_bytes:
+                    raise BudgetExceeded(f"it has {self.import_bytes} bytes")
                 break
             self.imported.append(request.archive)
         else:
@@ -329,6 +334,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             base_model=header.base_model,
             lora_config=types_pb2.LoraConfig(rank=8, train_attn=True),
             version_id=f"{header.location}@1",
+            size_bytes=self.import_bytes,
             created_at=time.time(),
             ttl_seconds=header.ttl_seconds if header.HasField("ttl_seconds") else None,
         )

@@ -197,6 +197,43 @@ async def test_past_the_storage_quota_saves_fail_until_something_is_deleted(stac
         assert "path" in await save(6, "four")
 
 
+async def test_an_import_counts_with_what_it_unpacks_to(stack: Stack) -> None:
+    keys = gateway(stack).keys
+    key, _ = await keys.create("ada")
+    await keys.set_budget("ada", {"storage_bytes": 299})
+    async with await client_of(stack, key) as client:
+
+        async def add(name: str) -> httpx.Response:
+            query = {"base_model": BASE_MODEL, "name": name}
+            return await client.post("/api/v1/checkpoints/import", params=query, content=bytes(10))  # 150 unpacked
+
+        assert (await add("one")).status_code == 200
+        refused = await add("two")
+        assert (refused.status_code, refused.json()["detail"]) == (403, "it has 150 bytes")
+        assert len(stack.trainer.checkpoints) == 1
+        await keys.set_budget("ada", {"storage_bytes": 300})
+        await gateway(stack).limits.refresh()
+        answers = await asyncio.gather(add("two"), add("three"))  # one waits for the other, and finds no room
+        assert sorted(answer.status_code for answer in answers) == [200, 403]
+    assert await keys.stored_bytes("ada") == 300
+
+
+async def test_an_import_waits_for_a_save_in_work_before_it_says_how_much_room_there_is(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, _, _ = await limited(gateway(stack).store, storage_bytes=100)
+    saving, importing = made.start("ada"), made.start("ada")
+    assert await made.store(importing, "tinker://b", num_bytes=10) == 100
+    assert await made.store(saving, "tinker://a", num_bytes=40) == 90
+    assert await made.store(importing, "tinker://b", num_bytes=None) == 60
+    saving.release()
+    with pytest.raises(RateLimited, match="any number"):
+        await made.store(made.start("ada"), "tinker://c", num_bytes=1)
+    importing.release()
+    assert await made.store(made.start("ada"), "tinker://c", num_bytes=100) == 100
+    assert await made.store(made.start("bob"), "tinker://d", num_bytes=100) is None
+
+
 def stored(owner: str, name: str, **fields: Any) -> Checkpoint:
     """A checkpoint's row, of 100 bytes."""
     location = f"{owner}:train:0/weights/{name}"

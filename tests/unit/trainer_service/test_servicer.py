@@ -564,13 +564,17 @@ def archive(folder: Path) -> bytes:
     return buffer.getvalue()
 
 
-async def import_pieces(stub: Any, *pieces: Any, complete: bool = True) -> pb.ImportCheckpointResponse:
+async def import_pieces(
+    stub: Any, *pieces: Any, complete: bool = True, max_checkpoint_bytes: int | None = None
+) -> pb.ImportCheckpointResponse:
     async def requests() -> AsyncIterator[pb.ImportCheckpointRequest]:
         for piece in pieces:
-            name = "archive" if isinstance(piece, bytes) else "header"
-            yield pb.ImportCheckpointRequest(**{name: piece})
+            if isinstance(piece, bytes):
+                yield pb.ImportCheckpointRequest(archive=piece)
+            else:
+                yield pb.ImportCheckpointRequest(header=piece)
         if complete:
-            yield pb.ImportCheckpointRequest(complete=True)
+            yield pb.ImportCheckpointRequest(complete=True, max_checkpoint_bytes=max_checkpoint_bytes)
 
     return await stub.ImportCheckpoint(requests())
 
@@ -608,6 +612,20 @@ async def test_an_imported_adapter_is_trained_on(stub: Any, peft_archive: bytes)
     start.model_id, start.load_optimizer = "s:train:2", True
     await fails(stub.CreateModel(start), errors.InvalidRequest, "holds no optimizer state")
     await fails(import_pieces(stub, HEADER, peft_archive), errors.CheckpointExists, IMPORTED)
+
+
+async def test_an_import_that_unpacks_to_more_than_is_left_is_refused_and_leaves_nothing(
+    stub: Any, peft_archive: bytes, tmp_path: Path
+) -> None:
+    size = (await import_pieces(stub, HEADER, peft_archive)).checkpoint.size_bytes
+    await stub.DeleteCheckpoint(pb.DeleteCheckpointRequest(location=IMPORTED))
+    refused = import_pieces(stub, HEADER, peft_archive, max_checkpoint_bytes=size - 1)
+    await fails(refused, errors.BudgetExceeded, f"has {size} bytes, and {size - 1} are left of the storage quota")
+    await fails(stub.GetCheckpoint(pb.GetCheckpointRequest(location=IMPORTED)), errors.CheckpointNotFound, IMPORTED)
+    left = [path for path in tmp_path.rglob("~tmp") if any(path.iterdir())]  # noqa: ASYNC240
+    assert left == []
+    reply = await import_pieces(stub, HEADER, peft_archive, max_checkpoint_bytes=size)
+    assert reply.checkpoint.size_bytes == size
 
 
 async def test_an_archive_that_is_cut_off_is_not_imported(stub: Any, peft_archive: bytes) -> None:

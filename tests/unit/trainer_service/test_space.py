@@ -142,7 +142,7 @@ async def test_an_import_is_refused_before_the_disk_is_full(
     if size_is_known:
         header.archive_bytes = len(archive)
     with pytest.raises(OutOfCapacity, match=r"the import needs .* of which 1000 must stay free"):
-        await importer.run(header, pieces())
+        await importer.run(header, pieces(), last=trainer_pb2.ImportCheckpointRequest(complete=True))
     assert sent == (0 if size_is_known else 1)
     assert list((tmp_path / "~tmp").iterdir()) == []
 
