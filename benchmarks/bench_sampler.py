@@ -32,6 +32,7 @@ from tinker import types
 
 OURS = "the SDK, torch engine"
 BARE = "the torch engine alone"
+VLLM = "vLLM alone"
 VLLM_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -84,6 +85,10 @@ class InLoop:
 
     def serve(self, load: Sequence[Arrival]) -> Work:
         return self._ask(do="serve", load=[(one.at_s, one.prompt_tokens, one.new_tokens) for one in load])
+
+    def parts(self) -> dict[str, float]:
+        """CPU seconds of the parts of a decode step; of the torch engine only."""
+        return self.loop.ask(do="step")["parts"]
 
     def _ask(self, **request: Any) -> Work:
         before = cpu_seconds(self.loop.pid)
@@ -216,8 +221,28 @@ def first_token(bench: Bench) -> Iterator[Figure]:
     yield Figure("one token beside a full batch", "ms", values, "a decode step", steps, aim="under 3 steps")
 
 
+def step(bench: Bench) -> Iterator[Figure]:
+    """CPU time of a decode step of 64 sequences: 63 of them are what 64 new tokens take more than one; and of its parts
+    alone, without an adapter and with."""
+    bare = next(party for party in bench.others if isinstance(party, InLoop) and party.name == BARE)
+
+    def whole(party: Party) -> dict[str, float]:
+        long, short = (party.generate(**{**GROUPS, "new_tokens": count}).cpu_seconds for count in (64, 1))
+        return {"step": (long - short) / 63}
+
+    runs = [lambda party=party: whole(party) for party in (bench.ours, *bench.others)]
+    columns = alternate([*runs, bare.parts], repeats=bench.repeats, budget_s=bench.budget_s)
+    times = [{name: [1e3 * one[name] for one in column] for name in column[0]} for column in columns]
+    ours, *others, parts = times
+    for party, theirs in zip(bench.others, others, strict=True):
+        yield Figure("a decode step of 64", "CPU-ms", ours["step"], party.name, theirs["step"])
+        if party.name in (BARE, VLLM):
+            for name, values in parts.items():
+                yield Figure(f"of it {name}", "CPU-ms", values, party.name, theirs["step"])
+
+
 FIGURES: dict[str, Callable[[Bench], Iterator[Figure]]] = {
-    measure.__name__: measure for measure in (groups, one_request, mixed, first_token)
+    measure.__name__: measure for measure in (groups, one_request, mixed, first_token, step)
 }
 
 
@@ -249,7 +274,7 @@ def prepared(arguments: argparse.Namespace) -> Iterator[Bench]:
         python = arguments.vllm_python
         if _imports(python, "vllm"):
             how = {"python": python, "environment": VLLM_ENVIRONMENT | threads}
-            others.append(loop("vLLM alone", "vllm_baseline.py", str(folder), **how))
+            others.append(loop(VLLM, "vllm_baseline.py", str(folder), **how))
             if _imports(python, "sampler_service.vllm.engine", "gateway", "trainer_service"):
                 others.append(service("the SDK, vLLM engine", "vllm", **how))
             else:

@@ -3,7 +3,8 @@
     python benchmarks/engine_baseline.py MODEL_FOLDER THREADS
 
 It prints {} once the model is loaded; from then on each line of stdin is a request in JSON, and each line of stdout its
-answer: those of hf_baseline.py's "generate" and "serve", without "threads".
+answer: those of hf_baseline.py's "generate" and "serve", without "threads"; and "step", which has the parts of a decode
+step measured alone (step_parts.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 from prometheus_client import CollectorRegistry
+from step_parts import step_parts
 
 from sampler_service.config import SamplerConfig
 from sampler_service.engine import Params, Request, StopCondition
@@ -59,6 +61,9 @@ async def main(folder: str, num_threads: int, answers: Any) -> None:
     print("{}", file=answers, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
+        if request["do"] == "step":
+            print(json.dumps({"seconds": 0.0, "parts": step_parts(engine.base)}), file=answers, flush=True)
+            continue
         work = {"generate": generate, "serve": serve}[request.pop("do")]
         begin = time.perf_counter()
         latencies = await work(engine, **request)
