@@ -171,6 +171,7 @@ class Cached:
         self.num_keys = int(positions_B.max()) + 1 if self.num_decoding else 0
         self._lanes_B = torch.arange(self.num_decoding, device=positions_B.device) if lanes_B is None else lanes_B
         self._gathers = lanes_B is not None
+        self._places_by_shape: dict[tuple[int, int], Tensor] = {}
         keys = torch.arange(self.num_keys, device=positions_B.device)
         self._mask_B_1_1_L = (keys <= positions_B[:, None])[:, None, None]
         self._keys = keys
@@ -187,8 +188,9 @@ class Cached:
         outputs = []
         if self.num_decoding:
             rows = slice(0, self.num_decoding)
-            keys_S_K_C_D[self._lanes_B, :, self.positions_B] = k_T_K_D[rows]
-            values_S_K_C_D[self._lanes_B, :, self.positions_B] = v_T_K_D[rows]
+            for store_S_K_C_D, new_T_K_D in ((keys_S_K_C_D, k_T_K_D), (values_S_K_C_D, v_T_K_D)):
+                places = self._places(store_S_K_C_D)
+                store_S_K_C_D.view(-1, store_S_K_C_D.shape[3])[places] = new_T_K_D[rows].flatten(0, 1)
             outputs.append(self._decode(layer, q_T_N_D[rows], keys_S_K_C_D, values_S_K_C_D, heads))
         first = self.num_decoding
         for piece in self.prefills:
@@ -202,6 +204,15 @@ class Cached:
             out = causal(q, keys_S_K_C_D[lane, :, :end], values_S_K_C_D[lane, :, :end], heads)
             outputs.append(out[0].transpose(0, 1))
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+    def _places(self, store_S_K_C_D: Tensor) -> Tensor:
+        """int64 [B K]: where the new keys or values go in the flattened cache. One index writes faster than two."""
+        num_heads, capacity = store_S_K_C_D.shape[1:3]
+        if (places := self._places_by_shape.get((num_heads, capacity))) is None:
+            heads_K = torch.arange(num_heads, device=self.positions_B.device)
+            places = ((self._lanes_B[:, None] * num_heads + heads_K) * capacity + self.positions_B[:, None]).flatten()
+            self._places_by_shape[num_heads, capacity] = places
+        return places
 
     def _decode(
         self, layer: int, q_B_N_D: Tensor, keys_S_K_C_D: Tensor, values_S_K_C_D: Tensor, heads: Heads
