@@ -236,6 +236,41 @@ async def test_a_record_that_is_missing_foreign_or_expired_is_refused(stack: Sta
     assert "expired" in (await train(client, about(model_id, 4, sequence_id)))["error"]
 
 
+async def test_another_owners_sequences_are_as_unknown_as_those_that_never_were(stack: Stack) -> None:
+    keys = [{"key": f"tml-{name}", "owner": name} for name in ("ann", "ben")]
+    await stack.restart_gateway(api_keys=keys)
+    ann = Client(base_url=stack.url, timeout=20, headers={"x-api-key": "tml-ann"})
+    ben = Client(base_url=stack.url, timeout=20, headers={"x-api-key": "tml-ben"})
+    async with ann, ben:
+        sequence_id, _ = await sampled(ann, await ann.session())
+        soon = time.time() + 100
+        await set_expiry(stack, soon)
+        model_id = await ben.model(await ben.session())
+        answers = []
+        for guess in (sequence_id, f"{'0' * 32}:sample:0:0:0"):
+            for inputs in ({}, {"logprobs": [0.0, 0.0, -9.0, -9.0]}):
+                message = about(model_id, len(answers) + 1, guess, **inputs)
+                answers.append((await train(ben, message))["error"].replace(guess, "ID"))
+        assert len(set(answers)) == 1, "nothing tells which of them there is"
+        assert "there is no record of sequence 'ID' in this session" in answers[0]
+        assert stack.server is not None
+        async with stack.server.app.state.gateway.store.begin() as db:
+            record = await db.get(SequenceRecord, sequence_id)
+        assert record is not None
+        assert record.expires_at == soon, "whoever guesses it does not keep it either"
+        # In a mixed batch nothing of the foreign sequence is given, and the trainer never sees a datum.
+        own, _ = await sampled(ben, model_id.partition(":")[0])
+        message = about(model_id, 5, own)
+        message.data.extend(about(model_id, 5, sequence_id).data)
+        assert "data[1]." in (await train(ben, message))["error"]
+        assert b"loss_fn" not in stack.trainer.models[model_id].requests[5]
+        # A sampler of another owner's cannot be asked, so nobody writes a record under its ids.
+        body = sample_body(sequence_id.rpartition(":sample:")[0] + ":sample:0", 0, record_stability_info=True)
+        assert "error" in await ben.result(await ben.call("asample", body))
+        async with stack.server.app.state.gateway.store.begin() as db:
+            assert (await db.get_one(SequenceRecord, sequence_id)).expires_at == soon
+
+
 async def test_a_use_keeps_a_record_and_expired_ones_are_deleted(stack: Stack, client: Client) -> None:
     session_id = await client.session()
     model_id = await client.model(session_id)
