@@ -19,7 +19,8 @@ from tinsmith.rpc.paths import check_model_id
 from tinsmith.rpc.server import ACCEPTED, RAN
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import trainer_pb2_grpc
-from trainer_service.durability.journal import Body, Journal
+from trainer_service.durability.journal import Journal
+from trainer_service.durability.journal_records import Body
 from trainer_service.engine.batch import LOSS_FN_NAMES
 from trainer_service.engine.optimizers import OPTIMIZERS
 from trainer_service.operations import Operations, refused

@@ -1,131 +1,36 @@
 """The journal: what was asked of the trainer, in order, and what was answered. SQLite, durable at every commit.
 
-journal_file.py describes the file. One thread owns the connection. Writes that wait share one transaction (group
-commit), and a write returns only when that transaction is on disk. The file is locked: a second trainer on the same
-journal is refused.
+journal_file.py describes the file, and journal_records.py what goes in and comes out. One thread owns the connection
+(journal_writer.py), and a write returns only when its transaction is on disk. The file is locked: a second trainer on
+the same journal is refused.
 
 Bodies are kept up to the snapshot before the newest, so that a damaged one is no loss, and up to the newest where
-max_bytes asks for it. Only when that is not enough, in the middle of a long batch, are bodies cut that a replay would
-need; the model can be restored again from its next snapshot on.
+max_bytes asks for it (journal_bound.py). Only when that is not enough, in the middle of a long batch, are bodies cut
+that a replay would need; the model can be restored again from its next snapshot on.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import queue
 import shutil
 import sqlite3
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from enum import IntEnum
 from pathlib import Path
-from typing import Any, TypeVar
 
-import xxhash
-import zstandard
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
 from tinsmith.rpc import errors, tracing
-from tinsmith.rpc.errors import DataCorrupted, ModelLost, ModelNotFound, OutOfCapacity, ServiceError
+from tinsmith.rpc.errors import DataCorrupted, ModelNotFound, OutOfCapacity, ServiceError
 from tinsmith.v1 import trainer_pb2
 from trainer_service.durability import journal_file
+from trainer_service.durability.journal_bound import Bound
 from trainer_service.durability.journal_file import sum_of
-from trainer_service.durability.journal_pruning import (
-    Pruned,
-    Sizes,
-    Summary,
-    cut_covered,
-    drop_empty,
-    expire,
-    prune,
-    summaries,
-)
+from trainer_service.durability.journal_pruning import Pruned, Sizes, Summary, prune, summaries
+from trainer_service.durability.journal_records import Body, Entry, LiveModel, Record, State, lost, result_sum
+from trainer_service.durability.journal_writer import Writer
 from trainer_service.metrics import Metrics
-
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-_PRUNE_INTERVAL_S = 60.0
-_LOW_WATER = 0.9
-"""Fraction of max_bytes that cutting goes down to, so that it does not run at every commit."""
-_PRESSED = 0.5
-"""Fraction of max_bytes from which on snapshots are taken at every step."""
-
-
-class State(IntEnum):
-    ACCEPTED = 0
-    DONE = 1
-    FAILED = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Body:
-    """A request as it lies in the journal."""
-
-    kind: str
-    digest: bytes
-    compressed: bytes
-
-    @classmethod
-    def pack(cls, kind: str, request: Message) -> Body:
-        data = request.SerializeToString(deterministic=True)
-        return cls(kind, _digest(kind, data), zstandard.ZstdCompressor(level=1).compress(data))
-
-    def unpack(self) -> bytes:
-        """The serialized request. Raises ValueError when it is not what was packed."""
-        try:
-            data = zstandard.ZstdDecompressor().decompress(self.compressed, allow_extra_data=False)
-        except zstandard.ZstdError as error:
-            raise ValueError(str(error)) from None
-        # A creation that came without a seed has got one since, and kept the digest of what came.
-        if self.kind != "create_model" and _digest(self.kind, data) != self.digest:
-            raise ValueError("its digest is another one")
-        return data
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """An accepted operation."""
-
-    kind: str
-    digest: bytes
-    state: State
-    outcome: trainer_pb2.WaitResultResponse | ServiceError | None
-    """None while it is not finished, and when its result has expired; DataCorrupted for one that is damaged."""
-
-
-@dataclass(frozen=True, slots=True)
-class LiveModel:
-    """What a restart has to restore."""
-
-    model_id: str
-    cut_seq_id: int
-    snapshot_seq_id: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """An operation in its model's history."""
-
-    seq_id: int
-    kind: str
-    digest: bytes
-    state: State
-    num_bytes: int
-    """Of its body; 0 when that is gone."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    run: Callable[[sqlite3.Connection], Any]
-    done: Future[Any]
 
 
 class Journal:
@@ -133,23 +38,17 @@ class Journal:
 
     def __init__(self, path: Path, *, max_bytes: int, result_retention_s: float, metrics: Metrics) -> None:
         self._path = path
-        self._max_bytes = max_bytes
         self._result_retention_s = result_retention_s
-        self._metrics = metrics
         metrics.journal_limit_bytes.set(max_bytes)
         metrics.state_free_bytes.set_function(lambda: shutil.disk_usage(path.parent).free)
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._next_prune = 0.0
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._connection = journal_file.connect(path)
-        self._sizes = Sizes.of(self._connection)
+        connection = journal_file.connect(path)
+        self._bound = Bound(Sizes.of(connection), max_bytes=max_bytes, result_retention_s=result_retention_s)
         self._appended: Counter[str] = Counter()
-        self._thread = threading.Thread(target=self._work, name="journal", daemon=True)
-        self._thread.start()
+        self._writer = Writer(connection, self._bound, metrics)
 
     def close(self) -> None:
-        self._jobs.put(None)
-        self._thread.join()
+        self._writer.close()
 
     def appended_bytes(self, model_id: str) -> int:
         """Of the bodies that this process has appended for a model. May be called on any thread."""
@@ -158,7 +57,7 @@ class Journal:
     @property
     def is_pressed(self) -> bool:
         """The bound is not far: snapshots should be taken, so that bodies can be cut. May be called on any thread."""
-        return self._sizes.total > self._max_bytes * _PRESSED
+        return self._bound.is_pressed
 
     async def append(self, model_id: str, seq_id: int, body: Body) -> None:
         """Returns when the operation is on disk. Operation 0 makes the model's row.
@@ -168,10 +67,10 @@ class Journal:
 
         def run(connection: sqlite3.Connection) -> None:
             num_bytes = len(body.compressed)
-            if self._sizes.pending + num_bytes > self._max_bytes:
+            if self._bound.sizes.pending + num_bytes > self._bound.max_bytes:
                 raise OutOfCapacity(
-                    f"the journal holds {self._sizes.pending} bytes of operations that have not run; "
-                    f"{num_bytes} more are above journal_max_bytes {self._max_bytes}"
+                    f"the journal holds {self._bound.sizes.pending} bytes of operations that have not run; "
+                    f"{num_bytes} more are above journal_max_bytes {self._bound.max_bytes}"
                 )
             now = time.time()
             if seq_id == 0:
@@ -183,13 +82,13 @@ class Journal:
                 "VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (model_id, seq_id, body.kind, body.digest, body.compressed, now, request_sum),
             )
-            self._sizes.total += num_bytes
-            self._sizes.pending += num_bytes
+            self._bound.sizes.total += num_bytes
+            self._bound.sizes.pending += num_bytes
             self._appended[model_id] += num_bytes
 
         request_sum = sum_of(model_id, seq_id, body.kind, body.compressed)
         with tracing.span("journal"):
-            await self._submit(run)
+            await self._writer.submit(run)
 
     async def finish(
         self,
@@ -218,18 +117,18 @@ class Journal:
             connection.execute(
                 "UPDATE operations SET state = ?, result = ?, result_sum = ?, finished_at = ?, "
                 "request = CASE WHEN ? THEN request END WHERE model_id = ? AND seq_id = ?",
-                (state, result, _result_sum(model_id, seq_id, state, result), time.time(), keep_body, model_id, seq_id),
+                (state, result, result_sum(model_id, seq_id, state, result), time.time(), keep_body, model_id, seq_id),
             )
-            self._sizes.pending -= row[0]
-            self._sizes.total += len(result)
+            self._bound.sizes.pending -= row[0]
+            self._bound.sizes.total += len(result)
             if not keep_body:
-                self._sizes.total -= row[0]
+                self._bound.sizes.total -= row[0]
             if failed and seq_id == 0:
                 connection.execute(
                     "UPDATE models SET state = 'failed', ended_at = ? WHERE model_id = ?", (time.time(), model_id)
                 )
 
-        await self._submit(run)
+        await self._writer.submit(run)
 
     async def find(self, model_id: str, seq_id: int) -> Record | None:
         """The operation, or None when it was never accepted or nothing of it is left."""
@@ -240,13 +139,13 @@ class Journal:
                 (model_id, seq_id),
             ).fetchone()
 
-        row = await self._submit(run)
+        row = await self._writer.submit(run)
         if row is None:
             return None
-        kind, digest, number, result, result_sum = row
+        kind, digest, number, result, stored_sum = row
         if result is None:
             return Record(kind, digest, State(number), None)
-        if result_sum not in (None, _result_sum(model_id, seq_id, number, result)):
+        if stored_sum not in (None, result_sum(model_id, seq_id, number, result)):
             damage = self._damaged("answer", model_id, seq_id, "its checksum is another one")
             return Record(kind, digest, State(number), damage)
         try:
@@ -262,7 +161,7 @@ class Journal:
 
     async def live_models(self) -> list[LiveModel]:
         """In the order of their creation."""
-        rows = await self._submit(
+        rows = await self._writer.submit(
             lambda connection: connection.execute(
                 "SELECT model_id, cut_seq_id, snapshot_seq_id FROM models WHERE state = 'live' ORDER BY created_at"
             ).fetchall()
@@ -271,12 +170,14 @@ class Journal:
 
     async def model_ids(self) -> set[str]:
         """Of all models, ended ones too."""
-        rows = await self._submit(lambda connection: connection.execute("SELECT model_id FROM models").fetchall())
+        rows = await self._writer.submit(
+            lambda connection: connection.execute("SELECT model_id FROM models").fetchall()
+        )
         return {model_id for (model_id,) in rows}
 
     async def history(self, model_id: str) -> list[Entry]:
         """Its operations, by seq_id."""
-        rows = await self._submit(
+        rows = await self._writer.submit(
             lambda connection: connection.execute(
                 "SELECT seq_id, kind, digest, state, coalesce(length(request), 0) FROM operations WHERE model_id = ? "
                 "ORDER BY seq_id",
@@ -287,7 +188,7 @@ class Journal:
 
     async def body(self, model_id: str, seq_id: int) -> Body:
         """Of an operation that has one. Raises DataCorrupted, naming this file, when it is not what was appended."""
-        kind, digest, request, request_sum = await self._submit(
+        kind, digest, request, request_sum = await self._writer.submit(
             lambda connection: connection.execute(
                 "SELECT kind, digest, request, request_sum FROM operations WHERE model_id = ? AND seq_id = ?",
                 (model_id, seq_id),
@@ -328,21 +229,21 @@ class Journal:
                 "UPDATE operations SET state = ?, result = ?, result_sum = ?, finished_at = ? "
                 "WHERE model_id = ? AND seq_id = ?",
                 [
-                    (State.FAILED, status, _result_sum(model_id, seq_id, State.FAILED, status), now, model_id, seq_id)
+                    (State.FAILED, status, result_sum(model_id, seq_id, State.FAILED, status), now, model_id, seq_id)
                     for (seq_id,) in waiting
                 ],
             )
             connection.execute(
                 "UPDATE models SET state = 'lost', reason = ?, ended_at = ? WHERE model_id = ?", (reason, now, model_id)
             )
-            self._sizes.pending -= num_bytes
-            self._sizes.total += len(waiting) * len(status)
+            self._bound.sizes.pending -= num_bytes
+            self._bound.sizes.total += len(waiting) * len(status)
 
-        await self._submit(run)
+        await self._writer.submit(run)
 
     async def check_not_lost(self, model_id: str) -> None:
         """Raises ModelLost for a model that could not be restored."""
-        row = await self._submit(
+        row = await self._writer.submit(
             lambda connection: connection.execute(
                 "SELECT state, reason FROM models WHERE model_id = ?", (model_id,)
             ).fetchone()
@@ -370,18 +271,18 @@ class Journal:
             if connection.execute(unanswered, (model_id, seq_id)).fetchone():
                 return None
             if before > cut:
-                self._cut_up_to(connection, model_id, before)
+                self._bound.cut_up_to(connection, model_id, before)
             connection.execute(
                 "UPDATE models SET snapshot_seq_id = ?, snapshot_at = ?, snapshot_bytes = ? WHERE model_id = ?",
                 (seq_id, time.time(), num_bytes, model_id),
             )
             return before
 
-        return await self._submit(run)
+        return await self._writer.submit(run)
 
     async def fall_back(self, model_id: str, seq_id: int | None) -> None:
         """The newest intact snapshot is this one, which is older than was thought, or none."""
-        await self._submit(
+        await self._writer.submit(
             lambda connection: connection.execute(
                 "UPDATE models SET snapshot_seq_id = ? WHERE model_id = ?", (seq_id, model_id)
             )
@@ -393,15 +294,15 @@ class Journal:
         def run(connection: sqlite3.Connection) -> None:
             gone = Sizes.of(connection, model_id=model_id)
             connection.execute("DELETE FROM models WHERE model_id = ?", (model_id,))
-            self._sizes.total -= gone.total
-            self._sizes.pending -= gone.pending
+            self._bound.sizes.total -= gone.total
+            self._bound.sizes.pending -= gone.pending
             del self._appended[model_id]
 
-        await self._submit(run)
+        await self._writer.submit(run)
 
     async def summaries(self) -> list[Summary]:
         """Of all models, for an operator."""
-        return await self._submit(summaries)
+        return await self._writer.submit(summaries)
 
     async def prune(self, *, dry_run: bool) -> Pruned:
         """Deletes at once what may go: results and ended models that have expired, and bodies that the newest snapshot
@@ -409,140 +310,7 @@ class Journal:
 
         def run(connection: sqlite3.Connection) -> Pruned:
             pruned = prune(connection, expired_before=time.time() - self._result_retention_s, dry_run=dry_run)
-            self._sizes = Sizes.of(connection)
+            self._bound.sizes = Sizes.of(connection)
             return pruned
 
-        return await self._submit(run)
-
-    async def _submit(self, run: Callable[[sqlite3.Connection], T]) -> T:
-        done: Future[T] = Future()
-        self._jobs.put(_Job(run, done))
-        return await asyncio.wrap_future(done)
-
-    def _work(self) -> None:
-        """The writer thread: everything that waits goes into one transaction."""
-        while (job := self._jobs.get()) is not None:
-            jobs = [job]
-            while not self._jobs.empty():
-                following = self._jobs.get()
-                if following is None:
-                    self._jobs.put(None)
-                    break
-                jobs.append(following)
-            self._commit(jobs)
-        self._connection.close()
-
-    def _commit(self, jobs: list[_Job]) -> None:
-        started = time.perf_counter()
-        outcomes = self._attempt(jobs, prune=True)
-        if outcomes is None:  # what is only read, or is small enough, need not fail with the others
-            outcomes = [outcome for job in jobs for outcome in self._attempt([job]) or [(job, self._failure)]]
-        self._metrics.journal_commit_seconds.observe(time.perf_counter() - started)
-        self._metrics.journal_bytes.set(self._sizes.total)
-        for job, outcome in outcomes:
-            if not job.done.set_running_or_notify_cancel():
-                continue
-            if isinstance(outcome, ServiceError):
-                job.done.set_exception(outcome)
-            else:
-                job.done.set_result(outcome)
-
-    def _attempt(self, jobs: list[_Job], *, prune: bool = False) -> list[tuple[_Job, Any]] | None:
-        """Runs them in one transaction. None when it failed, and nothing of it is left."""
-        sizes = replace(self._sizes)
-        outcomes: list[tuple[_Job, Any]] = []
-        try:
-            self._connection.execute("BEGIN")
-            for job in jobs:
-                try:
-                    outcomes.append((job, job.run(self._connection)))
-                except ServiceError as error:  # refused before anything was written
-                    outcomes.append((job, error))
-            if prune:
-                self._prune()
-            self._connection.execute("COMMIT")
-        except sqlite3.Error as error:
-            logger.exception("a transaction of %d journal jobs failed", len(jobs))
-            if self._connection.in_transaction:
-                self._connection.execute("ROLLBACK")
-            self._sizes = sizes
-            self._metrics.journal_failures.inc()
-            self._failure = OutOfCapacity(f"the journal cannot be written: {error}")
-            return None
-        return outcomes
-
-    def _prune(self) -> None:
-        """Forgets expired results and long ended models, and above the bound what can be spared most."""
-        if time.time() < self._next_prune and self._sizes.total <= self._max_bytes:
-            return
-        self._next_prune = time.time() + _PRUNE_INTERVAL_S
-        expire(self._connection, before=time.time() - self._result_retention_s)
-        self._sizes = Sizes.of(self._connection)
-        if self._sizes.total > self._max_bytes:
-            cut_covered(self._connection)
-            self._sizes = Sizes.of(self._connection)
-            self._cut_results()
-            self._cut_needed_bodies()
-        drop_empty(self._connection)
-
-    def _cut_up_to(self, connection: sqlite3.Connection, model_id: str, seq_id: int) -> None:
-        (num_bytes,) = connection.execute(
-            "SELECT coalesce(sum(length(request)), 0) FROM operations WHERE model_id = ? AND seq_id <= ?",
-            (model_id, seq_id),
-        ).fetchone()
-        connection.execute(
-            "UPDATE operations SET request = NULL WHERE model_id = ? AND seq_id <= ?", (model_id, seq_id)
-        )
-        connection.execute("UPDATE models SET cut_seq_id = ? WHERE model_id = ?", (seq_id, model_id))
-        self._sizes.total -= num_bytes
-
-    def _cut_results(self) -> None:
-        rows = self._oldest("SELECT id, model_id, seq_id, length(result) FROM operations WHERE result IS NOT NULL")
-        self._connection.executemany("UPDATE operations SET result = NULL WHERE id = ?", [(row[0],) for row in rows])
-        if rows:
-            logger.warning("cut %d results from the journal before they expired", len(rows))
-
-    def _cut_needed_bodies(self) -> None:
-        rows = self._oldest(
-            "SELECT id, model_id, seq_id, length(request) FROM operations WHERE request IS NOT NULL AND seq_id > 0"
-        )
-        self._connection.executemany("UPDATE operations SET request = NULL WHERE id = ?", [(row[0],) for row in rows])
-        self._connection.executemany(
-            "UPDATE models SET cut_seq_id = max(cut_seq_id, ?) WHERE model_id = ?", [(row[2], row[1]) for row in rows]
-        )
-        if rows:
-            logger.warning(
-                "the journal is full (journal_max_bytes %d) and %d executed operations since the last snapshot were "
-                "cut from it: until their next optim_step a crash loses the models %s",
-                self._max_bytes,
-                len(rows),
-                ", ".join(sorted({row[1] for row in rows})),
-            )
-
-    def _oldest(self, select: str) -> list[tuple[int, str, int, int]]:
-        """Executed operations to cut, oldest first, as many as bring the journal well below its bound."""
-        chosen: list[tuple[int, str, int, int]] = []
-        for row in self._connection.execute(f"{select} AND state != 0 ORDER BY id"):
-            if self._sizes.total <= self._max_bytes * _LOW_WATER:
-                break
-            self._sizes.total -= row[3]
-            chosen.append(row)
-        return chosen
-
-
-def _digest(kind: str, data: bytes) -> bytes:
-    digest = xxhash.xxh3_128(kind.encode() + b"\0")
-    digest.update(data)
-    return digest.digest()
-
-
-def _result_sum(model_id: str, seq_id: int, state: int, result: bytes) -> bytes:
-    return sum_of(model_id, seq_id, str(int(state)), result)
-
-
-def lost(model_id: str, reason: str) -> ModelLost:
-    return ModelLost(
-        f"{model_id} was not restored after the trainer's restart: {reason}; resume from a checkpoint "
-        "(create_training_client_from_state)",
-        model_id=model_id,
-    )
+        return await self._writer.submit(run)

@@ -32,7 +32,8 @@ from tinsmith.rpc.errors import (
     ServiceError,
 )
 from tinsmith.v1.types_pb2 import QueueStatus
-from trainer_service.durability.journal import Body, Entry, Journal, State, lost
+from trainer_service.durability.journal import Journal
+from trainer_service.durability.journal_records import Body, Entry, State, lost
 from trainer_service.metrics import Metrics
 from trainer_service.scheduling.compute import ComputeThread, internal_error
 from trainer_service.scheduling.lanes import BatchRun, Call, Item

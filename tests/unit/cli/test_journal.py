@@ -9,7 +9,8 @@ from prometheus_client import CollectorRegistry
 from tinsmith.cli import main
 from tinsmith.rpc.errors import InvalidRequest
 from tinsmith.v1 import trainer_pb2 as pb
-from trainer_service.durability.journal import Body, Journal
+from trainer_service.durability.journal import Journal
+from trainer_service.durability.journal_records import Body
 from trainer_service.metrics import Metrics
 
 LIVE, LOST = "s:train:0", "s:train:1"
@@ -23,7 +24,7 @@ async def filled(folder: Path) -> Journal:
     journal = Journal(
         folder / "journal.sqlite", max_bytes=1 << 20, result_retention_s=0.0, metrics=Metrics(CollectorRegistry())
     )
-    journal._next_prune = float("inf")
+    journal._bound._next_prune = float("inf")
     for model_id in (LIVE, LOST):
         await journal.append(model_id, 0, Body.pack("create_model", pb.CreateModelRequest(model_id=model_id)))
         await journal.finish(model_id, 0, done())

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc.errors import ServiceError
-from trainer_service.durability.journal import Body, Journal
+from trainer_service.durability.journal import Journal
+from trainer_service.durability.journal_records import Body
 from trainer_service.durability.restore import Restorer
 from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Policy, Snapshots
@@ -110,7 +111,7 @@ class Process:
         loop = asyncio.get_running_loop()
 
         async def copy() -> None:
-            await self.journal._submit(lambda _: shutil.copytree(self.folder, folder, ignore=_unfinished))
+            await self.journal._writer.submit(lambda _: shutil.copytree(self.folder, folder, ignore=_unfinished))
 
         await self.snapshots._on_thread(lambda: asyncio.run_coroutine_threadsafe(copy(), loop).result())
         return folder

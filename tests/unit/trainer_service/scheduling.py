@@ -13,7 +13,8 @@ from prometheus_client import CollectorRegistry
 
 from tinsmith.rpc.errors import InvalidRequest, ServiceError
 from tinsmith.v1 import trainer_pb2 as pb
-from trainer_service.durability.journal import Body, Journal
+from trainer_service.durability.journal import Journal
+from trainer_service.durability.journal_records import Body
 from trainer_service.scheduling.scheduler import Scheduler
 from trainer_service.scheduling.work import Answer, Operation, RunBatch, Turn, Work
 

@@ -14,7 +14,8 @@ from prometheus_client import CollectorRegistry
 from tests.batches import random_datum, request
 from tinsmith.rpc.errors import DataCorrupted, InvalidRequest, ModelLost, ModelNotFound, OutOfCapacity
 from tinsmith.v1 import trainer_pb2 as pb
-from trainer_service.durability.journal import Body, Journal, LiveModel, Record, State
+from trainer_service.durability.journal import Journal
+from trainer_service.durability.journal_records import Body, LiveModel, Record, State
 from trainer_service.metrics import Metrics
 
 MODEL = "s:train:0"
@@ -226,7 +227,8 @@ _CHILD = """
 import asyncio, pathlib, sys
 from prometheus_client import CollectorRegistry
 from tinsmith.v1 import trainer_pb2 as pb
-from trainer_service.durability.journal import Body, Journal
+from trainer_service.durability.journal import Journal
+from trainer_service.durability.journal_records import Body
 from trainer_service.metrics import Metrics
 
 async def main():
@@ -361,15 +363,19 @@ async def test_a_torn_page_of_the_database_is_repaired_from_the_log(tmp_path: Pa
 async def test_on_a_full_disk_appends_are_refused_and_what_is_there_can_be_read(tmp_path: Path) -> None:
     async with opened(tmp_path, max_bytes=1 << 30) as journal:
         await executed(journal, range(3))
-        pages = await journal._submit(lambda connection: connection.execute("PRAGMA page_count").fetchone()[0])
-        await journal._submit(lambda connection: connection.execute(f"PRAGMA max_page_count = {pages}").fetchone())
+        pages = await journal._writer.submit(lambda connection: connection.execute("PRAGMA page_count").fetchone()[0])
+        await journal._writer.submit(
+            lambda connection: connection.execute(f"PRAGMA max_page_count = {pages}").fetchone()
+        )
         appends = [journal.append(MODEL, seq_id, batch(seq_id, length=4096)) for seq_id in range(3, 9)]
         *refused, record = await asyncio.gather(*appends, journal.find(MODEL, 2), return_exceptions=True)
         assert {type(error) for error in refused} == {OutOfCapacity}
         assert "disk is full" in str(refused[0])
         assert isinstance(record, Record)
         assert record.outcome == done(2.0), "it shared a transaction with them"
-        await journal._submit(lambda connection: connection.execute("PRAGMA max_page_count = 1000000").fetchone())
+        await journal._writer.submit(
+            lambda connection: connection.execute("PRAGMA max_page_count = 1000000").fetchone()
+        )
         await executed(journal, range(3, 9), length=4096)
     async with opened(tmp_path) as journal:
         assert [seq_id for seq_id, _ in await requests(journal)] == list(range(9))
@@ -390,7 +396,7 @@ async def damage(journal: Journal, column: str, seq_id: int, at: int, *, had_sum
         if not had_sum:
             connection.execute("UPDATE operations SET request_sum = NULL, result_sum = NULL")
 
-    await journal._submit(run)
+    await journal._writer.submit(run)
 
 
 @pytest.mark.parametrize("had_sum", [True, False], ids=["with a sum", "of an earlier format"])

@@ -17,8 +17,8 @@ from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc.errors import ModelLost
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
-from trainer_service.durability.journal import Body, State
 from trainer_service.durability.journal_file import sum_of
+from trainer_service.durability.journal_records import Body, State
 from trainer_service.durability.restore import check_journal
 from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Policy

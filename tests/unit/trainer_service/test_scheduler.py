@@ -16,7 +16,7 @@ from tinsmith.rpc.errors import (
     ServiceError,
 )
 from tinsmith.v1 import trainer_pb2 as pb
-from trainer_service.durability.journal import Entry, State
+from trainer_service.durability.journal_records import Entry, State
 from trainer_service.scheduling.work import Answer, Turn, Work
 
 
@@ -449,6 +449,7 @@ async def test_a_restored_model_replays_what_had_run_and_what_waits_behind_a_gap
     assert await bench.step("a", 3) is waiting
     await (await bench.step("a", 2)).wait()
     assert (await waiting.wait()).optim_step.metrics == {"again": 1.0}
+    await waiting.stored.wait()
     assert (await bench.journal.history("a"))[3].state == State.DONE
 
 

@@ -1,0 +1,95 @@
+"""The journal's bound: how many bytes it holds, and what is cut when that is too much.
+
+Bodies that a snapshot covers go first, then results, then bodies that a replay would need; what has not run stays.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import time
+
+from trainer_service.durability.journal_pruning import Sizes, cut_covered, drop_empty, expire
+
+logger = logging.getLogger(__name__)
+
+_PRUNE_INTERVAL_S = 60.0
+_LOW_WATER = 0.9
+"""Fraction of max_bytes that cutting goes down to, so that it does not run at every commit."""
+_PRESSED = 0.5
+"""Fraction of max_bytes from which on snapshots are taken at every step."""
+
+
+class Bound:
+    def __init__(self, sizes: Sizes, *, max_bytes: int, result_retention_s: float) -> None:
+        self.sizes = sizes
+        """Of what is in the journal; who adds or deletes rows keeps it true, in the same transaction."""
+        self.max_bytes = max_bytes
+        self._result_retention_s = result_retention_s
+        self._next_prune = 0.0
+
+    @property
+    def is_pressed(self) -> bool:
+        return self.sizes.total > self.max_bytes * _PRESSED
+
+    def prune(self, connection: sqlite3.Connection) -> None:
+        """Forgets expired results and long ended models, and above the bound what can be spared most."""
+        if time.time() < self._next_prune and self.sizes.total <= self.max_bytes:
+            return
+        self._next_prune = time.time() + _PRUNE_INTERVAL_S
+        expire(connection, before=time.time() - self._result_retention_s)
+        self.sizes = Sizes.of(connection)
+        if self.sizes.total > self.max_bytes:
+            cut_covered(connection)
+            self.sizes = Sizes.of(connection)
+            self._cut_results(connection)
+            self._cut_needed_bodies(connection)
+        drop_empty(connection)
+
+    def cut_up_to(self, connection: sqlite3.Connection, model_id: str, seq_id: int) -> None:
+        """Cuts a model's bodies up to this one."""
+        (num_bytes,) = connection.execute(
+            "SELECT coalesce(sum(length(request)), 0) FROM operations WHERE model_id = ? AND seq_id <= ?",
+            (model_id, seq_id),
+        ).fetchone()
+        connection.execute(
+            "UPDATE operations SET request = NULL WHERE model_id = ? AND seq_id <= ?", (model_id, seq_id)
+        )
+        connection.execute("UPDATE models SET cut_seq_id = ? WHERE model_id = ?", (seq_id, model_id))
+        self.sizes.total -= num_bytes
+
+    def _cut_results(self, connection: sqlite3.Connection) -> None:
+        rows = self._oldest(
+            connection, "SELECT id, model_id, seq_id, length(result) FROM operations WHERE result IS NOT NULL"
+        )
+        connection.executemany("UPDATE operations SET result = NULL WHERE id = ?", [(row[0],) for row in rows])
+        if rows:
+            logger.warning("cut %d results from the journal before they expired", len(rows))
+
+    def _cut_needed_bodies(self, connection: sqlite3.Connection) -> None:
+        rows = self._oldest(
+            connection,
+            "SELECT id, model_id, seq_id, length(request) FROM operations WHERE request IS NOT NULL AND seq_id > 0",
+        )
+        connection.executemany("UPDATE operations SET request = NULL WHERE id = ?", [(row[0],) for row in rows])
+        connection.executemany(
+            "UPDATE models SET cut_seq_id = max(cut_seq_id, ?) WHERE model_id = ?", [(row[2], row[1]) for row in rows]
+        )
+        if rows:
+            logger.warning(
+                "the journal is full (journal_max_bytes %d) and %d executed operations since the last snapshot were "
+                "cut from it: until their next optim_step a crash loses the models %s",
+                self.max_bytes,
+                len(rows),
+                ", ".join(sorted({row[1] for row in rows})),
+            )
+
+    def _oldest(self, connection: sqlite3.Connection, select: str) -> list[tuple[int, str, int, int]]:
+        """Executed operations to cut, oldest first, as many as bring the journal well below its bound."""
+        chosen: list[tuple[int, str, int, int]] = []
+        for row in connection.execute(f"{select} AND state != 0 ORDER BY id"):
+            if self.sizes.total <= self.max_bytes * _LOW_WATER:
+                break
+            self.sizes.total -= row[3]
+            chosen.append(row)
+        return chosen

@@ -1,0 +1,97 @@
+"""What the journal is given and gives: requests as they lie in it, operations and models as it knows them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import xxhash
+import zstandard
+from google.protobuf.message import Message
+
+from tinsmith.rpc.errors import ModelLost, ServiceError
+from tinsmith.v1 import trainer_pb2
+from trainer_service.durability.journal_file import sum_of
+
+
+class State(IntEnum):
+    ACCEPTED = 0
+    DONE = 1
+    FAILED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A request as it lies in the journal."""
+
+    kind: str
+    digest: bytes
+    compressed: bytes
+
+    @classmethod
+    def pack(cls, kind: str, request: Message) -> Body:
+        data = request.SerializeToString(deterministic=True)
+        return cls(kind, _digest(kind, data), zstandard.ZstdCompressor(level=1).compress(data))
+
+    def unpack(self) -> bytes:
+        """The serialized request. Raises ValueError when it is not what was packed."""
+        try:
+            data = zstandard.ZstdDecompressor().decompress(self.compressed, allow_extra_data=False)
+        except zstandard.ZstdError as error:
+            raise ValueError(str(error)) from None
+        # A creation that came without a seed has got one since, and kept the digest of what came.
+        if self.kind != "create_model" and _digest(self.kind, data) != self.digest:
+            raise ValueError("its digest is another one")
+        return data
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """An accepted operation."""
+
+    kind: str
+    digest: bytes
+    state: State
+    outcome: trainer_pb2.WaitResultResponse | ServiceError | None
+    """None while it is not finished, and when its result has expired; DataCorrupted for one that is damaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class LiveModel:
+    """What a restart has to restore."""
+
+    model_id: str
+    cut_seq_id: int
+    snapshot_seq_id: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An operation in its model's history."""
+
+    seq_id: int
+    kind: str
+    digest: bytes
+    state: State
+    num_bytes: int
+    """Of its body; 0 when that is gone."""
+
+
+def _digest(kind: str, data: bytes) -> bytes:
+    digest = xxhash.xxh3_128(kind.encode() + b"\0")
+    digest.update(data)
+    return digest.digest()
+
+
+def result_sum(model_id: str, seq_id: int, state: int, result: bytes) -> bytes:
+    """The checksum of an answer."""
+    return sum_of(model_id, seq_id, str(int(state)), result)
+
+
+def lost(model_id: str, reason: str) -> ModelLost:
+    """What the operations of a model fail with that could not be restored."""
+    return ModelLost(
+        f"{model_id} was not restored after the trainer's restart: {reason}; resume from a checkpoint "
+        "(create_training_client_from_state)",
+        model_id=model_id,
+    )
