@@ -201,6 +201,8 @@ class Samples:
         use("sampling_sample", num_sampled)
         if pending.hold is not None:
             pending.hold.drawn(num_sampled)
+            if pending.hold.is_budgeted:
+                await until_written(self._ledger.flush, what="the usage", progress=pending.progress)
         return Answer(response.SerializeToString(), PROTOBUF, json_forms.sample_result)
 
     async def _sample(

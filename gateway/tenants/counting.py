@@ -68,6 +68,11 @@ class Counting:
             except SQLAlchemyError:
                 logger.exception("counted operations cannot be written; it is tried again")
 
+    async def write_now(self) -> None:
+        """What was counted, and the usage, as they are now: a kill afterwards loses nothing of it."""
+        await self.write(patience_s=_PATIENCE_S)
+        await self._ledger.flush()
+
     async def write(self, *, patience_s: float = 0.0) -> None:
         """Writes what was counted, and counts what nobody has for `patience_s`."""
         async with self._writing:

@@ -94,6 +94,11 @@ class Hold:
     """What it will have; None: nobody knows, and it may take all the room there is."""
     _is_released: bool = field(default=False, repr=False)
 
+    @property
+    def is_budgeted(self) -> bool:
+        """Its owner's tokens have a bound: they are to be written down before the client has what it paid for."""
+        return self.limits.has_budget(self.owner)
+
     def drawn(self, tokens: int) -> None:
         """So many were sampled: they count against the rate of the key."""
         self.limits.took(self.key_id, tokens)
@@ -237,6 +242,10 @@ class Limits:
     def start(self, owner: str) -> Hold:
         """Holds nothing yet."""
         return Hold(self, owner)
+
+    def has_budget(self, owner: str) -> bool:
+        budget = self._budgets.get(owner)
+        return budget is not None and budget.tokens is not None
 
     def has_quota(self, owner: str) -> bool:
         budget = self._budgets.get(owner)

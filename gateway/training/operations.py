@@ -240,6 +240,8 @@ class Operations:
                 base_model=submission.base_model,
                 session_id=pending.session_id,
             )
+            if submission.hold is not None and submission.hold.is_budgeted:
+                await until_written(self._counting.write_now, what="the usage", progress=pending.progress)
         self._history.add(
             submission.model_id,
             submission.seq_id,

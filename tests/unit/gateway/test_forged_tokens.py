@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import jwt
 import pytest
+from jwt.algorithms import HMACAlgorithm
 from pydantic import SecretStr
 
 from gateway.config import GatewayConfig
@@ -86,7 +87,7 @@ ATTACKS: dict[str, Callable[[str, Claims], str]] = {
 
 
 def _hs256(claims: Claims, secret: bytes) -> str:
-    algorithm = jwt.algorithms.HMACAlgorithm(jwt.algorithms.HMACAlgorithm.SHA256)
+    algorithm = HMACAlgorithm(HMACAlgorithm.SHA256)
     body = f"{part({'alg': 'HS256', 'typ': 'JWT'})}.{part(claims)}"
     signature = algorithm.sign(body.encode(), secret)
     return f"{body}.{base64.urlsafe_b64encode(signature).decode().rstrip('=')}"

@@ -9,11 +9,13 @@ from typing import Any
 
 import httpx
 import pytest
+from sqlalchemy import select
 
 from gateway.database.catalog import Catalog
 from gateway.database.store import Store
 from gateway.database.tables.checkpoints import Checkpoint
 from gateway.database.tables.sessions import Model
+from gateway.database.tables.tenants import CountedOperation
 from gateway.gateway import Gateway
 from gateway.metrics import Metrics
 from gateway.tenants import limits
@@ -521,3 +523,27 @@ async def test_a_key_that_deletes_itself_is_revoked(stack: Stack) -> None:
     assert [entry["event"] for entry in entries] == ["key_create", "key_revoke", "key_create"]
     assert entries[1]["event_details"]["actor"].endswith(":ada")
     assert key not in str(entries)
+
+
+async def test_what_counts_against_a_budget_is_written_before_the_client_has_the_answer(
+    stack: Stack, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a gateway that is killed gives nothing away. What has no bound is written within a second."""
+    for module in ("ledger", "counting"):
+        monkeypatch.setattr(f"gateway.tenants.{module}.FLUSH_S", 3600.0)
+    await stack.restart_gateway()
+    keys = gateway(stack).keys
+    (ada, _), (bob, _) = await keys.create("ada"), await keys.create("bob")
+    await keys.set_budget("ada", {"tokens": 1000})
+    for key, owner, counts in ((ada, "ada", (_BATCH, _BATCH + _PROMPT + 4)), (bob, "bob", (0, 0))):
+        async with await client_of(stack, key) as client:
+            session_id = await client.session()
+            model_id = await client.model(session_id)
+            await client.result((await client.forward_backward(model_id, 1)).json())
+            assert sum(row.amount for row in await Keys(store).token_counts([owner])) == counts[0]
+            sampler_id = await client.sampling_session(session_id)
+            await client.result(await client.call("asample", sample_body(sampler_id, 0)))
+            assert sum(row.amount for row in await Keys(store).token_counts([owner])) == counts[1]
+        async with store.begin() as db:
+            marks = list(await db.scalars(select(CountedOperation.seq_id).where(CountedOperation.model_id == model_id)))
+        assert marks == ([1] if counts[0] else [])
