@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import ssl
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import httpx
@@ -127,36 +128,48 @@ def _session(
 
 
 async def _watch(url: str, api_key: str, times: Times, num_sessions: int, done: threading.Event) -> None:
-    """As many clients as there are sessions, that only beat; and one that asks for next to nothing."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    headers = {"x-api-key": api_key}
-    async with httpx.AsyncClient(
-        base_url=f"{url}/api/v1/", headers=headers, limits=limits, timeout=60, trust_env=False
-    ) as http:
+    """As many clients as there are sessions, that only beat; and one that asks for next to nothing.
 
-        async def ask(path: str, body: dict[str, object], into: list[float]) -> httpx.Response | None:
-            began = time.monotonic()
-            try:
-                reply = await http.post(path, json=body)
-            except httpx.TransportError as error:
-                times.errors.append(f"{path}: {type(error).__name__}: {error}")
-                return None
-            into.append(time.monotonic() - began)
-            if reply.status_code != 200:
-                times.errors.append(f"{path}: {reply.status_code}: {reply.text}")
-                return None
-            return reply
+    Each has connections of its own, as processes have: a pool of httpx that all share looks at every connection for
+    every request, and the heartbeats would wait for that more than for the gateway."""
+    tls = ssl.create_default_context()
 
-        async def beat(number: int, session_id: str) -> None:
-            await asyncio.sleep(_BEAT_S * number / max(1, num_sessions))
-            await _until(done, _BEAT_S, lambda: ask("session_heartbeat", {"session_id": session_id}, times.heartbeats))
-            await ask(f"sessions/{session_id}/finish", {"reason": {"type": "success"}}, [])
+    def client() -> httpx.AsyncClient:
+        headers = {"x-api-key": api_key}
+        return httpx.AsyncClient(base_url=f"{url}/api/v1/", headers=headers, timeout=60, trust_env=False, verify=tls)
 
+    async def ask(
+        http: httpx.AsyncClient, path: str, body: dict[str, object], into: list[float]
+    ) -> httpx.Response | None:
+        began = time.monotonic()
+        try:
+            reply = await http.post(path, json=body)
+        except httpx.TransportError as error:
+            times.errors.append(f"{path}: {type(error).__name__}: {error}")
+            return None
+        into.append(time.monotonic() - began)
+        if reply.status_code != 200:
+            times.errors.append(f"{path}: {reply.status_code}: {reply.text}")
+            return None
+        return reply
+
+    async def beat(number: int, http: httpx.AsyncClient, session_id: str) -> None:
+        body: dict[str, object] = {"session_id": session_id}
+        await asyncio.sleep(_BEAT_S * number / max(1, num_sessions))
+        await _until(done, _BEAT_S, lambda: ask(http, "session_heartbeat", body, times.heartbeats))
+        await ask(http, f"sessions/{session_id}/finish", {"reason": {"type": "success"}}, [])
+
+    async with AsyncExitStack() as stack:
+        first, *others = [await stack.enter_async_context(client()) for _ in range(num_sessions + 1)]
         body = {"tags": ["load"], "type": "create_session"}
-        made = await asyncio.gather(*(ask("create_session", body, []) for _ in range(num_sessions)))
+        made = await asyncio.gather(*(ask(http, "create_session", body, []) for http in others))
         print("watching", flush=True)
-        asking = _until(done, _ASK_S, lambda: ask("client/dynamic_config", {}, times.trivial))
-        beating = [beat(n, reply.json()["session_id"]) for n, reply in enumerate(made) if reply is not None]
+        asking = _until(done, _ASK_S, lambda: ask(first, "client/dynamic_config", {}, times.trivial))
+        beating = [
+            beat(number, http, reply.json()["session_id"])
+            for number, (http, reply) in enumerate(zip(others, made, strict=True))
+            if reply is not None
+        ]
         await asyncio.gather(asking, *beating)
 
 

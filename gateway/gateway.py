@@ -49,6 +49,7 @@ from gateway.training.custom_losses import CustomLosses
 from gateway.training.operations import Operations
 from gateway.training.results import Results
 from gateway.training.saves import Saves
+from gateway.turns import Turns
 from tinsmith.rpc.auth import named, require_keys
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class Gateway:
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
         self.metrics = Metrics()
+        self.turns = Turns()
         self.tokens = Tokens(config)
         self.store = Store(config.resolved_database_url, self.metrics)
         self.keys = Keys(self.store)
@@ -147,6 +149,7 @@ class Gateway:
             ledger=self.ledger,
             recent=self.dashboard.samples,
             metrics=self.metrics,
+            turns=self.turns,
         )
         self.generator = Generator(
             config,

@@ -33,12 +33,12 @@ class SessionRows:
         self._database = database
         self._of_sessions = of_sessions
         self._beating: set[str] = set()
-        """Living sessions that have sent a heartbeat here."""
+        """Living sessions that were made here, or have sent a heartbeat here."""
         self._beats: dict[str, float] = {}
         self._whose: OrderedDict[str, Whose] = OrderedDict()
 
     async def create(self, *, owner: str, key_id: str = "", idempotency_key: str | None, **facts: Any) -> Session:
-        """A new session; the one made before when the same owner repeats the key."""
+        """A new session; the one made before when the same owner repeats the key. Its heartbeats cost no query."""
         now = time.time()
         session = Session(
             session_id=uuid4().hex,
@@ -50,6 +50,8 @@ class SessionRows:
             **facts,
         )
         if await self._database.add_once(session):
+            self._know(session)
+            self._beating.add(session.session_id)
             return session
         known = await self.of_key(owner, idempotency_key)
         assert known is not None
@@ -81,10 +83,13 @@ class SessionRows:
             session = await self.get(session_id)
             if session is None:
                 return None
-            self._whose[session_id] = Whose(session.owner, session.key_id)
-            if len(self._whose) > _MAX_WHOSE:
-                self._whose.popitem(last=False)
+            self._know(session)
         return self._whose.get(session_id)
+
+    def _know(self, session: Session) -> None:
+        self._whose[session.session_id] = Whose(session.owner, session.key_id)
+        if len(self._whose) > _MAX_WHOSE:
+            self._whose.popitem(last=False)
 
     def known_whose(self, session_id: str) -> Whose | None:
         """None unless it is in memory, as it is soon after `whose`."""

@@ -46,6 +46,7 @@ from gateway.http.routes import (
 from gateway.metrics import Metrics
 from gateway.tenants.auth import Authentication
 from gateway.tracing import Traces
+from gateway.turns import Turns
 from tinsmith.rpc import logs
 from tinsmith.rpc.errors import ServiceError
 
@@ -132,6 +133,23 @@ class CountRequests:
             self._metrics.request_seconds.labels(route=route).observe(time.monotonic() - started_at)
 
 
+_BY_THE_HUNDRED = ("/api/v1/asample", "/api/v1/retrieve_future", "/api/v1/cancel_future", "/v1/")
+"""What a client sends for each of its samples, and as soon as it can; also retrieve_futures."""
+
+
+class InTurn:
+    """ASGI middleware: of what comes by the hundred a few begin at a time, and everything else overtakes it."""
+
+    def __init__(self, app: ASGIApp, *, turns: Turns) -> None:
+        self._app = app
+        self._turns = turns
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith(_BY_THE_HUNDRED):
+            await self._turns.take()
+        await self._app(scope, receive, send)
+
+
 def create_app(config: GatewayConfig) -> Starlette:
     """The application. Whoever serves it starts and stops its parts: `app.state.gateway`."""
     gateway = Gateway(config)
@@ -140,6 +158,7 @@ def create_app(config: GatewayConfig) -> Starlette:
         middleware=[
             *([Middleware(Traces)] if config.tracing else []),
             Middleware(CountRequests, metrics=gateway.metrics),
+            Middleware(InTurn, turns=gateway.turns),
             Middleware(SecurityHeaders),
             Middleware(OwnHost, callers=gateway.callers, hosts=config.own_hosts),
             Middleware(Authentication, callers=gateway.callers, tokens=gateway.tokens, limits=gateway.limits),

@@ -28,6 +28,7 @@ from gateway.sampling.replicas import Replica, Replicas
 from gateway.tenants.ledger import Ledger
 from gateway.tenants.limits import Hold
 from gateway.training import json_forms
+from gateway.turns import Turns
 from tinsmith.rpc.errors import (
     CheckpointNotFound,
     EngineDead,
@@ -125,6 +126,7 @@ class Samples:
         ledger: Ledger,
         recent: RecentSamples,
         metrics: Metrics,
+        turns: Turns,
     ) -> None:
         self._config = config
         self._publishing = publishing
@@ -135,6 +137,7 @@ class Samples:
         self._inflight = inflight
         self._records = records
         self._metrics = metrics
+        self._turns = turns
 
     def check_capacity(self, owner: str) -> None:
         """Raises OutOfCapacity when too many samples are in work, of the owner or of all; cheap, to be asked before the
@@ -175,6 +178,7 @@ class Samples:
             raise ServiceError(
                 f"gave up after {self._config.sample_timeout_s:g} s (sample_timeout_s): {pending.progress.reason}"
             ) from None
+        await self._turns.take()  # a sampler ends many at once
         if is_recorded:
 
             async def record() -> None:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from sqlalchemy import update
+from sqlalchemy import insert, update
 from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.database.sessions import Whose
@@ -151,7 +151,9 @@ class Ledger:
                 counted[whose] = (await db.scalars(summed.returning(TokenCount.amount))).one()
             for model_id, at in sorted(touched.items()):
                 await db.execute(update(Model).where(Model.model_id == model_id).values(last_request_at=at))
-            db.add_all(rows)
+            for kind in (AuditEvent, Span):
+                if some := [_values(row) for row in rows if isinstance(row, kind)]:
+                    await db.execute(insert(kind), some)  # not as objects: a thousand would hold up the event loop
         for whose, amount in counted.items():
             self._counted[whose] = max(self._counted.get(whose, 0), amount)
         for (_, whose, *_, kind), amount in usage.items():
@@ -159,3 +161,8 @@ class Ledger:
                 self._gathered[whose] -= amount
                 if not self._gathered[whose]:
                     del self._gathered[whose]
+
+
+def _values(row: AuditEvent | Span) -> dict[str, Any]:
+    """What the row holds, without the number that the database gives it."""
+    return {column.name: getattr(row, column.name) for column in row.__table__.columns if not column.primary_key}

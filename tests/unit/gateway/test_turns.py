@@ -1,0 +1,116 @@
+"""Requests that come by the hundred begin a few at a time, and what they hold up is little."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from contextlib import AsyncExitStack
+from typing import Any
+
+import orjson
+from sqlalchemy import event
+from sqlalchemy.engine import Engine
+
+from gateway.turns import Turns
+from tests.unit.gateway.stack import Client, Stack, sample_body
+
+NUM_SAMPLES = 100
+LIMIT_S = 60.0
+"""A hang ends the test; nothing here is timed."""
+
+
+async def test_turns_come_in_order_a_few_in_each_pass() -> None:
+    turns, begun = Turns(per_pass=3), list[int]()
+
+    async def one(number: int) -> None:
+        await turns.take()
+        begun.append(number)
+
+    tasks = [asyncio.create_task(one(number)) for number in range(10)]
+    num_begun = [0]
+    while not all(task.done() for task in tasks):
+        await asyncio.sleep(0)  # a pass
+        num_begun.append(len(begun))
+    assert begun == list(range(10))
+    assert max(after - before for before, after in itertools.pairwise(num_begun)) <= 3
+
+
+async def test_who_gives_up_costs_the_others_no_turn() -> None:
+    turns = Turns(per_pass=1)
+    tasks = [asyncio.create_task(turns.take()) for _ in range(20)]
+    await asyncio.sleep(0)
+    for task in tasks[1:19]:
+        task.cancel()
+    async with asyncio.timeout(LIMIT_S):
+        await tasks[0]
+        await tasks[19]
+    await turns.take()  # and later ones begin anew
+    assert sum(task.cancelled() for task in tasks) == 18
+
+
+async def test_a_failure_keeps_nobody_from_its_turn() -> None:
+    turns, num_begun = Turns(per_pass=2), 0
+
+    async def fail() -> None:
+        nonlocal num_begun
+        await turns.take()
+        num_begun += 1
+        raise ValueError
+
+    async with asyncio.timeout(LIMIT_S):
+        await asyncio.gather(*(fail() for _ in range(9)), return_exceptions=True)
+    assert num_begun == 9
+
+
+def posted(path: str, body: dict[str, Any]) -> bytes:
+    content = orjson.dumps(body)
+    head = f"POST /api/v1/{path} HTTP/1.1\r\nHost: localhost\r\nX-API-Key: tml-test\r\nContent-Length: {len(content)}"
+    return f"{head}\r\nContent-Type: application/json\r\n\r\n".encode() + content
+
+
+async def test_a_heartbeat_overtakes_samples_that_came_before_it(stack: Stack, client: Client) -> None:
+    session_id = await client.session()
+    sampler_id = await client.sampling_session(session_id)
+    await client.result(await client.call("asample", sample_body(sampler_id, 0)))  # what is read once is read
+    answered: list[str] = []
+
+    async def answer(reader: asyncio.StreamReader, what: str) -> bytes:
+        status = await reader.readline()
+        answered.append(what)
+        return status
+
+    async with AsyncExitStack() as opened:
+        connections = []
+        for _ in range(NUM_SAMPLES + 1):
+            reader, writer = await asyncio.open_connection("127.0.0.1", stack.port)
+            opened.callback(writer.transport.abort)
+            connections.append((reader, writer))
+        *samples, last = connections
+        # All of it is there before the gateway, whose loop this is, looks at any of it.
+        for number, (_, writer) in enumerate(samples):
+            writer.write(posted("asample", sample_body(sampler_id, 1 + number)))
+        last[1].write(posted("session_heartbeat", {"session_id": session_id}))
+        async with asyncio.timeout(LIMIT_S):
+            statuses = await asyncio.gather(
+                *(answer(reader, "sample") for reader, _ in samples), answer(last[0], "heartbeat")
+            )
+    assert {status.split()[1] for status in statuses} == {b"200"}
+    assert answered.index("heartbeat") < NUM_SAMPLES / 2
+
+
+async def test_a_session_that_was_made_here_beats_without_a_query(stack: Stack, client: Client) -> None:
+    asked: list[str] = []
+
+    def note(_connection: object, _cursor: object, _statement: str, parameters: object, *_rest: object) -> None:
+        asked.append(str(parameters))
+
+    session_id = await client.session()
+    event.listen(Engine, "before_cursor_execute", note)
+    try:
+        await client.call("session_heartbeat", {"session_id": session_id})
+        assert not any(session_id in parameters for parameters in asked)
+        await client.call(f"sessions/{session_id}/finish", {"reason": {"type": "success"}})
+        assert any(session_id in parameters for parameters in asked)
+    finally:
+        event.remove(Engine, "before_cursor_execute", note)
+    await client.call("session_heartbeat", {"session_id": session_id}, status=410)
