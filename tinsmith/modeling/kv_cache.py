@@ -22,6 +22,10 @@ _MAX_KEPT_BYTES = 64 * 1024 * 1024
 """Of shared prompts, a second time and contiguous. Longer ones are gathered in every step."""
 
 
+_KEYS_OF_A_CALL = 128
+"""On a CPU a call of attention takes as long as one row takes for so many keys."""
+
+
 @dataclass(slots=True)
 class KVCache:
     """Keys and values by layer, [S, K, C, D] each. A layer's tensors are made when it first writes."""
@@ -148,6 +152,31 @@ class SharedPrompts:
         return kept
 
 
+@dataclass(slots=True)
+class _Stretch:
+    """Neighbouring decoding rows that are computed together, as if each had `num_keys` keys."""
+
+    start: int
+    stop: int
+    num_keys: int
+
+
+def _stretches_of(lengths: Sequence[int], device: torch.device) -> list[_Stretch]:
+    """Rows of these numbers of keys, cut where a call of their own costs less than computing what is masked."""
+    out: list[_Stretch] = []
+    for row, length in enumerate(lengths):
+        if out:
+            last = out[-1]
+            num_keys = max(last.num_keys, length)
+            num_rows = row - last.start
+            more = (num_rows + 1) * num_keys - num_rows * last.num_keys
+            if device.type != "cpu" or more <= length + _KEYS_OF_A_CALL:
+                last.stop, last.num_keys = row + 1, num_keys
+                continue
+        out.append(_Stretch(row, row + 1, length))
+    return out
+
+
 class Cached:
     """Layout of one forward pass: first one new token for each of lanes 0 .. B-1, then pieces of prompts.
 
@@ -171,6 +200,7 @@ class Cached:
         self.num_keys = int(positions_B.max()) + 1 if self.num_decoding else 0
         self._lanes_B = torch.arange(self.num_decoding, device=positions_B.device) if lanes_B is None else lanes_B
         self._gathers = lanes_B is not None
+        self._stretches = _stretches_of([position + 1 for position in positions_B.tolist()], positions_B.device)
         self._places_by_shape: dict[tuple[int, int], Tensor] = {}
         keys = torch.arange(self.num_keys, device=positions_B.device)
         self._mask_B_1_1_L = (keys <= positions_B[:, None])[:, None, None]
@@ -217,23 +247,29 @@ class Cached:
     def _decode(
         self, layer: int, q_B_N_D: Tensor, keys_S_K_C_D: Tensor, values_S_K_C_D: Tensor, heads: Heads
     ) -> Tensor:
-        batch, num_heads, head_dim = q_B_N_D.shape
         plain = heads.softcap is None and heads.sinks_N is None
         if self._shared is not None and plain and heads.window is None:
-            return self._decode_shared(
-                self._shared, layer, q_B_N_D, keys_S_K_C_D[:batch], values_S_K_C_D[:batch], heads
-            )
-        lanes = self._lanes_B if self._gathers else slice(0, batch)
-        k = keys_S_K_C_D[:, :, : self.num_keys][lanes]
-        v = values_S_K_C_D[:, :, : self.num_keys][lanes]
-        mask = self._mask_B_1_1_L
+            lanes = slice(0, self.num_decoding)
+            return self._decode_shared(self._shared, layer, q_B_N_D, keys_S_K_C_D[lanes], values_S_K_C_D[lanes], heads)
+        outputs = [self._decode_rows(rows, q_B_N_D, keys_S_K_C_D, values_S_K_C_D, heads) for rows in self._stretches]
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+    def _decode_rows(
+        self, stretch: _Stretch, q_B_N_D: Tensor, keys_S_K_C_D: Tensor, values_S_K_C_D: Tensor, heads: Heads
+    ) -> Tensor:
+        rows = slice(stretch.start, stretch.stop)
+        lanes = self._lanes_B[rows] if self._gathers else rows
+        k, v = (store[:, :, : stretch.num_keys][lanes] for store in (keys_S_K_C_D, values_S_K_C_D))
+        mask = self._mask_B_1_1_L[rows, ..., : stretch.num_keys]
         if heads.window is not None:
-            mask = mask & (self._keys > self.positions_B[:, None] - heads.window)[:, None, None]
-        if plain:
+            first_B = self.positions_B[rows, None] - heads.window
+            mask = mask & (self._keys[: stretch.num_keys] > first_B)[:, None, None]
+        q = q_B_N_D[rows]
+        if heads.softcap is None and heads.sinks_N is None:
             # The query heads of one key/value head are rows of one product: no key is repeated.
-            q = q_B_N_D.view(batch, k.shape[1], -1, head_dim)
-            return masked(q, k, v, heads, mask).reshape(batch, num_heads, -1)
-        return masked(q_B_N_D[:, :, None], k, v, heads, mask)[:, :, 0]
+            q_B_K_R_D = q.view(q.shape[0], k.shape[1], -1, q.shape[2])
+            return masked(q_B_K_R_D, k, v, heads, mask).reshape(*q.shape[:2], -1)
+        return masked(q[:, :, None], k, v, heads, mask)[:, :, 0]
 
     def _decode_shared(
         self,
