@@ -64,6 +64,20 @@ async def test_a_run_is_trained_through_both(several: Several, client: Client) -
     assert len(listed.json()["checkpoints"]) == 1
 
 
+async def test_a_load_at_either_waits_for_a_save_of_another_run(several: Several, client: Client) -> None:
+    session_id = await client.session()
+    model_id = await client.model(session_id)
+    several.backends.trainer.go.clear()
+    saving = await client.call("save_weights", {"model_id": model_id, "seq_id": 1, "path": "one"})
+    body = {"session_id": session_id, "path": f"tinker://{model_id}/weights/one", "optimizer": False}
+    loads = [asyncio.create_task(client.call("load_weights", body | {"model_seq_id": seq})) for seq in (1, 2)]
+    await asyncio.sleep(0.3)
+    several.backends.trainer.go.set()
+    answers = [await client.result(receipt) for receipt in await asyncio.gather(*loads)]
+    assert [answer["path"] for answer in answers] == [body["path"]] * 2
+    assert (await client.result(saving))["path"] == body["path"]
+
+
 async def test_a_repeat_at_the_other_is_the_same_and_another_body_conflicts(several: Several, client: Client) -> None:
     model_id = await client.model(await client.session())
     replies = [await client.forward_backward(model_id, 1) for _ in range(3)]
