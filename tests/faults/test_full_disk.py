@@ -73,16 +73,16 @@ def test_training_waits_until_the_disk_has_room(
     name: str,
     repetition: int,
 ) -> None:
-    """Nothing is saved meanwhile."""
+    """So does a save, for want of room for its row; where the trainer has none, nothing is saved meanwhile."""
     disk = disk_of(kind, name, cluster, small_disks)
     data = batch(1, lengths=(9, 17, 5, 33))
     has_room = Event()
-    rest = service.create_rest_client()
+    rest = tinker.RestClient(base_url=cluster.url, api_key="tml-test")
 
     def run() -> tuple[list[float], dict[str, np.ndarray]]:
         client = new_model(service, seed=1)
         losses = train(client, data, steps=STEPS, adam=ADAM)
-        assert has_room.wait(60)
+        assert name == "gateway" or has_room.wait(60)
         path = client.save_state("end").result().path
         tensors = tensors_of(cluster.checkpoints, path)
         rest.delete_checkpoint_from_tinker_path(path).result()  # the disk is small, and there are repetitions
