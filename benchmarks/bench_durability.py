@@ -33,7 +33,7 @@ from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Policy, Snapshots
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.metrics import Metrics
-from trainer_service.operations import Operations
+from trainer_service.operations.operations import Operations
 from trainer_service.scheduling.scheduler import Scheduler
 from trainer_service.scheduling.work import Operation, Work
 from trainer_service.storage.checkpoints import CheckpointStore

@@ -33,7 +33,7 @@ from trainer_service.engine.budget import Plan
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.engine.measure import Bounds, measure
 from trainer_service.metrics import Metrics
-from trainer_service.operations import Operations
+from trainer_service.operations.operations import Operations
 from trainer_service.ranks import process
 from trainer_service.ranks.follower import Follower
 from trainer_service.ranks.group import RankGroup
@@ -112,7 +112,7 @@ async def serve(config: TrainerConfig, group: RankGroup | None) -> None:
         logger.info("stopping")
         await server.stop(_CALL_GRACE_S)
         ended = await trainer.scheduler.close(timeout_s=_STOP_TIMEOUT_S)
-        await trainer.operations.publisher.sender.close()
+        await trainer.operations.publishing.publisher.sender.close()
         if ended and isinstance(trainer.operations.engine, LeadingEngine):
             await asyncio.wait({asyncio.create_task(asyncio.to_thread(trainer.operations.engine.stop))}, timeout=1)
         journal.close()

@@ -23,7 +23,7 @@ from trainer_service.durability.journal import Journal
 from trainer_service.durability.journal_records import Body
 from trainer_service.engine.batch import LOSS_FN_NAMES
 from trainer_service.engine.optimizers import OPTIMIZERS
-from trainer_service.operations import Operations, refused
+from trainer_service.operations.operations import Operations, refused
 from trainer_service.scheduling.scheduler import Scheduler
 from trainer_service.scheduling.work import Answer, Operation, Work
 from trainer_service.storage.checkpoints import CheckpointStore
@@ -69,7 +69,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         engine = trainer.operations.engine
         full, groups = engine.base.trainable, engine.base.groups
         return pb.GetTrainerInfoResponse(
-            base_models=trainer.operations.base_models,
+            base_models=trainer.operations.models.base_models,
             max_context_length=engine.limits.max_context_length,
             max_lora_rank=trainer.operations.max_lora_rank,
             vocab_size=engine.limits.vocab_size,
@@ -98,7 +98,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         trainer = self._ready
         await trainer.scheduler.check_held(request.model_id)
-        model = trainer.operations.model(request.model_id)
+        model = trainer.operations.models.get(request.model_id)
         return pb.GetModelResponse(model=model.to_proto(next_seq_id=trainer.scheduler.next_seq_id(request.model_id)))
 
     async def DeleteModel(self, request: pb.DeleteModelRequest, context: Context) -> pb.DeleteModelResponse:
@@ -135,7 +135,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: pb.PublishCheckpointRequest, context: Context
     ) -> pb.PublishCheckpointResponse:
         location = Location.parse(request.location, field="location")
-        certified = await self._ready.operations.publish(location, request.version_id)
+        certified = await self._ready.operations.publishing.publish(location, request.version_id)
         return pb.PublishCheckpointResponse(num_samplers=certified.num_samplers, certificate=certified.certificate)
 
     async def GetCertificate(self, request: pb.GetCertificateRequest, context: Context) -> pb.GetCertificateResponse:
@@ -179,7 +179,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         first = await anext(request_iterator, pb.ImportCheckpointRequest())
         if first.WhichOneof("piece") != "header":
             raise InvalidRequest("header: the first message must hold it", field="header")
-        trainer.operations.check_base_model(first.header.base_model, field="base_model")
+        trainer.operations.models.check_base_model(first.header.base_model, field="base_model")
 
         last = pb.ImportCheckpointRequest()
 

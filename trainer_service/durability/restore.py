@@ -30,7 +30,8 @@ from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Snapshots
 from trainer_service.engine.optimizers import params_from_proto
 from trainer_service.metrics import Metrics
-from trainer_service.operations import Model, Operations
+from trainer_service.operations.models import Model
+from trainer_service.operations.operations import Operations
 from trainer_service.scheduling.scheduler import Scheduler
 from trainer_service.scheduling.work import Answer, RunBatch, Turn, Work
 
@@ -88,7 +89,7 @@ class Restorer:
         else:
             start, base_model = _seq_id(info), info.base_model
             found = self._from_snapshot(info, history)
-        self.operations.check_base_model(base_model, field="base_model")
+        self.operations.models.check_base_model(base_model, field="base_model")
         following = [entry for entry in history if entry.seq_id > start]
         logger.info("restoring %s: from seq_id %d, and %d operations after it", model_id, start, len(following))
 
@@ -100,7 +101,7 @@ class Restorer:
                 raise
 
         async def forget() -> None:
-            self.operations.models.pop(model_id, None)
+            self.operations.models.drop(model_id)
             self.snapshots.drop(model_id)
             await self.scheduler.run_alone(lambda: self.operations.engine.delete_model(model_id))
 
@@ -168,10 +169,10 @@ class Restorer:
         work = self.operations.create_model(request)
         if done:
             work = self._loads_again(model.model_id, history[0], work)
-        return work, request.base_model or self.operations.base_models[0]
+        return work, request.base_model or self.operations.models.base_models[0]
 
     def _begin(self, model: Model, history: Sequence[Entry], *, after: int) -> None:
-        self.operations.models[model.model_id] = model
+        self.operations.models.add(model)
         num_bytes = sum(entry.num_bytes for entry in history if entry.seq_id > after)
         self.snapshots.add(model.model_id, replayed_bytes=num_bytes)
 

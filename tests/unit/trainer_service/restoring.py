@@ -21,7 +21,7 @@ from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Policy, Snapshots
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.metrics import Metrics
-from trainer_service.operations import Operations, refused
+from trainer_service.operations.operations import Operations, refused
 from trainer_service.scheduling.scheduler import Scheduler
 from trainer_service.scheduling.work import Answer, Operation, Work
 from trainer_service.storage.checkpoints import CheckpointStore
@@ -129,7 +129,7 @@ class Process:
         await self.scheduler.close(timeout_s=10)
         await self.snapshots.close()
         await asyncio.to_thread(self.journal.close)
-        self.operations.checkpoints.close()
+        self.operations.publishing.checkpoints.close()
 
 
 def _unfinished(folder: str, names: list[str]) -> set[str]:

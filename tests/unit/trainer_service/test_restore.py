@@ -142,7 +142,7 @@ async def test_a_crash_after_any_operation_changes_no_bit_and_no_answer(
         await run(process, SCRIPT[n + 1 :])
         assert await outcomes(process) == expected
         assert_equal(await process.weights(MODEL), weights)
-        assert process.operations.model(MODEL).step == undisturbed.operations.model(MODEL).step
+        assert process.operations.models.get(MODEL).step == undisturbed.operations.models.get(MODEL).step
         await process.stop()
 
 
@@ -330,7 +330,7 @@ async def test_what_a_load_has_read_may_be_deleted_once_it_is_answered(start: St
     assert_equal(await again.weights(MODEL), weights)
     assert again.num_replayed("forward_backward") == 1
     await again.scheduler.check_held("s:train:1")
-    assert again.operations.model("s:train:1").step == 1
+    assert again.operations.models.get("s:train:1").step == 1
 
 
 async def test_a_load_that_would_read_another_checkpoint_gives_the_model_up_and_keeps_the_journal(

@@ -38,7 +38,7 @@ from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Policy, Snapshots
 from trainer_service.engine.engine import State, TrainingEngine
 from trainer_service.metrics import Metrics
-from trainer_service.operations import Operations
+from trainer_service.operations.operations import Operations
 from trainer_service.scheduling.scheduler import Scheduler
 from trainer_service.servicer import Trainer, TrainerServicer
 from trainer_service.storage.checkpoints import CheckpointStore
@@ -67,7 +67,7 @@ class Service:
         await self.server.stop(0)
         await self.trainer.scheduler.close(timeout_s=10)
         await self.trainer.operations.snapshots.close()
-        await self.trainer.operations.publisher.sender.close()
+        await self.trainer.operations.publishing.publisher.sender.close()
         await asyncio.to_thread(self.trainer.journal.close)
 
 
@@ -316,7 +316,7 @@ async def test_a_checkpoint_of_an_adapter_is_refused_by_its_name_where_all_param
     config = AdapterConfig(rank=4, seed=1)
     save_by_hand(service, State(config, Adapter.create(config, base.targets, base.device), 1, None))
     trainable = BaseModel.load(model_folder, device=base.device, dtype=base.dtype, trainable=True)
-    service.trainer.operations.engine = TrainingEngine(trainable, max_tokens_per_microbatch=64)
+    service.trainer.operations.loads.engine = TrainingEngine(trainable, max_tokens_per_microbatch=64)
     said = "holds an adapter (rank 4), which needs a server started without --full-training; this one"
     started = pb.CreateModelRequest(model_id=MODEL, from_location="r/weights/one")
     await fails(service.stub.CreateModel(started), errors.InvalidRequest, f"from_location: r/weights/one {said}")
@@ -411,7 +411,7 @@ async def test_a_sampler_that_is_full_just_now_does_not_fail_the_save(
         raise errors.OutOfCapacity("2 versions in use hold everything")
 
     monkeypatch.setattr(WeightSender, "has_samplers", True)
-    monkeypatch.setattr(service.trainer.operations.publisher.sender, "publish", publish)
+    monkeypatch.setattr(service.trainer.operations.publishing.publisher.sender, "publish", publish)
     reply = await stub.SaveCheckpoint(save(1, kind=types_pb2.CHECKPOINT_KIND_SAMPLER))
     assert reply.num_samplers == 0
     assert not reply.HasField("certificate")
@@ -532,7 +532,7 @@ async def test_overwriting_keeps_a_version_that_samplers_have_while_its_run_live
         published.append(version.adapter.flat.clone())
         return Certified(1, types_pb2.PublishCertificate(version_id=version.version_id, passed=True))
 
-    monkeypatch.setattr(service.trainer.operations.publisher, "publish", publish)
+    monkeypatch.setattr(service.trainer.operations.publishing.publisher, "publish", publish)
     first = (await stub.SaveCheckpoint(save(1))).checkpoint
     wanted = pb.PublishCheckpointRequest(location=first.location, version_id=first.version_id)
     await stub.PublishCheckpoint(wanted)

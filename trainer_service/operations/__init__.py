@@ -1,0 +1,1 @@
+"""What each kind of operation does, and the models that are live."""

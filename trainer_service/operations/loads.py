@@ -1,0 +1,73 @@
+"""Checkpoints that become models again: whether this server can train them, reading them, loading one into a model.
+
+They are read before the operation's turn on the compute thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+
+from tinsmith.rpc.errors import InvalidRequest
+from tinsmith.v1 import trainer_pb2 as pb
+from tinsmith.v1 import types_pb2
+from trainer_service.durability.snapshots import Snapshots
+from trainer_service.engine.engine import State, TrainingEngine
+from trainer_service.operations.models import LiveModels, Model
+from trainer_service.scheduling.work import Turn, Work
+from trainer_service.storage.checkpoints import CheckpointStore
+from trainer_service.storage.locations import Location
+
+
+@dataclass(slots=True)
+class Loads:
+    engine: TrainingEngine
+    checkpoints: CheckpointStore
+    models: LiveModels
+    snapshots: Snapshots
+
+    def load_checkpoint(self, request: pb.LoadCheckpointRequest) -> Work:
+        location = Location.parse(request.location, field="location")
+        return lambda turn: self._load(turn, request, location)
+
+    async def _load(self, turn: Turn, request: pb.LoadCheckpointRequest, location: Location) -> pb.WaitResultResponse:
+        await turn.settled()  # it may be the checkpoint that the operation before is writing
+        await self.check_extent(location, field="location")
+        info, state = await self.read(location, with_optimizer=request.load_optimizer, field="location")
+        await turn.run(lambda: self.engine.restore(request.model_id, state, with_optimizer=request.load_optimizer))
+        model = self.models.get(request.model_id)
+        model.step = state.step
+        await self.keep(turn, model, request.seq_id, state, with_optimizer=request.load_optimizer)
+        return pb.WaitResultResponse(load_checkpoint=pb.LoadCheckpointResponse(checkpoint=info))
+
+    async def check_extent(self, location: Location, *, field: str) -> None:
+        """Raises InvalidRequest for a checkpoint of a kind that this server does not train, before it is read."""
+        info = await asyncio.to_thread(self.checkpoints.info, location)
+        rank = info.lora_config.rank
+        if rank == 0 and not self.engine.base.trainable:
+            raise InvalidRequest(
+                f"{field}: {location} holds all parameters, which needs a server started with --full-training; this "
+                "one was started without it, and trains adapters",
+                field=field,
+            )
+        if rank != 0 and self.engine.base.trainable:
+            raise InvalidRequest(
+                f"{field}: {location} holds an adapter (rank {rank}), which needs a server started without "
+                "--full-training; this one was started with it, and trains all parameters",
+                field=field,
+            )
+
+    async def read(
+        self, location: Location, *, with_optimizer: bool, field: str
+    ) -> tuple[types_pb2.CheckpointInfo, State]:
+        """Raises InvalidRequest when it is of a base model that this server has not."""
+        info, state = await asyncio.to_thread(
+            self.checkpoints.load, location, self.engine.base, with_optimizer=with_optimizer
+        )
+        self.models.check_base_model(info.base_model, field=f"{field} {location}: base_model")
+        return info, state
+
+    async def keep(self, turn: Turn, model: Model, seq_id: int, state: State, *, with_optimizer: bool) -> None:
+        """A model whose source may be deleted, once it has been loaded: it is to be durable before that is answered."""
+        kept = state if with_optimizer else replace(state, optimizer=None)
+        await self.snapshots.keep(turn, seq_id, model.snapshot_info(seq_id, kept), kept)

@@ -1,0 +1,88 @@
+"""The models that are live, by their ids, and the names of the base model that they may be made of."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tinsmith.modeling.adapter import AdapterConfig
+from tinsmith.rpc.errors import InvalidRequest, ModelNotFound
+from tinsmith.v1 import trainer_pb2 as pb
+from tinsmith.v1 import types_pb2
+from trainer_service.engine.engine import State
+
+
+@dataclass(slots=True)
+class Model:
+    """What is known of a live model outside the engine."""
+
+    model_id: str
+    base_model: str
+    config: AdapterConfig
+    optimizer: str
+    user_metadata: Mapping[str, str]
+    step: int = 0
+
+    def to_proto(self, *, next_seq_id: int) -> pb.ModelInfo:
+        return pb.ModelInfo(
+            model_id=self.model_id,
+            base_model=self.base_model,
+            lora_config=self.config.to_proto(),
+            optimizer=self.optimizer,
+            step=self.step,
+            next_seq_id=next_seq_id,
+            user_metadata=self.user_metadata,
+        )
+
+    def snapshot_info(self, seq_id: int, state: State) -> types_pb2.CheckpointInfo:
+        """Of its state after that operation."""
+        return types_pb2.CheckpointInfo(
+            location=f"{self.model_id}/{seq_id}",
+            kind=types_pb2.CHECKPOINT_KIND_TRAINING,
+            model_id=self.model_id,
+            base_model=self.base_model,
+            lora_config=state.config.to_proto(),
+            version_id=f"{self.model_id}@{seq_id}",
+            step=state.step,
+            has_optimizer=state.optimizer is not None,
+            optimizer=self.optimizer,
+            user_metadata=self.user_metadata,
+            created_at=time.time(),
+        )
+
+    @classmethod
+    def of_snapshot(cls, info: types_pb2.CheckpointInfo, state: State) -> Model:
+        metadata = dict(info.user_metadata)
+        return cls(info.model_id, info.base_model, state.config, info.optimizer, metadata, info.step)
+
+
+class LiveModels:
+    """Of the base model that this trainer has, by model_id."""
+
+    def __init__(self, base_models: Sequence[str]) -> None:
+        self.base_models = base_models
+        """Public names of the base model."""
+        self._models: dict[str, Model] = {}
+
+    def __contains__(self, model_id: str) -> bool:
+        return model_id in self._models
+
+    def get(self, model_id: str) -> Model:
+        if model_id not in self._models:
+            raise ModelNotFound(f"model_id: there is no model {model_id!r}", model_id=model_id)
+        return self._models[model_id]
+
+    def add(self, model: Model) -> None:
+        self._models[model.model_id] = model
+
+    def drop(self, model_id: str) -> None:
+        """One that is not live is left alone."""
+        self._models.pop(model_id, None)
+
+    def check_base_model(self, base_model: str, *, field: str) -> None:
+        if base_model not in self.base_models:
+            raise InvalidRequest(
+                f"{field}: {base_model!r} is not served by this trainer; it serves {', '.join(self.base_models)}",
+                field=field,
+            )

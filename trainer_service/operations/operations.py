@@ -1,0 +1,196 @@
+"""What each kind of operation does: a request becomes work for the scheduler.
+
+Checkpoints are read before an operation's turn on the compute thread, and written and published after it, from a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tinsmith.modeling.adapter import AdapterConfig
+from tinsmith.modeling.full_weights import config_of
+from tinsmith.rpc.errors import InvalidRequest, ServiceError
+from tinsmith.rpc.paths import check_model_id
+from tinsmith.v1 import trainer_pb2 as pb
+from tinsmith.v1 import types_pb2
+from trainer_service.durability.snapshots import Snapshots
+from trainer_service.engine.batch import Batch
+from trainer_service.engine.engine import State, TrainingEngine
+from trainer_service.engine.optimizers import DEFAULT_OPTIMIZER, check_kind, params_from_proto
+from trainer_service.objectives.custom_loss import CustomLoss
+from trainer_service.operations.loads import Loads
+from trainer_service.operations.models import LiveModels, Model
+from trainer_service.operations.publishing import Publishing, RunAlone
+from trainer_service.operations.saves import Saves
+from trainer_service.scheduling.work import RunBatch, Turn, Work
+from trainer_service.storage.checkpoints import CheckpointStore
+from trainer_service.storage.locations import Location
+from trainer_service.weight_sync.certificate import Publisher
+
+
+class Operations:
+    def __init__(
+        self,
+        engine: TrainingEngine,
+        checkpoints: CheckpointStore,
+        publisher: Publisher,
+        run_alone: RunAlone,
+        base_models: Sequence[str],
+        max_lora_rank: int,
+        snapshots: Snapshots,
+    ) -> None:
+        """run_alone: of the scheduler. base_models: public names of the base model."""
+        self.engine = engine
+        self.max_lora_rank = max_lora_rank
+        self.snapshots = snapshots
+        self.models = LiveModels(base_models)
+        self.loads = Loads(engine, checkpoints, self.models, snapshots)
+        self.publishing = Publishing(engine, checkpoints, publisher, run_alone, self.models, self.loads)
+        self._saves = Saves(engine, checkpoints, self.models, self.publishing)
+
+    def create_model(self, request: pb.CreateModelRequest) -> Work:
+        """Raises InvalidRequest for what is wrong on the face of it; a checkpoint is looked at in the work."""
+        check_model_id(request.model_id, field="model_id")
+        if request.optimizer:
+            check_kind(request.optimizer)
+        if request.base_model or not request.from_location:
+            self.models.check_base_model(request.base_model, field="base_model")
+        if request.from_location:
+            location = Location.parse(request.from_location, field="from_location")
+            if request.HasField("lora_config"):
+                raise InvalidRequest("lora_config: must be absent, from_location brings its own", field="lora_config")
+            return lambda turn: self._create(turn, request, location=location, config=None)
+        if request.load_optimizer:
+            raise InvalidRequest("load_optimizer: true needs from_location", field="load_optimizer")
+        if not request.HasField("lora_config"):
+            raise InvalidRequest("lora_config: missing; a new model needs one", field="lora_config")
+        config = self._config(request.lora_config, optimizer=request.optimizer or DEFAULT_OPTIMIZER)
+        return lambda turn: self._create(turn, request, location=None, config=config)
+
+    def _config(self, lora_config: types_pb2.LoraConfig, *, optimizer: str) -> AdapterConfig:
+        self.engine.check_trainable(lora_config.rank, optimizer)
+        return config_of(lora_config, max_rank=self.max_lora_rank)
+
+    async def _create(
+        self,
+        turn: Turn,
+        request: pb.CreateModelRequest,
+        *,
+        location: Location | None,
+        config: AdapterConfig | None,
+    ) -> pb.WaitResultResponse:
+        base_model, state = request.base_model, None
+        optimizer = request.optimizer or DEFAULT_OPTIMIZER
+        if location is not None:
+            await self.loads.check_extent(location, field="from_location")
+            info, state = await self.loads.read(location, with_optimizer=request.load_optimizer, field="from_location")
+            base_model = base_model or info.base_model
+            if state.optimizer is not None:
+                optimizer = request.optimizer or state.optimizer.kind
+            config = self._config(info.lora_config, optimizer=optimizer)
+        assert config is not None
+        model = Model(request.model_id, base_model, config, optimizer, dict(request.user_metadata))
+
+        def create() -> None:
+            self.engine.create_model(model.model_id, model.config, optimizer)
+            if state is not None:
+                self.engine.restore(model.model_id, state, with_optimizer=request.load_optimizer)
+                model.step = state.step
+
+        await turn.run(create)
+        self.models.add(model)
+        self.snapshots.add(model.model_id)
+        if state is not None:
+            await self.loads.keep(turn, model, 0, state, with_optimizer=request.load_optimizer)
+        return pb.WaitResultResponse(create_model=pb.CreateModelResponse(model=model.to_proto(next_seq_id=1)))
+
+    def forward_backward(self, request: pb.ForwardBackwardRequest) -> Work:
+        try:
+            return RunBatch(Batch.from_proto(request, self.engine.limits))
+        except ServiceError as error:
+            return refused(error) if request.forward_only else self._taint(request.model_id, error)
+
+    def work_of(self, kind: str, data: bytes) -> Work:
+        """Of a serialized request that was accepted before a restart."""
+        try:
+            match kind:
+                case "create_model":
+                    return self.create_model(pb.CreateModelRequest.FromString(data))
+                case "forward_backward":
+                    return self.forward_backward(pb.ForwardBackwardRequest.FromString(data))
+                case "optim_step":
+                    return self.optim_step(pb.OptimStepRequest.FromString(data))
+                case "skip":
+                    return self.skip(pb.SkipOperationRequest.FromString(data))
+                case "save_checkpoint":
+                    return self.save_checkpoint(pb.SaveCheckpointRequest.FromString(data), again=True)
+                case "load_checkpoint":
+                    return self.load_checkpoint(pb.LoadCheckpointRequest.FromString(data))
+                case _:
+                    raise ServiceError(f"an operation of kind {kind!r} is of a later version")
+        except InvalidRequest as error:
+            return refused(error)
+
+    def check_custom_loss(self, request: pb.CheckCustomLossRequest) -> None:
+        """Raises InvalidRequest for what can be seen without data."""
+        CustomLoss.from_proto(request.custom_loss)
+
+    def skip(self, request: pb.SkipOperationRequest) -> Work:
+        error = InvalidRequest(request.reason)
+        return self._taint(request.model_id, error) if request.gradients_missing else refused(error)
+
+    def _taint(self, model_id: str, error: ServiceError) -> Work:
+        async def refuse(turn: Turn) -> pb.WaitResultResponse:
+            await turn.run(lambda: self.engine.taint(model_id, error.message))
+            raise error
+
+        return refuse
+
+    def optim_step(self, request: pb.OptimStepRequest) -> Work:
+        params = params_from_proto(request)
+        model_id = request.model_id
+
+        def call() -> tuple[Mapping[str, float], State | None]:
+            return self.engine.optim_step(model_id, params), self._snapshot(model_id)
+
+        async def step(turn: Turn) -> pb.WaitResultResponse:
+            metrics, state = await turn.run(call)
+            model = self.models.get(model_id)
+            model.step += 1
+            if state is not None:
+                self.snapshots.keep_later(turn, request.seq_id, model.snapshot_info(request.seq_id, state), state)
+            return pb.WaitResultResponse(optim_step=pb.OptimStepResponse(metrics=metrics))
+
+        return step
+
+    def _snapshot(self, model_id: str) -> State | None:
+        """On the compute thread, after a step: a copy when one is due."""
+        if not self.snapshots.is_due(model_id):
+            return None
+        try:
+            return self.engine.capture(model_id, with_optimizer=True)
+        except (MemoryError, RuntimeError) as error:  # the step has been made, and its answer must say so
+            self.snapshots.skip(model_id, error)
+            return None
+
+    def save_checkpoint(self, request: pb.SaveCheckpointRequest, *, again: bool = False) -> Work:
+        """`again`: it was accepted before a restart, and may have been made."""
+        return self._saves.save_checkpoint(request, again=again)
+
+    def load_checkpoint(self, request: pb.LoadCheckpointRequest) -> Work:
+        return self.loads.load_checkpoint(request)
+
+    async def delete_files(self, model_id: str) -> None:
+        """Removes what a model leaves outside the engine: its snapshots, and what publishing has made of it."""
+        self.models.drop(model_id)
+        await self.snapshots.forget(model_id)
+        await self.publishing.forget(model_id)
+
+
+def refused(error: ServiceError) -> Work:
+    """The work of a request that validation refused: it fails in its place of the order."""
+
+    async def refuse(turn: Turn) -> pb.WaitResultResponse:
+        raise error
+
+    return refuse

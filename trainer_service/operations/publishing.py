@@ -1,0 +1,200 @@
+"""From checkpoints to samplers: together with a save, or later on demand.
+
+A version that samplers have may be wanted again when a save has replaced its checkpoint, so its files stay, hidden.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from tinsmith.rpc.errors import (
+    CheckpointExists,
+    CheckpointNotFound,
+    DataCorrupted,
+    NotFound,
+    NotReady,
+    OutOfCapacity,
+    ServiceError,
+    VersionGone,
+)
+from tinsmith.v1 import types_pb2
+from tinsmith.v1.types_pb2 import PublishCertificate
+from trainer_service.engine.engine import State, TrainingEngine
+from trainer_service.operations.loads import Loads
+from trainer_service.operations.models import LiveModels
+from trainer_service.scheduling.work import Turn
+from trainer_service.storage.checkpoints import CheckpointStore
+from trainer_service.storage.locations import KINDS, Location
+from trainer_service.weight_sync import Version
+from trainer_service.weight_sync.canary import Scores
+from trainer_service.weight_sync.certificate import Certified, Publisher
+
+logger = logging.getLogger(__name__)
+
+_SENT_KINDS = {types_pb2.CHECKPOINT_KIND_SAMPLER, types_pb2.CHECKPOINT_KIND_EPHEMERAL}
+"""Kinds that are sent to the samplers when they are saved."""
+
+T = TypeVar("T")
+
+
+class RunAlone(Protocol):
+    async def __call__(self, call: Callable[[], T]) -> T:
+        """Makes the call on the compute thread, before the next micro-batch."""
+        ...
+
+
+@dataclass(slots=True)
+class Publishing:
+    engine: TrainingEngine
+    checkpoints: CheckpointStore
+    publisher: Publisher
+    run_alone: RunAlone
+    """Of the scheduler."""
+    models: LiveModels
+    loads: Loads
+    _running: dict[tuple[Location, str], asyncio.Task[Certified]] = field(default_factory=dict)
+    _asked_for: set[str] = field(default_factory=set)
+    """Versions of live models that were published on demand."""
+    _scoring: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def sends(self, kind: types_pb2.CheckpointKind) -> bool:
+        """Whether a save of that kind goes to samplers now."""
+        return kind in _SENT_KINDS and self.publisher.has_samplers
+
+    async def capture_and_score(self, turn: Turn, model_id: str) -> tuple[State, asyncio.Future[Scores]]:
+        """A copy, as soon as it is made: the call goes on with scoring the canary while the copy is stored and sent.
+
+        So a publish asks for the compute thread once.
+        """
+        loop = asyncio.get_running_loop()
+        captured: asyncio.Future[State] = loop.create_future()
+
+        def call() -> Scores:
+            state = self.engine.capture(model_id, with_optimizer=False)
+            loop.call_soon_threadsafe(lambda: captured.done() or captured.set_result(state))
+            return self.engine.score(self.engine.weights(model_id), self.publisher.sequences)
+
+        scores = asyncio.ensure_future(turn.run(call))
+        await asyncio.wait({captured, scores}, return_when=asyncio.FIRST_COMPLETED)
+        if not captured.done():
+            await scores  # raises: there is no copy
+        return captured.result(), scores
+
+    async def with_save(
+        self,
+        saving: Coroutine[Any, Any, types_pb2.CheckpointInfo],
+        info: types_pb2.CheckpointInfo,
+        state: State,
+        scores: asyncio.Future[Scores],
+    ) -> tuple[types_pb2.CheckpointInfo, Certified | None]:
+        """Both at once. Without files there must be no version; without a sampler that serves it, files are enough."""
+        version = Version(info.version_id, info.base_model, state.adapter)
+        publishing = asyncio.create_task(self.publisher.publish(version, scores))
+        try:
+            stored = await saving
+        except BaseException:
+            await asyncio.wait([publishing])
+            await self.publisher.sender.remove(info.version_id)
+            raise
+        try:
+            certified = await publishing
+        except (NotReady, OutOfCapacity) as error:  # a sample that wants it publishes it
+            logger.warning("%s is saved, but not published: %s", info.location, error)
+            return stored, None
+        except ServiceError as error:
+            raise type(error)(
+                f"{info.location} is saved, but a sampler refused it: {error}", **error.metadata
+            ) from error
+        if certified is not None:
+            await self._keep(certified.certificate, info.location)
+        return stored, certified
+
+    async def publish(self, location: Location, version_id: str) -> Certified:
+        """Sends a stored version to the samplers; calls that want the same one share the work.
+
+        Raises VersionGone when the location holds another version, NotReady when no sampler can be reached or measured,
+        and VersionRefused when one is too far from the trainer.
+        """
+        key = location, version_id
+        running = self._running.get(key)
+        if running is None:
+            running = self._running[key] = asyncio.create_task(self._publish(location, version_id))
+            running.add_done_callback(lambda _: self._running.pop(key))
+        return await asyncio.shield(running)
+
+    def keep_replaced(self, location: Location) -> None:
+        """A version that samplers have may be wanted again when its checkpoint is replaced: its files stay, hidden."""
+        with contextlib.suppress(CheckpointNotFound, CheckpointExists, DataCorrupted):
+            info = self.checkpoints.info(location)
+            hidden = _hidden(location, info.version_id)
+            if hidden is not None and (info.kind in _SENT_KINDS or self._was_asked_for(info, location)):
+                self.checkpoints.copy(location, hidden, ttl_seconds=None)
+
+    async def forget(self, model_id: str) -> None:
+        """The model has ended: its ephemeral checkpoints and its hidden copies go, and its versions in the samplers."""
+        self._asked_for -= {version_id for version_id in self._asked_for if version_id.startswith(f"{model_id}@")}
+        await asyncio.to_thread(self.checkpoints.delete_ephemeral, model_id)
+        await self.publisher.sender.remove_all(f"{model_id}@")
+
+    async def _publish(self, location: Location, version_id: str) -> Certified:
+        if location.run_id in self.models:
+            self._asked_for.add(version_id)
+        info, state = await self._find_version(location, version_id)
+        scores = asyncio.ensure_future(self._score(state))
+        certified = await self.publisher.publish(Version(version_id, info.base_model, state.adapter), scores)
+        if certified is None:
+            raise NotReady(f"{version_id} cannot be published: no sampler is serving; try again")
+        await self._keep(certified.certificate, info.location)
+        return certified
+
+    async def _score(self, state: State) -> Scores:
+        """One at a time, so that micro-batches wait for one of many at most."""
+        async with self._scoring:
+            return await self.run_alone(lambda: self.engine.score(state.adapter, self.publisher.sequences))
+
+    async def _find_version(self, location: Location, version_id: str) -> tuple[types_pb2.CheckpointInfo, State]:
+        try:
+            info, state = await self.loads.read(location, with_optimizer=False, field="location")
+            if info.version_id == version_id:
+                return info, state
+            error: ServiceError = VersionGone(
+                f"{location} holds version {info.version_id!r} by now, not {version_id!r}", version_id=version_id
+            )
+        except CheckpointNotFound as missing:
+            error = missing
+        hidden = _hidden(location, version_id)
+        if hidden is None or not await asyncio.to_thread(self.checkpoints.exists, hidden):
+            raise error
+        return await self.loads.read(hidden, with_optimizer=False, field="location")
+
+    async def _keep(self, certificate: PublishCertificate, location: str) -> None:
+        """With the version's files, whatever it says. Raises VersionRefused."""
+        where = Location.parse(location, field="location")
+        try:
+            await asyncio.to_thread(self.checkpoints.put_certificate, where, certificate)
+        except OutOfCapacity as error:  # it is in the answer and in the metrics
+            logger.warning("the certificate of %s is not stored: %s", location, error)
+        self.publisher.check(certificate, location=location)
+
+    def _was_asked_for(self, info: types_pb2.CheckpointInfo, location: Location) -> bool:
+        """Samplers have it: a publish goes on, or one, perhaps before a restart, has left a certificate."""
+        if info.version_id in self._asked_for:
+            return True
+        try:
+            self.checkpoints.certificate(location)
+        except NotFound:
+            return False
+        return True
+
+
+def _hidden(location: Location, version_id: str) -> Location | None:
+    """Where a replaced version of a run lies until the run is deleted. None for what is no version of this run."""
+    run_id, _, name = version_id.rpartition("@")
+    if run_id != location.run_id or not name.isalnum():
+        return None
+    return Location(run_id, KINDS[types_pb2.CHECKPOINT_KIND_EPHEMERAL], name)

@@ -1,0 +1,125 @@
+"""Saves: a copy of the model, taken in the operation's turn, is written after it, and sent to samplers meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tinsmith.rpc.errors import CheckpointNotFound, DataCorrupted, InvalidRequest, NotReady, OutOfCapacity
+from tinsmith.rpc.paths import check_name
+from tinsmith.v1 import trainer_pb2 as pb
+from tinsmith.v1 import types_pb2
+from trainer_service.engine.engine import TrainingEngine
+from trainer_service.operations.models import LiveModels
+from trainer_service.operations.publishing import Publishing
+from trainer_service.scheduling.work import Turn, Work
+from trainer_service.storage.checkpoints import CheckpointStore
+from trainer_service.storage.encryption import Recipient, parse_recipients
+from trainer_service.storage.locations import KINDS, Location
+from trainer_service.weight_sync.canary import Scores
+from trainer_service.weight_sync.certificate import Certified
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Saves:
+    engine: TrainingEngine
+    checkpoints: CheckpointStore
+    models: LiveModels
+    publishing: Publishing
+
+    def save_checkpoint(self, request: pb.SaveCheckpointRequest, *, again: bool = False) -> Work:
+        """`again`: it was accepted before a restart, and may have been made."""
+        if request.kind not in KINDS:
+            raise InvalidRequest(
+                f"kind: {request.kind} is not one of TRAINING, SAMPLER, EPHEMERAL, EXTERNAL", field="kind"
+            )
+        if request.HasField("ttl_seconds") and request.ttl_seconds < 1:
+            raise InvalidRequest(f"ttl_seconds: {request.ttl_seconds} must be positive", field="ttl_seconds")
+        if request.kind != types_pb2.CHECKPOINT_KIND_EPHEMERAL:
+            name = check_name(request.name, field="name")
+        elif request.name:
+            raise InvalidRequest(f"name: {request.name!r} was given, but an ephemeral one has none", field="name")
+        else:
+            name = str(request.seq_id)
+        recipients = parse_recipients(request.age_recipients, field="age_recipients")
+        if recipients and request.kind != types_pb2.CHECKPOINT_KIND_EXTERNAL:
+            raise InvalidRequest("age_recipients: only kind EXTERNAL can be encrypted", field="age_recipients")
+        location = Location(request.model_id, KINDS[request.kind], name)
+        return lambda turn: self._save(turn, request, location, recipients, again=again)
+
+    async def _save(
+        self,
+        turn: Turn,
+        request: pb.SaveCheckpointRequest,
+        location: Location,
+        recipients: Sequence[Recipient],
+        *,
+        again: bool,
+    ) -> pb.WaitResultResponse:
+        model = self.models.get(request.model_id)
+        with_optimizer = request.kind == types_pb2.CHECKPOINT_KIND_TRAINING
+        version_id = f"{request.model_id}@{request.seq_id}"
+        written = await asyncio.to_thread(self._written, location, version_id) if again else None
+        if written is not None:
+            return await self._finish(written, location)
+        if request.overwrite:
+            await turn.settled()  # two saves that replace one checkpoint are written in their order
+        scores: asyncio.Future[Scores] | None = None
+        if self.publishing.sends(request.kind):
+            state, scores = await self.publishing.capture_and_score(turn, request.model_id)
+        else:
+            state = await turn.run(lambda: self.engine.capture(request.model_id, with_optimizer=with_optimizer))
+        info = types_pb2.CheckpointInfo(
+            location=str(location),
+            kind=request.kind,
+            model_id=request.model_id,
+            base_model=model.base_model,
+            lora_config=state.config.to_proto(),
+            version_id=version_id,
+            step=state.step,
+            has_optimizer=with_optimizer,
+            optimizer=model.optimizer,
+            ttl_seconds=request.ttl_seconds if request.HasField("ttl_seconds") else None,
+            user_metadata=request.user_metadata,
+        )
+        if request.overwrite:
+            await asyncio.to_thread(self.publishing.keep_replaced, location)
+        saving = asyncio.to_thread(
+            self.checkpoints.save, info, state, overwrite=request.overwrite, recipients=recipients
+        )
+        if scores is not None:
+            stored, certified = await self.publishing.with_save(saving, info, state, scores)
+        else:
+            stored, certified = await saving, None
+        return _saved(stored, certified)
+
+    def _written(self, location: Location, version_id: str) -> types_pb2.CheckpointInfo | None:
+        """What this very save has left there, when the trainer ended before it was answered."""
+        with contextlib.suppress(CheckpointNotFound, DataCorrupted):
+            info = self.checkpoints.info(location)
+            return info if info.version_id == version_id and info.location == str(location) else None
+
+    async def _finish(self, info: types_pb2.CheckpointInfo, location: Location) -> pb.WaitResultResponse:
+        """A version never changes: what samplers may have of it already is what lies in its files."""
+        certified: Certified | None = None
+        if self.publishing.sends(info.kind):
+            try:
+                certified = await self.publishing.publish(location, info.version_id)
+            except (NotReady, OutOfCapacity) as error:  # a sample that wants it publishes it
+                logger.warning("%s is saved, but not published: %s", location, error)
+        return _saved(info, certified)
+
+
+def _saved(info: types_pb2.CheckpointInfo, certified: Certified | None) -> pb.WaitResultResponse:
+    return pb.WaitResultResponse(
+        save_checkpoint=pb.SaveCheckpointResponse(
+            checkpoint=info,
+            num_samplers=0 if certified is None else certified.num_samplers,
+            certificate=None if certified is None else certified.certificate,
+        )
+    )
