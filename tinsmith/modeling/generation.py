@@ -20,7 +20,8 @@ from torch.nn.functional import linear, silu
 
 from tinsmith.modeling.attention import Layout
 from tinsmith.modeling.kernels.cpu import normalize, rotate
-from tinsmith.modeling.projections import Frozen, Layers, add_rows
+from tinsmith.modeling.projections import Frozen, Layers
+from tinsmith.modeling.shares import add_rows
 
 if TYPE_CHECKING:
     from tinsmith.modeling.lora import ActiveRuns, LoraLinear, Run

@@ -17,7 +17,7 @@ from torch import Tensor
 from tinsmith.modeling.kernels.prepacked import Prepacked
 from tinsmith.modeling.kernels.transfer import on_device
 from tinsmith.modeling.lora import Run
-from tinsmith.modeling.projections import add_rows
+from tinsmith.modeling.shares import add_rows
 
 MAX_CHUNK_ELEMENTS = {"cpu": 4 * 1024 * 1024, "cuda": 128 * 1024 * 1024}
 """Largest logits chunk, in elements: 16 MB stay close to the caches of a CPU; a GPU wants large products."""

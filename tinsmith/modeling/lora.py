@@ -17,7 +17,8 @@ from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.kernels.grouped_lora import Groups
 from tinsmith.modeling.kernels.prepacked import Prepacked
 from tinsmith.modeling.pass_gradient import PassGradient
-from tinsmith.modeling.projections import Frozen, Layers, Share, add_rows, project
+from tinsmith.modeling.projections import Frozen, Layers, project
+from tinsmith.modeling.shares import Share, add_rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,8 @@ from tinsmith.modeling.kernels.cpu import (
 )
 from tinsmith.modeling.kernels.install import FusedMLP, FusedRMSNorm
 from tinsmith.modeling.lora import ActiveRuns, LoraLinear, Run, shares_of
-from tinsmith.modeling.projections import Share, backward, forward, parameters_of
+from tinsmith.modeling.projections import backward, forward
+from tinsmith.modeling.shares import Share, parameters_of
 
 _TOLERANCE = 1e-4
 """Largest relative difference between a layer's own code and ours: float32's rounding, not another function's."""

@@ -10,8 +10,10 @@ from tinsmith.modeling import projections
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, LoraWeights, Target
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.lora import ActiveRuns, LoraLinear, Run, join_readers, listening, shares_of
+from tinsmith.modeling.merging import worth_merging
 from tinsmith.modeling.pass_gradient import PassGradient
-from tinsmith.modeling.projections import Frozen, Layers, Share, project
+from tinsmith.modeling.projections import Frozen, Layers, project
+from tinsmith.modeling.shares import Share, blocks
 
 T, INPUTS, OUTPUTS = 40, 6, (4, 9, 2)
 ROWS = {
@@ -74,18 +76,18 @@ def test_layers_together_equal_each_alone_gradients_included(
     shares: list[Share], merged: bool, frozen_input: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if merged:
-        monkeypatch.setattr(projections, "_worth_merging", lambda x, share, *_: isinstance(share.rows, slice))
+        monkeypatch.setattr(projections, "worth_merging", lambda x, share, *_: isinstance(share.rows, slice))
     check(shares, frozen_input=frozen_input)
 
 
 @pytest.mark.parametrize("merged", [False, True])
 def test_shares_that_are_alike_are_one_batch(alike: list[Share], merged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(projections, "_worth_merging", lambda *_: merged)
+    monkeypatch.setattr(projections, "worth_merging", lambda *_: merged)
     x = torch.zeros(T, INPUTS, dtype=torch.float64)
-    assert [block.shares for block in projections._blocks(alike, x)] == [alike]  # type: ignore[union-attr]
+    assert [block.shares for block in blocks(alike, x)] == [alike]  # type: ignore[union-attr]
     check(alike, frozen_input=False)
     other = [alike[0], replace(alike[1], scaling=3.0), alike[2]]
-    assert len(list(projections._blocks(other, x))) == 3
+    assert len(list(blocks(other, x))) == 3
 
 
 def check(shares: list[Share], *, frozen_input: bool) -> None:
@@ -150,7 +152,7 @@ def test_layers_whose_matrices_lie_end_to_end_are_one_product(
     shares: list[Share], merged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if merged:
-        monkeypatch.setattr(projections, "_worth_merging", lambda x, share, *_: isinstance(share.rows, slice))
+        monkeypatch.setattr(projections, "worth_merging", lambda x, share, *_: isinstance(share.rows, slice))
     torch.manual_seed(1)
     x = torch.randn(T, INPUTS, dtype=torch.float64)
     matrix, bias = torch.randn(INPUTS, sum(OUTPUTS), dtype=torch.float64).T, torch.randn(15, dtype=torch.float64)
@@ -173,7 +175,7 @@ def test_a_share_is_merged_where_it_has_many_rows_and_full_precision() -> None:
         mine = LoraWeights(torch.ones(2, 8, dtype=adapter), torch.ones(24, 2, dtype=adapter))
         share = Share(slice(0, num_rows), 1.0, [mine])
         x = torch.ones(num_rows, 8, dtype=dtype)
-        return projections._worth_merging(x, share, [x.new_empty(num_rows, 24)])
+        return worth_merging(x, share, [x.new_empty(num_rows, 24)])
 
     assert worth(13)
     assert not worth(12)  # 2 * 8 * 24 / (8 + 24) rows cost the same

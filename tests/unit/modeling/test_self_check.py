@@ -14,9 +14,9 @@ from tinsmith.modeling.adapter import GROUPS, Group
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.generation import Joined
 from tinsmith.modeling.lora import LoraLinear, Run
-from tinsmith.modeling.projections import Share
 from tinsmith.modeling.reference import adapted
 from tinsmith.modeling.self_check import Gaps, only, random_adapter
+from tinsmith.modeling.shares import Share
 from tinsmith.rpc.errors import Unsupported
 
 CPU = torch.device("cpu")
