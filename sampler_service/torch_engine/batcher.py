@@ -1,6 +1,6 @@
 """The running batch: plan, forward, draw, advance. Everything here happens on the compute thread.
 
-Shapes: B running sequences, T packed tokens, R rows that sample, H hidden, V vocabulary.
+`forward.py` and `drawing.py` compute a step; who runs, what leaves and what is told to the event loop is decided here.
 """
 
 from __future__ import annotations
@@ -12,34 +12,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from sampler_service.engine import Delta, Result
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.torch_engine.adapters import Version
+from sampler_service.torch_engine.drawing import Drawn, draw
+from sampler_service.torch_engine.forward import Forward
 from sampler_service.torch_engine.lanes import Lanes
-from sampler_service.torch_engine.sampling import draw, scaled_logprobs, uniforms
 from sampler_service.torch_engine.scheduler import PASSING, Job, Scheduler
 from sampler_service.torch_engine.scoring import not_finite
 from sampler_service.torch_engine.sizing import Sizes
 from sampler_service.torch_engine.speed import Speed
-from sampler_service.torch_engine.step import (
-    Decoding,
-    Pass,
-    Rows,
-    TaskPiece,
-    TaskSequence,
-    adapter_of,
-    passes_of,
-    runs_of,
-)
+from sampler_service.torch_engine.step import Decoding, Step, TaskPiece, TaskSequence
 from sampler_service.torch_engine.task import Task
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import Parameters, Weights
-from tinsmith.modeling.kv_cache import Cached, Prefill
-from tinsmith.modeling.logprobs import logits
-from tinsmith.modeling.lora import Run
 from tinsmith.rpc.errors import ServiceError
 
 
@@ -57,14 +45,6 @@ class Deliveries:
 
     def __bool__(self) -> bool:
         return bool(self.admitted or self.left or self.moved or self.deltas or self.ended)
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """A token of each sampling row, on the host."""
-
-    tokens_R: list[int]
-    logprobs_R: list[float]
 
 
 class Batcher:
@@ -86,6 +66,7 @@ class Batcher:
         )
         self.speed = Speed()
         self.metrics = metrics
+        self._forward = Forward(base, self.parameters, self.lanes.cache, metrics)
         self._tasks: dict[Task, None] = {}
         """Requests that have not ended, in the order of their arrival."""
         self._decoding: Decoding | None = None
@@ -186,14 +167,14 @@ class Batcher:
         running = self.scheduler.running
         if running and self._decoding is None:
             self._decoding = Decoding.of(running, vocab_size=self.base.vocab_size, device=self.base.device)
-        ending = [piece for piece in pieces if piece.ends]
+        step = Step(running, self._decoding, pieces)
         with phases["forward"].time():
-            logits_R_V = self._compute(pieces, ending)
-        if running or ending:
+            logits_R_V = self._forward.logits(step)
+        if running or step.ending:
             with phases["draw"].time():
-                drawn = self._draw(logits_R_V, ending)
+                drawn = draw(step, logits_R_V)
             with phases["advance"].time():
-                self._advance(ending, drawn)
+                self._advance(step, drawn)
         seconds = time.perf_counter() - started
         self.speed.observe(seconds, prefilled=sum(piece.length for piece in pieces))
         self.metrics.step_time.observe(seconds)
@@ -233,119 +214,9 @@ class Batcher:
             self.lanes.load(piece)
         return pieces
 
-    def _compute(self, pieces: Sequence[TaskPiece], ending: Sequence[TaskPiece]) -> Tensor:
-        """float32 logits [R, V]: of each running sequence, then of the last token of each prompt that ends here.
-
-        Prompts are scored on the way.
-        """
-        running, decoding = self.scheduler.running, self._decoding
-        passes = passes_of(running, pieces) if pieces or decoding is None else decoding.passes
-        if len(passes) == 1:
-            return self._run_pass(passes[0])
-        logits_R_V = torch.empty(len(running) + len(ending), self.base.vocab_size, device=self.base.device)
-        for one in passes:
-            rows = one.lanes + [len(running) + n for n, piece in enumerate(ending) if piece in one.pieces]
-            logits_R_V[torch.tensor(rows, dtype=torch.int64, device=self.base.device)] = self._run_pass(one)
-        return logits_R_V
-
-    def _run_pass(self, one: Pass) -> Tensor:
-        """float32 [r, V]: for its sequences, then for its prompts that end here."""
-        self.parameters.use(one.parameters)
-        hidden_T_H = self._forward(one)
-        self._score(one, hidden_T_H)
-        return self._logits(one, hidden_T_H)
-
-    def _forward(self, one: Pass) -> Tensor:
-        """Hidden states [T, H]: the running sequences' newest tokens, then the pieces."""
-        device = self.base.device
-        decoding = self._decoding
-        tokens, positions = [], []
-        lanes_B = None
-        if decoding is None or not one.lanes:
-            positions_B = torch.empty(0, dtype=torch.int64, device=device)
-        elif len(one.lanes) == len(self.scheduler.running):
-            positions_B = decoding.positions_B
-            tokens.append(decoding.tokens_B)
-            positions.append(positions_B)
-        else:
-            lanes_B = torch.tensor(one.lanes, device=device)
-            positions_B = decoding.positions_B[lanes_B]
-            tokens.append(decoding.tokens_B[lanes_B])
-            positions.append(positions_B)
-        for piece in one.pieces:
-            stop = piece.start + piece.length
-            tokens.append(torch.from_numpy(piece.job.owner.tokens_of(piece.job, piece.start, stop)).to(device))
-            positions.append(torch.arange(piece.start, stop, device=device))
-            self.metrics.prefilled_tokens.inc(piece.length)
-        runs = self._kept_runs(one)
-        if runs is None:
-            running = self.scheduler.running
-            segments = [(adapter_of(running[lane]), 1) for lane in one.lanes]
-            runs = runs_of([*segments, *((adapter_of(piece.job.sequences[0]), piece.length) for piece in one.pieces)])
-        prefills = [Prefill(piece.job.lane, piece.start, piece.length) for piece in one.pieces]
-        shared = None if decoding is None else decoding.shared
-        layout = Cached(self.lanes.cache, positions_B, prefills, lanes_B=lanes_B, shared=shared)
-        return self.base.hidden_states(_joined(tokens), _joined(positions), layout, runs)
-
-    def _kept_runs(self, one: Pass) -> list[Run] | None:
-        """Runs of the steps that only decode, all sequences in one pass."""
-        decoding = self._decoding
-        if decoding is None or one.pieces or len(decoding.passes) > 1:
-            return None
-        return decoding.runs
-
-    def _score(self, one: Pass, hidden_T_H: Tensor) -> None:
-        first = len(one.lanes)
-        for piece in one.pieces:
-            rows = slice(first, first + piece.length)
-            first = rows.stop
-            task = piece.job.owner
-            if task.scorer is not None and piece.job.scored:
-                adapter = adapter_of(piece.job.sequences[0])
-                task.scorer.add(self.base.head, hidden_T_H[rows], start=piece.start, adapter=adapter)
-
-    def _logits(self, one: Pass, hidden_T_H: Tensor) -> Tensor:
-        running, runs = self.scheduler.running, self._kept_runs(one)
-        if runs is not None:
-            return logits(self.base.head, hidden_T_H, runs)
-        wanted = list(range(len(one.lanes)))
-        adapters = [adapter_of(running[lane]) for lane in one.lanes]
-        last = len(one.lanes) - 1
-        for piece in one.pieces:
-            last += piece.length
-            if piece.ends:
-                wanted.append(last)
-                adapters.append(adapter_of(piece.job.sequences[0]))
-        rows = torch.tensor(wanted, dtype=torch.int64, device=self.base.device)
-        return logits(self.base.head, hidden_T_H[rows], runs_of((adapter, 1) for adapter in adapters))
-
-    def _draw(self, logits_R_V: Tensor, ending: Sequence[TaskPiece]) -> Drawn:
-        """A token for each running sequence, and for each sequence of the prompts that end here."""
-        running, decoding, device = self.scheduler.running, self._decoding, self.base.device
-        if not ending:
-            assert decoding is not None
-            rows = decoding.rows
-        else:
-            sequences = [*running, *(sequence for piece in ending for sequence in piece.job.sequences)]
-            rows = Rows.of(sequences, vocab_size=self.base.vocab_size, device=device)
-            # num_samples draws from one row.
-            counts = [1] * len(running) + [len(piece.job.sequences) for piece in ending]
-            if len(sequences) > len(counts):
-                logits_R_V = logits_R_V.repeat_interleave(torch.tensor(counts, device=device), 0)
-        logprobs_R_V = scaled_logprobs(logits_R_V, rows.rules.temperature_R_1)
-        numbers_R = torch.from_numpy(uniforms(rows.keys, rows.counters)).to(device)
-        tokens_R = draw(logprobs_R_V, rows.rules, numbers_R)
-        logprobs_R = logprobs_R_V.gather(-1, tokens_R[:, None])[:, 0]
-        if rows.topk:
-            _take_tables(rows, logprobs_R_V)
-        if decoding is not None:
-            decoding.advance(tokens_R[: len(running)])
-        return Drawn(tokens_R.tolist(), logprobs_R.tolist())
-
-    def _advance(self, ending: Sequence[TaskPiece], drawn: Drawn) -> None:
+    def _advance(self, step: Step, drawn: Drawn) -> None:
         """Gives the tokens to their sequences; those that ended leave, new ones take the lanes above the running."""
-        running = self.scheduler.running
-        sequences = [*running, *(sequence for piece in ending for sequence in piece.job.sequences)]
+        running, sequences = self.scheduler.running, step.sampling
         ended: set[int] = set()
         broken: dict[Task, TaskSequence] = {}
         for row, (sequence, token, logprob) in enumerate(zip(sequences, drawn.tokens_R, drawn.logprobs_R, strict=True)):
@@ -360,7 +231,7 @@ class Batcher:
         self.metrics.sampled_tokens.inc(len(sequences))
         num_running = len(running)
         row = num_running
-        for piece in ending:
+        for piece in step.ending:
             job = piece.job
             first = len(running)
             going_on = [sequence for n, sequence in enumerate(job.sequences, row) if n not in ended]
@@ -380,7 +251,7 @@ class Batcher:
             if not job.owner.begun:
                 job.owner.begun = True
                 self.metrics.first_token.observe(time.perf_counter() - job.owner.submitted)
-        if ending:
+        if step.ending:
             self._decoding = None
         leaving = [row for row in ended if row < num_running]
         for row in leaving:
@@ -416,16 +287,3 @@ def _outcome(task: Task) -> Result | ServiceError:
         return task.result()
     except ServiceError as error:
         return error
-
-
-def _take_tables(rows: Rows, logprobs_R_V: Tensor) -> None:
-    most = min(max(k for _, k in rows.topk), logprobs_R_V.shape[1])
-    wanted = torch.tensor([row for row, _ in rows.topk], device=logprobs_R_V.device)
-    values, ids = (x.cpu().numpy() for x in logprobs_R_V[wanted].topk(most))
-    for n, (row, k) in enumerate(rows.topk):
-        sequence = rows.sequences[row]
-        sequence.owner.take_table(sequence, ids[n, :k], values[n, :k])
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

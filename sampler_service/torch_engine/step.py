@@ -144,3 +144,23 @@ class Decoding:
         self.tokens_B = tokens_B
         self.positions_B = self.positions_B + 1
         self.rows.counters += np.uint64(1)
+
+
+@dataclass(slots=True)
+class Step:
+    """What is computed together, and then drawn."""
+
+    running: Sequence[TaskSequence]
+    decoding: Decoding | None
+    """Of these; None when there are none."""
+    pieces: Sequence[TaskPiece]
+    ending: Sequence[TaskPiece] = field(init=False)
+    """The pieces with which their prompts end."""
+
+    def __post_init__(self) -> None:
+        self.ending = [piece for piece in self.pieces if piece.ends]
+
+    @property
+    def sampling(self) -> list[TaskSequence]:
+        """Those that get a token: the running ones, then those of the prompts that end here."""
+        return [*self.running, *(sequence for piece in self.ending for sequence in piece.job.sequences)]

@@ -1,0 +1,56 @@
+"""The draw of a step: a token for each of its sequences, from its logits.
+
+Shapes: R rows that sample, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sampler_service.torch_engine import sampling
+from sampler_service.torch_engine.sampling import scaled_logprobs, uniforms
+from sampler_service.torch_engine.step import Rows, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A token of each sampling row, on the host."""
+
+    tokens_R: list[int]
+    logprobs_R: list[float]
+
+
+def draw(step: Step, logits_R_V: Tensor) -> Drawn:
+    """A token for each running sequence, and for each sequence of the prompts that end here."""
+    running, decoding, device = step.running, step.decoding, logits_R_V.device
+    if not step.ending:
+        assert decoding is not None
+        rows = decoding.rows
+    else:
+        sequences = step.sampling
+        rows = Rows.of(sequences, vocab_size=logits_R_V.shape[1], device=device)
+        # num_samples draws from one row.
+        counts = [1] * len(running) + [len(piece.job.sequences) for piece in step.ending]
+        if len(sequences) > len(counts):
+            logits_R_V = logits_R_V.repeat_interleave(torch.tensor(counts, device=device), 0)
+    logprobs_R_V = scaled_logprobs(logits_R_V, rows.rules.temperature_R_1)
+    numbers_R = torch.from_numpy(uniforms(rows.keys, rows.counters)).to(device)
+    tokens_R = sampling.draw(logprobs_R_V, rows.rules, numbers_R)
+    logprobs_R = logprobs_R_V.gather(-1, tokens_R[:, None])[:, 0]
+    if rows.topk:
+        _take_tables(rows, logprobs_R_V)
+    if decoding is not None:
+        decoding.advance(tokens_R[: len(running)])
+    return Drawn(tokens_R.tolist(), logprobs_R.tolist())
+
+
+def _take_tables(rows: Rows, logprobs_R_V: Tensor) -> None:
+    most = min(max(k for _, k in rows.topk), logprobs_R_V.shape[1])
+    wanted = torch.tensor([row for row, _ in rows.topk], device=logprobs_R_V.device)
+    values, ids = (x.cpu().numpy() for x in logprobs_R_V[wanted].topk(most))
+    for n, (row, k) in enumerate(rows.topk):
+        sequence = rows.sequences[row]
+        sequence.owner.take_table(sequence, ids[n, :k], values[n, :k])
