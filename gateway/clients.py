@@ -2,7 +2,7 @@
 
 Services may be down when the gateway starts and come later. Each trainer is watched by a task that asks what it serves
 whenever a connection to it is made, so that a restarted service with another model is noticed; samplers are watched in
-replicas.py.
+sampling/replicas.py.
 """
 
 from __future__ import annotations

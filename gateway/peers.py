@@ -1,8 +1,8 @@
 """The gateways behind one database: which of them live, and what only one of them does at a time.
 
 Each has a row, whose number it raises every second. Who sees that a number has not gone up for SILENT_S takes the row
-away, and by that alone a gateway is dead: for samples (homes.py), leases and operations, whichever gateway asks. One
-that was only slow finds its row gone, and goes on as a new one would. No clocks are compared.
+away, and by that alone a gateway is dead: for samples (sampling/homes.py), leases and operations, whichever gateway
+asks. One that was only slow finds its row gone, and goes on as a new one would. No clocks are compared.
 
 A gateway without peer_url is the only one of its database. It has no row, and nothing here costs it anything.
 """

@@ -1,5 +1,5 @@
-"""vLLM behind the protocol of engine.py: its scheduler, its paged cache and its kernels, with our own requests,
-versions, draws and scores.
+"""vLLM behind the protocol of sampler_service/engine.py: its scheduler, its paged cache and its kernels, with our own
+requests, versions, draws and scores.
 
 vLLM computes in a process of its own. Here each sequence is one of its requests, so that a move, a stop string or a
 cancel ends one sequence and no other; they share the blocks of their prompt. What the worker needs beyond vLLM's own

@@ -6,7 +6,8 @@
 3. One at a time: the engine sees one call at a time, on one compute thread.
 
 An operation is accepted when it is in the journal. From then on it lives here, whatever becomes of the call that
-brought it, and also after a restart: `restore` puts a model's journalled operations in their places again (restore.py).
+brought it, and also after a restart: `restore` puts a model's journalled operations in their places again
+(durability/restore.py).
 
 An operation's place on the compute thread is in its model's lane (lanes.py). A batch gets it when the operation before
 has got its own. Every other operation is a coroutine that asks for its place, at most once, with `Turn.run`. What it
