@@ -163,8 +163,8 @@ def _window_mask(q_B_N_T_D: Tensor, heads: Heads) -> Tensor | None:
     num_tokens = q_B_N_T_D.shape[2]
     if heads.window is None or heads.window >= num_tokens:
         return None
-    hidden = torch.full((num_tokens, num_tokens), float("-inf"))
-    return hidden.triu(1) + hidden.tril(-heads.window)
+    hidden = torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril_().triu_(1 - heads.window).logical_not_()
+    return torch.zeros(num_tokens, num_tokens).masked_fill_(hidden, float("-inf"))
 
 
 def causal(q_B_N_T_D: Tensor, k_B_K_L_D: Tensor, v_B_K_L_D: Tensor, heads: Heads) -> Tensor:
@@ -182,10 +182,14 @@ def causal(q_B_N_T_D: Tensor, k_B_K_L_D: Tensor, v_B_K_L_D: Tensor, heads: Heads
     return masked(q_B_N_T_D, k_B_K_L_D, v_B_K_L_D, heads, mask)
 
 
-def masked(q_B_N_T_D: Tensor, k_B_K_L_D: Tensor, v_B_K_L_D: Tensor, heads: Heads, mask: Tensor) -> Tensor:
-    """Attention where the boolean mask, broadcastable to [B, N, T, L], is true."""
+def masked(q_B_N_T_D: Tensor, k_B_K_L_D: Tensor, v_B_K_L_D: Tensor, heads: Heads, mask: Tensor | None) -> Tensor:
+    """Attention where the boolean mask, broadcastable to [B, N, T, L], is true.
+
+    Without softcap and sinks the mask may be None, which hides nothing, or what is added to the scores.
+    """
     if heads.softcap is None and heads.sinks_N is None:
         return _sdpa(q_B_N_T_D, k_B_K_L_D, v_B_K_L_D, heads.scale, mask=mask, is_causal=False)
+    assert mask is not None
     groups = q_B_N_T_D.shape[1] // k_B_K_L_D.shape[1]
     k, v = (x.repeat_interleave(groups, 1) for x in (k_B_K_L_D, v_B_K_L_D))
     scores = (q_B_N_T_D @ k.transpose(-1, -2)) * heads.scale

@@ -22,7 +22,7 @@ _MAX_KEPT_BYTES = 64 * 1024 * 1024
 """Of shared prompts, a second time and contiguous. Longer ones are gathered in every step."""
 
 
-_KEYS_OF_A_CALL = 128
+_KEYS_OF_A_CALL = 64
 """On a CPU a call of attention takes as long as one row takes for so many keys."""
 
 
@@ -47,8 +47,12 @@ class KVCache:
         for store in (self.keys, self.values):
             for layer, old in store.items():
                 kept = old[:num_lanes, :, :capacity]
-                store[layer] = self._empty(old)
-                store[layer][: kept.shape[0], :, : kept.shape[2]] = kept
+                lanes, tokens = kept.shape[0], kept.shape[2]
+                new = store[layer] = old.new_empty(num_lanes, old.shape[1], capacity, old.shape[3])
+                new[:lanes, :, :tokens] = kept
+                # Zeros, not garbage: a masked key still takes part in a product, and 0 * NaN would be NaN.
+                new[:lanes, :, tokens:].zero_()
+                new[lanes:].zero_()
 
     def clear(self) -> None:
         """Gives the memory back; for when no generation runs."""
@@ -84,11 +88,6 @@ class KVCache:
                 num_heads, head_dim = like_T_K_D.shape[1:]
                 store[layer] = like_T_K_D.new_zeros(self.num_lanes, num_heads, self.capacity, head_dim)
         return self.keys[layer], self.values[layer]
-
-    def _empty(self, old_S_K_C_D: Tensor) -> Tensor:
-        # Zeros, not garbage: a masked key still takes part in a product, and 0 * NaN would be NaN.
-        num_heads, head_dim = old_S_K_C_D.shape[1], old_S_K_C_D.shape[3]
-        return old_S_K_C_D.new_zeros(self.num_lanes, num_heads, self.capacity, head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +158,8 @@ class _Stretch:
     start: int
     stop: int
     num_keys: int
+    equal: bool = True
+    """They have so many: nothing is masked."""
 
 
 def _stretches_of(lengths: Sequence[int], device: torch.device) -> list[_Stretch]:
@@ -171,6 +172,7 @@ def _stretches_of(lengths: Sequence[int], device: torch.device) -> list[_Stretch
             num_rows = row - last.start
             more = (num_rows + 1) * num_keys - num_rows * last.num_keys
             if device.type != "cpu" or more <= length + _KEYS_OF_A_CALL:
+                last.equal = last.equal and length == last.num_keys
                 last.stop, last.num_keys = row + 1, num_keys
                 continue
         out.append(_Stretch(row, row + 1, length))
@@ -206,12 +208,9 @@ class Cached:
         self._mask_B_1_1_L = (keys <= positions_B[:, None])[:, None, None]
         self._keys = keys
         self._shared = None if self._gathers else shared
-        self._bias_B_1_1_L = torch.zeros(()).to(positions_B.device)
-        if self._shared is not None:
-            hidden = ~self._mask_B_1_1_L
-            self._bias_B_1_1_L = torch.zeros(hidden.shape, device=positions_B.device).masked_fill_(
-                hidden, float("-inf")
-            )
+        # Once for all layers: attention would make it of a boolean mask in every call.
+        hidden = ~self._mask_B_1_1_L
+        self._bias_B_1_1_L = torch.zeros(hidden.shape, device=positions_B.device).masked_fill_(hidden, float("-inf"))
 
     def attend(self, layer: int, q_T_N_D: Tensor, k_T_K_D: Tensor, v_T_K_D: Tensor, heads: Heads) -> Tensor:
         keys_S_K_C_D, values_S_K_C_D = self.cache.layer(layer, k_T_K_D, v_T_K_D)
@@ -260,14 +259,18 @@ class Cached:
         rows = slice(stretch.start, stretch.stop)
         lanes = self._lanes_B[rows] if self._gathers else rows
         k, v = (store[:, :, : stretch.num_keys][lanes] for store in (keys_S_K_C_D, values_S_K_C_D))
+        q = q_B_N_D[rows]
+        plain = heads.softcap is None and heads.sinks_N is None
+        # The query heads of one key/value head are rows of one product: no key is repeated.
+        q_B_K_R_D = q.view(q.shape[0], k.shape[1], -1, q.shape[2])
+        if plain and heads.window is None:
+            bias = None if stretch.equal else self._bias_B_1_1_L[rows, ..., : stretch.num_keys].to(q.dtype)
+            return masked(q_B_K_R_D, k, v, heads, bias).reshape(*q.shape[:2], -1)
         mask = self._mask_B_1_1_L[rows, ..., : stretch.num_keys]
         if heads.window is not None:
             first_B = self.positions_B[rows, None] - heads.window
             mask = mask & (self._keys[: stretch.num_keys] > first_B)[:, None, None]
-        q = q_B_N_D[rows]
-        if heads.softcap is None and heads.sinks_N is None:
-            # The query heads of one key/value head are rows of one product: no key is repeated.
-            q_B_K_R_D = q.view(q.shape[0], k.shape[1], -1, q.shape[2])
+        if plain:
             return masked(q_B_K_R_D, k, v, heads, mask).reshape(*q.shape[:2], -1)
         return masked(q[:, :, None], k, v, heads, mask)[:, :, 0]
 
