@@ -13,6 +13,7 @@ import grpc.aio
 from gateway.clients import Clients
 from gateway.config import GatewayConfig
 from gateway.database.forgetting import Forgetting
+from gateway.database.outages import log_failure
 from gateway.database.store import Store
 from gateway.database.tables.checkpoints import DELETED_AT, Checkpoint
 from gateway.database.tables.sessions import Model
@@ -125,8 +126,8 @@ class Reaper:
     async def _try(self, step: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:
             await to_its_end(step())
-        except Exception:
-            logger.exception("a step of the reaper failed; it is tried again")
+        except Exception as error:
+            log_failure("a step of the reaper failed", error, by=logger)
 
     async def _count_sessions(self) -> None:
         self._metrics.sessions.set(await self._store.sessions.count())

@@ -14,6 +14,7 @@ from gateway.dashboard.history import History
 from gateway.dashboard.lists import Lists
 from gateway.dashboard.samples import RecentSamples
 from gateway.dashboard.services import Services
+from gateway.database.outages import log_failure
 from gateway.database.store import Store
 from gateway.futures import Futures
 from gateway.metrics import Metrics
@@ -46,8 +47,8 @@ class Dashboard:
                 if time.monotonic() >= forget_at:
                     forget_at = time.monotonic() + _FORGET_S
                     await to_its_end(self._forget())
-            except SQLAlchemyError:
-                logger.exception("what the dashboard shows cannot be written; it is tried again")
+            except SQLAlchemyError as error:
+                log_failure("what the dashboard shows cannot be written", error, by=logger)
 
     async def flush(self) -> None:
         """Afterwards all of it can be read."""

@@ -16,6 +16,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import InstrumentedAttribute
 
+from gateway.database.outages import DatabaseUnusable, in_words, is_outage
 from gateway.database.tables.base import Base
 from gateway.metrics import Metrics
 
@@ -67,9 +68,15 @@ class Database:
 
     @asynccontextmanager
     async def begin(self) -> AsyncIterator[AsyncSession]:
-        with self._seconds.time():
-            async with self._new() as db, db.begin():
-                yield db
+        """A transaction. Raises DatabaseUnusable in an outage."""
+        try:
+            with self._seconds.time():
+                async with self._new() as db, db.begin():
+                    yield db
+        except Exception as error:
+            if isinstance(error, DatabaseUnusable) or not is_outage(error):
+                raise
+            raise DatabaseUnusable(in_words(error)) from error
 
     def insert(self, table: type[Base] | Table) -> Any:
         """An INSERT with the ON CONFLICT of this database."""

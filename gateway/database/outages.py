@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as NoConnection
 
-from gateway.futures import Progress
+if TYPE_CHECKING:
+    from gateway.futures import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -21,8 +22,14 @@ _PASSING = ("08", "25", "40", "53", "57", "58")
 _LONGEST_PAUSE_S = 2.0
 
 
+class DatabaseUnusable(SQLAlchemyError):
+    """The one error of an outage: what cannot connect raises others than SQLAlchemy's."""
+
+
 def is_outage(error: BaseException) -> bool:
     """The same statement may well succeed later. False for what is wrong with the statement itself."""
+    if isinstance(error, DatabaseUnusable):
+        return True
     cause = error.orig if isinstance(error, DBAPIError) else error
     if (code := getattr(cause, "sqlstate", None)) is not None:  # of asyncpg, also unwrapped, when it connects
         return str(code)[:2] in _PASSING
@@ -34,6 +41,11 @@ def is_outage(error: BaseException) -> bool:
 def in_words(error: BaseException) -> str:
     """Without the statement and its values."""
     return str(error.orig if isinstance(error, DBAPIError) else error)
+
+
+def log_failure(what: str, error: Exception, *, by: logging.Logger) -> None:
+    """Of background work that is tried again. An outage is no reason for a traceback each time."""
+    by.error("%s; it is tried again: %s", what, in_words(error), exc_info=not is_outage(error))
 
 
 async def until_written(write: Callable[[], Awaitable[T]], *, what: str, progress: Progress) -> T:

@@ -19,6 +19,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.config import GatewayConfig
+from gateway.database.outages import DatabaseUnusable
 from gateway.gateway import Gateway
 from gateway.http import errors
 from gateway.http.browsers import OwnHost, SecurityHeaders
@@ -166,6 +167,7 @@ def create_app(config: GatewayConfig) -> Starlette:
         exception_handlers={
             HTTPException: errors.http_error,
             ServiceError: errors.service_error,
+            DatabaseUnusable: errors.database_unusable,
             ClientDisconnect: errors.gone,
             Exception: errors.internal_error,
         },

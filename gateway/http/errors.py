@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import orjson
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
@@ -21,6 +23,8 @@ from tinsmith.rpc.errors import (
     OutOfCapacity,
     ServiceError,
 )
+
+logger = logging.getLogger(__name__)
 
 
 def json_response(content: object, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -57,6 +61,11 @@ async def service_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServiceError)
     status = status_of(error)
     return detail(status, error.message, headers=retry_after(error))
+
+
+async def database_unusable(request: Request, error: Exception) -> Response:
+    logger.error("%s %s: the database cannot be used: %s", request.method, request.url.path, error)
+    return await service_error(request, NotReady("the gateway's database cannot be used at the moment; try again"))
 
 
 async def http_error(request: Request, error: Exception) -> Response:

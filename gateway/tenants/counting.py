@@ -15,6 +15,7 @@ from typing import Any
 
 from sqlalchemy.exc import SQLAlchemyError
 
+from gateway.database.outages import log_failure
 from gateway.database.store import Store
 from gateway.database.tables.tenants import CountedOperation
 from gateway.tasks import to_its_end
@@ -65,8 +66,8 @@ class Counting:
             await asyncio.sleep(FLUSH_S)
             try:
                 await to_its_end(self.write(patience_s=_PATIENCE_S))
-            except SQLAlchemyError:
-                logger.exception("counted operations cannot be written; it is tried again")
+            except SQLAlchemyError as error:
+                log_failure("counted operations cannot be written", error, by=logger)
 
     async def write_now(self) -> None:
         """What was counted, and the usage, as they are now: a kill afterwards loses nothing of it."""

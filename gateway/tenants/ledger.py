@@ -17,6 +17,7 @@ from typing import Any, Literal
 from sqlalchemy import insert, update
 from sqlalchemy.exc import SQLAlchemyError
 
+from gateway.database.outages import log_failure
 from gateway.database.sessions import Whose
 from gateway.database.store import Store
 from gateway.database.tables.history import Span
@@ -99,8 +100,8 @@ class Ledger:
             await asyncio.sleep(FLUSH_S)
             try:
                 await to_its_end(self.flush())
-            except SQLAlchemyError:
-                logger.exception("the ledger cannot be written; it is tried again")
+            except SQLAlchemyError as error:
+                log_failure("the ledger cannot be written", error, by=logger)
 
     async def flush(self) -> None:
         """Writes what has gathered; it stays gathered when that fails. Afterwards all of it can be read."""

@@ -9,11 +9,16 @@ from typing import Any
 
 import asyncpg
 import pytest
+from sqlalchemy import select
 from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
 from sqlalchemy.exc import TimeoutError as NoConnection
 
-from gateway.database.outages import is_outage
+from gateway.database.connection import Database
+from gateway.database.outages import DatabaseUnusable, is_outage
+from gateway.gateway import Gateway
+from gateway.metrics import Metrics
 from tests.unit.gateway.stack import Client, Stack, sample_body
+from tinsmith.cli.ports import free_ports
 
 Full = Callable[[str], AbstractContextManager[list[str]]]
 
@@ -175,3 +180,62 @@ def of_postgres(error: type[Exception], sqlstate: str) -> DBAPIError:
 )
 def test_what_passes_is_told_from_what_is_wrong(error: Exception, *, passes: bool) -> None:
     assert is_outage(error) is passes
+
+
+def gateway_of(stack: Stack) -> Gateway:
+    assert stack.server is not None
+    return stack.server.app.state.gateway
+
+
+def unreachable() -> None:
+    raise ConnectionRefusedError("nobody listens")
+
+
+async def test_a_database_that_nobody_serves_is_an_outage() -> None:
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    database = Database(f"postgresql+asyncpg://user@{address}/tinsmith", Metrics())
+    with pytest.raises(DatabaseUnusable):
+        async with database.begin() as db:
+            await db.execute(select(1))
+    await database.close()
+
+
+async def test_a_request_that_needs_a_database_that_is_away_is_to_come_again(
+    stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(gateway_of(stack).store, "_new", unreachable)
+        for path in ("training_runs", "sessions/unknown", "checkpoints"):
+            answer = await client.get(f"/api/v1/{path}")
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+            assert "database cannot be used at the moment" in answer.json()["detail"]
+    assert (await client.get("/api/v1/training_runs")).status_code == 200
+    assert "nobody listens" in caplog.text
+    assert "Traceback" not in caplog.text
+    caplog.clear()
+
+
+@pytest.mark.parametrize("module", ["tenants.ledger", "tenants.counting", "dashboard.recorder"])
+async def test_what_is_written_behind_goes_on_after_an_outage(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, module: str
+) -> None:
+    monkeypatch.setattr(f"gateway.{module}.FLUSH_S", 0.01)
+    await stack.restart_gateway()
+    gateway, flushes = gateway_of(stack), 0
+    part = {"tenants.ledger": gateway.ledger, "tenants.counting": gateway.counting}.get(module, gateway.dashboard)
+    name = "write" if part is gateway.counting else "flush"
+
+    async def fail(**_: object) -> None:
+        nonlocal flushes
+        flushes += 1
+        async with gateway.store.begin():
+            pass
+
+    monkeypatch.setattr(part, name, fail)
+    with monkeypatch.context() as patch:
+        patch.setattr(gateway.store, "_new", unreachable)
+        await until(lambda: flushes > 2)
+    before = flushes
+    await until(lambda: flushes > before + 2)
+    assert "it is tried again" in caplog.text
+    caplog.clear()
