@@ -70,7 +70,7 @@ def slow_down(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = type(engine.base).hidden_states
 
     def slowly(*args: Any, **kwargs: Any) -> Tensor:
-        time.sleep(0.02)
+        time.sleep(0.05)
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(type(engine.base), "hidden_states", slowly)
