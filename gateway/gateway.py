@@ -109,13 +109,21 @@ class Gateway:
         )
         self.certificates = Certificates(self.clients, self.inflight, self.retirement)
         self.arrivals = Arrivals(self.store, self.checkpoints, gateway_id=self.peers.gateway_id)
-        self.copies = Copies(self.store, self.clients, self.checkpoints, self.limits, self.arrivals)
+        self.copies = Copies(
+            self.store,
+            self.clients,
+            self.checkpoints,
+            limits=self.limits,
+            arrivals=self.arrivals,
+            ledger=self.ledger,
+        )
         self.imports = Imports(
             config,
             store=self.store,
             clients=self.clients,
             arrivals=self.arrivals,
             limits=self.limits,
+            ledger=self.ledger,
         )
         self.catalog = Catalog(self.store)
         self.session_search = SessionSearch(self.store)

@@ -26,10 +26,10 @@ class OperationRows:
         """Adds it. A repeat changes nothing, and is False."""
         return await self._database.add_once(operation)
 
-    async def settle(self, request_id: str) -> None:
-        """Its answer needs nothing more to be written down."""
+    async def settle(self, request_id: str) -> bool:
+        """Its answer needs nothing more to be written down. False when it was settled before, or is not known."""
         async with self._database.begin() as db:
-            await settle(db, request_id)
+            return await settle(db, request_id)
 
     async def replace(self, operation: Operation) -> None:
         async with self._database.begin() as db:

@@ -65,13 +65,15 @@ class Arrivals:
             self._in_work[path] -= 1
             self._in_work += Counter()  # without those at 0
 
-    async def add(self, row: Checkpoint, operation: Operation) -> bool:
-        """The trainer has it. False when it was indexed before."""
+    async def add(self, row: Checkpoint, operation: Operation, *, owner: str) -> bool:
+        """The trainer has it: it is indexed, if a search has not done so, and goes into the audit log as made by
+        `owner`. False when that was done before."""
         await self._add_run(row)
-        is_new = await self._store.checkpoints.put(row)
-        operation.settled_at = time.time()
-        await self._store.operations.replace(operation)
-        return is_new
+        await self._store.checkpoints.put(row)
+        if not await self._store.operations.settle(operation.request_id):
+            return False
+        self._record(row, operation, owner=owner)
+        return True
 
     async def _add_run(self, checkpoint: Checkpoint) -> None:
         """The trainer never has it, so it is released from its beginning."""
@@ -112,14 +114,12 @@ class Arrivals:
             if time.time() - operation.created_at > _PATIENCE_S:
                 await self._store.operations.delete(operation.request_id)
             return
-        if await self.add(found, operation):
+        if await self.add(found, operation, owner=found.owner):
             logger.info("%s was left by a gateway that ended, or had no database, and is indexed", path)
-            self.record(found, operation, owner=found.owner)
         if operation.kind == IMPORT:
             await self._store.sessions.end(session_id, reason="success", detail=None)
 
-    def record(self, row: Checkpoint, operation: Operation, *, owner: str) -> None:
-        """Into the audit log: who has had it made."""
+    def _record(self, row: Checkpoint, operation: Operation, *, owner: str) -> None:
         if operation.kind == IMPORT:
             self._checkpoints.record("checkpoint_import", row, owner=owner)
         else:

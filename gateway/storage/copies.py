@@ -13,6 +13,7 @@ from gateway.http.body import fingerprint
 from gateway.storage.arrivals import Arrivals
 from gateway.storage.checkpoints import Checkpoints
 from gateway.tenants.auth import Caller
+from gateway.tenants.ledger import Ledger
 from gateway.tenants.limits import Limits
 from tinsmith.rpc.errors import (
     AlreadyExists,
@@ -27,9 +28,17 @@ from tinsmith.v1 import trainer_pb2
 
 class Copies:
     def __init__(
-        self, store: Store, clients: Clients, checkpoints: Checkpoints, limits: Limits, arrivals: Arrivals
+        self,
+        store: Store,
+        clients: Clients,
+        checkpoints: Checkpoints,
+        *,
+        limits: Limits,
+        arrivals: Arrivals,
+        ledger: Ledger,
     ) -> None:
         self._arrivals = arrivals
+        self._ledger = ledger
         self._limits = limits
         self._store = store
         self._clients = clients
@@ -108,8 +117,8 @@ class Copies:
                 row = await self._made_before(source, path, ttl_seconds=ttl_seconds, caller=caller)
             else:
                 row = checkpoint_row(reply.checkpoint, owner=owner)
-            if await self._arrivals.add(row, operation):
-                self._arrivals.record(row, operation, owner=caller.owner)
+            await self._arrivals.add(row, operation, owner=caller.owner)
+        await self._ledger.flush()
         return row
 
     async def _copied(
@@ -129,6 +138,9 @@ class Copies:
             raise AlreadyExists(f"model_seq_id: {path} is taken by another checkpoint, a copy of {known.path}")
         if known.fingerprint != _mark(ttl_seconds):
             raise _other_ttl(path, ttl_seconds)
+        if known.settled_at is None:  # `find` has indexed it: the gateway that had it made did not come to that
+            await self._arrivals.add(copy, known, owner=caller.owner)
+            await self._ledger.flush()
         return copy
 
     async def _made_before(

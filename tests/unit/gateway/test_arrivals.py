@@ -8,14 +8,17 @@ from typing import Any
 
 import httpx
 import pytest
-from sqlalchemy import func, select
+from sqlalchemy import delete, func, select, update
 from sqlalchemy.exc import OperationalError
 
 from gateway.database.checkpoints import CheckpointRows
 from gateway.database.operations import ARRIVALS, IMPORT
 from gateway.database.tables.operations import Operation
+from gateway.database.tables.sessions import Model
+from gateway.database.tables.tenants import AuditEvent
 from gateway.storage import arrivals
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack
+from tests.unit.gateway.test_checkpoints import gateway_of
 from tinsmith.rpc.paths import TinkerPath
 
 Ask = Callable[[Client], Coroutine[Any, Any, httpx.Response]]
@@ -54,6 +57,11 @@ async def notes(stack: Stack, *, is_settled: bool = False) -> int:
         return await db.scalar(query) or 0
 
 
+async def entries(client: Client, event: str) -> int:
+    """How many the audit log has."""
+    return [one["event"] for one in (await client.get("/api/v1/audit")).json()["entries"]].count(event)
+
+
 async def until(condition: Callable[[], Awaitable[Any]]) -> None:
     async with asyncio.timeout(10):
         while not await condition():  # noqa: ASYNC110
@@ -90,8 +98,7 @@ async def test_what_the_trainer_made_and_nobody_indexed_is_found(
     caplog.clear()  # what the disk has left there
     await until(lambda: notes(stack, is_settled=True))
     assert await listed(client) == sorted([*before, location])
-    entries = (await client.get("/api/v1/audit")).json()["entries"]
-    assert [one["event"] for one in entries].count(event) == 1
+    assert await entries(client, event) == 1
     run_id = location.removeprefix("tinker://").partition("/")[0]
     session = (await client.get(f"/api/v1/sessions/{run_id.partition(':')[0]}")).json()
     assert session["training_run_ids"] == [run_id]
@@ -99,6 +106,52 @@ async def test_what_the_trainer_made_and_nobody_indexed_is_found(
         assert (await ask(client)).json() == {"tinker_path": location}, "a repeat"
     else:
         assert (await client.delete(f"/api/v1/training_runs/{run_id}/checkpoints/weights/mine")).status_code == 200
+
+
+async def lose(stack: Stack, path: str) -> None:
+    """As if the gateway had ended between the trainer's copy and its row."""
+    store = gateway_of(stack).store
+    await gateway_of(stack).ledger.flush()
+    await store.checkpoints.delete(path)
+    async with store.begin() as db:
+        await db.execute(delete(Model).where(Model.model_id == TinkerPath.parse(path, field="path").run_id))
+        await db.execute(update(Operation).where(Operation.request_id == path).values(settled_at=None))
+        await db.execute(delete(AuditEvent))
+
+
+@pytest.mark.parametrize("finder", ["a repeat", "a reader", "the reaper"])
+async def test_a_copy_that_was_left_is_in_the_audit_log_once_whoever_finds_it(
+    stack: Stack, client: Client, finder: str
+) -> None:
+    await stack.restart_gateway(reap_interval_s=3600)
+    ask = await copying(client)
+    path = (await ask(client)).json()["tinker_path"]
+    await lose(stack, path)
+    if finder == "a reader":
+        assert (await client.post("/api/v1/weights_info", json={"tinker_path": path})).status_code == 200
+    if finder != "a repeat":
+        await gateway_of(stack).arrivals.finish_left()
+    assert (await ask(client)).json() == {"tinker_path": path}
+    assert (await ask(client)).json() == {"tinker_path": path}
+    await gateway_of(stack).arrivals.finish_left()
+    assert await entries(client, "checkpoint_copy") == 1
+    run_id = path.removeprefix("tinker://").partition("/")[0]
+    assert (await client.get(f"/api/v1/training_runs/{run_id}")).status_code == 200
+    assert (await notes(stack), await notes(stack, is_settled=True)) == (0, 1)
+
+
+@pytest.mark.parametrize(("make", "event"), [(copying, "checkpoint_copy"), (importing, "checkpoint_import")])
+async def test_what_was_answered_is_in_the_audit_log(
+    stack: Stack,
+    client: Client,
+    make: Callable[[Client], Awaitable[Ask]],
+    event: str,
+) -> None:
+    ask = await make(client)
+    assert (await ask(client)).status_code == 200
+    async with gateway_of(stack).store.begin() as db:
+        query = select(func.count()).select_from(AuditEvent).where(AuditEvent.event == event)
+        assert await db.scalar(query) == 1
 
 
 async def test_what_fails_for_good_leaves_no_note(stack: Stack, client: Client) -> None:
