@@ -176,11 +176,15 @@ class Operations:
         try:
             return await self._submit_and_wait(submission, pending, accepted)
         except Exception as error:
-            if accepted.done() or not (isinstance(error, SQLAlchemyError) or is_outage(error)):
+            if accepted.done():
                 raise
-            logger.error("%s: the database cannot be used: %s", submission.request_id, in_words(error))
-            accepted.set_exception(NotReady("the gateway's database cannot be used at the moment; try again"))
-            raise Gone from error
+            if isinstance(error, SQLAlchemyError) or is_outage(error):
+                logger.error("%s: the database cannot be used: %s", submission.request_id, in_words(error))
+                accepted.set_exception(NotReady("the gateway's database cannot be used at the moment; try again"))
+            else:
+                logger.exception("%s was not accepted", submission.request_id)
+                accepted.set_exception(ServiceError("internal error of the gateway; its log has the cause"))
+            raise Gone from error  # no receipt: the client sends it again
 
     async def _submit_and_wait(
         self, submission: Submission, pending: Pending, accepted: asyncio.Future[None]

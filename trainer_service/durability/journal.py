@@ -45,7 +45,7 @@ class Journal:
         connection = journal_file.connect(path)
         self._bound = Bound(Sizes.of(connection), max_bytes=max_bytes, result_retention_s=result_retention_s)
         self._appended: Counter[str] = Counter()
-        self._writer = Writer(connection, self._bound, metrics)
+        self._writer = Writer(connection, self._bound, metrics, path=path)
 
     def close(self) -> None:
         self._writer.close()
@@ -188,12 +188,15 @@ class Journal:
 
     async def body(self, model_id: str, seq_id: int) -> Body:
         """Of an operation that has one. Raises DataCorrupted, naming this file, when it is not what was appended."""
-        kind, digest, request, request_sum = await self._writer.submit(
+        row = await self._writer.submit(
             lambda connection: connection.execute(
                 "SELECT kind, digest, request, request_sum FROM operations WHERE model_id = ? AND seq_id = ?",
                 (model_id, seq_id),
             ).fetchone()
         )
+        if row is None or row[2] is None:  # the table has it, and its index does not, or the other way round
+            raise self._damaged("request", model_id, seq_id, "it is not found")
+        kind, digest, request, request_sum = row
         if request_sum not in (None, sum_of(model_id, seq_id, kind, request)):
             raise self._damaged("request", model_id, seq_id, "its checksum is another one")
         return Body(kind, digest, request)

@@ -25,12 +25,26 @@ Rows above cut_seq_id are kept as long as their model lives: together they are i
 from __future__ import annotations
 
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import xxhash
 
 FORMAT = 3
 NAME = "journal.sqlite"
+
+_PASSING = {
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_PROTOCOL,
+    sqlite3.SQLITE_READONLY,
+}
+"""Result codes of a disk or a lock."""
+_COLUMNS = "SELECT t.name, c.name FROM sqlite_master t JOIN pragma_table_info(t.name) c WHERE t.type = 'table'"
 
 _SCHEMA = """
 CREATE TABLE models (
@@ -114,20 +128,39 @@ def connect(path: Path) -> sqlite3.Connection:
             connection.executescript(f"BEGIN EXCLUSIVE; {_FROM_2} PRAGMA user_version = {FORMAT}; COMMIT;")
         elif version != FORMAT:
             raise SystemExit(f"{path} has format {version}; this trainer reads format {FORMAT}")
-    except sqlite3.OperationalError as error:
+        _check_columns(connection)
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # the latter: a message that quotes what is damaged
         connection.close()
-        raise SystemExit(f"cannot open the journal {path}: {error}. Is another trainer running on it?") from None
-    except sqlite3.DatabaseError as error:
-        connection.close()
-        raise SystemExit(
-            f"the journal {path} is damaged: {error}. What a crash or a power cut leaves is repaired without this "
-            "message; this is the disk, or another program. Put a backup of the whole folder in its place, or move the "
-            "folder away to start without its models; checkpoints lie elsewhere and are not affected"
-        ) from None
+        if passes(error):
+            raise SystemExit(f"cannot open the journal {path}: {error}. Is another trainer running on it?") from None
+        raise SystemExit(damaged(path, error)) from None
     return connection
+
+
+def passes(error: Exception) -> bool:
+    """It is about the disk, its space, or a lock: the same statement may well succeed later."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in _PASSING
+
+
+def damaged(path: Path, error: Exception) -> str:
+    """What is wrong, and what an operator does."""
+    return (
+        f"the journal {path} is damaged: {error}. What a crash or a power cut leaves is repaired without this "
+        "message; this is the disk, or another program. Put a backup of the whole folder in its place, or move the "
+        "folder away to start without its models; checkpoints lie elsewhere and are not affected"
+    )
 
 
 def _check(connection: sqlite3.Connection) -> None:
     found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
     if found != "ok":
         raise sqlite3.DatabaseError(found)
+
+
+def _check_columns(connection: sqlite3.Connection) -> None:
+    """What the check of SQLite does not see: a name in the schema that has changed."""
+    with closing(sqlite3.connect(":memory:")) as new:
+        new.executescript(_SCHEMA)
+        missing = {*new.execute(_COLUMNS)} - {*connection.execute(_COLUMNS)}
+    if missing:
+        raise sqlite3.DatabaseError(f"there is no column {'.'.join(min(missing))}")

@@ -11,9 +11,11 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
-from tinsmith.rpc.errors import OutOfCapacity, ServiceError
+from tinsmith.rpc.errors import NotReady, OutOfCapacity, ServiceError
+from trainer_service.durability import journal_file
 from trainer_service.durability.journal_bound import Bound
 from trainer_service.metrics import Metrics
 
@@ -31,26 +33,35 @@ class _Job:
 class Writer:
     """Runs from its making until `close`, which waits for what was submitted before and closes the connection."""
 
-    def __init__(self, connection: sqlite3.Connection, bound: Bound, metrics: Metrics) -> None:
+    def __init__(self, connection: sqlite3.Connection, bound: Bound, metrics: Metrics, *, path: Path) -> None:
+        self._path = path
         self._connection = connection
         self._bound = bound
         self._metrics = metrics
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._closing = threading.Lock()
+        self._closed = False
         self._thread = threading.Thread(target=self._work, name="journal", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        self._jobs.put(None)
+        with self._closing:
+            self._closed = True
+            self._jobs.put(None)
         self._thread.join()
 
     async def submit(self, run: Callable[[sqlite3.Connection], T]) -> T:
         """What `run` gives, once its transaction is on disk. It may run twice: the first time is rolled back then.
 
         A ServiceError of `run` is raised here, and must come before it writes. Raises OutOfCapacity when the disk
-        does not take the transaction.
+        does not take the transaction, NotReady after `close`, and a plain ServiceError for a damaged journal and for
+        whatever else `run` raises.
         """
         done: Future[T] = Future()
-        self._jobs.put(_Job(run, done))
+        with self._closing:
+            if self._closed:
+                raise NotReady("the journal is closed: the trainer is going down")
+            self._jobs.put(_Job(run, done))
         return await asyncio.wrap_future(done)
 
     def _work(self) -> None:
@@ -86,6 +97,8 @@ class Writer:
         sizes = replace(self._bound.sizes)
         outcomes: list[tuple[_Job, Any]] = []
         try:
+            if self._connection.in_transaction:  # an earlier one, which could not be rolled back then
+                self._connection.execute("ROLLBACK")
             self._connection.execute("BEGIN")
             for job in jobs:
                 try:
@@ -95,12 +108,23 @@ class Writer:
             if prune:
                 self._bound.prune(self._connection)
             self._connection.execute("COMMIT")
-        except sqlite3.Error as error:
+        except Exception as error:  # whatever it is: without this thread every later caller waits for ever
             logger.exception("a transaction of %d journal jobs failed", len(jobs))
-            if self._connection.in_transaction:
-                self._connection.execute("ROLLBACK")
+            try:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+            except sqlite3.Error:
+                logger.exception("it is rolled back before the next one")
             self._bound.sizes = sizes
             self._metrics.journal_failures.inc()
-            self._failure = OutOfCapacity(f"the journal cannot be written: {error}")
+            self._failure = self._in_words(error)
             return None
         return outcomes
+
+    def _in_words(self, error: Exception) -> ServiceError:
+        if journal_file.passes(error) or isinstance(error, MemoryError):
+            return OutOfCapacity(f"the journal cannot be written: {str(error) or 'no memory is left'}")
+        # These classes are about the file; the other subclasses of DatabaseError are about one statement.
+        if type(error) in (sqlite3.DatabaseError, sqlite3.OperationalError, UnicodeDecodeError):
+            return ServiceError(journal_file.damaged(self._path, error))
+        return ServiceError(f"internal error at the journal {self._path}: {error!r}; the log has the cause")

@@ -191,6 +191,22 @@ async def test_a_full_trainer_gives_429_and_takes_the_same_request_later(stack: 
     assert b"loss:sum" in await client.result((await client.forward_backward(model_id, 1)).json())
 
 
+async def test_a_bug_before_the_trainer_has_it_is_an_error_at_once_and_not_remembered(
+    client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def wrong(*_: object, **__: object) -> None:
+        raise KeyError("a bug")
+
+    model_id = await client.model(await client.session())
+    with monkeypatch.context() as patch:
+        patch.setattr("gateway.training.trainer_calls.TrainerCalls.accept", wrong)
+        reply = await asyncio.wait_for(client.forward_backward(model_id, 1), 20)
+    assert (reply.status_code, "internal error of the gateway" in reply.json()["detail"]) == (500, True)
+    assert "a bug" in caplog.text
+    caplog.clear()
+    assert b"loss:sum" in await client.result((await client.forward_backward(model_id, 1)).json())
+
+
 @pytest.mark.parametrize("compressed", [False, True])
 @pytest.mark.parametrize("chunked", [False, True])
 async def test_a_body_that_is_too_large_uses_up_its_number(

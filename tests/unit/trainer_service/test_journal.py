@@ -7,12 +7,21 @@ import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from tests.batches import random_datum, request
-from tinsmith.rpc.errors import DataCorrupted, InvalidRequest, ModelLost, ModelNotFound, OutOfCapacity
+from tinsmith.rpc.errors import (
+    DataCorrupted,
+    InvalidRequest,
+    ModelLost,
+    ModelNotFound,
+    NotReady,
+    OutOfCapacity,
+    ServiceError,
+)
 from tinsmith.v1 import trainer_pb2 as pb
 from trainer_service.durability.journal import Journal
 from trainer_service.durability.journal_records import Body, LiveModel, Record, State
@@ -347,6 +356,120 @@ async def test_a_damaged_journal_is_refused_with_what_to_do(tmp_path: Path) -> N
     with pytest.raises(SystemExit, match=rf"{path} is damaged: .*move the folder away"):
         async with opened(tmp_path):
             pass
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "why"),
+    [
+        (b"request BLOB", b"requesu BLOB", "there is no column operations.request"),
+        (b"INDEX expiring", b"INDEY expiring", "malformed database schema"),
+        (b"tableoperationsoperations", b"table\xffperations\xffperations", "is damaged"),
+    ],
+    ids=["a column", "a statement", "no UTF-8"],
+)
+async def test_a_damaged_schema_is_refused_with_what_to_do(
+    tmp_path: Path, name: bytes, changed: bytes, why: str
+) -> None:
+    async with opened(tmp_path) as journal:
+        await executed(journal, range(3))
+    path = tmp_path / "journal.sqlite"
+    content = path.read_bytes()
+    assert content.count(name) == 1
+    path.write_bytes(content.replace(name, changed))
+    with pytest.raises(SystemExit, match=rf"{path} is damaged: .*move the folder away") as refused:
+        async with opened(tmp_path):
+            pass
+    assert why in str(refused.value)
+
+
+async def test_an_index_that_has_lost_a_row_costs_one_model_and_says_what_to_do(tmp_path: Path) -> None:
+    async with opened(tmp_path) as journal:
+        await executed(journal, range(3))
+        await journal.append("another", 0, created())
+    path = tmp_path / "journal.sqlite"
+    with sqlite3.connect(path) as database:
+        (root,) = database.execute(
+            "SELECT rootpage FROM sqlite_master WHERE name = 'sqlite_autoindex_operations_1'"
+        ).fetchone()
+        (page_size,) = database.execute("PRAGMA page_size").fetchone()
+    database.close()
+    content = bytearray(path.read_bytes())
+    page = slice((root - 1) * page_size, root * page_size)
+    content[page] = content[page].replace(MODEL.encode(), b"t:train:0")
+    path.write_bytes(content)
+    async with opened(tmp_path) as journal:
+        with pytest.raises(DataCorrupted, match=rf"request of {MODEL}, seq_id 1, in the journal {path} is damaged"):
+            await journal.body(MODEL, 1)
+        assert await journal.body("another", 0) == created()
+        with pytest.raises(ServiceError, match=rf"{path} is damaged: .*malformed.*Put a backup") as failed:
+            await journal._writer.submit(lambda connection: connection.execute("DELETE FROM operations WHERE seq_id"))
+        assert type(failed.value) is ServiceError, "a client that tries again would do so for ever"
+        await journal.append("another", 1, batch(1))
+
+
+async def test_a_request_that_is_gone_is_damage(tmp_path: Path) -> None:
+    async with opened(tmp_path) as journal:
+        await executed(journal, range(2))
+        await journal._writer.submit(lambda connection: connection.execute("UPDATE operations SET request = NULL"))
+        with pytest.raises(DataCorrupted, match=rf"{MODEL}, seq_id 1, in the journal .* it is not found"):
+            await journal.unpacked(MODEL, 1)
+
+
+async def test_an_error_in_one_job_is_its_callers_and_the_journal_goes_on(tmp_path: Path) -> None:
+    def fail(connection: sqlite3.Connection) -> None:
+        connection.execute("DELETE FROM models")
+        raise KeyError("a bug")
+
+    async with opened(tmp_path) as journal:
+        await executed(journal, range(2))
+        failed, written = await asyncio.wait_for(
+            asyncio.gather(journal._writer.submit(fail), journal.append(MODEL, 2, batch(2)), return_exceptions=True), 10
+        )
+        assert type(failed) is ServiceError
+        assert f"internal error at the journal {tmp_path}/journal.sqlite: KeyError('a bug')" in str(failed)
+        assert written is None
+        assert [seq_id for seq_id, _ in await requests(journal)] == [0, 1, 2]
+
+
+class _FailingRollbacks:
+    """A connection whose first rollbacks fail."""
+
+    def __init__(self, connection: sqlite3.Connection, *, times: int) -> None:
+        self._connection = connection
+        self._times = times
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._connection, name)
+
+    def execute(self, statement: str, *values: Any) -> sqlite3.Cursor:
+        if statement == "ROLLBACK" and self._times:
+            self._times -= 1
+            raise sqlite3.OperationalError("disk I/O error")
+        return self._connection.execute(statement, *values)
+
+
+async def test_a_rollback_that_fails_is_made_up_for_before_the_next_transaction(tmp_path: Path) -> None:
+    def fail(connection: sqlite3.Connection) -> None:
+        connection.execute("DELETE FROM models")
+        raise sqlite3.OperationalError("disk I/O error")
+
+    async with opened(tmp_path) as journal:
+        await executed(journal, range(2))
+        connection = journal._writer._connection
+        journal._writer._connection = _FailingRollbacks(connection, times=3)  # type: ignore[assignment]
+        with pytest.raises(ServiceError, match="disk I/O error"):
+            await asyncio.wait_for(journal._writer.submit(fail), 10)
+        await asyncio.wait_for(journal.append(MODEL, 2, batch(2)), 10)
+    async with opened(tmp_path) as journal:
+        assert [seq_id for seq_id, _ in await requests(journal)] == [0, 1, 2]
+
+
+async def test_what_comes_after_the_journal_was_closed_is_refused_at_once(tmp_path: Path) -> None:
+    async with opened(tmp_path) as journal:
+        await executed(journal, range(2))
+    with pytest.raises(NotReady, match="the journal is closed"):
+        await asyncio.wait_for(journal.append(MODEL, 2, batch(2)), 10)
+    journal.close()
 
 
 async def test_a_torn_page_of_the_database_is_repaired_from_the_log(tmp_path: Path) -> None:
