@@ -17,7 +17,7 @@ def _storable(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_storable)]
-"""A string that is stored."""
+"""A string that is stored, or looked for in the database: also each id."""
 
 
 class Body(BaseModel):
@@ -33,7 +33,7 @@ class CreateSession(Body):
 
 
 class SessionHeartbeat(Body):
-    session_id: str
+    session_id: Text
 
 
 class FinishReason(Body):
@@ -71,7 +71,7 @@ class OptimizerConfig(Body):
 
 
 class NewModelIds(Body):
-    session_id: str
+    session_id: Text
     model_seq_id: int = Field(ge=0, lt=2**31)
 
 
@@ -83,7 +83,7 @@ class CreateModel(NewModelIds):
 
 
 class OperationIds(Body):
-    model_id: str = Field(min_length=1, max_length=300)
+    model_id: Text = Field(min_length=1, max_length=300)
     seq_id: int = Field(ge=1, lt=2**31)
 
 
@@ -139,7 +139,7 @@ class LoadWeights(Body):
 
 
 class GetInfo(Body):
-    model_id: str
+    model_id: Text
 
 
 class WeightsInfo(Body):
@@ -147,14 +147,14 @@ class WeightsInfo(Body):
 
 
 class CreateSamplingSession(Body):
-    session_id: str
+    session_id: Text
     sampling_session_seq_id: int = Field(ge=0)
     base_model: str | None = None
     model_path: str | None = None
 
 
 class SampleIds(Body):
-    sampling_session_id: str = Field(min_length=1, max_length=300)
+    sampling_session_id: Text = Field(min_length=1, max_length=300)
     seq_id: int = Field(ge=0, lt=2**63)
 
 
@@ -197,17 +197,17 @@ class Sample(SampleIds):
 
 
 class RetrieveFuture(Body):
-    request_id: str
+    request_id: Text
     allow_metadata_only: bool = False
 
 
 class CancelFuture(Body):
-    request_id: str
+    request_id: Text
 
 
 class FuturesTarget(Body):
     type: Literal["sampling_session"]
-    sampling_session_id: str
+    sampling_session_id: Text
     cloned_sampler_id: int = Field(default=0, ge=0, lt=2**53)
 
 
@@ -219,18 +219,18 @@ class RetrieveFutures(Body):
 
 
 class JoinSamplingSession(Body):
-    sampling_session_id: str
+    sampling_session_id: Text
 
 
 class CustomLossInput(Body):
-    name: str
+    name: Text
     rank: int = Field(ge=0, le=2)
 
 
 class CreateCustomLoss(Body):
-    session_id: str
+    session_id: Text
     custom_loss_seq_id: int = Field(ge=0, lt=2**63)
-    name: str = Field(max_length=200)
+    name: Text = Field(max_length=200)
     inputs: list[CustomLossInput]
     graph: dict[str, Any]
 
@@ -260,7 +260,7 @@ class SetTtl(Body):
 class CopyWeights(Body):
     source_path: str
     destination_project_id: Text | None = None
-    session_id: str | None = None
+    session_id: Text | None = None
     model_seq_id: int | None = Field(default=None, ge=0, lt=2**31)
     ttl_seconds: int | None = None
     weights_access_token: str | None = None
@@ -284,7 +284,7 @@ class ImportQuery(Query):
     model_config = ConfigDict(extra="forbid")
 
     base_model: str
-    name: str
+    name: Text
     ttl_seconds: int | None = None
 
 
@@ -294,7 +294,7 @@ class PageQuery(Query):
 
 
 class RunsQuery(PageQuery, ScopedQuery):
-    project_id: str | None = None
+    project_id: Text | None = None
 
 
 class SessionsQuery(PageQuery, ScopedQuery):
@@ -316,7 +316,7 @@ class UsageQuery(Query):
 
 
 class StorageQuery(Query):
-    project_id: str | None = None
+    project_id: Text | None = None
 
 
 class OwnSearch(Body):
@@ -329,7 +329,7 @@ class AccessibleSearch(Body):
 
 class UserSearch(Body):
     type: Literal["user"]
-    owner_urns: list[str] = Field(min_length=1, max_length=10)
+    owner_urns: list[Text] = Field(min_length=1, max_length=10)
 
 
 class ActiveQuery(Body):
@@ -354,14 +354,14 @@ StatusQuery = ActiveQuery | CancelledQuery | FailedQuery | FinishedQuery
 
 class SearchCursor(Body):
     last_created_at: Annotated[AwareDatetime, Field(strict=False)]
-    last_session_id: str
+    last_session_id: Text
 
 
 class SearchSessions(Body):
-    session_id: str | None = None
-    project_ids: list[str] | None = Field(default=None, max_length=100)
-    user_metadata: dict[str, str] = {}
-    display_name: str | None = Field(default=None, min_length=1)
+    session_id: Text | None = None
+    project_ids: list[Text] | None = Field(default=None, max_length=100)
+    user_metadata: dict[Text, Text] = {}
+    display_name: Text | None = Field(default=None, min_length=1)
     owner: Annotated[OwnSearch | AccessibleSearch | UserSearch, Field(discriminator="type")] = OwnSearch(type="own")
     statuses: list[Annotated[StatusQuery, Field(discriminator="type")]] | None = Field(
         default=None, min_length=1, max_length=16

@@ -82,7 +82,7 @@ class Records:
         """Those of this session that have not expired; they live on from now."""
         now = time.time()
         found: dict[str, SequenceRecord] = {}
-        wanted = sorted(set(sequence_ids))
+        wanted = sorted({each for each in sequence_ids if "\0" not in each})  # which PostgreSQL would not look for
         for start in range(0, len(wanted), _PER_QUERY):
             mine = (
                 SequenceRecord.sequence_id.in_(wanted[start : start + _PER_QUERY]),

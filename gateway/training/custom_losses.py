@@ -110,7 +110,7 @@ class CustomLosses:
                 field="loss_fn_config",
             )
         loss_id = config["loss_id"].text
-        row = await self._store.custom_losses.get(loss_id)
+        row = None if "\0" in loss_id else await self._store.custom_losses.get(loss_id)  # PostgreSQL would not look
         if row is None or row.session_id != session_id:
             raise InvalidRequest(
                 f"loss_fn_config.loss_id: there is no custom loss {loss_id!r} in session {session_id}; make one with "

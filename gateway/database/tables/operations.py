@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sqlalchemy import ForeignKey, Index, LargeBinary, false
-from sqlalchemy.orm import Mapped, mapped_column
+from sqlalchemy.orm import Mapped, mapped_column, validates
 
 from gateway.database.tables.base import Base
 from gateway.database.tables.sessions import Session
@@ -39,6 +39,11 @@ class Operation(Base):
         Index("ix_operations_model_id", "model_id"),
         Index("ix_operations_settled_at", "settled_at"),
     )
+
+    @validates("error")
+    def _storable(self, _: str, error: str | None) -> str | None:
+        """It may name a key that the client chose, and PostgreSQL takes no NUL character."""
+        return None if error is None else error.replace("\0", "\\0")
 
 
 class CustomLoss(Base):
