@@ -28,6 +28,7 @@ def run_module(name: str, settings: dict[str, object], *, base_url: str, output:
         "TRANSFORMERS_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "OMP_NUM_THREADS": "1",
+        "PYTHONFAULTHANDLER": "1",  # an abort says where
         "TINKER_API_KEY": "tml-recipes",
         "TINKER_BASE_URL": base_url,
     }
