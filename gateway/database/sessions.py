@@ -32,8 +32,8 @@ class SessionRows:
         """`of_sessions`: what is kept in memory of living sessions, to be forgotten with them."""
         self._database = database
         self._of_sessions = of_sessions
-        self._beating: set[str] = set()
-        """Living sessions that were made here, or have sent a heartbeat here."""
+        self._living: set[str] = set()
+        """Sessions that live, of those that were made or asked for here."""
         self._beats: dict[str, float] = {}
         self._whose: OrderedDict[str, Whose] = OrderedDict()
 
@@ -51,7 +51,7 @@ class SessionRows:
         )
         if await self._database.add_once(session):
             self._know(session)
-            self._beating.add(session.session_id)
+            self._living.add(session.session_id)
             return session
         known = await self.of_key(owner, idempotency_key)
         assert known is not None
@@ -95,15 +95,21 @@ class SessionRows:
         """None unless it is in memory, as it is soon after `whose`."""
         return self._whose.get(session_id)
 
-    async def heartbeat(self, session_id: str) -> bool:
-        """True when the session lives. It is written behind, all sessions at once: a heartbeat waits for no disk."""
-        if session_id not in self._beating:
+    async def lives(self, session_id: str) -> bool:
+        """Costs a query once. Of an end at another gateway it hears with `forget_ended`."""
+        if session_id not in self._living:
             async with self._database.begin() as db:
                 if not await is_live(db, session_id):
                     return False
-            self._beating.add(session_id)
-        self._beats[session_id] = time.time()
+            self._living.add(session_id)
         return True
+
+    async def heartbeat(self, session_id: str) -> bool:
+        """True when the session lives. It is written behind, all sessions at once: a heartbeat waits for no disk."""
+        if await self.lives(session_id):
+            self._beats[session_id] = time.time()
+            return True
+        return False
 
     async def write_heartbeats(self) -> None:
         beats, self._beats = self._beats, {}
@@ -125,13 +131,13 @@ class SessionRows:
         return ended
 
     def _forget(self, session_ids: set[str]) -> None:
-        self._beating -= session_ids
+        self._living -= session_ids
         for living in self._of_sessions:
             living.forget_sessions(session_ids)
 
     async def forget_ended(self) -> set[str]:
         """Those that another gateway has ended and that were still known here."""
-        known = sorted(self._beating.union(*(living.session_ids() for living in self._of_sessions)))
+        known = sorted(self._living.union(*(living.session_ids() for living in self._of_sessions)))
         ended: set[str] = set()
         for start in range(0, len(known), _PER_QUERY):
             some = Session.session_id.in_(known[start : start + _PER_QUERY])

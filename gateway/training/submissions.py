@@ -132,7 +132,7 @@ async def submit(
 ) -> Response:
     """The receipt, once the trainer has the operation, or the refusal, in its journal."""
     model = await gateway.access.model(ids.model_id, caller)
-    if model is None or model.released_at is not None:
+    if model is None or model.released_at is not None or not await gateway.store.sessions.lives(model.session_id):
         return await no_model(gateway, caller, ids, model, kind=kind, mark=mark)
     request_id = request_id_of(ids.model_id, ids.seq_id)
     hold: Hold | None = None

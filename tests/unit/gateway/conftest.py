@@ -7,6 +7,9 @@ import pytest
 
 from tests.unit.gateway.stack import Client, Stack
 
+_OF_AN_EARLIER_LOOP = "PollerCompletionQueue._handle_events"
+"""grpc has one poller for all event loops of a process: it may wake that of an earlier test, which is closed."""
+
 
 @pytest.fixture
 async def stack(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> AsyncIterator[Stack]:
@@ -19,7 +22,8 @@ async def stack(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> AsyncIterat
     await stack.stop_gateway()
     await stack.trainer_backend.stop()
     await stack.sampler_backend.stop()
-    assert [record.getMessage() for record in caplog.get_records("call") if record.levelname == "ERROR"] == []
+    errors = [record.getMessage() for record in caplog.get_records("call") if record.levelname == "ERROR"]
+    assert [error for error in errors if _OF_AN_EARLIER_LOOP not in error] == []
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from tests.unit.gateway.stack import Client, Stack, sample_body
 
 
@@ -92,3 +94,15 @@ async def test_a_silent_session_is_ended(stack: Stack, client: Client) -> None:
     assert stack.trainer.deleted_models == [model_id]
     detail = (await client.call("session_heartbeat", {"session_id": session_id}, status=410))["detail"]
     assert "expired" in detail
+
+
+async def test_a_session_that_has_ended_trains_nothing_though_its_models_are_not_freed_yet(
+    stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.reaper._GATHER_S", 3600.0)
+    session_id = await client.session()
+    model_id = await client.model(session_id)
+    await client.call(f"sessions/{session_id}/finish", {"reason": {"type": "success"}})
+    error = await client.result(await client.call("save_weights", {"model_id": model_id, "seq_id": 1, "path": "a"}))
+    assert (error["category"], "its session has ended" in error["error"]) == ("user", True)
+    assert list(stack.trainer.models[model_id].requests) == [0]
