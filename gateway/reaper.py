@@ -35,8 +35,6 @@ logger = logging.getLogger(__name__)
 
 EXPIRED = "expired"
 """Reason of a session that was ended for want of heartbeats."""
-_GATHER_S = 0.5
-"""Sessions that end one after the other are reaped together: a round is a dozen transactions."""
 
 
 class Reaper:
@@ -101,7 +99,6 @@ class Reaper:
             try:
                 async with asyncio.timeout(self._config.reap_interval_s):
                     await self._wake.wait()
-                    await asyncio.sleep(_GATHER_S)
             except TimeoutError:
                 pass
             self._wake.clear()

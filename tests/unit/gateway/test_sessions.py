@@ -99,7 +99,10 @@ async def test_a_silent_session_is_ended(stack: Stack, client: Client) -> None:
 async def test_a_session_that_has_ended_trains_nothing_though_its_models_are_not_freed_yet(
     stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.reaper._GATHER_S", 3600.0)
+    async def never(_: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr("gateway.reaper.Reaper._release_models", never)
     session_id = await client.session()
     model_id = await client.model(session_id)
     await client.call(f"sessions/{session_id}/finish", {"reason": {"type": "success"}})
