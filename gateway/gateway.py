@@ -239,7 +239,7 @@ class Gateway:
             await asyncio.sleep(_HEARTBEATS_S)
             try:
                 await to_its_end(self.store.sessions.write_heartbeats())
-            except (OSError, SQLAlchemyError) as error:
+            except SQLAlchemyError as error:
                 logger.warning("heartbeats cannot be written, so those of the last second are lost: %s", error)
 
     async def stop(self) -> None:

@@ -105,7 +105,7 @@ class Peers:
             await asyncio.sleep(BEAT_S)
             try:
                 await to_its_end(self.beat())
-            except (SQLAlchemyError, OSError):
+            except SQLAlchemyError:
                 logger.exception("the other gateways cannot be told that this one lives; it is tried again")
 
     async def refresh(self) -> None:

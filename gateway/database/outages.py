@@ -22,6 +22,9 @@ _PASSING = ("08", "25", "40", "53", "57", "58")
 _LONGEST_PAUSE_S = 2.0
 
 
+TRY_AGAIN = "the gateway's database cannot be used at the moment; try again"
+
+
 class DatabaseUnusable(SQLAlchemyError):
     """The one error of an outage: what cannot connect raises others than SQLAlchemy's."""
 

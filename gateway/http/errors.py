@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.database.outages import TRY_AGAIN
 from tinsmith.rpc import logs
 from tinsmith.rpc.errors import (
     AlreadyExists,
@@ -65,7 +66,7 @@ async def service_error(request: Request, error: Exception) -> Response:
 
 async def database_unusable(request: Request, error: Exception) -> Response:
     logger.error("%s %s: the database cannot be used: %s", request.method, request.url.path, error)
-    return await service_error(request, NotReady("the gateway's database cannot be used at the moment; try again"))
+    return await service_error(request, NotReady(TRY_AGAIN))
 
 
 async def http_error(request: Request, error: Exception) -> Response:

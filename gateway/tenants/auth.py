@@ -206,7 +206,7 @@ class Callers:
                 await self.read()
                 if time.monotonic() - self._wrote_used_at > USED_S:
                     await self.write_used()
-            except (OSError, SQLAlchemyError) as error:
+            except SQLAlchemyError as error:
                 logger.warning("the keys cannot be read from the database, so those known before stay: %s", error)
 
     async def write_used(self) -> None:

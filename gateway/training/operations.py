@@ -20,7 +20,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from gateway.clients import Clients
 from gateway.config import GatewayConfig
 from gateway.dashboard.history import History
-from gateway.database.outages import in_words, is_outage, until_written
+from gateway.database.outages import TRY_AGAIN, in_words, until_written
 from gateway.database.store import Store
 from gateway.database.tables.operations import Operation
 from gateway.futures import Answer, Futures, Gone, Pending
@@ -178,9 +178,9 @@ class Operations:
         except Exception as error:
             if accepted.done():
                 raise
-            if isinstance(error, SQLAlchemyError) or is_outage(error):
+            if isinstance(error, SQLAlchemyError):
                 logger.error("%s: the database cannot be used: %s", submission.request_id, in_words(error))
-                accepted.set_exception(NotReady("the gateway's database cannot be used at the moment; try again"))
+                accepted.set_exception(NotReady(TRY_AGAIN))
             else:
                 logger.exception("%s was not accepted", submission.request_id)
                 accepted.set_exception(ServiceError("internal error of the gateway; its log has the cause"))

@@ -20,8 +20,6 @@ from tinsmith.modeling.attention import Heads, causal, masked
 
 _MAX_KEPT_BYTES = 64 * 1024 * 1024
 """Of shared prompts, a second time and contiguous. Longer ones are gathered in every step."""
-
-
 _KEYS_OF_A_CALL = 64
 """On a CPU a call of attention takes as long as one row takes for so many keys."""
 
@@ -199,10 +197,11 @@ class Cached:
         self.positions_B = positions_B
         self.prefills = prefills
         self.num_decoding = positions_B.shape[0]
-        self.num_keys = int(positions_B.max()) + 1 if self.num_decoding else 0
+        lengths = [position + 1 for position in positions_B.tolist()]
+        self.num_keys = max(lengths, default=0)
         self._lanes_B = torch.arange(self.num_decoding, device=positions_B.device) if lanes_B is None else lanes_B
         self._gathers = lanes_B is not None
-        self._stretches = _stretches_of([position + 1 for position in positions_B.tolist()], positions_B.device)
+        self._stretches = _stretches_of(lengths, positions_B.device)
         self._places_by_shape: dict[tuple[int, int], Tensor] = {}
         keys = torch.arange(self.num_keys, device=positions_B.device)
         self._mask_B_1_1_L = (keys <= positions_B[:, None])[:, None, None]

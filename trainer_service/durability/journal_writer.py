@@ -80,8 +80,8 @@ class Writer:
     def _commit(self, jobs: list[_Job]) -> None:
         started = time.perf_counter()
         outcomes = self._attempt(jobs, prune=True)
-        if outcomes is None:  # what is only read, or is small enough, need not fail with the others
-            outcomes = [outcome for job in jobs for outcome in self._attempt([job]) or [(job, self._failure)]]
+        if isinstance(outcomes, ServiceError):  # what is only read, or is small enough, need not fail with the others
+            outcomes = [self._alone(job) for job in jobs]
         self._metrics.journal_commit_seconds.observe(time.perf_counter() - started)
         self._metrics.journal_bytes.set(self._bound.sizes.total)
         for job, outcome in outcomes:
@@ -92,8 +92,12 @@ class Writer:
             else:
                 job.done.set_result(outcome)
 
-    def _attempt(self, jobs: list[_Job], *, prune: bool = False) -> list[tuple[_Job, Any]] | None:
-        """Runs them in one transaction. None when it failed, and nothing of it is left."""
+    def _alone(self, job: _Job) -> tuple[_Job, Any]:
+        outcomes = self._attempt([job])
+        return (job, outcomes) if isinstance(outcomes, ServiceError) else outcomes[0]
+
+    def _attempt(self, jobs: list[_Job], *, prune: bool = False) -> list[tuple[_Job, Any]] | ServiceError:
+        """Runs them in one transaction. Why it failed, if it did: nothing of it is left then."""
         sizes = replace(self._bound.sizes)
         outcomes: list[tuple[_Job, Any]] = []
         try:
@@ -117,8 +121,7 @@ class Writer:
                 logger.exception("it is rolled back before the next one")
             self._bound.sizes = sizes
             self._metrics.journal_failures.inc()
-            self._failure = self._in_words(error)
-            return None
+            return self._in_words(error)
         return outcomes
 
     def _in_words(self, error: Exception) -> ServiceError:
