@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as NoConnection
-
-if TYPE_CHECKING:
-    from gateway.futures import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +17,6 @@ T = TypeVar("T")
 _PASSING = ("08", "25", "40", "53", "57", "58")
 """Classes of PostgreSQL's error codes: connection, read-only, rolled back, no resources, shutdown, system error."""
 _LONGEST_PAUSE_S = 2.0
-
 
 TRY_AGAIN = "the gateway's database cannot be used at the moment; try again"
 
@@ -51,8 +47,11 @@ def log_failure(what: str, error: Exception, *, by: logging.Logger) -> None:
     by.error("%s; it is tried again: %s", what, in_words(error), exc_info=not is_outage(error))
 
 
-async def until_written(write: Callable[[], Awaitable[T]], *, what: str, progress: Progress) -> T:
-    """What `write` gives, once the database takes it. It may be begun again after any part of it was done."""
+async def until_written(write: Callable[[], Awaitable[T]], *, what: str, pausing: Callable[[str], object]) -> T:
+    """What `write` gives, once the database takes it: it may be begun again after any part of it was done.
+
+    `pausing` is told the reason before each wait.
+    """
     pause_s = 0.1
     while True:
         try:
@@ -62,6 +61,6 @@ async def until_written(write: Callable[[], Awaitable[T]], *, what: str, progres
                 raise
             if pause_s == 0.1:
                 logger.error("%s cannot be written down, and is tried again: %s", what, in_words(error))
-        progress.paused("it is done, and waits for the gateway's database, which cannot be used at the moment")
+        pausing("it is done, and waits for the gateway's database, which cannot be used at the moment")
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

@@ -184,7 +184,7 @@ class Samples:
             async def record() -> None:
                 await self._records.add(pending.request_id, request, response, session_id=session.session_id)
 
-            await until_written(record, what=pending.request_id, progress=pending.progress)
+            await until_written(record, what=pending.request_id, pausing=pending.progress.paused)
         self._recent.add(
             pending.request_id,
             request,
@@ -206,7 +206,7 @@ class Samples:
         if pending.hold is not None:
             pending.hold.drawn(num_sampled)
             if pending.hold.is_budgeted:
-                await until_written(self._ledger.flush, what="the usage", progress=pending.progress)
+                await until_written(self._ledger.flush, what="the usage", pausing=pending.progress.paused)
         return Answer(response.SerializeToString(), PROTOBUF, json_forms.sample_result)
 
     async def _sample(

@@ -245,7 +245,7 @@ class Operations:
                 session_id=pending.session_id,
             )
             if submission.hold is not None and submission.hold.is_budgeted:
-                await until_written(self._counting.write_now, what="the usage", progress=pending.progress)
+                await until_written(self._counting.write_now, what="the usage", pausing=pending.progress.paused)
         self._history.add(
             submission.model_id,
             submission.seq_id,
@@ -263,7 +263,7 @@ class Operations:
         async def write() -> Answer:
             return await self._results.answer(pending.request_id, pending.group, reply)
 
-        answer = await until_written(write, what=pending.request_id, progress=pending.progress)
+        answer = await until_written(write, what=pending.request_id, pausing=pending.progress.paused)
         if not isinstance(reply, (pb.ForwardBackwardResponse, pb.OptimStepResponse)):
             await self._settle(pending)
         return answer
@@ -272,7 +272,7 @@ class Operations:
         async def settle() -> None:
             await self._store.operations.settle(pending.request_id)
 
-        await until_written(settle, what=pending.request_id, progress=pending.progress)
+        await until_written(settle, what=pending.request_id, pausing=pending.progress.paused)
 
     async def _remember(self, submission: Submission) -> Operation | None:
         """What was remembered under this id before."""
