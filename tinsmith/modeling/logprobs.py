@@ -287,7 +287,7 @@ def _lora(piece: _Piece, head: Head, runs: Sequence[Run]) -> list[tuple[Tensor, 
 def _project(head: Head, hidden_n_H: Tensor, lora: Sequence[tuple[Tensor, Tensor, float]]) -> Tensor:
     """float32 [n, V], before scale and softcap. The adapters' share is computed in float32."""
     prepacked = head.prepacked
-    if prepacked is not None and prepacked.copies(head.weight_V_H):
+    if prepacked is not None and prepacked.gains(hidden_n_H) and prepacked.copies(head.weight_V_H):
         out = prepacked.together(hidden_n_H).float()
     else:
         out = _product(hidden_n_H, head.weight_V_H.T)

@@ -1,5 +1,8 @@
 """The second copy of the matrices: the same function, used only where it holds what the model holds."""
 
+import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,7 +37,7 @@ def run(base: BaseModel, runs: list[Run], lengths: list[int] = LENGTHS) -> Tenso
     return logits(base.head, hidden, runs)
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 7, 64])
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 33, 63, 64])
 @pytest.mark.parametrize("biased", [(False, False), (True, True), (True, False)])
 def test_one_product_gives_the_outputs_of_all(num_rows: int, biased: tuple[bool, bool]) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -75,6 +78,31 @@ def test_a_version_of_all_parameters_is_not_answered_from_the_copies(tmp_path: P
     torch.testing.assert_close(answers[1], answers[0], atol=1e-5, rtol=1e-5)
     assert not torch.allclose(answers[1], own)
     assert torch.equal(run(copied, []), own)
+
+
+_MEMORY = """
+import ctypes, torch
+from tinsmith.modeling.kernels.prepacked import Prepacked
+class Info(ctypes.Structure):
+    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    _fields_ = [(name, ctypes.c_size_t) for name in names]
+mallinfo2 = ctypes.CDLL(None).mallinfo2
+mallinfo2.restype = Info
+torch.set_num_threads(1)
+product = Prepacked([torch.randn(48, 32)], [None])
+before = mallinfo2().uordblks
+for num_rows in range(1, 401):
+    x = torch.randn(num_rows, 32)
+    if product.gains(x):
+        product(x)
+print((mallinfo2().uordblks - before) / 2**20)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's count of what is in use")
+def test_memory_does_not_grow_with_each_number_of_rows() -> None:
+    done = subprocess.run([sys.executable, "-c", _MEMORY], capture_output=True, text=True, check=True)
+    assert 0 < float(done.stdout) < 30  # with all of them some 220
 
 
 def test_the_copy_is_left_out_when_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
