@@ -66,7 +66,7 @@ class Prepacked:
         if computed == num_rows:
             return self._product(x)
         padded_n_I = x.new_zeros(computed, x.shape[-1])
-        padded_n_I[:num_rows] = x.view(num_rows, -1)
+        padded_n_I[:num_rows] = x.reshape(num_rows, -1)
         return self._product(padded_n_I)[:num_rows].view(*x.shape[:-1], -1)
 
     def _product(self, x: Tensor) -> Tensor:
