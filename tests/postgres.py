@@ -17,6 +17,7 @@ from tinsmith.cli.ports import free_ports
 
 REQUIRED = "TINSMITH_REQUIRE_POSTGRES"
 """Set in CI: there a missing PostgreSQL is a failure."""
+_USER = "nobody"
 
 
 def _programs() -> Path | None:
@@ -34,10 +35,11 @@ class Postgres:
         self._programs = programs
         self._data = folder / "data"
         # PostgreSQL does not run as root, which tests in a container often are.
-        self._user = "nobody" if os.geteuid() == 0 else None
+        # By runuser: subprocess, told the user, forks, and the child of a process with gRPC at work dies then.
+        self._as_user = ["runuser", "-u", _USER, "--"] if os.geteuid() == 0 else []
         (self.port,) = free_ports(1)
-        if self._user is not None:
-            shutil.chown(folder, self._user)
+        if self._as_user:
+            shutil.chown(folder, _USER)
         self._run("initdb", "--pgdata", str(self._data), "--auth", "trust", "--username", "tests", "--no-sync")
         settings = {
             "port": str(self.port),
@@ -53,10 +55,8 @@ class Postgres:
         self.start()
 
     def _run(self, program: str, *arguments: str) -> None:
-        command = [str(self._programs / program), *arguments]
-        done = subprocess.run(
-            command, user=self._user, cwd="/", stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
-        )
+        command = [*self._as_user, str(self._programs / program), *arguments]
+        done = subprocess.run(command, cwd="/", stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
         if done.returncode:
             raise RuntimeError(f"{program}: {done.stdout}\n{done.stderr}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,7 +11,8 @@ import pytest
 from starlette.routing import BaseRoute, Mount, Route
 
 from gateway.http.app import ROUTES
-from tests.unit.gateway.stack import BASE_MODEL, Client, batch
+from tests.postgres import Postgres, postgres  # noqa: F401 - a fixture
+from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, batch
 
 NUL = "a\0b"
 RANK = {"lora_config": {"rank": 8}}
@@ -40,6 +42,13 @@ BODIES: list[tuple[str, str, dict[str, Any]]] = [
     ("request_id", "cancel_future", {}),
     ("tinker_path", "weights_info", {"tinker_path": "tinker://a\0b:train:0/weights/x"}),
 ]
+
+
+@pytest.fixture(autouse=True, params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
+async def database(request: pytest.FixtureRequest, stack: Stack) -> None:
+    if request.param == "postgresql":
+        cluster: Postgres = request.getfixturevalue("postgres")
+        await stack.restart_gateway(database_url=await asyncio.to_thread(cluster.new_database))
 
 
 async def test_an_id_in_a_body_is_refused_by_field(client: Client) -> None:
