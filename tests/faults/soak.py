@@ -4,8 +4,8 @@
 
 At the end it prints what the clients did and what each process took, and fails unless no client saw an exception,
 memory, file descriptors and threads are flat, and nothing is left of the sessions that have ended. A process is looked
-at between two kills of it, once it has served for WARM_UP_S, and only where that leaves MEASURED_S: in a run of one
-minute there is no such time, and it checks the rest.
+at between two kills of it, once it has served for WARM_UP_S, a sampler also SAMPLER_WARM_UP_REQUESTS, and only where
+that leaves MEASURED_S: in a run of one minute there is no such time, and it checks the rest.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -41,7 +41,10 @@ THREADS = 4
 """Clients of each."""
 INTERVAL_S = 2.0
 WARM_UP_S = 90.0
+SAMPLER_WARM_UP_REQUESTS = 300
+"""Its caches are at their bounds by then: oneDNN's products, lanes, prefixes. Time says little on a busy machine."""
 MEASURED_S = 90.0
+MEASURED = ("rss", "fds", "threads")
 LARGEST_GROWTH = 0.05
 LARGEST_SESSION_BYTES = 6000
 """What an ended session may leave in the database: its row, those of its runs and of its usage, and for a day those of
@@ -77,6 +80,8 @@ class Reading:
     """Without the connections of clients, which are as many as those keep open: the SDK leaves some to the server."""
     threads: int
     connections: int
+    requests: float
+    """That a sampler has answered since its start; 0 for others."""
 
 
 @dataclass(slots=True)
@@ -89,7 +94,8 @@ class Life:
 
     def measured(self) -> list[Reading]:
         """Without the warm-up; empty when it did not live long enough."""
-        kept = [one for one in self.readings if one.at - self.readings[0].at >= WARM_UP_S]
+        least = SAMPLER_WARM_UP_REQUESTS if self.service == "sampler_service" else 0
+        kept = [one for one in self.readings if one.at - self.readings[0].at >= WARM_UP_S and one.requests >= least]
         return kept if kept and kept[-1].at - kept[0].at >= MEASURED_S else []
 
     def growth(self, what: str) -> float:
@@ -111,8 +117,10 @@ class Watch:
         for service, process in processes(self._stack).items():
             try:
                 reading = read(process)
-            except psutil.Error:
-                continue  # it has just been killed
+                if service == "sampler_service":
+                    reading = replace(reading, requests=metric(self._stack, "sampler", "sampler_requests_total"))
+            except (psutil.Error, httpx.TransportError, KeyError):
+                continue  # it has just been killed, or does not serve yet
             self.lives.setdefault(process.pid, Life(service, process.pid)).readings.append(reading)
 
     def measure_sizes(self, *, minutes: float) -> None:
@@ -125,7 +133,7 @@ def read(process: psutil.Process) -> Reading:
         served = {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
         clients = sum(one.laddr.port in served and one.status != psutil.CONN_LISTEN for one in connections)
         rss, threads = process.memory_info().rss, process.num_threads()
-    return Reading(time.monotonic(), rss, num_fds - clients, threads, clients)
+    return Reading(time.monotonic(), rss, num_fds - clients, threads, clients, requests=0)
 
 
 def processes(stack: Stack) -> dict[str, psutil.Process]:
@@ -294,7 +302,7 @@ def soak(
             (life.service, what, life.growth(what))
             for life in watch.lives.values()
             if life.measured()
-            for what in ("rss", "fds", "threads")
+            for what in MEASURED
         ],
     }
 
@@ -304,6 +312,14 @@ def describe(life: Life) -> dict[str, Any]:
     return {
         "service": life.service,
         "seconds": round(last.at - first.at),
+        "requests": last.requests,
+        "measured": {
+            "seconds": round(measured[-1].at - measured[0].at),
+            "requests": measured[-1].requests - measured[0].requests,
+            "growth": {what: round(life.growth(what), 4) for what in MEASURED},
+        }
+        if (measured := life.measured())
+        else None,
         "rss_mb": [round(one.rss / 1e6) for one in life.readings[:: max(1, len(life.readings) // 8)]],
         "fds": [min(one.fds for one in life.readings), max(one.fds for one in life.readings), last.fds],
         "connections": [max(one.connections for one in life.readings), last.connections],
