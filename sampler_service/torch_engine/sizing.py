@@ -9,7 +9,11 @@ import torch
 
 from sampler_service.config import SamplerConfig
 from tinsmith.modeling.base_model import BaseModel
-from tinsmith.modeling.kv_cache import Cached, KVCache, Prefill
+from tinsmith.modeling.kernels.prepacked import COMPILED_BYTES
+from tinsmith.modeling.kv_cache import MAX_KEPT_BYTES, Cached, KVCache, Prefill
+
+_PRODUCT_SHAPES = 5
+"""Of a base model, as the Llama family has them: queries with keys and values, out, gate with up, down, head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +28,7 @@ class Sizes:
     def of(cls, base: BaseModel, config: SamplerConfig) -> Sizes:
         """With the model loaded."""
         bytes_per_token = kv_bytes_per_token(base)
-        free_bytes = _free_bytes(base.device)
+        free_bytes = _to_divide(_free_bytes(base.device), base)
         fitting = min(free_bytes // 4 // bytes_per_token, config.max_running * base.max_context_length)
         prefix_bytes = config.prefix_cache_bytes
         return cls(
@@ -54,6 +58,12 @@ def resolve_device(device: str) -> str:
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     return names[dtype] if dtype != "auto" else torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def _to_divide(free_bytes: int, base: BaseModel) -> int:
+    """What is free once all has grown that no setting bounds; at least half."""
+    compiled = _PRODUCT_SHAPES * COMPILED_BYTES if base.head.prepacked is not None else 0
+    return max(free_bytes // 2, free_bytes - MAX_KEPT_BYTES - compiled)
 
 
 def _free_bytes(device: torch.device) -> int:

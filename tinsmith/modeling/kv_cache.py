@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tinsmith.modeling.attention import Heads, causal, masked
 
-_MAX_KEPT_BYTES = 64 * 1024 * 1024
+MAX_KEPT_BYTES = 64 * 1024 * 1024
 """Of shared prompts, a second time and contiguous. Longer ones are gathered in every step."""
 _KEYS_OF_A_CALL = 64
 """On a CPU a call of attention takes as long as one row takes for so many keys."""
@@ -144,7 +144,7 @@ class SharedPrompts:
             first_U = self.rows_U_M[:, 0]
             keys, values = (x[:, :, : self.length][first_U] for x in (keys_S_K_C_D, values_S_K_C_D))
             kept = keys, values
-            if sum(x.nbytes for pair in [*self._kept.values(), kept] for x in pair) <= _MAX_KEPT_BYTES:
+            if sum(x.nbytes for pair in [*self._kept.values(), kept] for x in pair) <= MAX_KEPT_BYTES:
                 self._kept[layer] = kept
         return kept
 

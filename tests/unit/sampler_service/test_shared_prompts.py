@@ -40,6 +40,6 @@ def outputs(groups: Sequence[Sequence[int]], *, shared: bool) -> list[torch.Tens
 def test_a_step_with_shared_prompts_is_the_step_without(
     groups: list[list[int]], max_kept_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_cache, "_MAX_KEPT_BYTES", max_kept_bytes)
+    monkeypatch.setattr(kv_cache, "MAX_KEPT_BYTES", max_kept_bytes)
     for ours, plain in zip(outputs(groups, shared=True), outputs(groups, shared=False), strict=True):
         torch.testing.assert_close(ours, plain, atol=1e-6, rtol=0)
