@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +12,15 @@ import torch
 from tests.batches import datum, request
 from tests.models import CONTEXT, VOCAB_SIZE
 from tests.unit.trainer_service.engines import create, run
+from tinsmith.modeling.adapter import Adapter, AdapterConfig, LoraWeights
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import FULL, FullWeights
 from trainer_service.engine.batch import Batch
 from trainer_service.engine.engine import TrainingEngine
-from trainer_service.weight_sync.canary import Tokens, _in_place, canary
+from trainer_service.weight_sync.canary import Tokens, _in_place, canary, canary_of, score
+from trainer_service.weight_sync.certificate import GAP_LIMITS
 
-SEQUENCES = canary(4, vocab_size=VOCAB_SIZE, max_context_length=CONTEXT)
+SEQUENCES = canary(4, 16, vocab_size=VOCAB_SIZE, max_context_length=CONTEXT)
 
 
 def trained(engine: TrainingEngine, model_id: str, sequences: Sequence[Tokens]) -> np.ndarray:
@@ -41,11 +43,11 @@ def full_engine(model_folder: Path) -> TrainingEngine:
 @pytest.mark.parametrize("vocab_size", [2, 17, 512, 151_936])
 @pytest.mark.parametrize("context", [3, 16, 4096])
 def test_the_canary_is_fixed_and_fits_every_model(vocab_size: int, context: int) -> None:
-    sequences = canary(4, vocab_size=vocab_size, max_context_length=context)
+    sequences = canary(4, 16, vocab_size=vocab_size, max_context_length=context)
     tokens = np.concatenate(sequences)
     assert 0 <= tokens.min() <= tokens.max() < vocab_size
     assert all(2 <= one.size < context for one in sequences), "one more token is drawn"
-    again = canary(4, vocab_size=vocab_size, max_context_length=context)
+    again = canary(4, 16, vocab_size=vocab_size, max_context_length=context)
     assert all(np.array_equal(one, other) for one, other in zip(sequences, again, strict=True))
 
 
@@ -61,6 +63,40 @@ def test_scores_are_those_of_the_training_pass(base: BaseModel) -> None:
         engine.weights("m").flat.zero_()
     assert np.abs(engine.score(engine.weights("m"), SEQUENCES) - expected).max() > 0.01
     np.testing.assert_array_equal(engine.score(copied, SEQUENCES), expected)
+
+
+def missing(weights: LoraWeights) -> None:
+    weights.b_O_R.zero_()
+
+
+def in_another_order(weights: LoraWeights) -> None:
+    weights.b_O_R.copy_(weights.b_O_R.roll(1, dims=0))
+
+
+def half_as_strong(weights: LoraWeights) -> None:
+    """As with a scaling of alpha over twice the rank."""
+    weights.b_O_R.mul_(0.5)
+
+
+@pytest.mark.parametrize("corrupt", [missing, in_another_order, half_as_strong])
+def test_one_wrong_projection_of_one_layer_is_above_the_limit(
+    base: BaseModel, corrupt: Callable[[LoraWeights], None]
+) -> None:
+    """Of every kind, in every layer, by the canary of a CPU, which is the shorter one."""
+    sequences = canary_of(base)
+    adapter = Adapter.create(AdapterConfig(rank=8, seed=3), base.targets, base.device)
+    generator = torch.Generator().manual_seed(0)
+    for weights in adapter.weights.values():
+        weights.b_O_R.normal_(0, 0.05, generator=generator)
+    sound = score(base, adapter, sequences)
+    gaps = {}
+    for name in adapter.weights:
+        wrong = adapter.like(adapter.flat.clone())
+        corrupt(wrong.weights[name])
+        gaps[name] = np.abs(score(base, wrong, sequences) - sound).max()
+    kinds = {name.rpartition(".")[2] for name in gaps}
+    assert kinds == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"}
+    assert min(gaps.values()) > GAP_LIMITS[torch.float32], gaps
 
 
 def test_a_stored_version_of_all_parameters_is_scored_beside_the_live_one(model_folder: Path) -> None:
