@@ -1,4 +1,4 @@
-"""A model's accepted operations, and where it stands in them."""
+"""A model's accepted operations, and where it stands in them; and all live models."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 
-from tinsmith.rpc.errors import ServiceError
+from tinsmith.rpc.errors import ModelLost, OutOfCapacity, ServiceError
+from trainer_service.metrics import Metrics
 from trainer_service.scheduling.work import Operation
 
 _AHEAD = 16
@@ -68,6 +69,48 @@ class ModelQueue:
         while (operation := self.operations.get(seq_id)) is not None:
             yield operation
             seq_id += 1
+
+
+class ModelQueues:
+    """Of the live models, by model_id."""
+
+    def __init__(self, metrics: Metrics, *, max_models: int) -> None:
+        self._queues: dict[str, ModelQueue] = {}
+        self._metrics = metrics
+        self._max_models = max_models
+        self.unrestored: dict[str, ModelLost] = {}
+        """Models that this process could not restore."""
+
+    def __contains__(self, model_id: str) -> bool:
+        return model_id in self._queues
+
+    def __iter__(self) -> Iterator[ModelQueue]:
+        return iter(self._queues.values())
+
+    def __getitem__(self, model_id: str) -> ModelQueue:
+        return self._queues[model_id]
+
+    def get(self, model_id: str) -> ModelQueue | None:
+        return self._queues.get(model_id)
+
+    def open(self, model_id: str) -> ModelQueue:
+        """Of a new model. Raises OutOfCapacity."""
+        if len(self._queues) >= self._max_models:
+            raise OutOfCapacity(
+                f"{len(self._queues)} models are live, this server's max_models; close a session that is done"
+            )
+        return self.add(ModelQueue(model_id))
+
+    def add(self, model: ModelQueue) -> ModelQueue:
+        """Also above max_models: it was live before a restart."""
+        self._queues[model.model_id] = model
+        self._metrics.models.set(len(self._queues))
+        return model
+
+    def remove(self, model_id: str) -> ModelQueue | None:
+        model = self._queues.pop(model_id, None)
+        self._metrics.models.set(len(self._queues))
+        return model
 
 
 def _waits(operation: Operation) -> bool:

@@ -1,0 +1,137 @@
+"""Operations into the journal, each (model_id, seq_id) once: a repeat finds the first one, running or finished."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from tinsmith.rpc.errors import ModelNotFound, OutOfCapacity, ResultNotFound, SequenceConflict, ServiceError
+from trainer_service.durability.journal import Journal
+from trainer_service.durability.journal_records import Body, State
+from trainer_service.metrics import Metrics
+from trainer_service.scheduling.execution import Execution
+from trainer_service.scheduling.model_queue import ModelQueue, ModelQueues
+from trainer_service.scheduling.work import Operation, Work
+
+
+class Acceptance:
+    def __init__(
+        self,
+        journal: Journal,
+        models: ModelQueues,
+        execution: Execution,
+        metrics: Metrics,
+        *,
+        max_queued_operations: int,
+    ) -> None:
+        self._journal = journal
+        self._models = models
+        self._execution = execution
+        self._metrics = metrics
+        self._max_queued_operations = max_queued_operations
+
+    async def accept(self, model_id: str, seq_id: int, body: Body, build: Callable[[], Awaitable[Work]]) -> Operation:
+        """See Scheduler.accept."""
+        model = self._models.get(model_id)
+        held = None if model is None else model.operations.get(seq_id)
+        if held is not None and not held.replayed:
+            return await _accepted(_same(held, body))
+        if model is None or held is not None or seq_id < model.next_to_enter:
+            stored = await self._stored(model_id, seq_id)
+            if stored is not None:
+                return _same(stored, body)
+            if model is not None:
+                raise ResultNotFound(f"{model_id}: seq_id {seq_id} was executed long ago; its result has expired")
+            if model_id in self._models.unrestored:
+                raise self._models.unrestored[model_id]
+            await self._journal.check_not_lost(model_id)
+            if seq_id != 0:
+                raise ModelNotFound(f"model_id: there is no model {model_id!r}", model_id=model_id)
+            if model_id in self._models:  # a repeat came meanwhile
+                return await self.accept(model_id, seq_id, body, build)
+            model = self._models.open(model_id)
+        if model.gone is not None:
+            raise model.gone
+        # One that closes a gap is always taken, or what waits behind the gap would wait for ever.
+        if seq_id > max(model.operations, default=0) and model.num_queued >= self._max_queued_operations:
+            raise OutOfCapacity(
+                f"{model_id}: {model.num_queued} operations are queued, this server's max_queued_operations"
+            )
+        return await self._append(model, seq_id, body, build)
+
+    async def find(self, model_id: str, seq_id: int) -> Operation:
+        """An accepted operation. Raises ResultNotFound when there is none, or its result has expired."""
+        model = self._models.get(model_id)
+        if model is not None and (held := model.operations.get(seq_id)) is not None and not held.replayed:
+            return await _accepted(held)
+        operation = await self._stored(model_id, seq_id)
+        if operation is None:
+            raise ResultNotFound(f"{model_id}: no operation with seq_id {seq_id} was accepted")
+        return operation
+
+    async def _append(
+        self, model: ModelQueue, seq_id: int, body: Body, build: Callable[[], Awaitable[Work]]
+    ) -> Operation:
+        loop = asyncio.get_running_loop()
+        operation = Operation(
+            model.model_id,
+            seq_id,
+            body.kind,
+            body.digest,
+            accepted=loop.create_future(),
+            outcome=loop.create_future(),
+            founds=seq_id == 0,
+        )
+        model.operations[seq_id] = operation
+        try:
+            work, _ = await asyncio.gather(build(), self._journal.append(model.model_id, seq_id, body))
+        except Exception as error:
+            model.operations.pop(seq_id, None)
+            if seq_id == 0:
+                self._models.remove(model.model_id)
+            operation.accepted.set_result(
+                error if isinstance(error, ServiceError) else ServiceError("internal error; the log has the cause")
+            )
+            raise
+        operation.accepted.set_result(None)
+        if not operation.outcome.done():  # the model may have been deleted meanwhile
+            self._metrics.queue_length.labels(operation.kind).inc()
+            operation.work = work
+            self._execution.advance(model)
+        return operation
+
+    async def _stored(self, model_id: str, seq_id: int) -> Operation | None:
+        """A finished operation, from the journal."""
+        record = await self._journal.find(model_id, seq_id)
+        if record is None:
+            return None
+        if record.state == State.ACCEPTED and model_id in self._models.unrestored:
+            raise self._models.unrestored[model_id]
+        loop = asyncio.get_running_loop()
+        operation = Operation(
+            model_id, seq_id, record.kind, record.digest, accepted=loop.create_future(), outcome=loop.create_future()
+        )
+        operation.accepted.set_result(None)
+        operation.outcome.set_result(
+            record.outcome or ResultNotFound(f"{model_id}: the result of seq_id {seq_id} has expired")
+        )
+        return operation
+
+
+async def _accepted(operation: Operation) -> Operation:
+    """The operation once it is in the journal, or the error that kept it out."""
+    error = await asyncio.shield(operation.accepted)
+    if error is not None:
+        raise error
+    return operation
+
+
+def _same(operation: Operation, body: Body) -> Operation:
+    if operation.digest != body.digest:
+        raise SequenceConflict(
+            f"{operation.model_id}: seq_id {operation.seq_id} was used for another request, a {operation.kind}; "
+            "use the next seq_id, or send the same request again",
+            model_id=operation.model_id,
+            seq_id=operation.seq_id,
+        )
+    return operation

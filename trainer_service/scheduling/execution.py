@@ -1,0 +1,170 @@
+"""A model's operations on their way to their outcomes, one after the other.
+
+An operation's place on the compute thread is in its model's lane (lanes.py). A batch gets it when the operation before
+has got its own. Every other operation is a coroutine that asks for its place, at most once, with `Turn.run`. What it
+awaits before delays its own model only. What it awaits after delays only its own result: the model goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from tinsmith.rpc import logs, tracing
+from tinsmith.rpc.errors import ModelNotFound, ServiceError
+from trainer_service.metrics import Metrics
+from trainer_service.scheduling.compute import ComputeThread, internal_error
+from trainer_service.scheduling.lanes import BatchRun, Call, Item
+from trainer_service.scheduling.model_queue import ModelQueue
+from trainer_service.scheduling.work import Answer, Operation, Output, RunBatch, Turn
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+Outcome = Answer | ServiceError
+Spawn = Callable[[Coroutine[Any, Any, Any]], object]
+"""Starts a task that the scheduler waits for when it closes."""
+
+_LARGE_TOKENS = 8192
+"""Results of more tokens become protobuf on a thread, to keep the event loop free."""
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """The Turn that an operation is given."""
+
+    _execution: Execution
+    _model: ModelQueue
+    _operation: Operation
+
+    async def run(self, call: Callable[[], T]) -> T:
+        result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._execution.enter(self._model, Call(self._operation, call, result))
+        self._execution.advance(self._model)
+        return await result
+
+    async def settled(self) -> None:
+        own = self._operation.seq_id
+        if earlier := [operation.outcome for operation in self._model.unsettled if operation.seq_id < own]:
+            await asyncio.wait(earlier)
+
+    async def stored(self) -> None:
+        own = self._operation.seq_id
+        for operation in [one for one in self._model.operations.values() if one.seq_id <= own]:
+            await operation.stored.wait()
+
+
+class Execution:
+    def __init__(
+        self,
+        compute: ComputeThread,
+        metrics: Metrics,
+        spawn: Spawn,
+        has_settled: Callable[[ModelQueue, Operation, Outcome], None],
+    ) -> None:
+        """has_settled: is told of each outcome, once it is set."""
+        self._compute = compute
+        self._metrics = metrics
+        self._spawn = spawn
+        self._has_settled = has_settled
+        self._closed = False
+
+    def close(self) -> None:
+        """Starts no more operations."""
+        self._closed = True
+
+    def advance(self, model: ModelQueue) -> None:
+        """Starts the model's next operations, up to one that has yet to ask for its place."""
+        while not (model.gone or model.head or self._closed):
+            operation = model.operations.get(model.next_to_enter)
+            if operation is None or operation.work is None:
+                return
+            if any(earlier.founds for earlier in model.unsettled):  # the model does not exist yet
+                return
+            model.head = operation
+            model.unsettled.add(operation)
+            if isinstance(operation.work, RunBatch):
+                result: asyncio.Future[Output] = asyncio.get_running_loop().create_future()
+                run = BatchRun.of(operation, operation.work.batch, result)
+                self.enter(model, run)
+                self._spawn(self._run_batch(model, run))
+            else:
+                self._spawn(self._run_work(model, operation, operation.work))
+
+    def enter(self, model: ModelQueue, item: Item) -> None:
+        """The head of the model gets its place on the compute thread."""
+        if model.gone is not None:
+            item.result.set_exception(model.gone)
+            return
+        self._compute.put(model.model_id, item)
+        _leave_head(model)
+
+    def settle(self, model: ModelQueue, operation: Operation, outcome: Outcome) -> None:
+        """Nothing happens when it has an outcome."""
+        model.unsettled.discard(operation)
+        if operation.outcome.done():
+            return
+        operation.outcome.set_result(outcome)
+        if not operation.has_begun and operation.work is not None:
+            self._metrics.queue_length.labels(operation.kind).dec()
+        self._has_settled(model, operation, outcome)
+
+    def abandon(self, model: ModelQueue, error: ServiceError) -> None:
+        """Fails what is queued, and what runs in micro-batches at the next one; a call that runs goes on."""
+        model.gone = error
+        if model.restoration is not None:
+            if model.restoration.feeder is not None:
+                model.restoration.feeder.cancel()
+            model.restoration.is_over.set()
+        self._compute.withdraw(model.model_id, error)  # whose operations end by this
+        for operation in list(model.operations.values()):
+            if operation not in model.unsettled:
+                self.settle(model, operation, error)
+
+    async def _run_batch(self, model: ModelQueue, run: BatchRun) -> None:
+        outcome: Outcome
+        try:
+            output = await run.result
+            if run.operation.replayed:
+                outcome = Answer()
+            elif sum(run.load.lengths) > _LARGE_TOKENS:
+                outcome = await asyncio.to_thread(_answer, output)
+            else:
+                outcome = _answer(output)
+        except ServiceError as error:
+            outcome = error
+        self.settle(model, run.operation, outcome)
+
+    async def _run_work(
+        self, model: ModelQueue, operation: Operation, work: Callable[[Turn], Coroutine[Any, Any, Answer]]
+    ) -> None:
+        outcome: Outcome
+        tracing.follow(operation.trace)
+        logs.request_id.set(f"{operation.model_id}:{operation.seq_id}")
+        logs.model_id.set(operation.model_id)
+        try:
+            outcome = await work(_Turn(self, model, operation))
+        except ServiceError as error:
+            outcome = error
+        except Exception:
+            logger.exception("%s of %s, seq_id %d, failed", operation.kind, model.model_id, operation.seq_id)
+            outcome = internal_error()
+        if operation.seq_id == 0 and not operation.replayed and isinstance(outcome, ServiceError):
+            self.abandon(model, ModelNotFound(f"model_id: the creation of {model.model_id!r} failed: {outcome}"))
+        if model.head is operation:  # it needs no place
+            _leave_head(model)
+            self.advance(model)
+        self.settle(model, operation, outcome)
+
+
+def _leave_head(model: ModelQueue) -> None:
+    model.head = None
+    model.next_to_enter += 1
+
+
+def _answer(output: Output) -> Answer:
+    return Answer(forward_backward=output.to_proto())

@@ -1,0 +1,145 @@
+"""A model's journalled operations again, after a restart. durability/restore.py says from where.
+
+Those that had an answer keep it, and run for what they do to the model; the others run as if they had just come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+from tinsmith.rpc.errors import ServiceError
+from trainer_service.durability.journal_records import Entry, State, lost
+from trainer_service.metrics import Metrics
+from trainer_service.scheduling.execution import Execution, Outcome, Spawn
+from trainer_service.scheduling.model_queue import ModelQueue, ModelQueues, Restoration
+from trainer_service.scheduling.work import Operation, Work
+
+logger = logging.getLogger(__name__)
+
+
+class Replay:
+    def __init__(self, models: ModelQueues, execution: Execution, metrics: Metrics, spawn: Spawn) -> None:
+        self._models = models
+        self._execution = execution
+        self._metrics = metrics
+        self._spawn = spawn
+
+    def begin(
+        self,
+        model_id: str,
+        history: Sequence[Entry],
+        *,
+        start: int,
+        found: Work,
+        work_of: Callable[[Entry], Awaitable[Work]],
+        forget: Callable[[], Awaitable[object]],
+    ) -> None:
+        """See Scheduler.restore."""
+        loop = asyncio.get_running_loop()
+        known = {entry.seq_id: entry for entry in history if entry.seq_id >= start}
+        known.setdefault(start, Entry(start, "create_model", b"", State.DONE, 0))  # its row may be gone
+        entries = sorted(known.values(), key=lambda entry: entry.seq_id)
+        restoration = Restoration(sum(entry.state != State.ACCEPTED for entry in entries), forget)
+        model = self._models.add(ModelQueue(model_id, next_to_enter=start, restoration=restoration))
+        for entry in entries:
+            operation = model.operations[entry.seq_id] = Operation(
+                model_id,
+                entry.seq_id,
+                entry.kind,
+                entry.digest,
+                accepted=loop.create_future(),
+                outcome=loop.create_future(),
+                founds=entry.seq_id == start,
+                replayed=entry.state != State.ACCEPTED,
+            )
+            operation.accepted.set_result(None)
+        if not restoration.num_left:
+            restoration.is_over.set()
+
+        async def work(entry: Entry) -> Work:
+            return found if entry.seq_id == start else await work_of(entry)
+
+        restoration.feeder = loop.create_task(self._feed(model, restoration, entries, work))
+
+    def stop(self) -> None:
+        """Reads no more."""
+        for model in self._models:
+            if model.restoration is not None and model.restoration.feeder is not None:
+                model.restoration.feeder.cancel()
+
+    def give_up(self, model_id: str, why: str) -> None:
+        """The model cannot be restored by this process; the journal keeps it for another."""
+        error = lost(model_id, why)
+        logger.error("%s", error)
+        self._metrics.unrestored_models.inc()
+        self._models.unrestored[model_id] = error
+        model = self._models.remove(model_id)
+        if model is not None and model.restoration is not None:
+            model.restoration.has_failed = True
+            self._execution.abandon(model, error)
+            model.restoration.is_over.set()
+            self._spawn(_forget(model, model.restoration))
+
+    def has_settled(self, model: ModelQueue, operation: Operation) -> None:
+        """Makes room for the next one to be read."""
+        if (restoration := model.restoration) is not None and operation.seq_id in restoration.fed:
+            restoration.fed.discard(operation.seq_id)
+            restoration.ahead.release()
+
+    def has_run_again(self, model: ModelQueue, operation: Operation, outcome: Outcome) -> None:
+        del model.operations[operation.seq_id]
+        operation.stored.set()
+        restoration = model.restoration
+        assert restoration is not None
+        if model.gone is not None:
+            return
+        if isinstance(outcome, ServiceError):
+            self.give_up(
+                model.model_id, f"{operation.kind}, seq_id {operation.seq_id}, fails when it runs again: {outcome}"
+            )
+            return
+        self._metrics.replayed_operations.labels(operation.kind).inc()
+        logger.debug("%s of %s, seq_id %d, has run again", operation.kind, model.model_id, operation.seq_id)
+        if operation.founds:
+            self._execution.advance(model)
+        restoration.num_left -= 1
+        if not restoration.num_left:
+            self._metrics.restored_models.inc()
+            restoration.is_over.set()
+
+    def check_load(self, model: ModelQueue, operation: Operation, outcome: Outcome) -> None:
+        """A load that fails now, before operations that have run after it, makes them something else."""
+        failed = operation.kind == "load_checkpoint" and isinstance(outcome, ServiceError)
+        if failed and any(one.replayed and one.seq_id > operation.seq_id for one in model.operations.values()):
+            self.give_up(model.model_id, f"what had been loaded before operations with answers is gone: {outcome}")
+
+    async def _feed(
+        self,
+        model: ModelQueue,
+        restoration: Restoration,
+        history: Sequence[Entry],
+        work_of: Callable[[Entry], Awaitable[Work]],
+    ) -> None:
+        """Gives the operations their works, a few ahead of what runs: bodies take memory."""
+        for entry in history:
+            await restoration.ahead.acquire()
+            operation = model.operations[entry.seq_id]
+            try:
+                operation.work = await work_of(entry)
+            except Exception as error:
+                if not isinstance(error, ServiceError):
+                    logger.exception("%s, seq_id %d, cannot be read", model.model_id, entry.seq_id)
+                restoration.feeder = None
+                self.give_up(model.model_id, f"seq_id {entry.seq_id} cannot be read: {error}")
+                return
+            restoration.fed.add(entry.seq_id)
+            self._metrics.queue_length.labels(operation.kind).inc()
+            self._execution.advance(model)
+
+
+async def _forget(model: ModelQueue, restoration: Restoration) -> None:
+    if model.unsettled:
+        await asyncio.wait([operation.outcome for operation in model.unsettled])
+    await restoration.forget()

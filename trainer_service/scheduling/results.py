@@ -1,0 +1,65 @@
+"""What becomes of an outcome: a line in the log, metrics, and its place in the journal."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from tinsmith.rpc import logs
+from tinsmith.rpc.errors import ServiceError
+from trainer_service.durability.journal import Journal
+from trainer_service.metrics import Metrics
+from trainer_service.scheduling.execution import Outcome, Spawn
+from trainer_service.scheduling.model_queue import ModelQueue, ModelQueues
+from trainer_service.scheduling.work import Operation
+
+logger = logging.getLogger(__name__)
+
+_STORE_AGAIN_S = 1.0
+
+
+class Results:
+    def __init__(self, journal: Journal, models: ModelQueues, metrics: Metrics, spawn: Spawn) -> None:
+        self._journal = journal
+        self._models = models
+        self._metrics = metrics
+        self._spawn = spawn
+        self._closed = False
+
+    def close(self) -> None:
+        """What cannot be stored is not tried again."""
+        self._closed = True
+
+    def keep(self, model: ModelQueue, operation: Operation, outcome: Outcome) -> None:
+        failed = isinstance(outcome, ServiceError)
+        self._metrics.operations.labels(operation.kind, "failed" if failed else "ok").inc()
+        logs.request_id.set(f"{operation.model_id}:{operation.seq_id}")
+        logs.model_id.set(operation.model_id)
+        logger.info(
+            "%s of %s, seq_id %d: %s after %.3f s",
+            operation.kind,
+            model.model_id,
+            operation.seq_id,
+            outcome.reason if isinstance(outcome, ServiceError) else "ok",
+            time.perf_counter() - operation.arrived_s,
+        )
+        self._spawn(self._record(model, operation, outcome))
+
+    async def _record(self, model: ModelQueue, operation: Operation, outcome: Outcome) -> None:
+        """Until the answer is stored, the operation is held here; a restart in between would run it again."""
+        while model.restoration is None or not model.restoration.has_failed:
+            try:
+                await self._journal.finish(model.model_id, operation.seq_id, outcome, keep_body=operation.changes_model)
+                break
+            except ServiceError as error:
+                logger.warning(
+                    "the result of %s, seq_id %d, is not stored yet: %s", model.model_id, operation.seq_id, error
+                )
+            if self._closed:
+                break
+            await asyncio.sleep(_STORE_AGAIN_S)
+        del model.operations[operation.seq_id]
+        operation.stored.set()
+        if operation.seq_id == 0 and model.gone and self._models.get(model.model_id) is model:
+            self._models.remove(model.model_id)
