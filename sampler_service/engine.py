@@ -287,6 +287,13 @@ class SamplingEngine(Protocol):
         """A version of all parameters over a buffer. Raises Unsupported when the engine serves adapters only."""
         ...
 
+    def memory_for(self, layout: Weights) -> Weights | None:
+        """A version of this layout over memory of the engine's own, for it to arrive in; None: any memory will do.
+
+        Raises OutOfCapacity.
+        """
+        ...
+
     def make_room(self, version_id: str, num_bytes: int) -> Sequence[Weights]:
         """Evicts what must leave for a version that is to come, and returns it: its buffers may be used again.
 

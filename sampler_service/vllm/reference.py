@@ -17,6 +17,7 @@ from sampler_service.config import SamplerConfig
 from sampler_service.engine import Floats, Ints
 from sampler_service.eos import eos_token_ids
 from sampler_service.torch_engine.sizing import Sizes, resolve_device, resolve_dtype
+from sampler_service.vllm.full import Parameters
 from tinsmith.modeling.adapter import AdapterConfig, Group, Target
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, UnsupportedModel, positions_of
@@ -46,6 +47,7 @@ class Reference:
     vocab_size: int
     max_context_length: int
     targets: Sequence[Target]
+    parameters: Parameters
     eos_token_ids: frozenset[int]
     sizes: Sizes
     memory_share: float
@@ -104,6 +106,9 @@ def _measure(config: SamplerConfig) -> Reference:
         vocab_size=base.vocab_size,
         max_context_length=base.max_context_length,
         targets=base.targets,
+        parameters=Parameters(
+            {name: tuple(parameter.shape) for name, parameter in base.parameters.items()}, base.by_columns, base.dtype
+        ),
         eos_token_ids=eos_token_ids(base.path, base.config),
         sizes=Sizes.of(base, config),
         memory_share=share,

@@ -15,6 +15,7 @@ BLOCK_TOKENS = 32
 """Of a block of the key/value cache. On a CPU it must divide by 32, and the default of 128 lets the samples of one
 prompt share little of it."""
 WORKER_EXTENSION = "sampler_service.vllm.worker.WorkerExtension"
+SCHEDULER = "sampler_service.vllm.scheduler.make_scheduler"
 
 
 def is_installed() -> bool:
@@ -70,6 +71,7 @@ def engine_args(config: SamplerConfig, reference: Reference) -> dict[str, object
         "max_cpu_loras": config.max_device_versions,  # others lie in shared memory
         "max_lora_rank": slot_rank(config.max_lora_rank),
         "worker_extension_cls": WORKER_EXTENSION,
+        "scheduler_cls": SCHEDULER,
         "generation_config": "vllm",  # no sampling defaults of the model's
         "disable_log_stats": True,
         "enable_log_requests": False,

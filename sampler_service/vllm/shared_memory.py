@@ -6,8 +6,11 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -22,32 +25,41 @@ class Handle:
     pid: int
     fd: int
     num_bytes: int
+    dtype: str = "float32"
 
     def open(self) -> Tensor:
-        """float32, one dimension. What is written to it stays in this process. Raises OSError when it is gone."""
+        """One dimension. What is written to it stays in this process. Raises OSError when it is gone."""
         with open(f"/proc/{self.pid}/fd/{self.fd}", "rb") as file:
             memory = mmap.mmap(file.fileno(), self.num_bytes, access=mmap.ACCESS_COPY)
-        return torch.frombuffer(memory, dtype=torch.float32)
+        return torch.frombuffer(memory, dtype=getattr(torch, self.dtype))
 
 
 class SharedTensor:
-    """A float32 copy of a tensor. close() takes it from processes that have not opened it; views stay valid."""
+    """A tensor in shared memory. close(), or its end, takes it from processes that have not opened it; views of it stay
+    valid."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        """Raises OutOfCapacity when there is no memory."""
-        num_bytes = 4 * prod(tensor.shape)
-        self._fd = os.memfd_create("tinsmith-weights")
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """Zeros. Raises OutOfCapacity when there is no memory."""
+        num_bytes = dtype.itemsize * prod(shape)
+        fd = os.memfd_create("tinsmith-weights")
         try:
-            os.posix_fallocate(self._fd, 0, num_bytes)  # now, and not as a SIGBUS later
-            memory = mmap.mmap(self._fd, num_bytes)
+            os.posix_fallocate(fd, 0, num_bytes)  # now, and not as a SIGBUS later
+            memory = mmap.mmap(fd, num_bytes)
         except (OSError, ValueError) as error:
-            os.close(self._fd)
+            os.close(fd)
             raise OutOfCapacity(
                 f"there is no memory on this sampler for {num_bytes} bytes of weights ({error})"
             ) from error
-        self.tensor = torch.frombuffer(memory, dtype=torch.float32).view(tensor.shape)
-        self.tensor.copy_(tensor)
-        self.handle = Handle(os.getpid(), self._fd, num_bytes)
+        self._closing = weakref.finalize(self, os.close, fd)
+        self.tensor = torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
+        self.handle = Handle(os.getpid(), fd, num_bytes, str(dtype).removeprefix("torch."))
+
+    @classmethod
+    def copy_of(cls, tensor: Tensor) -> Self:
+        """In the tensor's own type. Raises OutOfCapacity when there is no memory."""
+        shared = cls(tensor.shape, tensor.dtype)
+        shared.tensor.copy_(tensor)
+        return shared
 
     def close(self) -> None:
-        os.close(self._fd)
+        self._closing()

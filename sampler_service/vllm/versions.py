@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
+from dataclasses import astuple
 from typing import Any
 
+from sampler_service.vllm.full import FullVersion
 from sampler_service.vllm.shared_memory import SharedTensor
 from tinsmith.modeling.adapter import Adapter
+from tinsmith.rpc.errors import Unsupported
 
 Rpc = Callable[..., Awaitable[Any]]
 """Calls a method of the worker by its name, with arguments; gives what it returns."""
@@ -19,6 +22,15 @@ class SharedAdapter(Adapter):
 
     def __init__(self, adapter: Adapter, shared: SharedTensor, number: int) -> None:
         super().__init__(adapter.config, adapter.targets, shared.tensor)
+        self.shared = shared
+        self.number = number
+
+
+class SharedFull(FullVersion):
+    """All parameters in shared memory, under the number that the worker knows them by."""
+
+    def __init__(self, version: FullVersion, shared: SharedTensor, number: int) -> None:
+        super().__init__(version.parameters, shared.tensor)
         self.shared = shared
         self.number = number
 
@@ -34,21 +46,39 @@ class WorkerVersions:
     async def register(self, adapter: Adapter, shared: SharedTensor) -> SharedAdapter:
         """Once the worker knows it."""
         resident = SharedAdapter(adapter, shared, next(self._numbers))
-        handle = (shared.handle.pid, shared.handle.fd, shared.handle.num_bytes)
         specs = [(name, list(shape)) for name, shape in resident.specs()]
+        handle = astuple(shared.handle)
         await self._rpc("tinsmith_register", resident.number, handle, specs, adapter.config.rank, adapter.scaling)
         return resident
 
-    def forget(self, resident: SharedAdapter) -> None:
+    async def register_full(self, version: FullVersion, shared: SharedTensor) -> SharedFull:
+        """Once the worker knows it. Raises Unsupported when vLLM cannot load such versions of this model."""
+        resident = SharedFull(version, shared, next(self._numbers))
+        columns = version.parameters.by_columns
+        specs = [(name, list(shape), name in columns) for name, shape in resident.specs()]
+        reason = await self._rpc("tinsmith_register_full", resident.number, astuple(shared.handle), specs)
+        if reason:
+            raise Unsupported(no_full_versions(reason))
+        return resident
+
+    def forget(self, resident: SharedAdapter | SharedFull) -> None:
         """When no request uses it. It is gone some time later."""
         leaving = asyncio.create_task(self._forget(resident))
         self._leaving.add(leaving)
         leaving.add_done_callback(self._leaving.discard)
 
-    async def _forget(self, resident: SharedAdapter) -> None:
+    async def _forget(self, resident: SharedAdapter | SharedFull) -> None:
+        method = "tinsmith_forget" if isinstance(resident, SharedAdapter) else "tinsmith_forget_full"
         try:
-            await self._rpc("tinsmith_forget", resident.number)
+            await self._rpc(method, resident.number)
         except Exception:  # noqa: S110 - the engine has died, and all it knew with it
             pass
         finally:
             resident.shared.close()
+
+
+def no_full_versions(reason: str) -> str:
+    return (
+        f"lora_config.rank: 0 (all parameters) is not served by the vLLM engine for this base model: {reason}; start "
+        "the sampler with --engine torch"
+    )

@@ -10,7 +10,7 @@ import numpy as np
 from sampler_service.engine import Params, Request, Targets
 from sampler_service.torch_engine.sampling import Rule
 
-_DRAWS, _SCORES = "tinsmith_draws", "tinsmith_scores"
+_DRAWS, _SCORES, _BASE_WEIGHTS = "tinsmith_draws", "tinsmith_scores", "tinsmith_base_weights"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +92,15 @@ class Scores:
         )
 
 
-def extra_args(draws: Draws, scores: Scores | None) -> dict[str, Any]:
-    args = {_DRAWS: asdict(draws)}
+def extra_args(draws: Draws, scores: Scores | None, *, base_weights: int = 0) -> dict[str, Any]:
+    """`base_weights`: number of the full version whose parameters the request needs; 0 is the base model itself."""
+    args: dict[str, Any] = {_DRAWS: asdict(draws)}
     if scores is not None:
         args[_SCORES] = asdict(scores)
+    if base_weights:
+        args[_BASE_WEIGHTS] = base_weights
     return args
+
+
+def base_weights(extra_args: dict[str, Any] | None) -> int:
+    return (extra_args or {}).get(_BASE_WEIGHTS, 0)

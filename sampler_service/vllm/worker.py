@@ -18,6 +18,7 @@ from vllm.lora.peft_helper import PEFTHelper  # pyright: ignore[reportMissingImp
 from vllm.lora.punica_wrapper import punica_cpu  # pyright: ignore[reportMissingImports]
 from vllm.lora.utils import parse_fine_tuned_lora_name  # pyright: ignore[reportMissingImports]
 
+from sampler_service.vllm.device_weights import DeviceWeights, FullVersion
 from sampler_service.vllm.draw import StreamSampler
 from sampler_service.vllm.kernels import SlotKernels
 from sampler_service.vllm.score import PromptScoring
@@ -47,6 +48,8 @@ class WorkerExtension:
         self.tinsmith_scoring = runner._get_prompt_logprobs_dict = PromptScoring(runner)
         runner.sampler = StreamSampler(runner)
         self.tinsmith_versions: dict[int, Registered] = {}
+        self.tinsmith_weights = DeviceWeights(runner)
+        _exchange_before_steps(runner, self.tinsmith_weights)
         if not runner.lora_config:
             return
         runner.lora_manager._load_adapter = self._tinsmith_load
@@ -69,6 +72,13 @@ class WorkerExtension:
         """No request names it any more."""
         self.tinsmith_versions.pop(number, None)
         self.model_runner.lora_manager.remove_adapter(number)
+
+    def tinsmith_register_full(self, number: int, handle: tuple[int, int, int, str], specs: Sequence[Any]) -> str:
+        """All parameters, which requests may name from now on; or why this model can have none."""
+        return self.tinsmith_weights.register(number, FullVersion(Handle(*handle), specs))
+
+    def tinsmith_forget_full(self, number: int) -> None:
+        self.tinsmith_weights.forget(number)
 
     def tinsmith_take_scores(self, name: str) -> list[bytes] | None:
         return self.tinsmith_scoring.take(name)
@@ -98,6 +108,17 @@ class WorkerExtension:
     def _tinsmith_mapper(self) -> Any:
         mapper = getattr(self.model_runner.lora_manager._adapter_manager.model, "hf_to_vllm_mapper", None)
         return None if mapper is None else mapper.get_rename_mapper()
+
+
+def _exchange_before_steps(runner: Any, weights: DeviceWeights) -> None:
+    execute = runner.execute_model
+
+    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if scheduler_output.total_num_scheduled_tokens:
+            weights.use(scheduler_output.tinsmith_base_weights)
+        return execute(scheduler_output, *args, **kwargs)
+
+    runner.execute_model = execute_model
 
 
 def _replace_kernels(manager: Any) -> None:

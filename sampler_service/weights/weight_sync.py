@@ -140,15 +140,18 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
         layout = _layout(config, engine)
         _check_layout(request, layout.specs())
         evicted = [weights.flat for weights in engine.make_room(request.version_id, layout.num_bytes)]
-        spare, self._spare = self._spare, None
-        try:
-            flat = _buffer(layout.flat, torch.device(device), evicted if spare is None else [*evicted, spare])
-        except RuntimeError as error:  # of torch's allocators
-            raise OutOfCapacity(
-                f"there is no memory on this sampler for the {layout.num_bytes} bytes of version "
-                f"{request.version_id!r} ({error})"
-            ) from error
-        update = _Update(request.version_id, layout.like(flat), sent_dtype, request.bucket_bytes, time.perf_counter())
+        weights = engine.memory_for(layout)
+        if weights is None:
+            spare, self._spare = self._spare, None
+            try:
+                flat = _buffer(layout.flat, torch.device(device), evicted if spare is None else [*evicted, spare])
+            except RuntimeError as error:  # of torch's allocators
+                raise OutOfCapacity(
+                    f"there is no memory on this sampler for the {layout.num_bytes} bytes of version "
+                    f"{request.version_id!r} ({error})"
+                ) from error
+            weights = layout.like(flat)
+        update = _Update(request.version_id, weights, sent_dtype, request.bucket_bytes, time.perf_counter())
         update.in_new_memory = not evicted
         return update
 

@@ -1,39 +1,43 @@
 """The sampler service on vLLM, over gRPC, held against the torch engine in this process. One server for all."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
-import grpc.aio
 import numpy as np
 import pytest
 import pytest_asyncio
-import torch
 from prometheus_client import CollectorRegistry
 
 from sampler_service import convert
 from sampler_service.torch_engine.engine import TorchEngine
 from tests.stack import make_base_model
 from tests.unit.sampler_service.serving import floats, ints, make_adapter, sample, serving
+from tests.vllm.client import (
+    TOLERANCE,
+    Service,
+    assert_same,
+    is_running,
+    moved_midway,
+    num_running,
+    tokens_of,
+    torch_sample,
+    until,
+)
 from tests.vllm.service import MODEL, VllmService
 from tinsmith.modeling.adapter import Adapter
-from tinsmith.modeling.full_weights import Weights
 from tinsmith.rpc.channel import connect
 from tinsmith.rpc.errors import (
     InvalidRequest,
     NotFound,
     NotReady,
-    Unsupported,
     VersionNotLoaded,
-    from_rpc_error,
 )
-from tinsmith.rpc.tensors import from_numpy, to_numpy
+from tinsmith.rpc.tensors import from_numpy
 from tinsmith.v1 import sampler_pb2 as pb
-from tinsmith.v1 import sampler_pb2_grpc
 from tinsmith.v1 import types_pb2 as types
 from trainer_service.metrics import Metrics
-from trainer_service.weight_sync.sender import Version, WeightSender
+from trainer_service.weight_sync.sender import WeightSender
 
 pytestmark = [
     pytest.mark.vllm,
@@ -45,7 +49,6 @@ CHUNK = 64
 """Tokens of a step: longer prompts are computed in pieces."""
 SLOTS = 2
 """Versions on the device at once."""
-TOLERANCE = 5e-4
 
 
 @pytest.fixture(scope="module")
@@ -66,34 +69,6 @@ def server(model: Path) -> Iterator[VllmService]:
     }
     with VllmService(model, *(part for name, value in flags.items() for part in (f"--{name}", str(value)))) as server:
         yield server
-
-
-class Service:
-    """The server's API, errors as ServiceError."""
-
-    def __init__(self, channel: grpc.aio.Channel, sender: WeightSender) -> None:
-        self.stub = sampler_pb2_grpc.SamplerServiceStub(channel)
-        self._sender = sender
-
-    async def call(self, method: str, request: Any, **options: Any) -> Any:
-        try:
-            return await getattr(self.stub, method)(request, **options)
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
-
-    async def sample(self, tokens: Any, **fields: Any) -> pb.SampleResponse:
-        return await self.call("Sample", sample(tokens, **fields))
-
-    async def publish(self, version_id: str, adapter: Weights) -> None:
-        """As the trainer does: on probation the version is for those who ask for it as such."""
-        published = await self._sender.publish(Version(version_id, MODEL, adapter))
-        with pytest.raises(VersionNotLoaded):
-            await self.sample(tokens_of(5), version_id=version_id, max_tokens=1)
-        assert (await self.sample(tokens_of(5), version_id=version_id, max_tokens=1, on_probation=True)).sequences
-        assert await self._sender.confirm(version_id, published.members) == published.members
-
-    async def remove(self, version_id: str) -> None:
-        await self.call("RemoveVersion", pb.RemoveVersionRequest(version_id=version_id))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -124,44 +99,6 @@ async def adapters(service: Service, torch_engine: TorchEngine) -> dict[str, Ada
         await service.publish(name, adapter)
         await torch_engine.install(name, adapter)
     return made
-
-
-def tokens_of(length: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(2000, size=length).astype(np.int32)
-
-
-async def torch_sample(engine: TorchEngine, request: pb.SampleRequest) -> pb.SampleResponse:
-    result = await (await engine.submit(convert.request_from_proto(request))).result()
-    return convert.response_to_proto(result, request)
-
-
-def assert_same(found: pb.SampleResponse, wanted: pb.SampleResponse) -> None:
-    """Tokens equal, logprobs to rounding."""
-    assert len(found.sequences) == len(wanted.sequences)
-    for ours, theirs in zip(found.sequences, wanted.sequences, strict=True):
-        assert ints(ours.tokens) == ints(theirs.tokens)
-        assert ours.stop_reason == theirs.stop_reason
-        np.testing.assert_allclose(floats(ours.logprobs), floats(theirs.logprobs), atol=TOLERANCE)
-        assert_same_table(ours.topk_sampled_logprobs, theirs.topk_sampled_logprobs)
-    np.testing.assert_allclose(floats(found.prompt_logprobs), floats(wanted.prompt_logprobs), atol=TOLERANCE)
-    assert_same_table(found.topk_prompt_logprobs, wanted.topk_prompt_logprobs)
-    assert found.HasField("target_prompt_logprobs") == wanted.HasField("target_prompt_logprobs")
-    if found.HasField("target_prompt_logprobs"):
-        ours, theirs = (to_numpy(one.target_prompt_logprobs, field="t") for one in (found, wanted))
-        np.testing.assert_allclose(ours, theirs, atol=TOLERANCE)
-    assert found.HasField("prompt_alt_tokens") == wanted.HasField("prompt_alt_tokens")
-    if found.HasField("prompt_alt_tokens"):
-        ours, theirs = found.prompt_alt_tokens, wanted.prompt_alt_tokens
-        np.testing.assert_array_equal(to_numpy(ours.tokens, field="t"), to_numpy(theirs.tokens, field="t"))
-        np.testing.assert_allclose(
-            to_numpy(ours.logprobs, field="l"), to_numpy(theirs.logprobs, field="l"), atol=TOLERANCE
-        )
-
-
-def assert_same_table(found: types.TopkLogprobs, wanted: types.TopkLogprobs) -> None:
-    assert (found.k, found.length) == (wanted.k, wanted.length)
-    assert ints(found.token_ids) == ints(wanted.token_ids)
-    np.testing.assert_allclose(floats(found.logprobs), floats(wanted.logprobs), atol=TOLERANCE)
 
 
 def requests() -> dict[str, pb.SampleRequest]:
@@ -196,25 +133,6 @@ def requests() -> dict[str, pb.SampleRequest]:
         "attn": sample(short, version_id="attn", seed=13, max_tokens=12, num_samples=2, **cut),
         "head": sample(short, version_id="head", seed=13, max_tokens=12, num_samples=2, **cut),
     }  # fmt: skip
-
-
-async def num_running(service: Service, version_id: str) -> int:
-    listed = await service.call("ListVersions", pb.ListVersionsRequest())
-    return next(version.num_running for version in listed.versions if version.version_id == version_id)
-
-
-async def is_running(service: Service, request_id: str) -> bool | None:
-    """None: it has not come yet, or is no more."""
-    try:
-        described = await service.call("DescribeRequest", pb.DescribeRequestRequest(request_id=request_id))
-    except NotFound:
-        return None
-    return described.status.running
-
-
-async def until(true: Callable[[], Awaitable[Any]]) -> None:
-    while not await true():  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
 
 
 async def test_it_says_what_it_is(service: Service) -> None:
@@ -366,23 +284,6 @@ async def test_who_waits_is_told_and_who_leaves_is_forgotten(service: Service) -
         await service.call("DescribeRequest", describe)
 
 
-async def moved_midway(
-    service: Service, request: pb.SampleRequest, *, run_id: str, version_id: str
-) -> pb.SampleResponse:
-    """What a request gives that moves to a version as soon as each of its two sequences has a token."""
-    begun: set[int] = set()
-    answer, message = None, None
-    async for message in service.stub.StreamSample(pb.StreamSampleRequest(request=request)):
-        begun.add(message.delta.index)
-        if answer is None and len(begun) == 2:
-            move = pb.MoveGenerationsRequest(run_id=run_id, version_id=version_id)
-            answer = await service.call("MoveGenerations", move)
-    assert answer is not None
-    assert answer.num_sequences == 2
-    assert message is not None
-    return message.result
-
-
 async def test_a_generation_that_follows_a_run_goes_on_with_its_newer_version(
     service: Service, torch_engine: TorchEngine
 ) -> None:
@@ -425,12 +326,6 @@ async def test_a_move_between_equal_versions_changes_no_token(service: Service, 
     unmoved = await service.sample(tokens_of(30, 9), **fields)
     assert all(len(sequence.version_spans) == 2 for sequence in moved.sequences)
     assert_same(moved, unmoved)
-
-
-async def test_full_weights_are_refused_with_what_to_do(service: Service, torch_engine: TorchEngine) -> None:
-    numel = sum(parameter.numel() for parameter in torch_engine.base.parameters.values())
-    with pytest.raises(Unsupported, match="--engine torch"):
-        await service.publish("full", torch_engine.full_weights(torch.zeros(numel)))
 
 
 async def test_the_death_of_the_engine_ends_all_and_the_service(server: VllmService, service: Service) -> None:

@@ -15,7 +15,7 @@ from sampler_service.choice import engine_name
 from sampler_service.config import SamplerConfig
 from sampler_service.engine import Params, Request, Targets
 from sampler_service.torch_engine.scoring import PromptScorer
-from sampler_service.vllm import engine as vllm_engine
+from sampler_service.vllm import start
 from sampler_service.vllm.outputs import Drawn, drawn_tokens
 from sampler_service.vllm.settings import slot_rank
 from sampler_service.vllm.shared_memory import Handle, SharedTensor
@@ -23,7 +23,7 @@ from sampler_service.vllm.wire import Draws, Scores, extra_args
 
 
 def test_another_process_reads_shared_weights_and_cannot_change_them() -> None:
-    shared = SharedTensor(torch.arange(5.0))
+    shared = SharedTensor.copy_of(torch.arange(5.0))
     code = """
 import sys
 from sampler_service.vllm.shared_memory import Handle
@@ -120,6 +120,6 @@ def test_auto_takes_vllm_on_cuda_where_it_is_installed(
 
 
 def test_vllm_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_engine, "is_installed", lambda: False)
+    monkeypatch.setattr(start, "is_installed", lambda: False)
     with pytest.raises(ValueError, match=r"tinsmith\[vllm\]"):
-        vllm_engine.check_installed()
+        start.check_installed()

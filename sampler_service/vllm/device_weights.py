@@ -1,0 +1,131 @@
+"""The base weights on the worker's device: the base model's own, from its files, or those of one full version, from
+shared memory. Exchanged between two steps, in place, by vLLM's own loading of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import set_current_vllm_config  # pyright: ignore[reportMissingImports]
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead  # pyright: ignore[reportMissingImports]
+from vllm.model_executor.model_loader import get_model_loader  # pyright: ignore[reportMissingImports]
+from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportMissingImports]
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+from sampler_service.vllm.shared_memory import Handle
+
+BASE = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FullVersion:
+    """All parameters, by the names that the files of the base model have for them."""
+
+    handle: Handle
+    specs: Sequence[tuple[str, Sequence[int], bool]]
+    """Name, shape, and whether the matrix lies column by column; in the order of the buffer."""
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Views of the shared memory."""
+        flat, start = self.handle.open(), 0
+        for name, shape, by_columns in self.specs:
+            part = flat[start : start + prod(shape)]
+            start += prod(shape)
+            yield name, part.view(*reversed(shape)).T if by_columns else part.view(*shape)
+
+
+class DeviceWeights:
+    def __init__(self, runner: Any) -> None:
+        self.current = BASE
+        self._runner = runner
+        self._versions: dict[int, FullVersion] = {}
+        self._others: list[tuple[str, Tensor]] | None = None
+        """What the files hold besides parameters; None until the first full version."""
+
+    def register(self, number: int, version: FullVersion) -> str:
+        """A version that steps may use from now on; or why this model can have none, with nothing changed.
+
+        The first one is tried here, so that a model that cannot be loaded so is no step's trouble.
+        """
+        self._versions[number] = version
+        if self._others is not None:
+            return ""
+        try:
+            self._others = self._read_others(version)
+            before = self.current
+            try:
+                self.use(number)
+            finally:
+                self._load(before)
+        except (ValueError, RuntimeError, KeyError, AttributeError, TypeError, AssertionError) as error:
+            del self._versions[number]
+            self._others = None
+            return str(error) or repr(error)
+        return ""
+
+    def forget(self, number: int) -> None:
+        self._versions.pop(number, None)
+
+    def use(self, number: int) -> None:
+        if number != self.current:
+            self._load(number)
+
+    def _load(self, number: int) -> None:
+        weights = self._base() if number == BASE else self._full(self._versions[number])
+        self.current = number
+        runner = self._runner
+        model = runner.get_model()
+        wanted = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
+        # Any gradient mode, such as a step's inference mode, is not what vLLM loads in.
+        with set_current_vllm_config(runner.vllm_config), torch.inference_mode(mode=False), torch.no_grad():
+            initialize_layerwise_reload(model)
+            try:
+                loaded = model.load_weights(weights)
+            finally:
+                finalize_layerwise_reload(model, runner.model_config)
+            _pack_tied_output(model)
+            runner.reset_lora_state()
+        if loaded is not None and (missing := sorted(wanted - loaded)):
+            raise ValueError(f"vLLM's loading leaves {missing[0]} as it was, and {len(missing) - 1} more")
+
+    def _full(self, version: FullVersion) -> Iterable[tuple[str, Tensor]]:
+        assert self._others is not None
+        yield from version.tensors()
+        yield from self._others
+
+    def _base(self) -> Iterable[tuple[str, Tensor]]:
+        runner = self._runner
+        loader: Any = get_model_loader(runner.vllm_config.load_config)
+        return loader.get_all_weights(runner.model_config, runner.get_model())
+
+    def _read_others(self, version: FullVersion) -> list[tuple[str, Tensor]]:
+        """Raises ValueError for a version whose parameters the files name otherwise."""
+        ours = {name for name, _, _ in version.specs}
+        others = []
+        for name, tensor in self._base():
+            if name in ours:
+                ours.discard(name)
+            else:
+                others.append((name, tensor))
+        if ours:
+            raise ValueError(
+                f"{min(ours)} is one parameter, which the model's files, and vLLM with them, hold under other names"
+            )
+        return others
+
+
+def _pack_tied_output(model: Any) -> None:
+    """On a CPU an output layer computes with a packed copy of its weight, also when the embedding has the weight, and
+    then vLLM's loading packs nothing anew."""
+    modules = list(model.modules())
+    heads = [module for module in modules if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear")]
+    for head in heads:
+        if any(other is not head and getattr(other, "weight", None) is head.weight for other in modules):
+            head.quant_method.process_weights_after_loading(head)

@@ -1,0 +1,65 @@
+"""A sequence and its version in vLLM's words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sampler_service.torch_engine.adapters import Version
+from sampler_service.torch_engine.scheduler import Sequence
+from sampler_service.torch_engine.task import Task
+from sampler_service.vllm.versions import SharedAdapter, SharedFull
+from sampler_service.vllm.wire import Draws, Scores, extra_args
+
+
+def prompt(sequence: Sequence[Task], version: Version | None) -> Any:
+    """With what the sequence has drawn so far. Its salt keeps keys and values of different base weights apart."""
+    from vllm.inputs.engine import tokens_input  # pyright: ignore[reportMissingImports]
+
+    request, number = sequence.owner.request, _base_weights(version)
+    salt = f"{number}:{request.cache_salt}" if number or request.cache_salt else None
+    return tokens_input([*request.prompt.tolist(), *sequence.tokens], cache_salt=salt)
+
+
+def sampling_params(sequence: Sequence[Task], version: Version | None, scores: Scores | None, *, topk: int) -> Any:
+    """`topk`: columns of the sampled tokens' table."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams  # pyright: ignore[reportMissingImports]
+
+    task = sequence.owner
+    params = task.request.params
+    draws = Draws(
+        key=int(task.keys[sequence.index]),
+        first=len(sequence.tokens),
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        topk=topk,
+    )
+    # Every token at once where somebody waits for it, or it may be the last.
+    interval = 1 if task.generation.stream or task.request.follow_run else 4 if task.stop.strings else 16
+    return SamplingParams(
+        max_tokens=sequence.max_length - sequence.length,
+        stop_token_ids=sorted(task.stop.token_ids),
+        ignore_eos=True,  # stop_token_ids has them
+        logprobs=topk,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+        stream_interval=interval,
+        skip_reading_prefix_cache=True if scores is not None else None,
+        extra_args=extra_args(draws, scores, base_weights=_base_weights(version)),
+        skip_clone=True,
+    )
+
+
+def lora_request(version: Version | None) -> Any:
+    """None where the version has no adapter."""
+    from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
+
+    if version is None or not isinstance(version.weights, SharedAdapter):
+        return None
+    number = version.weights.number
+    return LoRARequest(f"{version.version_id}#{number}", number, f"memory:{number}")
+
+
+def _base_weights(version: Version | None) -> int:
+    return version.weights.number if version is not None and isinstance(version.weights, SharedFull) else 0

@@ -1,0 +1,223 @@
+"""Sequences as vLLM's requests: handed over in order, heard of token by token, broken off and begun again.
+
+Each sequence is a request of its own, so that a move, a stop string or a cancel ends one sequence and no other; they
+share the blocks of their prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+import time
+from collections import deque
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from sampler_service.config import SamplerConfig
+from sampler_service.engine import Delta, Result
+from sampler_service.front import Front
+from sampler_service.metrics import SamplerMetrics
+from sampler_service.stops import StopRules
+from sampler_service.torch_engine.adapters import Version
+from sampler_service.torch_engine.scheduler import Sequence as RunningSequence
+from sampler_service.torch_engine.scoring import not_finite
+from sampler_service.torch_engine.task import Task
+from sampler_service.validation import Limits
+from sampler_service.vllm.outputs import Drawn, drawn_tokens
+from sampler_service.vllm.requests import lora_request, prompt, sampling_params
+from sampler_service.vllm.wire import Scores
+from tinsmith.rpc.errors import Cancelled, EngineDead, ServiceError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Run:
+    """One of vLLM's requests: a sequence from its prompt, or from where it moved to another version."""
+
+    task: Task
+    sequence: RunningSequence[Task]
+    version: Version | None
+    generating: asyncio.Task[None]
+
+
+class RunningFront(Front):
+    """A front whose sequences run in vLLM."""
+
+    def __init__(
+        self, llm: Any, config: SamplerConfig, metrics: SamplerMetrics, limits: Limits, stops: StopRules
+    ) -> None:
+        super().__init__(config, metrics, limits, stops)
+        self._llm: Any = llm
+        self._queue: deque[RunningSequence[Task]] = deque()
+        """Sequences that wait for a place."""
+        self._runs: dict[RunningSequence[Task], Run] = {}
+        self._leaving: dict[Run, None] = {}
+        """Runs that were cancelled, until vLLM has heard of it."""
+        self._names = itertools.count()
+
+    @property
+    def _answers(self) -> bool:
+        """Whether vLLM's process is there."""
+        return self._llm is not None and not self._llm.errored
+
+    async def _rpc(self, method: str, *args: Any) -> Any:
+        """Calls a method of the worker extension."""
+        if not self._answers:
+            raise EngineDead("the engine has died; the log has the cause")
+        return (await self._llm.collective_rpc(method, args=args))[0]
+
+    def _admit(self) -> None:
+        """Hands sequences to vLLM, in the order in which they came, while it has places."""
+        while self._queue and len(self._runs) < self._config.max_running:
+            self._begin(self._queue.popleft())
+
+    def _begin(self, sequence: RunningSequence[Task]) -> None:
+        task = sequence.owner
+        if not task.admitted:
+            task.generation.started_at = time.time()
+            self.metrics.queue_time.observe(time.perf_counter() - task.submitted)
+            self.metrics.prompt_tokens.inc(len(task.request.prompt))
+            self._admitted(task)
+        version = task.version_of(sequence)
+        generating = asyncio.create_task(self._generate(sequence, version))
+        run = Run(task, sequence, version, generating)
+        self._runs[sequence] = run
+        generating.add_done_callback(lambda _: self._left(run))
+
+    async def _generate(self, sequence: RunningSequence[Task], version: Version | None) -> None:
+        """Runs one sequence to its end, or until it is cancelled."""
+        task = sequence.owner
+        name = f"{next(self._names)}"
+        scores = self._scores_of(sequence, name)
+        try:
+            outputs = self._llm.generate(
+                prompt(sequence, version),
+                sampling_params(sequence, version, scores, topk=self._topk(task)),
+                name,
+                lora_request=lora_request(version),
+            )
+            async with aclosing(outputs):
+                async for output in outputs:
+                    first = not sequence.tokens and output.outputs[0].token_ids
+                    if first and sequence.index == 0:
+                        self._note_reuse(task, output.num_cached_tokens or 0)
+                    if first and scores is not None:
+                        await self._take_scores(task, name)
+                        scores = None
+                    if self._deliver(sequence, output) and not output.finished:
+                        break  # vLLM would go on
+            if sequence.index not in task.finished:
+                reason = f"vLLM ended a sequence early, after {len(sequence.tokens)} tokens"
+                self._end(task, ServiceError(reason))
+        except Exception as error:
+            if self._answers:
+                logger.error("a request failed in vLLM", exc_info=error)
+                self._end(task, ServiceError(f"the engine failed in this request: {error}; the log has the cause"))
+            # else the health check ends everything
+        finally:
+            if scores is not None and self._answers:
+                await self._rpc("tinsmith_take_scores", name)  # nobody wants them any more
+
+    def _scores_of(self, sequence: RunningSequence[Task], name: str) -> Scores | None:
+        """What this run scores: the first sequence does it, until it has a token."""
+        task = sequence.owner
+        if task.scorer is None or sequence.index or sequence.tokens:
+            return None
+        return Scores.of(task.request, name=name, seed=task.scorer.seed)
+
+    def _note_reuse(self, task: Task, tokens: int) -> None:
+        """Prompt tokens that vLLM had computed before."""
+        task.cache_hit_tokens = tokens
+        self.metrics.prefix_lookups.inc()
+        self.metrics.prefix_hits.inc(tokens > 0)
+        self.metrics.prefix_hit_tokens.inc(tokens)
+
+    async def _take_scores(self, task: Task, name: str) -> None:
+        assert task.scorer is not None
+        task.scorer.restore(await self._rpc("tinsmith_take_scores", name))
+
+    def _topk(self, task: Task) -> int:
+        return min(task.request.topk_sample_logprobs, self.limits.vocab_size)
+
+    def _deliver(self, sequence: RunningSequence[Task], output: Any) -> bool:
+        """True when the sequence has ended, or its request."""
+        task = sequence.owner
+        topk = self._topk(task)
+        new: list[Drawn] = []
+        ended = False
+        for drawn in drawn_tokens(output.outputs[0], topk):
+            if not math.isfinite(drawn.logprob):
+                self._end(task, not_finite(task.version_id_of(sequence)))
+                return True
+            if task.topk:
+                task.take_table(sequence, drawn.table_ids, drawn.table_logprobs)
+            new.append(drawn)
+            if ended := task.take(sequence, drawn.token, drawn.logprob):
+                break
+        if new and not task.begun:
+            task.begun = True
+            task.prompt_done = len(task.request.prompt)
+            self.metrics.first_token.observe(time.perf_counter() - task.submitted)
+        if new and task.generation.stream:
+            tokens, logprobs = tuple(one.token for one in new), tuple(one.logprob for one in new)
+            task.generation.push(Delta(sequence.index, tokens, logprobs, Drawn.table(new, task.topk)))
+        if ended and task.complete:
+            self._end(task, _outcome(task))
+        return ended
+
+    def _move(self, task: Task, version: Version) -> int:
+        """Runs of a request go on with another version; vLLM computes their keys and values anew. Returns how many."""
+        task.move(version)
+        going_on = [sequence for sequence in task.sequences if sequence.index not in task.finished]
+        again = [sequence for sequence in going_on if sequence in self._runs]
+        for sequence in going_on:
+            task.follow(sequence, has_lane=False)
+        for sequence in again:
+            self._break_off(self._runs.pop(sequence))
+            self._begin(sequence)
+        self._release_unused(task)
+        return len(going_on)
+
+    def _break_off(self, run: Run) -> None:
+        self._leaving[run] = None
+        run.generating.cancel()
+
+    def _left(self, run: Run) -> None:
+        """vLLM has nothing of the run any more, or will have heard so before anything that is said to it now."""
+        self._leaving.pop(run, None)
+        if self._runs.get(run.sequence) is run:
+            del self._runs[run.sequence]
+        self._release_unused(run.task)
+        self._admit()
+
+    def _release_unused(self, task: Task) -> None:
+        """Lets go of the versions that neither the request nor one of its runs uses."""
+        used = {id(run.version) for run in (*self._runs.values(), *self._leaving) if run.task is task}
+        if task in self._tasks:
+            used.add(id(task.version))
+        for version in [version for version in task.held if id(version) not in used]:
+            task.held.remove(version)
+            self._store.release(version)
+
+    def _cancel(self, task: Task) -> None:
+        self._end(task, Cancelled("the caller has left"))
+
+    def _let_go(self, task: Task) -> None:
+        if any(sequence not in self._runs and sequence.index not in task.finished for sequence in task.sequences):
+            self._queue = deque(sequence for sequence in self._queue if sequence.owner is not task)
+        current = asyncio.current_task()
+        for run in [run for run in self._runs.values() if run.task is task and run.generating is not current]:
+            del self._runs[run.sequence]
+            self._break_off(run)
+        self._release_unused(task)
+
+
+def _outcome(task: Task) -> Result | ServiceError:
+    try:
+        return task.result()
+    except ServiceError as error:
+        return error
