@@ -40,7 +40,6 @@ from gateway.tasks import to_its_end
 from gateway.tenants.access import Access
 from gateway.tenants.auth import REFRESH_S, Caller, Callers
 from gateway.tenants.billing import Billing
-from gateway.tenants.counting import Counting
 from gateway.tenants.keys import Keys
 from gateway.tenants.ledger import Ledger
 from gateway.tenants.limits import Limits
@@ -95,7 +94,6 @@ class Gateway:
             self.store, self.futures, home=self.peers.gateway_id if self.peers.are_several else None
         )
         self.homes = Homes(self.store, self.peers, self.completions)
-        self.counting = Counting(self.store, self.ledger)
         self.records = Records(self.store, retention_s=config.record_retention_s)
         self.retirement = Retirement(self.store, self.clients)
         self.publishing = Publishing(self.clients, self.retirement)
@@ -137,7 +135,6 @@ class Gateway:
             store=self.store,
             metrics=self.metrics,
             ledger=self.ledger,
-            counting=self.counting,
             history=self.dashboard.history,
             gateway_id=self.peers.gateway_id,
         )
@@ -217,7 +214,6 @@ class Gateway:
         await self.operations.take_over()
         self._tasks = [
             asyncio.create_task(self.peers.run()),
-            asyncio.create_task(self.counting.run()),
             asyncio.create_task(self._write_heartbeats()),
             asyncio.create_task(self.reaper.run()),
             asyncio.create_task(self.ledger.run()),
@@ -254,7 +250,6 @@ class Gateway:
         await self.clients.close()
         with contextlib.suppress(SQLAlchemyError):
             await self.store.sessions.write_heartbeats()
-            await self.counting.write()
             await self.ledger.flush()
             await self.peers.stop()
             await self.dashboard.flush()

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc.aio
+from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.clients import Clients, is_lost, meaning
 from gateway.config import GatewayConfig
@@ -29,7 +30,7 @@ from gateway.sampling.replicas import Replica
 from gateway.sampling.samples import Tries, check_pending
 from gateway.tenants.auth import Caller
 from gateway.tenants.ledger import Ledger
-from gateway.tenants.limits import Limits
+from gateway.tenants.limits import Hold, Limits
 from tinsmith.rpc.errors import EngineDead, NotReady, OutOfCapacity, ServiceError, VersionNotLoaded
 from tinsmith.rpc.logs import REQUEST_ID_METADATA
 from tinsmith.v1 import sampler_pb2 as pb
@@ -132,11 +133,12 @@ class Generator:
             sampling = replica.stub.Sample(request, metadata=metadata)
             return self._reply(replica, sampling, weight=request.num_samples)
 
-        with self._running(source, request):
+        with self._running(source, request) as hold:
             response = await self._ask(source, call, request)
-        self._remember(source, request, response, request_id)
-        num_sampled = sum(len(sequence.tokens) // 4 for sequence in response.sequences)
-        self._count(source, request, num_sampled=num_sampled, num_cached=response.prompt_cache_hit_tokens)
+            self._remember(source, request, response, request_id)
+            num_sampled = sum(len(sequence.tokens) // 4 for sequence in response.sequences)
+            num_cached = response.prompt_cache_hit_tokens
+            await self._count(source, request, hold, num_sampled=num_sampled, num_cached=num_cached)
         return response
 
     @contextlib.asynccontextmanager
@@ -146,6 +148,7 @@ class Generator:
         """Deltas, then the result. Once it is entered, a sampler has begun; leaving it stops that. One that is lost in
         the middle is replaced by another."""
         num_sampled = num_cached = 0
+        is_counted = False
         opened = contextlib.AsyncExitStack()
         tries = Tries(self._clients.samplers, source.base_model)
 
@@ -169,15 +172,23 @@ class Generator:
                 num_sampled += len(piece.delta.tokens) // 4
                 num_cached = max(num_cached, piece.result.prompt_cache_hit_tokens)
                 self._remember(source, request, piece.result, request_id)
+                if piece.HasField("result"):
+                    await count()
                 yield piece
 
-        with self._running(source, request):
+        async def count() -> None:
+            nonlocal is_counted
+            if not is_counted:
+                is_counted = True
+                await self._count(source, request, hold, num_sampled=num_sampled, num_cached=num_cached)
+
+        with self._running(source, request) as hold:
             with_seed(request)
             try:
                 yield pieces(await begin())
             finally:
                 await opened.aclose()
-                self._count(source, request, num_sampled=num_sampled, num_cached=num_cached)
+                await count()
 
     async def _begin(
         self, replica: Replica, request: pb.SampleRequest, request_id: str
@@ -206,14 +217,14 @@ class Generator:
             call.cancel()
 
     @contextlib.contextmanager
-    def _running(self, source: Source, request: pb.SampleRequest) -> Iterator[None]:
-        """Raises RateLimited and BudgetExceeded."""
+    def _running(self, source: Source, request: pb.SampleRequest) -> Iterator[Hold | None]:
+        """What it may use. Raises RateLimited and BudgetExceeded."""
         hold = None
         if source.caller is not None:
             hold = self._limits.sample(source.caller, request, base_model=source.base_model)
         self._running_of[source.owner] += 1
         try:
-            yield
+            yield hold
         finally:
             self._running_of[source.owner] -= 1
             if not self._running_of[source.owner]:
@@ -227,7 +238,9 @@ class Generator:
         if response.sequences:
             self._recent.add(request_id, request, response.sequences, base_model=source.base_model, owner=source.owner)
 
-    def _count(self, source: Source, request: pb.SampleRequest, *, num_sampled: int, num_cached: int) -> None:
+    async def _count(
+        self, source: Source, request: pb.SampleRequest, hold: Hold | None, *, num_sampled: int, num_cached: int
+    ) -> None:
         num_prompt = sum(len(chunk.encoded_text.tokens) // 4 for chunk in request.prompt)
         self._metrics.prompt_tokens.inc(num_prompt)
         self._metrics.cached_prompt_tokens.inc(num_cached)
@@ -242,6 +255,9 @@ class Generator:
         self._ledger.use("sampling_prefill", num_prompt - num_cached, **whose)
         self._ledger.use("sampling_prefill_cached", num_cached, **whose)
         self._ledger.use("sampling_sample", num_sampled, **whose)
+        if hold is not None and hold.is_budgeted:
+            with contextlib.suppress(SQLAlchemyError):  # what is drawn goes out; the ledger tries again, and says why
+                await self._ledger.flush()
 
     # Waiting
 

@@ -25,7 +25,6 @@ from gateway.database.store import Store
 from gateway.database.tables.operations import Operation
 from gateway.futures import Answer, Futures, Gone, Pending
 from gateway.metrics import Metrics
-from gateway.tenants.counting import Counting
 from gateway.tenants.ledger import Ledger
 from gateway.tenants.limits import Hold
 from gateway.training.results import Results
@@ -108,12 +107,10 @@ class Operations:
         store: Store,
         metrics: Metrics,
         ledger: Ledger,
-        counting: Counting,
         history: History,
         gateway_id: str,
     ) -> None:
         self._gateway_id = gateway_id
-        self._counting = counting
         self._config = config
         self._ledger = ledger
         self._history = history
@@ -237,15 +234,16 @@ class Operations:
             raise submission.error
         self._metrics.trained_tokens.inc(submission.num_tokens)
         if submission.num_tokens:
-            self._counting.count(
+            self._ledger.train(
                 submission.model_id,
                 submission.seq_id,
                 submission.num_tokens,
                 base_model=submission.base_model,
                 session_id=pending.session_id,
+                is_new=True,
             )
             if submission.hold is not None and submission.hold.is_budgeted:
-                await until_written(self._counting.write_now, what="the usage", pausing=pending.progress.paused)
+                await until_written(self._ledger.flush, what="the usage", pausing=pending.progress.paused)
         self._history.add(
             submission.model_id,
             submission.seq_id,
@@ -363,7 +361,7 @@ class Operations:
         if isinstance(reply, pb.ForwardBackwardResponse):
             num_tokens = round(reply.metrics.get("num_tokens:sum", 0.0))
             where = {"base_model": base_model, "session_id": pending.session_id}
-            self._counting.count_unless_counted(pending.group, seq_id, num_tokens, **where)
+            self._ledger.train(pending.group, seq_id, num_tokens, is_new=False, **where)
         return await self._written_down(pending, reply)
 
 

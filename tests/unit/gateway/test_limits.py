@@ -529,8 +529,7 @@ async def test_what_counts_against_a_budget_is_written_before_the_client_has_the
     stack: Stack, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So a gateway that is killed gives nothing away. What has no bound is written within a second."""
-    for module in ("ledger", "counting"):
-        monkeypatch.setattr(f"gateway.tenants.{module}.FLUSH_S", 3600.0)
+    monkeypatch.setattr("gateway.tenants.ledger.FLUSH_S", 3600.0)
     await stack.restart_gateway()
     keys = gateway(stack).keys
     (ada, _), (bob, _) = await keys.create("ada"), await keys.create("bob")
@@ -544,6 +543,11 @@ async def test_what_counts_against_a_budget_is_written_before_the_client_has_the
             sampler_id = await client.sampling_session(session_id)
             await client.result(await client.call("asample", sample_body(sampler_id, 0)))
             assert sum(row.amount for row in await Keys(store).token_counts([owner])) == counts[1]
+            for is_stream in (False, True):
+                body = {"model": BASE_MODEL, "prompt": "the", "max_tokens": 2, "stream": is_stream}
+                assert (await client.post("/v1/completions", json=body)).status_code == 200
+                written = sum(row.amount for row in await Keys(store).token_counts([owner]))
+                assert written == (gateway(stack).ledger.tokens(owner) if counts[1] else 0)
         async with store.begin() as db:
             marks = list(await db.scalars(select(CountedOperation.seq_id).where(CountedOperation.model_id == model_id)))
         assert marks == ([1] if counts[0] else [])

@@ -215,15 +215,14 @@ async def test_a_request_that_needs_a_database_that_is_away_is_to_come_again(
     caplog.clear()
 
 
-@pytest.mark.parametrize("module", ["tenants.ledger", "tenants.counting", "dashboard.recorder"])
+@pytest.mark.parametrize("module", ["tenants.ledger", "dashboard.recorder"])
 async def test_what_is_written_behind_goes_on_after_an_outage(
     stack: Stack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, module: str
 ) -> None:
     monkeypatch.setattr(f"gateway.{module}.FLUSH_S", 0.01)
     await stack.restart_gateway()
     gateway, flushes = gateway_of(stack), 0
-    part = {"tenants.ledger": gateway.ledger, "tenants.counting": gateway.counting}.get(module, gateway.dashboard)
-    name = "write" if part is gateway.counting else "flush"
+    part = gateway.ledger if module == "tenants.ledger" else gateway.dashboard
 
     async def fail(**_: object) -> None:
         nonlocal flushes
@@ -231,7 +230,7 @@ async def test_what_is_written_behind_goes_on_after_an_outage(
         async with gateway.store.begin():
             pass
 
-    monkeypatch.setattr(part, name, fail)
+    monkeypatch.setattr(part, "flush", fail)
     with monkeypatch.context() as patch:
         patch.setattr(gateway.store, "_new", unreachable)
         await until(lambda: flushes > 2)

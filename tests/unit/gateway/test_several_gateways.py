@@ -226,7 +226,6 @@ async def test_what_is_used_is_counted_once(several: Several, client: Client) ->
         await client.result(receipt)
     gateways = [several.gateway(port) for port in several.servers]
     for gateway in gateways:
-        await gateway.counting.write()
         await gateway.ledger.flush()
     events, _ = await gateways[0].billing.usage(0, 10**7, owner=None)
     training = [event["event_info"]["token_count"] for event in events if event["event_info"]["type"] == "training"]
