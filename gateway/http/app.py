@@ -139,7 +139,8 @@ _BY_THE_HUNDRED = ("/api/v1/asample", "/api/v1/retrieve_future", "/api/v1/cancel
 
 
 class InTurn:
-    """ASGI middleware: of what comes by the hundred a few begin at a time, and everything else overtakes it."""
+    """ASGI middleware, within Authentication: of what comes by the hundred a few begin at a time, by turns among the
+    owners, and everything else overtakes it."""
 
     def __init__(self, app: ASGIApp, *, turns: Turns) -> None:
         self._app = app
@@ -147,7 +148,7 @@ class InTurn:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].startswith(_BY_THE_HUNDRED):
-            await self._turns.take()
+            await self._turns.take(scope["state"]["owner"])
         await self._app(scope, receive, send)
 
 
@@ -159,10 +160,10 @@ def create_app(config: GatewayConfig) -> Starlette:
         middleware=[
             *([Middleware(Traces)] if config.tracing else []),
             Middleware(CountRequests, metrics=gateway.metrics),
-            Middleware(InTurn, turns=gateway.turns),
             Middleware(SecurityHeaders),
             Middleware(OwnHost, callers=gateway.callers, hosts=config.own_hosts),
             Middleware(Authentication, callers=gateway.callers, tokens=gateway.tokens, limits=gateway.limits),
+            Middleware(InTurn, turns=gateway.turns),
         ],
         exception_handlers={
             HTTPException: errors.http_error,

@@ -35,6 +35,21 @@ async def test_turns_come_in_order_a_few_in_each_pass() -> None:
     assert max(after - before for before, after in itertools.pairwise(num_begun)) <= 3
 
 
+async def test_owners_take_turns_whatever_one_has_waiting() -> None:
+    turns, begun = Turns(per_pass=1), list[str]()
+
+    async def one(owner: str) -> None:
+        await turns.take(owner)
+        begun.append(owner)
+
+    owners = ["ada"] * 1000 + ["bob"] * 3 + ["eve"]
+    async with asyncio.timeout(LIMIT_S):
+        await asyncio.gather(*(one(owner) for owner in owners))
+    assert begun[1:8] == ["ada", "bob", "eve", "ada", "bob", "ada", "bob"]
+    assert begun[8:] == ["ada"] * 996
+    assert not turns._waiting
+
+
 async def test_who_gives_up_costs_the_others_no_turn() -> None:
     turns = Turns(per_pass=1)
     tasks = [asyncio.create_task(turns.take()) for _ in range(20)]
@@ -62,40 +77,57 @@ async def test_a_failure_keeps_nobody_from_its_turn() -> None:
     assert num_begun == 9
 
 
-def posted(path: str, body: dict[str, Any]) -> bytes:
+def posted(path: str, body: dict[str, Any], *, key: str = "tml-test") -> bytes:
     content = orjson.dumps(body)
-    head = f"POST /api/v1/{path} HTTP/1.1\r\nHost: localhost\r\nX-API-Key: tml-test\r\nContent-Length: {len(content)}"
+    head = f"POST /api/v1/{path} HTTP/1.1\r\nHost: localhost\r\nX-API-Key: {key}\r\nContent-Length: {len(content)}"
     return f"{head}\r\nContent-Type: application/json\r\n\r\n".encode() + content
+
+
+async def answered_first(stack: Stack, hundred: list[bytes], last: bytes) -> int:
+    """How many of the hundred were answered before the last, which came after all of them."""
+    answered: list[bool] = []
+
+    async def answer(reader: asyncio.StreamReader, *, is_last: bool) -> bytes:
+        status = await reader.readline()
+        answered.append(is_last)
+        return status
+
+    async with AsyncExitStack() as opened:
+        readers = []
+        connections = [await asyncio.open_connection("127.0.0.1", stack.port) for _ in (*hundred, last)]
+        # All of it is there before the gateway, whose loop this is, looks at any of it.
+        for (reader, writer), content in zip(connections, (*hundred, last), strict=True):
+            opened.callback(writer.transport.abort)
+            readers.append(reader)
+            writer.write(content)
+        async with asyncio.timeout(LIMIT_S):
+            statuses = await asyncio.gather(
+                *(answer(reader, is_last=False) for reader in readers[:-1]), answer(readers[-1], is_last=True)
+            )
+    assert {status.split()[1] for status in statuses} == {b"200"}
+    return answered.index(True)
 
 
 async def test_a_heartbeat_overtakes_samples_that_came_before_it(stack: Stack, client: Client) -> None:
     session_id = await client.session()
     sampler_id = await client.sampling_session(session_id)
     await client.result(await client.call("asample", sample_body(sampler_id, 0)))  # what is read once is read
-    answered: list[str] = []
+    samples = [posted("asample", sample_body(sampler_id, 1 + number)) for number in range(NUM_SAMPLES)]
+    heartbeat = posted("session_heartbeat", {"session_id": session_id})
+    assert await answered_first(stack, samples, heartbeat) < NUM_SAMPLES / 2
 
-    async def answer(reader: asyncio.StreamReader, what: str) -> bytes:
-        status = await reader.readline()
-        answered.append(what)
-        return status
 
-    async with AsyncExitStack() as opened:
-        connections = []
-        for _ in range(NUM_SAMPLES + 1):
-            reader, writer = await asyncio.open_connection("127.0.0.1", stack.port)
-            opened.callback(writer.transport.abort)
-            connections.append((reader, writer))
-        *samples, last = connections
-        # All of it is there before the gateway, whose loop this is, looks at any of it.
-        for number, (_, writer) in enumerate(samples):
-            writer.write(posted("asample", sample_body(sampler_id, 1 + number)))
-        last[1].write(posted("session_heartbeat", {"session_id": session_id}))
-        async with asyncio.timeout(LIMIT_S):
-            statuses = await asyncio.gather(
-                *(answer(reader, "sample") for reader, _ in samples), answer(last[0], "heartbeat")
-            )
-    assert {status.split()[1] for status in statuses} == {b"200"}
-    assert answered.index("heartbeat") < NUM_SAMPLES / 2
+async def test_a_sample_overtakes_those_of_another_owner_that_came_before_it(stack: Stack) -> None:
+    keys = ("tml-ada", "tml-bob")
+    await stack.restart_gateway(api_keys=[{"key": key} for key in keys])
+    samplers = []
+    for key in keys:
+        async with Client(base_url=stack.url, timeout=20, headers={"x-api-key": key}) as client:
+            samplers.append(await client.sampling_session(await client.session()))
+            await client.result(await client.call("asample", sample_body(samplers[-1], 0)))
+    hundred = [posted("asample", sample_body(samplers[0], 1 + n), key=keys[0]) for n in range(NUM_SAMPLES)]
+    last = posted("asample", sample_body(samplers[1], 1), key=keys[1])
+    assert await answered_first(stack, hundred, last) < NUM_SAMPLES / 2
 
 
 async def test_a_session_that_was_made_here_beats_without_a_query(stack: Stack, client: Client) -> None:
