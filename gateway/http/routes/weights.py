@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -9,7 +13,7 @@ from starlette.routing import Route
 from gateway.convert import check_ttl
 from gateway.gateway import caller_of, gateway_of
 from gateway.http import schemas
-from gateway.http.body import parse, read_json
+from gateway.http.body import Schema, parse, read_json
 from gateway.http.errors import json_response
 from gateway.http.routes.models import check_session, create_from_checkpoint
 from gateway.training.submissions import Rpc, rpc_of, submit_json
@@ -25,23 +29,11 @@ async def save_weights(request: Request) -> Response:
     async def to_rpc(body: schemas.SaveWeights) -> Rpc:
         path = TinkerPath(body.model_id, "weights", check_name(body.path, field="path"))
         if body.overwrite:
-            await gateway.checkpoints.keep_for_samplers(path)
-        message = trainer_pb2.SaveCheckpointRequest(
-            model_id=body.model_id,
-            seq_id=body.seq_id,
-            kind=types_pb2.CHECKPOINT_KIND_TRAINING,
-            name=path.name,
-            overwrite=body.overwrite,
-            ttl_seconds=check_ttl(body.ttl_seconds),
-            user_metadata=body.user_metadata,
-        )
-        return rpc_of("SaveCheckpoint", message, path=str(path))
+            await gateway_of(request).checkpoints.keep_for_samplers(path)
+        more = {"overwrite": body.overwrite, "user_metadata": body.user_metadata}
+        return _saving(body, types_pb2.CHECKPOINT_KIND_TRAINING, path, **more)
 
-    gateway, caller = gateway_of(request), caller_of(request)
-    content, body = await read_json(request, gateway.config)
-    return await submit_json(
-        gateway, caller, content, body, kind="save_weights", schema=schemas.SaveWeights, convert=to_rpc
-    )
+    return await _submit(request, "save_weights", schemas.SaveWeights, to_rpc)
 
 
 async def save_weights_for_sampler(request: Request) -> Response:
@@ -49,29 +41,19 @@ async def save_weights_for_sampler(request: Request) -> Response:
     run that were made of such a save follow it to these weights."""
 
     async def to_rpc(body: schemas.SaveWeightsForSampler) -> Rpc:
-        inflight = body.kind == "inflight"
-        message = trainer_pb2.SaveCheckpointRequest(
-            model_id=body.model_id,
-            seq_id=body.seq_id,
-            ttl_seconds=check_ttl(body.ttl_seconds),
-            user_metadata=body.user_metadata,
-        )
         if (body.path is None) == (body.sampling_session_seq_id is None):
             raise InvalidRequest("path, sampling_session_seq_id: send exactly one of the two")
+        path, sampling_session_id, kind = None, None, types_pb2.CHECKPOINT_KIND_EPHEMERAL
         if body.path is not None:
-            message.kind = types_pb2.CHECKPOINT_KIND_SAMPLER
-            message.name = check_name(body.path, field="path")
-            path = str(TinkerPath(body.model_id, "sampler_weights", body.path))
-            return rpc_of("SaveCheckpoint", message, path=path, inflight=inflight)
-        message.kind = types_pb2.CHECKPOINT_KIND_EPHEMERAL
-        session_id = body.model_id.rpartition(":train:")[0]
-        sampling_session_id = f"{session_id}:sample:{body.sampling_session_seq_id}"
-        return rpc_of("SaveCheckpoint", message, sampling_session_id=sampling_session_id, inflight=inflight)
+            path = TinkerPath(body.model_id, "sampler_weights", check_name(body.path, field="path"))
+            kind = types_pb2.CHECKPOINT_KIND_SAMPLER
+        else:
+            session_id = body.model_id.rpartition(":train:")[0]
+            sampling_session_id = f"{session_id}:sample:{body.sampling_session_seq_id}"
+        rpc = _saving(body, kind, path, user_metadata=body.user_metadata)
+        return replace(rpc, sampling_session_id=sampling_session_id, inflight=body.kind == "inflight")
 
-    gateway, caller = gateway_of(request), caller_of(request)
-    content, body = await read_json(request, gateway.config)
-    kind, schema = "save_weights_for_sampler", schemas.SaveWeightsForSampler
-    return await submit_json(gateway, caller, content, body, kind=kind, schema=schema, convert=to_rpc)
+    return await _submit(request, "save_weights_for_sampler", schemas.SaveWeightsForSampler, to_rpc)
 
 
 async def save_weights_external(request: Request) -> Response:
@@ -79,20 +61,35 @@ async def save_weights_external(request: Request) -> Response:
 
     async def to_rpc(body: schemas.SaveWeightsExternal) -> Rpc:
         path = TinkerPath(body.model_id, "external_weights", check_name(body.path, field="path"))
-        message = trainer_pb2.SaveCheckpointRequest(
-            model_id=body.model_id,
-            seq_id=body.seq_id,
-            kind=types_pb2.CHECKPOINT_KIND_EXTERNAL,
-            name=path.name,
-            ttl_seconds=check_ttl(body.ttl_seconds),
-            age_recipients=body.age_encryption_recipients,
-        )
-        return rpc_of("SaveCheckpoint", message, path=str(path))
+        return _saving(body, types_pb2.CHECKPOINT_KIND_EXTERNAL, path, age_recipients=body.age_encryption_recipients)
 
-    gateway, caller = gateway_of(request), caller_of(request)
+    return await _submit(request, "save_weights_external", schemas.SaveWeightsExternal, to_rpc)
+
+
+async def _submit(
+    request: Request, kind: str, schema: type[Schema], to_rpc: Callable[[Schema], Awaitable[Rpc]]
+) -> Response:
+    gateway = gateway_of(request)
     content, body = await read_json(request, gateway.config)
-    kind, schema = "save_weights_external", schemas.SaveWeightsExternal
-    return await submit_json(gateway, caller, content, body, kind=kind, schema=schema, convert=to_rpc)
+    return await submit_json(gateway, caller_of(request), content, body, kind=kind, schema=schema, convert=to_rpc)
+
+
+def _saving(
+    body: schemas.SaveWeights | schemas.SaveWeightsForSampler | schemas.SaveWeightsExternal,
+    kind: types_pb2.CheckpointKind,
+    path: TinkerPath | None,
+    **fields: Any,
+) -> Rpc:
+    """`fields`: what only some kinds have."""
+    message = trainer_pb2.SaveCheckpointRequest(
+        model_id=body.model_id,
+        seq_id=body.seq_id,
+        kind=kind,
+        name=path.name if path is not None else "",
+        ttl_seconds=check_ttl(body.ttl_seconds),
+        **fields,
+    )
+    return rpc_of("SaveCheckpoint", message, path=str(path) if path is not None else None)
 
 
 class _LoadInto(schemas.LoadWeights, schemas.OperationIds):
@@ -126,9 +123,7 @@ async def load_weights(request: Request) -> Response:
         )
         return rpc_of("LoadCheckpoint", message, path=path)
 
-    return await submit_json(
-        gateway, caller_of(request), content, body, kind="load_weights", schema=_LoadInto, convert=to_rpc
-    )
+    return await submit_json(gateway, caller, content, body, kind="load_weights", schema=_LoadInto, convert=to_rpc)
 
 
 async def weights_info(request: Request) -> Response:
