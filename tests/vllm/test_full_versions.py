@@ -1,6 +1,7 @@
 """Versions of all parameters on vLLM, over gRPC and the weight channel, against the torch engine and transformers."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from tests.vllm.client import (
 from tests.vllm.service import VllmService
 from tinsmith.modeling.full_weights import FullWeights
 from tinsmith.rpc.channel import connect
-from tinsmith.rpc.errors import VersionNotLoaded
+from tinsmith.rpc.errors import InvalidRequest, VersionNotLoaded
 from tinsmith.v1 import sampler_pb2 as pb
 from trainer_service.metrics import Metrics
 from trainer_service.weight_sync.sender import WeightSender
@@ -195,3 +196,30 @@ async def test_a_generation_moves_between_tokens_to_the_newer_version_of_its_run
     for name in ("run@1", "run@2"):
         await service.remove(name)
         torch_engine.remove(name)
+
+
+class Announced(FullWeights):
+    """Parameters of which one is announced as another."""
+
+    def __init__(self, weights: FullWeights, name: str, announced: tuple[str, tuple[int, ...]]) -> None:
+        super().__init__(weights.base, weights.flat)
+        self._name, self._announced = name, announced
+
+    def specs(self) -> list[tuple[str, tuple[int, ...]]]:
+        return [self._announced if spec[0] == self._name else spec for spec in super().specs()]
+
+
+async def test_a_version_of_other_parameters_is_refused_by_name_and_what_is_served_stays(
+    service: Service, fulls: list[FullWeights]
+) -> None:
+    await service.publish("one", fulls[0])
+    before = await scored(service, "one")
+    name, (rows, columns) = (
+        "model.layers.1.mlp.up_proj.weight",
+        fulls[1].base.parameters["model.layers.1.mlp.up_proj.weight"].shape,
+    )
+    for announced in ((name, (columns, rows)), ("model.layers.1.mlp.other.weight", (rows, columns))):
+        with pytest.raises(InvalidRequest, match=re.escape(name)):
+            await service.publish("two", Announced(fulls[1], name, announced))
+        np.testing.assert_array_equal(await scored(service, "one"), before)
+    await service.remove("one")

@@ -1,6 +1,8 @@
 """`tinsmith up --engine vllm`, as a user with vLLM installed starts it: trained, published, sampled through the SDK."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,23 +24,33 @@ MODEL = "tests/tiny"
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    folder = make_base_model(tmp_path_factory.mktemp("base") / "tiny", pretrain_steps=20)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_base_model(tmp_path_factory.mktemp("base") / "tiny", pretrain_steps=20)
+
+
+@contextmanager
+def running(folder: Path, state_dir: Path, *flags: str) -> Iterator[Stack]:
     assert PYTHON.exists(), "make test-vllm makes it"
     env = {"SAMPLER_MAX_KV_TOKENS": "4096", "SAMPLER_PREFIX_CACHE_BYTES": "1000000", "SAMPLER_DEVICE": "cpu"}
     with Stack(
-        tmp_path_factory.mktemp("stack"),
+        state_dir,
         base_models=[f"{MODEL}={folder}"],
-        flags=["--engine", "vllm"],
+        flags=["--engine", "vllm", *flags],
         env=env,
         python=str(PYTHON),
     ) as stack:
         yield stack
 
 
-def test_each_publish_samples_what_was_trained(stack: Stack) -> None:
+@pytest.mark.parametrize(("rank", "flags"), [(8, []), (0, ["--full-training"])])
+def test_each_publish_samples_what_was_trained(folder: Path, tmp_path: Path, rank: int, flags: list[str]) -> None:
+    with running(folder, tmp_path, *flags) as stack:
+        train_publish_and_sample(stack, rank=rank)
+
+
+def train_publish_and_sample(stack: Stack, *, rank: int) -> None:
     service = tinker.ServiceClient(base_url=stack.base_url, api_key="tml-test")
-    trainer = service.create_lora_training_client(base_model=MODEL, rank=8, seed=0).result()
+    trainer = service.create_lora_training_client(base_model=MODEL, rank=rank, seed=0).result()
     tokens = np.random.default_rng(0).integers(2000, size=24).tolist()
     prompt = types.ModelInput.from_ints(tokens)
     params = types.SamplingParams(max_tokens=16, seed=1, temperature=1.0)
@@ -49,7 +61,7 @@ def test_each_publish_samples_what_was_trained(stack: Stack) -> None:
     before = None
     for _ in range(2):
         trainer.forward_backward([datum], "cross_entropy").result()
-        trainer.optim_step(types.AdamParams(learning_rate=0.05)).result()
+        trainer.optim_step(types.AdamParams(learning_rate=0.05 if rank else 0.01)).result()
         sampler = trainer.save_weights_and_get_sampling_client().result()
         response = sampler.sample(prompt, num_samples=2, sampling_params=params, include_prompt_logprobs=True).result()
         forward = trainer.forward([datum], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_numpy()

@@ -205,7 +205,8 @@ class Stack:
         return self._grpc_service("trainer", group.trainer, flags, threads=threads, launcher=launcher)
 
     def _sampler(self, group: Group, sampler: Instance) -> Service:
-        engine = "torch" if self.full_training else self.engine  # vLLM serves adapters only
+        # vLLM does not serve all parameters of every model: whoever wants it for them says so.
+        engine = "torch" if self.full_training and self.engine == "auto" else self.engine
         flags = {
             "base-model": group.model.source,
             "model-names": json.dumps(group.model.names),

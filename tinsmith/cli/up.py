@@ -43,6 +43,13 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "stops all of them. One that ends by itself is started again. What has no flag here is set through TRAINER_*, "
         "SAMPLER_* and GATEWAY_* in the environment (`python -m trainer_service --help` and so on list them).",
     )
+    _add_models_and_folders(parser)
+    _add_access(parser)
+    _add_processes(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_models_and_folders(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--base-model", action="append", default=[], metavar="[NAME=]PATH|HUB_ID",
         help="weights to serve, repeatable. PATH alone is served under its folder's name, HUB_ID under itself. Several "
@@ -61,6 +68,9 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         help="where checkpoints lie: a folder, or s3://BUCKET/PREFIX or gs://BUCKET/PREFIX, with credentials from the "
         "environment (default: TRAINER_CHECKPOINT_DIR, or the folder checkpoints of --state-dir)",
     )  # fmt: skip
+
+
+def _add_access(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api-key", action="append", default=[], metavar="KEY",
         help="a key that clients must send, over HTTP and over gRPC, repeatable; GATEWAY_API_KEYS='[\"KEY\"]' in the "
@@ -77,6 +87,9 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         help="certificate (PEM) for HTTPS, of an authority that clients trust already; with --tls-key",
     )  # fmt: skip
     parser.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key (PEM)")
+
+
+def _add_processes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--full-training", action="store_true",
         help="train all parameters of the base models, one run at a time for each (clients send rank 0), instead of "
@@ -84,7 +97,8 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--engine", default="auto", choices=["auto", "vllm", "torch"],
-        help="what generates: vLLM, or the trainer's own modelling code; auto is vLLM on CUDA, where it is installed",
+        help="what generates: vLLM, or the trainer's own modelling code; auto is vLLM on CUDA, where it is "
+        "installed, and torch with --full-training",
     )  # fmt: skip
     parser.add_argument("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
     parser.add_argument(
@@ -117,7 +131,6 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         help="give up when the models have not loaded by then; a service that is started again has as long, and is "
         "then killed and started once more (default %(default)g)",
     )  # fmt: skip
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -134,8 +147,6 @@ def run(arguments: argparse.Namespace) -> int:
         trainer_threads=arguments.trainer_threads,
         sampler_threads=arguments.sampler_threads,
     )
-    if arguments.full_training and arguments.engine == "vllm":
-        raise UsageError("--engine: vllm serves adapters only, and not what --full-training makes; take torch")
     checkpoint_dir = _checkpoint_dir(arguments.checkpoint_dir)
     keys = _keys(arguments.host, arguments.api_key, state_dir=state_dir)
     tls = _tls(arguments)

@@ -2,6 +2,7 @@ import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -122,10 +123,15 @@ def test_full_training_is_a_flag_of_the_trainers() -> None:
     assert not any("--full-training" in other.argv for other in others)
 
 
-def test_the_engine_is_a_flag_of_the_samplers_and_full_training_takes_the_one_that_serves_it() -> None:
+def test_the_engine_is_a_flag_of_the_samplers_and_full_training_takes_the_one_that_serves_every_model() -> None:
     stack = make_stack([BaseModel("/m/a", ("a",))])
     assert not any("--engine" in service.argv for service in stack.services(stack.groups()))
-    for changed, engine in (({"engine": "vllm"}, "vllm"), ({"full_training": True}, "torch")):
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"engine": "vllm"}, "vllm"),
+        ({"full_training": True}, "torch"),
+        ({"full_training": True, "engine": "vllm"}, "vllm"),
+    ]
+    for changed, engine in cases:
         trainer, sampler, gateway = replace(stack, **changed).services(stack.groups())
         assert flag(sampler, "engine") == engine
         assert "--engine" not in [*trainer.argv, *gateway.argv]
