@@ -12,10 +12,12 @@ import math
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from tinsmith.rpc.metrics import LATENCY_BUCKETS_S, PHASE_BUCKETS_S
+from tinsmith.v1.trainer_pb2 import WaitResultResponse
 from trainer_service.objectives.mismatch import Mismatch
 
 _NATS = [10.0**n for n in range(-7, 0)] + [0.2, 0.5, 1.0, 2.0, 5.0, 10.0]
 _SHARES = [0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 0.999, 1.0]
+KINDS = [field.name for field in WaitResultResponse.DESCRIPTOR.oneofs_by_name["result"].fields]
 PHASES = ("schedule", "pack", "forward", "loss", "backward", "accumulate", "optimizer", "capture")
 _RATIOS = [1.0, 1.001, 1.01, 1.1, 1.2, 1.5, 2.0, 5.0, 10.0, 100.0, 1000.0]
 
@@ -112,6 +114,8 @@ class Metrics:
         self.restored_models = counter("restored_models", "Models that were restored after a restart.")
         self.unrestored_models = counter("unrestored_models", "Models that could not be restored after a restart.")
         self.replayed_operations = counter("replayed_operations", "Operations that ran again after a restart.", "kind")
+        for kind in KINDS:  # a replay is over between two scrapes: a series that begins at its end has no increase
+            self.replayed_operations.labels(kind)
         self.restore_seconds = seconds("restore", "From the start to where a model was again when the trainer ended.")
         self.journal_bytes = gauge("journal_bytes", "Bytes of requests and results in the journal.")
         self.journal_limit_bytes = gauge("journal_limit_bytes", "Bound of the journal: journal_max_bytes.")

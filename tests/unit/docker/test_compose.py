@@ -6,7 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import jsonschema
+import jsonschema.validators
 import pytest
 import yaml
 

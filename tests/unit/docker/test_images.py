@@ -1,4 +1,4 @@
-"""Docker cannot run in the tests, so the files are linted, validated and read."""
+"""Docker cannot run in the tests: the files are linted, validated and read. docs/operations.md says what else was run."""
 
 import shutil
 import subprocess
