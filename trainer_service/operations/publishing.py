@@ -99,7 +99,7 @@ class Publishing:
             stored = await saving
         except BaseException:
             await asyncio.wait([publishing])
-            await self.publisher.sender.remove(info.version_id)
+            await self.publisher.sender.withdraw(info.version_id)
             raise
         try:
             certified = await publishing

@@ -120,11 +120,11 @@ class Publisher:
             measured, ours = await asyncio.gather(asyncio.gather(*measuring), scores)
             certificate = self._certificate(published, version.version_id, measured, ours)
         except BaseException:
-            await self.sender.remove(version.version_id)
+            await self.sender.withdraw(version.version_id)
             raise
         self._note(certificate)
         if self._is_refused(certificate):
-            await self.sender.remove(version.version_id)
+            await self.sender.withdraw(version.version_id)
             return Certified(0, certificate)
         return await self._admit(certificate, published.members)
 

@@ -36,7 +36,9 @@ _CLOSE_S = 1.0
 _CONFIRM_S = 2.0
 """One that takes longer is not waited for. If it confirms later, no harm: the version was found good."""
 _REMOVE_S = 1.0
-"""The same, but the call stands until its own time-out."""
+"""The same, but the calls stand."""
+_WITHDRAW_AGAIN_S = 0.2
+_MAX_WITHDRAWING = 4096
 _DTYPES = {torch.float32: types_pb2.DTYPE_FLOAT32, torch.bfloat16: types_pb2.DTYPE_BFLOAT16}
 
 
@@ -107,6 +109,8 @@ class WeightSender:
         self._changed = asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
         self._removing: set[asyncio.Future[None]] = set()
+        self._withdrawing: dict[tuple[str, str], asyncio.Task[None]] = {}
+        """By sampler's address and version: until it has answered."""
 
     def start(self) -> None:
         """Watches the samplers and forms groups in the background."""
@@ -114,9 +118,10 @@ class WeightSender:
         self._keeping = asyncio.create_task(self._keep_formed())
 
     async def close(self) -> None:
-        for removing in self._removing:
-            removing.cancel()
-        await asyncio.gather(*self._removing, return_exceptions=True)
+        ending = [*self._removing, *self._withdrawing.values()]
+        for one in ending:
+            one.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.gather(self._keeping, return_exceptions=True)
@@ -182,16 +187,46 @@ class WeightSender:
             return True
 
         asked = [sampler for sampler in self._samplers.all if sampler.address in addresses]
+        for sampler in asked:
+            if (late := self._withdrawing.pop((sampler.address, version_id), None)) is not None:
+                late.cancel()  # it was refused before, and has been measured again
         answers = await asyncio.gather(*(confirmed(sampler) for sampler in asked))
         return [sampler.address for sampler, answer in zip(asked, answers, strict=True) if answer]
 
-    async def remove(self, version_id: str) -> None:
-        """Asks every sampler to free a version. Best effort: an idle one is evicted by the sampler anyway."""
+    async def withdraw(self, version_id: str) -> None:
+        """Has a version that must not be served removed from every sampler, whether it serves now or not.
+
+        Waits a second at most. One that does not answer, since it is stopped or its network is gone, may hold the
+        version from before: it is told as soon as it can be reached, unless the version is confirmed meanwhile.
+        """
+        awaited = []
+        for sampler in self._samplers.all:
+            key = sampler.address, version_id
+            if (task := self._withdrawing.get(key)) is None:
+                task = self._withdrawing[key] = asyncio.create_task(self._withdraw(sampler, version_id))
+            if sampler.serving:
+                awaited.append(task)
+        while len(self._withdrawing) > _MAX_WITHDRAWING:
+            self._withdrawing.pop(next(iter(self._withdrawing))).cancel()
+        if awaited:
+            await asyncio.wait(awaited, timeout=_REMOVE_S)
+
+    async def _withdraw(self, sampler: Sampler, version_id: str) -> None:
         request = sampler_pb2.RemoveVersionRequest(version_id=version_id)
-        await self._each(lambda sampler: sampler.versions.RemoveVersion(request, timeout=self._timeout_s))
+        while True:
+            try:
+                # Without a time-out: a process that was stopped finds the call when it goes on.
+                await sampler.versions.RemoveVersion(request, wait_for_ready=True)
+            except grpc.aio.AioRpcError as error:
+                logger.warning("%s has not removed %s yet: %s", sampler.address, version_id, error.details())
+                await asyncio.sleep(_WITHDRAW_AGAIN_S)
+            else:
+                break
+        if self._withdrawing.get((sampler.address, version_id)) is asyncio.current_task():
+            del self._withdrawing[sampler.address, version_id]
 
     async def remove_all(self, prefix: str) -> None:
-        """The same for every version whose id begins so."""
+        """Asks every sampler to free the versions whose ids begin so. Best effort: idle ones are evicted anyway."""
         await self._each(lambda sampler: self._remove_all(sampler, prefix))
 
     async def _each(self, call: Callable[[Sampler], Awaitable[object]]) -> None:

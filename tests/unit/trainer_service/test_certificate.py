@@ -73,7 +73,7 @@ class Sender:
             sampler.versions[version.version_id] = version.adapter
         return Published(version.sent_bytes, 0.25, "c0ffee", list(self.samplers))
 
-    async def remove(self, version_id: str) -> None:
+    async def withdraw(self, version_id: str) -> None:
         for sampler in self.samplers.values():
             sampler.versions.pop(version_id, None)
             sampler.confirmed.discard(version_id)

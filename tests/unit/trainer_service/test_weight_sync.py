@@ -181,6 +181,7 @@ class Receiver(weight_sync_pb2_grpc.WeightSyncServiceServicer, sampler_pb2_grpc.
     async def RemoveVersion(
         self, request: sampler_pb2.RemoveVersionRequest, context: Context
     ) -> sampler_pb2.RemoveVersionResponse:
+        self._fault("remove")
         await self.awake.wait()
         self.versions.pop(request.version_id, None)
         return sampler_pb2.RemoveVersionResponse()
@@ -435,7 +436,7 @@ async def test_versions_of_a_deleted_model_are_removed(
     for version_id in ("a@1", "a@2", "a@3", "b@1", "ab@1"):
         await sender.publish(make_version(version_id))
     await sender.remove_all("a@")
-    await sender.remove("b@1")
+    await sender.withdraw("b@1")
     assert list(receiver.versions) == ["ab@1"]
 
 
@@ -452,7 +453,7 @@ async def test_those_that_are_named_confirm_and_a_silent_one_is_not_waited_for(
     assert [receiver.confirmed for receiver in receivers] == [["m@1"], [], [], []]
 
 
-async def test_a_silent_sampler_does_not_hold_up_a_removal_and_hears_of_it_when_it_wakes_up(
+async def test_a_silent_sampler_does_not_hold_up_a_withdrawal_and_hears_of_it_when_it_wakes_up(
     connect: Connect, serve: Serve, make_version: MakeVersion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     silent, other = receivers = [Receiver(), Receiver()]
@@ -460,9 +461,43 @@ async def test_a_silent_sampler_does_not_hold_up_a_removal_and_hears_of_it_when_
     await sender.publish(make_version("m@1"))
     silent.awake.clear()
     monkeypatch.setattr(sender_module, "_REMOVE_S", 0.2)
-    await sender.remove("m@1")
+    await sender.withdraw("m@1")
     assert [list(receiver.versions) for receiver in receivers] == [["m@1"], []]
     silent.awake.set()
-    await asyncio.gather(*sender._removing)
+    await asyncio.gather(*sender._withdrawing.values())
     assert silent.versions == {}
     assert other.versions == {}
+    assert sender._withdrawing == {}
+
+
+async def test_a_version_is_withdrawn_from_a_sampler_that_was_away_when_it_can_be_reached(
+    connect: Connect, serve: Serve, make_version: MakeVersion
+) -> None:
+    receiver = Receiver()
+    server = await serve(receiver)
+    sender = await connect(server)
+    await sender.publish(make_version("m@1"))
+    await server.grpc.stop(0)
+    await sender.withdraw("m@1")
+    assert list(receiver.versions) == ["m@1"]
+    await serve(receiver, port=server.port)
+    await asyncio.wait_for(asyncio.gather(*sender._withdrawing.values()), 30)
+    assert receiver.versions == {}
+
+
+async def test_a_version_that_is_good_after_all_is_not_withdrawn_any_more(
+    connect: Connect, serve: Serve, make_version: MakeVersion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver = Receiver()
+    sender = await connect(await serve(receiver))
+    members = (await sender.publish(make_version("m@1"))).members
+    monkeypatch.setattr(sender_module, "_REMOVE_S", 0.2)
+    receiver.faults.append("remove")
+    monkeypatch.setattr(sender_module, "_WITHDRAW_AGAIN_S", 60.0)
+    await sender.withdraw("m@1")
+    (withdrawing,) = sender._withdrawing.values()
+    assert await sender.confirm("m@1", members) == members
+    await asyncio.wait([withdrawing])
+    assert withdrawing.cancelled()
+    assert sender._withdrawing == {}
+    assert list(receiver.versions) == ["m@1"]
