@@ -65,96 +65,112 @@ _CHECKPOINT = (400, 404, 503)
 
 OPERATIONS: dict[Callable[..., Any], Operation] = {
     # The service
-    service.healthz: Operation("Whether the gateway runs", answers.Health, needs_key=False, unready=answers.Health),
+    service.healthz: Operation(
+        "Whether the gateway runs", answers.service.Health, needs_key=False, unready=answers.service.Health
+    ),
     service.metrics: Operation(
         "Metrics for Prometheus", also_answers={"text/plain": {"type": "string"}}, needs_key=False
     ),
-    service.client_config: Operation("Flags that a client reads once", answers.ClientConfig),
-    service.client_dynamic_config: Operation("Flags that a client reads again and again", answers.DynamicConfig),
-    service.get_server_capabilities: Operation("Base models", answers.Capabilities),
-    keys.auth_token: Operation("A JWT for the key", answers.Jwt, errors=(404,)),
-    keys.get_own_key: Operation("What is known about the key", answers.OwnKey),
-    keys.delete_own_key: Operation("Revoke the key, unless it is set in the configuration", errors=(403,)),
-    telemetry.telemetry: Operation("Accepted and thrown away unread", answers.Accepted),
-    # Sessions
-    sessions.create_session: Operation("A new session", answers.CreatedSession, schemas.CreateSession),
-    sessions.session_heartbeat: Operation(
-        "Keep a session alive", answers.Heartbeat, schemas.SessionHeartbeat, errors=(404, 410)
+    service.client_config: Operation("Flags that a client reads once", answers.service.ClientConfig),
+    service.client_dynamic_config: Operation(
+        "Flags that a client reads again and again", answers.service.DynamicConfig
     ),
-    sessions.finish_session: Operation("End a session", answers.Empty, schemas.FinishSession, errors=(404,)),
+    service.get_server_capabilities: Operation("Base models", answers.service.Capabilities),
+    keys.auth_token: Operation("A JWT for the key", answers.service.Jwt, errors=(404,)),
+    keys.get_own_key: Operation("What is known about the key", answers.service.OwnKey),
+    keys.delete_own_key: Operation("Revoke the key, unless it is set in the configuration", errors=(403,)),
+    telemetry.telemetry: Operation("Accepted and thrown away unread", answers.service.Accepted),
+    # Sessions
+    sessions.create_session: Operation("A new session", answers.training.CreatedSession, schemas.CreateSession),
+    sessions.session_heartbeat: Operation(
+        "Keep a session alive", answers.training.Heartbeat, schemas.SessionHeartbeat, errors=(404, 410)
+    ),
+    sessions.finish_session: Operation("End a session", answers.service.Empty, schemas.FinishSession, errors=(404,)),
     sessions.list_sessions: Operation(
-        "Ids of sessions", answers.SessionIds, query=schemas.SessionsQuery, errors=(400,)
+        "Ids of sessions", answers.training.SessionIds, query=schemas.SessionsQuery, errors=(400,)
     ),
     sessions.get_session: Operation(
-        "What a session holds", answers.SessionMembers, query=schemas.ScopedQuery, errors=(400, 404)
+        "What a session holds", answers.training.SessionMembers, query=schemas.ScopedQuery, errors=(400, 404)
     ),
-    sessions.search_sessions: Operation("Search sessions", answers.SessionPage, schemas.SearchSessions),
+    sessions.search_sessions: Operation("Search sessions", answers.training.SessionPage, schemas.SearchSessions),
     sessions.assign_project: Operation(
-        "Put a session into a project", answers.Empty, schemas.AssignProject, errors=(404,)
+        "Put a session into a project", answers.service.Empty, schemas.AssignProject, errors=(404,)
     ),
-    sessions.trace_export: Operation("Address of a session's timeline", answers.TraceExport, errors=(404,)),
+    sessions.trace_export: Operation("Address of a session's timeline", answers.records.TraceExport, errors=(404,)),
     # Training
-    models.create_model: Operation("A new model", answers.Receipt, schemas.CreateModel, errors=(404, *_SUBMISSION)),
-    models.get_info: Operation("What a model is", answers.ModelInfo, schemas.GetInfo, errors=(404, 503)),
+    models.create_model: Operation(
+        "A new model", answers.training.Receipt, schemas.CreateModel, errors=(404, *_SUBMISSION)
+    ),
+    models.get_info: Operation("What a model is", answers.training.ModelInfo, schemas.GetInfo, errors=(404, 503)),
     training.forward_backward: Operation(
         "Add gradients of a batch",
-        answers.Receipt,
+        answers.training.Receipt,
         bodies.ForwardBackward,
         errors=_SUBMISSION,
         also_takes={PROTOBUF: BINARY},
     ),
     training.forward: Operation(
         "The losses of a batch, without gradients; for SDKs before 0.25",
-        answers.Receipt,
+        answers.training.Receipt,
         bodies.Forward,
         errors=_SUBMISSION,
         also_takes={PROTOBUF: BINARY},
     ),
-    training.optim_step: Operation("Apply the gradients", answers.Receipt, schemas.OptimStep, errors=_SUBMISSION),
+    training.optim_step: Operation(
+        "Apply the gradients", answers.training.Receipt, schemas.OptimStep, errors=_SUBMISSION
+    ),
     custom_losses.create_custom_loss: Operation(
-        "A loss that the client has traced", answers.LossReceipt, schemas.CreateCustomLoss, errors=(404, *_SUBMISSION)
+        "A loss that the client has traced",
+        answers.training.LossReceipt,
+        schemas.CreateCustomLoss,
+        errors=(404, *_SUBMISSION),
     ),
     # Weights
-    weights.save_weights: Operation("Save a model's state", answers.Receipt, schemas.SaveWeights, errors=_SUBMISSION),
+    weights.save_weights: Operation(
+        "Save a model's state", answers.training.Receipt, schemas.SaveWeights, errors=_SUBMISSION
+    ),
     weights.save_weights_for_sampler: Operation(
-        "Save and publish a model's weights", answers.Receipt, schemas.SaveWeightsForSampler, errors=_SUBMISSION
+        "Save and publish a model's weights",
+        answers.training.Receipt,
+        schemas.SaveWeightsForSampler,
+        errors=_SUBMISSION,
     ),
     weights.save_weights_external: Operation(
-        "Save a model's weights for download", answers.Receipt, schemas.SaveWeightsExternal, errors=_SUBMISSION
+        "Save a model's weights for download", answers.training.Receipt, schemas.SaveWeightsExternal, errors=_SUBMISSION
     ),
     weights.load_weights: Operation(
         "A new model from a checkpoint, or a checkpoint into a model",
-        answers.Receipt,
+        answers.training.Receipt,
         bodies.LoadWeights,
         errors=(404, *_SUBMISSION),
     ),
     weights.weights_info: Operation(
-        "What a checkpoint is", answers.WeightsFacts, schemas.WeightsInfo, errors=(404, 503)
+        "What a checkpoint is", answers.training.WeightsFacts, schemas.WeightsInfo, errors=(404, 503)
     ),
     weights.copy_weights: Operation(
-        "Copy a checkpoint", answers.CopiedWeights, schemas.CopyWeights, errors=(403, 404, 422, 503)
+        "Copy a checkpoint", answers.training.CopiedWeights, schemas.CopyWeights, errors=(403, 404, 422, 503)
     ),
     imports.import_checkpoint: Operation(
         "Import an adapter made elsewhere",
-        answers.Imported,
+        answers.checkpoints.Imported,
         query=schemas.ImportQuery,
         errors=(400, 403, 413, 503),
         also_takes={"application/x-tar": BINARY},
     ),
     # Sampling
     sampling.create_sampling_session: Operation(
-        "A new sampler", answers.CreatedSampler, schemas.CreateSamplingSession, errors=(404, 422, 503)
+        "A new sampler", answers.training.CreatedSampler, schemas.CreateSamplingSession, errors=(404, 422, 503)
     ),
     sampling.join_sampling_session: Operation(
-        "One more client of a sampler", answers.JoinedSampler, schemas.JoinSamplingSession, errors=(404,)
+        "One more client of a sampler", answers.training.JoinedSampler, schemas.JoinSamplingSession, errors=(404,)
     ),
-    sampling.get_sampler: Operation("What a sampler samples from", answers.Sampler, errors=(404,)),
+    sampling.get_sampler: Operation("What a sampler samples from", answers.training.Sampler, errors=(404,)),
     sampling.certificate: Operation(
         "How far the samplers are from the trainer, for the version of a sampler",
-        answers.Certificate,
+        answers.checkpoints.Certificate,
         errors=(400, 404, 503),
     ),
-    sampling.asample: Operation("Samples", answers.SampleReceipt, schemas.Sample, errors=(422, 429, 503)),
+    sampling.asample: Operation("Samples", answers.training.SampleReceipt, schemas.Sample, errors=(422, 429, 503)),
     futures.retrieve_future: Operation(
         "A result, by a long poll; protobuf for those whose Accept names it",
         dict[str, Any],
@@ -164,48 +180,67 @@ OPERATIONS: dict[Callable[..., Any], Operation] = {
     ),
     futures.retrieve_futures: Operation(
         "Which samples of a sampler are done, by a long poll",
-        answers.Completions,
+        answers.training.Completions,
         schemas.RetrieveFutures,
         errors=(404, 410),
     ),
-    futures.cancel_future: Operation("Stop a sample", answers.Empty, schemas.CancelFuture),
+    futures.cancel_future: Operation("Stop a sample", answers.service.Empty, schemas.CancelFuture),
     # Management
     runs.list_training_runs: Operation(
-        "Training runs", answers.TrainingRunPage, query=schemas.RunsQuery, errors=(400,)
+        "Training runs", answers.checkpoints.TrainingRunPage, query=schemas.RunsQuery, errors=(400,)
     ),
     runs.get_training_run: Operation(
-        "A training run", answers.TrainingRun, query=schemas.ScopedQuery, errors=(400, 404)
+        "A training run", answers.checkpoints.TrainingRun, query=schemas.ScopedQuery, errors=(400, 404)
     ),
-    runs.list_checkpoints_of_run: Operation("Checkpoints of a training run", answers.CheckpointList, errors=(404,)),
+    runs.list_checkpoints_of_run: Operation(
+        "Checkpoints of a training run", answers.checkpoints.CheckpointList, errors=(404,)
+    ),
     runs.list_checkpoints: Operation(
-        "Checkpoints", answers.CheckpointPage, query=schemas.CheckpointsQuery, errors=(400,)
+        "Checkpoints", answers.checkpoints.CheckpointPage, query=schemas.CheckpointsQuery, errors=(400,)
     ),
-    checkpoints.delete: Operation("Delete a checkpoint", answers.Empty, errors=_CHECKPOINT),
-    checkpoints.show: Operation("What a checkpoint is, and its files", answers.CheckpointDetails, errors=_CHECKPOINT),
+    checkpoints.delete: Operation("Delete a checkpoint", answers.service.Empty, errors=_CHECKPOINT),
+    checkpoints.show: Operation(
+        "What a checkpoint is, and its files", answers.checkpoints.CheckpointDetails, errors=_CHECKPOINT
+    ),
     checkpoints.verify: Operation(
-        "Read all of a checkpoint and compare it with its sums", answers.Verified, errors=_CHECKPOINT
+        "Read all of a checkpoint and compare it with its sums", answers.checkpoints.Verified, errors=_CHECKPOINT
     ),
-    checkpoints.pin: Operation("Keep a checkpoint, whatever rules and TTL say", answers.Empty, errors=_CHECKPOINT),
-    checkpoints.unpin: Operation("Keep it no longer than they say", answers.Empty, errors=_CHECKPOINT),
+    checkpoints.pin: Operation(
+        "Keep a checkpoint, whatever rules and TTL say", answers.service.Empty, errors=_CHECKPOINT
+    ),
+    checkpoints.unpin: Operation("Keep it no longer than they say", answers.service.Empty, errors=_CHECKPOINT),
     retention.get_retention: Operation(
-        "Which checkpoints of a training run are kept, and what would be deleted now", answers.Retention, errors=(404,)
+        "Which checkpoints of a training run are kept, and what would be deleted now",
+        answers.checkpoints.Retention,
+        errors=(404,),
     ),
     retention.set_retention: Operation(
-        "A policy for a training run", answers.Retention, retention_rules.Policy, errors=(404,)
+        "A policy for a training run", answers.checkpoints.Retention, retention_rules.Policy, errors=(404,)
     ),
     retention.use_default_retention: Operation(
-        "The server's policy for a training run", answers.Retention, errors=(404,)
+        "The server's policy for a training run", answers.checkpoints.Retention, errors=(404,)
     ),
     retention.prune: Operation(
-        "Delete now what a policy does not keep, or say what that is", answers.Pruned, schemas.Prune, errors=(404,)
+        "Delete now what a policy does not keep, or say what that is",
+        answers.checkpoints.Pruned,
+        schemas.Prune,
+        errors=(404,),
     ),
-    checkpoints.publish: Operation("Publish a checkpoint", answers.Empty, errors=_CHECKPOINT),
-    checkpoints.unpublish: Operation("Take a publication back", answers.Empty, errors=_CHECKPOINT),
-    checkpoints.set_ttl: Operation("When a checkpoint expires", answers.Empty, schemas.SetTtl, errors=(404, 503)),
-    checkpoints.external_weights_urls: Operation("Addresses of files", answers.SignedUrls, errors=_CHECKPOINT),
-    checkpoints.archive: Operation("Address of an archive", answers.SignedUrl, errors=_CHECKPOINT, status=302),
+    checkpoints.publish: Operation("Publish a checkpoint", answers.service.Empty, errors=_CHECKPOINT),
+    checkpoints.unpublish: Operation("Take a publication back", answers.service.Empty, errors=_CHECKPOINT),
+    checkpoints.set_ttl: Operation(
+        "When a checkpoint expires", answers.service.Empty, schemas.SetTtl, errors=(404, 503)
+    ),
+    checkpoints.external_weights_urls: Operation(
+        "Addresses of files", answers.checkpoints.SignedUrls, errors=_CHECKPOINT
+    ),
+    checkpoints.archive: Operation(
+        "Address of an archive", answers.checkpoints.SignedUrl, errors=_CHECKPOINT, status=302
+    ),
     checkpoints.certificate: Operation(
-        "How far the samplers were from the trainer at the last publish", answers.Certificate, errors=_CHECKPOINT
+        "How far the samplers were from the trainer at the last publish",
+        answers.checkpoints.Certificate,
+        errors=_CHECKPOINT,
     ),
     downloads.checkpoint_file: Operation(
         "A file, by its signed address",
@@ -228,22 +263,24 @@ OPERATIONS: dict[Callable[..., Any], Operation] = {
         errors=(403, 404, 410),
         needs_key=False,
     ),
-    admin.audit: Operation("What was done on a day", answers.AuditLog, query=schemas.AuditQuery, errors=(400,)),
-    admin.billing_usage: Operation("What was used", answers.UsageEvents, query=schemas.UsageQuery, errors=(400,)),
-    admin.checkpoint_storage: Operation("What is stored", answers.Storage, query=schemas.StorageQuery),
+    admin.audit: Operation("What was done on a day", answers.records.AuditLog, query=schemas.AuditQuery, errors=(400,)),
+    admin.billing_usage: Operation(
+        "What was used", answers.records.UsageEvents, query=schemas.UsageQuery, errors=(400,)
+    ),
+    admin.checkpoint_storage: Operation("What is stored", answers.records.Storage, query=schemas.StorageQuery),
     # OpenAI
-    openai.list_models: Operation("Base models and the newest checkpoints", answers.ModelCards),
-    openai.get_model: Operation("A base model or a checkpoint", answers.ModelCard, errors=(400, 404, 503)),
+    openai.list_models: Operation("Base models and the newest checkpoints", answers.openai.ModelCards),
+    openai.get_model: Operation("A base model or a checkpoint", answers.openai.ModelCard, errors=(400, 404, 503)),
     openai.completions: Operation(
         "Continue text or tokens",
-        answers.Completion,
+        answers.openai.Completion,
         openai_schemas.Completion,
         errors=(404, 429, 503),
         also_answers={"text/event-stream": {}},
     ),
     openai.chat_completions: Operation(
         "Answer in a conversation",
-        answers.ChatCompletion,
+        answers.openai.ChatCompletion,
         openai_schemas.Chat,
         errors=(404, 429, 503),
         also_answers={"text/event-stream": {}},

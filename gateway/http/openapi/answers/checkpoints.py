@@ -1,0 +1,129 @@
+"""Checkpoints, and the runs that they are of."""
+
+from __future__ import annotations
+
+from typing import Literal, NotRequired
+
+from typing_extensions import TypedDict
+
+
+class Imported(TypedDict):
+    path: str
+    notes: list[str]
+
+
+class CheckpointFacts(TypedDict):
+    checkpoint_id: str
+    checkpoint_type: str
+    time: str
+    tinker_path: str
+    size_bytes: int
+    public: bool
+    user_metadata: dict[str, str] | None
+    expires_at: str | None
+
+
+class FileFacts(TypedDict):
+    name: str
+    size_bytes: int
+    sha256: str
+
+
+class VerifiedFile(FileFacts):
+    problem: str | None
+
+
+class Verified(TypedDict):
+    tinker_path: str
+    intact: bool
+    files: list[VerifiedFile]
+
+
+class CheckpointDetails(CheckpointFacts):
+    base_model: str
+    version_id: str
+    step: int
+    is_lora: bool
+    lora_rank: int | None
+    optimizer: str | None
+    pinned: bool
+    files: list[FileFacts]
+
+
+class KeptCheckpoint(CheckpointFacts):
+    kept_as: list[Literal["no_rules", "last", "every", "within", "pinned", "published", "in_use"]]
+
+
+class RetentionPlan(TypedDict):
+    delete: list[CheckpointFacts]
+    keep: list[KeptCheckpoint]
+
+
+class Retention(RetentionPlan):
+    policy: dict[str, dict[str, int]]
+    is_default: bool
+
+
+class Pruned(RetentionPlan):
+    deleted: NotRequired[list[CheckpointFacts]]
+
+
+class Page(TypedDict):
+    offset: int
+    limit: int
+    total_count: int
+
+
+class CheckpointList(TypedDict):
+    checkpoints: list[CheckpointFacts]
+
+
+class CheckpointPage(CheckpointList):
+    cursor: Page
+
+
+class TrainingRun(TypedDict):
+    training_run_id: str
+    base_model: str
+    model_owner: str
+    is_lora: bool
+    corrupted: bool
+    lora_rank: int | None
+    last_request_time: str
+    last_checkpoint: CheckpointFacts | None
+    last_sampler_checkpoint: CheckpointFacts | None
+    user_metadata: dict[str, str] | None
+
+
+class TrainingRunPage(TypedDict):
+    training_runs: list[TrainingRun]
+    cursor: Page
+
+
+class SignedUrls(TypedDict):
+    urls: dict[str, str]
+    expires: str
+
+
+class SignedUrl(TypedDict):
+    url: str
+    expires: str
+
+
+class SamplerGap(TypedDict):
+    address: str
+    engine: str
+    max_gap: float | Literal["inf"]
+    mean_gap: float | Literal["inf"]
+    num_tokens: int
+
+
+class Certificate(TypedDict):
+    version_id: str
+    passed: bool
+    limit: float | None
+    samplers: list[SamplerGap]
+    weights_hash: str
+    num_bytes: int
+    publish_seconds: float
+    issued_at: str
