@@ -1,4 +1,4 @@
-"""Docker cannot run in the tests: the files are linted, validated and read. docs/operations.md says what else was run."""
+"""Docker cannot run in the tests: the files are linted, validated and read. docs/operations.md says what was run."""
 
 import shutil
 import subprocess
