@@ -48,6 +48,10 @@ class Process:
         """From the next start on, with the same flags."""
         self._argv[1:4] = [str(script)]
 
+    def set_env(self, **env: str) -> None:
+        """From the next start on, over its own."""
+        self._env |= env
+
     @property
     def pid(self) -> int:
         assert self._process is not None, f"{self.name} does not run"

@@ -71,10 +71,14 @@ def _announced(verb: Any, moment: str) -> Any:
     return call
 
 
-if __name__ == "__main__":
-    receive = weight_sync.receive
+def install() -> None:
+    receive: Any = weight_sync.receive
     weight_sync.receive = lambda inlet, *arguments, **options: receive(_FaultyInlet(inlet), *arguments, **options)
     for moment, verb in VERBS.items():
         handler = getattr(weight_sync.WeightSyncServicer, verb)
         setattr(weight_sync.WeightSyncServicer, verb, _announced(handler, moment))
+
+
+if __name__ == "__main__":
+    install()
     main()
