@@ -128,7 +128,7 @@ class Journal:
                     "UPDATE models SET state = 'failed', ended_at = ? WHERE model_id = ?", (time.time(), model_id)
                 )
 
-        await self._writer.submit(run)
+        await self._writer.submit(run, urgent=False)  # its client has it already
 
     async def find(self, model_id: str, seq_id: int) -> Record | None:
         """The operation, or None when it was never accepted or nothing of it is left."""

@@ -23,11 +23,15 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_SHARES_S = 0.02
+"""How long a job that is not urgent waits for one that is, to share its transaction."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Job:
     run: Callable[[sqlite3.Connection], Any]
     done: Future[Any]
+    urgent: bool
 
 
 class Writer:
@@ -50,9 +54,10 @@ class Writer:
             self._jobs.put(None)
         self._thread.join()
 
-    async def submit(self, run: Callable[[sqlite3.Connection], T]) -> T:
+    async def submit(self, run: Callable[[sqlite3.Connection], T], *, urgent: bool = True) -> T:
         """What `run` gives, once its transaction is on disk. It may run twice: the first time is rolled back then.
 
+        What is not urgent takes up to 20 ms more, and mostly no write to the disk of its own.
         A ServiceError of `run` is raised here, and must come before it writes. Raises OutOfCapacity when the disk
         does not take the transaction, NotReady after `close`, and a plain ServiceError for a damaged journal and for
         whatever else `run` raises.
@@ -61,21 +66,33 @@ class Writer:
         with self._closing:
             if self._closed:
                 raise NotReady("the journal is closed: the trainer is going down")
-            self._jobs.put(_Job(run, done))
+            self._jobs.put(_Job(run, done, urgent))
         return await asyncio.wrap_future(done)
 
     def _work(self) -> None:
         """The writer thread: everything that waits goes into one transaction."""
-        while (job := self._jobs.get()) is not None:
-            jobs = [job]
-            while not self._jobs.empty():
-                following = self._jobs.get()
-                if following is None:
-                    self._jobs.put(None)
-                    break
-                jobs.append(following)
+        while jobs := self._take():
             self._commit(jobs)
         self._connection.close()
+
+    def _take(self) -> list[_Job]:
+        """What has come, once something of it is urgent or has waited; nothing when the thread is to end."""
+        jobs: list[_Job] = []
+        latest = 0.0
+        while True:
+            try:
+                job = self._jobs.get(timeout=max(0.0, latest - time.monotonic())) if jobs else self._jobs.get()
+            except queue.Empty:
+                return jobs
+            if job is None:
+                if jobs:
+                    self._jobs.put(None)
+                return jobs
+            if job.urgent:
+                latest = 0.0
+            elif not jobs:
+                latest = time.monotonic() + _SHARES_S
+            jobs.append(job)
 
     def _commit(self, jobs: list[_Job]) -> None:
         started = time.perf_counter()

@@ -23,6 +23,7 @@ from tinsmith.rpc.errors import (
     ServiceError,
 )
 from tinsmith.v1 import trainer_pb2 as pb
+from trainer_service.durability import journal_writer
 from trainer_service.durability.journal import Journal
 from trainer_service.durability.journal_records import Body, LiveModel, Record, State
 from trainer_service.metrics import Metrics
@@ -119,6 +120,30 @@ async def test_waiting_appends_share_one_transaction(tmp_path: Path) -> None:
     assert new_commits - commits < 50
     assert len(await requests(journal)) == 101
     journal.close()
+
+
+async def test_an_answer_waits_for_the_next_append_to_share_its_transaction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_writer, "_SHARES_S", 600.0)
+    committed: list[int] = []
+    commit = journal_writer.Writer._commit
+    monkeypatch.setattr(
+        journal_writer.Writer, "_commit", lambda self, jobs: (committed.append(len(jobs)), commit(self, jobs))
+    )
+    async with opened(tmp_path) as journal:
+        await journal.append(MODEL, 0, created())
+        answer = asyncio.create_task(journal.finish(MODEL, 0, done(1.0)))
+        await asyncio.sleep(0.05)  # the writer has it
+        assert not answer.done()
+        await journal.append(MODEL, 1, batch(1))
+        await answer
+        assert committed == [1, 2]
+        last = asyncio.create_task(journal.finish(MODEL, 1, done(2.0)))
+        await asyncio.sleep(0.05)
+    await last  # the end waits for nothing more
+    async with opened(tmp_path) as journal:
+        assert [entry.state for entry in await journal.history(MODEL)] == [State.DONE, State.DONE]
 
 
 async def executed(journal: Journal, seq_ids: Iterable[int], *, length: int = 8) -> None:
