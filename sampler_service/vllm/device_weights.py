@@ -4,9 +4,7 @@ shared memory. Exchanged between two steps, in place, by vLLM's own loading of t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,37 +17,20 @@ from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportM
     initialize_layerwise_reload,
 )
 
-from sampler_service.vllm.shared_memory import Handle
+from sampler_service.vllm.full_source import FullSource
 
 BASE = 0
-
-
-@dataclass(frozen=True, slots=True)
-class FullVersion:
-    """All parameters, by the names that the files of the base model have for them."""
-
-    handle: Handle
-    specs: Sequence[tuple[str, Sequence[int], bool]]
-    """Name, shape, and whether the matrix lies column by column; in the order of the buffer."""
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Views of the shared memory."""
-        flat, start = self.handle.open(), 0
-        for name, shape, by_columns in self.specs:
-            part = flat[start : start + prod(shape)]
-            start += prod(shape)
-            yield name, part.view(*reversed(shape)).T if by_columns else part.view(*shape)
 
 
 class DeviceWeights:
     def __init__(self, runner: Any) -> None:
         self.current = BASE
         self._runner = runner
-        self._versions: dict[int, FullVersion] = {}
+        self._versions: dict[int, FullSource] = {}
         self._others: list[tuple[str, Tensor]] | None = None
         """What the files hold besides parameters; None until the first full version."""
 
-    def register(self, number: int, version: FullVersion) -> str:
+    def register(self, number: int, version: FullSource) -> str:
         """A version that steps may use from now on; or why this model can have none, with nothing changed.
 
         The first one is tried here, so that a model that cannot be loaded so is no step's trouble.
@@ -58,7 +39,7 @@ class DeviceWeights:
         if self._others is not None:
             return ""
         try:
-            self._others = self._read_others(version)
+            self._others = version.others(self._base())
             before = self.current
             try:
                 self.use(number)
@@ -95,7 +76,7 @@ class DeviceWeights:
         if loaded is not None and (missing := sorted(wanted - loaded)):
             raise ValueError(f"vLLM's loading leaves {missing[0]} as it was, and {len(missing) - 1} more")
 
-    def _full(self, version: FullVersion) -> Iterable[tuple[str, Tensor]]:
+    def _full(self, version: FullSource) -> Iterable[tuple[str, Tensor]]:
         assert self._others is not None
         yield from version.tensors()
         yield from self._others
@@ -104,21 +85,6 @@ class DeviceWeights:
         runner = self._runner
         loader: Any = get_model_loader(runner.vllm_config.load_config)
         return loader.get_all_weights(runner.model_config, runner.get_model())
-
-    def _read_others(self, version: FullVersion) -> list[tuple[str, Tensor]]:
-        """Raises ValueError for a version whose parameters the files name otherwise."""
-        ours = {name for name, _, _ in version.specs}
-        others = []
-        for name, tensor in self._base():
-            if name in ours:
-                ours.discard(name)
-            else:
-                others.append((name, tensor))
-        if ours:
-            raise ValueError(
-                f"{min(ours)} is one parameter, which the model's files, and vLLM with them, hold under other names"
-            )
-        return others
 
 
 def _pack_tied_output(model: Any) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Self
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -41,6 +42,11 @@ class SharedTensor:
     def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Zeros. Raises OutOfCapacity when there is no memory."""
         num_bytes = dtype.itemsize * prod(shape)
+        available = psutil.virtual_memory().available
+        if num_bytes > available:  # the kernel would hand out pages until it ends some process
+            raise OutOfCapacity(
+                f"there is no memory on this sampler for {num_bytes} bytes of weights ({available} are available)"
+            )
         fd = os.memfd_create("tinsmith-weights")
         try:
             os.posix_fallocate(fd, 0, num_bytes)  # now, and not as a SIGBUS later

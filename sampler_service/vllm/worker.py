@@ -18,8 +18,9 @@ from vllm.lora.peft_helper import PEFTHelper  # pyright: ignore[reportMissingImp
 from vllm.lora.punica_wrapper import punica_cpu  # pyright: ignore[reportMissingImports]
 from vllm.lora.utils import parse_fine_tuned_lora_name  # pyright: ignore[reportMissingImports]
 
-from sampler_service.vllm.device_weights import DeviceWeights, FullVersion
+from sampler_service.vllm.device_weights import DeviceWeights
 from sampler_service.vllm.draw import StreamSampler
+from sampler_service.vllm.full_source import FullSource
 from sampler_service.vllm.kernels import SlotKernels
 from sampler_service.vllm.score import PromptScoring
 from sampler_service.vllm.shared_memory import Handle
@@ -75,7 +76,7 @@ class WorkerExtension:
 
     def tinsmith_register_full(self, number: int, handle: tuple[int, int, int, str], specs: Sequence[Any]) -> str:
         """All parameters, which requests may name from now on; or why this model can have none."""
-        return self.tinsmith_weights.register(number, FullVersion(Handle(*handle), specs))
+        return self.tinsmith_weights.register(number, FullSource(Handle(*handle), specs))
 
     def tinsmith_forget_full(self, number: int) -> None:
         self.tinsmith_weights.forget(number)

@@ -1,0 +1,44 @@
+"""Where the worker takes the parameters of a full version from. Needs no vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor
+
+from sampler_service.vllm.shared_memory import Handle
+
+
+@dataclass(frozen=True, slots=True)
+class FullSource:
+    """All parameters, by the names that the files of the base model have for them."""
+
+    handle: Handle
+    specs: Sequence[tuple[str, Sequence[int], bool]]
+    """Name, shape, and whether the matrix lies column by column; in the order of the buffer."""
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Views of the shared memory."""
+        flat, start = self.handle.open(), 0
+        for name, shape, by_columns in self.specs:
+            part = flat[start : start + prod(shape)]
+            start += prod(shape)
+            yield name, part.view(*reversed(shape)).T if by_columns else part.view(*shape)
+
+    def others(self, files: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """What the base model's files hold besides parameters. Raises ValueError when they name a parameter otherwise,
+        as they do with fused experts: vLLM loads by the names in the files."""
+        ours = {name for name, _, _ in self.specs}
+        others = []
+        for name, tensor in files:
+            if name in ours:
+                ours.discard(name)
+            else:
+                others.append((name, tensor))
+        if ours:
+            raise ValueError(
+                f"{min(ours)} is one parameter, which the model's files, and vLLM with them, hold under other names"
+            )
+        return others
