@@ -38,7 +38,7 @@ def test_every_published_version_has_a_certificate(
     (gap,) = certificate["samplers"]
     assert gap["engine"] == "torch"
     assert gap["max_gap"] < 1e-3
-    assert gap["num_tokens"] == 7
+    assert gap["num_tokens"] == 15
     assert main(["checkpoints", "certificate", path, "--base-url", stack.base_url, "--api-key", "tml-test"]) == 0
     shown = capsys.readouterr().out
     assert certificate["version_id"] in shown

@@ -229,7 +229,7 @@ def play_starved(engine: TrainingEngine) -> dict[str, Any]:
 def scores(script: Script, model_id: str) -> None:
     """What a publish asks of the trainer: of live weights, and of a copy once the live ones have moved on."""
     engine = script.engine
-    sequences = canary(4, 16, vocab_size=VOCAB_SIZE, max_context_length=CONTEXT)
+    sequences = canary(4, vocab_size=VOCAB_SIZE, max_context_length=CONTEXT)
     copied = engine.capture(model_id, with_optimizer=False).adapter
     script.seen[f"scores {model_id}"] = engine.score(engine.weights(model_id), sequences)
     engine.forward_backward([(model_id, script.batch(datums(13)))])

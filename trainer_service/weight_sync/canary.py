@@ -21,24 +21,24 @@ Tokens = npt.NDArray[np.int32]
 Scores = npt.NDArray[np.float32]
 """Logprobs of the tokens of all sequences, each sequence's first token left out, end to end."""
 
+_LENGTH = 16
 _SEED = 20
 
 
 def canary_of(base: BaseModel) -> Sequence[Tokens]:
     """On a CPU every token costs time, of which a publish has little, and every request may be a step of the sampler;
-    a GPU takes as long for one token as for some dozens. With fewer than 8 tokens a wrong query or key hardly shows:
-    there are too few others to attend to."""
-    num_sequences, length = (1, 8) if base.device.type == "cpu" else (4, 16)
-    return canary(num_sequences, length, vocab_size=base.vocab_size, max_context_length=base.max_context_length)
+    a GPU takes as long for one token as for some dozens."""
+    num_sequences = 1 if base.device.type == "cpu" else 4
+    return canary(num_sequences, vocab_size=base.vocab_size, max_context_length=base.max_context_length)
 
 
-def canary(num_sequences: int, length: int, *, vocab_size: int, max_context_length: int) -> Sequence[Tokens]:
+def canary(num_sequences: int, *, vocab_size: int, max_context_length: int) -> Sequence[Tokens]:
     """The same for every model of this size, and shorter than its context.
 
     Ids are drawn evenly over their logarithm, since in most vocabularies common tokens come first: a model says more
     about those than about tokens that it has never seen.
     """
-    length = max(2, min(length, max_context_length - 1))
+    length = max(2, min(_LENGTH, max_context_length - 1))
     drawn = np.random.default_rng(_SEED).random((num_sequences, length))
     return list((np.power(float(vocab_size), drawn) - 1).astype(np.int32).clip(0, vocab_size - 1))
 

@@ -20,7 +20,7 @@ from trainer_service.engine.engine import TrainingEngine
 from trainer_service.weight_sync.canary import Tokens, _in_place, canary, canary_of, score
 from trainer_service.weight_sync.certificate import GAP_LIMITS
 
-SEQUENCES = canary(4, 16, vocab_size=VOCAB_SIZE, max_context_length=CONTEXT)
+SEQUENCES = canary(4, vocab_size=VOCAB_SIZE, max_context_length=CONTEXT)
 
 
 def trained(engine: TrainingEngine, model_id: str, sequences: Sequence[Tokens]) -> np.ndarray:
@@ -43,11 +43,11 @@ def full_engine(model_folder: Path) -> TrainingEngine:
 @pytest.mark.parametrize("vocab_size", [2, 17, 512, 151_936])
 @pytest.mark.parametrize("context", [3, 16, 4096])
 def test_the_canary_is_fixed_and_fits_every_model(vocab_size: int, context: int) -> None:
-    sequences = canary(4, 16, vocab_size=vocab_size, max_context_length=context)
+    sequences = canary(4, vocab_size=vocab_size, max_context_length=context)
     tokens = np.concatenate(sequences)
     assert 0 <= tokens.min() <= tokens.max() < vocab_size
     assert all(2 <= one.size < context for one in sequences), "one more token is drawn"
-    again = canary(4, 16, vocab_size=vocab_size, max_context_length=context)
+    again = canary(4, vocab_size=vocab_size, max_context_length=context)
     assert all(np.array_equal(one, other) for one, other in zip(sequences, again, strict=True))
 
 
@@ -82,7 +82,7 @@ def half_as_strong(weights: LoraWeights) -> None:
 def test_one_wrong_projection_of_one_layer_is_above_the_limit(
     base: BaseModel, corrupt: Callable[[LoraWeights], None]
 ) -> None:
-    """Of every kind, in every layer, by the canary of a CPU, which is the shorter one."""
+    """Of every kind, in every layer, by the one sequence that a CPU scores."""
     sequences = canary_of(base)
     adapter = Adapter.create(AdapterConfig(rank=8, seed=3), base.targets, base.device)
     generator = torch.Generator().manual_seed(0)

@@ -177,7 +177,7 @@ async def test_samplers_that_compute_the_same_pass(base: BaseModel, make_bench: 
     assert len({gap.address for gap in certificate.samplers}) == 2
     for gap in certificate.samplers:
         assert 0 <= gap.mean_gap <= gap.max_gap < 1e-4
-        assert gap.num_tokens == bench.scores.size == 7
+        assert gap.num_tokens == bench.scores.size == 15
     bench.publisher.check(certificate, location="r/sampler_weights/one")
     assert bench.serving == [0, 1]
     assert bench.count("passed") == 1
