@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
-from tinsmith.modeling.tensor_file import write_tensors
 from tinsmith.rpc.errors import InvalidRequest, Unsupported
 from tinsmith.v1 import types_pb2 as pb
 
@@ -227,19 +226,15 @@ class Adapter:
             for tensor in (self.weights[target.name].a_R_I, self.weights[target.name].b_O_R)
         )
 
-    def save_peft(self, folder: Path, *, base_model: str) -> dict[str, str]:
-        """Writes adapter_config.json and adapter_model.safetensors, which stock PEFT loads unchanged.
-
-        Returns the SHA-256 of the second, by its name.
-        """
+    def save_peft(self, folder: Path, *, base_model: str) -> None:
+        """Writes adapter_config.json and adapter_model.safetensors, which stock PEFT loads unchanged."""
         tensors = {
-            name: tensor
+            name: tensor.detach().cpu().contiguous()
             for target in self.targets
             for name, tensor in zip(target.peft_names, target.to_peft(self.weights[target.name]), strict=True)
         }
+        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         (folder / "adapter_config.json").write_text(json.dumps(self._peft_config(base_model), indent=2) + "\n")
-        file = folder / "adapter_model.safetensors"
-        return {file.name: write_tensors(file, tensors, metadata={"format": "pt"})}
 
     def _peft_config(self, base_model: str) -> Mapping[str, object]:
         experts = {_last(target.name, 2) for target in self.targets if target.num_experts is not None}

@@ -90,11 +90,10 @@ class CheckpointStore:
         stored.encrypted = bool(recipients)
         num_bytes = _num_bytes(state) * (2 if recipients else 1)
         with self._new(location, overwrite=overwrite, num_bytes=num_bytes) as draft:
-            known = _write_files(draft.folder, state, base_model=info.base_model)
+            _write_files(draft.folder, state, base_model=info.base_model)
             if recipients:
                 encrypt_folder(draft.folder, recipients)
-            files = [manifest.describe(path, sha256=known.get(path.name)) for path in sorted(draft.folder.iterdir())]
-            written = Manifest.of(stored, files)
+            written = Manifest.of(stored, [manifest.describe(path) for path in sorted(draft.folder.iterdir())])
             if max_bytes is not None and (size := written.checkpoint.size_bytes) > max_bytes:
                 raise BudgetExceeded(
                     f"checkpoint {location} was not saved: it has {size} bytes, and {max_bytes} are left of the "
@@ -260,13 +259,10 @@ def _stored_dtype(state: State, weights: FullWeights) -> torch.dtype:
     return weights.flat.dtype if state.optimizer is not None else weights.sent_dtype
 
 
-def _write_files(folder: Path, state: State, *, base_model: str) -> dict[str, str]:
-    """The SHA-256 of those files, by name, that were summed up while they were written."""
-    known: dict[str, str] = {}
+def _write_files(folder: Path, state: State, *, base_model: str) -> None:
     if isinstance(state.adapter, FullWeights):
         state.adapter.save_model(folder, dtype=_stored_dtype(state, state.adapter))
     else:
-        known = state.adapter.save_peft(folder, base_model=base_model)
+        state.adapter.save_peft(folder, base_model=base_model)
     if state.optimizer is not None:
         save_file(state.optimizer.tensors, folder / _OPTIMIZER)
-    return known

@@ -98,9 +98,8 @@ class Manifest:
         file.seek(0)
 
 
-def describe(path: Path, *, sha256: str | None = None) -> pb.CheckpointFile:
-    """Reads the file, unless its sum is known."""
-    return pb.CheckpointFile(name=path.name, size_bytes=path.stat().st_size, sha256=sha256 or _sha256(path))
+def describe(path: Path) -> pb.CheckpointFile:
+    return pb.CheckpointFile(name=path.name, size_bytes=path.stat().st_size, sha256=_sha256(path))
 
 
 def _digest_of(content: dict[str, Any]) -> str:
