@@ -255,7 +255,10 @@ class Generator:
         self._ledger.use("sampling_prefill", num_prompt - num_cached, **whose)
         self._ledger.use("sampling_prefill_cached", num_cached, **whose)
         self._ledger.use("sampling_sample", num_sampled, **whose)
-        if hold is not None and hold.is_budgeted:
+        if hold is None:
+            return
+        hold.release()  # it is counted now, and would count twice until it is written
+        if hold.is_budgeted:
             with contextlib.suppress(SQLAlchemyError):  # what is drawn goes out; the ledger tries again, and says why
                 await self._ledger.flush()
 

@@ -205,6 +205,7 @@ class Samples:
         use("sampling_sample", num_sampled)
         if pending.hold is not None:
             pending.hold.drawn(num_sampled)
+            pending.hold.release()  # it is counted now, and would count twice until it is written
             if pending.hold.is_budgeted:
                 await until_written(self._ledger.flush, what="the usage", pausing=pending.progress.paused)
         return Answer(response.SerializeToString(), PROTOBUF, json_forms.sample_result)

@@ -242,8 +242,10 @@ class Operations:
                 session_id=pending.session_id,
                 is_new=True,
             )
-            if submission.hold is not None and submission.hold.is_budgeted:
-                await until_written(self._ledger.flush, what="the usage", pausing=pending.progress.paused)
+            if submission.hold is not None:
+                submission.hold.release()  # it is counted now, and would count twice until it is written
+                if submission.hold.is_budgeted:
+                    await until_written(self._ledger.flush, what="the usage", pausing=pending.progress.paused)
         self._history.add(
             submission.model_id,
             submission.seq_id,

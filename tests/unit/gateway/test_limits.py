@@ -153,6 +153,49 @@ async def test_what_is_in_work_counts_with_what_it_may_use(store: Store) -> None
     made.sample(ADA, sample(40, max_tokens=50), base_model="m").release()
 
 
+@pytest.mark.parametrize("kind", ["training", "sampling", "completion"])
+async def test_what_is_counted_and_waits_to_be_written_counts_once(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    keys, ledger, may_write = gateway(stack).keys, gateway(stack).ledger, asyncio.Event()
+    write = ledger.flush
+    key, _ = await keys.create("ada")
+
+    async def write_later() -> None:
+        await may_write.wait()
+        await write()
+
+    async with await client_of(stack, key) as client:
+        session_id = await client.session()
+        model_id = await client.model(session_id)
+        sampler_id = await client.sampling_session(session_id, base_model=BASE_MODEL)
+
+        async def ask(n: int) -> bool:
+            if kind == "completion":
+                body = {"model": BASE_MODEL, "prompt": "the", "max_tokens": 2}
+                return (await client.post("/v1/completions", json=body)).status_code == 200
+            if kind == "training":
+                reply = await client.forward_backward(model_id, n)
+            else:
+                reply = await client.post("/api/v1/asample", json=sample_body(sampler_id, n))
+            return reply.status_code == 200 and isinstance(await client.result(reply.json()), bytes)
+
+        assert await ask(1)
+        amount = ledger.tokens("ada")
+        await keys.set_budget("ada", {"tokens": 3 * amount})
+        await gateway(stack).limits.refresh()
+        monkeypatch.setattr(ledger, "flush", write_later)
+        first = asyncio.create_task(ask(2))
+        while ledger.tokens("ada") == amount:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        second = asyncio.create_task(ask(3))
+        while ledger.tokens("ada") == 2 * amount and not second.done():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        may_write.set()
+        assert (await first, await second) == (True, True)
+        assert ledger.tokens("ada") == 3 * amount
+
+
 async def test_training_that_waits_for_another_in_its_order_is_not_told_to_wait_for_it(store: Store) -> None:
     made, _, _ = await limited(store, tokens=100)
     made.operation(ADA, "s:train:0:2", owner="ada", tokens=60)
