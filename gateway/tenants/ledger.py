@@ -28,7 +28,6 @@ from gateway.database.store import Store
 from gateway.database.tables.history import Span
 from gateway.database.tables.sessions import Model
 from gateway.database.tables.tenants import AuditEvent, CountedOperation, TokenCount, Usage
-from gateway.tasks import to_its_end
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +81,7 @@ class Ledger:
         self._store = store
         self._gathered = _Gathered()
         self._flushing = asyncio.Lock()
+        self._writing: set[asyncio.Task[None]] = set()
         self._counted: dict[Whose, int] = {}
         """Tokens that the database had when it was last written or read; they never get fewer."""
         self._unwritten: Counter[Whose] = Counter()
@@ -155,7 +155,10 @@ class Ledger:
 
     async def flush(self) -> None:
         """Writes what has gathered; it stays gathered when that fails. Afterwards all of it can be read."""
-        await to_its_end(self._flush())  # cut off, it would not know whether the database has it
+        writing = asyncio.create_task(self._flush())
+        self._writing.add(writing)
+        writing.add_done_callback(self._writing.discard)
+        await asyncio.shield(writing)  # cut off, however slow it is, it would not know whether the database has it
 
     async def _flush(self) -> None:
         async with self._flushing:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import aiosqlite
 import pytest
 from sqlalchemy import func, select
 
@@ -95,4 +96,32 @@ async def test_a_write_whose_caller_is_cancelled_is_done_once(store: Store, monk
     await ledger.flush()
     async with store.begin() as db:
         assert await db.scalar(select(func.sum(Usage.amount))) == 15
+    assert ledger.tokens("ada") == 5
+
+
+async def test_a_commit_that_is_slower_than_its_caller_waits_counts_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = Ledger(store)
+    ledger.use("sampling_sample", 5, base_model="b", owner="ada")
+    committed, go_on = asyncio.Event(), asyncio.Event()
+    commit = aiosqlite.Connection.commit
+
+    async def and_wait(self: aiosqlite.Connection) -> None:
+        await commit(self)
+        committed.set()
+        await go_on.wait()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(aiosqlite.Connection, "commit", and_wait)
+        flushing = asyncio.create_task(ledger.flush())
+        async with asyncio.timeout(LIMIT_S):
+            await committed.wait()
+            flushing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await flushing
+        go_on.set()
+        await ledger.flush()
+    async with store.begin() as db:
+        assert await db.scalar(select(func.sum(Usage.amount))) == 5
     assert ledger.tokens("ada") == 5
