@@ -38,6 +38,8 @@ _CONFIRM_S = 2.0
 _REMOVE_S = 1.0
 """The same, but the calls stand."""
 _WITHDRAW_AGAIN_S = 0.2
+"""At first; then twice as long each time, up to the following: a sampler refuses the call while it loads."""
+_WITHDRAW_RARELY_S = 5.0
 _MAX_WITHDRAWING = 4096
 _DTYPES = {torch.float32: types_pb2.DTYPE_FLOAT32, torch.bfloat16: types_pb2.DTYPE_BFLOAT16}
 
@@ -213,13 +215,16 @@ class WeightSender:
 
     async def _withdraw(self, sampler: Sampler, version_id: str) -> None:
         request = sampler_pb2.RemoveVersionRequest(version_id=version_id)
+        again_s = _WITHDRAW_AGAIN_S
         while True:
             try:
                 # Without a time-out: a process that was stopped finds the call when it goes on.
                 await sampler.versions.RemoveVersion(request, wait_for_ready=True)
             except grpc.aio.AioRpcError as error:
-                logger.warning("%s has not removed %s yet: %s", sampler.address, version_id, error.details())
-                await asyncio.sleep(_WITHDRAW_AGAIN_S)
+                level = logging.WARNING if again_s == _WITHDRAW_AGAIN_S else logging.DEBUG
+                logger.log(level, "%s has not removed %s yet: %s", sampler.address, version_id, error.details())
+                await asyncio.sleep(again_s)
+                again_s = min(2 * again_s, max(_WITHDRAW_RARELY_S, _WITHDRAW_AGAIN_S))
             else:
                 break
         if self._withdrawing.get((sampler.address, version_id)) is asyncio.current_task():

@@ -485,6 +485,34 @@ async def test_a_version_is_withdrawn_from_a_sampler_that_was_away_when_it_can_b
     assert receiver.versions == {}
 
 
+async def test_a_sampler_that_refuses_a_withdrawal_is_asked_ever_less_often_and_logged_once(
+    connect: Connect,
+    serve: Serve,
+    make_version: MakeVersion,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    receiver = Receiver()
+    sender = await connect(await serve(receiver))
+    await sender.publish(make_version("m@1"))
+    waits: list[float] = []
+    sleep = asyncio.sleep
+
+    async def noted(seconds: float) -> None:
+        waits.append(seconds)
+        await sleep(seconds)
+
+    receiver.faults += ["remove"] * 4
+    monkeypatch.setattr(sender_module, "_WITHDRAW_AGAIN_S", 0.011)
+    monkeypatch.setattr(sender_module, "_WITHDRAW_RARELY_S", 0.033)
+    monkeypatch.setattr(sender_module.asyncio, "sleep", noted)
+    await sender.withdraw("m@1")
+    await asyncio.gather(*sender._withdrawing.values())
+    assert receiver.versions == {}
+    assert [wait for wait in waits if wait in (0.011, 0.022, 0.033)] == [0.011, 0.022, 0.033, 0.033]
+    assert caplog.text.count("has not removed m@1 yet") == 1
+
+
 async def test_a_version_that_is_good_after_all_is_not_withdrawn_any_more(
     connect: Connect, serve: Serve, make_version: MakeVersion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
