@@ -40,8 +40,8 @@ class VllmService:
         )  # fmt: skip
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        self._ready.wait(240)
-        if self.process.poll() is not None or not self.port:
+        in_time = self._ready.wait(480)  # vLLM loads for four minutes on a machine with much else to do
+        if not (in_time and any(_SERVING.search(line) for line in self.lines)):
             self._kill()
             raise RuntimeError(f"the sampler did not start:\n{self.report()}")
         return self
