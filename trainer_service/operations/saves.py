@@ -64,11 +64,11 @@ class Saves:
         model = self.models.get(request.model_id)
         with_optimizer = request.kind == types_pb2.CHECKPOINT_KIND_TRAINING
         version_id = f"{request.model_id}@{request.seq_id}"
+        if request.overwrite:
+            await turn.settled()  # two saves that replace one checkpoint are written in their order
         written = await asyncio.to_thread(self._written, location, version_id) if again else None
         if written is not None:
             return await self._finish(written, location)
-        if request.overwrite:
-            await turn.settled()  # two saves that replace one checkpoint are written in their order
         scores: asyncio.Future[Scores] | None = None
         if self.publishing.sends(request.kind):
             state, scores = await self.publishing.capture_and_score(turn, request.model_id)

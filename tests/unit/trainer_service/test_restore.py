@@ -23,6 +23,7 @@ from trainer_service.durability.restore import check_journal
 from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Policy
 from trainer_service.scheduling.work import Answer
+from trainer_service.storage.locations import Location
 
 MODEL = "s:train:0"
 EVERY_STEP, EVERY_OTHER = Policy(1, 0, 0), Policy(2, 0, 0)
@@ -300,22 +301,45 @@ async def test_a_load_whose_damaged_answer_does_not_tell_what_was_read_gives_the
         await again.scheduler.check_held(MODEL)
 
 
+def unanswer(journal: sqlite3.Connection, message: pb.SaveCheckpointRequest) -> None:
+    """As if the process had ended before the answer was stored."""
+    request = Body.pack("save_checkpoint", message).compressed
+    journal.execute(
+        "UPDATE operations SET state = 0, result = NULL, request = ?, request_sum = ? WHERE seq_id = ?",
+        (request, sum_of(MODEL, message.seq_id, "save_checkpoint", request), message.seq_id),
+    )
+    journal.commit()
+
+
 async def test_a_save_that_was_written_but_not_answered_finishes_as_what_it_is(start: Start, tmp_path: Path) -> None:
     process = await start(tmp_path / "0")
     await run(process, [creation(), batch(1), step(2), save(3, "one"), save(4, "", kind=EPHEMERAL)])
     before = [await process.outcome(MODEL, seq_id) for seq_id in (3, 4)]
     folder = await process.crash(tmp_path / "1")
     journal = sqlite3.connect(folder / "journal.sqlite")
-    for seq_id, message in ((3, save(3, "one")), (4, save(4, "", kind=EPHEMERAL))):
-        request = Body.pack("save_checkpoint", message).compressed
-        journal.execute(
-            "UPDATE operations SET state = 0, result = NULL, request = ?, request_sum = ? WHERE seq_id = ?",
-            (request, sum_of(MODEL, seq_id, "save_checkpoint", request), seq_id),
-        )
-    journal.commit()
+    for message in (save(3, "one"), save(4, "", kind=EPHEMERAL)):
+        unanswer(journal, message)
     journal.close()
     again = await start(folder)
     assert [await again.outcome(MODEL, seq_id) for seq_id in (3, 4)] == before
+
+
+async def test_of_two_saves_at_one_place_that_were_not_answered_the_later_one_stays(
+    start: Start, tmp_path: Path
+) -> None:
+    process = await start(tmp_path / "0")
+    saves = [save(n, "latest", overwrite=True) for n in (3, 6)]
+    await run(process, [creation(), batch(1), step(2), saves[0], batch(4), step(5), saves[1]])
+    folder = await process.crash(tmp_path / "1")
+    journal = sqlite3.connect(folder / "journal.sqlite")
+    for message in saves:
+        unanswer(journal, message)
+    journal.close()
+    again = await start(folder)
+    answers = [await again.outcome(MODEL, seq_id) for seq_id in (3, 6)]
+    assert [answer.save_checkpoint.checkpoint.step for answer in answers if isinstance(answer, Answer)] == [1, 2]
+    location = Location.parse(f"{MODEL}/weights/latest", field="location")
+    assert again.operations.publishing.checkpoints.info(location).step == 2
 
 
 async def test_what_a_load_has_read_may_be_deleted_once_it_is_answered(start: Start, tmp_path: Path) -> None:
