@@ -141,6 +141,7 @@ class Front(ABC):
         self._admitted(task)
         del self._tasks[task]
         self._let_go(task)
+        task.forget_versions()
         self.metrics.requests.labels(outcome.reason if isinstance(outcome, ServiceError) else "ok").inc()
         task.generation.finish(outcome)
 

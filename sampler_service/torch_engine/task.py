@@ -139,6 +139,13 @@ class Task:
         self._in_use = [version for version in self._in_use if version in used]
         return unused
 
+    def forget_versions(self) -> None:
+        """At its end. Requests, sequences and jobs refer to each other, so they stay in memory until Python's next full
+        collection, and versions are too large for that."""
+        self.version = None
+        self._stretches.clear()
+        self._in_use.clear()
+
     @property
     def rule(self) -> Rule:
         params = self.request.params

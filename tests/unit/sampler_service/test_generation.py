@@ -1,6 +1,8 @@
 """The engine against stock transformers, and its promises: batching, seeds, stops."""
 
 import asyncio
+import gc
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +69,24 @@ async def test_logprobs_are_the_models_own_at_the_requests_temperature(model_fol
     assert sequence.topk is not None
     np.testing.assert_array_equal(sequence.topk.token_ids, ids)
     np.testing.assert_allclose(sequence.topk.logprobs, values, atol=1e-4)
+
+
+async def test_a_removed_version_leaves_memory_with_its_last_request(model_folder: Path) -> None:
+    """At once: between two full collections of Python lie thousands of requests."""
+    async with serving(model_folder) as engine:
+        adapter = make_adapter(engine.targets, seed=1)
+        await engine.install("v1", adapter)
+        left = weakref.ref(adapter)
+        del adapter
+        gc.disable()
+        try:
+            ended = await engine.submit(request(prompt(8), version_id="v1", num_samples=3, max_tokens=4), stream=True)
+            await ended.result()
+            engine.remove("v1")
+            await generate(engine, prompt(8), max_tokens=2)  # the compute thread has heard of it
+            await until(lambda: left() is None)
+        finally:
+            gc.enable()
 
 
 async def test_adapters_give_what_peft_gives(model_folder: Path, tmp_path: Path) -> None:
