@@ -1,8 +1,8 @@
 """Calls of samplers for the OpenAI API: straight to gRPC, without a future.
 
 A sampler that is away or full is waited for a while, unless another does the work; a version that none holds is
-published. A client that leaves stops its generation. What a stream had by then is counted; of an answer in one piece the
-gateway has heard nothing yet, and counts nothing.
+published. A client that leaves stops its generation. What a stream had by then is counted; of an answer in one piece
+the gateway has heard nothing yet, and counts nothing.
 """
 
 from __future__ import annotations
