@@ -69,13 +69,16 @@ def undisturbed(service: tinker.ServiceClient) -> Iterator[Callable[[], None]]:
     assert [one.result().metrics["loss:sum"] for one in pending] == quiet
 
 
+NUM_GENERATIONS = 64
+
+
 class Burst:
-    """64 generations, of two versions."""
+    """Generations of two versions."""
 
     def __init__(self, versions: Versions, *, num_tokens: int = 300) -> None:
         self._versions = versions
         self._num_tokens = num_tokens
-        self._prompts = [random_tokens(20, n) for n in range(64)]
+        self._prompts = [random_tokens(20, n) for n in range(NUM_GENERATIONS)]
         params = SamplingParams(max_tokens=num_tokens, stop=[])
         self._pending = [
             versions.samplers[n % 2].sample(ModelInput.from_ints(prompt), 1, params)
@@ -170,12 +173,12 @@ def test_of_two_samplers_one_is_stopped_and_goes_on_later(
     undisturbed()
     burst = Burst(versions)
     wait_busy(cluster, stopped, other)
-    held = metric(cluster, "gateway_sampler_sequences", stopped)
     stopped.pause()
     wait_until(lambda: state(cluster, stopped) == "silent", what="it is out", limit_s=OUT_LIMIT_S)
     wait_until(lambda: metric(cluster, "gateway_sampler_sequences", stopped) == 0, what="its work is elsewhere")
     burst.check()  # while it is stopped
-    assert 0 < metric(cluster, "gateway_resubmissions_total", stopped) - resubmitted <= held
+    once = NUM_GENERATIONS  # more of them may have come to it after any look at what it has
+    assert 0 < metric(cluster, "gateway_resubmissions_total", stopped) - resubmitted <= once
     stopped.resume()
     wait_back(cluster, stopped)
     Burst(versions, num_tokens=5).check()
