@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.recipes.harness import MODEL, Recipe, check_log, run_module
+from tests.recipes.harness import MODEL, Recipe, check_end, check_log, run_module
 
 pytestmark = [pytest.mark.recipes, pytest.mark.timeout(600)]
 
@@ -92,7 +92,7 @@ def test_the_loss_of_dpo_starts_at_ln_2_and_falls(base_url: str, tmp_path: Path)
 def test_prompt_distillation_makes_its_data_and_learns_it(base_url: str, tmp_path: Path) -> None:
     data, log = tmp_path / "data.jsonl", tmp_path / "data.log"
     name = "prompt_distillation.create_data"
-    assert run_module(name, {"output_file": data}, base_url=base_url, output=log).wait() == 0, log.read_text()
+    check_end(run_module(name, {"output_file": data}, base_url=base_url, output=log), log)
     check_log(log)
     answers = [json.loads(line)["messages"][-1]["content"] for line in data.read_text().splitlines()]
     assert len(answers) == 48

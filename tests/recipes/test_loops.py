@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.recipes.harness import MODEL, Recipe, check_log
+from tests.recipes.harness import MODEL, Recipe, check_end, check_log
 
 pytestmark = [pytest.mark.recipes, pytest.mark.timeout(1200)]
 
@@ -19,7 +19,7 @@ def run_with_a_crash(recipe: Recipe, tmp_path: Path) -> None:
     """Kills the recipe once the checkpoint of step KILL_AFTER is there, and runs it again to its end."""
     recipe.kill_after_checkpoint(f"{KILL_AFTER:06d}", tmp_path / "first.log")
     second_log = tmp_path / "second.log"
-    assert recipe.start(second_log).wait() == 0, second_log.read_text()[-5000:]
+    check_end(recipe.start(second_log), second_log)
     check_log(second_log)
     output = second_log.read_text()
     assert f"Resuming from batch {KILL_AFTER}" in output
