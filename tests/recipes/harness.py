@@ -43,8 +43,8 @@ def run_module(name: str, settings: dict[str, object], *, base_url: str, output:
 
 
 def check_end(process: subprocess.Popen[bytes], log: Path) -> None:
-    """Waits for it. An abort is no failure by itself: Python can abort at its exit, after all work, when a background thread
-    of the client is in C++ code then. So whoever calls this has to look at what the recipe has made."""
+    """Waits for it. An abort is no failure by itself: Python can abort at its exit, after all work, when a background
+    thread of the client is in C++ code then. So whoever calls this has to look at what the recipe has made."""
     assert process.wait() in (0, -signal.SIGABRT), log.read_text()[-5000:]
 
 
