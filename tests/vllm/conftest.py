@@ -1,13 +1,45 @@
-"""What the SDK leaves behind."""
+"""What the tests of the engine share, and what the SDK leaves behind."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
+from prometheus_client import CollectorRegistry
 
+from sampler_service.torch_engine.engine import TorchEngine
 from tests.left_sockets import allow_left_sockets, collect_left_sockets  # noqa: F401 - a fixture
+from tests.stack import make_base_model
+from tests.unit.sampler_service.serving import serving
+from tests.vllm.client import Service
+from tests.vllm.service import VllmService
+from tinsmith.rpc.channel import connect
+from trainer_service.metrics import Metrics
+from trainer_service.weight_sync.sender import WeightSender
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     allow_left_sockets(items, Path(__file__).parent)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_base_model(tmp_path_factory.mktemp("base") / "tiny", pretrain_steps=20)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def torch_engine(model: Path) -> AsyncIterator[TorchEngine]:
+    async with serving(model, max_kv_tokens=4096) as engine:
+        yield engine
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def service(server: VllmService) -> AsyncIterator[Service]:
+    """A client of `server`, which each file starts with flags of its own."""
+    metrics = Metrics(CollectorRegistry())
+    sender = WeightSender([server.address], trainer_id="t", host="127.0.0.1", timeout_s=60, metrics=metrics)
+    async with connect(server.address) as channel:
+        yield Service(channel, sender)
+    await sender.close()

@@ -1,18 +1,16 @@
 """The sampler service on vLLM, over gRPC, held against the torch engine in this process. One server for all."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import pytest_asyncio
-from prometheus_client import CollectorRegistry
 
 from sampler_service import convert
 from sampler_service.torch_engine.engine import TorchEngine
-from tests.stack import make_base_model
-from tests.unit.sampler_service.serving import floats, ints, make_adapter, sample, serving
+from tests.unit.sampler_service.serving import floats, ints, make_adapter, sample
 from tests.vllm.client import (
     TOLERANCE,
     Service,
@@ -26,7 +24,6 @@ from tests.vllm.client import (
 )
 from tests.vllm.service import MODEL, VllmService
 from tinsmith.modeling.adapter import Adapter
-from tinsmith.rpc.channel import connect
 from tinsmith.rpc.errors import (
     InvalidRequest,
     NotFound,
@@ -36,8 +33,6 @@ from tinsmith.rpc.errors import (
 from tinsmith.rpc.tensors import from_numpy
 from tinsmith.v1 import sampler_pb2 as pb
 from tinsmith.v1 import types_pb2 as types
-from trainer_service.metrics import Metrics
-from trainer_service.weight_sync.sender import WeightSender
 
 pytestmark = [
     pytest.mark.vllm,
@@ -49,11 +44,6 @@ CHUNK = 64
 """Tokens of a step: longer prompts are computed in pieces."""
 SLOTS = 2
 """Versions on the device at once."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_base_model(tmp_path_factory.mktemp("base") / "tiny", pretrain_steps=20)
 
 
 @pytest.fixture(scope="module")
@@ -69,21 +59,6 @@ def server(model: Path) -> Iterator[VllmService]:
     }
     with VllmService(model, *(part for name, value in flags.items() for part in (f"--{name}", str(value)))) as server:
         yield server
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def service(server: VllmService) -> AsyncIterator[Service]:
-    metrics = Metrics(CollectorRegistry())
-    sender = WeightSender([server.address], trainer_id="t", host="127.0.0.1", timeout_s=60, metrics=metrics)
-    async with connect(server.address) as channel:
-        yield Service(channel, sender)
-    await sender.close()
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def torch_engine(model: Path) -> AsyncIterator[TorchEngine]:
-    async with serving(model, max_kv_tokens=4096) as engine:
-        yield engine
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

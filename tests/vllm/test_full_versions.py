@@ -2,19 +2,16 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-import pytest_asyncio
 import torch
-from prometheus_client import CollectorRegistry
 
 from sampler_service.torch_engine.engine import TorchEngine
-from tests.stack import make_base_model
 from tests.unit.sampler_service.full_versions import make_full, save
-from tests.unit.sampler_service.serving import floats, ints, make_adapter, plain_logits, sample, serving
+from tests.unit.sampler_service.serving import floats, ints, make_adapter, plain_logits, sample
 from tests.vllm.client import (
     TOLERANCE,
     Service,
@@ -27,11 +24,8 @@ from tests.vllm.client import (
 )
 from tests.vllm.service import VllmService
 from tinsmith.modeling.full_weights import FullWeights
-from tinsmith.rpc.channel import connect
 from tinsmith.rpc.errors import InvalidRequest, VersionNotLoaded
 from tinsmith.v1 import sampler_pb2 as pb
-from trainer_service.metrics import Metrics
-from trainer_service.weight_sync.sender import WeightSender
 
 pytestmark = [
     pytest.mark.vllm,
@@ -40,17 +34,6 @@ pytestmark = [
 ]
 
 PROMPT = tokens_of(40, 1)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_base_model(tmp_path_factory.mktemp("base") / "tiny", pretrain_steps=20)
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def torch_engine(model: Path) -> AsyncIterator[TorchEngine]:
-    async with serving(model, max_kv_tokens=4096) as engine:
-        yield engine
 
 
 @pytest.fixture(scope="module")
@@ -65,15 +48,6 @@ def server(model: Path, torch_engine: TorchEngine) -> Iterator[VllmService]:
     }
     with VllmService(model, *(part for name, value in flags.items() for part in (f"--{name}", str(value)))) as server:
         yield server
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def service(server: VllmService) -> AsyncIterator[Service]:
-    metrics = Metrics(CollectorRegistry())
-    sender = WeightSender([server.address], trainer_id="t", host="127.0.0.1", timeout_s=60, metrics=metrics)
-    async with connect(server.address) as channel:
-        yield Service(channel, sender)
-    await sender.close()
 
 
 @pytest.fixture
