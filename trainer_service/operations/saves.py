@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tinsmith.rpc.errors import CheckpointNotFound, DataCorrupted, InvalidRequest, NotReady, OutOfCapacity
 from tinsmith.rpc.paths import check_name
@@ -31,6 +31,7 @@ class Saves:
     checkpoints: CheckpointStore
     models: LiveModels
     publishing: Publishing
+    _being_replaced: set[Location] = field(default_factory=set)
 
     def save_checkpoint(self, request: pb.SaveCheckpointRequest, *, again: bool = False) -> Work:
         """`again`: it was accepted before a restart, and may have been made."""
@@ -61,11 +62,29 @@ class Saves:
         *,
         again: bool,
     ) -> pb.WaitResultResponse:
+        if request.overwrite or location in self._being_replaced:
+            # An earlier save or load of this place, if it ran again after a restart, would find another checkpoint.
+            await turn.earlier_stored()
+        if not request.overwrite:
+            return await self._write(turn, request, location, recipients, again=again)
+        self._being_replaced.add(location)
+        try:
+            return await self._write(turn, request, location, recipients, again=again)
+        finally:
+            self._being_replaced.discard(location)
+
+    async def _write(
+        self,
+        turn: Turn,
+        request: pb.SaveCheckpointRequest,
+        location: Location,
+        recipients: Sequence[Recipient],
+        *,
+        again: bool,
+    ) -> pb.WaitResultResponse:
         model = self.models.get(request.model_id)
         with_optimizer = request.kind == types_pb2.CHECKPOINT_KIND_TRAINING
         version_id = f"{request.model_id}@{request.seq_id}"
-        if request.overwrite:
-            await turn.settled()  # two saves that replace one checkpoint are written in their order
         written = await asyncio.to_thread(self._written, location, version_id) if again else None
         if written is not None:
             return await self._finish(written, location)

@@ -52,9 +52,14 @@ class _Turn:
         if earlier := [operation.outcome for operation in self._model.unsettled if operation.seq_id < own]:
             await asyncio.wait(earlier)
 
+    async def earlier_stored(self) -> None:
+        await self._stored_before(self._operation.seq_id)
+
     async def stored(self) -> None:
-        own = self._operation.seq_id
-        for operation in [one for one in self._model.operations.values() if one.seq_id <= own]:
+        await self._stored_before(self._operation.seq_id + 1)
+
+    async def _stored_before(self, seq_id: int) -> None:
+        for operation in [one for one in self._model.operations.values() if one.seq_id < seq_id]:
             await operation.stored.wait()
 
 

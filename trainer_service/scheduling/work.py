@@ -99,6 +99,10 @@ class Turn(Protocol):
         """Waits until every earlier operation of the model has its result."""
         ...
 
+    async def earlier_stored(self) -> None:
+        """Waits until every earlier operation of the model has its result in the journal."""
+        ...
+
     async def stored(self) -> None:
         """Waits until this operation and every earlier one of the model has its result in the journal."""
         ...

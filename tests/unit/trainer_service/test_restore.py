@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 import sqlite3
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -340,6 +341,54 @@ async def test_of_two_saves_at_one_place_that_were_not_answered_the_later_one_st
     assert [answer.save_checkpoint.checkpoint.step for answer in answers if isinstance(answer, Answer)] == [1, 2]
     location = Location.parse(f"{MODEL}/weights/latest", field="location")
     assert again.operations.publishing.checkpoints.info(location).step == 2
+
+
+@pytest.mark.parametrize("earlier", [save(3, "two"), load(3, "one")], ids=["save", "load"])
+async def test_a_checkpoint_is_replaced_once_the_answers_before_are_stored(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, earlier: Any
+) -> None:
+    process = await start(tmp_path / "0")
+    finish, folder, has_crashed = process.journal.finish, tmp_path / "1", asyncio.Event()
+
+    async def crash_before_the_earlier_is_stored(model_id: str, seq_id: int, *args: Any, **options: Any) -> None:
+        if seq_id == 3:
+            await asyncio.sleep(0.5)  # for the later save, if it does not wait
+            await process.crash(folder)
+            has_crashed.set()
+        await finish(model_id, seq_id, *args, **options)
+
+    await run(process, [creation(), save(1, "one"), batch(2)])
+    monkeypatch.setattr(process.journal, "finish", crash_before_the_earlier_is_stored)
+    name = "two" if isinstance(earlier, pb.SaveCheckpointRequest) else "one"
+    await run(process, [earlier, batch(4), step(5), save(6, name, overwrite=True)])
+    expected = [await process.outcome(MODEL, seq_id) for seq_id in (3, 6)]
+    await has_crashed.wait()
+    again = await start(folder)
+    for one in (batch(4), step(5), save(6, name, overwrite=True)):
+        await again.send(one)
+    answers = [await again.outcome(MODEL, seq_id) for seq_id in (3, 6)]
+    assert answers[0] == expected[0]
+    assert [answer.save_checkpoint.checkpoint.step for answer in answers[1:] if isinstance(answer, Answer)] == [1]
+
+
+async def test_a_save_after_one_that_replaces_finds_the_place_taken(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = await start(tmp_path / "0")
+    storage = process.operations.publishing.checkpoints
+    store = storage.save
+
+    def wait_when_it_replaces(*args: Any, overwrite: bool, **options: Any) -> types_pb2.CheckpointInfo:
+        if overwrite:
+            time.sleep(0.5)  # the other save, if it does not wait, is stored meanwhile
+        return store(*args, overwrite=overwrite, **options)
+
+    monkeypatch.setattr(storage, "save", wait_when_it_replaces)
+    await run(process, [creation()])
+    for one in (save(1, "one", overwrite=True), save(2, "one")):
+        await process.send(one)
+    assert isinstance(await process.outcome(MODEL, 1), Answer)
+    assert "one exists; use another name" in str(await process.outcome(MODEL, 2))
 
 
 async def test_what_a_load_has_read_may_be_deleted_once_it_is_answered(start: Start, tmp_path: Path) -> None:
