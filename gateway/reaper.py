@@ -69,7 +69,10 @@ class Reaper:
         self._retention = retention
         self._forgetting = Forgetting(config, store=store)
         self._metrics = metrics
-        self._started_at = time.time()
+        self._heard_until = 0.0
+        """When silence was last looked for, by the clock of the wall."""
+        self._hears_since = 0.0
+        """Since when a live session cannot have been silent here."""
         self._wake = asyncio.Event()
 
     async def end_session(self, session_id: str, *, reason: str, detail: str | None) -> None:
@@ -130,19 +133,23 @@ class Reaper:
         self._metrics.sessions.set(await self._store.sessions.count())
 
     async def _end_silent_sessions(self) -> None:
-        # While the gateway was down no heartbeat could arrive.
-        now = time.time()
-        if now - self._started_at < self._config.session_timeout_s:
-            return
+        timeout_s = self._config.session_timeout_s
         await self._store.sessions.write_heartbeats()
-        for session_id in await self._store.sessions.silent(seen_before=now - self._config.session_timeout_s):
-            detail = f"no heartbeat for {self._config.session_timeout_s:g} s"
-            await self.end_session(session_id, reason=EXPIRED, detail=detail)
+        now = time.time()
+        # Heartbeats could not arrive, or not be written, for a long time: this gateway was down, its machine slept, the
+        # database was away, another gateway did this; or it was not so long, and the clock was set.
+        if abs(now - self._heard_until) > max(timeout_s / 2, 2 * self._config.reap_interval_s):
+            self._hears_since = now
+        self._heard_until = now
+        if now - self._hears_since < timeout_s:
+            return
+        for session_id in await self._store.sessions.silent(seen_before=now - timeout_s):
+            await self.end_session(session_id, reason=EXPIRED, detail=f"no heartbeat for {timeout_s:g} s")
 
     async def _release_models(self) -> None:
         for model, session in await self._store.models.unreleased():
             # close() may come while the last save waits for its turn. A gap in seq_id may hold it for ever, though.
-            ended_s = time.time() - (session.ended_at or 0.0)
+            ended_s = time.time() - max(session.ended_at or 0.0, self._hears_since)
             overdue = session.end_reason == EXPIRED or ended_s > self._config.session_timeout_s
             if overdue or not (self._futures.num_pending(model.model_id) or self._is_busy_elsewhere(model, ended_s)):
                 await self._release(model)

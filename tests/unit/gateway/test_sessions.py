@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -94,6 +95,29 @@ async def test_a_silent_session_is_ended(stack: Stack, client: Client) -> None:
     assert stack.trainer.deleted_models == [model_id]
     detail = (await client.call("session_heartbeat", {"session_id": session_id}, status=410))["detail"]
     assert "expired" in detail
+
+
+@pytest.mark.parametrize("jump_s", [3600.0, -3600.0])
+async def test_a_machine_that_slept_and_a_clock_that_was_set_end_no_session(
+    stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch, jump_s: float
+) -> None:
+    """Those whose clients are gone end after one more timeout, also where the clock goes back."""
+    await stack.restart_gateway(session_timeout_s=60.0, reap_interval_s=1000.0)
+    assert stack.server is not None
+    reaper, now = stack.server.app.state.gateway.reaper, time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
+    alive, gone = [await client.session() for _ in range(2)]
+    await client.model(alive)
+    await reaper._end_silent_sessions()
+    now += jump_s
+    await reaper._end_silent_sessions()
+    await client.call("session_heartbeat", {"session_id": gone})
+    for _ in range(7):
+        now += 10
+        await client.call("session_heartbeat", {"session_id": alive})
+        await reaper._end_silent_sessions()
+    await client.call("session_heartbeat", {"session_id": alive})
+    await client.call("session_heartbeat", {"session_id": gone}, status=410)
 
 
 async def test_a_session_that_has_ended_trains_nothing_though_its_models_are_not_freed_yet(
