@@ -18,6 +18,7 @@ import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.integration.examples import BASE_MODEL
+from tests.stack import STOP_LIMIT_S
 from tinsmith.cli.ports import free_ports
 
 START_LIMIT_S = 120.0
@@ -79,6 +80,16 @@ class Process:
             self.send(signal.SIGKILL)
         if self._process is not None:
             self._process.wait()
+
+    def stop(self) -> None:
+        """SIGTERM, as containers and systemd stop it; raises AssertionError unless it ends in time, with status 0."""
+        assert self._process is not None
+        self.send(signal.SIGTERM)
+        try:
+            status = self._process.wait(STOP_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.name} does not end {STOP_LIMIT_S:g} s after SIGTERM") from None
+        assert status == 0, f"{self.name} ended with status {status} after SIGTERM"
 
     def restart(self, env: Mapping[str, str]) -> None:
         """With these variables over its own; returns when it serves."""

@@ -54,6 +54,12 @@ def service(cluster: Cluster) -> Iterator[tinker.ServiceClient]:
         yield service
 
 
+@pytest.fixture(autouse=True)
+def repetition(request: pytest.FixtureRequest) -> int:
+    """Number of this one of a test that is `repeated`."""
+    return getattr(request, "param", 0)
+
+
 @pytest.fixture
 def rng() -> random.Random:
     """Of this repetition; a failure shows its seed."""

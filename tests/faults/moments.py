@@ -1,4 +1,4 @@
-"""Random moments, and how often they are tried: a few times usually, twenty and more with TINSMITH_ALL_FAULTS=1.
+"""Random moments, and how often they are tried: once usually, twenty times with TINSMITH_ALL_FAULTS=1.
 
 Every repetition has a seed of its own, which a failure shows; TINSMITH_FAULT_SEED=<seed> brings it back.
 """
@@ -15,9 +15,8 @@ EVERY = 20
 """Repetitions of each fault where time does not matter."""
 
 
-def repeated(usual: int) -> pytest.MarkDecorator:
-    """A test that takes `repetition`."""
-    return pytest.mark.parametrize("repetition", range(EVERY if ALL_FAULTS else usual))
+repeated = pytest.mark.parametrize("repetition", range(EVERY if ALL_FAULTS else 1))
+"""For a test whose moment is random, or depends on how the processes run."""
 
 
 def fresh_seed() -> int:

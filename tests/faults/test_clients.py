@@ -184,9 +184,11 @@ def test_slow_clients_delay_nobody(cluster: Cluster, service: tinker.ServiceClie
         np.testing.assert_allclose(mine, theirs, atol=1e-5)
 
 
-@repeated(1)
+@repeated
 def test_a_request_whose_client_died_in_its_middle_is_submitted_again_and_counts_once(
-    cluster: Cluster, wire: Wire, rng: random.Random, repetition: int
+    cluster: Cluster,
+    wire: Wire,
+    rng: random.Random,
 ) -> None:
     """Some die while they send, and others before they read the answer. Gradients are those of a model whose clients
     live."""
@@ -225,6 +227,7 @@ def busy_clients(cluster: Cluster, count: int) -> Iterator[Sequence[subprocess.P
             client.wait()
 
 
+@repeated
 def test_of_clients_that_die_in_the_middle_of_training_nothing_is_left(
     cluster: Cluster, metrics_port: int, rng: random.Random
 ) -> None:

@@ -55,15 +55,15 @@ def undisturbed(running: Cluster) -> list[Outcome]:
 def disturb(
     cluster: Cluster, undisturbed: list[Outcome], service: tinker.ServiceClient, rng: random.Random, mode: str
 ) -> Disturb:
-    def kill_and_start(*victims: Process, power_cut: bool = False) -> None:
+    def end_and_start(*victims: Process, in_good_order: bool = False, power_cut: bool = False) -> None:
         """At one random moment of the runs; checks how they end."""
         longest_s = max(outcome.seconds for outcome in undisturbed)
         with under_way(service, cluster.checkpoints) as outcomes:
             moment_s = rng.uniform(0, longest_s)
-            print(f"killed after {moment_s:.2f} s of {longest_s:.2f} s: {', '.join(one.name for one in victims)}")
+            print(f"ended after {moment_s:.2f} s of {longest_s:.2f} s: {', '.join(one.name for one in victims)}")
             time.sleep(moment_s)
             for victim in victims:
-                victim.kill()
+                victim.stop() if in_good_order else victim.kill()
             if power_cut:
                 print(cut_power(cluster.journal.with_name(f"{cluster.journal.name}-wal"), rng))
             time.sleep(rng.uniform(0, LONGEST_PAUSE_S))
@@ -71,34 +71,41 @@ def disturb(
                 victim.start()
             check_all(outcomes(), undisturbed, exactly=mode == "deterministic")
 
-    return kill_and_start
+    return end_and_start
 
 
 @in_mode("deterministic")
-@repeated(1)
-def test_the_trainer_is_killed(cluster: Cluster, disturb: Disturb, repetition: int) -> None:
+@repeated
+def test_the_trainer_is_killed(cluster: Cluster, disturb: Disturb) -> None:
     disturb(cluster.trainer)
 
 
 @in_mode("usual")
-@repeated(1)
-def test_the_gateway_is_killed(cluster: Cluster, disturb: Disturb, repetition: int) -> None:
+@repeated
+def test_the_gateway_is_killed(cluster: Cluster, disturb: Disturb) -> None:
     disturb(cluster.gateway)
 
 
 @in_mode("usual")
-@repeated(1)
-def test_the_sampler_is_killed(cluster: Cluster, disturb: Disturb, repetition: int) -> None:
+@repeated
+def test_the_sampler_is_killed(cluster: Cluster, disturb: Disturb) -> None:
     disturb(*cluster.samplers)
 
 
 @in_mode("usual")
-@repeated(1)
-def test_all_three_are_killed(cluster: Cluster, disturb: Disturb, repetition: int) -> None:
+@repeated
+def test_all_three_are_killed(cluster: Cluster, disturb: Disturb) -> None:
     disturb(*cluster.processes)
 
 
+@in_mode("usual")
+@repeated
+def test_an_operator_restarts_some_of_them(cluster: Cluster, disturb: Disturb, rng: random.Random) -> None:
+    """By SIGTERM, in any order: what is under way is answered, or left to those that come after."""
+    disturb(*rng.sample(cluster.processes, rng.randint(1, len(cluster.processes))), in_good_order=True)
+
+
 @in_mode("deterministic")
-@repeated(1)
-def test_the_power_is_cut_while_the_journal_is_written(cluster: Cluster, disturb: Disturb, repetition: int) -> None:
+@repeated
+def test_the_power_is_cut_while_the_journal_is_written(cluster: Cluster, disturb: Disturb) -> None:
     disturb(*cluster.processes, power_cut=True)

@@ -61,7 +61,7 @@ def disk_of(kind: str, name: str, cluster: Cluster, small_disks: dict[str, Small
     return small_disks[name]
 
 
-@repeated(1)
+@repeated
 @pytest.mark.parametrize("name", ["trainer", "gateway"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_waits_until_the_disk_has_room(
@@ -71,7 +71,6 @@ def test_training_waits_until_the_disk_has_room(
     rng: random.Random,
     kind: str,
     name: str,
-    repetition: int,
 ) -> None:
     """So does a save, for want of room for its row; where the trainer has none, nothing is saved meanwhile."""
     disk = disk_of(kind, name, cluster, small_disks)

@@ -13,6 +13,7 @@ from tinker import ModelInput, SamplingParams
 
 from tests.faults import runs
 from tests.faults.cluster import Cluster, wait_until
+from tests.faults.moments import repeated
 from tests.integration.examples import PROMPT, new_model
 from tests.postgres import running as running_postgres
 from tests.round_robin import RoundRobin, balanced
@@ -99,6 +100,7 @@ def test_each_step_outlives_the_gateway(cluster: Cluster) -> None:
     assert {"checkpoint_create", "checkpoint_publish", "checkpoint_ttl", "checkpoint_delete"} <= set(events)
 
 
+@repeated
 def test_a_save_is_indexed_though_its_gateway_and_its_client_are_gone(cluster: Cluster) -> None:
     wire = Wire(cluster)
     session_id = wire.post("create_session")["session_id"]
@@ -145,6 +147,7 @@ def test_two_gateways_are_as_one(
     assert min(both.num_sent) > 0
 
 
+@repeated
 @pytest.mark.parametrize("is_kill", [True, False])
 def test_one_of_two_gateways_goes_and_comes_back(
     pair: Cluster, balancer: tuple[str, RoundRobin], undisturbed: list[runs.Outcome], is_kill: bool
@@ -165,6 +168,7 @@ def test_one_of_two_gateways_goes_and_comes_back(
         runs.check_all(outcomes(), undisturbed, exactly=False)
 
 
+@repeated
 def test_samples_of_a_gateway_that_stays_away_are_drawn_again(pair: Cluster, balancer: tuple[str, RoundRobin]) -> None:
     url, _ = balancer
     try:

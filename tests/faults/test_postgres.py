@@ -63,13 +63,12 @@ def undisturbed(running: Cluster) -> tuple[list[runs.Outcome], Counter[str]]:
     return outcomes, used(running)
 
 
-@repeated(1)
+@repeated
 def test_nothing_is_lost_or_counted_twice(
     undisturbed: tuple[list[runs.Outcome], Counter[str]],
     cluster: Cluster,
     database: Postgres,
     rng: random.Random,
-    repetition: int,
 ) -> None:
     expected, expected_used = undisturbed
     used_before, submitted = used(cluster), cluster.metrics()[REQUESTS]

@@ -134,9 +134,12 @@ def publish_to_both(cluster: Cluster, checkpoint: types_pb2.CheckpointInfo) -> N
     assert [drawn(sampler, checkpoint.version_id) for sampler in cluster.samplers] == [3, 3]
 
 
-@repeated(1)
+@repeated
 def test_a_version_whose_certificate_fails_while_a_sampler_that_holds_it_is_stopped(
-    cluster: Cluster, service: tinker.ServiceClient, order: Path, wrong: Path, repetition: int
+    cluster: Cluster,
+    service: tinker.ServiceClient,
+    order: Path,
+    wrong: Path,
 ) -> None:
     client = new_model(service)
     client.save_weights_and_get_sampling_client().result()
@@ -153,9 +156,11 @@ def test_a_version_whose_certificate_fails_while_a_sampler_that_holds_it_is_stop
     publish_to_both(cluster, refused)
 
 
-@repeated(1)
+@repeated
 def test_a_version_that_is_withdrawn_while_a_sampler_that_serves_it_is_stopped(
-    cluster: Cluster, service: tinker.ServiceClient, wrong: Path, repetition: int
+    cluster: Cluster,
+    service: tinker.ServiceClient,
+    wrong: Path,
 ) -> None:
     client = new_model(service)
     train(client, batch(1), steps=2)

@@ -14,9 +14,10 @@ import tinker
 from tinker import ModelInput, SamplingParams
 
 from tests.faults.cluster import Cluster, Process, wait_until
+from tests.faults.moments import repeated
 from tests.integration.examples import BASE_MODEL, batch, forward, new_model, random_tokens, sample, train
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, repeated]
 
 FAST = tinker.AdamParams(learning_rate=5e-3)
 STEPS = 3

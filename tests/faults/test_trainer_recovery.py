@@ -17,7 +17,7 @@ import pytest
 
 from tests.batches import random_datum, request
 from tests.faults.cluster import Process
-from tests.faults.moments import fresh_seed
+from tests.faults.moments import fresh_seed, repeated
 from tests.models import VOCAB_SIZE, make_model
 from tinsmith.cli.ports import free_ports
 from tinsmith.cli.stack import torchrun
@@ -69,6 +69,7 @@ def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"))
 
 
+@repeated
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_trainer_that_is_killed_ends_where_one_that_was_not_ends(
     base_model: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]

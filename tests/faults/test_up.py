@@ -10,10 +10,11 @@ import pytest
 import tinker
 
 from tests.faults.cluster import wait_until
+from tests.faults.moments import repeated
 from tests.integration.examples import BASE_MODEL, batch, new_model, random_tokens, sample, train
 from tests.stack import Stack
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, repeated]
 
 
 def running(stack: Stack, service: str) -> list[psutil.Process]:
