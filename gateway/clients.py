@@ -147,6 +147,11 @@ class Clients:
     def sampler_infos(self) -> Iterator[sampler_pb2.GetSamplerInfoResponse]:
         return (sampler.info for sampler in self.samplers.all if sampler.info is not None)
 
+    def context_length(self, base_model: str) -> int:
+        """Most tokens of a sequence that a sampler of this base model takes; 0 while none has said so."""
+        infos = [info for info in self.sampler_infos() if base_model in info.base_models]
+        return max((info.max_context_length for info in infos), default=0)
+
     @property
     def unreached(self) -> list[str]:
         """Addresses of those that have not said yet what they serve; but not of samplers that are more than one for

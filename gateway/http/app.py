@@ -161,8 +161,13 @@ def create_app(config: GatewayConfig) -> Starlette:
             *([Middleware(Traces)] if config.tracing else []),
             Middleware(CountRequests, metrics=gateway.metrics),
             Middleware(SecurityHeaders),
-            Middleware(OwnHost, callers=gateway.callers, hosts=config.own_hosts),
-            Middleware(Authentication, callers=gateway.callers, tokens=gateway.tokens, limits=gateway.limits),
+            Middleware(OwnHost, callers=gateway.tenants.callers, hosts=config.own_hosts),
+            Middleware(
+                Authentication,
+                callers=gateway.tenants.callers,
+                tokens=gateway.tenants.tokens,
+                limits=gateway.tenants.limits,
+            ),
             Middleware(InTurn, turns=gateway.turns),
         ],
         exception_handlers={

@@ -64,7 +64,7 @@ def chat_of(body: Chat) -> pb.Chat:
 async def _prompt(gateway: Gateway, source: Source, body: Chat) -> bytes:
     if body.prompt_token_ids is not None:
         return token_bytes(body.prompt_token_ids, field="prompt_token_ids")
-    return await gateway.generator.tokenize(source, pb.TokenizeRequest(chat=chat_of(body)))
+    return await gateway.sampling.generator.tokenize(source, pb.TokenizeRequest(chat=chat_of(body)))
 
 
 async def chat(gateway: Gateway, request: Request, body: Chat, *, caller: Caller) -> Response:
@@ -72,9 +72,9 @@ async def chat(gateway: Gateway, request: Request, body: Chat, *, caller: Caller
     limit = gateway.config.max_num_samples
     if body.num_choices > limit:
         raise InvalidRequest(f"n: {body.num_choices} is above this server's max_num_samples {limit}", field="n")
-    gateway.generator.check_capacity(caller.owner)
+    gateway.sampling.generator.check_capacity(caller.owner)
     source = await find_source(gateway, body.model, caller=caller)
-    tokenizer = await gateway.generator.tokenizer(source)
+    tokenizer = await gateway.sampling.generator.tokenizer(source)
     sample = sample_request(
         body,
         source,
@@ -85,7 +85,7 @@ async def chat(gateway: Gateway, request: Request, body: Chat, *, caller: Caller
     )
     request_id = f"chatcmpl-{uuid4().hex}"
     log_begin(request_id, source, user=body.user)
-    draw = Draw(gateway.generator, source, tokenizer, sample, request_id=request_id)
+    draw = Draw(gateway.sampling.generator, source, tokenizer, sample, request_id=request_id)
     prompt = {"prompt_token_ids": draw.prompt} if body.return_token_ids else {}
 
     def choice(update: Update, **content: Json) -> Json:

@@ -46,7 +46,7 @@ async def _tokens(gateway: Gateway, source: Source, prompt: Prompt, *, add_speci
     if not isinstance(prompt, str):
         return token_bytes(prompt, field="prompt")
     request = pb.TokenizeRequest(text=prompt, add_special_tokens=add_special_tokens)
-    return await gateway.generator.tokenize(source, request)
+    return await gateway.sampling.generator.tokenize(source, request)
 
 
 async def complete(gateway: Gateway, request: Request, body: Completion, *, caller: Caller) -> Response:
@@ -58,9 +58,9 @@ async def complete(gateway: Gateway, request: Request, body: Completion, *, call
             f"prompt, n: {len(prompts)} prompts of {body.num_choices} choices each are outside 1 .. {limit} choices",
             field="prompt",
         )
-    gateway.generator.check_capacity(caller.owner)
+    gateway.sampling.generator.check_capacity(caller.owner)
     source = await find_source(gateway, body.model, caller=caller)
-    tokenizer = await gateway.generator.tokenizer(source)
+    tokenizer = await gateway.sampling.generator.tokenizer(source)
     add_special_tokens = body.add_special_tokens is not False
     tokens = await together(
         [_tokens(gateway, source, prompt, add_special_tokens=add_special_tokens) for prompt in prompts]
@@ -70,7 +70,7 @@ async def complete(gateway: Gateway, request: Request, body: Completion, *, call
     log_begin(request_id, source, user=body.user)
     draws = [
         Draw(
-            gateway.generator,
+            gateway.sampling.generator,
             source,
             tokenizer,
             sample_request(

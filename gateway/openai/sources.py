@@ -24,10 +24,11 @@ async def find_source(gateway: Gateway, model: str, *, caller: Caller) -> Source
     version_id = location = follow_run = ""
     base_model = model
     if model.startswith(SCHEME):
-        checkpoint = await gateway.checkpoints.find(model, field="model", caller=caller)
-        if checkpoint.version_id not in gateway.generator.known_versions:  # once for the audit log, not at each request
-            await gateway.checkpoints.read(model, field="model", caller=caller, purpose="sample")
-            gateway.generator.known_versions.add(checkpoint.version_id)
+        checkpoint = await gateway.storage.checkpoints.find(model, field="model", caller=caller)
+        known_versions = gateway.sampling.generator.known_versions
+        if checkpoint.version_id not in known_versions:  # once for the audit log, not at each request
+            await gateway.storage.checkpoints.read(model, field="model", caller=caller, purpose="sample")
+            known_versions.add(checkpoint.version_id)
         base_model, version_id, location = checkpoint.base_model, checkpoint.version_id, checkpoint.location
         run = await gateway.store.models.get(checkpoint.run_id) if checkpoint.inflight else None
         if run is not None and run.inflight_version_id is not None:  # the newest of those that the path stands for
@@ -73,5 +74,5 @@ async def get_model(gateway: Gateway, name: str, *, caller: Caller) -> dict[str,
     await find_source(gateway, name, caller=caller)
     if not name.startswith(SCHEME):
         return _model(name, created=0)
-    row = await gateway.checkpoints.find(name, field="model", caller=caller)
+    row = await gateway.storage.checkpoints.find(name, field="model", caller=caller)
     return _model(name, created=row.created_at, parent=row.base_model)

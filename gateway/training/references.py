@@ -18,10 +18,10 @@ async def complete(gateway: Gateway, message: trainer_pb2.ForwardBackwardRequest
     if message.HasField("custom_loss"):
         raise InvalidRequest("custom_loss: is not part of the public API; name a loss by loss_id", field="custom_loss")
     if message.loss_fn == "custom":
-        await gateway.custom_losses.attached(message, session_id=session_id)
+        await gateway.training.custom_losses.attached(message, session_id=session_id)
         return True
     if message.loss_fn == "stable_reinforce":
-        records = await gateway.records.find(provenance.sequence_ids(message), session_id=session_id)
+        records = await gateway.sampling.records.find(provenance.sequence_ids(message), session_id=session_id)
         await off_loop(lambda: provenance.resolve(message, records), num_bytes=num_bytes, config=gateway.config)
         return True
     return False

@@ -64,7 +64,7 @@ async def failed_receipt(
     gateway: Gateway, request_id: str, model_id: str, error: ServiceError, *, kind: str, mark: str
 ) -> Response:
     """A receipt for what has failed already, and that the trainer need not know of."""
-    await gateway.operations.refuse(request_id, error, group=model_id, kind=kind, mark=mark)
+    await gateway.training.operations.refuse(request_id, error, group=model_id, kind=kind, mark=mark)
     return receipt(request_id, model_id)
 
 
@@ -80,7 +80,7 @@ async def submit_json(
 ) -> Response:
     """For a JSON body with model_id and seq_id: `content` is what `body` holds."""
     ids = parse(schemas.OperationIds, content)
-    if await gateway.access.model(ids.model_id, caller) is None:  # `convert` looks at what the model has
+    if await gateway.tenants.access.model(ids.model_id, caller) is None:  # `convert` looks at what the model has
         return await no_model(gateway, caller, ids, None, kind=kind, mark=fingerprint(kind, body))
     try:
         rpc = await convert(parse(schema, content))
@@ -105,16 +105,16 @@ async def _admit(gateway: Gateway, caller: Caller, model: Model, request_id: str
     """Raises RateLimited, and BudgetExceeded."""
     whose = await gateway.store.sessions.whose(model.session_id)
     assert whose is not None
-    hold = gateway.limits.start(whose.owner)
+    hold = gateway.tenants.limits.start(whose.owner)
     try:
         if rpc.name == "SaveCheckpoint" and rpc.path is not None:
             size = None
-            if gateway.limits.has_quota(whose.owner):
+            if gateway.tenants.limits.has_quota(whose.owner):
                 kind = TinkerPath.parse(rpc.path, field="path").kind
                 names = gateway.clients.names_of(model.base_model)
                 size = await gateway.catalog.size_of_save(model, kind=kind, base_models=names)
-            await gateway.limits.store(hold, rpc.path, num_bytes=size, request_id=request_id)
-        return gateway.limits.operation(caller, request_id, owner=whose.owner, tokens=num_tokens, hold=hold)
+            await gateway.tenants.limits.store(hold, rpc.path, num_bytes=size, request_id=request_id)
+        return gateway.tenants.limits.operation(caller, request_id, owner=whose.owner, tokens=num_tokens, hold=hold)
     except BaseException:
         hold.release()
         raise
@@ -131,7 +131,7 @@ async def submit(
     num_tokens: int = 0,
 ) -> Response:
     """The receipt, once the trainer has the operation, or the refusal, in its journal."""
-    model = await gateway.access.model(ids.model_id, caller)
+    model = await gateway.tenants.access.model(ids.model_id, caller)
     if model is None or model.released_at is not None or not await gateway.store.sessions.lives(model.session_id):
         return await no_model(gateway, caller, ids, model, kind=kind, mark=mark)
     request_id = request_id_of(ids.model_id, ids.seq_id)
@@ -162,7 +162,7 @@ async def submit(
         hold=hold,
     )
     try:
-        await gateway.operations.submit(submission)
+        await gateway.training.operations.submit(submission)
     finally:
         pending = gateway.futures.pending(request_id)
         if hold is not None and (pending is None or pending.hold is not hold):

@@ -80,9 +80,9 @@ async def billing_usage(request: Request) -> Response:
             f"{MAX_USAGE_DAYS} days",
             field="ending_before",
         )
-    events, sessions = await gateway.billing.usage(begin, end, owner=_whose(request))
+    events, sessions = await gateway.tenants.billing.usage(begin, end, owner=_whose(request))
     for event in events:
-        caller = gateway.callers.by_owner(owner_of_urn(event["user_id"]))
+        caller = gateway.tenants.callers.by_owner(owner_of_urn(event["user_id"]))
         event["user_name"] = caller.name if caller is not None else None
     return json_response(
         {
@@ -96,10 +96,12 @@ async def billing_usage(request: Request) -> Response:
 async def checkpoint_storage(request: Request) -> Response:
     gateway = gateway_of(request)
     query = parse(schemas.StorageQuery, dict(request.query_params))
-    price = gateway.billing.storage_price
+    price = gateway.tenants.billing.storage_price
     data: list[Json] = []
-    for project_id, owner, count, size in await gateway.billing.stored_now(query.project_id, owner=_whose(request)):
-        caller = gateway.callers.by_owner(owner)
+    for project_id, owner, count, size in await gateway.tenants.billing.stored_now(
+        query.project_id, owner=_whose(request)
+    ):
+        caller = gateway.tenants.callers.by_owner(owner)
         data.append(
             {
                 "project_id": project_id,

@@ -28,15 +28,17 @@ def _path(request: Request) -> str:
 
 
 async def _find(request: Request) -> Checkpoint:
-    return await gateway_of(request).checkpoints.find(_path(request), field="path", caller=caller_of(request))
+    return await gateway_of(request).storage.checkpoints.find(_path(request), field="path", caller=caller_of(request))
 
 
 async def _find_own(request: Request) -> Checkpoint:
-    return await gateway_of(request).checkpoints.find_own(_path(request), field="path", caller=caller_of(request))
+    return await gateway_of(request).storage.checkpoints.find_own(
+        _path(request), field="path", caller=caller_of(request)
+    )
 
 
 async def delete(request: Request) -> Response:
-    await gateway_of(request).checkpoints.delete(
+    await gateway_of(request).storage.checkpoints.delete(
         _path(request), caller=caller_of(request), idempotency_key=request.headers.get("x-idempotency-key")
     )
     return json_response({})
@@ -44,13 +46,13 @@ async def delete(request: Request) -> Response:
 
 async def publish(request: Request) -> Response:
     checkpoint = await _find_own(request)
-    await gateway_of(request).checkpoints.publish(checkpoint, public=True, owner=owner_of(request))
+    await gateway_of(request).storage.checkpoints.publish(checkpoint, public=True, owner=owner_of(request))
     return json_response({})
 
 
 async def unpublish(request: Request) -> Response:
     checkpoint = await _find_own(request)
-    await gateway_of(request).checkpoints.publish(checkpoint, public=False, owner=owner_of(request))
+    await gateway_of(request).storage.checkpoints.publish(checkpoint, public=False, owner=owner_of(request))
     return json_response({})
 
 
@@ -58,7 +60,7 @@ async def set_ttl(request: Request) -> Response:
     gateway = gateway_of(request)
     content, _ = await read_json(request, gateway.config)
     ttl_seconds = check_ttl(parse(schemas.SetTtl, content).ttl_seconds)
-    await gateway.checkpoints.set_ttl(await _find_own(request), ttl_seconds, owner=owner_of(request))
+    await gateway.storage.checkpoints.set_ttl(await _find_own(request), ttl_seconds, owner=owner_of(request))
     return json_response({})
 
 
@@ -68,12 +70,12 @@ async def external_weights_urls(request: Request) -> Response:
     path, caller = _path(request), caller_of(request)
     if request.path_params["kind"] != "external_weights":
         raise InvalidRequest(f"path: {path} is not of kind external_weights; save_weights_external makes one")
-    checkpoint = await gateway.checkpoints.read(path, field="path", caller=caller, purpose="download")
+    checkpoint = await gateway.storage.checkpoints.read(path, field="path", caller=caller, purpose="download")
     signed = {
-        file.name: gateway.downloads.sign(
+        file.name: gateway.storage.downloads.sign(
             request, "files", *checkpoint.location.split("/"), file.name, version=checkpoint.version_id
         )
-        for file in await gateway.checkpoints.files(checkpoint)
+        for file in await gateway.storage.checkpoints.files(checkpoint)
     }
     expires_at = min((download.expires_at for download in signed.values()), default=time.time())
     urls = {name: download.url for name, download in signed.items()}
@@ -82,26 +84,26 @@ async def external_weights_urls(request: Request) -> Response:
 
 async def pin(request: Request) -> Response:
     """Tinsmith's own: neither a retention policy nor its TTL deletes it."""
-    await gateway_of(request).checkpoints.pin(await _find_own(request), pinned=True, owner=owner_of(request))
+    await gateway_of(request).storage.checkpoints.pin(await _find_own(request), pinned=True, owner=owner_of(request))
     return json_response({})
 
 
 async def unpin(request: Request) -> Response:
-    await gateway_of(request).checkpoints.pin(await _find_own(request), pinned=False, owner=owner_of(request))
+    await gateway_of(request).storage.checkpoints.pin(await _find_own(request), pinned=False, owner=owner_of(request))
     return json_response({})
 
 
 async def show(request: Request) -> Response:
     """Tinsmith's own: everything that is known of it."""
     checkpoint = await _find(request)
-    files = await gateway_of(request).checkpoints.files(checkpoint)
+    files = await gateway_of(request).storage.checkpoints.files(checkpoint)
     return json_response(checkpoint_details(checkpoint, files))
 
 
 async def verify(request: Request) -> Response:
     """Tinsmith's own: the trainer reads every file and compares it with the manifest."""
     checkpoint = await _find(request)
-    found = await gateway_of(request).checkpoints.verify(checkpoint)
+    found = await gateway_of(request).storage.checkpoints.verify(checkpoint)
     return json_response(
         {
             "tinker_path": checkpoint.path,
@@ -113,7 +115,7 @@ async def verify(request: Request) -> Response:
 
 async def certificate(request: Request) -> Response:
     """Tinsmith's own: how far the samplers were from the trainer when the version was last published."""
-    found = await gateway_of(request).certificates.of_checkpoint(await _find(request))
+    found = await gateway_of(request).sampling.certificates.of_checkpoint(await _find(request))
     return json_response(certificate_view(found))
 
 
@@ -121,8 +123,8 @@ async def archive(request: Request) -> Response:
     """The address of a tar archive of the adapter's files; SDKs up to 0.30 download those, early ones only by a 302."""
     gateway = gateway_of(request)
     path, caller = _path(request), caller_of(request)
-    checkpoint = await gateway.checkpoints.read(path, field="path", caller=caller, purpose="download")
-    download = gateway.downloads.sign(
+    checkpoint = await gateway.storage.checkpoints.read(path, field="path", caller=caller, purpose="download")
+    download = gateway.storage.downloads.sign(
         request, "archives", *checkpoint.location.split("/"), version=checkpoint.version_id
     )
     headers = {"Location": download.url, "Expires": formatdate(download.expires_at, usegmt=True)}

@@ -21,7 +21,7 @@ async def create_custom_loss(request: Request) -> Response:
     body = parse(schemas.CreateCustomLoss, content)
     await check_session(gateway, body.session_id, caller=caller_of(request))
     loss_id = f"{body.session_id}:loss:{body.custom_loss_seq_id}"
-    await gateway.custom_losses.create(loss_id, to_message(body), session_id=body.session_id)
+    await gateway.training.custom_losses.create(loss_id, to_message(body), session_id=body.session_id)
     return json_response({"request_id": loss_id})
 
 

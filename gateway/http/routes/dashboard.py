@@ -77,7 +77,7 @@ async def overview(request: Request) -> Response:
             "version": __version__,
             "started_at": gateway.dashboard.started_at,
             "caller": request.state.caller.name,
-            "needs_key": not gateway.callers.anyone,
+            "needs_key": not gateway.tenants.callers.anyone,
             "base_models": sorted({name for info in infos for name in info.base_models}),
             "unreached": clients.unreached,
             "samplers": [replica.state for replica in clients.samplers.all],
@@ -134,7 +134,7 @@ async def _vocabulary(gateway: Gateway, row: RecentSample) -> Vocabulary | None:
     if not gateway.clients.samplers.usable(row.base_model):
         return None
     try:
-        return (await gateway.generator.tokenizer(Source("", row.base_model, row.owner))).vocabulary
+        return (await gateway.sampling.generator.tokenizer(Source("", row.base_model, row.owner))).vocabulary
     except ServiceError:
         return None
 
@@ -174,8 +174,12 @@ async def download(request: Request) -> Response:
     """A signed address, on this host, of the archive of a checkpoint's files."""
     gateway = gateway_of(request)
     path = SCHEME + "/".join(request.path_params[part] for part in ("run_id", "kind", "name"))
-    checkpoint = await gateway.checkpoints.read(path, field="path", caller=request.state.caller, purpose="download")
-    signed = gateway.downloads.sign(request, "archives", *checkpoint.location.split("/"), version=checkpoint.version_id)
+    checkpoint = await gateway.storage.checkpoints.read(
+        path, field="path", caller=request.state.caller, purpose="download"
+    )
+    signed = gateway.storage.downloads.sign(
+        request, "archives", *checkpoint.location.split("/"), version=checkpoint.version_id
+    )
     address = urlsplit(signed.url)
     return json_response({"url": f"{address.path}?{address.query}"})
 

@@ -26,10 +26,10 @@ async def _find(request: Request, *, version: str) -> tuple[Checkpoint, Sequence
     """410 when something else lies there by now."""
     gateway = gateway_of(request)
     path = SCHEME + "/".join(request.path_params[part] for part in ("run_id", "kind", "name"))
-    checkpoint = await gateway.checkpoints.find(path, field="path", caller=None)
+    checkpoint = await gateway.storage.checkpoints.find(path, field="path", caller=None)
     if checkpoint.version_id != version:
         raise HTTPException(410, f"{path} was replaced since this address was made; ask the server for a new one")
-    return checkpoint, await gateway.checkpoints.files(checkpoint)
+    return checkpoint, await gateway.storage.checkpoints.files(checkpoint)
 
 
 async def _answer(
@@ -57,7 +57,7 @@ async def _answer(
 
 async def checkpoint_file(request: Request) -> Response:
     parts = [request.path_params[part] for part in ("run_id", "kind", "name", "file")]
-    version = gateway_of(request).downloads.check(request, "files", *parts)
+    version = gateway_of(request).storage.downloads.check(request, "files", *parts)
     checkpoint, files = await _find(request, version=version)
     file = next((file for file in files if file.name == parts[-1]), None)
     if file is None:
@@ -68,7 +68,7 @@ async def checkpoint_file(request: Request) -> Response:
 
 async def archive(request: Request) -> Response:
     parts = [request.path_params[part] for part in ("run_id", "kind", "name")]
-    version = gateway_of(request).downloads.check(request, "archives", *parts)
+    version = gateway_of(request).storage.downloads.check(request, "archives", *parts)
     checkpoint, files = await _find(request, version=version)
     weights = [file for file in files if not file.name.startswith(_OPTIMIZER)]
     content = downloads.tar(weights, modified_at=checkpoint.created_at)
@@ -79,7 +79,7 @@ async def trace(request: Request) -> Response:
     """Its length is not known before its end, so it has no Content-Length."""
     gateway = gateway_of(request)
     session_id = request.path_params["session_id"]
-    gateway.downloads.check(request, "traces", session_id)
+    gateway.storage.downloads.check(request, "traces", session_id)
     session = await gateway.store.sessions.get(session_id)
     if session is None:
         raise HTTPException(404, f"there is no session {session_id!r}")

@@ -24,12 +24,12 @@ async def retrieve_future(request: Request) -> Response:
     content, raw = await read_json(request, gateway.config)
     body = parse(schemas.RetrieveFuture, content)
     request_id = body.request_id
-    if not await gateway.access.owns(request_id, caller_of(request)):
+    if not await gateway.tenants.access.owns(request_id, caller_of(request)):
         raise _unknown(request_id)
-    if (elsewhere := await gateway.homes.pass_on(request, raw, request_id)) is not None:
+    if (elsewhere := await gateway.sampling.homes.pass_on(request, raw, request_id)) is not None:
         return elsewhere
     try:
-        gateway.completions.settle([request_id])
+        gateway.sampling.completions.settle([request_id])
         found = await _poll(gateway, request_id)
     except Gone:
         raise _unknown(request_id) from None
@@ -61,12 +61,12 @@ async def _poll(gateway: Gateway, request_id: str) -> Answer | Progress:
     try:
         return await gateway.futures.poll(request_id, timeout_s=timeout_s)
     except Gone:
-        if await gateway.operations.attach_refused(request_id):
+        if await gateway.training.operations.attach_refused(request_id):
             pass
         elif ":loss:" in request_id:
-            await gateway.custom_losses.attach(request_id)
+            await gateway.training.custom_losses.attach(request_id)
         else:
-            await gateway.operations.attach(request_id)
+            await gateway.training.operations.attach(request_id)
         return await gateway.futures.poll(request_id, timeout_s=timeout_s)
 
 
@@ -76,21 +76,21 @@ async def retrieve_futures(request: Request) -> Response:
     content, raw = await read_json(request, gateway.config)
     body = parse(schemas.RetrieveFutures, content)
     sampling_session_id = body.target.sampling_session_id
-    if await gateway.access.sampling_session(sampling_session_id, caller_of(request)) is None:
+    if await gateway.tenants.access.sampling_session(sampling_session_id, caller_of(request)) is None:
         raise HTTPException(404, f"target.sampling_session_id: there is no {sampling_session_id!r}")
     ended = HTTPException(410, f"target.sampling_session_id: the session has ended of {sampling_session_id!r}")
     if not gateway.store.samplers.lives(sampling_session_id):
         raise ended
     target = (sampling_session_id, body.target.cloned_sampler_id)
-    if (elsewhere := await gateway.homes.pass_on(request, raw, target)) is not None:
+    if (elsewhere := await gateway.sampling.homes.pass_on(request, raw, target)) is not None:
         return elsewhere
     mine = [each for each in body.retrieved_request_ids if each.rpartition(":")[0] == sampling_session_id]
-    gateway.completions.settle(mine)
+    gateway.sampling.completions.settle(mine)
     for request_id in mine:
         gateway.futures.forget(request_id)
     longest_s = gateway.config.long_poll_s
     try:
-        completions, cursor = await gateway.completions.poll(
+        completions, cursor = await gateway.sampling.completions.poll(
             target,
             prev_cursor=body.prev_cursor,
             timeout_s=longest_s if body.timeout is None else min(body.timeout, longest_s),
@@ -105,12 +105,12 @@ async def cancel_future(request: Request) -> Response:
     gateway = gateway_of(request)
     content, raw = await read_json(request, gateway.config)
     request_id = parse(schemas.CancelFuture, content).request_id
-    if not await gateway.access.owns(request_id, caller_of(request)):
+    if not await gateway.tenants.access.owns(request_id, caller_of(request)):
         return json_response({})
-    if (elsewhere := await gateway.homes.pass_on(request, raw, request_id)) is not None:
+    if (elsewhere := await gateway.sampling.homes.pass_on(request, raw, request_id)) is not None:
         return elsewhere
     gateway.futures.abandon(request_id, kind=samples.KIND)
-    gateway.completions.settle([request_id])
+    gateway.sampling.completions.settle([request_id])
     return json_response({})
 
 

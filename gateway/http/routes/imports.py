@@ -21,7 +21,7 @@ async def import_checkpoint(request: Request) -> Response:
     if encoding != "identity":
         raise HTTPException(400, f"content-encoding {encoding!r} is not supported; send the archive as it is")
     query = parse(schemas.ImportQuery, dict(request.query_params))
-    imported = await gateway_of(request).imports.run(
+    imported = await gateway_of(request).storage.imports.run(
         request.stream(),
         num_bytes=int(request.headers.get("content-length") or 0),
         base_model=query.base_model,

@@ -14,7 +14,7 @@ from tinsmith.rpc.errors import NotFound
 
 async def auth_token(request: Request) -> Response:
     """A JWT for the key. A JWT gets itself back: it lives no longer than it was to live."""
-    tokens = gateway_of(request).tokens
+    tokens = gateway_of(request).tenants.tokens
     if not tokens.are_used:
         raise NotFound("this server issues no JWTs: its setting jwt_auth is off")
     caller: Caller = request.state.caller
@@ -42,8 +42,8 @@ async def delete_own_key(request: Request) -> Response:
     """Revokes it. 403 for a key of the configuration: an answer of success would leave that working."""
     gateway, caller = gateway_of(request), caller_of(request)
     if caller.key_hash:
-        await gateway.keys.revoke(caller.key_id, by=caller.owner)
-        await gateway.callers.refresh()
+        await gateway.tenants.keys.revoke(caller.key_id, by=caller.owner)
+        await gateway.tenants.callers.refresh()
         return json_response({})
     return detail(
         403,

@@ -38,7 +38,7 @@ from tinsmith.v1 import trainer_pb2
 
 async def check_session(gateway: Gateway, session_id: str, *, caller: Caller) -> None:
     """Raises NotFound for an unknown session and FailedPrecondition for an ended one."""
-    session = await gateway.access.session(session_id, caller)
+    session = await gateway.tenants.access.session(session_id, caller)
     if session is None:
         raise NotFound(f"session_id: there is no session {session_id!r}")
     if session.ended_at is not None:
@@ -70,7 +70,7 @@ async def create_from_checkpoint(gateway: Gateway, content: dict[str, Any], body
         asked = parse(schemas.LoadWeights, content)
         if asked.weights_access_token is not None:
             raise Unsupported("weights_access_token: is not supported here")
-        checkpoint = await gateway.saves.read(asked.path, field="path", caller=caller)
+        checkpoint = await gateway.training.saves.read(asked.path, field="path", caller=caller)
         base_model = asked.base_model or checkpoint.base_model
         if not gateway.clients.are_same(base_model, checkpoint.base_model):
             raise InvalidRequest(f"base_model: {base_model!r} is not that of {asked.path}, {checkpoint.base_model!r}")
@@ -103,7 +103,7 @@ async def _create(
     request_id = request_id_of(model_id, 0)
     # The client's own bytes: what it loads may be gone when it repeats them.
     mark = fingerprint(kind, body)
-    if await gateway.operations.is_repeat(request_id, mark):
+    if await gateway.training.operations.is_repeat(request_id, mark):
         return receipt(request_id, model_id)
     try:
         message, path = await to_message(model_id)
@@ -135,7 +135,7 @@ async def _create(
     if made is not None and made.released_at is not None:
         what = f"model_seq_id: {ids.model_seq_id} is taken: {model_id} holds copies, and is not trained; send another"
         return await failed_receipt(gateway, request_id, model_id, AlreadyExists(what), kind=kind, mark=mark)
-    await gateway.operations.submit(
+    await gateway.training.operations.submit(
         Submission(
             kind=kind,
             model_id=model_id,
@@ -154,7 +154,7 @@ async def get_info(request: Request) -> Response:
     gateway = gateway_of(request)
     content, _ = await read_json(request, gateway.config)
     model_id = parse(schemas.GetInfo, content).model_id
-    model = await gateway.access.model(model_id, caller_of(request))
+    model = await gateway.tenants.access.model(model_id, caller_of(request))
     if model is None:
         raise ModelNotFound(f"model_id: there is no model {model_id!r}")
     trainer = await gateway.clients.settle(

@@ -21,7 +21,7 @@ _RUN = "/training_runs/{run_id}/retention"
 
 async def _own_run(request: Request) -> str:
     run_id = request.path_params["run_id"]
-    if not await gateway_of(request).access.owns(run_id, caller_of(request)):
+    if not await gateway_of(request).tenants.access.owns(run_id, caller_of(request)):
         raise NotFound(f"training_run_id: there is no training run {run_id!r}")
     return run_id
 
@@ -34,7 +34,7 @@ def _plan_view(plan: Sequence[Judged]) -> Json:
 
 
 async def _answer(request: Request, run_id: str) -> Response:
-    retention = gateway_of(request).retention
+    retention = gateway_of(request).storage.retention
     found = await retention.policy(run_id)
     plan = await retention.plan(run_id, found.policy)
     policy = found.policy.model_dump(exclude_none=True)
@@ -49,13 +49,13 @@ async def get_retention(request: Request) -> Response:
 async def set_retention(request: Request) -> Response:
     gateway, run_id = gateway_of(request), await _own_run(request)
     content, _ = await read_json(request, gateway.config)
-    await gateway.retention.set_policy(run_id, parse(Policy, content))
+    await gateway.storage.retention.set_policy(run_id, parse(Policy, content))
     return await _answer(request, run_id)
 
 
 async def use_default_retention(request: Request) -> Response:
     run_id = await _own_run(request)
-    await gateway_of(request).retention.use_default(run_id)
+    await gateway_of(request).storage.retention.use_default(run_id)
     return await _answer(request, run_id)
 
 
@@ -64,13 +64,13 @@ async def prune(request: Request) -> Response:
     gateway, run_id = gateway_of(request), await _own_run(request)
     content, _ = await read_json(request, gateway.config)
     body = parse(schemas.Prune, content)
-    policy = body.policy or (await gateway.retention.policy(run_id)).policy
+    policy = body.policy or (await gateway.storage.retention.policy(run_id)).policy
     if body.dry_run:
-        return json_response(_plan_view(await gateway.retention.plan(run_id, policy)))
+        return json_response(_plan_view(await gateway.storage.retention.plan(run_id, policy)))
     only = None if body.paths is None else set(body.paths)
-    deleted = await gateway.retention.prune(run_id, policy, only=only, owner=owner_of(request))
+    deleted = await gateway.storage.retention.prune(run_id, policy, only=only, owner=owner_of(request))
     gone = {one.path for one in deleted}
-    kept = [one for one in await gateway.retention.plan(run_id, policy) if one.checkpoint.path not in gone]
+    kept = [one for one in await gateway.storage.retention.plan(run_id, policy) if one.checkpoint.path not in gone]
     answer = _plan_view(kept)
     return json_response({"deleted": [checkpoint_view(one) for one in deleted], **answer})
 

@@ -68,7 +68,7 @@ async def list_checkpoints_of_run(request: Request) -> Response:
     """All of them, oldest first."""
     catalog = gateway_of(request).catalog
     run_id = request.path_params["run_id"]
-    if not await gateway_of(request).access.owns(run_id, caller_of(request)):
+    if not await gateway_of(request).tenants.access.owns(run_id, caller_of(request)):
         raise NotFound(f"training_run_id: there is no training run {run_id!r}")
     checkpoints = await catalog.checkpoints_of_run(run_id, kinds=visible_kinds(request))
     if not checkpoints and await catalog.run(run_id) is None:

@@ -57,7 +57,7 @@ async def _sampling_session(
 ) -> SamplingSession:
     base_model, version_id, location, inflight_run_id = body.base_model, "", "", None
     if body.model_path is not None:
-        checkpoint = await gateway.checkpoints.read(
+        checkpoint = await gateway.storage.checkpoints.read(
             body.model_path, field="model_path", caller=caller, purpose="sample"
         )
         version_id, location = checkpoint.version_id, checkpoint.location
@@ -94,7 +94,7 @@ async def join_sampling_session(request: Request) -> Response:
 
 
 async def _living_session(gateway: Gateway, sampling_session_id: str, *, caller: Caller) -> SamplingSession:
-    session = await gateway.access.sampling_session(sampling_session_id, caller)
+    session = await gateway.tenants.access.sampling_session(sampling_session_id, caller)
     if session is None or not gateway.store.samplers.lives(sampling_session_id):
         what = "there is no" if session is None else "the session has ended of"
         raise NotFound(f"sampling_session_id: {what} {sampling_session_id!r}")
@@ -103,7 +103,7 @@ async def _living_session(gateway: Gateway, sampling_session_id: str, *, caller:
 
 async def get_sampler(request: Request) -> Response:
     sampler_id = request.path_params["sampling_session_id"]
-    row = await gateway_of(request).access.sampling_session(sampler_id, caller_of(request))
+    row = await gateway_of(request).tenants.access.sampling_session(sampler_id, caller_of(request))
     if row is None:
         raise HTTPException(404, f"there is no sampler {sampler_id!r}")
     return json_response({"sampler_id": sampler_id, "base_model": row.base_model, "model_path": row.model_path})
@@ -113,28 +113,28 @@ async def certificate(request: Request) -> Response:
     """Tinsmith's own: of the version that a sample which starts now is drawn from."""
     gateway = gateway_of(request)
     sampler_id = request.path_params["sampling_session_id"]
-    session = await gateway.access.sampling_session(sampler_id, caller_of(request))
+    session = await gateway.tenants.access.sampling_session(sampler_id, caller_of(request))
     if session is None:
         raise HTTPException(404, f"there is no sampler {sampler_id!r}")
-    return json_response(certificate_view(await gateway.certificates.of_sampler(session)))
+    return json_response(certificate_view(await gateway.sampling.certificates.of_sampler(session)))
 
 
 async def asample(request: Request) -> Response:
     """Idempotent on sampling_session_id and seq_id."""
     gateway, caller = gateway_of(request), caller_of(request)
-    gateway.samples.check_capacity(caller.owner)
+    gateway.sampling.samples.check_capacity(caller.owner)
     content, raw = await read_json(request, gateway.config)
     ids = parse(schemas.SampleIds, content)
     well_formed = _SAMPLING_SESSION_ID.fullmatch(ids.sampling_session_id) is not None
-    is_own = well_formed and await gateway.access.owns(ids.sampling_session_id, caller)
+    is_own = well_formed and await gateway.tenants.access.owns(ids.sampling_session_id, caller)
     request_id = f"{ids.sampling_session_id}:{ids.seq_id}" if is_own else refused_id(caller)
-    if (elsewhere := await gateway.homes.pass_on(request, raw, request_id)) is not None:
+    if (elsewhere := await gateway.sampling.homes.pass_on(request, raw, request_id)) is not None:
         return elsewhere
     has_home = False
     try:
         session = await _living_session(gateway, ids.sampling_session_id, caller=caller)
         has_home = True
-        await gateway.completions.reserve(request_id)
+        await gateway.sampling.completions.reserve(request_id)
         version_id, limit = session.version_id, gateway.config.max_num_samples
 
         def to_message() -> tuple[sampler_pb2.SampleRequest, bool]:
@@ -146,14 +146,14 @@ async def asample(request: Request) -> Response:
         message, is_recorded = await off_loop(to_message, num_bytes=len(raw), config=gateway.config)
         hold = None
         if gateway.futures.fingerprint(request_id) is None:
-            hold = gateway.limits.sample(caller, message, base_model=session.base_model)
+            hold = gateway.tenants.limits.sample(caller, message, base_model=session.base_model)
     except (NotReady, RateLimited):
         raise  # the SDK sends it again
     except ServiceError as error:
         mark = fingerprint(raw)
         if not has_home:  # the id may be somebody else's, and any gateway may be asked for the answer
             request_id = refused_id(caller)
-            await gateway.operations.refuse(request_id, error, group=request_id, kind=samples.KIND, mark=mark)
+            await gateway.training.operations.refuse(request_id, error, group=request_id, kind=samples.KIND, mark=mark)
         if gateway.futures.fingerprint(request_id) not in (None, mark):
             what = f"{request_id} was used by another sample before; this one was not run ({error})"
             raise SequenceConflict(what) from error
@@ -162,7 +162,7 @@ async def asample(request: Request) -> Response:
     else:
         mark = fingerprint(message.SerializeToString(deterministic=True), "recorded" if is_recorded else "")
         message.cache_salt = caller.cache_salt
-        gateway.samples.submit(
+        gateway.sampling.samples.submit(
             request_id, message, session=session, fingerprint=mark, is_recorded=is_recorded, hold=hold
         )
         sequence_ids = [f"{request_id}:{i}" for i in range(message.num_samples)]

@@ -33,7 +33,7 @@ async def client_config(request: Request) -> Response:
     return json_response(
         {
             "proto_compress_fwdbwd": False,
-            "pjwt_auth_enabled": gateway.tokens.are_used,
+            "pjwt_auth_enabled": gateway.tenants.tokens.are_used,
             "sample_use_retrieve_futures": gateway.config.sample_use_retrieve_futures,
             "sample_join_sampling_session": True,
             "custom_loss_server_side": gateway.config.custom_loss_server_side,

@@ -51,10 +51,10 @@ async def session_heartbeat(request: Request) -> Response:
     gateway = gateway_of(request)
     content, _ = await read_json(request, gateway.config)
     body = parse(schemas.SessionHeartbeat, content)
-    is_own = await gateway.access.owns(body.session_id, caller_of(request))
+    is_own = await gateway.tenants.access.owns(body.session_id, caller_of(request))
     if is_own and await gateway.store.sessions.heartbeat(body.session_id):
         return json_response({"type": "session_heartbeat"})
-    session = await gateway.access.session(body.session_id, caller_of(request))
+    session = await gateway.tenants.access.session(body.session_id, caller_of(request))
     if session is None:
         raise HTTPException(404, f"session_id: there is no session {body.session_id!r}")
     raise HTTPException(410, f"session {body.session_id} has ended: {session.end_reason}")
@@ -65,7 +65,7 @@ async def finish_session(request: Request) -> Response:
     content, _ = await read_json(request, gateway.config)
     body = parse(schemas.FinishSession, content)
     session_id = request.path_params["session_id"]
-    if await gateway.access.session(session_id, caller_of(request)) is None:
+    if await gateway.tenants.access.session(session_id, caller_of(request)) is None:
         raise HTTPException(404, f"there is no session {session_id!r}")
     await gateway.reaper.end_session(session_id, reason=body.reason.type, detail=body.detail)
     return json_response({})
@@ -81,7 +81,7 @@ async def list_sessions(request: Request) -> Response:
 
 async def _find(request: Request) -> Session:
     session_id = request.path_params["session_id"]
-    session = await gateway_of(request).access.session(session_id, caller_of(request))
+    session = await gateway_of(request).tenants.access.session(session_id, caller_of(request))
     if session is None:
         raise HTTPException(404, f"session_id: there is no session {session_id!r}")
     return session
@@ -139,7 +139,7 @@ async def assign_project(request: Request) -> Response:
 async def trace_export(request: Request) -> Response:
     """Always ready: the file is made while it is downloaded."""
     session = await _find(request)
-    download = gateway_of(request).downloads.sign(request, "traces", session.session_id)
+    download = gateway_of(request).storage.downloads.sign(request, "traces", session.session_id)
     return json_response({"status": "ready", "url": download.url})
 
 

@@ -36,7 +36,7 @@ async def _submit_batch(request: Request, *, forward_only: bool) -> Response:
     body, num_tokens = await off_loop(lambda: canonical(message), num_bytes=batch.num_bytes, config=gateway.config)
     mark = fingerprint("forward_backward", body)  # of what the client sent, whatever is put into it here
     kind, rpc = "forward_backward", Rpc("ForwardBackward", body, is_forward_only=message.forward_only)
-    if await gateway.access.model(ids.model_id, caller) is None:  # `complete` looks at what its session has
+    if await gateway.tenants.access.model(ids.model_id, caller) is None:  # `complete` looks at what its session has
         return await no_model(gateway, caller, ids, None, kind=kind, mark=mark)
     try:
         if await complete(gateway, message, num_bytes=batch.num_bytes):

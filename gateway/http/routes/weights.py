@@ -29,7 +29,7 @@ async def save_weights(request: Request) -> Response:
     async def to_rpc(body: schemas.SaveWeights) -> Rpc:
         path = TinkerPath(body.model_id, "weights", check_name(body.path, field="path"))
         if body.overwrite:
-            await gateway_of(request).checkpoints.keep_for_samplers(path)
+            await gateway_of(request).storage.checkpoints.keep_for_samplers(path)
         more = {"overwrite": body.overwrite, "user_metadata": body.user_metadata}
         return _saving(body, types_pb2.CHECKPOINT_KIND_TRAINING, path, **more)
 
@@ -116,7 +116,7 @@ async def load_weights(request: Request) -> Response:
         if named.run_id == body.model_id and await gateway.store.operations.saving(named) is not None:
             path, location = str(named), named.location  # the trainer waits for the saves of the same run before a load
         else:
-            checkpoint = await gateway.saves.read(body.path, field="path", caller=caller)
+            checkpoint = await gateway.training.saves.read(body.path, field="path", caller=caller)
             path, location = checkpoint.path, checkpoint.location
         message = trainer_pb2.LoadCheckpointRequest(
             model_id=body.model_id, seq_id=body.seq_id, location=location, load_optimizer=body.optimizer
@@ -130,7 +130,7 @@ async def weights_info(request: Request) -> Response:
     gateway = gateway_of(request)
     content, _ = await read_json(request, gateway.config)
     path = parse(schemas.WeightsInfo, content).tinker_path
-    checkpoint = await gateway.checkpoints.find(path, field="tinker_path", caller=caller_of(request))
+    checkpoint = await gateway.storage.checkpoints.find(path, field="tinker_path", caller=caller_of(request))
     return json_response(
         {
             "base_model": checkpoint.base_model,
@@ -160,7 +160,7 @@ async def copy_weights(request: Request) -> Response:
     if body.session_id is not None:
         await check_session(gateway, body.session_id, caller=caller)
     if body.destination_project_id is not None:
-        copy = await gateway.copies.into_project(
+        copy = await gateway.storage.copies.into_project(
             body.source_path,
             body.destination_project_id,
             ttl_seconds=ttl_seconds,
@@ -169,7 +169,7 @@ async def copy_weights(request: Request) -> Response:
         )
     else:
         run_id = f"{body.session_id}:train:{body.model_seq_id}"
-        copy = await gateway.copies.into_run(body.source_path, run_id, ttl_seconds=ttl_seconds, caller=caller)
+        copy = await gateway.storage.copies.into_run(body.source_path, run_id, ttl_seconds=ttl_seconds, caller=caller)
     return json_response({"tinker_path": copy.path})
 
 

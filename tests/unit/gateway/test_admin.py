@@ -77,7 +77,7 @@ async def test_storage_is_counted_by_time_and_only_once(stack: Stack, client: Cl
     last = await gateway.store.settings.get("storage_metered_until", default=repr(now))
     await gateway.store.settings.swap("storage_metered_until", old=last, new=repr(now - 3600))
     for _ in range(2):
-        await gateway.billing.meter_storage()
+        await gateway.tenants.billing.meter_storage()
     events = [event for event in (await usage(client)).data if event.event_info.type == "storage"]
     stored = sum(event.event_info.gigabyte_hours for event in events if event.event_info.type == "storage")
     assert stored == pytest.approx(0.5, abs=0.01)

@@ -130,10 +130,10 @@ async def test_a_copy_that_was_left_is_in_the_audit_log_once_whoever_finds_it(
     if finder == "a reader":
         assert (await client.post("/api/v1/weights_info", json={"tinker_path": path})).status_code == 200
     if finder != "a repeat":
-        await gateway_of(stack).arrivals.finish_left()
+        await gateway_of(stack).storage.arrivals.finish_left()
     assert (await ask(client)).json() == {"tinker_path": path}
     assert (await ask(client)).json() == {"tinker_path": path}
-    await gateway_of(stack).arrivals.finish_left()
+    await gateway_of(stack).storage.arrivals.finish_left()
     assert await entries(client, "checkpoint_copy") == 1
     run_id = path.removeprefix("tinker://").partition("/")[0]
     assert (await client.get(f"/api/v1/training_runs/{run_id}")).status_code == 200
@@ -185,7 +185,7 @@ async def test_what_is_being_made_is_waited_for_and_what_never_was_is_forgotten(
     assert await notes(stack) == 1
     assert stack.server is not None
     gateway = stack.server.app.state.gateway
-    left = gateway.arrivals.operation(IMPORT, TinkerPath("0" * 32 + ":train:0", "weights", "never"))
+    left = gateway.storage.arrivals.operation(IMPORT, TinkerPath("0" * 32 + ":train:0", "weights", "never"))
     left.gateway_id = "dead"
     await gateway.store.operations.add(left)
     await until(lambda: is_one(stack))

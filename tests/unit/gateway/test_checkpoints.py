@@ -114,8 +114,8 @@ async def test_a_sampler_goes_on_without_its_checkpoint(stack: Stack, client: Cl
     await client.call(f"sessions/{session_id}/finish", {"reason": {"type": "success"}})
     await is_deleted(stack, retired)
     assert list(stack.trainer.checkpoints) == [location]
-    await gateway_of(stack).retirement.delete_unused()
-    assert await gateway_of(stack).retirement.find(location, version_id) is None
+    await gateway_of(stack).storage.retirement.delete_unused()
+    assert await gateway_of(stack).storage.retirement.find(location, version_id) is None
 
 
 async def test_a_checkpoint_that_several_remove_at_once_is_kept_for_its_sampler(stack: Stack, client: Client) -> None:
@@ -126,8 +126,8 @@ async def test_a_checkpoint_that_several_remove_at_once_is_kept_for_its_sampler(
     gateway = gateway_of(stack)
     checkpoint = await gateway.store.checkpoints.get(path)
     assert checkpoint is not None
-    await asyncio.gather(*(gateway.retirement.keep_for_samplers(checkpoint) for _ in range(8)))
-    found = await gateway.retirement.find(checkpoint.location, checkpoint.version_id)
+    await asyncio.gather(*(gateway.storage.retirement.keep_for_samplers(checkpoint) for _ in range(8)))
+    found = await gateway.storage.retirement.find(checkpoint.location, checkpoint.version_id)
     assert found in stack.trainer.checkpoints
 
 

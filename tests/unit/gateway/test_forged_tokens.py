@@ -36,7 +36,7 @@ async def mint(stack: Stack) -> Tokens:
     keys = [{"key": key, "owner": owner, "name": owner} for owner, key in KEYS.items()]
     await stack.restart_gateway(jwt_auth=True, jwt_secret=SecretStr(SECRET), api_keys=keys)
     assert stack.server is not None
-    return stack.server.app.state.gateway.tokens
+    return stack.server.app.state.gateway.tenants.tokens
 
 
 @pytest.fixture

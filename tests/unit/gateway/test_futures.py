@@ -155,7 +155,7 @@ async def test_what_nobody_reads_is_not_kept_for_ever(
         await client.result(await sample(client, sampler_id, seq_id))
     receipts = [await sample(client, sampler_id, seq_id) for seq_id in range(4, 8)]
     assert stack.server is not None
-    known = stack.server.app.state.gateway.completions
+    known = stack.server.app.state.gateway.sampling.completions
     (samples,) = known._samples.values()
     assert (len(samples.open), len(samples.settled)) == (3, 2)
     assert all(len(each.request_ids) <= 3 for each in known._lists.values())

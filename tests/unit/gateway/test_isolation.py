@@ -226,13 +226,13 @@ class People:
 @pytest.fixture
 async def people(stack: Stack) -> AsyncIterator[People]:
     assert stack.server is not None
-    keys: Keys = stack.server.app.state.gateway.keys
+    keys: Keys = stack.server.app.state.gateway.tenants.keys
     made = {name: (await keys.create(name, admin=name == "eve"))[0] for name in ("ada", "bob", "eve")}
     clients = [
         Client(base_url=stack.url, timeout=20, headers={"x-api-key": key}, follow_redirects=False)
         for key in made.values()
     ]
-    await stack.server.app.state.gateway.callers.read()
+    await stack.server.app.state.gateway.tenants.callers.read()
     yield People(*clients)
     for client in clients:
         await client.aclose()
@@ -346,7 +346,7 @@ async def test_an_admin_sees_and_changes_everything(people: People) -> None:
 async def test_each_owner_has_a_salt_of_its_own_in_the_samplers_prefix_caches(stack: Stack, people: People) -> None:
     """Or `prompt_cache_hit_tokens` would tell what others have sent."""
     assert stack.server is not None
-    key, _ = await stack.server.app.state.gateway.keys.create("ada", name="second")
+    key, _ = await stack.server.app.state.gateway.tenants.keys.create("ada", name="second")
     async with Client(base_url=stack.url, timeout=20, headers={"x-api-key": key}) as second:
         salts = []
         for client in (people.ada, people.bob, second):
@@ -372,7 +372,7 @@ async def test_each_owner_has_a_salt_of_its_own_in_the_samplers_prefix_caches(st
 async def test_keys_of_one_owner_share_everything(stack: Stack, people: People) -> None:
     session_id = await things_of(people.ada)
     assert stack.server is not None
-    key, _ = await stack.server.app.state.gateway.keys.create("ada", name="second")  # found when it first comes
+    key, _ = await stack.server.app.state.gateway.tenants.keys.create("ada", name="second")  # found when it first comes
     async with Client(base_url=stack.url, timeout=20, headers={"x-api-key": key}) as other:
         assert (await other.call("get_info", {"model_id": f"{session_id}:train:0"}))["model_name"] == BASE_MODEL
         await other.result((await other.forward_backward(f"{session_id}:train:0", 5)).json())

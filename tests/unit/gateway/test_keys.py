@@ -89,7 +89,7 @@ async def test_a_bad_token_is_answered_with_the_challenge_that_makes_the_sdk_ask
     settings: dict[str, Any] = {"jwt_auth": True, "jwt_secret": SecretStr(SECRET)}
     await stack.restart_gateway(**settings, api_keys=[RIGHT, NAMED] if has_keys else [])
     assert stack.server is not None
-    mint: Tokens = stack.server.app.state.gateway.tokens
+    mint: Tokens = stack.server.app.state.gateway.tenants.tokens
     removed, valid = (mint.issue("x", key_id=key_id, email="") for key_id in ("0" * 12, ""))
     for token in (removed, "eyJ.forged.x", valid + "x"):
         reply = await http.get(ME, headers={"x-api-key": token})

@@ -47,8 +47,8 @@ def gateway(stack: Stack) -> Gateway:
 
 
 async def client_of(stack: Stack, key: str) -> Client:
-    await gateway(stack).callers.read()
-    await gateway(stack).limits.refresh()
+    await gateway(stack).tenants.callers.read()
+    await gateway(stack).tenants.limits.refresh()
     return Client(base_url=stack.url, timeout=20, headers={"x-api-key": key})
 
 
@@ -71,7 +71,7 @@ async def limited(store: Store, **budget: int | None) -> tuple[Limits, Ledger, K
 
 
 async def test_past_the_token_budget_training_and_sampling_fail_and_reads_go_on(stack: Stack) -> None:
-    keys = gateway(stack).keys
+    keys = gateway(stack).tenants.keys
     key, _ = await keys.create("ada")
     await keys.set_budget("ada", {"tokens": 2 * _BATCH + 1})
     async with await client_of(stack, key) as client:
@@ -98,12 +98,12 @@ async def test_past_the_token_budget_training_and_sampling_fail_and_reads_go_on(
         await client.call("weights_info", {"tinker_path": saved["path"]})
         assert (await client.delete(f"/api/v1/training_runs/{model_id}/checkpoints/weights/w")).status_code == 200
         await keys.set_budget("ada", {"tokens": None})
-        await gateway(stack).limits.refresh()
+        await gateway(stack).tenants.limits.refresh()
         assert isinstance(await client.result((await client.forward_backward(model_id, 5)).json()), bytes)
 
 
 async def test_the_count_survives_a_restart_and_is_that_of_all_gateways(stack: Stack, store: Store) -> None:
-    key, row = await gateway(stack).keys.create("ada")
+    key, row = await gateway(stack).tenants.keys.create("ada")
     async with await client_of(stack, key) as client:
         model_id = await client.model(await client.session())
         await client.result((await client.forward_backward(model_id, 1)).json())
@@ -111,8 +111,8 @@ async def test_the_count_survives_a_restart_and_is_that_of_all_gateways(stack: S
         other = Ledger(store)
         other.use("sampling_sample", 40, base_model="m", owner="ada", key_id="")
         await other.flush()
-        await gateway(stack).keys.set_budget("ada", {"tokens": 100})
-        await gateway(stack).limits.refresh()
+        await gateway(stack).tenants.keys.set_budget("ada", {"tokens": 100})
+        await gateway(stack).tenants.limits.refresh()
         assert gateway(stack).ledger.tokens("ada") == 40 + _BATCH
         await client.result((await client.forward_backward(model_id, 2)).json())
         await gateway(stack).ledger.flush()
@@ -157,7 +157,7 @@ async def test_what_is_in_work_counts_with_what_it_may_use(store: Store) -> None
 async def test_what_is_counted_and_waits_to_be_written_counts_once(
     stack: Stack, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    keys, ledger, may_write = gateway(stack).keys, gateway(stack).ledger, asyncio.Event()
+    keys, ledger, may_write = gateway(stack).tenants.keys, gateway(stack).ledger, asyncio.Event()
     write = ledger.flush
     key, _ = await keys.create("ada")
 
@@ -183,7 +183,7 @@ async def test_what_is_counted_and_waits_to_be_written_counts_once(
         assert await ask(1)
         amount = ledger.tokens("ada")
         await keys.set_budget("ada", {"tokens": 3 * amount})
-        await gateway(stack).limits.refresh()
+        await gateway(stack).tenants.limits.refresh()
         monkeypatch.setattr(ledger, "flush", write_later)
         first = asyncio.create_task(ask(2))
         while ledger.tokens("ada") == amount:  # noqa: ASYNC110
@@ -216,7 +216,7 @@ async def test_a_budget_can_begin_anew(store: Store) -> None:
 
 
 async def test_past_the_storage_quota_saves_fail_until_something_is_deleted(stack: Stack) -> None:
-    keys = gateway(stack).keys
+    keys = gateway(stack).tenants.keys
     key, _ = await keys.create("ada")
     await keys.set_budget("ada", {"storage_bytes": 250})
     async with await client_of(stack, key) as client:
@@ -243,7 +243,7 @@ async def test_past_the_storage_quota_saves_fail_until_something_is_deleted(stac
 
 
 async def test_an_import_counts_with_what_it_unpacks_to(stack: Stack) -> None:
-    keys = gateway(stack).keys
+    keys = gateway(stack).tenants.keys
     key, _ = await keys.create("ada")
     await keys.set_budget("ada", {"storage_bytes": 299})
     async with await client_of(stack, key) as client:
@@ -257,7 +257,7 @@ async def test_an_import_counts_with_what_it_unpacks_to(stack: Stack) -> None:
         assert (refused.status_code, refused.json()["detail"]) == (403, "it has 150 bytes")
         assert len(stack.trainer.checkpoints) == 1
         await keys.set_budget("ada", {"storage_bytes": 300})
-        await gateway(stack).limits.refresh()
+        await gateway(stack).tenants.limits.refresh()
         answers = await asyncio.gather(add("two"), add("three"))  # one waits for the other, and finds no room
         assert sorted(answer.status_code for answer in answers) == [200, 403]
     assert await keys.stored_bytes("ada") == 300
@@ -308,19 +308,19 @@ async def num_saved(client: Client, model_id: str, *seq_ids: int) -> int:
 
 @pytest.mark.parametrize(("num_runs", "num_saves"), [(6, 1), (1, 8), (3, 3)])
 async def test_the_storage_quota_holds_for_first_saves_at_once(stack: Stack, num_runs: int, num_saves: int) -> None:
-    key, _ = await gateway(stack).keys.create("ada")
-    await gateway(stack).keys.set_budget("ada", {"storage_bytes": 250})
+    key, _ = await gateway(stack).tenants.keys.create("ada")
+    await gateway(stack).tenants.keys.set_budget("ada", {"storage_bytes": 250})
     async with await client_of(stack, key) as client:
         session_id = await client.session()
         models = [await client.model(session_id, model_seq_id=n) for n in range(num_runs)]
         saves = [num_saved(client, model_id, *range(1, num_saves + 1)) for model_id in models]
         async with asyncio.timeout(30):
             assert sum(await asyncio.gather(*saves)) == 2  # of 100 bytes each
-    assert await gateway(stack).keys.stored_bytes("ada") == 200
+    assert await gateway(stack).tenants.keys.stored_bytes("ada") == 200
 
 
 async def test_what_another_owner_has_saved_tells_the_size(stack: Stack) -> None:
-    keys = gateway(stack).keys
+    keys = gateway(stack).tenants.keys
     (ada, _), (bob, _) = await keys.create("ada"), await keys.create("bob")
     await keys.set_budget("ada", {"storage_bytes": 250})
     async with await client_of(stack, bob) as client:
@@ -420,7 +420,7 @@ def test_a_bucket_gives_what_a_minute_has_and_lends_the_rest(monkeypatch: pytest
 
 
 async def test_requests_past_the_rate_are_told_when_to_come_again(stack: Stack) -> None:
-    key, _ = await gateway(stack).keys.create("ada", requests_per_minute=3)
+    key, _ = await gateway(stack).tenants.keys.create("ada", requests_per_minute=3)
     async with await client_of(stack, key) as client:
         session_id = await client.session()
         replies = [await client.get(f"/api/v1/sessions/{session_id}") for _ in range(3)]
@@ -432,7 +432,7 @@ async def test_requests_past_the_rate_are_told_when_to_come_again(stack: Stack) 
         # What clients ask by themselves does not count: an answer is not lost, and the session lives.
         await client.call("session_heartbeat", {"session_id": session_id})
         assert (await client.poll("nothing")).status_code == 410
-    other, _ = await gateway(stack).keys.create("ada")
+    other, _ = await gateway(stack).tenants.keys.create("ada")
     async with await client_of(stack, other) as client:
         assert (await client.get(f"/api/v1/sessions/{session_id}")).status_code == 200
 
@@ -440,7 +440,7 @@ async def test_requests_past_the_rate_are_told_when_to_come_again(stack: Stack) 
 async def test_training_past_the_rate_keeps_its_order_and_comes_in_after_a_while(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    key, _ = await gateway(stack).keys.create("ada", tokens_per_minute=_BATCH)
+    key, _ = await gateway(stack).tenants.keys.create("ada", tokens_per_minute=_BATCH)
     async with await client_of(stack, key) as client:
         model_id = await client.model(await client.session())
         accepted = [(await client.forward_backward(model_id, 2)).json()]
@@ -463,7 +463,7 @@ def _batches(stack: Stack, model_id: str) -> list[Any]:
 
 
 async def test_a_sample_past_the_rate_is_told_to_slow_down_and_sampled_tokens_count(stack: Stack) -> None:
-    key, _ = await gateway(stack).keys.create("ada", tokens_per_minute=_PROMPT + 1)
+    key, _ = await gateway(stack).tenants.keys.create("ada", tokens_per_minute=_PROMPT + 1)
     async with await client_of(stack, key) as client:
         sampler_id = await client.sampling_session(await client.session(), base_model=BASE_MODEL)
         await client.result(await client.call("asample", sample_body(sampler_id, 0)))
@@ -474,7 +474,7 @@ async def test_a_sample_past_the_rate_is_told_to_slow_down_and_sampled_tokens_co
 
 async def test_an_owner_does_not_take_the_places_of_all(stack: Stack) -> None:
     await stack.restart_gateway(max_pending_samples=3, max_pending_samples_per_owner=2)
-    (ada, _), (bob, _) = [await gateway(stack).keys.create(owner) for owner in ("ada", "bob")]
+    (ada, _), (bob, _) = [await gateway(stack).tenants.keys.create(owner) for owner in ("ada", "bob")]
     async with await client_of(stack, ada) as first, await client_of(stack, bob) as second:
         samplers = [await one.sampling_session(await one.session(), base_model=BASE_MODEL) for one in (first, second)]
         stack.sampler.go.clear()
@@ -526,7 +526,7 @@ async def test_a_key_works_within_seconds_and_until_it_is_revoked(stack: Stack, 
 
 async def test_an_owner_of_a_configured_key_shares_with_keys_of_the_database(stack: Stack) -> None:
     await stack.restart_gateway(api_keys=[{"key": "tml-conf", "owner": "ada"}, "tml-plain"])
-    key, _ = await gateway(stack).keys.create("ada")
+    key, _ = await gateway(stack).tenants.keys.create("ada")
     async with (
         await client_of(stack, key) as stored,
         await client_of(stack, "tml-conf") as configured,
@@ -539,14 +539,14 @@ async def test_an_owner_of_a_configured_key_shares_with_keys_of_the_database(sta
 
 async def test_a_jwt_ends_with_the_key_that_it_was_issued_for(stack: Stack) -> None:
     await stack.restart_gateway(jwt_auth=True)
-    keys = gateway(stack).keys
+    keys = gateway(stack).tenants.keys
     (key, row), (other, _) = await keys.create("ada"), await keys.create("ada")
     async with await client_of(stack, key) as client:
         token = (await client.call("auth/token", {}))["jwt"]
         headers = {"x-api-key": token}
         assert (await client.get("/api/v1/auth/apikey/me", headers=headers)).status_code == 200
         await keys.revoke(row.key_hash[:12])
-        await gateway(stack).callers.read()
+        await gateway(stack).tenants.callers.read()
         refused = await client.get("/api/v1/auth/apikey/me", headers=headers)
         assert refused.status_code == 401
         assert "invalid_token" in refused.headers["www-authenticate"]
@@ -555,12 +555,12 @@ async def test_a_jwt_ends_with_the_key_that_it_was_issued_for(stack: Stack) -> N
 
 
 async def test_a_key_that_deletes_itself_is_revoked(stack: Stack) -> None:
-    key, _ = await gateway(stack).keys.create("ada", admin=True)
+    key, _ = await gateway(stack).tenants.keys.create("ada", admin=True)
     async with await client_of(stack, key) as client:
         assert (await client.delete("/api/v1/auth/apikey/me")).status_code == 200
         assert (await client.get("/api/v1/sessions")).status_code == 401
-    assert [row.revoked_at is not None for row in await gateway(stack).keys.all()] == [True]
-    admin, _ = await gateway(stack).keys.create("eve", admin=True)
+    assert [row.revoked_at is not None for row in await gateway(stack).tenants.keys.all()] == [True]
+    admin, _ = await gateway(stack).tenants.keys.create("eve", admin=True)
     async with await client_of(stack, admin) as client:
         entries = (await client.get("/api/v1/audit")).json()["entries"]
     assert [entry["event"] for entry in entries] == ["key_create", "key_revoke", "key_create"]
@@ -574,7 +574,7 @@ async def test_what_counts_against_a_budget_is_written_before_the_client_has_the
     """So a gateway that is killed gives nothing away. What has no bound is written within a second."""
     monkeypatch.setattr("gateway.tenants.ledger.FLUSH_S", 3600.0)
     await stack.restart_gateway()
-    keys = gateway(stack).keys
+    keys = gateway(stack).tenants.keys
     (ada, _), (bob, _) = await keys.create("ada"), await keys.create("bob")
     await keys.set_budget("ada", {"tokens": 1000})
     for key, owner, counts in ((ada, "ada", (_BATCH, _BATCH + _PROMPT + 4)), (bob, "bob", (0, 0))):

@@ -398,7 +398,7 @@ async def test_a_client_that_leaves_stops_the_generation(
         await asyncio.gather(sending, return_exceptions=True)
     await asyncio.wait_for(sampler.stopped.wait(), 5)
     assert stack.server is not None
-    generator = stack.server.app.state.gateway.generator
+    generator = stack.server.app.state.gateway.sampling.generator
     await until(lambda: generator.num_running == 0)
 
 
@@ -575,7 +575,7 @@ async def test_tokens_are_counted_also_for_clients_that_leave(
     await asyncio.wait_for(sampler.stopped.wait(), 5)
     assert stack.server is not None
     gateway = stack.server.app.state.gateway
-    await until(lambda: gateway.generator.num_running == 0)
+    await until(lambda: gateway.sampling.generator.num_running == 0)
     num_sampled = len(sampler.tokenizer.encode(SAYS).ids) + 1
     assert gateway.metrics.sampled_tokens._value.get() >= num_sampled + 1
     assert gateway.metrics.prompt_tokens._value.get() == 6

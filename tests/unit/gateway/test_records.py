@@ -284,7 +284,7 @@ async def test_a_use_keeps_a_record_and_expired_ones_are_deleted(stack: Stack, c
     assert expiry[used] > time.time() + 86000
     assert expiry[unused] < time.time() + 101
     await set_expiry(stack, time.time() - 1)
-    await gateway.records.delete_expired()
+    await gateway.sampling.records.delete_expired()
     async with gateway.store.begin() as db:
         assert await db.get(SequenceRecord, used) is None
 

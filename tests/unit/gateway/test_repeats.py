@@ -141,7 +141,7 @@ async def test_deletions_are_remembered_for_a_day(
     for retention_s, status in ((86400.0, 200), (0.0, 404)):
         monkeypatch.setattr("gateway.storage.checkpoints._DELETION_RETENTION_S", retention_s)
         await client.delete(url, headers={"x-idempotency-key": "a"})
-        await gateway_of(stack).checkpoints.forget_deletions()
+        await gateway_of(stack).storage.checkpoints.forget_deletions()
         assert (await client.delete(url, headers={"x-idempotency-key": "a"})).status_code == status
 
 

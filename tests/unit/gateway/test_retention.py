@@ -72,7 +72,7 @@ def test_a_rule_that_makes_no_sense_is_refused(wrong: dict[str, int]) -> None:
 
 
 async def reap(stack: Stack) -> None:
-    await gateway_of(stack).retention.prune_all()
+    await gateway_of(stack).storage.retention.prune_all()
 
 
 async def retention(client: Client, run_id: str, method: str = "GET", *, status: int = 200, **body: Any) -> Any:
@@ -170,7 +170,7 @@ async def test_what_was_pinned_after_the_plan_stays(
 ) -> None:
     await stack.restart_gateway(reap_interval_s=1000)
     run_id = await run_with(client)
-    service = gateway_of(stack).retention
+    service = gateway_of(stack).storage.retention
     old = await service.plan(run_id, Policy(training=Rules(keep_last=1)))
     await ask(client, "POST", path_of(run_id, "n1"), "pin")
     await ask(client, "POST", path_of(run_id, "n2"), "publish")
@@ -243,7 +243,7 @@ async def test_two_sweepers_at_once_record_each_checkpoint_once(stack: Stack, cl
     gateway = gateway_of(stack)
     await expire(stack, path_of(run_id, "n1"))
     (expired,) = await gateway.store.checkpoints.expired()
-    assert [await gateway.checkpoints.expire(expired) for _ in range(2)] == [True, False]
+    assert [await gateway.storage.checkpoints.expire(expired) for _ in range(2)] == [True, False]
     assert (await events(client)).count("checkpoint_expire") == 1
 
 

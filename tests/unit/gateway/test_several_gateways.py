@@ -145,7 +145,7 @@ async def test_one_that_was_taken_for_dead_gives_up_what_others_took_over(
     monkeypatch.setattr("gateway.peers.FRESH_S", 0.0)
     async with several.gateway(other).store.begin() as db:
         await db.execute(delete(GatewayRow).where(GatewayRow.gateway_id == peers.gateway_id))
-    several.gateway(other).homes._known.clear()
+    several.gateway(other).sampling.homes._known.clear()
     receipts = [await client.call("asample", sample_body(sampler_id, seq_id)) for seq_id in (1, 2, 3, 4)]
     for receipt in receipts:
         assert isinstance(await client.result(receipt), bytes)
@@ -227,7 +227,7 @@ async def test_what_is_used_is_counted_once(several: Several, client: Client) ->
     gateways = [several.gateway(port) for port in several.servers]
     for gateway in gateways:
         await gateway.ledger.flush()
-    events, _ = await gateways[0].billing.usage(0, 10**7, owner=None)
+    events, _ = await gateways[0].tenants.billing.usage(0, 10**7, owner=None)
     training = [event["event_info"]["token_count"] for event in events if event["event_info"]["type"] == "training"]
     assert training == [3]
 
@@ -277,4 +277,4 @@ async def test_a_gateway_that_others_cannot_reach_does_not_start_beside_them(
     with pytest.raises(StartError, match="set peer_url"):
         await alone.start()
     await alone.store.close()
-    await alone.homes.close()
+    await alone.sampling.homes.close()

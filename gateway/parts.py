@@ -1,0 +1,154 @@
+"""The gateway's parts, by subject as its packages are. Each is built from those above it and knows none below it."""
+
+from __future__ import annotations
+
+from gateway.clients import Clients
+from gateway.config import GatewayConfig
+from gateway.dashboard.recorder import Dashboard
+from gateway.database.store import Store
+from gateway.futures import Futures
+from gateway.metrics import Metrics
+from gateway.openai.generator import Generator
+from gateway.peers import Peers
+from gateway.sampling.certificates import Certificates
+from gateway.sampling.completions import Completions
+from gateway.sampling.homes import Homes
+from gateway.sampling.inflight import Inflight
+from gateway.sampling.publishing import Publishing
+from gateway.sampling.records import Records
+from gateway.sampling.samples import Samples
+from gateway.storage.arrivals import Arrivals
+from gateway.storage.checkpoints import Checkpoints
+from gateway.storage.copies import Copies
+from gateway.storage.downloads import Downloads
+from gateway.storage.imports import Imports
+from gateway.storage.retention import Retention
+from gateway.storage.retirement import Retirement
+from gateway.tenants.access import Access
+from gateway.tenants.auth import Callers
+from gateway.tenants.billing import Billing
+from gateway.tenants.keys import Keys
+from gateway.tenants.ledger import Ledger
+from gateway.tenants.limits import Limits
+from gateway.tenants.tokens import Tokens
+from gateway.training.custom_losses import CustomLosses
+from gateway.training.operations import Operations
+from gateway.training.results import Results
+from gateway.training.saves import Saves
+from gateway.turns import Turns
+from tinsmith.rpc.auth import named
+
+
+class Core:
+    """What every subject uses: the database, the services, the work that was accepted, and the other gateways."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self.config = config
+        self.metrics = Metrics()
+        self.turns = Turns()
+        self.store = Store(config.resolved_database_url, self.metrics)
+        self.store.is_shared = bool(config.peer_url)
+        self.ledger = Ledger(self.store)
+        self.clients = Clients(
+            trainers=config.trainers,
+            samplers=config.samplers,
+            metrics=self.metrics,
+            api_key=config.service_key.get_secret_value(),
+            certificates=config.certificates,
+            sampler_timeout_s=config.sampler_timeout_s,
+            sampler_load_factor=config.sampler_load_factor,
+        )
+        self.futures = Futures(cache_bytes=config.result_cache_bytes, metrics=self.metrics, ledger=self.ledger)
+        self.peers = Peers(self.store, self.futures, url=config.peer_url)
+        self.dashboard = Dashboard(
+            config, store=self.store, clients=self.clients, futures=self.futures, metrics=self.metrics
+        )
+
+
+class Tenants:
+    """Who calls, what exists for them, what they may use and what they have used."""
+
+    def __init__(self, core: Core) -> None:
+        self.tokens = Tokens(core.config)
+        self.keys = Keys(core.store)
+        self.callers = Callers(named(core.config.api_keys), self.keys)
+        self.access = Access(core.store)
+        self.billing = Billing(core.config, store=core.store, ledger=core.ledger)
+        self.limits = Limits(self.keys, core.ledger, context_length=core.clients.context_length)
+        self.callers.also_read = self.limits.refresh
+
+
+class Storage:
+    """Checkpoints: their index, what comes and goes, and what is deleted."""
+
+    def __init__(self, core: Core, tenants: Tenants) -> None:
+        config, store, clients, ledger = core.config, core.store, core.clients, core.ledger
+        self.retirement = Retirement(store, clients)
+        self.checkpoints = Checkpoints(
+            store, clients, ledger=ledger, retirement=self.retirement, timeout_s=config.submit_timeout_s
+        )
+        self.arrivals = Arrivals(store, self.checkpoints, gateway_id=core.peers.gateway_id)
+        self.copies = Copies(
+            store, clients, self.checkpoints, limits=tenants.limits, arrivals=self.arrivals, ledger=ledger
+        )
+        self.imports = Imports(
+            config, store=store, clients=clients, arrivals=self.arrivals, limits=tenants.limits, ledger=ledger
+        )
+        self.downloads = Downloads(config)
+        self.retention = Retention(config, store=store, checkpoints=self.checkpoints, metrics=core.metrics)
+
+
+class Sampling:
+    """Samples, and the samplers that draw them."""
+
+    def __init__(self, core: Core, tenants: Tenants, storage: Storage) -> None:
+        config, store, clients, peers = core.config, core.store, core.clients, core.peers
+        self.completions = Completions(store, core.futures, home=peers.gateway_id if peers.are_several else None)
+        self.homes = Homes(store, peers, self.completions)
+        self.records = Records(store, retention_s=config.record_retention_s)
+        self.publishing = Publishing(clients, storage.retirement)
+        self.inflight = Inflight(store, clients, self.publishing)
+        self.certificates = Certificates(clients, self.inflight, storage.retirement)
+        self.samples = Samples(
+            config,
+            clients=clients,
+            futures=core.futures,
+            inflight=self.inflight,
+            records=self.records,
+            publishing=self.publishing,
+            ledger=core.ledger,
+            recent=core.dashboard.samples,
+            metrics=core.metrics,
+            turns=core.turns,
+        )
+        self.generator = Generator(
+            config,
+            clients=clients,
+            publishing=self.publishing,
+            ledger=core.ledger,
+            limits=tenants.limits,
+            recent=core.dashboard.samples,
+            metrics=core.metrics,
+        )
+
+
+class Training:
+    """Operations of training runs, and what goes into a batch."""
+
+    def __init__(self, core: Core, storage: Storage, sampling: Sampling) -> None:
+        config, store, clients, futures = core.config, core.store, core.clients, core.futures
+        self.operations = Operations(
+            config,
+            clients=clients,
+            futures=futures,
+            results=Results(store, sampling.inflight, core.ledger),
+            store=store,
+            metrics=core.metrics,
+            ledger=core.ledger,
+            history=core.dashboard.history,
+            gateway_id=core.peers.gateway_id,
+        )
+        self.saves = Saves(store, storage.checkpoints, futures, self.operations, patience_s=config.submit_timeout_s)
+        self.custom_losses = CustomLosses(
+            config, store=store, clients=clients, futures=futures, operations=self.operations
+        )
