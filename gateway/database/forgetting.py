@@ -17,10 +17,12 @@ from gateway.database.tables.history import Span
 from gateway.database.tables.operations import CustomLoss, Operation
 from gateway.database.tables.samples import SampleMark
 from gateway.database.tables.sessions import Model, SamplingSession, Session
-from gateway.database.tables.tenants import AuditEvent, CountedOperation
+from gateway.database.tables.tenants import AuditEvent, CountedOperation, LedgerBatch
 
 FORGET_S = 60.0
 """Between two times."""
+_BATCH_S = 30 * 86400.0
+"""So long after its last batch no gateway has one whose end it does not know: it was away, or idle."""
 _PER_QUERY = 500
 """Ids in one query: databases limit its parameters."""
 _PER_TIME = 50_000
@@ -43,6 +45,7 @@ class Forgetting:
         await self._forget_spans(before=now - self._config.span_retention_s)
         async with self._store.begin() as db:
             await db.execute(delete(AuditEvent).where(AuditEvent.at < now - self._config.audit_retention_s))
+            await db.execute(delete(LedgerBatch).where(LedgerBatch.written_at < now - _BATCH_S))
         await self._forget_ended(before=now - self._config.ended_session_retention_s)
         await self._forget_counted(before=now - FORGET_S)
         await self._forget_operations(before=now - FORGET_S)

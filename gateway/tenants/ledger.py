@@ -4,6 +4,9 @@ written behind, a batch at a time.
 These rows are for reading later; nothing that a client waits for depends on them. A gateway that is killed loses at
 most the last FLUSH_S seconds of them.
 
+Each batch is written once. Its number is in the same transaction: when a connection is lost, or a write cut off, nobody
+knows whether the database has it, and the same batch, sent again, finds its own number.
+
 Several gateways may see the answer of one training operation: who submitted it, and those that were asked for it later.
 Each counts its tokens, in the transaction that marks the operation as counted, and only the first mark counts.
 """
@@ -14,11 +17,12 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from uuid import uuid4
 
-from sqlalchemy import insert, update
+from sqlalchemy import insert, select, update
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -27,7 +31,8 @@ from gateway.database.sessions import Whose
 from gateway.database.store import Store
 from gateway.database.tables.history import Span
 from gateway.database.tables.sessions import Model
-from gateway.database.tables.tenants import AuditEvent, CountedOperation, TokenCount, Usage
+from gateway.database.tables.tenants import AuditEvent, CountedOperation, LedgerBatch, TokenCount, Usage
+from gateway.tasks import to_its_end
 
 logger = logging.getLogger(__name__)
 
@@ -68,20 +73,17 @@ class _Gathered:
     def __bool__(self) -> bool:
         return bool(self.usage or self.trained or self.rows or self.touched)
 
-    def follow(self, earlier: _Gathered) -> None:
-        """Takes in what came before."""
-        self.usage.update(earlier.usage)
-        self.trained = self.trained | earlier.trained
-        self.rows = earlier.rows + self.rows
-        self.touched = earlier.touched | self.touched
-
 
 class Ledger:
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._ledger_id = uuid4().hex
         self._gathered = _Gathered()
+        self._batch = _Gathered()
+        """What is being written, or was when it failed."""
+        self._number = 0
+        """Of the batch."""
         self._flushing = asyncio.Lock()
-        self._writing: set[asyncio.Task[None]] = set()
         self._counted: dict[Whose, int] = {}
         """Tokens that the database had when it was last written or read; they never get fewer."""
         self._unwritten: Counter[Whose] = Counter()
@@ -123,9 +125,13 @@ class Ledger:
         return self._store.sessions.known_whose(session_id) or _UNKNOWN
 
     def tokens(self, owner: str) -> int:
-        """All that the owner has used, of every kind and at every gateway, as far as it is known here."""
-        counts = (self._counted, self._unwritten)
-        return sum(amount for count in counts for whose, amount in count.items() if whose.owner == owner)
+        """All that the owner has used, of every kind and at every gateway, as far as it is known here. For a moment it
+        may be more: the database has, and `heard` of, what this ledger does not know to be written."""
+        return self.written(owner) + _of(owner, self._unwritten)
+
+    def written(self, owner: str) -> int:
+        """Those that the database has, as far as it is known here: never more."""
+        return _of(owner, self._counted)
 
     def heard(self, rows: Iterable[TokenCount]) -> None:
         """What the database had a moment ago."""
@@ -154,76 +160,86 @@ class Ledger:
                 log_failure("the ledger cannot be written", error, by=logger)
 
     async def flush(self) -> None:
-        """Writes what has gathered; it stays gathered when that fails. Afterwards all of it can be read."""
-        writing = asyncio.create_task(self._flush())
-        self._writing.add(writing)
-        writing.add_done_callback(self._writing.discard)
-        await asyncio.shield(writing)  # cut off, however slow it is, it would not know whether the database has it
+        """Writes what has gathered; it is kept when that fails. Afterwards all of it can be read."""
+        await to_its_end(self._flush())
 
     async def _flush(self) -> None:
         async with self._flushing:
-            gathered, self._gathered = self._gathered, _Gathered()
-            if not gathered:
-                return
-            try:
-                await self._write(gathered)
-            except BaseException:
-                self._gathered.follow(gathered)
-                raise
+            if self._batch:
+                await self._write_batch()
+            if self._gathered:
+                self._batch, self._gathered = self._gathered, _Gathered()
+                self._number += 1
+                await self._write_batch()
 
-    async def _write(self, gathered: _Gathered) -> None:
-        used: Counter[_Used] = Counter()
-        for each, amount in gathered.usage.items():
-            used[await self._with_owner(each)] += amount
+    async def _write_batch(self) -> None:
+        batch = self._batch
+        usage: Counter[_Used] = Counter()
+        for used, amount in batch.usage.items():
+            usage[await self._with_owner(used)] += amount
         trained = {
-            operation: (await self._with_owner(each.used), each.num_tokens)
-            for operation, each in gathered.trained.items()
+            operation: (await self._with_owner(each.used), each.num_tokens) for operation, each in batch.trained.items()
         }
-        tokens: Counter[Whose] = Counter()
-        counted: dict[Whose, int] = {}
+        known = Counter[Whose]()
+        """What counts in `tokens` until it is written."""
+        for (_, whose, _, _, kind), amount in batch.usage.items():
+            if kind in TOKEN_KINDS and whose != _UNKNOWN:
+                known[whose] += amount
+        for each in batch.trained.values():
+            if each.is_new and each.used[1] != _UNKNOWN:
+                known[each.used[1]] += each.num_tokens
         async with self._store.begin() as db:
-            for operation in await self._mark(db, sorted(trained)):
-                each, amount = trained[operation]
-                used[each] += amount
-            for (_, whose, _, _, kind), amount in used.items():
-                if kind in TOKEN_KINDS:
-                    tokens[whose] += amount
-            # In one order for all gateways, so that none waits for another that waits for it.
-            for (hour, whose, session_id, base_model, kind), amount in sorted(used.items()):
-                statement = self._store.insert(Usage).values(
-                    hour=hour,
-                    owner=whose.owner,
-                    session_id=session_id,
-                    base_model=base_model,
-                    kind=kind,
-                    amount=amount,
-                )
-                await db.execute(
-                    statement.on_conflict_do_update(
-                        index_elements=["hour", "owner", "session_id", "base_model", "kind"],
-                        set_={"amount": Usage.amount + statement.excluded.amount},
-                    )
-                )
-            for whose, amount in sorted(tokens.items()):
-                count = self._store.insert(TokenCount).values(owner=whose.owner, key_id=whose.key_id, amount=amount)
-                summed = count.on_conflict_do_update(
-                    index_elements=["owner", "key_id"], set_={"amount": TokenCount.amount + count.excluded.amount}
-                )
-                counted[whose] = (await db.scalars(summed.returning(TokenCount.amount))).one()
-            for model_id, at in sorted(gathered.touched.items()):
-                await db.execute(update(Model).where(Model.model_id == model_id).values(last_request_at=at))
-            for kind in (AuditEvent, Span):
-                if some := [_values(row) for row in gathered.rows if isinstance(row, kind)]:
-                    await db.execute(insert(kind), some)  # not as objects: a thousand would hold up the event loop
+            if await self._is_new(db):
+                for operation in await self._mark(db, sorted(trained)):
+                    used, amount = trained[operation]
+                    usage[used] += amount
+                counted = await self._count(db, usage)
+                await _add_rows(db, batch)
+            else:
+                counted = await _counts(db, known)
         for whose, amount in counted.items():
             self._counted[whose] = max(self._counted.get(whose, 0), amount)
-        known = [(whose, amount) for (_, whose, _, _, kind), amount in gathered.usage.items() if kind in TOKEN_KINDS]
-        known += [(each.used[1], each.num_tokens) for each in gathered.trained.values() if each.is_new]
-        for whose, amount in known:
-            if whose != _UNKNOWN:
-                self._unwritten[whose] -= amount
-                if not self._unwritten[whose]:
-                    del self._unwritten[whose]
+        self._unwritten -= known  # what is zero by that goes
+        self._batch = _Gathered()
+
+    async def _is_new(self, db: AsyncSession) -> bool:
+        """False when the database has the batch. Who wrote it and lost its connection may still be at it: then this
+        waits for the end."""
+        row = {"number": self._number, "written_at": time.time()}
+        note = self._store.insert(LedgerBatch).values(ledger_id=self._ledger_id, **row)
+        is_later = LedgerBatch.number < note.excluded.number
+        noted = note.on_conflict_do_update(index_elements=["ledger_id"], set_=row, where=is_later)
+        return (await db.scalars(noted.returning(LedgerBatch.number))).one_or_none() is not None
+
+    async def _count(self, db: AsyncSession, usage: Counter[_Used]) -> dict[Whose, int]:
+        """Adds it to the hours, and to the tokens of whom it belongs to: how many these are now."""
+        tokens: Counter[Whose] = Counter()
+        # In one order for all gateways, so that none waits for another that waits for it.
+        for (hour, whose, session_id, base_model, kind), amount in sorted(usage.items()):
+            statement = self._store.insert(Usage).values(
+                hour=hour,
+                owner=whose.owner,
+                session_id=session_id,
+                base_model=base_model,
+                kind=kind,
+                amount=amount,
+            )
+            await db.execute(
+                statement.on_conflict_do_update(
+                    index_elements=["hour", "owner", "session_id", "base_model", "kind"],
+                    set_={"amount": Usage.amount + statement.excluded.amount},
+                )
+            )
+            if kind in TOKEN_KINDS:
+                tokens[whose] += amount
+        counted: dict[Whose, int] = {}
+        for whose, amount in sorted(tokens.items()):
+            count = self._store.insert(TokenCount).values(owner=whose.owner, key_id=whose.key_id, amount=amount)
+            summed = count.on_conflict_do_update(
+                index_elements=["owner", "key_id"], set_={"amount": TokenCount.amount + count.excluded.amount}
+            )
+            counted[whose] = (await db.scalars(summed.returning(TokenCount.amount))).one()
+        return counted
 
     async def _with_owner(self, used: _Used) -> _Used:
         hour, whose, session_id, base_model, kind = used
@@ -240,6 +256,28 @@ class Ledger:
             marked: Any = await db.execute(query.returning(CountedOperation.model_id, CountedOperation.seq_id))
             new += [(model_id, seq_id) for model_id, seq_id in marked]
         return new
+
+
+async def _add_rows(db: AsyncSession, batch: _Gathered) -> None:
+    for model_id, at in sorted(batch.touched.items()):
+        await db.execute(update(Model).where(Model.model_id == model_id).values(last_request_at=at))
+    for kind in (AuditEvent, Span):
+        if some := [_values(row) for row in batch.rows if isinstance(row, kind)]:
+            await db.execute(insert(kind), some)  # not as objects: a thousand would hold up the event loop
+
+
+async def _counts(db: AsyncSession, whose: Iterable[Whose]) -> dict[Whose, int]:
+    """The tokens that the database has."""
+    owners = sorted({each.owner for each in whose})
+    counted: dict[Whose, int] = {}
+    for start in range(0, len(owners), _PER_QUERY):
+        rows = await db.scalars(select(TokenCount).where(TokenCount.owner.in_(owners[start:][:_PER_QUERY])))
+        counted |= {Whose(row.owner, row.key_id): row.amount for row in rows}
+    return counted
+
+
+def _of(owner: str, counts: Mapping[Whose, int]) -> int:
+    return sum(amount for whose, amount in counts.items() if whose.owner == owner)
 
 
 def _this_hour() -> int:

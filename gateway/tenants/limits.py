@@ -1,7 +1,8 @@
 """What callers may use: requests and tokens in a minute by key, tokens and stored bytes in total by owner.
 
 A **budget** is never passed: what is in work counts with all that it may still use, so work that might not fit is
-refused, or, where it would fit if others used less than they may, told to come again. Of a save nobody knows the size
+refused, or, where it would fit if others used less than they may, told to come again; so is what would fit by what the
+database has, because what waits to be written there may be counted twice for a moment. Of a save nobody knows the size
 before the first of its shape is stored: that one may take all the room there is, and others wait for it. Tokens of
 other gateways are known when those have written them, which they do every second. A refusal by a budget is final for
 the SDK (403, or a future that fails with category "user"), because nothing changes until somebody raises the budget:
@@ -217,8 +218,10 @@ class Limits:
         budget = self._budgets.get(owner)
         if budget is not None and budget.tokens is not None and most > 0:
             used = self._ledger.tokens(owner) - budget.tokens_from
-            surely = used + self._held_least[owner]  # what waits for this one in the order of a run never ends before
-            if surely + least > budget.tokens or (not self._held_most[owner] and used + most > budget.tokens):
+            written = self._ledger.written(owner) - budget.tokens_from
+            # What waits for this one in the order of a run never ends before.
+            surely = written + self._held_least[owner]
+            if surely + least > budget.tokens or (not self._held_most[owner] and written + most > budget.tokens):
                 raise BudgetExceeded(
                     f"the token budget of {owner!r} does not allow this request: {surely} of {budget.tokens} tokens "
                     f"are used or in work, and it may use {most}; whoever runs the server can raise the budget",

@@ -81,6 +81,17 @@ class CountedOperation(Base):
     seq_id: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
 
 
+class LedgerBatch(Base):
+    """The newest batch that a gateway's ledger has written, in the transaction that wrote it."""
+
+    __tablename__ = "ledger_batches"
+
+    ledger_id: Mapped[str] = mapped_column(primary_key=True)
+    """Of one run of a gateway."""
+    number: Mapped[int] = mapped_column(BigInteger)
+    written_at: Mapped[float]
+
+
 class AuditEvent(Base):
     """Something that was done to a checkpoint, a project or a key."""
 

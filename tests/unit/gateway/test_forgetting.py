@@ -13,7 +13,7 @@ from gateway.database.tables.history import Span
 from gateway.database.tables.operations import CustomLoss, Operation
 from gateway.database.tables.samples import SampleMark
 from gateway.database.tables.sessions import Model, SamplingSession, Session
-from gateway.database.tables.tenants import AuditEvent, CountedOperation, Usage
+from gateway.database.tables.tenants import AuditEvent, CountedOperation, LedgerBatch, Usage
 from gateway.gateway import Gateway
 from tests.unit.gateway.stack import Client, Stack, sample_body
 from tests.unit.gateway.test_custom_losses import loss
@@ -103,6 +103,16 @@ async def test_operations_that_were_counted_after_their_models_release_are_forgo
     await gateway.reaper._forgetting.forget()
     async with gateway.store.begin() as db:
         assert list(await db.scalars(select(CountedOperation.model_id))) == [live]
+
+
+async def test_batches_of_gateways_that_are_gone_are_forgotten(stack: Stack, client: Client) -> None:
+    gateway = gateway_of(stack)
+    await busy_session(client)
+    await gateway.ledger.flush()
+    async with gateway.store.begin() as db:
+        db.add(LedgerBatch(ledger_id="gone", number=9, written_at=time.time() - 31 * DAY_S))
+    await gateway.reaper._forgetting.forget()
+    assert await count(gateway, LedgerBatch) == 1
 
 
 async def test_what_made_a_copy_is_remembered_as_long_as_there_is_the_copy(stack: Stack, client: Client) -> None:

@@ -6,23 +6,30 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import aiosqlite
 import pytest
 from sqlalchemy import func, select
+from sqlalchemy.util import await_only
 
 from gateway.database.outages import DatabaseUnusable
 from gateway.database.store import Store
-from gateway.database.tables.tenants import Usage
+from gateway.database.tables.base import Base
+from gateway.database.tables.tenants import AuditEvent, LedgerBatch, Usage
 from gateway.metrics import Metrics
 from gateway.tenants.ledger import Ledger
+from tests.postgres import Postgres, postgres  # noqa: F401 - a fixture
+from tests.unit.gateway.commits import commits, lost
 
 LIMIT_S = 60.0
 """A hang ends the test; nothing here is timed."""
 
 
-@pytest.fixture
-async def store(tmp_path: Path) -> AsyncIterator[Store]:
-    store = Store(f"sqlite+aiosqlite:///{tmp_path / 'gateway.db'}", Metrics())
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
+async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
+    url = f"sqlite+aiosqlite:///{tmp_path / 'gateway.db'}"
+    if request.param == "postgresql":
+        cluster: Postgres = request.getfixturevalue("postgres")
+        url = await asyncio.to_thread(cluster.new_database)
+    store = Store(url, Metrics())
     await store.migrate()
     yield store
     await store.close()
@@ -72,56 +79,58 @@ async def test_a_write_that_fails_leaves_no_mark_and_is_done_again(
     assert await trained(store) == 20
 
 
-async def test_a_write_whose_caller_is_cancelled_is_done_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    ledger = Ledger(store)
-    train(ledger, 1)
-    ledger.use("sampling_sample", 5, base_model="b", owner="ada")
-    written, go_on = asyncio.Event(), asyncio.Event()
-    write = ledger._write
-
-    async def and_wait(gathered: object) -> None:
-        await write(gathered)  # type: ignore[arg-type]
-        written.set()
-        await go_on.wait()
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ledger, "_write", and_wait)
-        flushing = asyncio.create_task(ledger.flush())
-        async with asyncio.timeout(LIMIT_S):
-            await written.wait()
-        flushing.cancel()
-        asyncio.get_running_loop().call_soon(go_on.set)
-        with pytest.raises(asyncio.CancelledError):
-            await flushing
-    await ledger.flush()
+async def rows(store: Store, table: type[Base]) -> int:
     async with store.begin() as db:
-        assert await db.scalar(select(func.sum(Usage.amount))) == 15
-    assert ledger.tokens("ada") == 5
+        return await db.scalar(select(func.count()).select_from(table)) or 0
 
 
-async def test_a_commit_that_is_slower_than_its_caller_waits_counts_once(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_commit_whose_connection_is_lost_counts_once(store: Store) -> None:
+    ledger, other = Ledger(store), Ledger(store)
+    session = await store.sessions.create(owner="eve", idempotency_key=None, tags=[], user_metadata={})
+    for _ in range(2):
+        ledger.use("sampling_sample", 5, base_model="b", owner="ada")
+        ledger.train("s:train:0", 1, 10, base_model="b", session_id=session.session_id, is_new=True)
+        ledger.audit("key_create", owner="ada")
+        with commits(store, lost), pytest.raises(DatabaseUnusable, match="connection lost"):
+            await ledger.flush()
+        other.use("sampling_sample", 5, base_model="b", owner="ada")  # whose batches have numbers of their own
+        await other.flush()
+        ledger.use("sampling_prefill", 7, base_model="b", owner="ada")  # what comes before it is sent again
+        await ledger.flush()
+    assert (await trained(store), await rows(store, AuditEvent), await rows(store, LedgerBatch)) == (10, 2, 2)
+    async with store.begin() as db:
+        assert await db.scalar(select(func.sum(Usage.amount))) == 2 * (5 + 5 + 7) + 10
+    assert ledger.tokens("ada") == 2 * (5 + 5 + 7)
+
+
+async def test_what_was_written_unheard_counts_as_written(store: Store) -> None:
+    """The rest of a budget is refused for good by what the database has."""
     ledger = Ledger(store)
     ledger.use("sampling_sample", 5, base_model="b", owner="ada")
-    committed, go_on = asyncio.Event(), asyncio.Event()
-    commit = aiosqlite.Connection.commit
+    with commits(store, lost), pytest.raises(DatabaseUnusable):
+        await ledger.flush()
+    await ledger.flush()
+    assert (ledger.written("ada"), ledger.tokens("ada")) == (5, 5)
 
-    async def and_wait(self: aiosqlite.Connection) -> None:
-        await commit(self)
+
+async def test_a_write_that_is_cut_off_counts_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.tasks.GRACE_S", 0.01)
+    ledger = Ledger(store)
+    ledger.use("sampling_sample", 5, base_model="b", owner="ada")
+    committed = asyncio.Event()
+
+    def hang() -> None:
         committed.set()
-        await go_on.wait()
+        await_only(asyncio.Event().wait())
 
-    with monkeypatch.context() as patch:
-        patch.setattr(aiosqlite.Connection, "commit", and_wait)
+    with commits(store, hang):
         flushing = asyncio.create_task(ledger.flush())
         async with asyncio.timeout(LIMIT_S):
             await committed.wait()
             flushing.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await flushing
-        go_on.set()
-        await ledger.flush()
+    await ledger.flush()
     async with store.begin() as db:
         assert await db.scalar(select(func.sum(Usage.amount))) == 5
     assert ledger.tokens("ada") == 5

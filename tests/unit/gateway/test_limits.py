@@ -12,6 +12,7 @@ import pytest
 from sqlalchemy import select
 
 from gateway.database.catalog import Catalog
+from gateway.database.outages import DatabaseUnusable
 from gateway.database.store import Store
 from gateway.database.tables.checkpoints import Checkpoint
 from gateway.database.tables.sessions import Model
@@ -23,6 +24,7 @@ from gateway.tenants.auth import Caller
 from gateway.tenants.keys import Keys
 from gateway.tenants.ledger import Ledger
 from gateway.tenants.limits import Bucket, Limits
+from tests.unit.gateway.commits import commits, lost
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, sample_body
 from tests.unit.gateway.test_isolation import stack as stack  # one whose sampler has a tokenizer
 from tinsmith.rpc.errors import BudgetExceeded, RateLimited
@@ -148,6 +150,9 @@ async def test_what_is_in_work_counts_with_what_it_may_use(store: Store) -> None
     for hold in (first, second, first):
         hold.release()
     assert ledger.tokens("ada") == 10
+    with pytest.raises(RateLimited, match=r"10 of 100 tokens are used"):
+        made.sample(ADA, sample(1, max_tokens=100), base_model="m")
+    await ledger.flush()
     with pytest.raises(BudgetExceeded, match=r"10 of 100 .* it may use 100"):
         made.sample(ADA, sample(1, max_tokens=100), base_model="m").release()
     made.sample(ADA, sample(40, max_tokens=50), base_model="m").release()
@@ -202,6 +207,20 @@ async def test_training_that_waits_for_another_in_its_order_is_not_told_to_wait_
     with pytest.raises(BudgetExceeded, match="60 of 100 tokens are used or in work, and it may use 60"):
         made.operation(ADA, "s:train:0:1", owner="ada", tokens=60)
     made.operation(Caller("bob", "b" * 12), "t:train:0:1", owner="bob", tokens=10**9)
+
+
+async def test_what_is_heard_of_and_not_known_to_be_written_refuses_nothing_for_good(
+    store: Store,
+) -> None:
+    made, ledger, _ = await limited(store, tokens=100)
+    ledger.use("training", 50, base_model="m", owner="ada")
+    with commits(store, lost), pytest.raises(DatabaseUnusable):
+        await ledger.flush()
+    await made.refresh()
+    with pytest.raises(RateLimited, match="100 of 100 tokens are used"):
+        made.operation(ADA, "s:train:0:1", owner="ada", tokens=50)
+    await ledger.flush()
+    made.operation(ADA, "s:train:0:1", owner="ada", tokens=50)
 
 
 async def test_a_budget_can_begin_anew(store: Store) -> None:
