@@ -24,6 +24,8 @@ _USUAL_TOKENS = 256
 """Matrix products of so many rows are near their best speed on every machine that we have seen."""
 _PATIENCE_S = 4.0
 """Longest time of a micro-batch of a size that was not tried."""
+_SHORT_S = 0.05
+"""A micro-batch that takes no longer keeps nobody waiting."""
 _REPEAT_BELOW_S = 0.03
 _NOISE = 0.005
 """A share of the memory below which a difference between two layouts is the allocator's rounding."""
@@ -126,6 +128,7 @@ def fastest(
 ) -> tuple[int, float]:
     """The smallest of these sizes with nearly the best speed of all, and the tokens per second of the best.
 
+    A larger one up to the usual size is taken where that is short, too: many small requests then share its fixed costs.
     It stops where four times as much was no faster, and where the next size would take longer than is left of the
     allowance. Then a usual size is taken instead of a small one, unless it would keep everybody waiting: what was
     measured is no limit, and a busy machine lets nothing much be measured.
@@ -146,8 +149,9 @@ def fastest(
             break
     best = max(speeds.values())
     size = next(size for size, speed in speeds.items() if speed >= _NEAR * best)
+    short = [more for more, speed in speeds.items() if more <= _USUAL_TOKENS and more / speed <= _SHORT_S]
     untried = [more for more in sizes if max(speeds) < more <= _USUAL_TOKENS and more / best <= _PATIENCE_S]
-    return max([size, *untried]), best
+    return max([size, *short, *untried]), best
 
 
 def _flat(speeds: Sequence[float]) -> bool:

@@ -72,6 +72,12 @@ def test_the_smallest_size_that_is_nearly_as_fast_as_the_best_is_taken() -> None
     assert Machine(0.0, 0.001).fastest(sizes_up_to(8192)) == 64
 
 
+def test_a_usual_size_is_taken_where_it_is_short_though_a_smaller_one_is_as_fast() -> None:
+    assert Machine(0.0, 0.00015).fastest(sizes_up_to(8192)) == 256  # in 38 ms
+    assert Machine(0.0, 0.0003).fastest(sizes_up_to(8192)) == 128
+    assert Machine(0.0, 0.00001).fastest(sizes_up_to(8192)) == 256  # not the 1024 that take 10 ms: they bring nothing
+
+
 def test_sizes_end_where_they_bring_nothing_or_take_too_long() -> None:
     level = Machine(0.0, 0.001)
     level.fastest(sizes_up_to(65536))
