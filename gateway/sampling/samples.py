@@ -178,7 +178,7 @@ class Samples:
             raise ServiceError(
                 f"gave up after {self._config.sample_timeout_s:g} s (sample_timeout_s): {pending.progress.reason}"
             ) from None
-        await self._turns.take()  # a sampler ends many at once
+        await self._turns.take("" if pending.hold is None else pending.hold.owner)  # a sampler ends many at once
         if is_recorded:
 
             async def record() -> None:

@@ -8,11 +8,13 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import orjson
+import pytest
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
 from gateway.turns import Turns
 from tests.unit.gateway.stack import Client, Stack, sample_body
+from tinsmith.v1 import sampler_pb2
 
 NUM_SAMPLES = 100
 LIMIT_S = 60.0
@@ -128,6 +130,43 @@ async def test_a_sample_overtakes_those_of_another_owner_that_came_before_it(sta
     hundred = [posted("asample", sample_body(samplers[0], 1 + n), key=keys[0]) for n in range(NUM_SAMPLES)]
     last = posted("asample", sample_body(samplers[1], 1), key=keys[1])
     assert await answered_first(stack, hundred, last) < NUM_SAMPLES / 2
+
+
+async def test_the_end_of_a_sample_overtakes_those_of_another_owner(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = ("tml-ada", "tml-bob")
+    await stack.restart_gateway(api_keys=[{"key": key} for key in keys])
+    assert stack.server is not None
+    gateway, drawn, num_drawing, ended = stack.server.app.state.gateway, asyncio.Event(), 0, list[str]()
+    ends = gateway.dashboard.samples.add
+
+    async def draw(*_args: object) -> sampler_pb2.SampleResponse:
+        nonlocal num_drawing
+        num_drawing += 1
+        await drawn.wait()  # all of them end in the same pass
+        return sampler_pb2.SampleResponse()
+
+    def note(request_id: str, *args: Any, **options: Any) -> None:
+        ended.append(request_id.partition(":")[0])
+        ends(request_id, *args, **options)
+
+    monkeypatch.setattr(gateway.sampling.samples, "_sample", draw)
+    monkeypatch.setattr(gateway.dashboard.samples, "add", note)
+    sessions = []
+    for key, number in zip(keys, (NUM_SAMPLES, 1), strict=True):
+        async with Client(base_url=stack.url, timeout=20, headers={"x-api-key": key}) as client:
+            sessions.append(await client.session())
+            sampler_id = await client.sampling_session(sessions[-1])
+            for n in range(number):
+                await client.call("asample", sample_body(sampler_id, n))
+    async with asyncio.timeout(LIMIT_S):
+        while num_drawing <= NUM_SAMPLES:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        drawn.set()
+        while len(ended) <= NUM_SAMPLES:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert ended.index(sessions[1]) < NUM_SAMPLES / 2
 
 
 async def test_a_session_that_was_made_here_beats_without_a_query(stack: Stack, client: Client) -> None:
