@@ -115,7 +115,7 @@ class Clients:
 
     async def _watch(self, trainer: Trainer) -> None:
         boot_id, is_quiet = "", False
-        up = self._metrics.trainer_up.labels(trainer.address)
+        up = self._metrics.services.trainer_up.labels(trainer.address)
         while True:
             try:
                 up.set(0)

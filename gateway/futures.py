@@ -167,7 +167,7 @@ class Futures:
         """Runs the work. It takes the place of other work for the same id, whose own waiters still get its answer."""
         self._pending[pending.request_id] = pending
         self._num_pending.update(_counted(pending))
-        self._metrics.pending_futures.labels(kind=pending.kind).inc()
+        self._metrics.submissions.pending_futures.labels(kind=pending.kind).inc()
         pending.task = asyncio.create_task(self._run(pending, work))
 
     async def _run(self, pending: Pending, work: Coroutine[None, None, Answer]) -> None:
@@ -190,8 +190,8 @@ class Futures:
             seconds = time.monotonic() - pending.started_at
             for counted in _counted(pending):
                 self._count_down(counted)
-            self._metrics.pending_futures.labels(kind=pending.kind).dec()
-            self._metrics.future_seconds.labels(kind=pending.kind, outcome=outcome).observe(seconds)
+            self._metrics.submissions.pending_futures.labels(kind=pending.kind).dec()
+            self._metrics.submissions.future_seconds.labels(kind=pending.kind, outcome=outcome).observe(seconds)
             if pending.hold is not None:
                 pending.hold.release()
             if self._pending.get(pending.request_id) is pending:

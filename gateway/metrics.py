@@ -1,107 +1,94 @@
-"""What /metrics shows."""
+"""What /metrics shows, by subject."""
 
 from __future__ import annotations
 
-from prometheus_client import Counter, Enum, Gauge, Histogram
+from prometheus_client import Enum
 
-from tinsmith.rpc.metrics import LATENCY_BUCKETS_S, new_registry
+from tinsmith.rpc.metrics import Declare, new_registry
 
 
-class Metrics:
-    def __init__(self) -> None:
-        self.registry = new_registry()
-        self.requests = Counter(
-            "gateway_requests_total", "HTTP requests.", ["method", "route", "status"], registry=self.registry
+class Http:
+    def __init__(self, declare: Declare) -> None:
+        self.requests = declare.counter("requests_total", "HTTP requests.", "method", "route", "status")
+        self.request_seconds = declare.seconds(
+            "request", "Time until an HTTP request was answered; long polls included.", "route"
         )
-        self.request_seconds = Histogram(
-            "gateway_request_seconds",
-            "Time until an HTTP request was answered; long polls included.",
-            ["route"],
-            buckets=LATENCY_BUCKETS_S,
-            registry=self.registry,
+
+
+class Submissions:
+    """What clients submit and then wait for: training operations and samples."""
+
+    def __init__(self, declare: Declare) -> None:
+        self.accept_seconds = declare.seconds("accept", "Time until the trainer had a submission in its journal.")
+        self.future_seconds = declare.seconds(
+            "future", "Time from submission to answer: queue and work.", "kind", "outcome"
         )
-        self.accept_seconds = Histogram(
-            "gateway_accept_seconds",
-            "Time until the trainer had a submission in its journal.",
-            buckets=LATENCY_BUCKETS_S,
-            registry=self.registry,
+        self.pending_futures = declare.gauge("pending_futures", "Submissions without an answer.", "kind")
+        self.trained_tokens = declare.counter(
+            "trained_tokens_total", "Tokens of the model inputs of finished forward_backward requests."
         )
-        self.future_seconds = Histogram(
-            "gateway_future_seconds",
-            "Time from submission to answer: queue and work.",
-            ["kind", "outcome"],
-            buckets=LATENCY_BUCKETS_S,
-            registry=self.registry,
-        )
-        self.pending_futures = Gauge(
-            "gateway_pending_futures", "Submissions without an answer.", ["kind"], registry=self.registry
-        )
-        self.trained_tokens = Counter(
-            "gateway_trained_tokens_total",
-            "Tokens of the model inputs of finished forward_backward requests.",
-            registry=self.registry,
-        )
-        self.prompt_tokens = Counter(
-            "gateway_prompt_tokens_total", "Prompt tokens of finished samples.", registry=self.registry
-        )
-        self.cached_prompt_tokens = Counter(
-            "gateway_cached_prompt_tokens_total",
+        self.prompt_tokens = declare.counter("prompt_tokens_total", "Prompt tokens of finished samples.")
+        self.cached_prompt_tokens = declare.counter(
+            "cached_prompt_tokens_total",
             "Those of the prompt tokens that a sampler's prefix cache saved from being computed.",
-            registry=self.registry,
         )
-        self.sampled_tokens = Counter("gateway_sampled_tokens_total", "Tokens sampled.", registry=self.registry)
-        self.sessions = Gauge(
-            "gateway_sessions",
-            "Sessions in the database that have not ended, as of the last round of the reaper.",
-            registry=self.registry,
+        self.sampled_tokens = declare.counter("sampled_tokens_total", "Tokens sampled.")
+
+
+class Stored:
+    """What exists, and the database that knows it."""
+
+    def __init__(self, declare: Declare) -> None:
+        self.sessions = declare.gauge(
+            "sessions", "Sessions in the database that have not ended, as of the last round of the reaper."
         )
-        self.checkpoints = Gauge(
-            "gateway_checkpoints",
-            "Stored checkpoints with a path, by its kind, as of the last round of the reaper.",
-            ["kind"],
-            registry=self.registry,
+        self.checkpoints = declare.gauge(
+            "checkpoints", "Stored checkpoints with a path, by its kind, as of the last round of the reaper.", "kind"
         )
-        self.checkpoint_bytes = Gauge("gateway_checkpoint_bytes", "Their bytes.", ["kind"], registry=self.registry)
-        self.swept_checkpoints = Counter(
-            "gateway_swept_checkpoints_total",
+        self.checkpoint_bytes = declare.gauge("checkpoint_bytes", "Their bytes.", "kind")
+        self.swept_checkpoints = declare.counter(
+            "swept_checkpoints_total",
             "Checkpoints that the reaper removed: expired, by retention, or deleted while their trainer was away.",
-            ["reason"],
-            registry=self.registry,
+            "reason",
         )
-        self.database_seconds = Histogram(
-            "gateway_database_seconds",
-            "One transaction, from the wait for a connection to its commit.",
-            buckets=LATENCY_BUCKETS_S,
-            registry=self.registry,
+        self.database_seconds = declare.seconds(
+            "database", "One transaction, from the wait for a connection to its commit."
         )
-        self.database_errors = Counter(
-            "gateway_database_errors_total",
+        self.database_errors = declare.counter(
+            "database_errors_total",
             "Statements and connections that failed, by the kind of error; uniqueness is not among them.",
-            ["error"],
-            registry=self.registry,
+            "error",
         )
-        self.trainer_up = Gauge(
-            "gateway_trainer_up", "1 while the trainer answers, else 0.", ["trainer"], registry=self.registry
-        )
+
+
+class Services:
+    """The trainers and samplers behind the gateway."""
+
+    def __init__(self, declare: Declare) -> None:
+        self.trainer_up = declare.gauge("trainer_up", "1 while the trainer answers, else 0.", "trainer")
         self.sampler_state = Enum(
             "gateway_sampler_state",
             "How each sampler is; only one that serves gets requests.",
             ["sampler"],
             states=["gone", "silent", "loading", "serving"],
-            registry=self.registry,
+            registry=declare.registry,
         )
-        self.sampler_sequences = Gauge(
-            "gateway_sampler_sequences",
-            "Sequences that each sampler has in work for this gateway.",
-            ["sampler"],
-            registry=self.registry,
+        self.sampler_sequences = declare.gauge(
+            "sampler_sequences", "Sequences that each sampler has in work for this gateway.", "sampler"
         )
-        self.sampler_requests = Counter(
-            "gateway_sampler_requests_total", "Samples given to each sampler.", ["sampler"], registry=self.registry
-        )
-        self.resubmissions = Counter(
-            "gateway_resubmissions_total",
+        self.sampler_requests = declare.counter("sampler_requests_total", "Samples given to each sampler.", "sampler")
+        self.resubmissions = declare.counter(
+            "resubmissions_total",
             "Samples that were given to a sampler that became unreachable, and were sent again.",
-            ["sampler"],
-            registry=self.registry,
+            "sampler",
         )
+
+
+class Metrics:
+    def __init__(self) -> None:
+        self.registry = new_registry()
+        declare = Declare("gateway", self.registry)
+        self.http = Http(declare)
+        self.submissions = Submissions(declare)
+        self.stored = Stored(declare)
+        self.services = Services(declare)

@@ -130,7 +130,7 @@ class Reaper:
             log_failure("a step of the reaper failed", error, by=logger)
 
     async def _count_sessions(self) -> None:
-        self._metrics.sessions.set(await self._store.sessions.count())
+        self._metrics.stored.sessions.set(await self._store.sessions.count())
 
     async def _end_silent_sessions(self) -> None:
         timeout_s = self._config.session_timeout_s
@@ -193,10 +193,10 @@ class Reaper:
                 logger.warning("%s cannot be deleted now: %s", checkpoint.path, error.message)
                 continue
             reason = "deleted" if checkpoint.expires_at == DELETED_AT else "expired"
-            self._metrics.swept_checkpoints.labels(reason).inc()
+            self._metrics.stored.swept_checkpoints.labels(reason).inc()
             logger.info("the files of %s, %s, are gone", checkpoint.path, reason)
 
     async def _count_stored(self) -> None:
         for kind, (number, num_bytes) in (await self._store.checkpoints.count()).items():
-            self._metrics.checkpoints.labels(kind).set(number)
-            self._metrics.checkpoint_bytes.labels(kind).set(num_bytes)
+            self._metrics.stored.checkpoints.labels(kind).set(number)
+            self._metrics.stored.checkpoint_bytes.labels(kind).set(num_bytes)

@@ -41,9 +41,9 @@ class Front(ABC):
         self._num_waiting = 0
         self._stopping = False
         self._orders = itertools.count()
-        metrics.queue_limit.set(config.max_waiting)
-        metrics.version_limit_bytes.set(config.adapter_memory_bytes)
-        metrics.queue_oldest.set_function(self._oldest_s)
+        metrics.requests.queue_limit.set(config.max_waiting)
+        metrics.versions.limit_bytes.set(config.adapter_memory_bytes)
+        metrics.requests.queue_oldest.set_function(self._oldest_s)
 
     @property
     def max_context_length(self) -> int:
@@ -142,7 +142,7 @@ class Front(ABC):
         del self._tasks[task]
         self._let_go(task)
         task.forget_versions()
-        self.metrics.requests.labels(outcome.reason if isinstance(outcome, ServiceError) else "ok").inc()
+        self.metrics.requests.ended.labels(outcome.reason if isinstance(outcome, ServiceError) else "ok").inc()
         task.generation.finish(outcome)
 
     def _end_all(self, error: ServiceError) -> None:
@@ -151,7 +151,7 @@ class Front(ABC):
 
     def _count_waiting(self, change: int) -> None:
         self._num_waiting += change
-        self.metrics.waiting.set(self._num_waiting)
+        self.metrics.requests.waiting.set(self._num_waiting)
 
     def _oldest_s(self) -> float:
         """Asked by the thread that serves the metrics."""
@@ -159,5 +159,5 @@ class Front(ABC):
         return time.perf_counter() - min(waiting) if waiting else 0.0
 
     def _count_versions(self) -> None:
-        self.metrics.versions.set(len(self._store.versions()))
-        self.metrics.version_bytes.set(self._store.num_bytes)
+        self.metrics.versions.resident.set(len(self._store.versions()))
+        self.metrics.versions.resident_bytes.set(self._store.num_bytes)

@@ -35,13 +35,13 @@ def _upgrade(connection: Connection) -> None:
 def _count_error(metrics: Metrics, context: ExceptionContext) -> None:
     error = context.sqlalchemy_exception
     if not isinstance(error, IntegrityError):  # which is how a repeat is told
-        metrics.database_errors.labels(type(error or context.original_exception).__name__).inc()
+        metrics.stored.database_errors.labels(type(error or context.original_exception).__name__).inc()
 
 
 class Database:
     def __init__(self, url: str, metrics: Metrics) -> None:
         self._engine = create_async_engine(url)
-        self._seconds = metrics.database_seconds
+        self._seconds = metrics.stored.database_seconds
         event.listen(self._engine.sync_engine, "handle_error", partial(_count_error, metrics))
         self._new = async_sessionmaker(self._engine, expire_on_commit=False)
         if self._engine.dialect.name == "sqlite":

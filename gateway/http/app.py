@@ -130,8 +130,8 @@ class CountRequests:
             # The function's name, not the path: ids in paths would make a series each. An unknown path has none.
             endpoint = scope.get("endpoint")
             route = endpoint.__name__ if inspect.isfunction(endpoint) else "none"
-            self._metrics.requests.labels(method=scope["method"], route=route, status=status).inc()
-            self._metrics.request_seconds.labels(route=route).observe(time.monotonic() - started_at)
+            self._metrics.http.requests.labels(method=scope["method"], route=route, status=status).inc()
+            self._metrics.http.request_seconds.labels(route=route).observe(time.monotonic() - started_at)
 
 
 _BY_THE_HUNDRED = ("/api/v1/asample", "/api/v1/retrieve_future", "/api/v1/cancel_future", "/v1/")

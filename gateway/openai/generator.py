@@ -243,9 +243,9 @@ class Generator:
         self, source: Source, request: pb.SampleRequest, hold: Hold | None, *, num_sampled: int, num_cached: int
     ) -> None:
         num_prompt = sum(len(chunk.encoded_text.tokens) // 4 for chunk in request.prompt)
-        self._metrics.prompt_tokens.inc(num_prompt)
-        self._metrics.cached_prompt_tokens.inc(num_cached)
-        self._metrics.sampled_tokens.inc(num_sampled)
+        self._metrics.submissions.prompt_tokens.inc(num_prompt)
+        self._metrics.submissions.cached_prompt_tokens.inc(num_cached)
+        self._metrics.submissions.sampled_tokens.inc(num_sampled)
         whose: Mapping[str, Any] = {
             "base_model": source.base_model,
             "owner": source.owner,

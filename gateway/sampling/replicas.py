@@ -114,9 +114,11 @@ class Replicas:
 
     def start(self) -> None:
         for replica in self.all:
-            self._metrics.sampler_state.labels(replica.address).state(replica.state)
-            self._metrics.sampler_sequences.labels(replica.address).set_function(lambda replica=replica: replica.load)
-            self._metrics.resubmissions.labels(replica.address)
+            self._metrics.services.sampler_state.labels(replica.address).state(replica.state)
+            self._metrics.services.sampler_sequences.labels(replica.address).set_function(
+                lambda replica=replica: replica.load
+            )
+            self._metrics.services.resubmissions.labels(replica.address)
             self._tasks += [
                 asyncio.create_task(self._watch(replica)),
                 asyncio.create_task(self._watch_connection(replica)),
@@ -172,7 +174,7 @@ class Replicas:
         if state == replica.state:
             return
         before, replica.state = replica.state, state
-        self._metrics.sampler_state.labels(replica.address).state(state)
+        self._metrics.services.sampler_state.labels(replica.address).state(state)
         if state == "serving" and replica.info is not None:
             names, num_versions = ", ".join(replica.info.base_models), len(replica.versions)
             logger.info("%s serves %s; it holds %d versions", replica.address, names, num_versions)
@@ -202,7 +204,7 @@ class Replicas:
         """The replica has the call in work, until the end of the block. In it, a call that is taken away raises
         NotReady."""
         held = _Held(call, weight)
-        self._metrics.sampler_requests.labels(replica.address).inc()
+        self._metrics.services.sampler_requests.labels(replica.address).inc()
         replica.held.add(held)
         replica.load += weight
         try:
@@ -218,7 +220,7 @@ class Replicas:
 
     def lost(self, replica: Replica) -> None:
         """A call has found it unreachable, and is going to be sent again."""
-        self._metrics.resubmissions.labels(replica.address).inc()
+        self._metrics.services.resubmissions.labels(replica.address).inc()
         replica.poked.set()
 
     # Who gets a request

@@ -194,11 +194,11 @@ class Samples:
         )
         num_prompt = sum(len(chunk.encoded_text.tokens) // 4 for chunk in request.prompt)
         num_sampled = sum(len(sequence.tokens) // 4 for sequence in response.sequences)
-        self._metrics.prompt_tokens.inc(num_prompt)
-        self._metrics.sampled_tokens.inc(num_sampled)
+        self._metrics.submissions.prompt_tokens.inc(num_prompt)
+        self._metrics.submissions.sampled_tokens.inc(num_sampled)
         pending.num_tokens = num_prompt + num_sampled
         num_cached = response.prompt_cache_hit_tokens
-        self._metrics.cached_prompt_tokens.inc(num_cached)
+        self._metrics.submissions.cached_prompt_tokens.inc(num_cached)
         use = partial(self._ledger.use, base_model=session.base_model, session_id=session.session_id)
         use("sampling_prefill", num_prompt - num_cached)
         use("sampling_prefill_cached", num_cached)

@@ -79,7 +79,7 @@ class Retention:
             if judged.kept_as or (only is not None and one.path not in only):
                 continue
             if await self._checkpoints.prune(one, owner=one.owner if owner is None else owner):
-                self._metrics.swept_checkpoints.labels("retention").inc()
+                self._metrics.stored.swept_checkpoints.labels("retention").inc()
                 deleted.append(one)
         return deleted
 

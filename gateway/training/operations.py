@@ -219,7 +219,7 @@ class Operations:
             raise
         if known is not None and known.fingerprint != submission.fingerprint:
             await self._store.operations.replace(self._operation(submission))  # the trainer never had the other one
-        self._metrics.accept_seconds.observe(time.monotonic() - pending.started_at)
+        self._metrics.submissions.accept_seconds.observe(time.monotonic() - pending.started_at)
         accepted.set_result(None)
         self._calls.watch(pending, submission.base_model, submission.seq_id)
         try:
@@ -232,7 +232,7 @@ class Operations:
             raise submission.error or error from error
         if submission.error is not None:
             raise submission.error
-        self._metrics.trained_tokens.inc(submission.num_tokens)
+        self._metrics.submissions.trained_tokens.inc(submission.num_tokens)
         if submission.num_tokens:
             self._ledger.train(
                 submission.model_id,

@@ -121,7 +121,7 @@ class Batcher:
                     task.follow(sequence, has_lane=sequence in running)
             self._let_go(task)
         self._decoding = None
-        self.metrics.moved.inc(num_moved)
+        self.metrics.steps.moved.inc(num_moved)
         self._deliveries.moved.append((moved, num_moved))
 
     def _let_go(self, task: Task) -> None:
@@ -133,7 +133,7 @@ class Batcher:
             self.scheduler.drop(task)
             self._end(task, error)
         self.scheduler.running.clear()
-        self.metrics.running.set(0)
+        self.metrics.requests.running.set(0)
         self._decoding = None
         self.lanes.clear()
 
@@ -161,7 +161,7 @@ class Batcher:
     def step(self) -> None:
         """A token of each sequence. What came of it waits in take_deliveries()."""
         started = time.perf_counter()
-        phases = self.metrics.phases
+        phases = self.metrics.steps.phases
         with phases["plan"].time():
             pieces = self._plan()
         running = self.scheduler.running
@@ -177,13 +177,13 @@ class Batcher:
                 self._advance(step, drawn)
         seconds = time.perf_counter() - started
         self.speed.observe(seconds, prefilled=sum(piece.length for piece in pieces))
-        self.metrics.step_time.observe(seconds)
-        self.metrics.running.set(len(running))
+        self.metrics.steps.step_time.observe(seconds)
+        self.metrics.requests.running.set(len(running))
         self.lanes.observe(running_tokens=sum(sequence.length for sequence in running), idle=self.idle)
 
     def _plan(self) -> list[TaskPiece]:
         if leaving := self.scheduler.grow():
-            self.metrics.preemptions.inc(len(leaving))
+            self.metrics.steps.preemptions.inc(len(leaving))
             for lane in leaving:
                 sequence = self.scheduler.running[lane]
                 self.lanes.remember(sequence, lane)
@@ -199,8 +199,8 @@ class Batcher:
                 task.generation.started_at = time.time()
                 task.cache_hit_tokens = piece.start
                 self._deliveries.admitted.append(task)
-                self.metrics.queue_time.observe(time.perf_counter() - task.submitted)
-                self.metrics.prompt_tokens.inc(len(task.request.prompt))
+                self.metrics.requests.queue_time.observe(time.perf_counter() - task.submitted)
+                self.metrics.steps.prompt_tokens.inc(len(task.request.prompt))
             if not task.begun:
                 task.prompt_done = piece.start + piece.length
         running = self.scheduler.running
@@ -228,7 +228,7 @@ class Batcher:
                 self._deliveries.deltas.append((task, task.delta(sequence, token, logprob)))
             if task.take(sequence, token, logprob):
                 ended.add(row)
-        self.metrics.sampled_tokens.inc(len(sequences))
+        self.metrics.steps.sampled_tokens.inc(len(sequences))
         num_running = len(running)
         row = num_running
         for piece in step.ending:
@@ -250,7 +250,7 @@ class Batcher:
             self._let_go(job.owner)
             if not job.owner.begun:
                 job.owner.begun = True
-                self.metrics.first_token.observe(time.perf_counter() - job.owner.submitted)
+                self.metrics.requests.first_token.observe(time.perf_counter() - job.owner.submitted)
         if step.ending:
             self._decoding = None
         leaving = [row for row in ended if row < num_running]
@@ -275,7 +275,7 @@ class Batcher:
             running.pop()
         if lanes:
             self._decoding = None
-            self.metrics.running.set(len(running))  # no step may follow that would
+            self.metrics.requests.running.set(len(running))  # no step may follow that would
 
     def _end(self, task: Task, outcome: Result | ServiceError) -> None:
         del self._tasks[task]

@@ -71,7 +71,7 @@ class Forward:
             stop = piece.start + piece.length
             tokens.append(torch.from_numpy(piece.job.owner.tokens_of(piece.job, piece.start, stop)).to(device))
             positions.append(torch.arange(piece.start, stop, device=device))
-            self.metrics.prefilled_tokens.inc(piece.length)
+            self.metrics.steps.prefilled_tokens.inc(piece.length)
         runs = _kept_runs(step, one)
         if runs is None:
             running = step.running

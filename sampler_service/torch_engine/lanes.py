@@ -27,8 +27,8 @@ class Lanes:
         self._max_tokens = max_tokens
         self._bytes_per_token = bytes_per_token
         self._metrics = metrics
-        metrics.cache_limit_bytes.set(max_tokens * bytes_per_token)
-        metrics.prefix_limit_bytes.set(prefix_bytes)
+        metrics.cache.limit_bytes.set(max_tokens * bytes_per_token)
+        metrics.cache.prefix_limit_bytes.set(prefix_bytes)
 
     def fit(self, lanes: int, tokens: int) -> None:
         """Grows by doubling, or to what is needed when the bound is near."""
@@ -56,9 +56,9 @@ class Lanes:
 
     def observe(self, *, running_tokens: int, idle: bool) -> None:
         """After each step. `running_tokens`: of the running sequences, prompts included."""
-        self._metrics.cache_used_bytes.set(running_tokens * self._bytes_per_token)
-        self._metrics.cache_bytes.set(self.cache.num_bytes())
-        self._metrics.prefix_bytes.set(self.prefixes.num_bytes)
+        self._metrics.cache.used_bytes.set(running_tokens * self._bytes_per_token)
+        self._metrics.cache.allocated_bytes.set(self.cache.num_bytes())
+        self._metrics.cache.prefix_bytes.set(self.prefixes.num_bytes)
         if idle and self.cache.num_bytes() > IDLE_CACHE_BYTES:
             self.cache.clear()
 
@@ -74,9 +74,9 @@ class Lanes:
         num_blocks = -(-most // BLOCK_TOKENS)
         job.blocks = self.prefixes.match(task.digests(job.sequences[0])[:num_blocks]) if most else []
         tokens = min(most, len(job.blocks) * BLOCK_TOKENS)
-        self._metrics.prefix_lookups.inc()
-        self._metrics.prefix_hits.inc(tokens > 0)
-        self._metrics.prefix_hit_tokens.inc(tokens)
+        self._metrics.cache.prefix_lookups.inc()
+        self._metrics.cache.prefix_hits.inc(tokens > 0)
+        self._metrics.cache.prefix_hit_tokens.inc(tokens)
         return tokens
 
     def load(self, piece: TaskPiece) -> None:

@@ -79,8 +79,8 @@ class RunningFront(Front):
         task = sequence.owner
         if not task.admitted:
             task.generation.started_at = time.time()
-            self.metrics.queue_time.observe(time.perf_counter() - task.submitted)
-            self.metrics.prompt_tokens.inc(len(task.request.prompt))
+            self.metrics.requests.queue_time.observe(time.perf_counter() - task.submitted)
+            self.metrics.steps.prompt_tokens.inc(len(task.request.prompt))
             self._admitted(task)
         version = task.version_of(sequence)
         generating = asyncio.create_task(self._generate(sequence, version))
@@ -132,9 +132,9 @@ class RunningFront(Front):
     def _note_reuse(self, task: Task, tokens: int) -> None:
         """Prompt tokens that vLLM had computed before."""
         task.cache_hit_tokens = tokens
-        self.metrics.prefix_lookups.inc()
-        self.metrics.prefix_hits.inc(tokens > 0)
-        self.metrics.prefix_hit_tokens.inc(tokens)
+        self.metrics.cache.prefix_lookups.inc()
+        self.metrics.cache.prefix_hits.inc(tokens > 0)
+        self.metrics.cache.prefix_hit_tokens.inc(tokens)
 
     async def _take_scores(self, task: Task, name: str) -> None:
         assert task.scorer is not None
@@ -161,7 +161,7 @@ class RunningFront(Front):
         if new and not task.begun:
             task.begun = True
             task.prompt_done = len(task.request.prompt)
-            self.metrics.first_token.observe(time.perf_counter() - task.submitted)
+            self.metrics.requests.first_token.observe(time.perf_counter() - task.submitted)
         if new and task.generation.stream:
             tokens, logprobs = tuple(one.token for one in new), tuple(one.logprob for one in new)
             task.generation.push(Delta(sequence.index, tokens, logprobs, Drawn.table(new, task.topk)))

@@ -19,8 +19,8 @@ class StepStats(StatLoggerBase):
         self._metrics = metrics
         self._cache_bytes = cache_bytes
         self._speed = speed
-        metrics.cache_bytes.set(cache_bytes)
-        metrics.cache_limit_bytes.set(cache_bytes)
+        metrics.cache.allocated_bytes.set(cache_bytes)
+        metrics.cache.limit_bytes.set(cache_bytes)
         self._last: float | None = None
         """When the last step ended, while there was more to do."""
 
@@ -29,14 +29,14 @@ class StepStats(StatLoggerBase):
         prefilled = 0
         if iteration_stats is not None:
             prefilled = iteration_stats.prompt_token_stats.computed
-            metrics.prefilled_tokens.inc(prefilled)
-            metrics.sampled_tokens.inc(iteration_stats.num_generation_tokens)
-            metrics.preemptions.inc(iteration_stats.num_preempted_reqs)
+            metrics.steps.prefilled_tokens.inc(prefilled)
+            metrics.steps.sampled_tokens.inc(iteration_stats.num_generation_tokens)
+            metrics.steps.preemptions.inc(iteration_stats.num_preempted_reqs)
         if scheduler_stats is not None:
-            metrics.running.set(scheduler_stats.num_running_reqs)
-            metrics.cache_used_bytes.set(scheduler_stats.kv_cache_usage * self._cache_bytes)
+            metrics.requests.running.set(scheduler_stats.num_running_reqs)
+            metrics.cache.used_bytes.set(scheduler_stats.kv_cache_usage * self._cache_bytes)
             if self._last is not None:
-                metrics.step_time.observe(now - self._last)
+                metrics.steps.step_time.observe(now - self._last)
                 self._speed.observe(now - self._last, prefilled=prefilled)
             busy = scheduler_stats.num_running_reqs or scheduler_stats.num_waiting_reqs
             self._last = now if busy else None

@@ -176,7 +176,7 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
             # Also when this call is cancelled: nobody knows how far the trainer has got.
             self._drop(request.trainer_id, link)
             if isinstance(error, RuntimeError):
-                self.metrics.publishes.labels("GROUP_LOST").inc()
+                self.metrics.versions.publishes.labels("GROUP_LOST").inc()
                 raise FailedPrecondition(
                     f"group {link.epoch} of trainer {request.trainer_id!r} broke while version "
                     f"{update.version_id!r} was received; form the next epoch ({error})"
@@ -185,7 +185,7 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
         update.receiving = False
         update.received = received
         num_bytes = flat.numel() * update.sent_dtype.itemsize
-        self.metrics.publish_bytes.inc(num_bytes)
+        self.metrics.versions.publish_bytes.inc(num_bytes)
         return pb.UpdateWeightsResponse(num_bytes=num_bytes)
 
     async def FinishWeightUpdate(
@@ -199,7 +199,7 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
             await in_thread(link.inlet.check)
         except RuntimeError as error:
             self._drop(request.trainer_id, link)
-            self.metrics.publishes.labels("GROUP_LOST").inc()
+            self.metrics.versions.publishes.labels("GROUP_LOST").inc()
             raise FailedPrecondition(f"version {update.version_id!r} is not wanted any more: {error}") from error
         self._link(request)  # a newer group may have been formed meanwhile
         try:
@@ -210,12 +210,12 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
                 )
             await self.slot.get().install(update.version_id, update.weights, on_probation=True)
         except ServiceError as error:
-            self.metrics.publishes.labels(error.reason).inc()
+            self.metrics.versions.publishes.labels(error.reason).inc()
             raise
         if update.in_new_memory and update.weights.config.rank and update.weights.flat.device.type == "cpu":
             self._preparing = asyncio.create_task(self._prepare(update.weights.flat))
-        self.metrics.publishes.labels("ok").inc()
-        self.metrics.publish_time.observe(time.perf_counter() - update.started)
+        self.metrics.versions.publishes.labels("ok").inc()
+        self.metrics.versions.publish_time.observe(time.perf_counter() - update.started)
         logger.info("version %s is here, on probation (%d bytes)", update.version_id, update.weights.num_bytes)
         return pb.FinishWeightUpdateResponse(version_id=update.version_id)
 

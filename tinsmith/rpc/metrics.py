@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Info, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, start_http_server
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
@@ -16,6 +18,27 @@ logger = logging.getLogger(__name__)
 LATENCY_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 PHASE_BUCKETS_S = (0.0001, 0.0003, *LATENCY_BUCKETS_S[:9])
 """Of parts of a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Declare:
+    """Declares metrics of one service, each with its labels; `service` and an underscore begin every name."""
+
+    service: str
+    registry: CollectorRegistry
+
+    def counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"{self.service}_{name}", text, labels, registry=self.registry)
+
+    def gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"{self.service}_{name}", text, labels, registry=self.registry)
+
+    def histogram(self, name: str, text: str, *labels: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(f"{self.service}_{name}", text, labels, registry=self.registry, buckets=buckets)
+
+    def seconds(self, name: str, text: str, *labels: str, buckets: Sequence[float] = LATENCY_BUCKETS_S) -> Histogram:
+        """A histogram whose name ends with _seconds."""
+        return self.histogram(f"{name}_seconds", text, *labels, buckets=buckets)
 
 
 def new_registry() -> CollectorRegistry:

@@ -39,8 +39,8 @@ class Journal:
     def __init__(self, path: Path, *, max_bytes: int, result_retention_s: float, metrics: Metrics) -> None:
         self._path = path
         self._result_retention_s = result_retention_s
-        metrics.journal_limit_bytes.set(max_bytes)
-        metrics.state_free_bytes.set_function(lambda: shutil.disk_usage(path.parent).free)
+        metrics.durability.journal_limit_bytes.set(max_bytes)
+        metrics.durability.state_free_bytes.set_function(lambda: shutil.disk_usage(path.parent).free)
         path.parent.mkdir(parents=True, exist_ok=True)
         connection = journal_file.connect(path)
         self._bound = Bound(Sizes.of(connection), max_bytes=max_bytes, result_retention_s=result_retention_s)

@@ -99,8 +99,8 @@ class Writer:
         outcomes = self._attempt(jobs, prune=True)
         if isinstance(outcomes, ServiceError):  # what is only read, or is small enough, need not fail with the others
             outcomes = [self._alone(job) for job in jobs]
-        self._metrics.journal_commit_seconds.observe(time.perf_counter() - started)
-        self._metrics.journal_bytes.set(self._bound.sizes.total)
+        self._metrics.durability.journal_commit_seconds.observe(time.perf_counter() - started)
+        self._metrics.durability.journal_bytes.set(self._bound.sizes.total)
         for job, outcome in outcomes:
             if not job.done.set_running_or_notify_cancel():
                 continue
@@ -137,7 +137,7 @@ class Writer:
             except sqlite3.Error:
                 logger.exception("it is rolled back before the next one")
             self._bound.sizes = sizes
-            self._metrics.journal_failures.inc()
+            self._metrics.durability.journal_failures.inc()
             return self._in_words(error)
         return outcomes
 

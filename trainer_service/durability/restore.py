@@ -76,7 +76,7 @@ class Restorer:
             except _Lost as error:
                 logger.error("%s is lost: %s", model.model_id, error)
                 await self.journal.lose(model.model_id, str(error))
-                self.metrics.unrestored_models.inc()
+                self.metrics.durability.unrestored_models.inc()
             except ServiceError as error:
                 self.scheduler.give_up(model.model_id, str(error))
 

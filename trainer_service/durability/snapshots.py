@@ -97,7 +97,7 @@ class Snapshots:
 
     def skip(self, model_id: str, error: Exception) -> None:
         """The capture failed; the next one is due as if it had not. On the compute thread."""
-        self._metrics.snapshot_failures.inc()
+        self._metrics.durability.snapshot_failures.inc()
         logger.warning("no snapshot of %s can be captured: %s", model_id, error)
         if (progress := self._models.get(model_id)) is not None:
             progress.num_waiting -= 1
@@ -141,7 +141,7 @@ class Snapshots:
                     return
                 num_bytes = await self._on_thread(self.files.write, seq_id, info, state)
         except OSError as error:
-            self._metrics.snapshot_failures.inc()
+            self._metrics.durability.snapshot_failures.inc()
             logger.warning(
                 "the snapshot %s/%d cannot be written: %s; training goes on, and a restart replays more",
                 model_id,
@@ -151,8 +151,8 @@ class Snapshots:
             return
         finally:
             progress.num_waiting -= 1
-        self._metrics.snapshot_seconds.observe(time.perf_counter() - started)
-        self._metrics.snapshot_bytes.inc(num_bytes)
+        self._metrics.durability.snapshot_seconds.observe(time.perf_counter() - started)
+        self._metrics.durability.snapshot_bytes.inc(num_bytes)
         self._spawn(self._enter(turn, model_id, seq_id, progress, num_bytes))
 
     async def _enter(self, turn: Turn, model_id: str, seq_id: int, progress: _Progress, num_bytes: int) -> None:

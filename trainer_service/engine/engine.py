@@ -193,7 +193,7 @@ class TrainingEngine:
         """
         if job.error is None:
             if job.mismatch is not None:
-                self._metrics.observe_mismatch(job.mismatch, loss_fn=job.batch.loss_fn)
+                self._metrics.agreement.observe(job.mismatch, loss_fn=job.batch.loss_fn)
             return job.output()
         if not job.batch.forward_only:
             self.taint(job.model_id, job.error.message)
@@ -247,7 +247,7 @@ class TrainingEngine:
                 lambda: self._prepare_step(model_id), what=f"an optimizer step of {model_id}", keep=[model_id]
             )
         )
-        with self._metrics.phases["optimizer"].time():
+        with self._metrics.compute.phases["optimizer"].time():
             self._team.sum_(gradient.flat)
             norm = clip_gradient(gradient.flat, params.grad_clip_norm)
             optimizer.step(model.adapter.flat, gradient.flat, params)
@@ -266,7 +266,7 @@ class TrainingEngine:
 
     def capture(self, model_id: str, *, with_optimizer: bool) -> State:
         model = self._models[model_id]
-        with self._metrics.phases["capture"].time():
+        with self._metrics.compute.phases["capture"].time():
             return State(
                 config=model.adapter.config,
                 adapter=model.adapter.like(model.adapter.flat.detach().to("cpu", copy=True)),

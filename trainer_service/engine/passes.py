@@ -43,7 +43,7 @@ class Passes:
         self._models = models
         self._room = room
         self._team = team
-        self._phases = metrics.phases
+        self._phases = metrics.compute.phases
         self._not_finite: list[Job] = []
         """Jobs for which the last pass failed, because their loss or their model's gradient was not finite."""
 

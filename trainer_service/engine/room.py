@@ -80,8 +80,8 @@ class Room:
         self.plan = plan
         self._planned = plan.token_budget
         self._num_well = 0
-        self._metrics.token_budget.set(plan.token_budget)
-        self._metrics.model_limit_bytes.set(math.inf if plan.models_bytes is None else plan.models_bytes)
+        self._metrics.memory.token_budget.set(plan.token_budget)
+        self._metrics.memory.model_limit_bytes.set(math.inf if plan.models_bytes is None else plan.models_bytes)
 
     def _show_memory(self) -> None:
         """The thread that serves the metrics asks for it."""
@@ -91,13 +91,13 @@ class Room:
             host = set(self.residency.on_host)
             return sum(model.num_bytes for key, model in list(self._models.items()) if (key in host) == on_host)
 
-        metrics.model_bytes.labels("device").set_function(lambda: held(on_host=False))
-        metrics.model_bytes.labels("host").set_function(lambda: held(on_host=True))
-        metrics.model_reserved_bytes.set_function(
+        metrics.memory.model_bytes.labels("device").set_function(lambda: held(on_host=False))
+        metrics.memory.model_bytes.labels("host").set_function(lambda: held(on_host=True))
+        metrics.memory.model_reserved_bytes.set_function(
             lambda: sum(full_bytes(model.adapter.num_bytes) for model in list(self._models.values()))
         )
         for state, count in device_memory(device).items():
-            metrics.device_bytes.labels(state).set_function(count)
+            metrics.memory.device_bytes.labels(state).set_function(count)
 
     def needs_checkpointing(self, shares: Sequence[Lengths]) -> bool:
         """For datums of these lengths, each share of them on its own rank."""
@@ -143,7 +143,7 @@ class Room:
 
     def ran_out(self, tokens: int, *, keep: Sequence[str]) -> None:
         """Frees what can be freed, before less is tried."""
-        self._metrics.out_of_memory.inc()
+        self._metrics.memory.out_of_memory.inc()
         logger.warning("out of memory with %d tokens; the token budget is %d", tokens, self.token_budget)
         self._free(keep)
 
@@ -177,7 +177,7 @@ class Room:
     def _set_budget(self, tokens: int) -> None:
         logger.warning("the token budget is %d now, it was %d", tokens, self.token_budget)
         self.plan = replace(self.plan, token_budget=tokens)
-        self._metrics.token_budget.set(tokens)
+        self._metrics.memory.token_budget.set(tokens)
 
     def found(self, call: Callable[[], T], *, what: str, keep: Sequence[str] = ()) -> T:
         """Runs it once more with all that can be freed, when there is no memory. Raises OutOfCapacity if that fails."""

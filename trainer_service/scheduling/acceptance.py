@@ -95,7 +95,7 @@ class Acceptance:
             raise
         operation.accepted.set_result(None)
         if not operation.outcome.done():  # the model may have been deleted meanwhile
-            self._metrics.queue_length.labels(operation.kind).inc()
+            self._metrics.operations.queue_length.labels(operation.kind).inc()
             operation.work = work
             self._execution.advance(model)
         return operation

@@ -61,8 +61,8 @@ class ComputeThread:
         self._results: list[tuple[asyncio.Future[Any], object]] = []  # which the event loop does not have yet
         self._ended = asyncio.Event()
         self.speed = Speed()
-        metrics.queue_oldest.set_function(self._oldest_s)
-        metrics.running.set_function(self._running_s)
+        metrics.operations.queue_oldest.set_function(self._oldest_s)
+        metrics.compute.running.set_function(self._running_s)
         threading.Thread(target=self._work, name="compute", daemon=True).start()
 
     def put(self, model_id: str, item: Item) -> None:
@@ -152,13 +152,13 @@ class ComputeThread:
                 started = time.perf_counter()
                 work = None if self._closed else self._lanes.next(self._engine.token_budget)
                 if work is not None:
-                    self._metrics.phases["schedule"].observe(time.perf_counter() - started)
+                    self._metrics.compute.phases["schedule"].observe(time.perf_counter() - started)
                     self._running = self._begin(work)
                 if work is not None or self._closed:
                     break
                 if not self._results and not self._stopped:
                     self._changed.wait()
-                    self._metrics.idle_seconds.inc(time.perf_counter() - started)
+                    self._metrics.compute.idle_seconds.inc(time.perf_counter() - started)
             self._deliver()
         self._deliver()
         return work
@@ -180,8 +180,8 @@ class ComputeThread:
             if not operation.has_begun:
                 operation.has_begun = True
                 tracing.record("queue", operation.trace, start=operation.arrived_at, end=time.time())
-                self._metrics.queue_length.labels(operation.kind).dec()
-                self._metrics.queue_seconds.labels(operation.kind).observe(now - operation.arrived_s)
+                self._metrics.operations.queue_length.labels(operation.kind).dec()
+                self._metrics.operations.queue_seconds.labels(operation.kind).observe(now - operation.arrived_s)
         return Running(operations, num_tokens, now)
 
     def _run_call(self, call: Call) -> None:
@@ -220,8 +220,8 @@ class ComputeThread:
         self._end([run for run, _ in work if run.has_ended])
         with self._changed:
             self._lanes.end_micro_batch()
-        self._metrics.micro_batches.inc()
-        self._metrics.micro_batch_models.observe(len({run.operation.model_id for run, _ in work}))
+        self._metrics.compute.micro_batches.inc()
+        self._metrics.compute.micro_batch_models.observe(len({run.operation.model_id for run, _ in work}))
         self._measure("forward_backward")
 
     def _begin_job(self, run: BatchRun) -> None:
@@ -262,10 +262,10 @@ class ComputeThread:
         assert running is not None
         seconds = time.perf_counter() - running.started_s
         self.speed.observe(seconds, num_tokens=running.num_tokens)
-        self._metrics.step_seconds.labels(kind).observe(seconds)
+        self._metrics.compute.step_seconds.labels(kind).observe(seconds)
         if running.num_tokens:
-            self._metrics.tokens.inc(running.num_tokens)
-            self._metrics.micro_batch_tokens.observe(running.num_tokens)
+            self._metrics.compute.tokens.inc(running.num_tokens)
+            self._metrics.compute.micro_batch_tokens.observe(running.num_tokens)
 
 
 def _resolve(results: Sequence[tuple[asyncio.Future[Any], object]]) -> None:

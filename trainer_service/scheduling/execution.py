@@ -115,7 +115,7 @@ class Execution:
             return
         operation.outcome.set_result(outcome)
         if not operation.has_begun and operation.work is not None:
-            self._metrics.queue_length.labels(operation.kind).dec()
+            self._metrics.operations.queue_length.labels(operation.kind).dec()
         self._has_settled(model, operation, outcome)
 
     def abandon(self, model: ModelQueue, error: ServiceError) -> None:

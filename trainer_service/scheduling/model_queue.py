@@ -104,12 +104,12 @@ class ModelQueues:
     def add(self, model: ModelQueue) -> ModelQueue:
         """Also above max_models: it was live before a restart."""
         self._queues[model.model_id] = model
-        self._metrics.models.set(len(self._queues))
+        self._metrics.memory.models.set(len(self._queues))
         return model
 
     def remove(self, model_id: str) -> ModelQueue | None:
         model = self._queues.pop(model_id, None)
-        self._metrics.models.set(len(self._queues))
+        self._metrics.memory.models.set(len(self._queues))
         return model
 
 

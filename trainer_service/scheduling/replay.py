@@ -73,7 +73,7 @@ class Replay:
         """The model cannot be restored by this process; the journal keeps it for another."""
         error = lost(model_id, why)
         logger.error("%s", error)
-        self._metrics.unrestored_models.inc()
+        self._metrics.durability.unrestored_models.inc()
         self._models.unrestored[model_id] = error
         model = self._models.remove(model_id)
         if model is not None and model.restoration is not None:
@@ -100,13 +100,13 @@ class Replay:
                 model.model_id, f"{operation.kind}, seq_id {operation.seq_id}, fails when it runs again: {outcome}"
             )
             return
-        self._metrics.replayed_operations.labels(operation.kind).inc()
+        self._metrics.durability.replayed_operations.labels(operation.kind).inc()
         logger.debug("%s of %s, seq_id %d, has run again", operation.kind, model.model_id, operation.seq_id)
         if operation.founds:
             self._execution.advance(model)
         restoration.num_left -= 1
         if not restoration.num_left:
-            self._metrics.restored_models.inc()
+            self._metrics.durability.restored_models.inc()
             restoration.is_over.set()
 
     def check_load(self, model: ModelQueue, operation: Operation, outcome: Outcome) -> None:
@@ -135,7 +135,7 @@ class Replay:
                 self.give_up(model.model_id, f"seq_id {entry.seq_id} cannot be read: {error}")
                 return
             restoration.fed.add(entry.seq_id)
-            self._metrics.queue_length.labels(operation.kind).inc()
+            self._metrics.operations.queue_length.labels(operation.kind).inc()
             self._execution.advance(model)
 
 

@@ -33,7 +33,7 @@ class Results:
 
     def keep(self, model: ModelQueue, operation: Operation, outcome: Outcome) -> None:
         failed = isinstance(outcome, ServiceError)
-        self._metrics.operations.labels(operation.kind, "failed" if failed else "ok").inc()
+        self._metrics.operations.finished.labels(operation.kind, "failed" if failed else "ok").inc()
         logs.request_id.set(f"{operation.model_id}:{operation.seq_id}")
         logs.model_id.set(operation.model_id)
         logger.info(

@@ -101,8 +101,8 @@ class CheckpointStore:
                     budget="storage_bytes",
                 )
             draft.install(written)
-        self._metrics.checkpoint_seconds.observe(time.perf_counter() - started)
-        self._metrics.checkpoint_bytes.inc(written.checkpoint.size_bytes)
+        self._metrics.storage.checkpoint_seconds.observe(time.perf_counter() - started)
+        self._metrics.storage.checkpoint_bytes.inc(written.checkpoint.size_bytes)
         return written.checkpoint
 
     def copy(self, source: Location, destination: Location, *, ttl_seconds: int | None) -> pb.CheckpointInfo:
@@ -215,7 +215,7 @@ class CheckpointStore:
         try:
             yield
         except DataCorrupted as error:
-            self._metrics.damaged_checkpoints.inc()
+            self._metrics.storage.damaged_checkpoints.inc()
             logger.error("%s", error.message)
             raise
 

@@ -170,7 +170,7 @@ class LocalStorage:
                     folder.rename(target)
                     continue
             shutil.rmtree(folder)
-            self._metrics.swept_leftovers.inc()
+            self._metrics.storage.swept_leftovers.inc()
 
     def _read_manifest(self, location: Location) -> Manifest:
         try:

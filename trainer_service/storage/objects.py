@@ -240,7 +240,7 @@ class ObjectStorage:
                     self._mark(location, "" if generation == _FLAT else generation)
                     self._delete_keys([key])
                 if self._settle(location, "" if generation == _FLAT else generation):
-                    self._metrics.swept_leftovers.inc()
+                    self._metrics.storage.swept_leftovers.inc()
             except (ServiceError, ValueError) as error:
                 logger.warning("%s://%s is left where it is: %s", self._url.partition("://")[0], key, error)
 

@@ -36,7 +36,7 @@ class Space:
         self.min_free_bytes = least_free_bytes(folder, min_free_bytes)
         self._reserved = 0
         self._lock = threading.Lock()
-        metrics.storage_free_bytes.set_function(lambda: self.free_bytes)
+        metrics.storage.storage_free_bytes.set_function(lambda: self.free_bytes)
 
     @property
     def free_bytes(self) -> int:
@@ -50,7 +50,7 @@ class Space:
     def _check(self, num_bytes: int, what: str) -> None:
         free = self.free_bytes
         if num_bytes + self._reserved + self.min_free_bytes > free:
-            self._metrics.refused_saves.inc()
+            self._metrics.storage.refused_saves.inc()
             others = f", {self._reserved} more are promised to others" if self._reserved else ""
             raise OutOfCapacity(
                 f"{what} needs {num_bytes} bytes{others}, and {free} are free under {self._folder}, of which "

@@ -178,7 +178,7 @@ class Publisher:
 
     def _note(self, certificate: PublishCertificate) -> None:
         for gap in certificate.samplers:
-            self._metrics.publish_gap.labels(gap.engine).observe(gap.max_gap)
+            self._metrics.publishing.publish_gap.labels(gap.engine).observe(gap.max_gap)
         refused = self._is_refused(certificate)
         outcome = "passed" if certificate.passed else "refused" if refused else "warned"
         if not certificate.samplers:
@@ -188,7 +188,7 @@ class Publisher:
         elif not certificate.passed:
             what = "refused" if refused else "served all the same"
             logger.warning("%s is %s: %s", certificate.version_id, what, _described(_worst(certificate)))
-        self._metrics.publish_certificates.labels(outcome).inc()
+        self._metrics.publishing.publish_certificates.labels(outcome).inc()
 
     async def _measure(self, address: str, version_id: str) -> _Measured | None:
         """None for a sampler that does not answer, is too busy, or has let the version go by now."""

@@ -153,7 +153,7 @@ class WeightSender:
                     sent = await self._samplers.guarded(members, self._publish(version, members))
                 except ChannelBroken as error:
                     failures.append(str(error))
-                    self._metrics.publish_failures.inc()
+                    self._metrics.publishing.publish_failures.inc()
                     logger.warning("publish of %s, attempt %d: %s", version.version_id, len(failures), error)
                     # The traceback's frames hold the group, and the futures that hold the error. While that ring
                     # stands, the group's connections stay, and the other ranks wait on them until their timeouts.
@@ -162,7 +162,7 @@ class WeightSender:
                     await self._samplers.check(self._samplers.serving())
                 else:
                     seconds = time.perf_counter() - started
-                    self._metrics.publish_seconds.observe(seconds)
+                    self._metrics.publishing.publish_seconds.observe(seconds)
                     sum_ = sent or await asyncio.to_thread(checksum, version.adapter.flat, version.adapter.sent_dtype)
                     return Published(version.sent_bytes, seconds, sum_, [member.address for member in members])
         raise NotReady(f"{version.version_id} was not published: {_ATTEMPTS} attempts failed; the last: {failures[-1]}")
@@ -267,7 +267,7 @@ class WeightSender:
         """It serves now, or does not any more."""
         if self._group is not None and sampler in self._group.members:
             self._drop_group()  # one that comes back has forgotten its group
-        self._metrics.samplers.set(len(self._samplers.serving()))
+        self._metrics.publishing.samplers.set(len(self._samplers.serving()))
         self._changed.set()
 
     def _drop_group(self) -> None:
@@ -293,7 +293,7 @@ class WeightSender:
         if self._group is None or list(self._group.members) != list(members):
             self._drop_group()
             self._group = await self._former.form(members)
-            self._metrics.weight_groups.inc()
+            self._metrics.publishing.weight_groups.inc()
         return self._group
 
     async def _publish(self, version: Version, members: Sequence[Sampler]) -> str:
@@ -309,7 +309,7 @@ class WeightSender:
         if not lacking:
             return ""
         sent = await self._transfer(group, version)
-        self._metrics.publish_bytes.inc(version.sent_bytes)
+        self._metrics.publishing.publish_bytes.inc(version.sent_bytes)
         return sent
 
     async def _announce(self, group: Group, version: Version) -> list[Sampler]:

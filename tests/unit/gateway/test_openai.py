@@ -577,5 +577,5 @@ async def test_tokens_are_counted_also_for_clients_that_leave(
     gateway = stack.server.app.state.gateway
     await until(lambda: gateway.sampling.generator.num_running == 0)
     num_sampled = len(sampler.tokenizer.encode(SAYS).ids) + 1
-    assert gateway.metrics.sampled_tokens._value.get() >= num_sampled + 1
-    assert gateway.metrics.prompt_tokens._value.get() == 6
+    assert gateway.metrics.submissions.sampled_tokens._value.get() >= num_sampled + 1
+    assert gateway.metrics.submissions.prompt_tokens._value.get() == 6

@@ -104,7 +104,7 @@ def test_what_another_trainer_writes_is_no_leftover_until_it_is_old(
     metrics = Metrics(CollectorRegistry())
     ObjectStorage(objects.root, metrics, scratch=tmp_path / "third", writer="third", abandoned_s=-5)
     assert objects.objects() == []
-    assert metrics.swept_leftovers._value.get() == 1
+    assert metrics.storage.swept_leftovers._value.get() == 1
 
 
 def test_a_failed_save_leaves_the_old_checkpoint_and_nothing_else(

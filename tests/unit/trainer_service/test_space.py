@@ -78,7 +78,7 @@ def test_a_save_is_refused_before_it_writes_and_what_was_saved_stays(
             store.save(make_info(make_state(base, value=0.9), name), state, overwrite=overwrite)
         assert caught.value.metadata["min_free_bytes"] == str(2**20)
     assert place.objects() == before
-    assert store._metrics.refused_saves._value.get() == 2
+    assert store._metrics.storage.refused_saves._value.get() == 2
     has_free(monkeypatch, 2**20 + _num_bytes(state))
     assert torch.equal(store.load(at("one"), base, with_optimizer=True)[1].adapter.flat, state.adapter.flat)
     store.save(make_info(state, "two"), state, overwrite=False)
