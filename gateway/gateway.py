@@ -53,7 +53,7 @@ class Gateway(Core):
             retirement=self.storage.retirement,
             billing=self.tenants.billing,
             records=self.sampling.records,
-            operations=self.training.operations,
+            refusals=self.training.refusals,
             peers=self.peers,
             retention=self.storage.retention,
             metrics=self.metrics,

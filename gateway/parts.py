@@ -33,6 +33,7 @@ from gateway.tenants.limits import Limits
 from gateway.tenants.tokens import Tokens
 from gateway.training.custom_losses import CustomLosses
 from gateway.training.operations import Operations
+from gateway.training.refusals import Refusals
 from gateway.training.results import Results
 from gateway.training.saves import Saves
 from gateway.turns import Turns
@@ -148,7 +149,6 @@ class Training:
             history=core.dashboard.history,
             gateway_id=core.peers.gateway_id,
         )
+        self.refusals = Refusals(store, futures, gateway_id=core.peers.gateway_id)
         self.saves = Saves(store, storage.checkpoints, futures, self.operations, patience_s=config.submit_timeout_s)
-        self.custom_losses = CustomLosses(
-            config, store=store, clients=clients, futures=futures, operations=self.operations
-        )
+        self.custom_losses = CustomLosses(config, store=store, clients=clients, futures=futures, refusals=self.refusals)

@@ -27,7 +27,7 @@ from gateway.storage.retention import Retention
 from gateway.storage.retirement import Retirement
 from gateway.tasks import to_its_end
 from gateway.tenants.billing import Billing
-from gateway.training.operations import Operations
+from gateway.training.refusals import Refusals
 from tinsmith.rpc.errors import FailedPrecondition, InvalidRequest, NotReady, ServiceError, from_rpc_error
 from tinsmith.v1 import trainer_pb2
 
@@ -50,7 +50,7 @@ class Reaper:
         retirement: Retirement,
         billing: Billing,
         records: Records,
-        operations: Operations,
+        refusals: Refusals,
         peers: Peers,
         retention: Retention,
         metrics: Metrics,
@@ -64,7 +64,7 @@ class Reaper:
         self._retirement = retirement
         self._billing = billing
         self._records = records
-        self._operations = operations
+        self._refusals = refusals
         self._peers = peers
         self._retention = retention
         self._forgetting = Forgetting(config, store=store)
@@ -118,7 +118,7 @@ class Reaper:
             self._retirement.delete_unused,
             self._records.delete_expired,
             self._forgetting.forget_when_due,
-            self._operations.forget_refused,
+            self._refusals.forget_old,
             self._checkpoints.forget_deletions,
         ):
             await self._try(step)

@@ -19,7 +19,7 @@ from gateway.database.tables.operations import CustomLoss
 from gateway.futures import Answer, Futures, Gone, Pending
 from gateway.http import schemas
 from gateway.http.body import fingerprint
-from gateway.training.operations import Operations
+from gateway.training.refusals import Refusals
 from tinsmith.rpc.errors import InvalidRequest, NotReady, OutOfCapacity, SequenceConflict, ServiceError, from_rpc_error
 from tinsmith.v1 import trainer_pb2
 
@@ -41,13 +41,13 @@ def to_message(body: schemas.CreateCustomLoss) -> trainer_pb2.CustomLoss:
 
 class CustomLosses:
     def __init__(
-        self, config: GatewayConfig, *, store: Store, clients: Clients, futures: Futures, operations: Operations
+        self, config: GatewayConfig, *, store: Store, clients: Clients, futures: Futures, refusals: Refusals
     ) -> None:
         self._config = config
         self._store = store
         self._clients = clients
         self._futures = futures
-        self._operations = operations
+        self._refusals = refusals
 
     async def create(self, loss_id: str, message: trainer_pb2.CustomLoss, *, session_id: str) -> None:
         """Makes a future of the id, and stores the loss when the trainer accepts it, before it returns.
@@ -69,7 +69,7 @@ class CustomLosses:
         except (NotReady, OutOfCapacity):
             raise
         except ServiceError as error:
-            await self._operations.refuse(loss_id, error, group=session_id, kind=KIND, mark=mark)
+            await self._refusals.add(loss_id, error, group=session_id, kind=KIND, mark=mark)
         else:
             self._futures.start(Pending(loss_id, KIND, session_id, mark), _answer(loss_id))
 

@@ -46,7 +46,6 @@ _SELF_EXPLAINING = ("forward_backward", "optim_step")
 _WRITTEN_DOWN = ("create_model", "load_weights", "save_weights", "save_weights_for_sampler", "save_weights_external")
 """Endpoints whose answer is written into the database, also when nobody asks for it any more."""
 MAX_SEQ_ID = 2**31 - 1
-_REFUSAL_RETENTION_S = 86400.0
 _REQUEST_ID = re.compile(r"(.+:train:\d+):(\d+)")
 
 
@@ -186,6 +185,44 @@ class Operations:
     async def _submit_and_wait(
         self, submission: Submission, pending: Pending, accepted: asyncio.Future[None]
     ) -> Answer:
+        try:
+            call = await self._accept(submission)
+        except (NotReady, OutOfCapacity, SequenceConflict) as error:
+            accepted.set_exception(error)
+            raise Gone from error
+        except asyncio.CancelledError:
+            if pending.answer is None:
+                accepted.set_exception(NotReady("the gateway is going down"))
+            else:  # its model has ended: a failed future
+                accepted.set_result(None)
+            raise
+        except ServiceError:  # the trainer does not exist, or it was refused before: a failed future
+            accepted.set_result(None)
+            raise
+        if call is not None:
+            self._metrics.submissions.accept_seconds.observe(time.monotonic() - pending.started_at)
+        accepted.set_result(None)
+        if call is None:
+            return await self._attached(pending, submission.base_model, submission.seq_id)
+        self._calls.watch(pending, submission.base_model, submission.seq_id)
+        reply = await self._reply(call, submission, pending)
+        await self._count(submission, pending)
+        self._history.add(
+            submission.model_id,
+            submission.seq_id,
+            reply,
+            ran=pending.ran,
+            body=submission.body if submission.rpc == "OptimStep" else b"",
+            is_forward_only=submission.is_forward_only,
+        )
+        return await self._written_down(pending, reply)
+
+    async def _accept(self, submission: Submission) -> Any:
+        """The call, once the trainer has it in its journal; None when it had it before, with another body: what the
+        gateway puts in has changed since.
+
+        Raises NotReady, OutOfCapacity and SequenceConflict as `submit` does, and what a repeat was refused with.
+        """
         known: Operation | None = None
         try:
             if submission.kind not in _SELF_EXPLAINING or submission.is_completed or submission.error is not None:
@@ -195,33 +232,20 @@ class Operations:
             call = await self._calls.accept(
                 submission.rpc, submission.body, base_model=submission.base_model, request_id=submission.request_id
             )
-        except (NotReady, OutOfCapacity) as error:
-            accepted.set_exception(error)
-            raise Gone from error
         except SequenceConflict as error:
+            if known is None:
+                await self._store.operations.delete(submission.request_id)
             if known is None or known.fingerprint != submission.fingerprint:
-                if known is None:
-                    await self._store.operations.delete(submission.request_id)
-                accepted.set_exception(_conflict(submission))
-                raise Gone from error
-            accepted.set_result(None)  # it is a repeat: what the gateway puts into the body has changed since
+                raise _conflict(submission) from error
             if known.error is not None:
                 raise InvalidRequest(known.error) from None
-            return await self._attached(pending, submission.base_model, submission.seq_id)
-        except asyncio.CancelledError:
-            if pending.answer is None:
-                accepted.set_exception(NotReady("the gateway is going down"))
-            else:  # its model has ended: a failed future
-                accepted.set_result(None)
-            raise
-        except ServiceError:  # the trainer does not exist: a failed future
-            accepted.set_result(None)
-            raise
+            return None
         if known is not None and known.fingerprint != submission.fingerprint:
             await self._store.operations.replace(self._operation(submission))  # the trainer never had the other one
-        self._metrics.submissions.accept_seconds.observe(time.monotonic() - pending.started_at)
-        accepted.set_result(None)
-        self._calls.watch(pending, submission.base_model, submission.seq_id)
+        return call
+
+    async def _reply(self, call: Any, submission: Submission, pending: Pending) -> Any:
+        """Raises what the operation has failed with, or was refused with here."""
         try:
             reply = await self._calls.reply(
                 call, base_model=submission.base_model, seq_id=submission.seq_id, pending=pending
@@ -232,29 +256,25 @@ class Operations:
             raise submission.error or error from error
         if submission.error is not None:
             raise submission.error
+        return reply
+
+    async def _count(self, submission: Submission, pending: Pending) -> None:
+        """The tokens that it has trained on, in the usage of their owner."""
+        if not submission.num_tokens:
+            return
         self._metrics.submissions.trained_tokens.inc(submission.num_tokens)
-        if submission.num_tokens:
-            self._ledger.train(
-                submission.model_id,
-                submission.seq_id,
-                submission.num_tokens,
-                base_model=submission.base_model,
-                session_id=pending.session_id,
-                is_new=True,
-            )
-            if submission.hold is not None:
-                submission.hold.release()  # it is counted now, and would count twice until it is written
-                if submission.hold.is_budgeted:
-                    await until_written(self._ledger.flush, what="the usage", pausing=pending.progress.paused)
-        self._history.add(
+        self._ledger.train(
             submission.model_id,
             submission.seq_id,
-            reply,
-            ran=pending.ran,
-            body=submission.body if submission.rpc == "OptimStep" else b"",
-            is_forward_only=submission.is_forward_only,
+            submission.num_tokens,
+            base_model=submission.base_model,
+            session_id=pending.session_id,
+            is_new=True,
         )
-        return await self._written_down(pending, reply)
+        if submission.hold is not None:
+            submission.hold.release()  # it is counted now, and would count twice until it is written
+            if submission.hold.is_budgeted:
+                await until_written(self._ledger.flush, what="the usage", pausing=pending.progress.paused)
 
     async def _written_down(self, pending: Pending, reply: Any) -> Answer:
         """The client's answer, once what the reply has made is in the database."""
@@ -294,41 +314,6 @@ class Operations:
             created_at=time.time(),
             gateway_id=self._gateway_id,
         )
-
-    # What the trainer need not know of
-
-    async def refuse(self, request_id: str, error: ServiceError, *, group: str, kind: str, mark: str) -> None:
-        """A future that has failed, here, at other gateways, and after a restart. `group`: the model, or what else the
-        request is about. Raises SequenceConflict when the id stands for another request."""
-        known = self._futures.fingerprint(request_id)
-        if known is None:
-            refusal = Operation(
-                request_id=request_id,
-                model_id=group,
-                kind=kind,
-                error=error.message,
-                fingerprint=mark,
-                created_at=time.time(),
-                gateway_id=self._gateway_id,
-            )
-            if not await self._store.operations.add(refusal):
-                operation = await self._store.operations.get(request_id)
-                known = None if operation is None else operation.fingerprint
-        if known not in (None, mark):
-            raise SequenceConflict(f"{request_id} was used by another request before; this one was not run ({error})")
-        self._futures.fail(request_id, error, fingerprint=mark)
-
-    async def attach_refused(self, request_id: str) -> bool:
-        """Makes a future of a refusal. False when there is none."""
-        operation = await self._store.operations.get(request_id)
-        if operation is None or operation.error is None:
-            return False
-        self._futures.fail(request_id, InvalidRequest(operation.error), fingerprint=operation.fingerprint)
-        return True
-
-    async def forget_refused(self) -> None:
-        """Those of a day ago; the trainer remembers those that have used up a number."""
-        await self._store.operations.delete_refused(before=time.time() - _REFUSAL_RETENTION_S)
 
     # What another process has submitted
 

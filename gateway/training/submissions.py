@@ -64,7 +64,7 @@ async def failed_receipt(
     gateway: Gateway, request_id: str, model_id: str, error: ServiceError, *, kind: str, mark: str
 ) -> Response:
     """A receipt for what has failed already, and that the trainer need not know of."""
-    await gateway.training.operations.refuse(request_id, error, group=model_id, kind=kind, mark=mark)
+    await gateway.training.refusals.add(request_id, error, group=model_id, kind=kind, mark=mark)
     return receipt(request_id, model_id)
 
 

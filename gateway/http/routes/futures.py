@@ -61,7 +61,7 @@ async def _poll(gateway: Gateway, request_id: str) -> Answer | Progress:
     try:
         return await gateway.futures.poll(request_id, timeout_s=timeout_s)
     except Gone:
-        if await gateway.training.operations.attach_refused(request_id):
+        if await gateway.training.refusals.attach(request_id):
             pass
         elif ":loss:" in request_id:
             await gateway.training.custom_losses.attach(request_id)

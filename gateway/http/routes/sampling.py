@@ -153,7 +153,7 @@ async def asample(request: Request) -> Response:
         mark = fingerprint(raw)
         if not has_home:  # the id may be somebody else's, and any gateway may be asked for the answer
             request_id = refused_id(caller)
-            await gateway.training.operations.refuse(request_id, error, group=request_id, kind=samples.KIND, mark=mark)
+            await gateway.training.refusals.add(request_id, error, group=request_id, kind=samples.KIND, mark=mark)
         if gateway.futures.fingerprint(request_id) not in (None, mark):
             what = f"{request_id} was used by another sample before; this one was not run ({error})"
             raise SequenceConflict(what) from error
