@@ -208,7 +208,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: pb.DeleteCheckpointRequest, context: Context
     ) -> pb.DeleteCheckpointResponse:
         location = Location.parse(request.location, field="location")
-        await asyncio.to_thread(self._ready.checkpoints.delete, location)
+        await asyncio.to_thread(self._ready.checkpoints.delete, location, version_id=request.version_id)
         return pb.DeleteCheckpointResponse()
 
     async def CheckCustomLoss(self, request: pb.CheckCustomLossRequest, context: Context) -> pb.CheckCustomLossResponse:

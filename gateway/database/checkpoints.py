@@ -53,10 +53,11 @@ class CheckpointRows:
             found = {kind: (number, int(num_bytes)) for kind, number, num_bytes in await db.execute(sums)}
         return {kind: found.get(kind, (0, 0)) for kind in KINDS}
 
-    async def delete(self, path: str) -> bool:
-        """False when another gateway was faster."""
+    async def delete(self, path: str, *, version_id: str) -> bool:
+        """False when another gateway was faster, or another version is there by now."""
+        is_this = Checkpoint.path == path, Checkpoint.version_id == version_id
         async with self._database.begin() as db:
-            result = await db.execute(delete(Checkpoint).where(Checkpoint.path == path))
+            result = await db.execute(delete(Checkpoint).where(*is_this))
             return result.rowcount > 0  # type: ignore[attr-defined]
 
     async def update(self, path: str, **facts: Any) -> None:

@@ -234,15 +234,16 @@ class Checkpoints:
         return True
 
     async def _remove(self, checkpoint: Checkpoint) -> bool:
-        """Removes the files, then the row; False when that was gone. Raises NotReady when the trainer cannot be
-        reached."""
+        """Removes the files, then the row; False when that was gone. What a save has put there meanwhile stays. Raises
+        NotReady when the trainer cannot be reached."""
         trainer: Trainer = self._clients.find_trainer(checkpoint.base_model)
         await self._retirement.keep_for_samplers(checkpoint)
+        request = trainer_pb2.DeleteCheckpointRequest(location=checkpoint.location, version_id=checkpoint.version_id)
         try:
-            await trainer.stub.DeleteCheckpoint(trainer_pb2.DeleteCheckpointRequest(location=checkpoint.location))
+            await trainer.stub.DeleteCheckpoint(request)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
-        return await self._store.checkpoints.delete(checkpoint.path)
+        return await self._store.checkpoints.delete(checkpoint.path, version_id=checkpoint.version_id)
 
     def record(self, event: str, checkpoint: Checkpoint, *, owner: str, **details: Any) -> None:
         """Writes an event into the audit log."""

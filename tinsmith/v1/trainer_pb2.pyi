@@ -356,10 +356,12 @@ class GetCheckpointResponse(_message.Message):
     def __init__(self, checkpoint: _Optional[_Union[_types_pb2.CheckpointInfo, _Mapping]] = ..., files: _Optional[_Iterable[_Union[_types_pb2.CheckpointFile, _Mapping]]] = ...) -> None: ...
 
 class DeleteCheckpointRequest(_message.Message):
-    __slots__ = ("location",)
+    __slots__ = ("location", "version_id")
     LOCATION_FIELD_NUMBER: _ClassVar[int]
+    VERSION_ID_FIELD_NUMBER: _ClassVar[int]
     location: str
-    def __init__(self, location: _Optional[str] = ...) -> None: ...
+    version_id: str
+    def __init__(self, location: _Optional[str] = ..., version_id: _Optional[str] = ...) -> None: ...
 
 class DeleteCheckpointResponse(_message.Message):
     __slots__ = ()

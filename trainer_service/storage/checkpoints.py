@@ -236,9 +236,9 @@ class CheckpointStore:
         except (json_format.ParseError, UnicodeDecodeError) as error:
             raise found.damaged(CERTIFICATE, str(error), location=str(location)) from None
 
-    def delete(self, location: Location) -> None:
-        """An unknown one is no error."""
-        self._storage.delete(location)
+    def delete(self, location: Location, *, version_id: str = "") -> None:
+        """An unknown one is no error. Given a version, another one stays, and that is no error either."""
+        self._storage.delete(location, version_id=version_id)
 
     def delete_ephemeral(self, run_id: str) -> None:
         """Removes the checkpoints of a run that have no public path."""

@@ -110,11 +110,18 @@ class LocalStorage:
         with self.space.reserve(num_bytes, what="it"), self.scratch() as folder:
             yield _LocalDraft(self, location, folder, overwrite)
 
-    def delete(self, location: Location) -> None:
-        self._remove(self.path(location))
+    def delete(self, location: Location, *, version_id: str = "") -> None:
+        with self._swap:
+            with contextlib.suppress(CheckpointNotFound, DataCorrupted):
+                if version_id and self._read_manifest(location).checkpoint.version_id != version_id:
+                    return
+            aside = self._set_aside(self.path(location))
+        shutil.rmtree(aside, ignore_errors=True)
 
     def delete_all(self, run_id: str, kind: str) -> None:
-        self._remove(self._root / run_id / kind)
+        with self._swap:
+            aside = self._set_aside(self._root / run_id / kind)
+        shutil.rmtree(aside, ignore_errors=True)
 
     def path(self, location: Location) -> Path:
         return self._root / location.run_id / location.kind / location.name
@@ -145,15 +152,13 @@ class LocalStorage:
                 sync(parent)
         shutil.rmtree(aside, ignore_errors=True)
 
-    def _remove(self, path: Path) -> None:
+    def _set_aside(self, path: Path) -> Path:
+        """Where it is to be removed from, if it was there."""
         aside = self._temporary / uuid.uuid4().hex
-        with self._swap:
-            try:
-                path.rename(aside)
-            except FileNotFoundError:
-                return
+        with contextlib.suppress(FileNotFoundError):
+            path.rename(aside)
             sync(path.parent)
-        shutil.rmtree(aside, ignore_errors=True)
+        return aside
 
     def _recover(self) -> None:
         """A process that died between the two renames of an overwrite has left the old checkpoint aside."""

@@ -155,10 +155,12 @@ class ObjectStorage:
                 with contextlib.suppress(ServiceError):  # the marker stays
                     self._settle(location, generation)
 
-    def delete(self, location: Location) -> None:
+    def delete(self, location: Location, *, version_id: str = "") -> None:
         try:
             with self._swap:
                 found = self._read_manifest(location)
+                if version_id and found.checkpoint.version_id != version_id:
+                    return
                 self._mark(location, found.folder)
                 self._call("rm_file", self._manifest_key(location))
         except CheckpointNotFound:

@@ -87,8 +87,8 @@ class Storage(Protocol):
         """
         ...
 
-    def delete(self, location: Location) -> None:
-        """An unknown one is no error."""
+    def delete(self, location: Location, *, version_id: str = "") -> None:
+        """An unknown one is no error. Given a version, another one stays; what is damaged goes."""
         ...
 
     def delete_all(self, run_id: str, kind: str) -> None: ...

@@ -6,6 +6,7 @@ import asyncio
 import struct
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,8 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         """What each unpacks to."""
         self.deleted_models: list[str] = []
         self.deletion = asyncio.Event()
+        self.on_deletion: Callable[[], Awaitable[object]] | None = None
+        """What happens before the next checkpoint is deleted."""
         """Set by every DeleteModel and DeleteCheckpoint."""
         self.published: list[str] = []
         self.certificates: dict[str, types_pb2.PublishCertificate] = {}
@@ -342,7 +345,12 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         return trainer_pb2.ImportCheckpointResponse(checkpoint=info, notes=["bfloat16 was converted to float32"])
 
     async def DeleteCheckpoint(self, request: Any, context: Any) -> Any:
-        self.checkpoints.pop(request.location, None)
+        if (before := self.on_deletion) is not None:
+            self.on_deletion = None
+            await before()
+        there = self.checkpoints.get(request.location)
+        if there is not None and request.version_id in ("", there.version_id):
+            del self.checkpoints[request.location]
         self.deletion.set()
         return trainer_pb2.DeleteCheckpointResponse()
 

@@ -13,6 +13,7 @@ from sqlalchemy.exc import OperationalError
 
 from gateway.database.checkpoints import CheckpointRows
 from gateway.database.operations import ARRIVALS, IMPORT
+from gateway.database.tables.checkpoints import Checkpoint
 from gateway.database.tables.operations import Operation
 from gateway.database.tables.sessions import Model
 from gateway.database.tables.tenants import AuditEvent
@@ -112,7 +113,8 @@ async def lose(stack: Stack, path: str) -> None:
     """As if the gateway had ended between the trainer's copy and its row."""
     store = gateway_of(stack).store
     await gateway_of(stack).ledger.flush()
-    await store.checkpoints.delete(path)
+    async with store.begin() as db:
+        await db.execute(delete(Checkpoint).where(Checkpoint.path == path))
     async with store.begin() as db:
         await db.execute(delete(Model).where(Model.model_id == TinkerPath.parse(path, field="path").run_id))
         await db.execute(update(Operation).where(Operation.request_id == path).values(settled_at=None))

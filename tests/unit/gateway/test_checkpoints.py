@@ -89,6 +89,29 @@ async def test_an_expired_checkpoint_vanishes_at_once_and_then_from_the_disk(sta
     assert await events(client) == ["checkpoint_create", "checkpoint_expire"]
 
 
+@pytest.mark.parametrize("how", ["delete", "expire", "prune"])
+async def test_what_a_save_puts_in_the_place_of_one_that_goes_stays(stack: Stack, client: Client, how: str) -> None:
+    await stack.restart_gateway(reap_interval_s=1000)
+    run_id = await client.model(await client.session())
+    path = (await save(client, run_id, 1))["path"]
+    location, gateway = path.removeprefix("tinker://"), gateway_of(stack)
+    stack.trainer.on_deletion = lambda: save(client, run_id, 2, overwrite=True)
+    match how:
+        case "delete":
+            await ask(client, "DELETE", path)
+        case "expire":
+            await expire(stack, path)
+            await gateway.reaper._delete_expired()
+        case _:
+            checkpoint = await gateway.store.checkpoints.get(path)
+            assert checkpoint is not None
+            assert await gateway.storage.checkpoints.prune(checkpoint, owner="local")
+    assert stack.trainer.checkpoints[location].version_id == f"{run_id}@2"
+    assert (await get(client, f"training_runs/{run_id}/checkpoints"))["checkpoints"][0]["tinker_path"] == path
+    await gateway.reaper._delete_expired()
+    assert location in stack.trainer.checkpoints
+
+
 @pytest.mark.parametrize("how", ["delete", "expire"])
 async def test_a_sampler_goes_on_without_its_checkpoint(stack: Stack, client: Client, how: str) -> None:
     session_id = await client.session()

@@ -141,6 +141,15 @@ def test_a_generation_stays_until_its_last_reader_is_done(objects: Place, base: 
     assert objects.objects() == []
 
 
+def test_a_version_that_was_replaced_is_not_deleted(objects: Place, base: BaseModel) -> None:
+    store = objects.open()
+    save(store, base)
+    store.delete(at("one"), version_id="another")
+    assert store.exists(at("one"))
+    store.delete(at("one"), version_id=store.info(at("one")).version_id)
+    assert objects.objects() == []
+
+
 def test_a_copy_is_made_by_the_store(objects: Place, base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     store = objects.open()
     flat = save(store, base)

@@ -550,6 +550,18 @@ async def test_overwriting_keeps_a_version_that_samplers_have_while_its_run_live
     await fails(stub.PublishCheckpoint(wanted), errors.CheckpointNotFound, first.location)
 
 
+async def test_a_version_that_was_replaced_is_not_deleted(stub: Any) -> None:
+    first, second = [(await stub.SaveCheckpoint(save(seq_id, overwrite=True))).checkpoint for seq_id in (1, 2)]
+    for version_id in (first.version_id, "other"):
+        await stub.DeleteCheckpoint(pb.DeleteCheckpointRequest(location=first.location, version_id=version_id))
+    got = await stub.GetCheckpoint(pb.GetCheckpointRequest(location=first.location))
+    assert got.checkpoint.version_id == second.version_id
+    gone = pb.DeleteCheckpointRequest(location=first.location, version_id=second.version_id)
+    for _ in range(2):
+        await stub.DeleteCheckpoint(gone)
+    await fails(stub.GetCheckpoint(pb.GetCheckpointRequest(location=first.location)), errors.CheckpointNotFound, "one")
+
+
 async def test_saves_that_replace_each_other_end_in_their_order(stub: Any) -> None:
     saves = [stub.SaveCheckpoint(save(seq_id, overwrite=True)) for seq_id in range(1, 9)]
     await asyncio.gather(*saves)
