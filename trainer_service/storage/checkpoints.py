@@ -23,12 +23,13 @@ from typing import BinaryIO
 
 import torch
 from google.protobuf import json_format
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import FullWeights, config_of
-from tinsmith.rpc.errors import BudgetExceeded, DataCorrupted, InvalidRequest, NotFound, OutOfCapacity
+from tinsmith.rpc.errors import BudgetExceeded, DataCorrupted, InvalidRequest, NotFound, OutOfCapacity, ServiceError
 from tinsmith.v1 import types_pb2 as pb
 from trainer_service.engine.engine import OptimizerState, State
 from trainer_service.engine.optimizers import DEFAULT_OPTIMIZER
@@ -155,6 +156,8 @@ class CheckpointStore:
                 yield draft
         except OutOfCapacity as error:
             raise OutOfCapacity(f"checkpoint {location} was not saved: {error.message}", **error.metadata) from error
+        except (OSError, SafetensorError) as error:  # a disk that fails, is read-only, or whose owner has changed
+            raise ServiceError(f"checkpoint {location} was not saved: {error}") from error
 
     def info(self, location: Location) -> pb.CheckpointInfo:
         """What the manifest says. Raises CheckpointNotFound, DataCorrupted."""

@@ -27,6 +27,7 @@ from tinsmith.rpc.errors import (
     InvalidRequest,
     NotFound,
     OutOfCapacity,
+    ServiceError,
 )
 from tinsmith.v1 import types_pb2 as pb
 from trainer_service.engine.engine import OptimizerState, State
@@ -330,10 +331,22 @@ def test_a_location_that_could_leave_the_root_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("IoError: ... (os error 28)")]
+    ("error", "kind", "said"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), OutOfCapacity, "no space left under"),
+        (SafetensorError("IoError: ... (os error 28)"), OutOfCapacity, "no space left under"),
+        (OSError(errno.EROFS, "Read-only file system"), ServiceError, r"\[Errno 30\] Read-only file system"),
+        (SafetensorError("IoError: ... (os error 5)"), ServiceError, "os error 5"),
+    ],
 )
-def test_a_full_disk_is_said_and_leaves_nothing(
-    store: CheckpointStore, place: Place, base: BaseModel, monkeypatch: pytest.MonkeyPatch, error: Exception
+def test_a_disk_that_is_full_or_fails_is_said_and_nothing_is_left(
+    store: CheckpointStore,
+    place: Place,
+    base: BaseModel,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    kind: type[ServiceError],
+    said: str,
 ) -> None:
     state = make_state(base)
 
@@ -342,8 +355,9 @@ def test_a_full_disk_is_said_and_leaves_nothing(
         raise error
 
     monkeypatch.setattr(Adapter, "save_peft", half)
-    with pytest.raises(OutOfCapacity, match="weights/one was not saved: no space left"):
+    with pytest.raises(kind, match=f"weights/one was not saved: .*{said}") as caught:
         store.save(make_info(state), state, overwrite=False)
+    assert type(caught.value) is kind
     assert place.objects() == []
     with pytest.raises(CheckpointNotFound):
         store.info(at("one"))
