@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import multiprocessing
 import os
 import sys
 from typing import NoReturn
@@ -15,6 +14,7 @@ from sampler_service.engine import EngineSlot
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.servicer import SamplerServicer
 from sampler_service.tokenizer import TokenizerSlot
+from sampler_service.vllm.processes import kill_all_below
 from sampler_service.weights.weight_sync import WeightSyncServicer
 from tinsmith.allocator import keep_freed_memory
 from tinsmith.modeling.base_model import UnsupportedModel
@@ -117,11 +117,9 @@ def main() -> None:
 
 
 def _leave_vllm(status: int) -> NoReturn:
-    """Ends this process, and the engine's if it was still being started. What vLLM does at a usual exit takes seconds
-    and has nothing left to save."""
-    for child in multiprocessing.active_children():
-        child.kill()
-        child.join()
+    """Ends this process, and the engine's if they were still being started. What vLLM does at a usual exit takes
+    seconds and has nothing left to save."""
+    kill_all_below()
     logging.shutdown()
     sys.stdout.flush()
     os._exit(status)

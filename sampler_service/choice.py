@@ -21,6 +21,11 @@ def engine_name(config: SamplerConfig) -> Literal["vllm", "torch"]:
 
 
 async def load_engine(config: SamplerConfig, metrics: SamplerMetrics) -> TorchEngine | VllmEngine:
-    """Raises as the engines' load() do."""
-    engine = VllmEngine if engine_name(config) == "vllm" else TorchEngine
-    return await engine.load(config, metrics)
+    """Raises as the engines' load() do, and ValueError for a division that the torch engine cannot have."""
+    if engine_name(config) == "vllm":
+        return await VllmEngine.load(config, metrics)
+    if config.tensor_parallel > 1:
+        raise ValueError(
+            f'tensor_parallel: {config.tensor_parallel} is for engine "vllm"; engine "torch" computes on one device'
+        )
+    return await TorchEngine.load(config, metrics)

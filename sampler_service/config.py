@@ -51,6 +51,9 @@ class SamplerConfig(GrpcTls, BaseSettings):
     engine: Literal["auto", "vllm", "torch"] = "auto"
     """What generates: vLLM, or the trainer's own modelling code (torch). auto takes vLLM on CUDA, where it is
     installed."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """vLLM only: GPUs, the first ones that are visible, that divide the features of each layer of the model. What
+    bounds a device (max_kv_tokens where it is 0, prefix_cache_bytes, max_device_versions) is of each."""
     max_device_versions: int = Field(default=4, ge=1)
     """vLLM only: versions that one step may mix, each in a slot on the device as large as max_lora_rank makes it. The
     others of adapter_memory_bytes wait in host memory, some milliseconds away."""

@@ -18,6 +18,8 @@ _PRODUCT_SHAPES = 5
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
+    """Of one device."""
+
     bytes_per_token: int
     """Of keys and values."""
     max_kv_tokens: int
@@ -27,15 +29,23 @@ class Sizes:
     @classmethod
     def of(cls, base: BaseModel, config: SamplerConfig) -> Sizes:
         """With the model loaded."""
-        bytes_per_token = kv_bytes_per_token(base)
-        free_bytes = _to_divide(_free_bytes(base.device), base)
+        free_bytes = _to_divide(free_bytes_of(base.device), base)
+        return cls.within(
+            free_bytes, base, config, bytes_per_token=kv_bytes_per_token(base), device_type=base.device.type
+        )
+
+    @classmethod
+    def within(
+        cls, free_bytes: int, base: BaseModel, config: SamplerConfig, *, bytes_per_token: int, device_type: str
+    ) -> Sizes:
+        """Of a device that has so much to divide."""
         fitting = min(free_bytes // 4 // bytes_per_token, config.max_running * base.max_context_length)
         prefix_bytes = config.prefix_cache_bytes
         return cls(
             bytes_per_token=bytes_per_token,
             max_kv_tokens=config.max_kv_tokens or max(1, fitting),
             prefix_cache_bytes=free_bytes // 8 if prefix_bytes is None else prefix_bytes,
-            tokens_per_step=config.prefill_tokens_per_step or (8192 if base.device.type == "cuda" else 512),
+            tokens_per_step=config.prefill_tokens_per_step or (8192 if device_type == "cuda" else 512),
         )
 
 
@@ -66,7 +76,7 @@ def _to_divide(free_bytes: int, base: BaseModel) -> int:
     return max(free_bytes // 2, free_bytes - MAX_KEPT_BYTES - compiled)
 
 
-def _free_bytes(device: torch.device) -> int:
+def free_bytes_of(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return psutil.virtual_memory().available

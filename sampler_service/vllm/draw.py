@@ -1,4 +1,4 @@
-"""Draws tokens in vLLM's worker as the torch engine draws them: the same random streams, the same logprobs.
+"""Draws tokens in vLLM's workers as the torch engine draws them: the same random streams, the same logprobs.
 
 vLLM offers logprobs either without the temperature or after top-k and top-p; here they are log_softmax(logits /
 temperature) before anything is cut off, for each request by itself.
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.distributed import get_tp_group  # pyright: ignore[reportMissingImports]
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput  # pyright: ignore[reportMissingImports]
 from vllm.v1.sample.sampler import Sampler  # pyright: ignore[reportMissingImports]
 
@@ -58,10 +59,16 @@ class StreamSampler(Sampler):
         batch = self._runner[0].input_batch
         rows = self._rows_of(batch, logits)
         count = len(rows.request_ids)
+        workers = get_tp_group()
+        if not workers.is_first_rank:
+            tokens_R_1 = torch.empty(count, 1, dtype=torch.int64, device=logits.device)
+            return SamplerOutput(workers.broadcast(tokens_R_1).to(torch.int32), None)
         drawn = batch.num_tokens_no_spec[:count] - batch.num_prompt_tokens[:count]
         logprobs_R_V = scaled_logprobs(logits.float(), rows.rules.temperature_R_1)
         numbers_R = torch.from_numpy(uniforms(rows.keys, rows.first + drawn.astype(np.uint64))).to(logits.device)
-        tokens_R_1 = draw(logprobs_R_V, rows.rules, numbers_R)[:, None]
+        # Each worker has all logits. Were a sum rounded otherwise in one of them, it would draw another token, and go
+        # on with other keys and values than the rest.
+        tokens_R_1 = workers.broadcast(draw(logprobs_R_V, rows.rules, numbers_R)[:, None])
         ids, logprobs = tokens_R_1, logprobs_R_V.gather(-1, tokens_R_1)
         if rows.columns:
             best, best_ids = logprobs_R_V.topk(rows.columns)

@@ -1,14 +1,13 @@
 """vLLM behind the protocol of sampler_service/engine.py: its scheduler, its paged cache and its kernels, with our own
 requests, versions, draws and scores.
 
-vLLM computes in a process of its own. What the worker needs beyond vLLM's own protocol is in worker.py.
+vLLM computes in processes of its own. What its workers need beyond vLLM's own protocol is in worker.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -114,12 +113,12 @@ class VllmEngine(RunningFront):
         return FullVersion(self._reference.parameters, flat)
 
     def memory_for(self, layout: Weights) -> FullVersion | None:
-        """All parameters arrive where the worker finds them, and never on its device, where there is no room for them
+        """All parameters arrive where the workers find them, and never on a device, where there is no room for them
         twice."""
         return FullVersion.arriving(layout) if isinstance(layout, FullVersion) else None
 
     def make_room(self, version_id: str, num_bytes: int) -> Sequence[Weights]:
-        """Returns nothing: the buffers of versions are shared memory, which the worker may still have open."""
+        """Returns nothing: the buffers of versions are shared memory, which workers may still have open."""
         self._store.make_room(version_id, num_bytes)
         self._count_versions()
         return []
@@ -136,7 +135,7 @@ class VllmEngine(RunningFront):
         self._count_versions()
 
     async def _share(self, weights: Weights) -> SharedAdapter | SharedFull:
-        """Once the worker knows it. Raises Unsupported when vLLM cannot load such versions of this model."""
+        """Once the workers know it. Raises Unsupported when vLLM cannot load such versions of this model."""
         shared = weights.shared if isinstance(weights, FullVersion) else None
         if shared is None:
             shared = await in_thread(lambda: SharedTensor.copy_of(weights.flat))
@@ -174,17 +173,18 @@ class VllmEngine(RunningFront):
         self._count_versions()
 
     async def _set_up(self) -> None:
-        """Readies the worker, and checks it."""
+        """Readies the workers, and checks them."""
         if (quantization := self._llm.model_config.quantization) is not None:
             self._refuses_full = no_full_versions(f"it is quantized ({quantization})")
-        await self._rpc("tinsmith_set_up", os.getpid())
+        await self._rpc("tinsmith_set_up")
         self._health = asyncio.create_task(self._watch())
         await check_engine(self, self._reference, max_waiting=self._config.max_waiting)
         await self._llm.reset_prefix_cache()
 
     async def without_place(self, peft_names: Sequence[str]) -> Sequence[str]:
         """Those of them that vLLM's class of this model takes no adapter for."""
-        return await self._rpc("tinsmith_without_place", list(peft_names))
+        names, *_ = await self._rpc("tinsmith_without_place", list(peft_names))
+        return names
 
     def refuse_group(self, group: Group, reason: str) -> None:
         """Its layers are no targets any more."""

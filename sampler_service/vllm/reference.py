@@ -17,10 +17,12 @@ from sampler_service.config import SamplerConfig
 from sampler_service.engine import Floats, Ints
 from sampler_service.eos import eos_token_ids
 from sampler_service.torch_engine.sizing import Sizes, resolve_device, resolve_dtype
+from sampler_service.vllm.division import Devices, check_division, sizes_of_each
 from sampler_service.vllm.full import Parameters
 from tinsmith.modeling.adapter import AdapterConfig, Group, Target
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, UnsupportedModel, positions_of
+from tinsmith.modeling.config import load_config
 from tinsmith.modeling.logprobs import target_logprobs
 from tinsmith.modeling.lora import Run
 from tinsmith.modeling.self_check import only, random_adapter
@@ -43,6 +45,7 @@ class Sample:
 class Reference:
     architecture: str
     device: str
+    """ "cpu" or "cuda"."""
     dtype: str
     vocab_size: int
     max_context_length: int
@@ -50,8 +53,9 @@ class Reference:
     parameters: Parameters
     eos_token_ids: frozenset[int]
     sizes: Sizes
+    """Of each worker."""
     memory_share: float
-    """Part of the GPU's memory that is free for vLLM."""
+    """Part of each GPU's memory that is free for vLLM."""
     base: Sample
     groups: Mapping[Group, Sample]
 
@@ -88,13 +92,15 @@ def _report(settings: dict[str, object], sender: Connection) -> None:
 
 def _measure(config: SamplerConfig) -> Reference:
     device = torch.device(resolve_device(config.device))
-    share = 1.0
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        share = free / total
-    elif config.num_threads:
+    is_divided = config.tensor_parallel > 1
+    if is_divided:
+        check_division(load_config(config.base_model), config.tensor_parallel)
+    devices = Devices.of(device.type, config.tensor_parallel)
+    # One of several GPUs may have no room for the whole model.
+    place = torch.device("cpu") if is_divided else device
+    if place.type == "cpu" and config.num_threads:
         torch.set_num_threads(config.num_threads)
-    base = BaseModel.load(config.base_model, device=device, dtype=resolve_dtype(config.dtype, device))
+    base = BaseModel.load(config.base_model, device=place, dtype=resolve_dtype(config.dtype, device))
     length = min(_LENGTH, base.max_context_length - 1)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(base.vocab_size, (length,), generator=generator).numpy().astype(np.int32)
@@ -110,8 +116,8 @@ def _measure(config: SamplerConfig) -> Reference:
             {name: tuple(parameter.shape) for name, parameter in base.parameters.items()}, base.by_columns, base.dtype
         ),
         eos_token_ids=eos_token_ids(base.path, base.config),
-        sizes=Sizes.of(base, config),
-        memory_share=share,
+        sizes=sizes_of_each(base, config, devices) if is_divided else Sizes.of(base, config),
+        memory_share=devices.memory_share,
         base=_sample(base, tokens, None),
         groups={group: _sample(base, tokens, only(group, rank=rank, seed=0)) for group in base.groups},
     )

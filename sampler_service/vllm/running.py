@@ -64,11 +64,12 @@ class RunningFront(Front):
         """Whether vLLM's process is there."""
         return self._llm is not None and not self._llm.errored
 
-    async def _rpc(self, method: str, *args: Any) -> Any:
-        """Calls a method of the worker extension."""
+    async def _rpc(self, method: str, *args: Any) -> list[Any]:
+        """Calls a method of the worker extension. Gives what it returns in each worker; the first one draws and
+        scores."""
         if not self._answers:
             raise EngineDead("the engine has died; the log has the cause")
-        return (await self._llm.collective_rpc(method, args=args))[0]
+        return await self._llm.collective_rpc(method, args=args)
 
     def _admit(self) -> None:
         """Hands sequences to vLLM, in the order in which they came, while it has places."""
@@ -138,7 +139,8 @@ class RunningFront(Front):
 
     async def _take_scores(self, task: Task, name: str) -> None:
         assert task.scorer is not None
-        task.scorer.restore(await self._rpc("tinsmith_take_scores", name))
+        scores, *_ = await self._rpc("tinsmith_take_scores", name)
+        task.scorer.restore(scores)
 
     def _topk(self, task: Task) -> int:
         return min(task.request.topk_sample_logprobs, self.limits.vocab_size)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # pyright: ignore[reportMissingImports]
 from vllm.v1.core.sched.scheduler import Scheduler  # pyright: ignore[reportMissingImports]
 
+from sampler_service.vllm.processes import die_with_parent
 from sampler_service.vllm.turns import Turns
 from sampler_service.vllm.wire import base_weights
 
@@ -59,6 +60,7 @@ class AsyncVersionScheduler(_ByBaseWeights, AsyncScheduler):
 
 
 def make_scheduler(*, vllm_config: Any, **options: Any) -> VersionScheduler | AsyncVersionScheduler:
-    """Of the kind that vLLM would take."""
+    """Of the kind that vLLM would take. Its process is the engine's, which a sampler that is killed cannot stop."""
+    die_with_parent()
     is_async = vllm_config.scheduler_config.async_scheduling
     return (AsyncVersionScheduler if is_async else VersionScheduler)(vllm_config=vllm_config, **options)

@@ -1,4 +1,4 @@
-"""Scores prompts in vLLM's worker, beside their prefill. In place of vLLM's own prompt logprobs, which know nothing of
+"""Scores prompts in vLLM's workers, beside their prefill. In place of vLLM's own prompt logprobs, which know nothing of
 named tokens and draws, and which in a mixed batch run the output layer with other requests' adapters.
 
 Shapes: n rows of a chunk, H hidden, V vocabulary.
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.distributed import get_tp_group  # pyright: ignore[reportMissingImports]
 
 from sampler_service.torch_engine.scoring import PromptScorer
 from sampler_service.vllm.wire import Scores
@@ -19,10 +20,12 @@ _CHUNK_BYTES = 256 * 1024 * 1024
 
 
 class PromptScoring:
-    """Does the work of the model runner's `_get_prompt_logprobs_dict`, which is called after each forward pass."""
+    """Does the work of the model runner's `_get_prompt_logprobs_dict`, which is called after each forward pass. The
+    workers make the logits together, and the first one has the scores."""
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner
+        self._has_scores: bool = get_tp_group().is_first_rank
         self._begun: dict[str, tuple[Scores, PromptScorer]] = {}
         """By vLLM's request id."""
         self._done: dict[str, PromptScorer] = {}
@@ -31,12 +34,13 @@ class PromptScoring:
         """Ids of running requests that ask for no scores."""
 
     def take(self, name: str) -> list[bytes] | None:
-        """The scores of a prompt, once. None when it is not computed; then it is forgotten."""
+        """The scores of a prompt, once. None when it is not computed, and then it is forgotten; and where another
+        worker has them."""
         for request_id, (scores, _) in list(self._begun.items()):
             if scores.name == name:
                 del self._begun[request_id]
         scorer = self._done.pop(name, None)
-        return None if scorer is None else scorer.dump()
+        return scorer.dump() if scorer is not None and self._has_scores else None
 
     @torch.inference_mode()
     def __call__(self, hidden_T_H: Tensor, num_scheduled: dict[str, int]) -> dict[str, Any]:
@@ -85,4 +89,5 @@ class PromptScoring:
                 mapping = (number,) * chunk.shape[0]
                 self.runner._set_active_loras(mapping, mapping, {version} if version is not None else set())
             logits_n_V = self.runner.model.compute_logits(chunk)
-            scorer.add_logprobs(logits_n_V.float().log_softmax(-1), row)
+            if self._has_scores:
+                scorer.add_logprobs(logits_n_V.float().log_softmax(-1), row)

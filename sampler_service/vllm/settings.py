@@ -33,16 +33,23 @@ def slot_rank(max_lora_rank: int) -> int:
 def set_environment(config: SamplerConfig, *, device: str) -> None:
     """Before vllm is imported. What the user has set stays, but for what the engine cannot do without."""
     os.environ.update(
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",  # no third process
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",  # a single worker is in the engine's process
         VLLM_USE_V2_MODEL_RUNNER="0",  # worker.py extends the other one
         VLLM_WORKER_MULTIPROC_METHOD="spawn",
     )
-    defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    defaults = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",  # workers have nothing to save
+    }
     if device == "cpu":
         # Else a first request compiles for seconds, and without a C++ compiler the engine dies of it.
         defaults["TORCH_COMPILE_DISABLE"] = "1"
+        # vLLM's own choice is a NUMA node for each worker, and no start where there are fewer.
+        if config.tensor_parallel > 1:
+            defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     if config.num_threads:
-        defaults["OMP_NUM_THREADS"] = str(config.num_threads)
+        defaults["OMP_NUM_THREADS"] = str(max(1, config.num_threads // config.tensor_parallel))
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 
@@ -57,6 +64,7 @@ def engine_args(config: SamplerConfig, reference: Reference) -> dict[str, object
         "model": config.base_model,
         "dtype": reference.dtype,
         "skip_tokenizer_init": True,
+        "tensor_parallel_size": config.tensor_parallel,
         "max_model_len": min(reference.max_context_length, sizes.max_kv_tokens),
         "block_size": BLOCK_TOKENS,
         "kv_cache_memory_bytes": num_blocks * BLOCK_TOKENS * sizes.bytes_per_token,

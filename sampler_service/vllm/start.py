@@ -35,7 +35,7 @@ def start(config: SamplerConfig, reference: Reference, metrics: SamplerMetrics, 
             'take engine "torch" there'
         )
     args = AsyncEngineArgs(**engine_args(config, reference))
-    stats = StepStats(metrics, speed, cache_bytes=args.kv_cache_memory_bytes)
+    stats = StepStats(metrics, speed, cache_bytes=args.kv_cache_memory_bytes * config.tensor_parallel)
     try:
         return AsyncLLM.from_engine_args(args, stat_loggers=[lambda _config, _index=0: stats])
     except RuntimeError as error:  # what its process died of is in the log

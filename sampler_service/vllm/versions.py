@@ -1,4 +1,4 @@
-"""Versions as the vLLM engine holds them: in shared memory, from where its worker loads them when they are used."""
+"""Versions as the vLLM engine holds them: in shared memory, from where its workers load them when they are used."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from sampler_service.vllm.shared_memory import SharedTensor
 from tinsmith.modeling.adapter import Adapter
 from tinsmith.rpc.errors import Unsupported
 
-Rpc = Callable[..., Awaitable[Any]]
-"""Calls a method of the worker by its name, with arguments; gives what it returns."""
+Rpc = Callable[..., Awaitable[list[Any]]]
+"""Calls a method of the workers by its name, with arguments; gives what it returns in each."""
 
 
 class SharedAdapter(Adapter):
-    """An adapter over shared memory, under the number that the worker knows it by."""
+    """An adapter over shared memory, under the number that the workers know it by."""
 
     def __init__(self, adapter: Adapter, shared: SharedTensor, number: int) -> None:
         super().__init__(adapter.config, adapter.targets, shared.tensor)
@@ -27,7 +27,7 @@ class SharedAdapter(Adapter):
 
 
 class SharedFull(FullVersion):
-    """All parameters in shared memory, under the number that the worker knows them by."""
+    """All parameters in shared memory, under the number that the workers know them by."""
 
     def __init__(self, version: FullVersion, shared: SharedTensor, number: int) -> None:
         super().__init__(version.parameters, shared.tensor)
@@ -36,7 +36,7 @@ class SharedFull(FullVersion):
 
 
 class WorkerVersions:
-    """Tells the worker what comes and goes. A number is never used again, and so is no name of vLLM's prefix cache."""
+    """Tells the workers what comes and goes. A number is never used again, and so is no name of vLLM's prefix cache."""
 
     def __init__(self, rpc: Rpc) -> None:
         self._rpc = rpc
@@ -44,7 +44,7 @@ class WorkerVersions:
         self._leaving: set[asyncio.Task[None]] = set()
 
     async def register(self, adapter: Adapter, shared: SharedTensor) -> SharedAdapter:
-        """Once the worker knows it."""
+        """Once the workers know it."""
         resident = SharedAdapter(adapter, shared, next(self._numbers))
         specs = [(name, list(shape)) for name, shape in resident.specs()]
         handle = astuple(shared.handle)
@@ -52,12 +52,13 @@ class WorkerVersions:
         return resident
 
     async def register_full(self, version: FullVersion, shared: SharedTensor) -> SharedFull:
-        """Once the worker knows it. Raises Unsupported when vLLM cannot load such versions of this model."""
+        """Once the workers know it. Raises Unsupported when vLLM cannot load such versions of this model."""
         resident = SharedFull(version, shared, next(self._numbers))
         columns = version.parameters.by_columns
         specs = [(name, list(shape), name in columns) for name, shape in resident.specs()]
-        reason = await self._rpc("tinsmith_register_full", resident.number, astuple(shared.handle), specs)
-        if reason:
+        reasons = await self._rpc("tinsmith_register_full", resident.number, astuple(shared.handle), specs)
+        if reason := next(filter(None, reasons), ""):
+            await self._rpc("tinsmith_forget_full", resident.number)  # where it was good
             raise Unsupported(no_full_versions(reason))
         return resident
 

@@ -1,4 +1,4 @@
-"""What Tinsmith adds to vLLM's worker: versions from shared memory, its own draws and prompt scores.
+"""What Tinsmith adds to each of vLLM's workers: versions from shared memory, its own draws and prompt scores.
 
 The engine calls these methods by name (collective_rpc), between two steps. They lean on vLLM's internals, which is why
 its version is pinned, and why the engine checks itself at start.
@@ -7,12 +7,12 @@ its version is pinned, and why the engine checks itself at start.
 from __future__ import annotations
 
 import os
-import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from vllm.distributed import get_tp_group  # pyright: ignore[reportMissingImports]
 from vllm.lora.lora_model import LoRAModel  # pyright: ignore[reportMissingImports]
 from vllm.lora.peft_helper import PEFTHelper  # pyright: ignore[reportMissingImports]
 from vllm.lora.punica_wrapper import punica_cpu  # pyright: ignore[reportMissingImports]
@@ -22,6 +22,7 @@ from sampler_service.vllm.device_weights import DeviceWeights
 from sampler_service.vllm.draw import StreamSampler
 from sampler_service.vllm.full_source import FullSource
 from sampler_service.vllm.kernels import SlotKernels
+from sampler_service.vllm.processes import die_with_parent
 from sampler_service.vllm.score import PromptScoring
 from sampler_service.vllm.shared_memory import Handle
 
@@ -42,10 +43,13 @@ class WorkerExtension:
 
     model_runner: Any
 
-    def tinsmith_set_up(self, parent: int) -> None:
-        """Once, before the first request. `parent`: the process that this one must not outlive."""
-        threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
+    def tinsmith_set_up(self) -> None:
+        """Once, before the first request."""
         runner = self.model_runner
+        if get_tp_group().world_size > 1:  # else it is in the engine's process, which the scheduler has seen to
+            die_with_parent()
+            if runner.device.type == "cpu":
+                _remove_names()
         self.tinsmith_scoring = runner._get_prompt_logprobs_dict = PromptScoring(runner)
         runner.sampler = StreamSampler(runner)
         self.tinsmith_versions: dict[int, Registered] = {}
@@ -111,6 +115,12 @@ class WorkerExtension:
         return None if mapper is None else mapper.get_rename_mapper()
 
 
+def _remove_names() -> None:
+    """Of the memory by which workers on a CPU exchange tensors. All have opened it, and vLLM would leave it behind."""
+    for path in Path("/dev/shm").glob(f"{os.environ['VLLM_DIST_IDENT']}-*-cpushm_*"):  # noqa: S108 - vLLM's place
+        path.unlink(missing_ok=True)  # each worker does this
+
+
 def _exchange_before_steps(runner: Any, weights: DeviceWeights) -> None:
     execute = runner.execute_model
 
@@ -135,10 +145,3 @@ def _replace_kernels(manager: Any) -> None:
         return activated
 
     manager.activate_adapter = activate_adapter
-
-
-def _die_with(parent: int) -> None:
-    """A sampler that is killed cannot stop its engine."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(1)

@@ -44,8 +44,8 @@ ALLOWED = {
     ("tinsmith/cli/convert_pickle.py", "torch.load"),
     # A pipe to a process that this one has started.
     ("sampler_service/vllm/reference.py", "import multiprocessing"),
-    # Counts and ends such processes.
-    ("sampler_service/__main__.py", "import multiprocessing"),
+    # Waits for the process that has started this one to end.
+    ("sampler_service/vllm/processes.py", "import multiprocessing"),
 }
 """Each with its reason."""
 

@@ -13,8 +13,10 @@ from sampler_service.torch_engine.engine import TorchEngine
 from tests.left_sockets import allow_left_sockets, collect_left_sockets  # noqa: F401 - a fixture
 from tests.stack import make_base_model
 from tests.unit.sampler_service.serving import serving
+from tests.vllm.cases import publish_adapters
 from tests.vllm.client import Service
 from tests.vllm.service import VllmService
+from tinsmith.modeling.adapter import Adapter
 from tinsmith.rpc.channel import connect
 from trainer_service.metrics import Metrics
 from trainer_service.weight_sync.sender import WeightSender
@@ -43,3 +45,8 @@ async def service(server: VllmService) -> AsyncIterator[Service]:
     async with connect(server.address) as channel:
         yield Service(channel, sender)
     await sender.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def adapters(service: Service, torch_engine: TorchEngine) -> dict[str, Adapter]:
+    return await publish_adapters(service, torch_engine)

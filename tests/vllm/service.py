@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -18,6 +19,10 @@ MODEL = "base"
 
 _PORT = re.compile(r"listening on 127\.0\.0\.1:(\d+)")
 _SERVING = re.compile(r"serving .* on port")
+
+
+def flags(settings: Mapping[str, object]) -> list[str]:
+    return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
 
 
 class VllmService:
@@ -67,7 +72,7 @@ class VllmService:
         return f"127.0.0.1:{self.port}"
 
     def engines(self) -> list[psutil.Process]:
-        """vLLM's own process."""
+        """vLLM's own processes: its engine, and with several workers those."""
         children = psutil.Process(self.process.pid).children(recursive=True)
         return [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
 

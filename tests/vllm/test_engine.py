@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import pytest_asyncio
 
 from sampler_service import convert
 from sampler_service.torch_engine.engine import TorchEngine
 from tests.unit.sampler_service.serving import floats, ints, make_adapter, sample
+from tests.vllm.cases import FLAGS, LORA_RANK, assert_each_alone_and_together
 from tests.vllm.client import (
     TOLERANCE,
     Service,
@@ -22,7 +22,7 @@ from tests.vllm.client import (
     torch_sample,
     until,
 )
-from tests.vllm.service import MODEL, VllmService
+from tests.vllm.service import MODEL, VllmService, flags
 from tinsmith.modeling.adapter import Adapter
 from tinsmith.rpc.errors import (
     InvalidRequest,
@@ -30,7 +30,6 @@ from tinsmith.rpc.errors import (
     NotReady,
     VersionNotLoaded,
 )
-from tinsmith.rpc.tensors import from_numpy
 from tinsmith.v1 import sampler_pb2 as pb
 from tinsmith.v1 import types_pb2 as types
 
@@ -40,79 +39,16 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
 ]
 
-CHUNK = 64
-"""Tokens of a step: longer prompts are computed in pieces."""
-SLOTS = 2
-"""Versions on the device at once."""
-
 
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[VllmService]:
-    flags = {
-        "max-lora-rank": 12,  # none of the ranks that vLLM knows
-        "max-device-versions": SLOTS,
-        "max-kv-tokens": 4096,
-        "prefix-cache-bytes": 4 * 1024 * 1024,
-        "prefill-tokens-per-step": CHUNK,
-        "max-running": 12,
-        "max-waiting": 64,
-    }
-    with VllmService(model, *(part for name, value in flags.items() for part in (f"--{name}", str(value)))) as server:
+    with VllmService(model, *flags(FLAGS)) as server:
         yield server
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def adapters(service: Service, torch_engine: TorchEngine) -> dict[str, Adapter]:
-    """Versions of several ranks and groups, on both engines; more than the device has slots for."""
-    made = {
-        "all": make_adapter(torch_engine.targets, seed=1, rank=8),
-        "odd": make_adapter(torch_engine.targets, seed=2, rank=3),
-        "attn": make_adapter(torch_engine.targets, seed=3, rank=12, train_mlp=False, train_unembed=False),
-        "head": make_adapter(torch_engine.targets, seed=4, rank=1, train_mlp=False, train_attn=False),
-    }
-    for name, adapter in made.items():
-        await service.publish(name, adapter)
-        await torch_engine.install(name, adapter)
-    return made
-
-
-def requests() -> dict[str, pb.SampleRequest]:
-    """Every option, on the base model and on versions, short prompts and such as are computed in pieces."""
-    short, long = tokens_of(20, 1), tokens_of(3 * CHUNK + 7, 2)
-    targets = np.random.default_rng(3).integers(-1, 2000, size=(len(short) - 1, 3)).astype(np.int64)
-    cut = {"temperature": 0.7, "top_k": 30, "top_p": 0.8}
-    return {
-        "greedy": sample(short, temperature=0.0, max_tokens=12),
-        "plain": sample(short, seed=7, max_tokens=12, num_samples=3),
-        "cut": sample(short, seed=8, max_tokens=12, num_samples=4, **cut),
-        "negative seed": sample(short, seed=-5, max_tokens=6, temperature=1.3),
-        "in pieces": sample(long, seed=9, max_tokens=6, num_samples=2, **cut),
-        "long, scored": sample(
-            long, version_id="all", seed=9, max_tokens=4, prompt_logprobs=True, topk_prompt_logprobs=4
-        ),
-        "last n": sample(
-            long, version_id="head", seed=9, max_tokens=2, prompt_logprobs=True, prompt_logprobs_last_n=10,
-            topk_prompt_logprobs=2,
-        ),
-        "tables": sample(short, version_id="odd", seed=10, max_tokens=8, topk_sample_logprobs=5, num_samples=2),
-        "greedy table": sample(short, version_id="all", temperature=0.0, max_tokens=8, topk_sample_logprobs=3),
-        "targets": sample(
-            short, version_id="head", seed=11, max_tokens=3, target_prompt_logprobs=from_numpy(targets)
-        ),
-        "alternatives": sample(
-            short, version_id="attn", seed=12, max_tokens=3, temperature=0.7, prompt_alt_tokens_k=3,
-            prompt_logprobs=True,
-        ),
-        "all": sample(short, version_id="all", seed=13, max_tokens=12, num_samples=2, **cut),
-        "odd": sample(short, version_id="odd", seed=13, max_tokens=12, num_samples=2, **cut),
-        "attn": sample(short, version_id="attn", seed=13, max_tokens=12, num_samples=2, **cut),
-        "head": sample(short, version_id="head", seed=13, max_tokens=12, num_samples=2, **cut),
-    }  # fmt: skip
 
 
 async def test_it_says_what_it_is(service: Service) -> None:
     info = await service.call("GetSamplerInfo", pb.GetSamplerInfoRequest())
-    assert (info.engine, info.device, info.max_lora_rank) == ("vllm", "cpu", 12)
+    assert (info.engine, info.device, info.max_lora_rank) == ("vllm", "cpu", LORA_RANK)
     assert list(info.adapter_groups) == ["attn", "mlp", "unembed"]
     assert list(info.base_models) == [MODEL]
 
@@ -120,21 +56,7 @@ async def test_it_says_what_it_is(service: Service) -> None:
 async def test_each_request_alone_and_all_in_one_batch_give_what_the_torch_engine_gives(
     service: Service, torch_engine: TorchEngine, adapters: dict[str, Adapter]
 ) -> None:
-    asked = requests()
-    wanted = {name: await torch_sample(torch_engine, request) for name, request in asked.items()}
-    together = await asyncio.gather(*(service.call("Sample", request) for request in asked.values()))
-    for name, found in zip(asked, together, strict=True):
-        try:
-            assert_same(found, wanted[name])
-        except AssertionError as error:
-            raise AssertionError(f"in a batch, {name!r}: {error}") from None
-    for name, request in asked.items():
-        try:
-            assert_same(await service.call("Sample", request), wanted[name])
-        except AssertionError as error:
-            raise AssertionError(f"alone, {name!r}: {error}") from None
-    drawn = {name: wanted[name].sequences[0].logprobs for name in ("cut", *adapters)}
-    assert len(set(drawn.values())) == len(drawn)  # the versions differ
+    await assert_each_alone_and_together(service, torch_engine)
 
 
 async def test_num_samples_beyond_the_places_and_none_of_them_equal(service: Service) -> None:

@@ -22,7 +22,7 @@ from tests.vllm.client import (
     torch_sample,
     until,
 )
-from tests.vllm.service import VllmService
+from tests.vllm.service import VllmService, flags
 from tinsmith.modeling.full_weights import FullWeights
 from tinsmith.rpc.errors import InvalidRequest, VersionNotLoaded
 from tinsmith.v1 import sampler_pb2 as pb
@@ -38,7 +38,7 @@ PROMPT = tokens_of(40, 1)
 
 @pytest.fixture(scope="module")
 def server(model: Path, torch_engine: TorchEngine) -> Iterator[VllmService]:
-    flags = {
+    settings = {
         "max-lora-rank": 8,
         "max-device-versions": 2,
         "max-kv-tokens": 4096,
@@ -46,7 +46,7 @@ def server(model: Path, torch_engine: TorchEngine) -> Iterator[VllmService]:
         "max-running": 8,
         "adapter-memory-bytes": int(2.5 * make_full(torch_engine.base, seed=0).num_bytes),
     }
-    with VllmService(model, *(part for name, value in flags.items() for part in (f"--{name}", str(value)))) as server:
+    with VllmService(model, *flags(settings)) as server:
         yield server
 
 

@@ -98,7 +98,8 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engine", default="auto", choices=["auto", "vllm", "torch"],
         help="what generates: vLLM, or the trainer's own modelling code; auto is vLLM on CUDA, where it is "
-        "installed, and torch with --full-training",
+        "installed, and torch with --full-training; SAMPLER_TENSOR_PARALLEL in the environment has vLLM divide the "
+        "model among GPUs",
     )  # fmt: skip
     parser.add_argument("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
     parser.add_argument(

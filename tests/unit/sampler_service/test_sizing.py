@@ -21,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def sizes_with(folder: Path, monkeypatch: pytest.MonkeyPatch, *, free_bytes: int, prepack: bool) -> Sizes:
     base = BaseModel.load(folder, device=torch.device("cpu"), dtype=torch.float32, prepack=prepack)
-    monkeypatch.setattr(sizing, "_free_bytes", lambda device: free_bytes)
+    monkeypatch.setattr(sizing, "free_bytes_of", lambda device: free_bytes)
     return Sizes.of(base, SamplerConfig(base_model=str(folder), max_running=10**9))
 
 

@@ -16,10 +16,13 @@ from sampler_service.config import SamplerConfig
 from sampler_service.engine import Params, Request, Targets
 from sampler_service.torch_engine.scoring import PromptScorer
 from sampler_service.vllm import start
+from sampler_service.vllm.full import FullVersion, Parameters
 from sampler_service.vllm.outputs import Drawn, drawn_tokens
 from sampler_service.vllm.settings import slot_rank
 from sampler_service.vllm.shared_memory import Handle, SharedTensor
+from sampler_service.vllm.versions import WorkerVersions
 from sampler_service.vllm.wire import Draws, Scores, extra_args
+from tinsmith.rpc.errors import Unsupported
 
 
 def test_another_process_reads_shared_weights_and_cannot_change_them() -> None:
@@ -123,3 +126,16 @@ def test_vllm_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(start, "is_installed", lambda: False)
     with pytest.raises(ValueError, match=r"tinsmith\[vllm\]"):
         start.check_installed()
+
+
+async def test_a_full_version_that_one_worker_cannot_load_is_forgotten_by_the_others() -> None:
+    told: list[tuple[Any, ...]] = []
+
+    async def rpc(method: str, *args: Any) -> list[Any]:
+        told.append((method, args[0]))
+        return ["", "no place for a.weight"] if method == "tinsmith_register_full" else [None, None]
+
+    version = FullVersion(Parameters({"a.weight": (2, 2)}, frozenset(), torch.float32), torch.zeros(4))
+    with pytest.raises(Unsupported, match=r"no place for a\.weight"):
+        await WorkerVersions(rpc).register_full(version, SharedTensor.copy_of(version.flat))
+    assert told == [("tinsmith_register_full", 1), ("tinsmith_forget_full", 1)]

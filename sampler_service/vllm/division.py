@@ -1,0 +1,84 @@
+"""What tensor_parallel takes of the machine: devices, and a part of the model and of the cache on each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+from transformers import PretrainedConfig
+
+from sampler_service.config import SamplerConfig
+from sampler_service.torch_engine.sizing import Sizes, free_bytes_of, kv_bytes_per_token
+from tinsmith.modeling.base_model import BaseModel
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """Those of the workers, before anything is loaded."""
+
+    type: str
+    """ "cpu" or "cuda"."""
+    count: int
+    free_bytes: int
+    """Of the fullest one. On a CPU all share the machine's memory, and this is what there is of it for each."""
+    memory_share: float
+    """Part of the fullest GPU's memory that is free; 1 on a CPU."""
+
+    @classmethod
+    def of(cls, device_type: str, count: int) -> Devices:
+        """Raises ValueError when there are fewer GPUs."""
+        if device_type != "cuda":
+            return cls(device_type, count, free_bytes_of(torch.device(device_type)) // count, 1.0)
+        visible = torch.cuda.device_count()
+        if visible < count:
+            raise ValueError(
+                f"tensor_parallel: {count} needs as many GPUs, and {visible} can be seen; look at CUDA_VISIBLE_DEVICES"
+            )
+        memory = [torch.cuda.mem_get_info(index) for index in range(count)]
+        return cls(device_type, count, min(free for free, _ in memory), min(free / total for free, total in memory))
+
+
+def check_division(model: PretrainedConfig, size: int) -> None:
+    """Attention goes by whole heads. Those of keys and values that are fewer than workers lie on several of them.
+    Raises ValueError."""
+    text = model.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    kv_heads = getattr(text, "num_key_value_heads", None)
+
+    def divides(count: int) -> bool:
+        return (heads is None or not heads % count) and (
+            kv_heads is None or not kv_heads % count or not count % kv_heads
+        )
+
+    if not divides(size):
+        largest = max(count for count in range(1, size) if divides(count))
+        raise ValueError(
+            f"tensor_parallel: {size} does not divide the attention of this model (num_attention_heads {heads}, "
+            f"num_key_value_heads {kv_heads}); {largest} does"
+        )
+
+
+def sizes_of_each(base: BaseModel, config: SamplerConfig, devices: Devices) -> Sizes:
+    """Of one worker. Raises ValueError when its part of the weights has no room."""
+    weights = sum(parameter.nbytes for parameter in base.parameters.values()) // devices.count
+    if weights >= devices.free_bytes:
+        raise ValueError(
+            f"tensor_parallel: {devices.count} workers have {weights} bytes of weights each, and "
+            f"{devices.free_bytes} bytes are free for one; take more of them"
+        )
+    return Sizes.within(
+        devices.free_bytes - weights,
+        base,
+        config,
+        bytes_per_token=-(-kv_bytes_per_token(base) * kv_part(base.config, devices.count) // 1),
+        device_type=devices.type,
+    )
+
+
+def kv_part(model: PretrainedConfig, size: int) -> Fraction:
+    """Of the keys and values of a token, what each worker keeps."""
+    heads = getattr(model, "num_key_value_heads", None)
+    if heads is None or hasattr(model, "kv_lora_rank"):  # one latent vector for all heads
+        return Fraction(1)
+    return Fraction(max(1, heads // size), heads)

@@ -1,0 +1,36 @@
+"""vLLM's processes: one that has the engine, and with several workers one for each of them, started by that one.
+
+However one of them ends, those below it end too: nothing goes on alone, and holds a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import threading
+from multiprocessing.process import BaseProcess
+
+import psutil
+
+
+def die_with_parent() -> None:
+    """This process, from now on; also while it waits for another worker that is gone."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
+
+
+def _die_with(parent: BaseProcess) -> None:
+    parent.join()
+    os._exit(1)
+
+
+def kill_all_below() -> None:
+    """What this process has started, and what that has. Without Python's trackers of shared memory, which remove what
+    the others leave behind, and then end by themselves."""
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if not any("resource_tracker" in argument for argument in process.cmdline()):
+                process.kill()
+                process.wait()

@@ -1,0 +1,85 @@
+"""Draws of several workers, with stand-ins for what vLLM gives them."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sampler_service.vllm.wire import Draws, extra_args
+
+
+class Team:
+    """The first worker's tokens reach the others."""
+
+    def __init__(self) -> None:
+        self.is_first_rank = True
+        self._sent: Tensor | None = None
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        if self.is_first_rank:
+            self._sent = tensor.clone()
+            return tensor
+        assert self._sent is not None
+        assert (tensor.shape, tensor.dtype) == (self._sent.shape, self._sent.dtype)
+        return tensor.copy_(self._sent)
+
+
+@pytest.fixture
+def team(monkeypatch: pytest.MonkeyPatch) -> Team:
+    team = Team()
+    parts: dict[str, dict[str, Any]] = {
+        "vllm": {},
+        "vllm.distributed": {"get_tp_group": lambda: team},
+        "vllm.v1": {},
+        "vllm.v1.outputs": {
+            "LogprobsTensors": lambda *fields: fields,
+            "SamplerOutput": lambda tokens, logprobs: SimpleNamespace(tokens=tokens, logprobs=logprobs),
+        },
+        "vllm.v1.sample": {},
+        "vllm.v1.sample.sampler": {"Sampler": nn.Module},
+    }
+    for name, contents in parts.items():
+        module = ModuleType(name)
+        module.__dict__.update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "sampler_service.vllm.draw", raising=False)
+    return team
+
+
+def runner(temperatures: list[float]) -> Any:
+    draws = {
+        f"{n}": Draws(key=n, first=0, temperature=one, top_k=-1, top_p=1.0, topk=0)
+        for n, one in enumerate(temperatures)
+    }
+    count = len(draws)
+    return SimpleNamespace(
+        requests={
+            name: SimpleNamespace(sampling_params=SimpleNamespace(extra_args=extra_args(one, None)))
+            for name, one in draws.items()
+        },
+        input_batch=SimpleNamespace(
+            req_ids=list(draws), num_tokens_no_spec=np.full(count, 5), num_prompt_tokens=np.full(count, 5)
+        ),
+    )
+
+
+def test_all_workers_go_on_with_the_tokens_of_the_first_one_however_their_own_sums_were_rounded(team: Team) -> None:
+    sampler = importlib.import_module("sampler_service.vllm.draw").StreamSampler(runner([0.0, 1.0]))
+    logits = torch.zeros(2, 4)
+    logits[:, 2] = 1e-6
+    first = sampler(logits, None)
+    assert first.tokens[0].item() == 2
+    assert first.logprobs is not None
+    team.is_first_rank = False
+    logits[:, 1] = 2e-6
+    other = sampler(logits, None)
+    assert other.tokens.tolist() == first.tokens.tolist()
+    assert other.tokens.dtype == first.tokens.dtype
+    sys.modules.pop("sampler_service.vllm.draw")
