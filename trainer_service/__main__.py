@@ -33,6 +33,7 @@ from trainer_service.engine.budget import Plan
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.engine.measure import Bounds, measure
 from trainer_service.metrics import Metrics
+from trainer_service.operations.lost import LostOperations
 from trainer_service.operations.operations import Operations
 from trainer_service.ranks import process
 from trainer_service.ranks.follower import Follower
@@ -108,8 +109,16 @@ async def serve(config: TrainerConfig, group: RankGroup | None) -> None:
             raise SystemExit(f"cannot load the base model {config.base_model}: {error}") from None
         await server.set_serving(True)
         logger.info("serving %s", ", ".join(config.public_names))
+        background: set[asyncio.Task[None]] = set()
+        if config.missing_operation_timeout_s:
+            lost = LostOperations(
+                trainer.scheduler, trainer.operations.skip, timeout_s=config.missing_operation_timeout_s
+            )
+            background.add(asyncio.create_task(lost.run()))
         await stopping
         logger.info("stopping")
+        for task in background:
+            task.cancel()
         await server.stop(_CALL_GRACE_S)
         ended = await trainer.scheduler.close(timeout_s=_STOP_TIMEOUT_S)
         await trainer.operations.publishing.publisher.sender.close()

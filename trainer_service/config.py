@@ -91,6 +91,9 @@ class TrainerConfig(GrpcTls, BaseSettings):
     do. Costs what sharing micro-batches gains; activation_checkpointing auto is off."""
     max_queued_operations: int = Field(default=1024, ge=1)
     """Most operations of one model that wait for their turn."""
+    missing_operation_timeout_s: float = Field(default=900.0, ge=0)
+    """An operation that others wait for and that has not arrived is given up when nothing of its model has come for so
+    long: the others run, and the next optim_step fails. 0 means never."""
     max_import_bytes: int = Field(default=16 * 1024**3, ge=1)
     """Largest archive of an adapter to import, also after decompression. The gateway has a bound of its own."""
     channel_host: str = "127.0.0.1"

@@ -1,7 +1,8 @@
 """The order of training operations. Three promises, for each model:
 
-1. Order: operations are executed by seq_id, without gaps, whatever order they arrive in. One that comes early waits; a
-   seq_id that never comes is no error. A failed operation, also one that validation refused, uses up its seq_id.
+1. Order: operations are executed by seq_id, without gaps, whatever order they arrive in. One that comes early waits;
+   for how long, where a seq_id never comes, is decided elsewhere (operations/lost.py). A failed operation, also one
+   that validation refused, uses up its seq_id.
 2. Once: the same (model_id, seq_id) again is the same operation, running or finished; with another body it is refused.
 3. One at a time: the engine sees one call at a time, on one compute thread.
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tinsmith.rpc.errors import ModelNotFound, ResultNotFound
@@ -32,6 +34,15 @@ from trainer_service.scheduling.results import Results
 from trainer_service.scheduling.work import BatchEngine, Operation, Work
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    model_id: str
+    seq_id: int
+    """Has not arrived."""
+    newest: int
+    """The highest seq_id that has."""
 
 
 class Scheduler:
@@ -84,6 +95,16 @@ class Scheduler:
     async def run_alone(self, call: Callable[[], T]) -> T:
         """Runs what belongs to no operation on the compute thread, before the next micro-batch."""
         return await self._compute.run_alone(call)
+
+    def gaps(self) -> list[Gap]:
+        """Of the models whose accepted operations all wait for one that has not arrived."""
+        return [
+            Gap(model.model_id, model.next_to_enter, max(model.operations))
+            for model in self._models
+            if (model.restoration is None or model.restoration.is_over.is_set())
+            and model.next_to_enter not in model.operations
+            and max(model.operations, default=0) > model.next_to_enter
+        ]
 
     def next_seq_id(self, model_id: str) -> int:
         return self._models[model_id].next_seq_id

@@ -1,0 +1,71 @@
+"""Operations that never come: those behind them would wait for ever.
+
+What a client fails to send, or a proxy on the way refuses, has used up its seq_id: the client goes on with the next
+one. The SDK repeats a request for five minutes, and then gives it up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from tinsmith.rpc.errors import ServiceError
+from tinsmith.v1 import trainer_pb2 as pb
+from trainer_service.durability.journal_records import Body
+from trainer_service.scheduling.scheduler import Gap, Scheduler
+from trainer_service.scheduling.work import Work
+
+logger = logging.getLogger(__name__)
+
+_LOOKS = 10
+"""In the time after which an operation is lost."""
+_LONGEST_PAUSE_S = 30.0
+
+
+class LostOperations:
+    """Puts a SkipOperation in their place, as the gateway does for what it refuses."""
+
+    def __init__(
+        self, scheduler: Scheduler, skip: Callable[[pb.SkipOperationRequest], Work], *, timeout_s: float
+    ) -> None:
+        """`timeout_s`: since the newest operation behind the missing one has come; above 0."""
+        self._scheduler = scheduler
+        self._skip = skip
+        self._timeout_s = timeout_s
+        self._since_s: dict[Gap, float] = {}
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            await asyncio.sleep(min(self._timeout_s / _LOOKS, _LONGEST_PAUSE_S))
+            await self.look(time.monotonic())
+
+    async def look(self, now_s: float) -> None:
+        self._since_s = {gap: self._since_s.get(gap, now_s) for gap in self._scheduler.gaps()}
+        for gap, since_s in self._since_s.items():
+            if now_s - since_s >= self._timeout_s:
+                await self._give_up(gap)
+
+    async def _give_up(self, gap: Gap) -> None:
+        reason = (
+            f"seq_id {gap.seq_id} has not arrived, and nothing came for {self._timeout_s:g} s "
+            "(missing_operation_timeout_s); its client, or a proxy on the way, has given it up"
+        )
+        # It may have been a forward_backward: a step on half a batch would be a wrong result.
+        request = pb.SkipOperationRequest(
+            model_id=gap.model_id, seq_id=gap.seq_id, reason=reason, gradients_missing=True
+        )
+
+        async def build() -> Work:
+            return self._skip(request)
+
+        try:
+            await self._scheduler.accept(gap.model_id, gap.seq_id, Body.pack("skip", request), build)
+        except ServiceError as error:
+            logger.info("%s: seq_id %d is not given up: %s", gap.model_id, gap.seq_id, error)
+        except Exception:  # the journal's disk, for example; the next look tries again
+            logger.exception("%s: seq_id %d could not be given up", gap.model_id, gap.seq_id)
+        else:
+            logger.warning("%s: %s", gap.model_id, reason)
