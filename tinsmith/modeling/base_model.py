@@ -20,10 +20,10 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from tinsmith.modeling import attention
+from tinsmith.modeling.adaptation import adapt, decoder_layers
 from tinsmith.modeling.adapter import GROUPS, Group, Target
 from tinsmith.modeling.attention import Layout, Packed
 from tinsmith.modeling.config import load_config
-from tinsmith.modeling.experts import LoraExperts, is_fused_experts
 from tinsmith.modeling.kernels import prepacked
 from tinsmith.modeling.kernels.choice import PLAIN, Kernels, Setting, choose
 from tinsmith.modeling.kernels.cpu import CPU
@@ -163,7 +163,7 @@ class BaseModel:
             if type(module) is nn.Linear and module is not output
         )
         buffers = persistent_buffers(model)
-        targets, refused = _adapt(model, active, replace=not trainable)
+        targets, refused = adapt(model, active, replace=not trainable)
         calls: list[Call] = []
         if not trainable:
             with listening(active) as calls:
@@ -171,21 +171,16 @@ class BaseModel:
         model.set_attn_implementation(attention.NAME)
         tensor_parallel = sharded = None
         if division is not None:
-            layers = _layers(model.get_decoder(), model.config.get_text_config().num_hidden_layers)
+            layers = decoder_layers(model.get_decoder(), model.config.get_text_config().num_hidden_layers)
             tensor_parallel, sharded = division.apply(model, layers, active, device)
         if not trainable:
             join_readers(model, calls)
         if chosen.elementwise is CPU and not trainable and tensor_parallel is None and sharded is None:
             decoder = model.get_decoder()
-            take_over(decoder, _layers(decoder, model.config.get_text_config().num_hidden_layers), active)
+            take_over(decoder, decoder_layers(decoder, model.config.get_text_config().num_hidden_layers), active)
         head = _head(model)
-        if not trainable and prepacks is not False and prepacked.works(model.dtype, device):
-            matrices = [head.weight_V_H, *(layer.weight for layer in model.modules() if isinstance(layer, LoraLinear))]
-            num_bytes = sum(matrix.nbytes for matrix in matrices)
-            if prepacks or prepacked.have_room(num_bytes):
-                prepack(model)
-                head = head.with_prepacked()
-                logger.info("%s: matrices copied into the layout of the CPU's products, %d MB", path, num_bytes >> 20)
+        if not trainable and prepacks is not False and _prepack(model, head, device, path=path, always=prepacks):
+            head = head.with_prepacked()
         base = cls(
             path=path,
             decoder=model.get_decoder(),
@@ -257,7 +252,7 @@ class BaseModel:
     @property
     def layers(self) -> Sequence[nn.Module]:
         """The decoder's, in order. Empty for a model built otherwise."""
-        return _layers(self.decoder, self.config.num_hidden_layers)
+        return decoder_layers(self.decoder, self.config.num_hidden_layers)
 
     @property
     def groups(self) -> list[Group]:
@@ -308,68 +303,18 @@ def positions_of(lengths: Sequence[int], device: torch.device) -> Tensor:
     return on_device(torch.cat([torch.arange(length) for length in lengths]), device)
 
 
-def _layers(decoder: nn.Module, count: int) -> Sequence[nn.Module]:
-    """The outermost list of so many modules."""
-    for module in decoder.modules():  # parents come before their children
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return list(module)
-    return []
-
-
-def _adapt(model: PreTrainedModel, active: ActiveRuns, *, replace: bool) -> tuple[Sequence[Target], dict[Group, str]]:
-    """Puts a LoraLinear or LoraExperts in the place of every layer that Tinker's train_* flags speak of.
-
-    Returns them, and groups that cannot be adapted, with the reason. Without `replace` it only lists the linear layers.
-    """
-    output = model.get_output_embeddings()
-    of_text = set(model.get_decoder().modules())  # an encoder of images beside it is not run here
-    targets: list[Target] = []
-    unknown: set[str] = set()
-    foreign: dict[Group, set[str]] = {}
-    for name, module in list(model.named_modules()):
-        if module not in of_text and module is not output:
-            continue
-        # Subclasses of Linear (quantised ones) have another forward; they stay as they are.
-        if type(module) is nn.Linear:
-            group = "unembed" if module is output else _group(model, name)
-            if group is not None:
-                targets.append(Target(name, group, module.in_features, module.out_features))
-            if replace and group in ("attn", "mlp"):  # the head is run by logprobs.py, in chunks
-                model.set_submodule(name, LoraLinear(module, name, active))
-        elif is_fused_experts(module):
-            if replace:
-                experts = LoraExperts(module, name, active)
-                model.set_submodule(name, experts)
-                targets += [experts.up, experts.down]
-        elif "Conv1D" in type(module).__name__ or isinstance(module, nn.Linear):
-            if group := _group(model, name):
-                foreign.setdefault(group, set()).add(type(module).__name__)
-        elif "Expert" in type(module).__name__ and any(True for _ in module.parameters(recurse=False)):
-            unknown.add(type(module).__name__)
-    refused: dict[Group, str] = {
-        group: f"this base model has {', '.join(sorted(names))} layers there, and only nn.Linear can be adapted"
-        for group, names in foreign.items()
-        if not any(target.group == group for target in targets)
-    }
-    if not unknown:
-        return targets, refused
-    # Part of the feed-forward layers alone is not what train_mlp asks for.
-    reason = f"the experts of this base model ({', '.join(sorted(unknown))}) cannot be adapted here"
-    return [target for target in targets if target.group != "mlp"], {**refused, "mlp": reason}
-
-
-def _group(model: PreTrainedModel, name: str) -> Group | None:
-    parents = [model.get_submodule(name.rsplit(".", n)[0]) for n in range(1, name.count(".") + 1)]
-    names = [type(parent).__name__ for parent in parents]
-    if any("Attention" in parent for parent in names):
-        return "attn"
-    if any(hasattr(parent, "experts") for parent in parents[:1]) or any("Router" in parent for parent in names):
-        return None  # what chooses the experts is never adapted
-    if any("MLP" in parent or "Mlp" in parent or "FeedForward" in parent for parent in names):
-        return "mlp"
-    if name.endswith((".fc1", ".fc2")):  # OPT's and its likes', which have no module of their own
-        return "mlp"
-    return None
+def _prepack(model: PreTrainedModel, head: Head, device: torch.device, *, path: str, always: bool | None) -> bool:
+    """Gives the matrices of the layers their second copy, unless it cannot be used here, or (without `always`) memory
+    is short. False: there is none."""
+    if not prepacked.works(model.dtype, device):
+        return False
+    matrices = [head.weight_V_H, *(layer.weight for layer in model.modules() if isinstance(layer, LoraLinear))]
+    num_bytes = sum(matrix.nbytes for matrix in matrices)
+    if not (always or prepacked.have_room(num_bytes)):
+        return False
+    prepack(model)
+    logger.info("%s: matrices copied into the layout of the CPU's products, %d MB", path, num_bytes >> 20)
+    return True
 
 
 def _head(model: PreTrainedModel) -> Head:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.models import TINY_CONFIG
 from tests.oracle import Oracle
-from tinsmith.modeling import base_model
+from tinsmith.modeling import adaptation
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, UnsupportedModel, positions_of
@@ -177,7 +177,7 @@ def test_rounding_that_chooses_another_expert_refuses_nothing(family: str, tmp_p
 
 
 def test_unknown_experts_are_refused_and_not_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base_model, "is_fused_experts", lambda module: False)
+    monkeypatch.setattr(adaptation, "is_fused_experts", lambda module: False)
     base = load(tmp_path, "Qwen2Moe")  # whose shared experts alone could be adapted
     with pytest.raises(Unsupported, match=r"train_mlp: the experts of this base model \(Qwen2MoeExperts\)"):
         base.check_groups({"attn", "mlp"})

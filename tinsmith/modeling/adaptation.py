@@ -1,0 +1,76 @@
+"""Which layers of a Hugging Face model adapters may change, and what stands in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from tinsmith.modeling.adapter import Group, Target
+from tinsmith.modeling.experts import LoraExperts, is_fused_experts
+from tinsmith.modeling.lora import ActiveRuns, LoraLinear
+
+
+def decoder_layers(decoder: nn.Module, count: int) -> Sequence[nn.Module]:
+    """The outermost list of so many modules; empty when there is none."""
+    for module in decoder.modules():  # parents come before their children
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return list(module)
+    return []
+
+
+def adapt(model: PreTrainedModel, active: ActiveRuns, *, replace: bool) -> tuple[Sequence[Target], dict[Group, str]]:
+    """Puts a LoraLinear or LoraExperts in the place of every layer that Tinker's train_* flags speak of.
+
+    Returns them, and groups that cannot be adapted, with the reason. Without `replace` it only lists the linear layers.
+    """
+    output = model.get_output_embeddings()
+    of_text = set(model.get_decoder().modules())  # an encoder of images beside it is not run here
+    targets: list[Target] = []
+    unknown: set[str] = set()
+    foreign: dict[Group, set[str]] = {}
+    for name, module in list(model.named_modules()):
+        if module not in of_text and module is not output:
+            continue
+        # Subclasses of Linear (quantised ones) have another forward; they stay as they are.
+        if type(module) is nn.Linear:
+            group = "unembed" if module is output else _group(model, name)
+            if group is not None:
+                targets.append(Target(name, group, module.in_features, module.out_features))
+            if replace and group in ("attn", "mlp"):  # the head is run by logprobs.py, in chunks
+                model.set_submodule(name, LoraLinear(module, name, active))
+        elif is_fused_experts(module):
+            if replace:
+                experts = LoraExperts(module, name, active)
+                model.set_submodule(name, experts)
+                targets += [experts.up, experts.down]
+        elif "Conv1D" in type(module).__name__ or isinstance(module, nn.Linear):
+            if group := _group(model, name):
+                foreign.setdefault(group, set()).add(type(module).__name__)
+        elif "Expert" in type(module).__name__ and any(True for _ in module.parameters(recurse=False)):
+            unknown.add(type(module).__name__)
+    refused: dict[Group, str] = {
+        group: f"this base model has {', '.join(sorted(names))} layers there, and only nn.Linear can be adapted"
+        for group, names in foreign.items()
+        if not any(target.group == group for target in targets)
+    }
+    if not unknown:
+        return targets, refused
+    # Part of the feed-forward layers alone is not what train_mlp asks for.
+    reason = f"the experts of this base model ({', '.join(sorted(unknown))}) cannot be adapted here"
+    return [target for target in targets if target.group != "mlp"], {**refused, "mlp": reason}
+
+
+def _group(model: PreTrainedModel, name: str) -> Group | None:
+    parents = [model.get_submodule(name.rsplit(".", n)[0]) for n in range(1, name.count(".") + 1)]
+    names = [type(parent).__name__ for parent in parents]
+    if any("Attention" in parent for parent in names):
+        return "attn"
+    if any(hasattr(parent, "experts") for parent in parents[:1]) or any("Router" in parent for parent in names):
+        return None  # what chooses the experts is never adapted
+    if any("MLP" in parent or "Mlp" in parent or "FeedForward" in parent for parent in names):
+        return "mlp"
+    if name.endswith((".fc1", ".fc2")):  # OPT's and its likes', which have no module of their own
+        return "mlp"
+    return None
