@@ -91,7 +91,7 @@ class Load:
         while time.monotonic() < ends:
             await asyncio.sleep(interval_s)
             heap = libc.mallinfo2()
-            gauges = (metrics.cache_bytes, metrics.prefix_bytes, metrics.version_bytes)
+            gauges = (metrics.cache.allocated_bytes, metrics.cache.prefix_bytes, metrics.versions.resident_bytes)
             caches = " | ".join(f"{gauge._value.get() / mb:.1f}" for gauge in gauges)
             print(
                 f"| {time.monotonic() - started:.0f} | {self.num_requests} | {process.memory_info().rss / mb:.1f} "

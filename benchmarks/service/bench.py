@@ -1,0 +1,107 @@
+"""What every figure of a service needs: clients, batches, and rounds that alternate with a baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import numpy as np
+import tinker
+from figure import Figure
+from processes import Baseline, Target
+from rounds import alternate, ms
+from tinker import types
+
+RANK = 32
+LATENCY_ROUNDS = 4
+"""Rounds of a latency figure for each round of a throughput figure."""
+
+Run = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    target: Target
+    service: tinker.ServiceClient
+    trainer: tinker.TrainingClient
+    http: httpx.Client
+    hf: Baseline | None
+    vocab: int
+    context: int
+    trainer_threads: int
+    sampler_threads: int
+    repeats: int
+    budget_s: float
+    rng: np.random.Generator
+
+    def rounds(self, *runs: Run, repeats: int) -> list[list[float]]:
+        """The values of each run. A figure takes about `budget_s` seconds at most, but never fewer than MIN_ROUNDS."""
+        return alternate(runs, repeats=repeats, budget_s=self.budget_s)
+
+    def latencies(self, *runs: Run) -> list[list[float]]:
+        return self.rounds(*runs, repeats=LATENCY_ROUNDS * self.repeats)
+
+    def against_hf(
+        self, name: str, unit: str, run: Run, theirs: Callable[[Baseline], float], *, loop: str = "a padded PEFT loop"
+    ) -> Figure:
+        """The service is idle while the loop computes, and the other way round."""
+        if (hf := self.hf) is None:
+            (values,) = self.rounds(run, repeats=self.repeats)
+            return Figure(name, unit, values)
+        base, values = self.rounds(lambda: theirs(hf), run, repeats=self.repeats)
+        return Figure(name, unit, values, loop, base)
+
+    def tokens(self, count: int) -> list[int]:
+        return self.rng.integers(self.vocab, size=count).tolist()
+
+    def prompt(self, length: int) -> types.ModelInput:
+        return types.ModelInput.from_ints(self.tokens(length))
+
+    def datum(self, length: int) -> types.Datum:
+        targets = types.TensorData(data=self.tokens(length), dtype="int64", shape=[length])
+        weights = types.TensorData(data=[1.0] * length, dtype="float32", shape=[length])
+        return types.Datum(self.prompt(length), {"target_tokens": targets, "weights": weights})
+
+    def batch(self, lengths: Sequence[int]) -> list[types.Datum]:
+        return [self.datum(length) for length in lengths]
+
+    def healthz_ms(self) -> float:
+        return ms(lambda: self.http.get("/api/v1/healthz").raise_for_status())
+
+
+def forward(trainer: tinker.TrainingClient, data: list[types.Datum]) -> None:
+    trainer.forward(data, "cross_entropy").result()
+
+
+def forward_backward(trainer: tinker.TrainingClient, data: list[types.Datum]) -> None:
+    trainer.forward_backward(data, "cross_entropy").result()
+
+
+def optim_step(trainer: tinker.TrainingClient) -> None:
+    trainer.optim_step(types.AdamParams(learning_rate=1e-4)).result()
+
+
+def train_step(trainer: tinker.TrainingClient, data: list[types.Datum]) -> None:
+    """Both are submitted before either is waited for."""
+    losses = trainer.forward_backward(data, "cross_entropy")
+    step = trainer.optim_step(types.AdamParams(learning_rate=1e-4))
+    losses.result()
+    step.result()
+
+
+def results(futures: Sequence[Any]) -> None:
+    for future in futures:
+        future.result()
+
+
+def publish(trainer: tinker.TrainingClient) -> tinker.SamplingClient:
+    return trainer.save_weights_and_get_sampling_client().result()
+
+
+def sample(sampler: tinker.SamplingClient, prompts: Sequence[types.ModelInput], *, samples: int, tokens: int) -> int:
+    """Submits all prompts at once; returns the number of tokens that came."""
+    params = types.SamplingParams(max_tokens=tokens, temperature=1.0, stop=[])  # nothing ends a sequence early
+    futures = [sampler.sample(prompt, samples, params) for prompt in prompts]
+    return sum(len(sequence.tokens) for future in futures for sequence in future.result().sequences)
