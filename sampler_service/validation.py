@@ -79,9 +79,9 @@ class Limits:
                     f"prompt_logprobs_last_n: {last_n} is given without prompt_logprobs", field="prompt_logprobs_last_n"
                 )
             _check_range("prompt_logprobs_last_n", last_n, 1, length - 1)
-        _check_range("topk_prompt_logprobs", request.topk_prompt_logprobs, 0, self.max_topk_logprobs)
-        _check_range("topk_sample_logprobs", request.topk_sample_logprobs, 0, self.max_topk_logprobs)
-        _check_range("prompt_alt_tokens_k", request.prompt_alt_tokens_k, 0, self.max_topk_logprobs)
+        for field in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
+            setting = "this server's max_topk_logprobs"
+            _check_range(field, getattr(request, field), 0, self.max_topk_logprobs, setting=setting)
         if request.targets is not None:
             _check_targets(request.targets, self.vocab_size)
 
@@ -97,6 +97,7 @@ def _check_targets(targets: Targets, vocab_size: int) -> None:
         )
 
 
-def _check_range(field: str, value: int, low: int, high: int) -> None:
+def _check_range(field: str, value: int, low: int, high: int, *, setting: str = "") -> None:
+    """`setting`: what `high` comes from."""
     if not low <= value <= high:
-        raise InvalidRequest(f"{field}: {value} is outside {low}..{high}", field=field)
+        raise InvalidRequest(f"{field}: {value} is outside {low}..{high}{setting and ', ' + setting}", field=field)

@@ -95,4 +95,6 @@ def invalid(error: ValidationError) -> InvalidRequest:
     first = error.errors(include_url=False)[0]
     field = ".".join(str(part) for part in first["loc"])
     value = "" if first["type"] == "missing" else f", not {repr(first['input'])[:100]}"
+    if first["type"] == "float_type" and first["input"] is None:
+        value = ", not null, which is what JSON makes of nan and inf"
     return InvalidRequest(f"{field}: {first['msg']}{value}", field=field)

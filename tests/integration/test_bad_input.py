@@ -232,6 +232,10 @@ CASES: dict[str, tuple[Callable[[Client], str], tuple[str, ...]]] = {
         lambda c: c.operation("optim_step", adam_params={"learning_rate": "much"}),
         ("learning_rate", "'much'"),
     ),
+    "a learning rate that is not finite, in JSON": (
+        lambda c: c.operation("optim_step", adam_params={"learning_rate": None}),
+        ("learning_rate", "null", "nan and inf"),
+    ),
     "no optimizer settings": (lambda c: c.operation("optim_step"), ("adam_params", "missing")),
     "a checkpoint name with a slash": (lambda c: c.operation("save_weights", path="a/b"), ("path", "'a/b'")),
     "a checkpoint name of dots": (lambda c: c.operation("save_weights", path=".."), ("path", "'..'")),

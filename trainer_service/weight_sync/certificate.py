@@ -147,10 +147,12 @@ class Publisher:
         if not self._is_refused(certificate):
             return
         worst = _worst(certificate)
+        what = "Sampler and trainer do not compute the same model; once that is repaired, sampling"
+        if math.isinf(worst.max_gap):
+            what = "If the weights have diverged, load an earlier checkpoint; else repair the sampler, and sampling"
         raise VersionRefused(
             f"{location} is saved, but version {certificate.version_id} is refused: {_described(worst)}, above "
-            f"publish_gap_limit {certificate.limit:g}. Sampler and trainer do not compute the same model; once that is "
-            "repaired, sampling from the checkpoint publishes it again",
+            f"publish_gap_limit {certificate.limit:g}. {what} from the checkpoint publishes it again",
             version_id=certificate.version_id,
             sampler=worst.address,
             max_gap=worst.max_gap,
@@ -245,7 +247,7 @@ def _worst(certificate: PublishCertificate) -> types_pb2.SamplerGap:
 def _described(gap: types_pb2.SamplerGap) -> str:
     who = f"the sampler at {gap.address} ({gap.engine})"
     if math.isinf(gap.max_gap):
-        return f"{who} or the trainer gives logprobs of the canary that are not finite; the weights may have diverged"
+        return f"{who} or the trainer gives logprobs of the canary that are not finite"
     return (
         f"{who} and the trainer differ by up to {gap.max_gap:.3g} nats in the logprob of a canary token "
         f"({gap.mean_gap:.3g} on average)"

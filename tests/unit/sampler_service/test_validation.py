@@ -39,7 +39,7 @@ def check(**fields: Any) -> None:
         ({"prompt_logprobs_last_n": 3}, "prompt_logprobs_last_n: 3 is given without prompt_logprobs"),
         ({"prompt_logprobs": True, "prompt_logprobs_last_n": 0}, r"prompt_logprobs_last_n: 0 is outside 1\.\.9"),
         ({"prompt_logprobs": True, "prompt_logprobs_last_n": 10}, r"prompt_logprobs_last_n: 10 is outside 1\.\.9"),
-        ({"topk_prompt_logprobs": 21}, r"topk_prompt_logprobs: 21 is outside 0\.\.20"),
+        ({"topk_prompt_logprobs": 21}, r"topk_prompt_logprobs: 21 is outside 0\.\.20, this server.s max_topk_logprobs"),
         ({"topk_sample_logprobs": -1}, "topk_sample_logprobs: -1"),
         ({"prompt_alt_tokens_k": 21}, "prompt_alt_tokens_k: 21"),
         ({"targets": Targets(np.array([0, 4]), np.array([1, 100]))}, "token id 100 in row 4"),
