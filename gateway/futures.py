@@ -198,7 +198,7 @@ class Futures:
                 del self._pending[pending.request_id]
             if pending.answer is not None:
                 self._keep(pending.request_id, pending.fingerprint, pending.answer)
-                self._ledger.span(_span(pending, outcome))
+                self._ledger.add(_span(pending, outcome))
             pending.wake()
             if self.listener is not None:
                 self.listener.ended(pending.request_id)

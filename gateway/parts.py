@@ -89,12 +89,8 @@ class Storage:
             store, clients, ledger=ledger, retirement=self.retirement, timeout_s=config.submit_timeout_s
         )
         self.arrivals = Arrivals(store, self.checkpoints, gateway_id=core.peers.gateway_id)
-        self.copies = Copies(
-            store, clients, self.checkpoints, limits=tenants.limits, arrivals=self.arrivals, ledger=ledger
-        )
-        self.imports = Imports(
-            config, store=store, clients=clients, arrivals=self.arrivals, limits=tenants.limits, ledger=ledger
-        )
+        self.copies = Copies(store, clients, self.checkpoints, limits=tenants.limits, arrivals=self.arrivals)
+        self.imports = Imports(config, store=store, clients=clients, arrivals=self.arrivals, limits=tenants.limits)
         self.downloads = Downloads(config)
         self.retention = Retention(config, store=store, checkpoints=self.checkpoints, metrics=core.metrics)
 

@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy import delete, func, or_, select, update
 
 from gateway.database.connection import Database
-from gateway.database.operations import settle
+from gateway.database.operations import Note, settle
 from gateway.database.tables.checkpoints import DELETED_AT, Checkpoint
 from tinsmith.rpc.paths import KINDS
 
@@ -17,11 +17,11 @@ class CheckpointRows:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def put(self, checkpoint: Checkpoint, *, settles: str | None = None) -> bool:
-        """Adds it, or replaces the one of the same path. False when this very save was there already.
+    async def put(self, checkpoint: Checkpoint, *, settles: str | None = None, note: Note | None = None) -> None:
+        """Adds it, or replaces the one of the same path, unless it is this very save.
 
-        `settles`: the request that has made it. False, and nothing is written, when that is settled: what it made may
-        be gone since.
+        `settles`: the request that has made it. Nothing is written when that is settled: what it made may be gone
+        since. `note`: what is written with it.
         """
         names = [column.key for column in Checkpoint.__table__.columns]
         # What the caller leaves to its default is absent here.
@@ -32,8 +32,10 @@ class CheckpointRows:
         query = query.on_conflict_do_update(index_elements=["path"], set_=changed, where=is_other)
         async with self._database.begin() as db:
             if settles is not None and not await settle(db, settles):
-                return False
-            return (await db.scalars(query.returning(Checkpoint.path))).one_or_none() is not None
+                return
+            await db.execute(query)
+            if note is not None:
+                await note(db)
 
     async def get(self, path: str) -> Checkpoint | None:
         """The checkpoint, also an expired one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
 
 from sqlalchemy import ColumnElement, and_, delete, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -14,6 +14,8 @@ from gateway.database.tables.operations import Operation
 from tinsmith.rpc.paths import TinkerPath
 
 COPY, IMPORT = "copy_weights", "import_weights"
+Note = Callable[[AsyncSession], Awaitable[None]]
+"""Writes something in the transaction that it is given."""
 ARRIVALS = (COPY, IMPORT)
 """Kinds of what makes checkpoints and is no training operation: the request id is the path of what it makes."""
 
@@ -26,10 +28,14 @@ class OperationRows:
         """Adds it. A repeat changes nothing, and is False."""
         return await self._database.add_once(operation)
 
-    async def settle(self, request_id: str) -> bool:
-        """Its answer needs nothing more to be written down. False when it was settled before, or is not known."""
+    async def settle(self, request_id: str, *, note: Note | None = None) -> bool:
+        """Its answer needs nothing more to be written down. False when it was settled before, or is not known.
+        `note`: what is written with the first settling, and only with it."""
         async with self._database.begin() as db:
-            return await settle(db, request_id)
+            is_first = await settle(db, request_id)
+            if is_first and note is not None:
+                await note(db)
+            return is_first
 
     async def replace(self, operation: Operation) -> None:
         async with self._database.begin() as db:

@@ -124,11 +124,12 @@ class SessionRows:
     async def end(self, session_id: str, *, reason: str, detail: str | None) -> bool:
         """True for the first end; a later one changes nothing."""
         live = update(Session).where(Session.session_id == session_id, Session.ended_at.is_(None))
-        async with self._database.begin() as db:
-            result = await db.execute(live.values(ended_at=time.time(), end_reason=reason, end_detail=detail))
-            ended = result.rowcount > 0  # type: ignore[attr-defined]
-        self._forget({session_id})
-        return ended
+        try:
+            async with self._database.begin() as db:
+                result = await db.execute(live.values(ended_at=time.time(), end_reason=reason, end_detail=detail))
+                return result.rowcount > 0  # type: ignore[attr-defined]
+        finally:
+            self._forget({session_id})  # it may have ended, too, when the connection was lost at the commit
 
     def _forget(self, session_ids: set[str]) -> None:
         self._living -= session_ids

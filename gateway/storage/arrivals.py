@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from sqlalchemy.ext.asyncio import AsyncSession
+
 from gateway.convert import checkpoint_row
 from gateway.database.operations import ARRIVALS, IMPORT
 from gateway.database.outages import is_outage
@@ -19,7 +21,8 @@ from gateway.database.store import Store
 from gateway.database.tables.checkpoints import Checkpoint
 from gateway.database.tables.operations import Operation
 from gateway.database.tables.sessions import Model
-from gateway.storage.checkpoints import Checkpoints
+from gateway.database.tables.tenants import AuditEvent
+from gateway.storage.checkpoints import Checkpoints, event_of
 from tinsmith.rpc.errors import NotReady, ServiceError
 from tinsmith.rpc.paths import TinkerPath
 
@@ -70,10 +73,11 @@ class Arrivals:
         `owner`. False when that was done before."""
         await self._add_run(row)
         await self._store.checkpoints.put(row)
-        if not await self._store.operations.settle(operation.request_id):
-            return False
-        self._record(row, operation, owner=owner)
-        return True
+
+        async def note(db: AsyncSession) -> None:
+            db.add(_event(row, operation, owner=owner))
+
+        return await self._store.operations.settle(operation.request_id, note=note)
 
     async def _add_run(self, checkpoint: Checkpoint) -> None:
         """The trainer never has it, so it is released from its beginning."""
@@ -119,10 +123,10 @@ class Arrivals:
         if operation.kind == IMPORT:
             await self._store.sessions.end(session_id, reason="success", detail=None)
 
-    def _record(self, row: Checkpoint, operation: Operation, *, owner: str) -> None:
-        if operation.kind == IMPORT:
-            self._checkpoints.record("checkpoint_import", row, owner=owner)
-        else:
-            source = TinkerPath.parse(str(operation.path), field="source_path")
-            copied = Checkpoint(path=str(source), run_id=source.run_id)
-            self._checkpoints.record("checkpoint_copy", copied, owner=owner, copy=row.path)
+
+def _event(row: Checkpoint, operation: Operation, *, owner: str) -> AuditEvent:
+    if operation.kind == IMPORT:
+        return event_of("checkpoint_import", row, owner=owner)
+    source = TinkerPath.parse(str(operation.path), field="source_path")
+    copied = Checkpoint(path=str(source), run_id=source.run_id)
+    return event_of("checkpoint_copy", copied, owner=owner, copy=row.path)

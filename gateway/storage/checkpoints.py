@@ -14,10 +14,11 @@ from gateway.clients import Clients, Trainer, is_lost
 from gateway.convert import checkpoint_row
 from gateway.database.store import Store
 from gateway.database.tables.checkpoints import DELETED_AT, Checkpoint, Deletion
+from gateway.database.tables.tenants import AuditEvent
 from gateway.storage.retirement import Retirement
 from gateway.tenants.access import Access
 from gateway.tenants.auth import Caller
-from gateway.tenants.ledger import Ledger
+from gateway.tenants.ledger import Ledger, audit_event
 from tinsmith.rpc.errors import CheckpointNotFound, InvalidRequest, NotFound, NotReady, ServiceError, from_rpc_error
 from tinsmith.rpc.paths import TinkerPath
 from tinsmith.v1 import trainer_pb2, types_pb2
@@ -247,6 +248,9 @@ class Checkpoints:
 
     def record(self, event: str, checkpoint: Checkpoint, *, owner: str, **details: Any) -> None:
         """Writes an event into the audit log."""
-        self._ledger.audit(
-            event, owner=owner, tinker_path=checkpoint.path, training_run_id=checkpoint.run_id, **details
-        )
+        self._ledger.add(event_of(event, checkpoint, owner=owner, **details))
+
+
+def event_of(event: str, checkpoint: Checkpoint, *, owner: str, **details: Any) -> AuditEvent:
+    """Of the audit log."""
+    return audit_event(event, owner=owner, tinker_path=checkpoint.path, training_run_id=checkpoint.run_id, **details)

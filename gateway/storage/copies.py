@@ -13,7 +13,6 @@ from gateway.http.body import fingerprint
 from gateway.storage.arrivals import Arrivals
 from gateway.storage.checkpoints import Checkpoints
 from gateway.tenants.auth import Caller
-from gateway.tenants.ledger import Ledger
 from gateway.tenants.limits import Limits
 from tinsmith.rpc.errors import (
     AlreadyExists,
@@ -35,10 +34,8 @@ class Copies:
         *,
         limits: Limits,
         arrivals: Arrivals,
-        ledger: Ledger,
     ) -> None:
         self._arrivals = arrivals
-        self._ledger = ledger
         self._limits = limits
         self._store = store
         self._clients = clients
@@ -118,7 +115,6 @@ class Copies:
             else:
                 row = checkpoint_row(reply.checkpoint, owner=owner)
             await self._arrivals.add(row, operation, owner=caller.owner)
-        await self._ledger.flush()
         return row
 
     async def _copied(
@@ -140,7 +136,6 @@ class Copies:
             raise _other_ttl(path, ttl_seconds)
         if known.settled_at is None:  # `find` has indexed it: the gateway that had it made did not come to that
             await self._arrivals.add(copy, known, owner=caller.owner)
-            await self._ledger.flush()
         return copy
 
     async def _made_before(

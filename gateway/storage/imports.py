@@ -19,7 +19,6 @@ from gateway.database.store import Store
 from gateway.database.tables.checkpoints import Checkpoint
 from gateway.storage.arrivals import Arrivals
 from gateway.tenants.auth import Caller
-from gateway.tenants.ledger import Ledger
 from gateway.tenants.limits import PATIENCE_S, Hold, Limits
 from tinsmith.rpc.errors import RateLimited
 from tinsmith.rpc.paths import TinkerPath
@@ -44,10 +43,8 @@ class Imports:
         clients: Clients,
         arrivals: Arrivals,
         limits: Limits,
-        ledger: Ledger,
     ) -> None:
         self._limits = limits
-        self._ledger = ledger
         self._config = config
         self._store = store
         self._clients = clients
@@ -94,7 +91,6 @@ class Imports:
                 reply = await self._send(trainer, header, archive, room=lambda: self._room(hold, path))
                 row = checkpoint_row(reply.checkpoint, owner=caller.owner)
                 await self._arrivals.add(row, operation, owner=caller.owner)
-            await self._ledger.flush()
             reason, detail = "success", None
         finally:
             hold.release()

@@ -38,9 +38,7 @@ logger = logging.getLogger(__name__)
 
 FLUSH_S = 1.0
 
-UsageKind = Literal[
-    "training", "sampling_prefill", "sampling_prefill_cached", "sampling_sample", "checkpoint", "storage"
-]
+UsageKind = Literal["training", "sampling_prefill", "sampling_prefill_cached", "sampling_sample", "storage"]
 
 TOKEN_KINDS = ("training", "sampling_prefill", "sampling_prefill_cached", "sampling_sample")
 
@@ -100,7 +98,7 @@ class Ledger:
         key_id: str = "",
         hour: int | None = None,
     ) -> None:
-        """Counts tokens, checkpoints, or byte-hours. Owner and key are those of the session unless an owner is given;
+        """Counts tokens or byte-hours. Owner and key are those of the session unless an owner is given;
         the hour, counted since 1970, is now."""
         if amount > 0:
             whose = self._whose(session_id) if owner is None else Whose(owner, key_id)
@@ -144,12 +142,14 @@ class Ledger:
         self._gathered.touched[model_id] = time.time()
 
     def audit(self, event: str, *, owner: str, category: str = "checkpoints", **details: Any) -> None:
-        self._gathered.rows.append(
-            AuditEvent(at=time.time(), owner=owner, category=category, event=event, details=details)
-        )
+        self.add(audit_event(event, owner=owner, category=category, **details))
 
-    def span(self, span: Span) -> None:
-        self._gathered.rows.append(span)
+    def add(self, row: AuditEvent | Span) -> None:
+        self._gathered.rows.append(row)
+
+    async def count_checkpoint(self, db: AsyncSession, *, base_model: str, session_id: str, owner: str) -> None:
+        """One more, in a transaction of the caller's: with it or not at all."""
+        await self._count(db, Counter({(_this_hour(), Whose(owner, ""), session_id, base_model, "checkpoint"): 1}))
 
     async def run(self) -> None:
         while True:
@@ -256,6 +256,11 @@ class Ledger:
             marked: Any = await db.execute(query.returning(CountedOperation.model_id, CountedOperation.seq_id))
             new += [(model_id, seq_id) for model_id, seq_id in marked]
         return new
+
+
+def audit_event(event: str, *, owner: str, category: str = "checkpoints", **details: Any) -> AuditEvent:
+    """As of now."""
+    return AuditEvent(at=time.time(), owner=owner, category=category, event=event, details=details)
 
 
 async def _add_rows(db: AsyncSession, batch: _Gathered) -> None:

@@ -10,12 +10,14 @@ import math
 from typing import Any
 
 import orjson
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from gateway.convert import checkpoint_row
 from gateway.database.store import Store
 from gateway.database.tables.sessions import SamplingSession
 from gateway.futures import PROTOBUF, Answer
 from gateway.sampling.inflight import Inflight
+from gateway.storage.checkpoints import event_of
 from gateway.tenants.ledger import Ledger
 from gateway.training import json_forms
 from tinsmith.rpc.errors import InvalidRequest, ServiceError
@@ -78,12 +80,14 @@ class Results:
         if operation.sampling_session_id is None:
             row = checkpoint_row(reply.checkpoint, owner=await self._owner(model.session_id))
             row.inflight = operation.inflight
-            if await self._store.checkpoints.put(row, settles=request_id):
-                self._ledger.use("checkpoint", 1, base_model=row.base_model, session_id=model.session_id)
-                self._ledger.audit(
-                    "checkpoint_create", owner=row.owner, tinker_path=row.path, training_run_id=row.run_id
+
+            async def note(db: AsyncSession) -> None:
+                await self._ledger.count_checkpoint(
+                    db, base_model=row.base_model, session_id=model.session_id, owner=row.owner
                 )
-                await self._ledger.flush()
+                db.add(event_of("checkpoint_create", row, owner=row.owner))
+
+            await self._store.checkpoints.put(row, settles=request_id, note=note)
             size = {"size_bytes": row.size_bytes} if operation.kind == "save_weights_external" else {}
             return Answer(orjson.dumps({"type": operation.kind, "path": row.path, **size}))
         row = await self._store.samplers.add(

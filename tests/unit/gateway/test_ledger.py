@@ -62,7 +62,7 @@ async def test_a_write_that_fails_leaves_no_mark_and_is_done_again(
 ) -> None:
     ledger = Ledger(store)
     train(ledger, 1)
-    ledger.use("checkpoint", 1, base_model="b")
+    ledger.use("storage", 1, base_model="b")
 
     def fail(_: object) -> None:
         raise OSError("disk is full")

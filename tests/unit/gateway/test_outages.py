@@ -9,14 +9,16 @@ from typing import Any
 
 import asyncpg
 import pytest
-from sqlalchemy import select
+from sqlalchemy import event, func, select
 from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
 from sqlalchemy.exc import TimeoutError as NoConnection
 
 from gateway.database.connection import Database
 from gateway.database.outages import DatabaseUnusable, is_outage
+from gateway.database.tables.tenants import Usage
 from gateway.gateway import Gateway
 from gateway.metrics import Metrics
+from tests.unit.gateway.commits import commits, lost
 from tests.unit.gateway.stack import Client, Stack, sample_body
 from tinsmith.cli.ports import free_ports
 
@@ -81,8 +83,68 @@ async def test_a_save_that_the_database_cannot_take_ends_when_it_can(
     assert await client.result(receipt) == {"type": "save_weights", "path": f"tinker://{model_id}/weights/a"}
     listed = await client.get(f"/api/v1/training_runs/{model_id}/checkpoints")
     assert [one["checkpoint_id"] for one in listed.json()["checkpoints"]] == ["weights/a"]
-    (event,) = [e for e in (await client.get("/api/v1/audit")).json()["entries"] if e["event"] == "checkpoint_create"]
-    assert event["tinker_path"] == f"tinker://{model_id}/weights/a"
+    entries = (await client.get("/api/v1/audit")).json()["entries"]
+    (created,) = [entry for entry in entries if entry["event"] == "checkpoint_create"]
+    assert created["tinker_path"] == f"tinker://{model_id}/weights/a"
+
+
+@pytest.mark.parametrize("kind", ["save", "copy"])
+async def test_a_checkpoint_whose_commit_was_not_heard_of_is_counted_and_recorded_once(
+    stack: Stack, client: Client, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    assert stack.server is not None
+    gateway: Gateway = stack.server.app.state.gateway
+    session_id = await client.session()
+    model_id = await client.model(session_id)
+    writing = "UPDATE operations SET settled_at"
+    commits_lost: list[str] = []
+    statements: list[str] = []
+
+    def lose() -> None:
+        if any(statement.startswith(writing) for statement in statements) and not commits_lost:
+            commits_lost.append(kind)
+            lost()
+        statements.clear()
+
+    def note(_connection: object, _cursor: object, statement: str, *_rest: object) -> None:
+        statements.append(statement)
+
+    async def save(seq_id: int) -> Any:
+        body = {"model_id": model_id, "seq_id": seq_id, "path": "a", "overwrite": True}
+        return await client.result(await client.call("save_weights", body))
+
+    async def copy(path: str) -> int:
+        body = {"source_path": path, "session_id": session_id, "model_seq_id": 7}
+        return (await client.post("/api/v1/copy_weights", json=body)).status_code
+
+    path = (await save(1))["path"]
+    event.listen(gateway.store._engine.sync_engine, "before_cursor_execute", note)
+    with commits(gateway.store, lose):
+        if kind == "save":
+            assert await save(2) == {"type": "save_weights", "path": path}
+        else:
+            assert await copy(path) == 503
+            assert await copy(path) == 200
+    assert commits_lost
+    caplog.clear()  # it said that the database could not be used
+    entries = (await client.get("/api/v1/audit")).json()["entries"]
+    created, copied = [[e for e in entries if e["event"] == f"checkpoint_{what}"] for what in ("create", "copy")]
+    assert (len(created), len(copied)) == ((2, 0) if kind == "save" else (1, 1))
+    async with gateway.store.begin() as db:
+        counted = await db.scalar(select(func.sum(Usage.amount)).where(Usage.kind == "checkpoint"))
+    assert counted == len(created)
+
+
+async def test_an_end_of_a_session_whose_commit_was_not_heard_of_is_one(
+    stack: Stack, client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert stack.server is not None
+    gateway: Gateway = stack.server.app.state.gateway
+    session_id = await client.session()
+    with commits(gateway.store, lost), pytest.raises(DatabaseUnusable):
+        await gateway.store.sessions.end(session_id, reason="success", detail=None)
+    caplog.clear()  # the reaper may have lost one, too
+    await client.call("session_heartbeat", {"session_id": session_id}, status=410)
 
 
 async def test_a_save_for_samplers_and_a_model_wait_for_the_database_too(
