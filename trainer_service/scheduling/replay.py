@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from tinsmith.rpc.errors import ServiceError
@@ -25,6 +26,7 @@ class Replay:
         self._execution = execution
         self._metrics = metrics
         self._spawn = spawn
+        self._started_at = time.monotonic()
 
     def begin(
         self,
@@ -107,6 +109,7 @@ class Replay:
         restoration.num_left -= 1
         if not restoration.num_left:
             self._metrics.durability.restored_models.inc()
+            self._metrics.durability.restore_seconds.observe(time.monotonic() - self._started_at)
             restoration.is_over.set()
 
     def check_load(self, model: ModelQueue, operation: Operation, outcome: Outcome) -> None:
