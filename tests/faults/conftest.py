@@ -36,6 +36,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def order(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What faulty_sampler.py looks at, where a file runs it as its first sampler."""
+    return tmp_path_factory.mktemp("orders") / "order"
+
+
+@pytest.fixture(scope="module")
 def running(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with Cluster(tmp_path_factory.mktemp("cluster"), model, num_samplers=2) as cluster:
         yield cluster

@@ -29,12 +29,6 @@ PROMPT = random_tokens(9, 4)
 
 
 @pytest.fixture(scope="module")
-def order(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the first sampler looks at: see faulty_sampler.py."""
-    return tmp_path_factory.mktemp("orders") / "order"
-
-
-@pytest.fixture(scope="module")
 def wrong(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """While it is there, the second sampler scores the canary wrongly."""
     return tmp_path_factory.mktemp("orders") / "wrong"

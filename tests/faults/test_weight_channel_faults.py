@@ -48,12 +48,6 @@ def channel(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def order(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What faulty_sampler.py looks at."""
-    return tmp_path_factory.mktemp("orders") / "order"
-
-
-@pytest.fixture(scope="module")
 def running(model: Path, tmp_path_factory: pytest.TempPathFactory, channel: str, order: Path) -> Iterator[Cluster]:
     cluster = Cluster(
         tmp_path_factory.mktemp("cluster"),
