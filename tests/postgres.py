@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from uuid import uuid4
 
@@ -31,19 +31,21 @@ def _programs() -> Path | None:
 class Postgres:
     """A running cluster. `new_database` makes an empty database."""
 
-    def __init__(self, programs: Path, folder: Path) -> None:
+    def __init__(self, programs: Path, folder: Path, *, address: str = "127.0.0.1", within: Sequence[str] = ()) -> None:
+        """`within`: before its commands, where `address` is another machine's, or as good as that."""
         self._programs = programs
         self._data = folder / "data"
         # PostgreSQL does not run as root, which tests in a container often are.
         # By runuser: subprocess, told the user, forks, and the child of a process with gRPC at work dies then.
-        self._as_user = ["runuser", "-u", _USER, "--"] if os.geteuid() == 0 else []
+        self._as_user = [*within, *(["runuser", "-u", _USER, "--"] if os.geteuid() == 0 else [])]
+        self._address = address
         (self.port,) = free_ports(1)
-        if self._as_user:
+        if os.geteuid() == 0:
             shutil.chown(folder, _USER)
         self._run("initdb", "--pgdata", str(self._data), "--auth", "trust", "--username", "tests", "--no-sync")
         settings = {
             "port": str(self.port),
-            "listen_addresses": "'127.0.0.1'",
+            "listen_addresses": f"'{address}'",
             "unix_socket_directories": f"'{folder}'",
             "fsync": "off",  # nothing here outlives the machine
             "max_connections": "200",
@@ -51,6 +53,8 @@ class Postgres:
         lines = "".join(f"{name} = {value}\n" for name, value in settings.items())
         with (self._data / "postgresql.conf").open("a") as conf:
             conf.write(lines)
+        with (self._data / "pg_hba.conf").open("a") as hba:
+            hba.write("host all all samenet trust\n")
         self._log = folder / "log"
         self.start()
 
@@ -69,13 +73,13 @@ class Postgres:
     def new_database(self) -> str:
         """Its SQLAlchemy URL."""
         name = f"t{uuid4().hex}"
-        where = ["--host", "127.0.0.1", "--port", str(self.port), "--username", "tests"]
+        where = ["--host", self._address, "--port", str(self.port), "--username", "tests"]
         self._run("createdb", *where, name)
-        return f"postgresql+asyncpg://tests@127.0.0.1:{self.port}/{name}"
+        return f"postgresql+asyncpg://tests@{self._address}:{self.port}/{name}"
 
 
 @contextlib.contextmanager
-def running() -> Iterator[Postgres]:
+def running(*, address: str = "127.0.0.1", within: Sequence[str] = ()) -> Iterator[Postgres]:
     """Skips the test where there is no PostgreSQL, except where REQUIRED is set."""
     programs = _programs()
     if programs is None:
@@ -84,7 +88,7 @@ def running() -> Iterator[Postgres]:
     # Not pytest's tmp_path: its parents are closed to other users.
     folder = Path(tempfile.mkdtemp(prefix="tinsmith-postgres-"))
     try:
-        cluster = Postgres(programs, folder)
+        cluster = Postgres(programs, folder, address=address, within=within)
         try:
             yield cluster
         finally:

@@ -1,4 +1,5 @@
-"""A PostgreSQL that is stopped at once, as in a crash, and started again: clients that train and sample see a delay."""
+"""A PostgreSQL that is stopped at once, as in a crash, or whose machine falls silent, and that comes back: clients that
+train and sample see a delay."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ import pytest
 import tinker
 
 from tests.faults import runs
+from tests.faults.cables import Cable, cable
 from tests.faults.cluster import Cluster, wait_until
 from tests.faults.moments import repeated
 from tests.postgres import Postgres
@@ -24,24 +28,49 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 KEY = {"x-api-key": "tml-test"}
 AWAY_S = (1.0, 6.0)
+SILENT_LIMIT_S = 40.0
+"""By then who asks has heard that the database is away. A kernel alone waits for a quarter of an hour."""
 REQUESTS = 'gateway_requests_total{method="POST",route="forward_backward",status="200"}'
 
 
-@pytest.fixture(scope="module")
-def database() -> Iterator[Postgres]:
-    with running_postgres() as postgres:
-        yield postgres
+@dataclass(frozen=True, slots=True)
+class Database:
+    postgres: Postgres
+    cable: Cable | None
+    """To its machine, which is to fall silent."""
+
+    def go(self) -> None:
+        self.postgres.stop() if self.cable is None else self.cable.pull()
+
+    def come_back(self) -> None:
+        self.postgres.start() if self.cable is None else self.cable.plug()
+
+
+@pytest.fixture(scope="module", params=["stopped", "silent"])
+def database(request: pytest.FixtureRequest) -> Iterator[Database]:
+    if request.param == "stopped":
+        with running_postgres() as postgres:
+            yield Database(postgres, None)
+        return
+    with ExitStack() as stack:
+        try:
+            laid = stack.enter_context(cable())
+        except OSError as error:
+            pytest.skip(f"this user may not make a network: {error}")
+        yield Database(stack.enter_context(running_postgres(address=laid.address, within=laid.within)), laid)
 
 
 @pytest.fixture(scope="module")
-def running(model: Path, database: Postgres, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    env = {"GATEWAY_DATABASE_URL": database.new_database()}
+def running(model: Path, database: Database, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    env = {"GATEWAY_DATABASE_URL": database.postgres.new_database()}
     with Cluster(tmp_path_factory.mktemp("cluster"), model, num_samplers=1, gateway_env=env) as cluster:
         yield cluster
 
 
 def get(cluster: Cluster, path: str, **params: Any) -> httpx.Response:
-    return httpx.get(f"{cluster.url}/api/v1/{path}", params=params, headers=KEY, timeout=60, trust_env=False)
+    return httpx.get(
+        f"{cluster.url}/api/v1/{path}", params=params, headers=KEY, timeout=SILENT_LIMIT_S, trust_env=False
+    )
 
 
 def used(cluster: Cluster) -> Counter[str]:
@@ -67,7 +96,7 @@ def undisturbed(running: Cluster) -> tuple[list[runs.Outcome], Counter[str]]:
 def test_nothing_is_lost_or_counted_twice(
     undisturbed: tuple[list[runs.Outcome], Counter[str]],
     cluster: Cluster,
-    database: Postgres,
+    database: Database,
     rng: random.Random,
 ) -> None:
     expected, expected_used = undisturbed
@@ -78,12 +107,12 @@ def test_nothing_is_lost_or_counted_twice(
     ):
         after = rng.randrange(1, runs.STEPS * runs.ROUNDS)
         wait_until(lambda: cluster.metrics()[REQUESTS] > submitted + after, what="it trains")
-        database.stop()
+        database.go()
         try:
             refused = get(cluster, "training_runs")
             time.sleep(rng.uniform(*AWAY_S))
         finally:
-            database.start()
+            database.come_back()
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1"), refused.text
         runs.check_all(outcomes(), expected, exactly=False)
         listed = get(cluster, "training_runs", limit=len(runs.SEEDS)).raise_for_status().json()["training_runs"]
