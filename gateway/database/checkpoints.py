@@ -10,6 +10,7 @@ from sqlalchemy import delete, func, or_, select, update
 from gateway.database.connection import Database
 from gateway.database.operations import Note, settle
 from gateway.database.tables.checkpoints import DELETED_AT, Checkpoint
+from gateway.database.tables.tenants import AuditEvent
 from tinsmith.rpc.paths import KINDS
 
 
@@ -62,6 +63,9 @@ class CheckpointRows:
             result = await db.execute(delete(Checkpoint).where(*is_this))
             return result.rowcount > 0  # type: ignore[attr-defined]
 
-    async def update(self, path: str, **facts: Any) -> None:
+    async def update(self, path: str, event: AuditEvent | None = None, **facts: Any) -> None:
+        """`event`: what this is in the audit log."""
         async with self._database.begin() as db:
             await db.execute(update(Checkpoint).where(Checkpoint.path == path).values(**facts))
+            if event is not None:
+                db.add(event)

@@ -30,6 +30,7 @@ Purpose = Literal["load", "sample", "copy", "download"]
 
 _DELETION_RETENTION_S = 86400.0
 """How long a repeat of a deletion is known."""
+_IS_NOT_DELETED = or_(Checkpoint.expires_at.is_(None), Checkpoint.expires_at != DELETED_AT)
 _DELETION = ("owner", "idempotency_key", "path")
 _Deletion = tuple[str, str, str]
 
@@ -138,23 +139,20 @@ class Checkpoints:
     async def publish(self, checkpoint: Checkpoint, *, public: bool, owner: str) -> None:
         """Once more changes nothing."""
         if checkpoint.public != public:
-            await self._store.checkpoints.update(checkpoint.path, public=public)
-            self.record("checkpoint_publish" if public else "checkpoint_unpublish", checkpoint, owner=owner)
-            await self._ledger.flush()
+            event = event_of("checkpoint_publish" if public else "checkpoint_unpublish", checkpoint, owner=owner)
+            await self._store.checkpoints.update(checkpoint.path, event, public=public)
 
     async def set_ttl(self, checkpoint: Checkpoint, ttl_seconds: int | None, *, owner: str) -> None:
         """From now; None: it never expires."""
         expires_at = None if ttl_seconds is None else time.time() + ttl_seconds
-        await self._store.checkpoints.update(checkpoint.path, expires_at=expires_at)
-        self.record("checkpoint_ttl", checkpoint, owner=owner, ttl_seconds=ttl_seconds)
-        await self._ledger.flush()
+        event = event_of("checkpoint_ttl", checkpoint, owner=owner, ttl_seconds=ttl_seconds)
+        await self._store.checkpoints.update(checkpoint.path, event, expires_at=expires_at)
 
     async def pin(self, checkpoint: Checkpoint, *, pinned: bool, owner: str) -> None:
         """Once more changes nothing."""
         if checkpoint.pinned != pinned:
-            await self._store.checkpoints.update(checkpoint.path, pinned=pinned)
-            self.record("checkpoint_pin" if pinned else "checkpoint_unpin", checkpoint, owner=owner)
-            await self._ledger.flush()
+            event = event_of("checkpoint_pin" if pinned else "checkpoint_unpin", checkpoint, owner=owner)
+            await self._store.checkpoints.update(checkpoint.path, event, pinned=pinned)
 
     async def keep_for_samplers(self, path: TinkerPath) -> None:
         """To be called before a save may replace the checkpoint: samplers of the old one go on."""
@@ -179,10 +177,7 @@ class Checkpoints:
         if not self._access.changes(known, caller):
             raise CheckpointNotFound(f"path: there is no checkpoint {path}", field="path")
         self._clients.find_trainer(known.base_model)
-        await self._mark_deleted(known, deletion)
-        if known.expires_at != DELETED_AT:
-            self.record("checkpoint_delete", known, owner=owner)
-            await self._ledger.flush()
+        await self._mark_deleted(known, deletion, owner=owner)
         try:
             await self._remove(known)
         except NotReady as error:
@@ -192,10 +187,12 @@ class Checkpoints:
         async with self._store.begin() as db:
             return await db.get(Deletion, deletion) is not None
 
-    async def _mark_deleted(self, checkpoint: Checkpoint, deletion: _Deletion | None) -> None:
-        is_this = Checkpoint.path == checkpoint.path
+    async def _mark_deleted(self, checkpoint: Checkpoint, deletion: _Deletion | None, *, owner: str) -> None:
         async with self._store.begin() as db:
-            await db.execute(update(Checkpoint).where(is_this).values(expires_at=DELETED_AT))
+            query = update(Checkpoint).where(Checkpoint.path == checkpoint.path, _IS_NOT_DELETED)
+            result = await db.execute(query.values(expires_at=DELETED_AT))
+            if result.rowcount:  # type: ignore[attr-defined]
+                db.add(event_of("checkpoint_delete", checkpoint, owner=owner))
             if deletion is not None:
                 await db.merge(Deletion(**dict(zip(_DELETION, deletion, strict=True)), at=time.time()))
 
@@ -211,13 +208,13 @@ class Checkpoints:
             Checkpoint.version_id == checkpoint.version_id,
             ~Checkpoint.pinned,
             ~Checkpoint.public,
-            or_(Checkpoint.expires_at.is_(None), Checkpoint.expires_at != DELETED_AT),
+            _IS_NOT_DELETED,
         )
         async with self._store.begin() as db:
             result = await db.execute(update(Checkpoint).where(*is_this).values(expires_at=DELETED_AT))
             if not result.rowcount:  # type: ignore[attr-defined]
                 return False
-        self.record("checkpoint_prune", checkpoint, owner=owner)
+            db.add(event_of("checkpoint_prune", checkpoint, owner=owner))
         try:
             await self._remove(checkpoint)
         except ServiceError as error:

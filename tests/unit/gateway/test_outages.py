@@ -135,6 +135,35 @@ async def test_a_checkpoint_whose_commit_was_not_heard_of_is_counted_and_recorde
     assert counted == len(created)
 
 
+@pytest.mark.parametrize(("method", "suffix", "name"), [("POST", "/publish", "publish"), ("DELETE", "", "delete")])
+async def test_a_change_whose_commit_was_not_heard_of_is_recorded_once(
+    stack: Stack, client: Client, caplog: pytest.LogCaptureFixture, method: str, suffix: str, name: str
+) -> None:
+    assert stack.server is not None
+    gateway: Gateway = stack.server.app.state.gateway
+    model_id = await client.model(await client.session())
+    await client.result(await client.call("save_weights", {"model_id": model_id, "seq_id": 1, "path": "a"}))
+    url = f"/api/v1/training_runs/{model_id}/checkpoints/weights/a{suffix}"
+    statements: list[str] = []
+
+    def note(_connection: object, _cursor: object, statement: str, *_rest: object) -> None:
+        statements.append(statement)
+
+    def lose() -> None:
+        is_change = any(statement.startswith("UPDATE checkpoints") for statement in statements)
+        statements.clear()
+        if is_change:
+            lost()
+
+    event.listen(gateway.store._engine.sync_engine, "before_cursor_execute", note)
+    with commits(gateway.store, lose):
+        assert (await client.request(method, url)).status_code == 503
+    caplog.clear()  # it said that the database could not be used
+    assert (await client.request(method, url)).status_code in (200, 204)
+    entries = (await client.get("/api/v1/audit")).json()["entries"]
+    assert [entry["event"] for entry in entries if entry["event"] == f"checkpoint_{name}"] == [f"checkpoint_{name}"]
+
+
 async def test_an_end_of_a_session_whose_commit_was_not_heard_of_is_one(
     stack: Stack, client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
