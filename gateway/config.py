@@ -109,6 +109,9 @@ class GatewayConfig(GrpcTls, BaseSettings):
     """A session without a heartbeat for so long is ended."""
     reap_interval_s: float = Field(default=30.0, gt=0)
     """How often ended sessions are released and expired checkpoints are deleted."""
+    tokenizers: dict[str, str] = {}
+    """For base models whose names the Hugging Face hub does not know: where clients find the tokenizer, as another hub
+    id or a folder on their machines. What TrainingClient.get_tokenizer() of the SDK loads."""
     max_num_samples: int = Field(default=1024, gt=0)
     """Most sequences of one sample request."""
     max_pending_samples: int = Field(default=4096, gt=0)

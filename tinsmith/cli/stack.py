@@ -23,6 +23,7 @@ from pathlib import Path
 from tinsmith.cli.base_models import BaseModel, UsageError
 from tinsmith.cli.ports import free_ports
 from tinsmith.cli.supervisor import Service
+from tinsmith.rpc.auth import is_loopback
 from tinsmith.rpc.channel import connect, wait_serving
 from tinsmith.rpc.tls import Certificates, pinned
 
@@ -253,6 +254,9 @@ class Stack:
             **self.tls.flags("gateway"),
             **self._log_flags(),
         }
+        tokenizers = _tokenizers(self.models) if is_loopback(self.host) else {}
+        if tokenizers and "GATEWAY_TOKENIZERS" not in os.environ:
+            flags["tokenizers"] = json.dumps(tokenizers)
         return Service(
             name="gateway",
             argv=_command("gateway", flags),
@@ -268,6 +272,18 @@ class Stack:
 
     def _keys(self, service: str) -> dict[str, str]:
         return self.keys.env(service) if self.keys else {}
+
+
+def _tokenizers(models: Sequence[BaseModel]) -> dict[str, str]:
+    """Folders of the models that are on this machine only. Other names with a slash are probably those of the hub,
+    which works through a tunnel from another machine, too."""
+    return {
+        name: model.source
+        for model in models
+        if Path(model.source).is_absolute()
+        for name in model.names
+        if "/" not in name or name.startswith("tinsmith/")
+    }
 
 
 def torchrun(ranks: int, port: int) -> list[str]:

@@ -178,7 +178,7 @@ async def get_info(request: Request) -> Response:
             "model_data": {
                 "arch": trainer.info.architecture if trainer.info is not None else None,
                 "model_name": model.base_model,
-                "tokenizer_id": None if is_path else model.base_model,
+                "tokenizer_id": gateway.config.tokenizers.get(model.base_model, None if is_path else model.base_model),
             },
         }
     )

@@ -91,6 +91,19 @@ def test_each_trainer_knows_its_own_sampler_and_the_gateway_knows_all() -> None:
     assert len(set(ports)) == 8
 
 
+def test_clients_on_this_machine_find_the_tokenizers_of_models_that_the_hub_does_not_know(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    models = [BaseModel("/m/a", ("a", "tinsmith/a", "org/a")), BaseModel("org/c", ("org/c", "c"))]
+    local = replace(make_stack(models), host="127.0.0.1")
+    gateway = local.services(local.groups())[-1]
+    assert json.loads(flag(gateway, "tokenizers")) == {"a": "/m/a", "tinsmith/a": "/m/a"}
+    everywhere = replace(local, host="0.0.0.0")
+    assert "--tokenizers" not in everywhere.services(everywhere.groups())[-1].argv
+    monkeypatch.setenv("GATEWAY_TOKENIZERS", "{}")
+    assert "--tokenizers" not in local.services(local.groups())[-1].argv
+
+
 def test_several_samplers_are_known_to_their_trainer_and_to_the_gateway() -> None:
     stack = replace(make_stack([BaseModel("/m/a", ("a",)), BaseModel("/m/b", ("b",))]), num_samplers=2)
     groups = stack.groups()

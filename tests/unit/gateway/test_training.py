@@ -321,7 +321,7 @@ async def test_create_model_again_is_the_same_model(stack: Stack, client: Client
     assert stack.trainer.orders == {f"{session_id}:train:0": [0]}
 
 
-async def test_get_info_names_the_model_that_was_asked_for(client: Client) -> None:
+async def test_get_info_names_the_model_that_was_asked_for(stack: Stack, client: Client) -> None:
     model_id = await client.model(await client.session(), base_model="tinsmith/eight")
     info = await client.call("get_info", {"model_id": model_id})
     assert info["model_data"] == {
@@ -330,4 +330,7 @@ async def test_get_info_names_the_model_that_was_asked_for(client: Client) -> No
         "tokenizer_id": "tinsmith/eight",
     }
     assert (info["is_lora"], info["lora_rank"], info["optimizer_config"]) == (True, 8, {"type": "adamw"})
+    await stack.stop_gateway()
+    await stack.start_gateway(tokenizers={"tinsmith/eight": "/models/eight"})
+    assert (await client.call("get_info", {"model_id": model_id}))["model_data"]["tokenizer_id"] == "/models/eight"
     await client.call("get_info", {"model_id": "nobody"}, status=404)
