@@ -97,7 +97,8 @@ class Burst:
 
 def metric(cluster: Cluster, name: str, sampler: Process, **labels: str) -> float:
     pairs = ",".join(f'{key}="{value}"' for key, value in sorted(({"sampler": sampler.address} | labels).items()))
-    return cluster.metrics()[f"{name}{{{pairs}}}"]
+    found, key = cluster.metrics(), f"{name}{{{pairs}}}"
+    return found.get(key, 0.0) if name.endswith("_total") else found[key]  # a counter is there once it has counted
 
 
 def state(cluster: Cluster, sampler: Process) -> str:
