@@ -1,0 +1,1 @@
+"""The figures of bench_trainer.py."""

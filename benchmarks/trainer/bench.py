@@ -1,0 +1,90 @@
+"""What every figure of the engine needs: models, batches, and rounds that alternate with what it is compared with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from model_work import ModelWork, Peak, synchronize
+from processes import Baseline
+
+from tinsmith.modeling.adapter import Adapter, AdapterConfig
+from trainer_service.engine.batch import Batch, Datum, Output
+from trainer_service.engine.engine import TrainingEngine
+from trainer_service.objectives.losses import LOSS_FNS
+
+MIN_ROUNDS = 3
+
+Run = Callable[[], float]
+
+
+@dataclass(slots=True)
+class Bench:
+    engine: TrainingEngine
+    rank: int
+    shapes: dict[str, list[int]]
+    """Lengths of the sequences of a batch, by the name of the shape."""
+    num_adapters: int
+    threads: int
+    hf: Baseline | None
+    work: ModelWork
+    peak: Peak
+    repeats: int
+    budget_s: float
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+
+    @property
+    def device(self) -> torch.device:
+        return self.engine.base.device
+
+    def rounds(self, *runs: Run) -> list[list[float]]:
+        """The values of each run, one after the other in each round. About `budget_s` seconds, but MIN_ROUNDS at least;
+        a round before them warms up."""
+        for run in runs:
+            run()
+        begin, rows = time.perf_counter(), []
+        while len(rows) < self.repeats and (len(rows) < MIN_ROUNDS or time.perf_counter() - begin < self.budget_s):
+            rows.append([run() for run in runs])
+        return [list(column) for column in zip(*rows, strict=True)]
+
+    def create(self, model_id: str) -> str:
+        self.engine.create_model(model_id, AdapterConfig(rank=self.rank, seed=len(model_id)), "adamw")
+        return model_id
+
+    def adapter(self) -> Adapter:
+        """Like those that `create` makes."""
+        return Adapter.create(AdapterConfig(rank=self.rank), self.engine.base.targets, self.device)
+
+    def batch(self, lengths: Sequence[int]) -> Batch:
+        """Random tokens and targets, all of which count."""
+        loss, vocab = LOSS_FNS["cross_entropy"], self.engine.base.vocab_size
+        return Batch(
+            loss_fn="cross_entropy",
+            loss=loss,
+            loss_config=loss.config,
+            forward_only=False,
+            datums=[
+                Datum(
+                    tokens_N=self.rng.integers(vocab, size=length).astype(np.int32),
+                    targets=self.rng.integers(vocab, size=length),
+                    inputs={"weights": np.ones(length, np.float32)},
+                )
+                for length in lengths
+            ],
+        )
+
+    def forward_backward(self, works: Sequence[tuple[str, Batch]]) -> None:
+        for result in self.engine.forward_backward(works):
+            if not isinstance(result, Output):
+                raise result
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Wall clock, to the end of what the device does."""
+        synchronize(self.device)
+        begin = time.perf_counter()
+        work()
+        synchronize(self.device)
+        return time.perf_counter() - begin

@@ -1,0 +1,58 @@
+"""What belongs to models: their steps, and the memory of many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from figure import Figure
+
+from trainer.bench import Bench
+from trainer.memory import resident_mb
+from trainer_service.engine.optimizers import AdamParams
+
+ADAM = AdamParams(learning_rate=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, grad_clip_norm=1.0)
+
+
+def optimizer_step(bench: Bench) -> Iterator[Figure]:
+    """optim_step (gradient clipping, AdamW and clearing the gradients), against stock AdamW on the same tensors."""
+    model_id = bench.create("step")
+    adapter = bench.adapter()
+    parameters = [torch.nn.Parameter(tensor) for tensor in adapter.tensors()]
+    stock = torch.optim.AdamW(parameters, lr=ADAM.learning_rate)
+
+    def stock_step() -> None:
+        torch.nn.utils.clip_grad_norm_(parameters, ADAM.grad_clip_norm)
+        stock.step()
+        torch._foreach_zero_([parameter.grad for parameter in parameters if parameter.grad is not None])
+
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    theirs, ours = bench.rounds(
+        lambda: 1e3 * bench.seconds(stock_step),
+        lambda: 1e3 * bench.seconds(lambda: bench.engine.optim_step(model_id, ADAM)),
+    )
+    size = f"{adapter.flat.numel() / 1e6:.3g} M parameters"
+    yield Figure(f"optim_step, {size}", "ms", ours, "torch.optim.AdamW, tensor by tensor", theirs)
+    bench.engine.delete_model(model_id)
+
+
+def resident_adapters(bench: Bench) -> Iterator[Figure]:
+    """Memory of 64 adapters that have each taken a step, against their parameters, two moments and gradients."""
+    num_models, length = 64, min(64, *(min(lengths) for lengths in bench.shapes.values()))
+    batch = bench.batch([length])
+    warm = bench.create("warm")  # what the first call needs, it needs once
+    bench.forward_backward([(warm, batch)])
+    bench.engine.optim_step(warm, ADAM)
+    own = 4 * num_models * bench.adapter().flat.nbytes / 1e6
+    before = resident_mb(bench.device)
+    for n in range(num_models):
+        model_id = bench.create(f"resident-{n}")
+        bench.forward_backward([(model_id, batch)])
+        bench.engine.optim_step(model_id, ADAM)
+        bench.forward_backward([(model_id, batch)])  # so that it has gradients too
+    grown = resident_mb(bench.device) - before
+    yield Figure(f"{num_models} adapters resident", "MB", [grown], "their own state", [own], aim="1.05")
+    for n in range(num_models):
+        bench.engine.delete_model(f"resident-{n}")
+    bench.engine.delete_model(warm)
