@@ -2,7 +2,7 @@
 written behind, a batch at a time.
 
 These rows are for reading later; nothing that a client waits for depends on them. A gateway that is killed loses at
-most the last FLUSH_S seconds of them.
+most the last FLUSH_S seconds of them. What is done to a checkpoint is recorded in the transaction that does it.
 
 Each batch is written once. Its number is in the same transaction: when a connection is lost, or a write cut off, nobody
 knows whether the database has it, and the same batch, sent again, finds its own number.
