@@ -13,6 +13,7 @@ from torch import Tensor
 from sampler_service.torch_engine import sampling
 from sampler_service.torch_engine.sampling import scaled_logprobs, uniforms
 from sampler_service.torch_engine.step import Rows, Step
+from tinsmith.modeling.kernels.transfer import on_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +36,12 @@ def draw(step: Step, logits_R_V: Tensor) -> Drawn:
         # num_samples draws from one row.
         counts = [1] * len(running) + [len(piece.job.sequences) for piece in step.ending]
         if len(sequences) > len(counts):
-            logits_R_V = logits_R_V.repeat_interleave(torch.tensor(counts, device=device), 0)
+            # With the number of rows: else the host would have to ask the device for it.
+            logits_R_V = logits_R_V.repeat_interleave(
+                torch.tensor(counts, device=device), 0, output_size=len(sequences)
+            )
     logprobs_R_V = scaled_logprobs(logits_R_V, rows.rules.temperature_R_1)
-    numbers_R = torch.from_numpy(uniforms(rows.keys, rows.counters)).to(device)
+    numbers_R = on_device(torch.from_numpy(uniforms(rows.keys, rows.counters)), device)
     tokens_R = sampling.draw(logprobs_R_V, rows.rules, numbers_R)
     logprobs_R = logprobs_R_V.gather(-1, tokens_R[:, None])[:, 0]
     if rows.topk:
