@@ -5,7 +5,11 @@ It stands apart from torch.distributed's default group, which belongs to data or
 
 from __future__ import annotations
 
+import os
 import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -17,6 +21,9 @@ from torch import Tensor
 from tinsmith.weight_channel.transport import Wait, bucket_timeout_s
 
 Backend = Literal["gloo", "nccl"]
+
+_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+"""Read when a process group is made. Other groups, such as that of the trainer's ranks, go on without it."""
 
 
 def open_store(host: str, *, timeout_s: float) -> dist.TCPStore:
@@ -80,7 +87,8 @@ class WeightGroup:
         if backend == "nccl":
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = timeout
-            group = dist.ProcessGroupNCCL(prefix, rank, world_size, nccl)
+            with _no_watchdog():
+                group = dist.ProcessGroupNCCL(prefix, rank, world_size, nccl)
             return cls(group, prefix, rank, world_size, epoch, "cuda")
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timeout
@@ -93,14 +101,17 @@ class WeightGroup:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
-        options.timeout = timedelta(seconds=bucket_timeout_s(tensor.nbytes))
+        timeout = timedelta(seconds=bucket_timeout_s(tensor.nbytes))
+        options.timeout = timeout
         group: Any = self.process_group  # the stubs lack the overload with options
         work = group.broadcast([tensor], options)
 
         def wait() -> None:
-            work.wait()
-            if tensor.is_cuda:
-                torch.cuda.synchronize(tensor.device)
+            if not tensor.is_cuda:
+                work.wait()
+                return
+            work.wait(timeout)  # NCCL goes by this one: without it, by the time for the forming of the group
+            torch.cuda.current_stream(tensor.device).synchronize()
 
         return wait
 
@@ -117,3 +128,27 @@ class WeightGroup:
     def close(self) -> None:
         if self.rank == 0:
             self.store.set("closed", "1")
+        if self.device == "cuda":
+            # Else the destructor would wait for a broadcast that no longer ends. Not here: it may take a while.
+            threading.Thread(target=self._abort, name="nccl-abort", daemon=True).start()
+
+    def _abort(self) -> None:
+        group: Any = self.process_group
+        with suppress(RuntimeError):  # nothing is expected of it any more
+            group.abort()
+
+
+@contextmanager
+def _no_watchdog() -> Iterator[None]:
+    """For a process group of NCCL that is made in this `with` block: an error, or a broadcast that takes too long, is
+    raised where it is waited for. torch's default is a thread that ends the whole process, with everybody's training,
+    because one sampler has died.
+    """
+    before = os.environ.get(_BLOCKING_WAIT)
+    os.environ[_BLOCKING_WAIT] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_BLOCKING_WAIT]
+        if before is not None:
+            os.environ[_BLOCKING_WAIT] = before
