@@ -58,6 +58,7 @@ def test_packages_come_first_when_they_are_installed(monkeypatch: pytest.MonkeyP
     ops = SimpleNamespace(LigerRMSNormFunction=None, LigerSiLUMulFunction=None, LigerRopeFunction=None)
     monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
     monkeypatch.setitem(sys.modules, "liger_kernel.ops", ops)  # type: ignore[arg-type]
+    monkeypatch.setattr(choice, "attempt", lambda backend, device, dtype: None)
     monkeypatch.setattr(FlashAttn, "__init__", lambda self, interface: None)
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
     interface = ModuleType("flash_attn.flash_attn_interface")
@@ -66,6 +67,25 @@ def test_packages_come_first_when_they_are_installed(monkeypatch: pytest.MonkeyP
     assert isinstance(kernels.attention, FlashAttn)
     assert kernels.elementwise is not None
     assert kernels.elementwise.name == "liger"
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_liger_that_cannot_compile_gives_way_with_a_word(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Triton needs a C compiler for every kernel's first call."""
+    ops = SimpleNamespace(LigerRMSNormFunction=None, LigerSiLUMulFunction=None, LigerRopeFunction=None)
+    monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops", ops)  # type: ignore[arg-type]
+
+    def attempt(backend: Elementwise, device: torch.device, dtype: torch.dtype) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(choice, "attempt", attempt)
+    assert choose("auto", CUDA, torch.bfloat16).elementwise is COMPILED
+    assert "liger-kernel is installed but does not work here: Failed to find C compiler" in caplog.text
+    with pytest.raises(ValueError, match="kernels: 'liger' does not work here: liger: Failed to find C compiler"):
+        choose("liger", CUDA, torch.bfloat16)
 
 
 @pytest.mark.usefixtures("hopper")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from tinsmith.modeling.kernels.compiled import CannotCompile, compiled
+from tinsmith.modeling.kernels.compiled import CannotCompile, attempt, compiled, first_lines
 from tinsmith.modeling.kernels.cpu import CPU
 from tinsmith.modeling.kernels.elementwise import Elementwise
 from tinsmith.modeling.kernels.flash_attn import FlashAttn
@@ -87,7 +87,7 @@ def _elementwise(setting: Setting, device: torch.device, dtype: torch.dtype) -> 
     reasons = []
     if setting == "liger" or (setting == "auto" and device.type == "cuda"):
         try:
-            return _liger(device)
+            return _liger(device, dtype)
         except ImportError as error:
             reasons.append(f"liger: {error}")
     if setting == "compiled" or (setting == "auto" and device.type == "cuda"):
@@ -102,8 +102,14 @@ def _elementwise(setting: Setting, device: torch.device, dtype: torch.dtype) -> 
     return None
 
 
-def _liger(device: torch.device) -> Elementwise:
-    """Raises ImportError when there is none for this device."""
+def _liger(device: torch.device, dtype: torch.dtype) -> Elementwise:
+    """Raises ImportError when there is none for this device, or its kernels do not work here."""
     if device.type != "cuda":
         raise ImportError(f"its kernels run on CUDA, not on {device.type}")
-    return liger(importlib.import_module("liger_kernel.ops"))
+    backend = liger(importlib.import_module("liger_kernel.ops"))
+    try:
+        attempt(backend, device, dtype)
+    except Exception as error:  # Triton compiles now, and raises as many kinds as there are things to miss
+        logger.warning("liger-kernel is installed but does not work here: %s", first_lines(error))
+        raise ImportError(first_lines(error)) from error
+    return backend

@@ -39,11 +39,16 @@ def compiled(device: torch.device, dtype: torch.dtype) -> Elementwise:
 
     backend = Elementwise("compiled", rms_norm, swiglu, rotary)
     try:
-        _try(backend, device, dtype)
+        attempt(backend, device, dtype)
     except Exception as error:  # torch raises as many kinds as there are things to miss
-        lines = [line for line in str(error).splitlines() if line.strip()]  # often the second one says it
-        raise CannotCompile(" ".join(lines[:2]) or type(error).__name__) from error
+        raise CannotCompile(first_lines(error)) from error
     return backend
+
+
+def first_lines(error: Exception) -> str:
+    """Of its message: often the second one says it."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2]) or type(error).__name__
 
 
 def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,7 +61,9 @@ def _dynamic(x: Tensor, dim: int) -> Tensor:
     return x
 
 
-def _try(backend: Elementwise, device: torch.device, dtype: torch.dtype) -> None:
+def attempt(backend: Elementwise, device: torch.device, dtype: torch.dtype) -> None:
+    """Computes a few tokens, forward and backward. Raises whatever stands against it."""
+
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, dtype=dtype).requires_grad_()
 
