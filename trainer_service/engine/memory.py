@@ -17,6 +17,13 @@ from torch.utils._pytree import tree_iter
 _CGROUPS = Path("/sys/fs/cgroup")
 _CPU_MESSAGES = ("can't allocate memory", "not enough memory", "std::bad_alloc")
 """Of the RuntimeError that torch's CPU allocator raises."""
+_CUDA_MESSAGES = (
+    "CUDA error: out of memory",
+    "CUDA_ERROR_OUT_OF_MEMORY",
+    "[CUDA]: out of memory",
+    "_STATUS_ALLOC_FAILED",
+)
+"""Of a RuntimeError when others than torch's allocator find nothing: pinned memory, Triton, cuBLAS and the like."""
 
 
 class Allocations(TorchDispatchMode):
@@ -124,7 +131,9 @@ def _cgroup_rooms(root: Path, membership: Path) -> Iterator[int]:
 def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(message in str(error) for message in _CPU_MESSAGES)
+    return isinstance(error, RuntimeError) and any(
+        message in str(error) for message in (*_CPU_MESSAGES, *_CUDA_MESSAGES)
+    )
 
 
 def device_memory(device: torch.device) -> dict[str, Callable[[], int]]:

@@ -69,6 +69,12 @@ def test_errors_of_allocation_are_known_and_others_are_not_taken_for_them() -> N
     assert is_out_of_memory(caught.value)
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     assert is_out_of_memory(MemoryError())
+    for message in (
+        "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'",  # of pinned memory
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "Triton Error [CUDA]: out of memory",
+    ):
+        assert is_out_of_memory(RuntimeError(message))
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
 
 
