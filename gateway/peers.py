@@ -46,6 +46,8 @@ class Peers:
         self._seen: dict[str, tuple[int, float]] = {}
         """The number of each of the others, and when it was first seen."""
         self._beaten_at = -SILENT_S
+        self._mourning = False
+        """One is gone, and on_death has not ended well since."""
         self._beating = asyncio.Lock()
         self.on_taken_for_dead: Callable[[], None] = lambda: None
         """Told when others may have taken over what this gateway had."""
@@ -121,6 +123,8 @@ class Peers:
 
     async def _beat(self) -> None:
         began = time.monotonic()
+        if began - self._beaten_at > SILENT_S:  # the database may have been away, and the others as silent as this one
+            self._seen.clear()
         mine = GatewayRow.gateway_id == self.gateway_id
         busy = self._futures.busy_models()
         async with self._store.begin() as db:
@@ -136,14 +140,15 @@ class Peers:
                 query = delete(GatewayRow).where(GatewayRow.gateway_id == gateway_id, GatewayRow.beat == beat)
                 if _changed(await db.execute(query)):
                     logger.warning("the gateway at %s is gone", rows.pop(gateway_id).url)
-        has_gone = bool(self._rows.keys() - rows.keys())
+        self._mourning |= bool(self._rows.keys() - rows.keys())
         is_first = not self._rows
         self._rows, self._beaten_at = rows, began
         if not was_there and not is_first:
             logger.warning("other gateways took this one for dead: it was silent for more than %g s", SILENT_S)
             self.on_taken_for_dead()
-        if has_gone and self.on_death is not None:
+        if self._mourning and self.on_death is not None:
             await self.on_death()
+        self._mourning = False
         if self.on_beat is not None:
             await self.on_beat()
 

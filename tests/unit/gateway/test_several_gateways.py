@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from sqlalchemy import delete
 
 from gateway.config import GatewayConfig
+from gateway.database.outages import DatabaseUnusable
 from gateway.database.tables.gateways import GatewayRow
 from gateway.gateway import Gateway, StartError
 from tests.postgres import Postgres, postgres  # noqa: F401 - a fixture
@@ -153,6 +157,40 @@ async def test_one_that_was_taken_for_dead_gives_up_what_others_took_over(
     held = [sum(each.answer(receipt["request_id"]) is not None for receipt in receipts) for each in futures]
     assert sorted(held) == [0, 4]
     assert peers.url_of(peers.gateway_id) is not None
+
+
+async def test_gateways_whose_database_was_away_do_not_take_each_other_for_dead(
+    several: Several, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = (several.gateway(port).peers for port in several.servers)
+    for _ in range(2):
+        await one.beat()
+    later = time.monotonic() + 60  # nobody has raised a number since
+    monkeypatch.setattr("gateway.peers.time", SimpleNamespace(monotonic=lambda: later))
+    await one.beat()
+    assert one.url_of(other.gateway_id) is not None
+
+
+async def test_what_a_dead_gateway_leaves_is_taken_over_though_the_database_fails_first(
+    several: Several, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, other = several.servers
+    peers = several.gateway(one).peers
+    await peers.beat()
+    tries: list[bool] = []
+
+    async def fails_first() -> None:
+        tries.append(True)
+        if len(tries) == 1:
+            raise DatabaseUnusable("database is locked")
+
+    peers.on_death = fails_first
+    await several.stop_one(other)
+    for _ in range(3):
+        with contextlib.suppress(DatabaseUnusable):
+            await peers.beat()
+    assert len(tries) == 2
+    caplog.clear()  # of a beat in the background
 
 
 async def test_refusals_are_told_by_both(client: Client) -> None:
