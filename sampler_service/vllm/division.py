@@ -22,21 +22,18 @@ class Devices:
     count: int
     free_bytes: int
     """Of the fullest one. On a CPU all share the machine's memory, and this is what there is of it for each."""
-    memory_share: float
-    """Part of the fullest GPU's memory that is free; 1 on a CPU."""
 
     @classmethod
     def of(cls, device_type: str, count: int) -> Devices:
         """Raises ValueError when there are fewer GPUs."""
         if device_type != "cuda":
-            return cls(device_type, count, free_bytes_of(torch.device(device_type)) // count, 1.0)
+            return cls(device_type, count, free_bytes_of(torch.device(device_type)) // count)
         visible = torch.cuda.device_count()
         if visible < count:
             raise ValueError(
                 f"tensor_parallel: {count} needs as many GPUs, and {visible} can be seen; look at CUDA_VISIBLE_DEVICES"
             )
-        memory = [torch.cuda.mem_get_info(index) for index in range(count)]
-        return cls(device_type, count, min(free for free, _ in memory), min(free / total for free, total in memory))
+        return cls(device_type, count, min(torch.cuda.mem_get_info(index)[0] for index in range(count)))
 
 
 def check_division(model: PretrainedConfig, size: int) -> None:

@@ -54,8 +54,6 @@ class Reference:
     eos_token_ids: frozenset[int]
     sizes: Sizes
     """Of each worker."""
-    memory_share: float
-    """Part of each GPU's memory that is free for vLLM."""
     base: Sample
     groups: Mapping[Group, Sample]
 
@@ -117,7 +115,6 @@ def _measure(config: SamplerConfig) -> Reference:
         ),
         eos_token_ids=eos_token_ids(base.path, base.config),
         sizes=sizes_of_each(base, config, devices) if is_divided else Sizes.of(base, config),
-        memory_share=devices.memory_share,
         base=_sample(base, tokens, None),
         groups={group: _sample(base, tokens, only(group, rank=rank, seed=0)) for group in base.groups},
     )

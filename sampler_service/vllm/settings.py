@@ -14,6 +14,9 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 BLOCK_TOKENS = 32
 """Of a block of the key/value cache. On a CPU it must divide by 32, and the default of 128 lets the samples of one
 prompt share little of it."""
+_FREE_AT_START = 0.01
+"""Part of a GPU without which vLLM refuses to start. It is nothing else, where the bytes of its cache are given; and
+how much is free when it starts nobody knows: a trainer beside it may be loading."""
 WORKER_EXTENSION = "sampler_service.vllm.worker.WorkerExtension"
 SCHEDULER = "sampler_service.vllm.scheduler.make_scheduler"
 
@@ -68,7 +71,7 @@ def engine_args(config: SamplerConfig, reference: Reference) -> dict[str, object
         "max_model_len": min(reference.max_context_length, sizes.max_kv_tokens),
         "block_size": BLOCK_TOKENS,
         "kv_cache_memory_bytes": num_blocks * BLOCK_TOKENS * sizes.bytes_per_token,
-        "gpu_memory_utilization": round(0.9 * reference.memory_share, 2),
+        "gpu_memory_utilization": _FREE_AT_START,
         "enforce_eager": on_cpu,  # compiled, it starts minutes later and decodes 5 % faster
         "max_num_seqs": config.max_running + PASSING,
         "max_num_batched_tokens": max(sizes.tokens_per_step, config.max_running + PASSING),
