@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,14 @@ from tests.faults import runs
 from tests.faults.cluster import Cluster, wait_until
 from tests.faults.moments import repeated
 from tests.integration.examples import PROMPT, new_model
+from tests.postgres import Postgres
 from tests.postgres import running as running_postgres
 from tests.round_robin import RoundRobin, balanced
 
 pytestmark = pytest.mark.slow
 
+AWAY_S = 8.0
+"""More than a gateway may be silent before the others take it for dead."""
 KEY = {"x-api-key": "tml-test"}
 
 
@@ -116,12 +121,17 @@ def test_a_save_is_indexed_though_its_gateway_and_its_client_are_gone(cluster: C
 
 
 @pytest.fixture(scope="module")
-def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def database() -> Iterator[Postgres]:
     with running_postgres() as postgres:
-        env = {"GATEWAY_DATABASE_URL": postgres.new_database()}
-        folder = tmp_path_factory.mktemp("pair")
-        with Cluster(folder, model, num_samplers=1, gateway_env=env, num_gateways=2) as cluster:
-            yield cluster
+        yield postgres
+
+
+@pytest.fixture(scope="module")
+def pair(model: Path, database: Postgres, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    env = {"GATEWAY_DATABASE_URL": database.new_database()}
+    folder = tmp_path_factory.mktemp("pair")
+    with Cluster(folder, model, num_samplers=1, gateway_env=env, num_gateways=2) as cluster:
+        yield cluster
 
 
 @pytest.fixture
@@ -165,6 +175,29 @@ def test_one_of_two_gateways_goes_and_comes_back(
             if is_kill:
                 gateway.start()
             gateway.wait_serving()
+        runs.check_all(outcomes(), undisturbed, exactly=False)
+
+
+@repeated
+def test_the_database_of_two_gateways_goes_and_comes_back(
+    pair: Cluster,
+    database: Postgres,
+    balancer: tuple[str, RoundRobin],
+    undisturbed: list[runs.Outcome],
+    rng: random.Random,
+) -> None:
+    url, both = balancer
+    with (
+        tinker.ServiceClient(base_url=url, api_key="tml-test") as service,
+        runs.under_way(service, pair.checkpoints) as outcomes,
+    ):
+        after = sum(both.num_sent) + rng.randrange(10, 100)
+        wait_until(lambda: sum(both.num_sent) > after, what="requests are answered")
+        database.stop()
+        try:
+            time.sleep(AWAY_S)
+        finally:
+            database.start()
         runs.check_all(outcomes(), undisturbed, exactly=False)
 
 
