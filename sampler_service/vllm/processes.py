@@ -9,9 +9,12 @@ import contextlib
 import multiprocessing
 import os
 import threading
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 
 import psutil
+
+_TRACKER_S = 2.0
 
 
 def die_with_parent() -> None:
@@ -27,10 +30,16 @@ def _die_with(parent: BaseProcess) -> None:
 
 
 def kill_all_below() -> None:
-    """What this process has started, and what that has. Without Python's trackers of shared memory, which remove what
-    the others leave behind, and then end by themselves."""
+    """What this process has started, and what that has; before this process ends itself. Python's tracker of shared
+    memory then removes what the others leave behind, and this waits until it has."""
+    trackers: list[psutil.Process] = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if not any("resource_tracker" in argument for argument in process.cmdline()):
+            if any("resource_tracker" in argument for argument in process.cmdline()):
+                trackers.append(process)
+            else:
                 process.kill()
                 process.wait()
+    if trackers and (fd := resource_tracker.getfd()) is not None:
+        os.close(fd)  # nobody else has it any more, and so the tracker ends
+        psutil.wait_procs(trackers, timeout=_TRACKER_S)
