@@ -261,6 +261,11 @@ class SamplingEngine(Protocol):
         ...
 
     @property
+    def weights_device(self) -> str:
+        """Where this process wants versions to arrive: "cpu" or "cuda"."""
+        ...
+
+    @property
     def max_context_length(self) -> int:
         """Longest prompt and output together: of the model, and no more than the key/value cache holds."""
         ...

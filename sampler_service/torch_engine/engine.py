@@ -93,6 +93,10 @@ class TorchEngine(Front):
         return self.base.device.type
 
     @property
+    def weights_device(self) -> str:
+        return self.base.device.type
+
+    @property
     def targets(self) -> Sequence[Target]:
         return self.base.targets
 

@@ -57,6 +57,8 @@ class VllmEngine(RunningFront):
         )
         super().__init__(llm, config, metrics, limits, StopRules(config.base_model, reference.eos_token_ids))
         self.device = reference.device
+        self.weights_device = "cpu"
+        """They go on through shared memory. This process has nothing on the GPU, whose memory vLLM's processes need."""
         self.eos_token_ids = reference.eos_token_ids
         self.targets: Sequence[Target] = reference.targets
         self.refused_groups: dict[Group, str] = {}

@@ -57,7 +57,8 @@ def check_group(request: pb.InitWeightTransferRequest, *, device: str) -> None:
     transport = parse_transport(request.backend, field="backend")
     if transport in ON_CUDA and device != "cuda":
         raise InvalidRequest(
-            f"backend: {transport!r} needs CUDA, and this sampler runs on {device}; set the trainer's channel to auto",
+            f"backend: {transport!r} needs CUDA, and this sampler takes versions on {device}; set the trainer's "
+            "channel to auto",
             field="backend",
         )
     if transport in LOCAL:

@@ -95,12 +95,12 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
     async def ProbeWeightTransfer(
         self, request: pb.ProbeWeightTransferRequest, context: Context
     ) -> pb.ProbeWeightTransferResponse:
-        return self._meetings.probe(request, device=self.slot.get().device)
+        return self._meetings.probe(request, device=self.slot.get().weights_device)
 
     async def InitWeightTransfer(
         self, request: pb.InitWeightTransferRequest, context: Context
     ) -> pb.InitWeightTransferResponse:
-        check_group(request, device=self.slot.get().device)
+        check_group(request, device=self.slot.get().weights_device)
         trainer_id = request.trainer_id
         if (link := self._links.get(trainer_id)) is not None:
             if link.epoch >= request.epoch:  # from a time when this process, or the network, had stopped

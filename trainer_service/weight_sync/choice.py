@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from tinsmith.rpc.errors import Unsupported
 from tinsmith.weight_channel import ring
-from tinsmith.weight_channel.transport import Transport
+from tinsmith.weight_channel.transport import ON_CUDA, Transport
 
 Channel = Literal["auto", "gloo", "nccl", "cuda_ipc", "shm"]
 CHANNELS = get_args(Channel)
@@ -34,8 +34,13 @@ def check_channel(channel: Channel, *, gpu_uuid: str) -> None:
         raise ValueError(f"channel: {channel!r} needs Linux")
 
 
-def choose(channel: Channel, places: Sequence[Place], *, gpu_uuid: str) -> list[Transport]:
-    """One for each place. Raises Unsupported when the wanted one cannot reach a sampler."""
+def choose(
+    channel: Channel, places: Sequence[Place], *, gpu_uuid: str, on_host: Collection[str] = ()
+) -> list[Transport]:
+    """One for each place. `on_host`: addresses for which `auto` takes nothing in GPU memory.
+
+    Raises Unsupported when the wanted one cannot reach a sampler.
+    """
     neighbours = Counter(place.gpu_uuid for place in places)
     neighbours[gpu_uuid] += 1
 
@@ -56,7 +61,10 @@ def choose(channel: Channel, places: Sequence[Place], *, gpu_uuid: str) -> list[
     for place in places:
         against = possible(place)
         if channel == "auto":
-            chosen.append(next(transport for transport, reason in against.items() if not reason))
+            fit = [transport for transport, reason in against.items() if not reason]
+            if place.address in on_host:
+                fit = [transport for transport in fit if transport not in ON_CUDA]
+            chosen.append(fit[0])
         elif reason := against[channel]:
             raise Unsupported(f"channel: {channel!r} does not reach the sampler {place.address}: {reason}")
         else:

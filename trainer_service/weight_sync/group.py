@@ -18,7 +18,7 @@ from tinsmith.weight_channel import ring
 from tinsmith.weight_channel.group import Backend, WeightGroup, join_store, open_store
 from tinsmith.weight_channel.ring import RingListener, RingOutlet
 from tinsmith.weight_channel.ring_memory import cuda_handle, gpu_uuid, make_cuda_ring, make_host_ring
-from tinsmith.weight_channel.transport import COLLECTIVE, Outlet, Transport
+from tinsmith.weight_channel.transport import COLLECTIVE, ON_CUDA, Outlet, Transport
 from trainer_service.weight_sync.calls import ChannelBroken, all_of, in_thread
 from trainer_service.weight_sync.choice import Channel, Place, choose
 from trainer_service.weight_sync.samplers import Sampler
@@ -84,6 +84,10 @@ class Former:
         self._timeout_s = timeout_s
         self._epoch = time.time_ns() // 1_000_000  # grows over restarts of this trainer, too
         self._rendezvous: _Rendezvous | None = None
+        self._on_host: set[str] = set()
+        """Addresses of members that are not trusted with GPU memory any more."""
+        self._chosen: dict[str, Transport] = {}
+        """By address, the last time."""
 
     def close(self) -> None:
         self._rendezvous = None
@@ -101,6 +105,7 @@ class Former:
         epoch = self._epoch
         with ExitStack() as leaving:
             connections, transports = await self._meet(epoch, members, leaving)
+            self._chosen = {member.address: each for member, each in zip(members, transports, strict=True)}
             local_only = not any(transport in COLLECTIVE for transport in transports)
             bucket_bytes = min(self._bucket_bytes, _RING_BUCKET_BYTES) if local_only else self._bucket_bytes
             requests = [
@@ -139,6 +144,15 @@ class Former:
         logger.info("weight group %d: %s (%.3f s)", epoch, names, seconds)
         return Group(epoch, members, outlets, transports, bucket_bytes)
 
+    def distrust(self, members: Sequence[Sampler]) -> None:
+        """After a failure that these members have outlived: what works between GPUs of one machine does not on another
+        (containers, drivers, networks), while host memory does on all. So `auto` takes that for them from now on.
+        """
+        failed = {member.address for member in members if self._chosen.get(member.address) in ON_CUDA}
+        if failed and self._channel == "auto":
+            logger.warning("from now on weights reach %s through host memory", ", ".join(sorted(failed)))
+            self._on_host |= failed
+
     async def _meet(
         self, epoch: int, members: Sequence[Sampler], leaving: ExitStack
     ) -> tuple[list[socket | None], list[Transport]]:
@@ -159,7 +173,7 @@ class Former:
 
         met = await all_of(*(meet(member) for member in members))
         places, connections = [place for place, _ in met], [connection for _, connection in met]
-        return connections, choose(self._channel, places, gpu_uuid=gpu_uuid(self._device))
+        return connections, choose(self._channel, places, gpu_uuid=gpu_uuid(self._device), on_host=self._on_host)
 
     def _make_ring(
         self, receivers: Sequence[socket], requests: Sequence[pb.InitWeightTransferRequest], slot_bytes: int

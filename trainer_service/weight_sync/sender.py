@@ -160,6 +160,7 @@ class WeightSender:
                     error.__traceback__ = None
                     self._drop_group()
                     await self._samplers.check(self._samplers.serving())
+                    self._former.distrust(self._samplers.serving())
                 else:
                     seconds = time.perf_counter() - started
                     self._metrics.publishing.publish_seconds.observe(seconds)

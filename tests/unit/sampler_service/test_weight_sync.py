@@ -153,6 +153,9 @@ class Trainer:
             raise from_rpc_error(error) from error
 
 
+PROBE = pb.ProbeWeightTransferRequest(trainer_id="t", epoch=5)
+
+
 class Setup:
     def __init__(self, engine: TorchEngine, stub: weight_sync_pb2_grpc.WeightSyncServiceStub) -> None:
         self.engine = engine
@@ -327,7 +330,7 @@ async def test_an_announcement_that_does_not_fit_is_refused(
         ({"rank": 0}, "rank: 0"),
         ({"rank": 2}, "rank: 2"),
         ({"backend": "mpi"}, "backend: 'mpi'"),
-        ({"backend": "nccl"}, "backend: 'nccl' needs CUDA, and this sampler runs on cpu; set the trainer's channel to"),
+        ({"backend": "nccl"}, "backend: 'nccl' needs CUDA, and this sampler takes versions on cpu; set the trainer's"),
         ({"backend": "cuda_ipc"}, "backend: 'cuda_ipc' needs CUDA"),
         ({"backend": "shm"}, "ring: 0 slots of 0 bytes hold nothing"),
         ({"trainer_id": ""}, "trainer_id: is empty"),
@@ -337,6 +340,19 @@ async def test_an_announcement_that_does_not_fit_is_refused(
 async def test_a_group_that_cannot_be_is_refused(setup: Setup, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         await setup.trainer._call("InitWeightTransfer", setup.trainer.group(**fields))
+
+
+async def test_an_engine_on_a_gpu_that_takes_versions_on_the_host_says_nothing_of_its_gpu(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's: to look at its GPU, the service would take some of its memory."""
+    monkeypatch.setattr(type(setup.engine), "device", "cuda")
+    monkeypatch.setattr(type(setup.engine), "weights_device", "cpu")
+    await setup.trainer.form()
+    await setup.trainer.publish("v1", setup.adapter(1))
+    assert (await setup.trainer._call("ProbeWeightTransfer", PROBE)).gpu_uuid == ""
+    with pytest.raises(InvalidRequest, match="this sampler takes versions on cpu"):
+        await setup.trainer._call("InitWeightTransfer", setup.trainer.group(backend="nccl"))
 
 
 async def test_a_version_that_never_fits_is_refused_before_it_is_sent(setup: Setup) -> None:

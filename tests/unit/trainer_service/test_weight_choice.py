@@ -31,6 +31,12 @@ def test_auto_takes_the_best_that_reaches_each(gpu_uuid: str, places: list[Place
     assert choose("auto", places, gpu_uuid=gpu_uuid) == chosen
 
 
+def test_auto_keeps_off_gpu_memory_for_those_that_are_named() -> None:
+    places = [SAME_GPU, NEXT_GPU, FAR_GPU]
+    chosen = choose("auto", places, gpu_uuid="0", on_host=["same gpu", "far gpu"])
+    assert chosen == ["shm", "nccl", "gloo"]
+
+
 @pytest.mark.parametrize(
     ("channel", "place", "reason"),
     [

@@ -29,10 +29,10 @@ from tinsmith.v1 import weight_sync_pb2 as pb
 from tinsmith.weight_channel.buckets import receive
 from tinsmith.weight_channel.group import WeightGroup, join_store
 from tinsmith.weight_channel.ring import RingInlet, connect_ring
-from tinsmith.weight_channel.ring_memory import map_host_ring
+from tinsmith.weight_channel.ring_memory import RingMemory, map_host_ring
 from tinsmith.weight_channel.transport import Inlet
 from trainer_service.metrics import Metrics
-from trainer_service.weight_sync import Version, WeightSender
+from trainer_service.weight_sync import Version, WeightSender, group
 from trainer_service.weight_sync import sender as sender_module
 from trainer_service.weight_sync.choice import Channel
 
@@ -59,6 +59,7 @@ class Receiver(weight_sync_pb2_grpc.WeightSyncServiceServicer, sampler_pb2_grpc.
         self.backends: list[str] = []
         self.least_epoch = 0
         self.on_this_machine = True
+        self.gpu_uuid = ""
         self._meeting: socket.socket | None = None
         self._group: Inlet | None = None
         self._started: pb.StartWeightUpdateRequest | None = None
@@ -78,7 +79,7 @@ class Receiver(weight_sync_pb2_grpc.WeightSyncServiceServicer, sampler_pb2_grpc.
             return pb.ProbeWeightTransferResponse()
         self._part()
         self._meeting = connect_ring(request.socket)
-        return pb.ProbeWeightTransferResponse(connected=True)
+        return pb.ProbeWeightTransferResponse(connected=True, gpu_uuid=self.gpu_uuid)
 
     async def InitWeightTransfer(
         self, request: pb.InitWeightTransferRequest, context: Context
@@ -365,6 +366,27 @@ async def test_auto_takes_shared_memory_on_this_machine_and_gloo_for_the_rest_in
     for receiver in receivers:
         for version in versions:
             assert torch.equal(receiver.versions[version.version_id], version.adapter.flat)
+
+
+async def test_auto_goes_through_host_memory_where_gpu_memory_has_failed(
+    connect: Connect, serve: Serve, make_version: MakeVersion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make_cuda_ring(**_: object) -> RingMemory:
+        raise RuntimeError("CUDA error: operation not supported")
+
+    monkeypatch.setattr(group, "gpu_uuid", lambda device: "GPU-1")
+    monkeypatch.setattr(group, "make_cuda_ring", make_cuda_ring)
+    receiver = Receiver()
+    receiver.gpu_uuid = "GPU-1"
+    server = await serve(receiver)
+    sender = await connect(server, channel="auto", started=False)
+    version = make_version("m@1")
+    assert len((await sender.publish(version)).members) == 1
+    assert receiver.backends == ["shm"]
+    assert torch.equal(receiver.versions["m@1"], version.adapter.flat)
+    asked_for = await connect(server, channel="cuda_ipc", started=False)
+    with pytest.raises(NotReady, match="operation not supported"):
+        await asked_for.publish(make_version("m@2"))
 
 
 async def test_shared_memory_that_was_asked_for_and_cannot_be_had_is_a_clear_error(
