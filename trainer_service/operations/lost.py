@@ -30,7 +30,7 @@ class LostOperations:
     def __init__(
         self, scheduler: Scheduler, skip: Callable[[pb.SkipOperationRequest], Work], *, timeout_s: float
     ) -> None:
-        """`timeout_s`: since the newest operation behind the missing one has come; above 0."""
+        """`timeout_s`: since the last operation behind the missing one has come; above 0."""
         self._scheduler = scheduler
         self._skip = skip
         self._timeout_s = timeout_s

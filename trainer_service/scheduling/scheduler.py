@@ -41,8 +41,8 @@ class Gap:
     model_id: str
     seq_id: int
     """Has not arrived."""
-    newest: int
-    """The highest seq_id that has."""
+    behind: frozenset[int]
+    """Those that have, and wait for it."""
 
 
 class Scheduler:
@@ -99,11 +99,11 @@ class Scheduler:
     def gaps(self) -> list[Gap]:
         """Of the models whose accepted operations all wait for one that has not arrived."""
         return [
-            Gap(model.model_id, model.next_to_enter, max(model.operations))
+            Gap(model.model_id, model.next_to_enter, behind)
             for model in self._models
             if (model.restoration is None or model.restoration.is_over.is_set())
             and model.next_to_enter not in model.operations
-            and max(model.operations, default=0) > model.next_to_enter
+            and (behind := frozenset(seq_id for seq_id in model.operations if seq_id > model.next_to_enter))
         ]
 
     def next_seq_id(self, model_id: str) -> int:

@@ -47,16 +47,16 @@ async def test_a_model_of_which_more_arrives_is_not_given_up(bench: Bench) -> No
     skipped: list[pb.SkipOperationRequest] = []
     looking = lost(bench, skipped)
     late: list[Operation] = []
-    for now_s, seq_id in ((0, 2), (9, 3), (18, 4)):
+    for now_s, seq_id in ((0, 2), (9, 5), (18, 4), (27, 3)):  # also what closes another gap
         late.append(await bench.step("a", seq_id))
         await looking.look(now_s)
-    await looking.look(27)
+    await looking.look(36)
     await bench.step("a", 1)
     for operation in late:
         await operation.wait()
     await looking.look(1000)
     assert skipped == []
-    assert bench.ran == [("a", 1), ("a", 2), ("a", 3), ("a", 4)]
+    assert bench.ran == [("a", seq_id) for seq_id in (1, 2, 3, 4, 5)]
 
 
 async def test_work_in_its_turn_is_no_gap_however_long_it_takes(bench: Bench) -> None:
