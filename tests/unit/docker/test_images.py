@@ -32,6 +32,12 @@ def test_every_copied_path_exists_and_is_let_into_the_build(dockerfile: Path) ->
     assert sources <= allowed
 
 
+@pytest.mark.parametrize("service", ["trainer", "sampler"])
+def test_what_computes_has_a_compiler_for_its_kernels(service: str) -> None:
+    *_, runtime = (DOCKER / f"Dockerfile.{service}").read_text().split("\nFROM ")
+    assert "install --yes --no-install-recommends gcc libc6-dev" in runtime
+
+
 async def test_the_grpc_health_check_tells_serving_from_loading() -> None:
     import asyncio
 
