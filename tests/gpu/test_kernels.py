@@ -17,8 +17,9 @@ from torch import Tensor
 from tests.models import VOCAB_SIZE, make_model
 from tinsmith.modeling import logprobs
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, Target
-from tinsmith.modeling.attention import Heads, Packed
+from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of
+from tinsmith.modeling.heads import Heads
 from tinsmith.modeling.kernels import elementwise
 from tinsmith.modeling.kernels.choice import Kernels
 from tinsmith.modeling.kernels.compiled import compiled
@@ -32,6 +33,7 @@ from tinsmith.modeling.lora import ActiveRuns, LoraLinear, Run
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.filterwarnings("default"),  # torch says what could be faster, such as TF32, which is no error
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
 ]
 

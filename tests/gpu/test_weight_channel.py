@@ -19,6 +19,7 @@ from tinsmith.weight_channel.ring_memory import cuda_handle, make_cuda_ring, map
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.filterwarnings("default"),  # torch says what could be faster, such as TF32, which is no error
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
 ]
 
