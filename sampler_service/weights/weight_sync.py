@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -175,11 +176,15 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
         except BaseException as error:
             # Also when this call is cancelled: nobody knows how far the trainer has got.
             self._drop(request.trainer_id, link)
+            # The frames of an error live until Python looks for cycles, and would keep the buffer.
+            traceback.clear_frames(error.__traceback__)
+            link.update = None
+            del update, flat
             if isinstance(error, RuntimeError):
                 self.metrics.versions.publishes.labels("GROUP_LOST").inc()
                 raise FailedPrecondition(
                     f"group {link.epoch} of trainer {request.trainer_id!r} broke while version "
-                    f"{update.version_id!r} was received; form the next epoch ({error})"
+                    f"{request.version_id!r} was received; form the next epoch ({error})"
                 ) from error
             raise
         update.receiving = False

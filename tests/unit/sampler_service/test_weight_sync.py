@@ -1,7 +1,9 @@
 """The receiving side of the weight channel, with a trainer that is a thread, and real process groups."""
 
 import asyncio
+import gc
 import socket
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -35,11 +37,11 @@ from tinsmith.rpc.errors import (
 from tinsmith.v1 import types_pb2 as types
 from tinsmith.v1 import weight_sync_pb2 as pb
 from tinsmith.v1 import weight_sync_pb2_grpc
-from tinsmith.weight_channel.buckets import bucket_slices, send
+from tinsmith.weight_channel.buckets import bucket_slices, receive, send
 from tinsmith.weight_channel.group import WeightGroup, open_store
 from tinsmith.weight_channel.ring import RingListener, RingOutlet
 from tinsmith.weight_channel.ring_memory import make_host_ring
-from tinsmith.weight_channel.transport import Outlet
+from tinsmith.weight_channel.transport import Inlet, Outlet
 
 TIMEOUT_S = 30.0
 """torch looks up the name of a peer when it connects, which takes seconds where no name server answers."""
@@ -424,6 +426,35 @@ async def test_a_full_version_that_never_fits_or_an_engine_that_takes_none_is_re
     monkeypatch.setattr(setup.engine, "full_weights", refuse)
     with pytest.raises(Unsupported, match="this engine serves adapters only"):
         await setup.trainer.start("v1", full)
+
+
+async def test_the_memory_of_a_version_whose_trainer_is_lost_is_free_at_once(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffers: list[weakref.ref[torch.Tensor]] = []
+
+    def noted(inlet: Inlet, flat: torch.Tensor, **options: Any) -> str:
+        buffers.append(weakref.ref(flat))
+        return receive(inlet, flat, **options)
+
+    monkeypatch.setattr(weight_sync, "receive", noted)
+    setup.engine._store.max_bytes = 3_000_000
+    full = make_full(setup.engine.base, seed=1)
+    await setup.trainer.form_ring()
+    await setup.trainer.start("v1", full, bucket_bytes=4096)
+    request = pb.UpdateWeightsRequest(trainer_id="t", version_id="v1", epoch=setup.trainer.epoch)
+    receiving = asyncio.create_task(setup.trainer._call("UpdateWeights", request))
+    await asyncio.to_thread(setup.trainer.weight_group.send(full.flat[:1024]))
+    gc.disable()  # it may not run for long where nothing else happens
+    try:
+        setup.trainer.weight_group.close()
+        with pytest.raises(FailedPrecondition, match=r"broke while version 'v1' was received"):
+            await receiving
+        async with asyncio.timeout(10):
+            while buffers[0]() is not None:  # noqa: ASYNC110 - it has no event
+                await asyncio.sleep(0.01)
+    finally:
+        gc.enable()
 
 
 async def test_a_version_that_comes_by_shared_memory_samples_like_the_trainers_adapter(setup: Setup) -> None:
