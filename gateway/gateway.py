@@ -18,7 +18,8 @@ from gateway.peers import OtherGateways
 from gateway.reaper import Reaper
 from gateway.session_search import SessionSearch
 from gateway.tasks import to_its_end
-from gateway.tenants.auth import REFRESH_S, Caller
+from gateway.tenants.auth import REFRESH_S
+from gateway.tenants.caller import Caller
 from tinsmith.rpc.auth import require_keys
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tinsmith.modeling.attention import Heads
+from tinsmith.modeling.heads import Heads
 from tinsmith.modeling.kernels.varlen import Segments, left_of
 
 

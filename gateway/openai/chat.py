@@ -19,7 +19,7 @@ from gateway.openai.events import event_stream, while_connected
 from gateway.openai.generator import Source
 from gateway.openai.schemas import Chat, Message
 from gateway.openai.sources import find_source
-from gateway.tenants.auth import Caller
+from gateway.tenants.caller import Caller
 from tinsmith.rpc.errors import InvalidRequest
 from tinsmith.v1 import sampler_pb2 as pb
 

@@ -20,7 +20,7 @@ from gateway.openai.generator import Source
 from gateway.openai.schemas import DEFAULT_MAX_TOKENS, Completion
 from gateway.openai.sources import find_source
 from gateway.openai.text import Vocabulary
-from gateway.tenants.auth import Caller
+from gateway.tenants.caller import Caller
 from tinsmith.rpc.errors import InvalidRequest
 from tinsmith.v1 import sampler_pb2 as pb
 

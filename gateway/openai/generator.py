@@ -29,7 +29,7 @@ from gateway.openai.text import Vocabulary
 from gateway.sampling.publishing import Publishing
 from gateway.sampling.replicas import Replica
 from gateway.sampling.samples import Tries, check_pending
-from gateway.tenants.auth import Caller
+from gateway.tenants.caller import Caller
 from gateway.tenants.ledger import Ledger
 from gateway.tenants.limits import Hold, Limits
 from tinsmith.rpc.errors import EngineDead, NotReady, OutOfCapacity, ServiceError, VersionNotLoaded

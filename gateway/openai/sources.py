@@ -10,7 +10,7 @@ from gateway.database.catalog import exists_now
 from gateway.database.tables.checkpoints import Checkpoint
 from gateway.gateway import Gateway
 from gateway.openai.generator import Source
-from gateway.tenants.auth import Caller
+from gateway.tenants.caller import Caller
 from tinsmith.rpc.errors import InvalidRequest, ModelNotFound
 from tinsmith.rpc.paths import KINDS, SCHEME
 

@@ -17,7 +17,7 @@ from gateway.database.tables.checkpoints import DELETED_AT, Checkpoint, Deletion
 from gateway.database.tables.tenants import AuditEvent
 from gateway.storage.retirement import Retirement
 from gateway.tenants.access import Access
-from gateway.tenants.auth import Caller
+from gateway.tenants.caller import Caller
 from gateway.tenants.ledger import Ledger, audit_event
 from tinsmith.rpc.errors import CheckpointNotFound, InvalidRequest, NotFound, NotReady, ServiceError, from_rpc_error
 from tinsmith.rpc.paths import TinkerPath

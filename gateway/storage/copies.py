@@ -12,7 +12,7 @@ from gateway.database.tables.checkpoints import Checkpoint
 from gateway.http.body import fingerprint
 from gateway.storage.arrivals import Arrivals
 from gateway.storage.checkpoints import Checkpoints
-from gateway.tenants.auth import Caller
+from gateway.tenants.caller import Caller
 from gateway.tenants.limits import Limits
 from tinsmith.rpc.errors import (
     AlreadyExists,

@@ -18,7 +18,7 @@ from gateway.database.operations import IMPORT
 from gateway.database.store import Store
 from gateway.database.tables.checkpoints import Checkpoint
 from gateway.storage.arrivals import Arrivals
-from gateway.tenants.auth import Caller
+from gateway.tenants.caller import Caller
 from gateway.tenants.limits import PATIENCE_S, Hold, Limits
 from tinsmith.rpc.errors import RateLimited
 from tinsmith.rpc.paths import TinkerPath

@@ -14,7 +14,7 @@ from uuid import uuid4
 from gateway.database.store import Store
 from gateway.database.tables.checkpoints import Checkpoint
 from gateway.database.tables.sessions import Model, SamplingSession, Session
-from gateway.tenants.auth import Caller
+from gateway.tenants.caller import Caller
 
 _REFUSED = "refused"
 

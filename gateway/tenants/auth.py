@@ -13,8 +13,6 @@ import hashlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.requests import Request
@@ -25,14 +23,13 @@ from gateway.database.tables.tenants import StoredKey
 from gateway.http.errors import detail, json_response, service_error
 from gateway.openai.errors import error_body
 from gateway.openai.errors import service_error as openai_service_error
+from gateway.tenants.caller import Caller
 from gateway.tenants.keys import Keys, hash_of, id_of, is_active
+from gateway.tenants.limits import Limits
 from gateway.tenants.tokens import InvalidToken, Tokens
 from tinsmith.rpc import logs
 from tinsmith.rpc.auth import ApiKey, KeyRing, given_key
 from tinsmith.rpc.errors import RateLimited
-
-if TYPE_CHECKING:
-    from gateway.tenants.limits import Limits
 
 logger = logging.getLogger(__name__)
 
@@ -52,37 +49,6 @@ _MISS_S = 0.25
 def owner_of(key: str) -> str:
     """A name for the holder of a key that does not tell the key."""
     return hashlib.sha256(key.encode()).hexdigest()[:16]
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """The holder of a key."""
-
-    owner: str
-    key_id: str = ""
-    """The same at every start, wherever the key stands in the list; empty when any key is accepted."""
-    name: str = ""
-    note: str = ""
-    email: str = ""
-    admin: bool = False
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    key_hash: str = field(default="", repr=False)
-    """Of a key of the database."""
-
-    @property
-    def number(self) -> int:
-        """The key's id for the public API."""
-        return int(self.key_id, 16) if self.key_id else 0
-
-    def sees(self, owner: str) -> bool:
-        """Whether what belongs to `owner` exists for this caller: the one rule of it."""
-        return self.admin or owner == self.owner
-
-    @property
-    def cache_salt(self) -> str:
-        """Of an owner's samples, so that they reuse nothing of other owners'; empty when any key is accepted."""
-        return hashlib.sha256(self.owner.encode()).hexdigest()[:32] if self.key_id else ""
 
 
 _ANYONE = Caller(LOCAL, "", "any key", "this server accepts any key, from its own machine only", admin=True)

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from gateway.database.tables.tenants import Budget
-from gateway.tenants.auth import Caller
+from gateway.tenants.caller import Caller
 from gateway.tenants.keys import Keys
 from gateway.tenants.ledger import Ledger
 from tinsmith.rpc.errors import BudgetExceeded, RateLimited

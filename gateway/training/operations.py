@@ -236,7 +236,7 @@ class Operations:
             if known is None:
                 await self._store.operations.delete(submission.request_id)
             if known is None or known.fingerprint != submission.fingerprint:
-                raise _conflict(submission) from error
+                raise _conflict(submission, is_given_up=error.metadata.get("kind") == "skip") from error
             if known.error is not None:
                 raise InvalidRequest(known.error) from None
             return None
@@ -352,9 +352,12 @@ class Operations:
         return await self._written_down(pending, reply)
 
 
-def _conflict(submission: Submission) -> SequenceConflict:
+def _conflict(submission: Submission, *, is_given_up: bool = False) -> SequenceConflict:
+    number = f"seq_id {submission.seq_id} of model {submission.model_id}"
     return SequenceConflict(
-        f"seq_id {submission.seq_id} of model {submission.model_id} was used by another request before; "
+        f"{number} was refused before, or given up because it had not arrived; this {submission.kind} was not run"
+        if is_given_up
+        else f"{number} was used by another request before; "
         f"this {submission.kind} has a different body and was not run. The first one keeps its result",
         model_id=submission.model_id,
         seq_id=submission.seq_id,

@@ -9,7 +9,7 @@ from gateway.database.tables.checkpoints import Checkpoint
 from gateway.futures import Answer, Futures, Gone
 from gateway.storage.checkpoints import Checkpoints
 from gateway.tenants.access import Access
-from gateway.tenants.auth import Caller
+from gateway.tenants.caller import Caller
 from gateway.training.operations import Operations
 from tinsmith.rpc.errors import CheckpointNotFound, NotReady
 from tinsmith.rpc.paths import TinkerPath

@@ -19,7 +19,7 @@ from gateway.http import schemas
 from gateway.http.body import Schema, fingerprint, parse
 from gateway.http.errors import json_response
 from gateway.tenants.access import refused_id
-from gateway.tenants.auth import Caller
+from gateway.tenants.caller import Caller
 from gateway.tenants.limits import Hold
 from gateway.training.operations import Submission, refusal_body, request_id_of
 from tinsmith.rpc.errors import BudgetExceeded, ModelNotFound, NotReady, ServiceError

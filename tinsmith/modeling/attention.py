@@ -19,22 +19,10 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from tinsmith.modeling.heads import Heads
 from tinsmith.modeling.kernels import varlen
 
 NAME = "tinsmith"
-
-
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """How one layer attends."""
-
-    scale: float
-    window: int | None = None
-    """A token sees itself and the window - 1 tokens before it; None means all."""
-    softcap: float | None = None
-    """Scores become softcap * tanh(score / softcap), as in Gemma 2."""
-    sinks_N: Tensor | None = None
-    """One more score for each head that takes probability and gives nothing, as in GPT-OSS."""
 
 
 class Layout(Protocol):

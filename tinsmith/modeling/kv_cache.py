@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tinsmith.modeling.attention import Heads, causal, masked
+from tinsmith.modeling.attention import causal, masked
+from tinsmith.modeling.heads import Heads
 
 MAX_KEPT_BYTES = 64 * 1024 * 1024
 """Of shared prompts, a second time and contiguous. Longer ones are gathered in every step."""

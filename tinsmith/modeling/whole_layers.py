@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from tinsmith.modeling.attention import Heads, Layout, Packed, attend, attend_backward
+from tinsmith.modeling.attention import Layout, Packed, attend, attend_backward
 from tinsmith.modeling.generation import GenerationLayer, Joined, generate
+from tinsmith.modeling.heads import Heads
 from tinsmith.modeling.kernels.cpu import (
     CPU,
     normalize,

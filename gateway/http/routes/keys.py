@@ -8,7 +8,7 @@ from starlette.routing import Route
 
 from gateway.gateway import caller_of, gateway_of
 from gateway.http.errors import detail, json_response
-from gateway.tenants.auth import Caller
+from gateway.tenants.caller import Caller
 from tinsmith.rpc.errors import NotFound
 
 

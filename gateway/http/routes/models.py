@@ -17,7 +17,7 @@ from gateway.gateway import Gateway, caller_of, gateway_of
 from gateway.http import schemas
 from gateway.http.body import fingerprint, parse, read_json
 from gateway.http.errors import json_response
-from gateway.tenants.auth import Caller
+from gateway.tenants.caller import Caller
 from gateway.training.operations import Submission, request_id_of
 from gateway.training.submissions import failed_receipt, receipt
 from gateway.views import lora_view

@@ -19,7 +19,7 @@ from gateway.http.errors import json_response
 from gateway.http.routes.models import check_session
 from gateway.sampling import samples
 from gateway.tenants.access import refused_id
-from gateway.tenants.auth import Caller
+from gateway.tenants.caller import Caller
 from gateway.views import certificate_view
 from tinsmith.rpc.errors import InvalidRequest, NotFound, NotReady, RateLimited, SequenceConflict, ServiceError
 from tinsmith.v1 import sampler_pb2

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from tests.reference_varlen import ReferenceVarlen
-from tinsmith.modeling.attention import Heads, Packed
+from tinsmith.modeling.attention import Packed
+from tinsmith.modeling.heads import Heads
 from tinsmith.modeling.kernels.flash_attn import FlashAttn
 from tinsmith.modeling.kernels.varlen import Segments, TorchVarlen, flash_shapes, left_of
 

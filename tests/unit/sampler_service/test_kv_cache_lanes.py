@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tinsmith.modeling.attention import Heads
+from tinsmith.modeling.heads import Heads
 from tinsmith.modeling.kv_cache import Cached, KVCache
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tinsmith.modeling import kv_cache
-from tinsmith.modeling.attention import Heads
+from tinsmith.modeling.heads import Heads
 from tinsmith.modeling.kv_cache import Cached, KVCache, SharedPrompts
 
 SHARED, CAPACITY, NUM_LAYERS = 5, 16, 2

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from tinsmith.modeling.heads import Heads
 from tinsmith.modeling.kernels.varlen import Segments, flash_shapes, left_of
-
-if TYPE_CHECKING:
-    from tinsmith.modeling.attention import Heads
 
 _FORWARD = "_flash_attn_varlen_forward"
 _BACKWARD = "_flash_attn_varlen_backward"

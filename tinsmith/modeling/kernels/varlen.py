@@ -12,15 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from tinsmith.modeling.heads import Heads
 from tinsmith.modeling.kernels.transfer import table
-
-if TYPE_CHECKING:
-    from tinsmith.modeling.attention import Heads
 
 
 @dataclass(frozen=True, slots=True)
