@@ -20,6 +20,8 @@ _SHARE = {"cpu": 0.5, "cuda": 0.9}
 """Of the memory that is free. A CPU's is shared with the samplers, the gateway and the cache of files."""
 _ACTIVATIONS_SHARE = 0.5
 """Of the memory for training; the other half is for adapters."""
+_PINNED_GROWTH = 2
+"""torch takes pinned memory in powers of two: at most twice what was asked for."""
 _ALLOWANCE_S = 1.0
 """For all sizes that are tried for speed."""
 _PROBE = ""
@@ -124,7 +126,7 @@ def _models_bytes(engine: TrainingEngine, beside_activations: int, bounds: Bound
     """Where models can be moved away, host memory is the limit."""
     if not engine.residency.moves:
         return beside_activations
-    return max(beside_activations, int(_SHARE["cpu"] * host_bytes()) // bounds.ranks_per_machine)
+    return max(beside_activations, int(_SHARE["cpu"] * host_bytes()) // _PINNED_GROWTH // bounds.ranks_per_machine)
 
 
 class _Probe:

@@ -153,3 +153,4 @@ def drop_caches(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+        torch.accelerator.empty_host_cache()  # pinned memory that models have come back from

@@ -1,6 +1,8 @@
 """What is counted as memory, what may be used of it, and which errors say that there is none."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -8,8 +10,9 @@ import torch
 from tests.unit.trainer_service.engines import batch, create, run
 from tinsmith.modeling import logprobs
 from tinsmith.modeling.base_model import BaseModel
+from trainer_service.engine import measure
 from trainer_service.engine.engine import TrainingEngine
-from trainer_service.engine.memory import Allocations, _cgroup_rooms, host_bytes, is_out_of_memory
+from trainer_service.engine.memory import Allocations, _cgroup_rooms, drop_caches, host_bytes, is_out_of_memory
 
 
 def test_storages_count_once_from_their_making_to_their_end() -> None:
@@ -88,3 +91,22 @@ def test_logits_of_a_long_batch_never_exist_at_once(base: BaseModel, monkeypatch
             run(engine, "m", loss)
         elements = one.num_tokens * base.vocab_size
         assert allocations.largest_bytes < 4 * elements * 2 / 3  # that of [T, 2 intermediate] is half of it
+
+
+def test_what_models_have_left_in_pinned_memory_is_given_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_back: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append("device"))
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: given_back.append("host"))
+    drop_caches(torch.device("cpu"))
+    assert given_back == []
+    drop_caches(torch.device("cuda"))
+    assert given_back == ["device", "host"]
+
+
+def test_models_that_wait_in_pinned_memory_may_take_twice_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "host_bytes", lambda: 1000)
+    bounds = measure.Bounds(max_tokens_per_microbatch=1, max_lora_rank=1, ranks_per_machine=2)
+    engine: Any = SimpleNamespace(residency=SimpleNamespace(moves=True))
+    assert measure._models_bytes(engine, 100, bounds) == 125
+    engine.residency.moves = False
+    assert measure._models_bytes(engine, 100, bounds) == 100
