@@ -133,5 +133,6 @@ def _same(operation: Operation, body: Body) -> Operation:
             "use the next seq_id, or send the same request again",
             model_id=operation.model_id,
             seq_id=operation.seq_id,
+            kind=operation.kind,
         )
     return operation

@@ -60,6 +60,10 @@ class FakeModel:
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
 
+GIVEN_UP = b""
+"""In the place of a request that has not arrived."""
+
+
 class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
     """Its fields are what lies on disk: a restarted one gets the same object."""
 
@@ -120,7 +124,8 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         if self.is_full and seq_id not in model.requests:
             raise OutOfCapacity("256 operations are queued")
         if model.requests.setdefault(seq_id, body) != body:
-            raise SequenceConflict(f"seq_id {seq_id} has another body")
+            kind = "skip" if model.requests[seq_id] == GIVEN_UP else ""
+            raise SequenceConflict(f"seq_id {seq_id} has another body", kind=kind)
         await context.send_initial_metadata(())
         context.set_trailing_metadata((("x-tinsmith-ran", "1.5:2.5"),))
         asyncio.get_running_loop().create_task(self._execute(model, seq_id, work))

@@ -8,7 +8,7 @@ import httpx
 import pytest
 import zstandard
 
-from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, batch
+from tests.unit.gateway.stack import BASE_MODEL, GIVEN_UP, Client, Stack, batch
 from tinsmith.v1 import trainer_pb2
 
 PROTOBUF = {"content-type": "application/x-protobuf"}
@@ -39,6 +39,17 @@ async def test_a_repeat_runs_once_and_a_conflict_is_refused(stack: Stack, client
     assert (await client.forward_backward(model_id, 1, loss_fn="ppo")).status_code == 422
     assert b"loss:sum" in await client.result({"request_id": f"{model_id}:1"})
     assert stack.trainer.orders[model_id] == [0, 1]
+
+
+@pytest.mark.parametrize("endpoint", ["optim_step", "save_weights"])
+async def test_what_comes_after_its_number_was_given_up_is_told_so(stack: Stack, client: Client, endpoint: str) -> None:
+    model_id = await client.model(await client.session())
+    stack.trainer.models[model_id].requests[1] = GIVEN_UP
+    more = {"adam_params": {"learning_rate": 1e-3}} if endpoint == "optim_step" else {"path": "late"}
+    for _ in range(2):
+        refused = await client.call(endpoint, {"model_id": model_id, "seq_id": 1, **more}, status=422)
+        assert "given up" in refused["detail"]
+        assert "another request" not in refused["detail"]
 
 
 async def test_conflict_after_a_gateway_restart_is_refused_and_the_first_answer_stays(

@@ -38,8 +38,9 @@ async def test_what_waits_behind_a_number_that_never_comes_runs_in_the_end(bench
     await looking.look(121)
     await behind[1].wait()
     assert bench.ran == [("a", 2), ("a", 4)]
-    with pytest.raises(SequenceConflict, match="seq_id 1"):  # it is too late
+    with pytest.raises(SequenceConflict, match="seq_id 1") as late:  # it is too late
         await bench.step("a", 1)
+    assert late.value.metadata["kind"] == "skip"
 
 
 async def test_a_model_of_which_more_arrives_is_not_given_up(bench: Bench) -> None:
