@@ -53,7 +53,7 @@ class HollowCuda(TorchDispatchMode):
         self.integer = 1
         """Of which all integers consist that come from the device."""
         self.waits: Counter[str] = Counter()
-        """Lines of this repository at which the host waits for the device: for a value, or for the end of a copy."""
+        """Functions of this repository in which the host waits for the device, for a value or for the end of a copy."""
         self._pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -116,7 +116,7 @@ class HollowCuda(TorchDispatchMode):
     def _wait(self) -> None:
         here = [frame for frame in traceback.extract_stack() if Path(frame.filename).is_relative_to(_ROOT)]
         frame = next(frame for frame in reversed(here) if frame.filename != __file__)
-        self.waits[f"{Path(frame.filename).relative_to(_ROOT)}: {frame.line}"] += 1
+        self.waits[f"{Path(frame.filename).relative_to(_ROOT)}: {frame.name}"] += 1
 
 
 @contextmanager

@@ -41,6 +41,7 @@ from trainer_service.engine.optimizers import AdamParams, DimuonParams
 from trainer_service.objectives.losses import LOSS_FNS
 
 pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="it reaches into libc10.so"),
     pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this torch knows CUDA; tests/gpu is for it"),
     pytest.mark.filterwarnings(
         "ignore:Accessing the data pointer of FakeTensor"
@@ -48,11 +49,10 @@ pytestmark = [
 ]
 
 PASS = {
-    "trainer_service/engine/passes.py: pieces = logprobs_M.cpu().split([item.datum.targets.size for item in items])",
-    "trainer_service/engine/passes.py: grads = iter(torch.autograd.grad(total, [*anchors, *parameters], "
-    "allow_unused=True)[len(anchors) :])",
-    "tinsmith/modeling/logprobs.py: kept_K = (grad_M != 0).cpu().numpy().nonzero()[0]  # the only wait for the device",
-    "trainer_service/engine/passes.py: norm = torch.stack(torch._foreach_norm(tensors, 2)).max().item()",
+    "trainer_service/engine/passes.py: _compute",  # the logprobs
+    "trainer_service/engine/passes.py: _gradients",  # the gradients of the losses
+    "tinsmith/modeling/logprobs.py: backward",  # which of those are zero
+    "trainer_service/engine/passes.py: _largest",  # whether a model's gradient is finite
 }
 """Where a forward_backward waits: the losses are computed on the host, and their gradients come back from there."""
 
@@ -125,7 +125,7 @@ def test_training_waits_for_the_device_only_where_it_must(engine: TrainingEngine
     cuda.waits.clear()
     engine.optim_step("adam", ADAM)
     engine.optim_step("dimuon", DIMUON)
-    assert cuda.waits == {"trainer_service/engine/optimizers.py: norm = torch.linalg.vector_norm(gradient).item()": 2}
+    assert cuda.waits == {"trainer_service/engine/optimizers.py: clip_gradient": 2}
 
     engine.residency.offload_all_but([])
     assert engine.residency.on_host == ["adam", "dimuon"]
@@ -174,8 +174,8 @@ async def test_sampling_waits_for_the_device_once_in_a_step_that_only_decodes(
         cuda.waits.clear()
         batcher.step()
     assert set(cuda.waits) == {
-        "tinsmith/modeling/kv_cache.py: lengths = [position + 1 for position in positions_B.tolist()]",
-        "sampler_service/torch_engine/drawing.py: return Drawn(tokens_R.tolist(), logprobs_R.tolist())",
+        "tinsmith/modeling/kv_cache.py: __init__",
+        "sampler_service/torch_engine/drawing.py: draw",
     }
     assert batcher.idle
     ended = batcher.take_deliveries().ended
