@@ -13,6 +13,7 @@ import logging
 import re
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from sqlalchemy.exc import SQLAlchemyError
@@ -318,12 +319,13 @@ class Operations:
     # What another process has submitted
 
     async def take_over(self) -> None:
-        """Writes down, in the background, what gateways that are gone have submitted: nobody may ask for it."""
+        """Writes down, in the background, what gateways that are gone have submitted: nobody may ask for it. What it
+        has taken nobody takes again, so it waits for a database that is away."""
         for request_id in await self._store.operations.take_over(self._gateway_id, kinds=_WRITTEN_DOWN):
             if self._futures.pending(request_id) is None:
                 logger.info("%s was left by a gateway that is gone", request_id)
                 with contextlib.suppress(Gone):  # a model of which nothing is left
-                    await self.attach(request_id)
+                    await until_written(partial(self.attach, request_id), what=request_id, pausing=lambda _: None)
 
     async def attach(self, request_id: str) -> None:
         """Makes a future for an operation that this process did not submit. Raises Gone when it cannot be one."""

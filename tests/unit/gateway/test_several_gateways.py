@@ -270,9 +270,11 @@ async def test_what_is_used_is_counted_once(several: Several, client: Client) ->
     assert training == [3]
 
 
+@pytest.mark.parametrize("fails", [False, True])
 async def test_a_save_is_written_down_though_its_gateway_is_gone_and_nobody_asks(
-    several: Several, client: Client
+    several: Several, client: Client, fails: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Also where the database fails in the middle of that."""
     model_id = await client.model(await client.session())
     several.backends.trainer.go.clear()
     receipt = await client.call("save_weights", {"model_id": model_id, "seq_id": 1, "path": "one"})
@@ -280,7 +282,18 @@ async def test_a_save_is_written_down_though_its_gateway_is_gone_and_nobody_asks
     await several.stop_one(gone)
     (port,) = several.servers
     gateway = several.gateway(port)
+    if fails:
+        get, failed = gateway.store.models.get, asyncio.Event()
+
+        async def fail_first(model_id: str) -> Any:
+            if not failed.is_set():
+                failed.set()
+                raise DatabaseUnusable("database is locked")
+            return await get(model_id)
+
+        monkeypatch.setattr(gateway.store.models, "get", fail_first)
     await gateway.peers.beat()
+    caplog.clear()
     pending = gateway.futures.pending(receipt["request_id"])
     assert pending is not None
     assert pending.task is not None
