@@ -133,18 +133,16 @@ class Reaper:
         self._metrics.stored.sessions.set(await self._store.sessions.count())
 
     async def _end_silent_sessions(self) -> None:
-        timeout_s = self._config.session_timeout_s
-        await self._store.sessions.write_heartbeats()
-        now = time.time()
+        now, timeout_s = time.time(), self._config.session_timeout_s
         # Heartbeats could not arrive, or not be written, for a long time: this gateway was down, its machine slept, the
         # database was away, another gateway did this; or it was not so long, and the clock was set.
         if abs(now - self._heard_until) > max(timeout_s / 2, 2 * self._config.reap_interval_s):
             self._hears_since = now
+        if now - self._hears_since >= timeout_s:
+            await self._store.sessions.write_heartbeats()
+            for session_id in await self._store.sessions.silent(seen_before=now - timeout_s):
+                await self.end_session(session_id, reason=EXPIRED, detail=f"no heartbeat for {timeout_s:g} s")
         self._heard_until = now
-        if now - self._hears_since < timeout_s:
-            return
-        for session_id in await self._store.sessions.silent(seen_before=now - timeout_s):
-            await self.end_session(session_id, reason=EXPIRED, detail=f"no heartbeat for {timeout_s:g} s")
 
     async def _release_models(self) -> None:
         for model, session in await self._store.models.unreleased():
