@@ -63,9 +63,10 @@ security: setup ## Bandit, beside ruff's S rules; its exceptions and their reaso
 
 audit: setup ## Known vulnerabilities of what is installed; needs PyPI's advisories, and fails where they cannot be had
 	@# --strict: else what could not be looked up would count as good.
-	@# Without "+cpu" and the like: advisories are those of the release that such a build was made from.
+	@# Without "+cpu" and the like: advisories are those of the release that such a build was made from. And without pip,
+	@# which is the one that came with the machine's Python.
 	@mkdir -p .cache
-	$(BIN)/pip freeze --all --exclude-editable | sed 's/+.*//' > .cache/installed.txt
+	$(BIN)/pip freeze --all --exclude-editable | sed '/^pip==/d; s/+.*//' > .cache/installed.txt
 	$(BIN)/pip-audit --strict --no-deps --disable-pip --requirement .cache/installed.txt --progress-spinner off --cache-dir .cache/pip-audit
 
 check: lint typecheck proto-check security ## Everything that needs no run

@@ -114,9 +114,14 @@ class HollowCuda(TorchDispatchMode):
         return tensor
 
     def _wait(self) -> None:
-        here = [frame for frame in traceback.extract_stack() if Path(frame.filename).is_relative_to(_ROOT)]
+        here = [frame for frame in traceback.extract_stack() if _is_ours(Path(frame.filename))]
         frame = next(frame for frame in reversed(here) if frame.filename != __file__)
         self.waits[f"{Path(frame.filename).relative_to(_ROOT)}: {frame.name}"] += 1
+
+
+def _is_ours(path: Path) -> bool:
+    """The environment may lie within the repository."""
+    return path.is_relative_to(_ROOT) and "site-packages" not in path.parts
 
 
 @contextmanager
