@@ -117,7 +117,8 @@ class WorkerExtension:
 
 def _remove_names() -> None:
     """Of the memory by which workers on a CPU exchange tensors. All have opened it, and vLLM would leave it behind."""
-    for path in Path("/dev/shm").glob(f"{os.environ['VLLM_DIST_IDENT']}-*-cpushm_*"):  # noqa: S108 - vLLM's place
+    place = Path("/dev/shm")  # noqa: S108 - where vLLM makes it
+    for path in place.glob(f"{os.environ['VLLM_DIST_IDENT']}-*-cpushm_*"):
         path.unlink(missing_ok=True)  # each worker does this
 
 
