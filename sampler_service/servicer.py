@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import bisect
+import logging
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -13,16 +14,18 @@ from uuid import uuid4
 import grpc.aio
 
 from sampler_service import convert
-from sampler_service.engine import EngineSlot, Generation, VersionInfo
+from sampler_service.engine import EngineSlot, Generation, Result, VersionInfo
 from sampler_service.tokenizer import ChatTokenizer, TokenizerSlot
 from tinsmith.modeling.adapter import GROUPS
 from tinsmith.rpc import logs, tracing
-from tinsmith.rpc.errors import InvalidRequest, NotFound
+from tinsmith.rpc.errors import InvalidRequest, NotFound, ServiceError
 from tinsmith.rpc.server import RAN
 from tinsmith.v1 import sampler_pb2 as pb
 from tinsmith.v1 import sampler_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_PAGE_SIZE = 1000
 
@@ -51,9 +54,10 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
 
     async def Sample(self, request: pb.SampleRequest, context: Context) -> pb.SampleResponse:
         arrived_at = time.time()
-        generation = await self._submit(request, stream=False)
-        result = await generation.result()
-        _record(generation, arrived_at)
+        with _failure_logged(request):
+            generation = await self._submit(request, stream=False)
+            result = await generation.result()
+        _record(request, generation, result, arrived_at)
         if generation.started_at is not None:
             context.set_trailing_metadata(((RAN, f"{generation.started_at:.6f}:{time.time():.6f}"),))
         return convert.response_to_proto(result, request)
@@ -62,12 +66,13 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
         self, request: pb.StreamSampleRequest, context: Context
     ) -> AsyncIterator[pb.StreamSampleResponse]:
         arrived_at = time.time()
-        generation = await self._submit(request.request, stream=True)
-        async with aclosing(generation.deltas()) as deltas:
-            async for delta in deltas:
-                yield pb.StreamSampleResponse(delta=convert.delta_to_proto(delta))
-        result = await generation.result()
-        _record(generation, arrived_at)
+        with _failure_logged(request.request):
+            generation = await self._submit(request.request, stream=True)
+            async with aclosing(generation.deltas()) as deltas:
+                async for delta in deltas:
+                    yield pb.StreamSampleResponse(delta=convert.delta_to_proto(delta))
+            result = await generation.result()
+        _record(request.request, generation, result, arrived_at)
         yield pb.StreamSampleResponse(result=convert.response_to_proto(result, request.request))
 
     async def DescribeRequest(self, request: pb.DescribeRequestRequest, context: Context) -> pb.DescribeRequestResponse:
@@ -137,11 +142,32 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
         )
 
 
-def _record(generation: Generation, arrived_at: float) -> None:
-    """For tracing: how long it has waited, and how long it was drawn."""
+@contextmanager
+def _failure_logged(request: pb.SampleRequest) -> Iterator[None]:
+    try:
+        yield
+    except ServiceError as error:
+        logger.info("sample of %s: %s: %s", _source(request), error.reason, error.message)
+        raise
+
+
+def _record(request: pb.SampleRequest, generation: Generation, result: Result, arrived_at: float) -> None:
+    """A line in the log; and for tracing, how long it has waited, and how long it was drawn."""
+    ended_at = time.time()
+    logger.info(
+        "sample of %s: ok, %d tokens in %d sequences, after %.3f s",
+        _source(request),
+        sum(len(sequence.tokens) for sequence in result.sequences),
+        len(result.sequences),
+        ended_at - arrived_at,
+    )
     if (trace := tracing.current()) is not None and generation.started_at is not None:
         tracing.record("queue", trace, start=arrived_at, end=generation.started_at)
-        tracing.record("generate", trace, start=generation.started_at, end=time.time())
+        tracing.record("generate", trace, start=generation.started_at, end=ended_at)
+
+
+def _source(request: pb.SampleRequest) -> str:
+    return f"version {request.version_id!r}" if request.version_id else "the base model"
 
 
 def _version(version: VersionInfo) -> pb.VersionInfo:

@@ -138,6 +138,7 @@ def data_of(n: int) -> list[pb.Datum]:
     return [next_token_datum(tokens, weights=np.ones(len(tokens) - 1, np.float32))]
 
 
+@repeated
 def test_slow_clients_delay_nobody(cluster: Cluster, service: tinker.ServiceClient, wire: Wire) -> None:
     """While they send and read byte after byte, others train and sample; and they get what they have asked for."""
     expected = run_all(service, cluster.checkpoints)

@@ -1,6 +1,7 @@
 """The service over real gRPC."""
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -31,6 +32,7 @@ from tests.unit.sampler_service.serving import (
     slow_down,
     until,
 )
+from tinsmith.rpc import logs
 from tinsmith.rpc.channel import connect, is_serving, wait_serving
 from tinsmith.rpc.errors import InvalidRequest, NotReady, ServiceError, VersionNotLoaded, from_rpc_error
 from tinsmith.rpc.server import RAN
@@ -222,6 +224,33 @@ async def test_calls_while_loading_are_not_ready() -> None:
             await sampler_pb2_grpc.SamplerServiceStub(channel).GetSamplerInfo(pb.GetSamplerInfoRequest())
         assert isinstance(from_rpc_error(raised.value), NotReady)
     await server.stop(0)
+
+
+async def test_each_request_leaves_a_line_with_its_id(service: Service, caplog: pytest.LogCaptureFixture) -> None:
+    lines: list[tuple[str, str]] = []
+
+    def note(record: logging.LogRecord) -> bool:
+        lines.append((logs.request_id.get(), record.getMessage().partition(", after")[0]))
+        return True
+
+    caplog.set_level(logging.INFO, logger="sampler_service.servicer")
+    caplog.handler.addFilter(note)
+    try:
+        good, bad = sample([1, 2, 3], num_samples=2, max_tokens=4), sample([1], version_id="m@7")
+        await service.stub.Sample(good, metadata=[(logs.REQUEST_ID_METADATA, "r:1")])
+        stream = service.stub.StreamSample(
+            pb.StreamSampleRequest(request=good), metadata=[(logs.REQUEST_ID_METADATA, "r:2")]
+        )
+        assert [one async for one in stream]
+        with pytest.raises(grpc.aio.AioRpcError):
+            await service.stub.Sample(bad, metadata=[(logs.REQUEST_ID_METADATA, "r:3")])
+    finally:
+        caplog.handler.removeFilter(note)
+    drawn = "sample of the base model: ok, 8 tokens in 2 sequences"
+    assert lines[:2] == [("r:1", drawn), ("r:2", drawn)]
+    (request_id, failed), *_ = lines[2:]
+    assert request_id == "r:3"
+    assert failed.startswith("sample of version 'm@7': VERSION_NOT_LOADED: ")
 
 
 async def test_a_model_that_does_not_load_ends_the_process_with_a_message(tmp_path: Path) -> None:
