@@ -79,8 +79,8 @@ class Limits:
                     f"prompt_logprobs_last_n: {last_n} is given without prompt_logprobs", field="prompt_logprobs_last_n"
                 )
             _check_range("prompt_logprobs_last_n", last_n, 1, length - 1)
+        setting = "this server's max_topk_logprobs"
         for field in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
-            setting = "this server's max_topk_logprobs"
             _check_range(field, getattr(request, field), 0, self.max_topk_logprobs, setting=setting)
         if request.targets is not None:
             _check_targets(request.targets, self.vocab_size)

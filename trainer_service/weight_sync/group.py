@@ -145,7 +145,7 @@ class Former:
         return Group(epoch, members, outlets, transports, bucket_bytes)
 
     def distrust(self, members: Sequence[Sampler]) -> None:
-        """After a failure that these members have outlived: what works between GPUs of one machine does not on another
+        """After a failure that all members have outlived: what works between GPUs of one machine does not on another
         (containers, drivers, networks), while host memory does on all. So `auto` takes that for them from now on.
         """
         failed = {member.address for member in members if self._chosen.get(member.address) in ON_CUDA}

@@ -160,7 +160,8 @@ class WeightSender:
                     error.__traceback__ = None
                     self._drop_group()
                     await self._samplers.check(self._samplers.serving())
-                    self._former.distrust(self._samplers.serving())
+                    if self._samplers.serving() == members:  # else it was who is gone
+                        self._former.distrust(members)
                 else:
                     seconds = time.perf_counter() - started
                     self._metrics.publishing.publish_seconds.observe(seconds)

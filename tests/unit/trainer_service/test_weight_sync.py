@@ -433,6 +433,19 @@ async def test_a_sampler_that_dies_between_publishes_is_left_out(
     assert torch.equal(receivers[0].versions["m@2"], version.adapter.flat)
 
 
+async def test_those_who_outlive_another_sampler_keep_their_transport(
+    connect: Connect, serve: Serve, make_version: MakeVersion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "ON_CUDA", {"shm", "gloo"})  # as if it were memory of a GPU
+    receivers = [Receiver(), Receiver()]
+    servers = [await serve(receiver) for receiver in receivers]
+    sender = await connect(*servers, channel="auto")
+    await sender.publish(make_version("m@1"))
+    await servers[1].grpc.stop(0)
+    assert len((await sender.publish(make_version("m@2"))).members) == 1
+    assert sender._former._on_host == set()
+
+
 async def test_a_sampler_that_comes_back_empty_gets_the_next_version(
     connect: Connect, serve: Serve, make_version: MakeVersion
 ) -> None:
