@@ -8,9 +8,8 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
-from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 
+from gateway.database import urls
 from gateway.http.connections import Limits
 from gateway.storage.retention_rules import Policy
 from tinsmith.rpc.auth import AnyKey, ServiceKey
@@ -182,11 +181,8 @@ class GatewayConfig(GrpcTls, BaseSettings):
     @field_validator("database_url")
     @classmethod
     def _known_database(cls, url: SecretStr) -> SecretStr:
-        try:
-            if url.get_secret_value():
-                make_url(url.get_secret_value()).get_dialect()
-        except (ArgumentError, NoSuchModuleError):
-            raise ValueError("not an SQLAlchemy URL, such as postgresql+asyncpg://USER:PASSWORD@HOST/NAME") from None
+        if url.get_secret_value():
+            urls.parse(url.get_secret_value())
         return url
 
     @field_validator("public_url", "peer_url")

@@ -7,12 +7,12 @@ import contextlib
 import logging
 from typing import cast
 
-from sqlalchemy.engine import make_url
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.requests import Request
 
 from gateway.config import DATABASE, GatewayConfig
 from gateway.database.catalog import Catalog
+from gateway.database.urls import without_secrets
 from gateway.parts import Core, Sampling, Storage, Tenants, Training
 from gateway.peers import OtherGateways
 from gateway.reaper import Reaper
@@ -80,7 +80,7 @@ class Gateway(Core):
         except OtherGateways as error:
             raise StartError(str(error)) from None
         except (OSError, SQLAlchemyError) as error:
-            url = make_url(self.config.resolved_database_url).render_as_string(hide_password=True)
+            url = without_secrets(self.config.resolved_database_url)
             raise StartError(f"the database {url} cannot be used: {error}") from error
         try:
             require_keys(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import socket
+import sqlite3
+import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,8 @@ MIGRATIONS = Path(__file__).parent / "migrations"
 _MIGRATION_LOCK = 0x74696E736D697468
 """An advisory lock of PostgreSQL."""
 _CONNECT_TIMEOUT_S = 10.0
+_LOCKED_S = 30
+"""What SQLite waits for another's lock."""
 _SILENT_S = 10
 """A PostgreSQL whose machine does not answer for so long, or twice that, is gone: another one may have its name."""
 
@@ -45,11 +49,13 @@ def _count_error(metrics: Metrics, context: ExceptionContext) -> None:
 class Database:
     def __init__(self, url: str, metrics: Metrics) -> None:
         is_sqlite = make_url(url).get_backend_name() == "sqlite"
-        self._engine = create_async_engine(url, connect_args={} if is_sqlite else {"timeout": _CONNECT_TIMEOUT_S})
+        connect_args = {"factory": _Sqlite} if is_sqlite else {"timeout": _CONNECT_TIMEOUT_S}
+        self._engine = create_async_engine(url, connect_args=connect_args)
         self._seconds = metrics.stored.database_seconds
         event.listen(self._engine.sync_engine, "handle_error", partial(_count_error, metrics))
         self._new = async_sessionmaker(self._engine, expire_on_commit=False)
-        event.listen(self._engine.sync_engine, "connect", _set_up_sqlite if is_sqlite else _set_up_postgresql)
+        if not is_sqlite:
+            event.listen(self._engine.sync_engine, "connect", _set_up_postgresql)
         self.is_shared = False
         """Other gateways change the database, too."""
 
@@ -104,12 +110,32 @@ class Database:
         return True
 
 
-def _set_up_sqlite(connection: Any, _record: object) -> None:
-    cursor = connection.cursor()
-    cursor.execute("PRAGMA busy_timeout=30000")
-    cursor.execute("PRAGMA journal_mode=WAL")
-    cursor.execute("PRAGMA synchronous=FULL")  # a receipt may rest on a row
-    cursor.close()
+class _Sqlite(sqlite3.Connection):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.execute(f"PRAGMA busy_timeout={1000 * _LOCKED_S}")
+        self._to_wal()
+        self.execute("PRAGMA synchronous=FULL")  # a receipt may rest on a row
+
+    def _to_wal(self) -> None:
+        """Two gateways that do this to a new database at the same time are in each other's way, and SQLite, which sees
+        that neither would yield, tells one of them at once that the database is locked, whatever its busy_timeout."""
+        deadline = time.monotonic() + _LOCKED_S
+        while True:
+            try:
+                self.execute("PRAGMA journal_mode=WAL").fetchall()
+                return
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                    raise
+            time.sleep(0.01)  # the thread is this connection's own
+
+    def close(self) -> None:
+        """Ends the transaction, too. SQLite would wait for the end of each statement, and keep the lock on the database
+        as long: of work that was cancelled, until the garbage collector has its cursor."""
+        with suppress(sqlite3.Error):
+            self.rollback()
+        super().close()
 
 
 def _set_up_postgresql(connection: Any, _record: object) -> None:
