@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import faulthandler
 import logging
+import os
+import threading
 
 import uvloop
 
@@ -15,9 +19,31 @@ from tinsmith.rpc.settings import read_settings
 logger = logging.getLogger(__name__)
 
 
+_LONGEST_STOP_S = 6.0
+"""Before supervisors lose patience: `tinsmith up` after 7 s, Docker after 10 s."""
+
+
 async def run(config: GatewayConfig) -> None:
     async with stop_event() as stop:
+        limit = asyncio.create_task(_limit_stop(stop))
         await serve(config, stop=stop)
+        limit.cancel()
+    logger.info("stopped")
+
+
+async def _limit_stop(stop: asyncio.Event) -> None:
+    await stop.wait()
+    timer = threading.Timer(_LONGEST_STOP_S, _give_up, [asyncio.get_running_loop()])
+    timer.daemon = True  # it ends with the process
+    timer.start()
+
+
+def _give_up(loop: asyncio.AbstractEventLoop) -> None:
+    """A stop that hangs ends like a kill, which loses nothing that was accepted; the log says what it waited for."""
+    tasks = "".join(f"\n{task!r}" for task in asyncio.all_tasks(loop))
+    logger.error("not stopped after %g s, so it is cut short; still at work:%s", _LONGEST_STOP_S, tasks)
+    faulthandler.dump_traceback()
+    os._exit(1)
 
 
 def main() -> None:

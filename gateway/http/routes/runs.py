@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from starlette.requests import Request
@@ -14,20 +13,15 @@ from gateway.gateway import caller_of, gateway_of, owner_of
 from gateway.http import schemas
 from gateway.http.body import parse
 from gateway.http.errors import json_response
+from gateway.http.sdk import knows_external_checkpoints
 from gateway.views import Json, checkpoint_view, page_view, run_view
 from tinsmith.rpc.errors import NotFound
 from tinsmith.rpc.paths import KINDS
 
-_KNOWS_EXTERNAL = (0, 30)
-"""First SDK version that knows checkpoints of type external; an older one refuses a list with one in it."""
-
 
 def visible_kinds(request: Request) -> Sequence[str]:
     """Kinds of checkpoints that the caller's SDK can read."""
-    version = re.match(r"(\d+)\.(\d+)", request.headers.get("x-stainless-package-version", ""))
-    if version is not None and (int(version[1]), int(version[2])) < _KNOWS_EXTERNAL:
-        return [kind for kind in KINDS if kind != "external_weights"]
-    return list(KINDS)
+    return [kind for kind in KINDS if kind != "external_weights" or knows_external_checkpoints(request)]
 
 
 def owner_in_scope(request: Request, query: schemas.ScopedQuery) -> str | None:

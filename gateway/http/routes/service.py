@@ -12,6 +12,7 @@ from starlette.routing import Route
 
 from gateway.gateway import gateway_of
 from gateway.http.errors import json_response
+from gateway.http.sdk import can_use_pyqwest
 from tinsmith.rpc.errors import NotReady
 from tinsmith.v1 import sampler_pb2, trainer_pb2
 
@@ -37,6 +38,7 @@ async def client_config(request: Request) -> Response:
             "sample_use_retrieve_futures": gateway.config.sample_use_retrieve_futures,
             "sample_join_sampling_session": True,
             "custom_loss_server_side": gateway.config.custom_loss_server_side,
+            "use_pyqwest_transport": can_use_pyqwest(request),
         }
     )
 

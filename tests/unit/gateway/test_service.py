@@ -28,12 +28,20 @@ async def test_service_endpoints(client: Client) -> None:
         "sample_use_retrieve_futures": True,
         "sample_join_sampling_session": True,
         "custom_loss_server_side": True,
+        "use_pyqwest_transport": True,
     }
     assert await client.call("client/dynamic_config", {"sdk_version": "0.38.0"}) == {"sample_cancel_enabled": True}
     assert await client.call("telemetry", {"events": []}) == {"status": "accepted"}
     models = (await client.get("/api/v1/get_server_capabilities")).json()["supported_models"]
     assert {"model_name": ALIAS, "max_context_length": 2048, "trainable": True, "sampleable": True} in models
     assert BASE_MODEL in [model["model_name"] for model in models]
+
+
+@pytest.mark.parametrize(("python", "can"), [("3.11.7", False), ("3.12.0", True), ("4.0", True), ("unknown", True)])
+async def test_the_transport_of_the_sdk_is_one_that_can_be_cancelled(client: Client, python: str, can: bool) -> None:
+    headers = {"x-stainless-runtime-version": python}
+    reply = await client.post("/api/v1/client/config", json={"sdk_version": "0.38.0"}, headers=headers)
+    assert reply.json()["use_pyqwest_transport"] is can
 
 
 async def test_unknown_paths_are_named(client: Client) -> None:
@@ -101,7 +109,7 @@ async def test_stop_ends_open_long_polls(stack: Stack, client: Client) -> None:
         await client.forward_backward(model_id, seq_id)
         polls.append(asyncio.create_task(client.poll(f"{model_id}:{seq_id}")))
     await asyncio.sleep(0.3)
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(20):  # polls would take 30
         await stack.stop_gateway()
     for reply in await asyncio.gather(*polls):
         assert reply.json()["type"] == "try_again"
@@ -117,7 +125,7 @@ async def test_sigterm_ends_the_process_with_long_polls_open(stack: Stack, tmp_p
     }
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", "gateway", env=os.environ | settings)
     async with Client(base_url=stack.url, timeout=40, headers={"x-api-key": "tml-test"}) as client:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while True:
                 try:
                     if (await client.get("/api/v1/get_server_capabilities")).json()["supported_models"]:
@@ -130,7 +138,7 @@ async def test_sigterm_ends_the_process_with_long_polls_open(stack: Stack, tmp_p
         poll = asyncio.create_task(client.poll(f"{model_id}:2"))
         await asyncio.sleep(0.3)
         process.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(60):  # a stop that hangs ends itself after 6 s, with status 1
             assert await process.wait() == 0
         assert (await poll).json()["type"] == "try_again"
 

@@ -26,6 +26,7 @@ class ClientConfig(TypedDict):
     sample_use_retrieve_futures: bool
     sample_join_sampling_session: bool
     custom_loss_server_side: bool
+    use_pyqwest_transport: bool
 
 
 class DynamicConfig(TypedDict):
