@@ -20,6 +20,7 @@ from tests.integration.examples import PROMPT, batch, forward, new_model, train
 from tests.integration.test_import_export import TOKENS, peft_logprobs
 from tests.stack import Stack
 from tinsmith.cli import main
+from tinsmith.cli.ports import free_ports
 
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 FILES = (*ADAPTER, "optimizer.safetensors")
@@ -103,6 +104,21 @@ def test_verify_reads_all_of_a_checkpoint_and_names_what_is_damaged(
         assert run(stack, "verify", saved, "--json") == 1
     (answer,) = json.loads(capsys.readouterr().out)
     assert [file["name"] for file in answer["files"] if file["problem"]] == [FILES[0]]
+    folder = stack.checkpoints / saved.removeprefix("tinker://")
+    folder.rename(folder.with_name("elsewhere"))
+    try:
+        assert run(stack, "verify", saved) == 1
+    finally:
+        folder.with_name("elsewhere").rename(folder)
+    assert "DAMAGED" in capsys.readouterr().out
+
+
+def test_what_cannot_be_verified_is_not_called_damaged(
+    stack: Stack, saved: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(stack, "verify", f"{saved}-unknown") == 2
+    assert main(["checkpoints", "verify", saved, "--base-url", f"http://127.0.0.1:{free_ports(1)[0]}"]) == 2
+    assert "DAMAGED" not in capsys.readouterr().out
 
 
 def test_an_exported_folder_is_what_peft_loads_and_an_archive_holds_the_same(

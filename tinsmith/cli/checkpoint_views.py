@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tinsmith.cli import client
-from tinsmith.cli.base_models import UsageError
 from tinsmith.cli.client import Server
 from tinsmith.rpc.paths import SCHEME
 
@@ -83,17 +82,14 @@ def _verify(arguments: argparse.Namespace) -> int:
     ]
     answers, is_intact = [], True
     for path in paths:
-        try:
-            answer = server.checkpoint(path, "verify")
-        except UsageError as error:  # a manifest that is damaged, or one that is gone
-            answer = {"tinker_path": path, "intact": False, "files": [], "error": str(error)}
+        answer = server.checkpoint(path, "verify")
         answers.append(answer)
         is_intact &= answer["intact"]
         if not arguments.json:
             num_bytes = sum(file["size_bytes"] for file in answer["files"])
             state = f"intact, {len(answer['files'])} files, {size_text(num_bytes)}" if answer["intact"] else "DAMAGED"
             print(f"{path}  {state}", flush=True)
-            for problem in filter(None, [answer.get("error"), *(file["problem"] for file in answer["files"])]):
+            for problem in filter(None, [answer["problem"], *(file["problem"] for file in answer["files"])]):
                 print(f"  {problem}")
     if arguments.json:
         print(json.dumps(answers, indent=2))

@@ -17,7 +17,7 @@ from gateway.http import schemas
 from gateway.http.body import parse, read_json
 from gateway.http.errors import json_response
 from gateway.views import certificate_view, checkpoint_details, file_view, time_text
-from tinsmith.rpc.errors import InvalidRequest
+from tinsmith.rpc.errors import CheckpointNotFound, DataCorrupted, InvalidRequest
 from tinsmith.rpc.paths import SCHEME
 
 _ONE = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
@@ -103,12 +103,17 @@ async def show(request: Request) -> Response:
 async def verify(request: Request) -> Response:
     """Tinsmith's own: the trainer reads every file and compares it with the manifest."""
     checkpoint = await _find(request)
-    found = await gateway_of(request).storage.checkpoints.verify(checkpoint)
+    try:
+        found = await gateway_of(request).storage.checkpoints.verify(checkpoint)
+    except (DataCorrupted, CheckpointNotFound) as error:  # its manifest is, or all of it is gone
+        damaged = {"tinker_path": checkpoint.path, "intact": False, "files": [], "problem": error.message}
+        return json_response(damaged)
     return json_response(
         {
             "tinker_path": checkpoint.path,
             "intact": not found.problems,
             "files": [file_view(file) | {"problem": found.problems.get(file.name)} for file in found.files],
+            "problem": None,
         }
     )
 

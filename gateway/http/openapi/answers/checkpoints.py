@@ -37,6 +37,7 @@ class Verified(TypedDict):
     tinker_path: str
     intact: bool
     files: list[VerifiedFile]
+    problem: str | None
 
 
 class CheckpointDetails(CheckpointFacts):
