@@ -36,5 +36,6 @@ class Traces:
             await self._app(scope, receive, watch)
         finally:
             if (endpoint := scope.get("endpoint")) is not None:
-                span.update_name(f"{scope['method']} {endpoint.__name__}")  # paths with ids would be a name each
+                # Paths with ids would be a name each; below a mount an unknown one has the router, which has no name.
+                span.update_name(f"{scope['method']} {getattr(endpoint, '__name__', 'unknown')}")
             tracing.end(span, error=f"HTTP {status}" if status >= 500 else "")

@@ -11,6 +11,7 @@ from gateway.openai.draws import Draw, Entry, Update, Usage
 from gateway.openai.generator import Source
 from gateway.openai.text import Vocabulary
 from tinsmith.rpc import logs
+from tinsmith.rpc.paths import run_of
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +21,7 @@ Json: TypeAlias = dict[str, Any]
 def log_begin(request_id: str, source: Source, *, user: str | None) -> None:
     """`user`: what the client calls its user."""
     logs.request_id.set(request_id)
+    logs.model_id.set(run_of(source.version_id))
     logger.info("samples from %s%s", source.name, "" if user is None else f" for user {user[:200]!r}")
 
 

@@ -19,6 +19,7 @@ from gateway.futures import Progress
 from gateway.sampling.publishing import Publishing
 from gateway.sampling.replicas import Replica
 from tinsmith.rpc.errors import ServiceError
+from tinsmith.rpc.paths import run_of
 from tinsmith.v1 import sampler_pb2, types_pb2
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ class Inflight:
         """The newest versions of the runs that are at newer ones than these, each with its run."""
         found: dict[str, SamplingSession] = {}
         for version_id in version_ids:
-            run_id = version_id.rpartition("@")[0]
+            run_id = run_of(version_id)
             run = await self._store.models.get(run_id, is_newest=True)
             newest = None if run is None else run.inflight_version_id
             if run is not None and newest is not None and _is_newer(newest, version_id):

@@ -29,6 +29,7 @@ from gateway.tenants.ledger import Ledger
 from gateway.tenants.limits import Hold
 from gateway.training import json_forms
 from gateway.turns import Turns
+from tinsmith.rpc import logs
 from tinsmith.rpc.errors import (
     CheckpointNotFound,
     EngineDead,
@@ -39,7 +40,7 @@ from tinsmith.rpc.errors import (
     VersionGone,
     VersionNotLoaded,
 )
-from tinsmith.rpc.logs import REQUEST_ID_METADATA
+from tinsmith.rpc.paths import run_of
 from tinsmith.v1 import sampler_pb2, types_pb2
 
 KIND = "asample"
@@ -171,6 +172,7 @@ class Samples:
     async def _run(
         self, pending: Pending, request: sampler_pb2.SampleRequest, session: SamplingSession, *, is_recorded: bool
     ) -> Answer:
+        logs.model_id.set(run_of(session.version_id))
         try:
             async with asyncio.timeout(self._config.sample_timeout_s):
                 response = await self._sample(pending, request, session)
@@ -250,7 +252,7 @@ class Samples:
         pending.progress.active("the sampler is working on it")
         pending.ask = lambda: _ask(replica, pending)
         try:
-            call = replica.stub.Sample(request, metadata=((REQUEST_ID_METADATA, pending.request_id),))
+            call = replica.stub.Sample(request)
             with self._clients.samplers.holding(replica, call, weight=request.num_samples):
                 response = await call
             pending.ran = ran_of(await call.trailing_metadata())

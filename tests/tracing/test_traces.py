@@ -139,3 +139,11 @@ def test_what_fails_says_so(wire: Wire, collector: Collector) -> None:
         wire.json_result(wire.request_id(response))
     spans = collector.trace(trace_id, (GATEWAY, "create_model"))
     assert one(spans, GATEWAY, "create_model").failed
+
+
+def test_an_unknown_path_has_a_name_without_it(wire: Wire, collector: Collector) -> None:
+    trace_id = "6af7651916cd43dd8448eb211c80319c"
+    as_client(wire, trace_id)
+    assert wire.http.get("/api/v1/none/of/these").status_code == 404
+    spans = collector.trace(trace_id, (GATEWAY, "GET unknown"))
+    assert one(spans, GATEWAY, "GET unknown").attributes["http.response.status_code"] == 404

@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tinsmith.rpc import tracing
+from tinsmith.rpc import logs, tracing
 from tinsmith.rpc.auth import KEY_HEADER
 from tinsmith.rpc.server import MAX_MESSAGE_BYTES
 from tinsmith.rpc.tls import Certificates
@@ -49,7 +49,8 @@ _OPTIONS = [
 
 
 def connect(address: str, *, api_key: str = "", certificates: Certificates | None = None) -> grpc.aio.Channel:
-    """A channel with keepalive, large messages, and retries on UNAVAILABLE only. Every call carries the key, if any.
+    """A channel with keepalive, large messages, and retries on UNAVAILABLE only. Every call carries the key, if any,
+    and the id of the request that it is made for.
 
     With certificates the other side must have one of the same authority, for the host in `address`.
     """
@@ -59,26 +60,33 @@ def connect(address: str, *, api_key: str = "", certificates: Certificates | Non
         channel = grpc.aio.secure_channel(address, certificates.client(), options=_OPTIONS)
     if tracing.is_on():
         _trace_calls(channel)
-    return _with_key(channel, api_key) if api_key else channel
+    return _with_metadata(channel, api_key)
 
 
-def _with_key(channel: grpc.aio.Channel, api_key: str) -> grpc.aio.Channel:
+def _with_metadata(channel: grpc.aio.Channel, api_key: str) -> grpc.aio.Channel:
     """Not by interceptors: theirs is another call object, which has tasks of its own and is slower."""
+    key = ((KEY_HEADER, api_key),) if api_key else ()
 
-    def keyed(make: Callable[..., Any]) -> Callable[..., Any]:
-        def make_keyed(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+    def completed(make: Callable[..., Any]) -> Callable[..., Any]:
+        def make_completed(*args: Any, **kwargs: Any) -> Callable[..., Any]:
             call = make(*args, **kwargs)
 
-            def call_keyed(*args: Any, metadata: Any = None, **kwargs: Any) -> Any:
-                return call(*args, metadata=(*(metadata or ()), (KEY_HEADER, api_key)), **kwargs)
+            def call_completed(*args: Any, metadata: Any = None, **kwargs: Any) -> Any:
+                return call(*args, metadata=(*(metadata or _request_id()), *key), **kwargs)
 
-            return call_keyed
+            return call_completed
 
-        return make_keyed
+        return make_completed
 
     for kind in _KINDS:
-        setattr(channel, kind, keyed(getattr(channel, kind)))
+        setattr(channel, kind, completed(getattr(channel, kind)))
     return channel
+
+
+def _request_id() -> tuple[tuple[str, str], ...]:
+    """Metadata of a call that brings none of its own."""
+    request_id = logs.request_id.get()
+    return ((logs.REQUEST_ID_METADATA, request_id),) if request_id else ()
 
 
 def _trace_calls(channel: grpc.aio.Channel) -> None:

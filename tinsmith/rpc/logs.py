@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from typing import Literal
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
-"""Id of the request that this task serves; the gateway sends it on as gRPC metadata x-request-id."""
+"""Id of the request that this task serves; calls of other services carry it on as gRPC metadata x-request-id."""
 
 model_id: ContextVar[str] = ContextVar("model_id", default="")
 """The model that it is about, where it is about one."""
@@ -74,13 +74,18 @@ class JsonFormatter(_Formatter):
 
 class TextFormatter(_Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        facts = " ".join(f"{name}={value}" for name, value in {**self._fields, **_ids()}.items())
+        facts = " ".join(f"{name}={_on_one_line(value)}" for name, value in {**self._fields, **_ids()}.items())
         line = f"{self._time(record)} {record.levelname:7} {record.name}: {record.getMessage()}"
         if facts:
             line += f" [{facts}]"
         if record.exc_info:
             line += "\n" + self.formatException(record.exc_info)
         return line
+
+
+def _on_one_line(value: object) -> str:
+    """Ids may come from callers, and none may begin a line that looks like one of ours."""
+    return str(value).encode("unicode_escape").decode()
 
 
 def setup(level: str = "INFO", format: Format = "json", **fields: object) -> None:

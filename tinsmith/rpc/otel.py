@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -15,8 +17,12 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Span, SpanKind, StatusCode
+from opentelemetry.util.re import parse_env_headers
 
 _EXPORTERS = {"grpc": GrpcExporter, "http/protobuf": HttpExporter}
+_HEADERS = ("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS")
+_NAME, _VALUE = re.compile(r"[0-9a-z_.-]+"), re.compile(r"[ -~]*")
+"""What gRPC sends."""
 
 
 def provider(service: str, *, version: str) -> TracerProvider:
@@ -29,9 +35,24 @@ def provider(service: str, *, version: str) -> TracerProvider:
     )
     if protocol not in _EXPORTERS:
         raise ValueError(f"OTEL_EXPORTER_OTLP_PROTOCOL: {protocol!r} is not one of {', '.join(_EXPORTERS)}")
+    _check_headers()
     made = TracerProvider(resource=Resource.create({"service.name": service, "service.version": version}))
     made.add_span_processor(BatchSpanProcessor(_EXPORTERS[protocol]()))
     return made
+
+
+def _check_headers() -> None:
+    """Raises ValueError for what cannot be sent. Not to be left to the libraries, which log the value: it may be a
+    secret."""
+    logging.getLogger("opentelemetry.util.re").disabled = True
+    for variable in _HEADERS:
+        for header in filter(None, map(str.strip, os.environ.get(variable, "").split(","))):
+            parsed = parse_env_headers(header, liberal=True)  # empty for what it does not understand
+            if not parsed or not all(_NAME.fullmatch(name) and _VALUE.fullmatch(parsed[name]) for name in parsed):
+                raise ValueError(
+                    f"{variable}: is not name=value,name=value in ASCII, with %2C for a comma in a value; "
+                    "what it is is not shown, because it may be a secret"
+                )
 
 
 def _ns(seconds: float) -> int:

@@ -57,6 +57,11 @@ def version_number(version_id: str, *, run_id: str, field: str) -> int:
     return int(number)
 
 
+def run_of(version_id: str) -> str:
+    """The run of a version "RUN_ID@..."; empty for the base model's, which is empty, and for any other name."""
+    return version_id.rpartition("@")[0]
+
+
 @dataclass(frozen=True, slots=True)
 class TinkerPath:
     """tinker://{run_id}/{kind}/{name}"""

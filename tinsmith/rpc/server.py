@@ -21,6 +21,7 @@ from grpc_reflection.v1alpha import reflection
 from tinsmith.rpc import logs, tracing
 from tinsmith.rpc.auth import KeyInterceptor, host_of
 from tinsmith.rpc.errors import InvalidRequest, ServiceError, to_status
+from tinsmith.rpc.paths import run_of
 from tinsmith.rpc.tls import Certificates, warn_of_clear_text
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Turns ServiceError into google.rpc.Status with ErrorInfo; anything else is logged and becomes INTERNAL.
 
-    What a call logs carries the request id that came with it.
+    What a call logs carries the request id that came with it, and the model that its request names.
     """
 
     async def intercept_service(
@@ -124,8 +125,14 @@ def _parse(handler: Any, body: bytes, method: str) -> Any:
         message = handler.request_deserializer(body)
     except DecodeError:
         raise InvalidRequest(f"the request of {method} is not its message in protobuf") from None
-    logs.model_id.set(getattr(message, "model_id", ""))
+    logs.model_id.set(_model_of(getattr(message, "request", message)))  # StreamSample's is a SampleRequest
     return message
+
+
+def _model_of(message: Any) -> str:
+    """The model that a message names, be it by one of its versions; empty where it names none."""
+    named = getattr(message, "model_id", "") or getattr(message, "run_id", "")
+    return named or run_of(getattr(message, "version_id", ""))
 
 
 class Server:

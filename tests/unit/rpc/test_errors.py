@@ -41,7 +41,7 @@ async def failing() -> AsyncIterator[tuple[Failing, grpc.aio.Channel, Server]]:
     await server.stop(0)
 
 
-@pytest.mark.parametrize("cls", errors._subclasses(errors.ServiceError))
+@pytest.mark.parametrize("cls", errors._BY_REASON.values())
 async def test_an_error_arrives_as_the_class_that_was_raised(failing, cls) -> None:
     servicer, channel, _ = failing
     servicer.error = cls("rank 96 is too large", rank=96)
@@ -118,11 +118,14 @@ async def test_a_request_that_is_no_protobuf_has_a_reason(failing) -> None:
     assert "/tinsmith.v1.SamplerService/Sample" in error.message
 
 
-async def test_what_a_call_logs_carries_its_request_id(failing) -> None:
+async def test_what_a_call_logs_carries_the_request_id_that_it_brings_or_its_task_has(failing) -> None:
     servicer, channel, _ = failing
     servicer.error = errors.NotReady("loading")
     stub = sampler_pb2_grpc.SamplerServiceStub(channel)
-    for metadata in ((logs.REQUEST_ID_METADATA, "s:sample:0:1"),), ():
+    own = ((logs.REQUEST_ID_METADATA, "s:sample:0:1"),)
+    for of_task, metadata in ("", ()), ("", own), ("m:3", ()), ("m:3", own):
+        logs.request_id.set(of_task)
+        servicer.request_ids.clear()
         with pytest.raises(grpc.aio.AioRpcError):
             await stub.Sample(sampler_pb2.SampleRequest(), metadata=metadata, timeout=10)
-    assert set(servicer.request_ids) == {"s:sample:0:1", ""}
+        assert set(servicer.request_ids) == {"s:sample:0:1" if metadata else of_task}

@@ -63,6 +63,11 @@ def test_text_lines_hold_the_same(written: Callable[..., str]) -> None:
     )
 
 
+def test_an_id_cannot_begin_a_line_of_its_own(written: Callable[..., str]) -> None:
+    line = written("INFO", "text", rank="0\nERROR forged")
+    assert line.count("\n") == 1
+
+
 @pytest.mark.parametrize("format", ["json", "text"])
 def test_what_is_not_known_is_left_out_and_a_traceback_is_not(written: Callable[..., str], format: str) -> None:
     line = written("INFO", format, ids=False, error=True)

@@ -38,6 +38,23 @@ def test_a_variable_that_asks_for_something_else_is_refused(variable: str, value
     assert ended.stderr.startswith(f"tracing: {message}")
 
 
+@pytest.mark.parametrize("variable", ["OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS"])
+@pytest.mark.parametrize(
+    "value", ["hunter2", "authorization: Bearer hunter2", "a=b,hunter2", "a=hunter2%0Ab", "a=hunter2ü", "a!=hunter2"]
+)
+def test_headers_that_cannot_be_sent_are_refused_and_not_shown(variable: str, value: str) -> None:
+    ended = run("from tinsmith.rpc import tracing; tracing.setup('gateway')", **{variable: value})
+    assert ended.returncode == 1
+    assert ended.stderr.startswith(f"tracing: {variable}: is not name=value,name=value")
+    assert "hunter2" not in ended.stderr
+
+
+def test_headers_of_any_allowed_form_are_taken() -> None:
+    value = "Authorization=Bearer hunter2, x-a=b%3Dc%2Cd ,x_b=,"
+    ended = run("from tinsmith.rpc import tracing; tracing.setup('gateway')", OTEL_EXPORTER_OTLP_HEADERS=value)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
 def test_a_collector_that_is_not_there_holds_up_no_stop(protocol: str) -> None:
     code = (

@@ -226,18 +226,22 @@ async def test_calls_while_loading_are_not_ready() -> None:
     await server.stop(0)
 
 
-async def test_each_request_leaves_a_line_with_its_id(service: Service, caplog: pytest.LogCaptureFixture) -> None:
-    lines: list[tuple[str, str]] = []
+async def test_each_request_leaves_a_line_with_its_id_and_its_run(
+    service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines: list[tuple[str, str, str]] = []
 
     def note(record: logging.LogRecord) -> bool:
-        lines.append((logs.request_id.get(), record.getMessage().partition(", after")[0]))
+        lines.append((logs.request_id.get(), logs.model_id.get(), record.getMessage().partition(", after")[0]))
         return True
 
     caplog.set_level(logging.INFO, logger="sampler_service.servicer")
     caplog.handler.addFilter(note)
     try:
+        await service.engine.install("m:train:0@6", make_adapter(service.engine.targets, seed=1, rank=2))
         good, bad = sample([1, 2, 3], num_samples=2, max_tokens=4), sample([1], version_id="m@7")
         await service.stub.Sample(good, metadata=[(logs.REQUEST_ID_METADATA, "r:1")])
+        good.version_id = "m:train:0@6"
         stream = service.stub.StreamSample(
             pb.StreamSampleRequest(request=good), metadata=[(logs.REQUEST_ID_METADATA, "r:2")]
         )
@@ -246,10 +250,13 @@ async def test_each_request_leaves_a_line_with_its_id(service: Service, caplog: 
             await service.stub.Sample(bad, metadata=[(logs.REQUEST_ID_METADATA, "r:3")])
     finally:
         caplog.handler.removeFilter(note)
-    drawn = "sample of the base model: ok, 8 tokens in 2 sequences"
-    assert lines[:2] == [("r:1", drawn), ("r:2", drawn)]
-    (request_id, failed), *_ = lines[2:]
-    assert request_id == "r:3"
+    drawn = "ok, 8 tokens in 2 sequences"
+    assert lines[:2] == [
+        ("r:1", "", f"sample of the base model: {drawn}"),
+        ("r:2", "m:train:0", f"sample of version 'm:train:0@6': {drawn}"),
+    ]
+    (*ids, failed), *_ = lines[2:]
+    assert ids == ["r:3", "m"]
     assert failed.startswith("sample of version 'm@7': VERSION_NOT_LOADED: ")
 
 
