@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -13,6 +14,30 @@ from tinsmith.cli.base_models import UsageError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()  # here, not at exit, where Python would only complain
+    except OSError as error:
+        # Who was to read the output may have seen enough: `tinsmith keys list | head -1`.
+        if not isinstance(error, BrokenPipeError):
+            if _can_flush():
+                raise
+            print(f"tinsmith: the output cannot be written: {error}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at exit
+        return 1
+
+
+def _can_flush() -> bool:
+    try:
+        sys.stdout.flush()
+    except OSError:
+        return False
+    return True
+
+
+def _run(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="tinsmith", description="Post-training on your own hardware: the Tinker API.")
     parser.add_argument("--version", action="version", version=f"tinsmith {tinsmith.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

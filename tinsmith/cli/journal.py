@@ -45,7 +45,7 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     _add_arguments(pruning)
     pruning.add_argument("--yes", action="store_true", help="delete it")
     pruning.add_argument(
-        "--expired-after", type=float, default=3600.0, metavar="SECONDS",
+        "--expired-after", type=_age, default=3600.0, metavar="SECONDS",
         help="age from which on a result, or the reason why a model was lost, has expired; a running trainer has its "
         "own (default: 3600)",
     )  # fmt: skip
@@ -83,6 +83,13 @@ def run_show(arguments: argparse.Namespace) -> int:
         with _opened(path) as connection:
             _print_models(str(path), [pb.JournalModel(**asdict(model)) for model in summaries(connection)])
     return 0
+
+
+def _age(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no age in seconds")
+    return value
 
 
 def run_prune(arguments: argparse.Namespace) -> int:

@@ -129,10 +129,10 @@ def _file(state_dir: Path) -> Path:
 
 def _work(url: str, work: Callable[[Keys], Awaitable[int]]) -> int:
     # Here, because the other commands need no database.
-    from sqlalchemy.engine import make_url
-    from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
+    from sqlalchemy.exc import SQLAlchemyError
 
     from gateway.database.store import Store
+    from gateway.database.urls import parse, without_secrets
     from gateway.metrics import Metrics
     from gateway.tenants.keys import Keys
 
@@ -144,19 +144,20 @@ def _work(url: str, work: Callable[[Keys], Awaitable[int]]) -> int:
             await store.close()
 
     try:
-        address = make_url(url)
+        address = parse(url)
         store = Store(url, Metrics())
-    except (ArgumentError, NoSuchModuleError, ModuleNotFoundError):
-        raise UsageError("--database-url: is no SQLAlchemy URL, such as postgresql+asyncpg://...") from None
+    except ValueError as error:
+        raise UsageError(f"--database-url: {error}") from None
     try:
         if address.get_backend_name() == "sqlite" and address.database:
             file = Path(address.database)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.touch(mode=0o600)  # it holds secrets that sign
         return asyncio.run(run(store))
+    except BrokenPipeError:
+        raise  # of stdout
     except (OSError, SQLAlchemyError) as error:
-        shown = address.render_as_string(hide_password=True)
-        raise UsageError(f"the database {shown} cannot be used: {error}") from error
+        raise UsageError(f"the database {without_secrets(url)} cannot be used: {error}") from error
     except ServiceError as error:
         raise UsageError(error.message) from None
 

@@ -134,6 +134,8 @@ class Stack:
     """A folder, or the URL of an object store; empty means a folder of state_dir."""
     full_training: bool = False
     """The trainers train all parameters."""
+    deterministic: bool = False
+    """The trainers run every forward_backward by itself."""
     engine: str = "auto"
     """Of the samplers."""
     trainer_ranks: int = 1
@@ -201,6 +203,7 @@ class Stack:
             "metrics-port": str(group.trainer.metrics_port),
             "num-threads": str(threads),
             **({"full-training": "true"} if self.full_training else {}),
+            **({"deterministic": "true"} if self.deterministic else {}),
         }
         launcher = torchrun(self.trainer_ranks, group.ranks_port) if self.trainer_ranks > 1 else []
         return self._grpc_service("trainer", group.trainer, flags, threads=threads, launcher=launcher)

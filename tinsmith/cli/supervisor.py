@@ -20,13 +20,14 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tinsmith.cli import child
+from tinsmith.cli import child, log_files
 
 STOP_GRACE_S = 7.0
 """From the first SIGTERM to SIGKILL: a stop is promised within 10 s."""
 
 _FIRST_GRACE_S = 2.5
 _LOG_LINES_SHOWN = 20
+_LOG_INTERVAL_S = 10.0
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 30.0
 _LASTED_S = 60.0
@@ -40,7 +41,7 @@ class Service:
     name: str
     argv: Sequence[str]
     log: Path
-    """Its stdout and stderr are appended here."""
+    """Its stdout and stderr are appended here; a full one begins again, and the one before stays as NAME.1."""
     wait_ready: Callable[[], Awaitable[None]]
     """Returns once it serves."""
     env: Mapping[str, str] = field(default_factory=dict)
@@ -62,14 +63,17 @@ async def supervise(
     on_ready: Callable[[], None],
     report: Callable[[str], None],
     startup_timeout_s: float,
+    log_max_bytes: float,
 ) -> int:
     """Runs the services until SIGINT, SIGTERM or SIGHUP (returns 0), or until one fails or ends for good (returns 1).
 
     `startup_timeout_s` is for the first start, where it ends all, and for each one after that, where the service that
-    is not ready by then is killed and started again. `services` are stopped from the last to the first. When this
-    returns or raises, none of them is left.
+    is not ready by then is killed and started again. `log_max_bytes` is for each log. `services` are stopped from the
+    last to the first. When this returns or raises, none of them is left.
     """
     running: list[_Running] = []
+    paths = [service.log for service in services]
+    logs = asyncio.create_task(_bound_logs(paths, max_bytes=log_max_bytes, report=report))
     async with _signals(running) as stop:
         try:
             for service in services:
@@ -77,8 +81,24 @@ async def supervise(
                 report(f"{service.name}: starting (log: {service.log})")
             return await _watch(running, stop, on_ready=on_ready, report=report, startup_timeout_s=startup_timeout_s)
         finally:
+            logs.cancel()
             stop.clear()  # from here on it means: hurry
             await _stop_all(running[::-1], hurry=stop)
+
+
+async def _bound_logs(logs: Sequence[Path], *, max_bytes: float, report: Callable[[str], None]) -> None:
+    failing: set[Path] = set()
+    while True:
+        await asyncio.sleep(_LOG_INTERVAL_S)
+        for log in logs:
+            try:
+                await asyncio.to_thread(log_files.bound, log, max_bytes=max_bytes)
+            except OSError as error:
+                if log not in failing:
+                    report(f"{log} cannot begin again, and grows: {error}")
+                failing.add(log)
+            else:
+                failing.discard(log)
 
 
 async def _watch(
@@ -249,5 +269,5 @@ def _terminate(one: _Running) -> None:
 
 def _obituary(service: Service, *, code: int) -> str:
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
-    lines = service.log.read_text(errors="replace").splitlines()[-_LOG_LINES_SHOWN:]
+    lines = log_files.last_lines(service.log, _LOG_LINES_SHOWN)
     return "\n".join([f"{service.name} {how}; the end of {service.log}:", *(f"    {line}" for line in lines)])

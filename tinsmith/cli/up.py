@@ -14,6 +14,7 @@ import secrets
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -96,6 +97,11 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
         "LoRA adapters",
     )  # fmt: skip
     parser.add_argument(
+        "--deterministic", action="store_true",
+        help="the same requests give the same bits, whatever other runs do and also after a crash: trainers do not put "
+        "requests together, which costs what that gains (default: TRAINER_DETERMINISTIC)",
+    )  # fmt: skip
+    parser.add_argument(
         "--engine", default="auto", choices=["auto", "vllm", "torch"],
         help="what generates: vLLM, or the trainer's own modelling code; auto is vLLM on CUDA, where it is "
         "installed, and torch with --full-training; SAMPLER_TENSOR_PARALLEL in the environment has vLLM divide the "
@@ -105,6 +111,11 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--log-format", default="json", choices=["json", "text"], help="of the services' logs (default %(default)s)"
     )
+    parser.add_argument(
+        "--log-mb", type=float, default=100.0, metavar="MB",
+        help="a log of this size begins again, and the one before stays beside it as NAME.log.1; inf lets "
+        "it grow (default %(default)g)",
+    )  # fmt: skip
     parser.add_argument(
         "--tracing", action="store_true",
         help="send OpenTelemetry traces, as OTEL_EXPORTER_OTLP_ENDPOINT and its like say; needs the extra otel",
@@ -138,8 +149,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Checks everything that can be checked before a process starts; raises UsageError."""
     state_dir: Path = arguments.state_dir.expanduser().absolute()
     models = parse(arguments.base_model, models_file=arguments.models_file)
-    for flag in ("samplers", "trainer_ranks"):
-        if (value := getattr(arguments, flag)) < 1:
+    for flag in ("samplers", "trainer_ranks", "log_mb"):
+        if not (value := getattr(arguments, flag)) >= 1:  # not a number is none
             raise UsageError(f"--{flag.replace('_', '-')}: {value} is not at least 1")
     threads = divide_cores(
         usable_cores(),
@@ -165,6 +176,7 @@ def run(arguments: argparse.Namespace) -> int:
             tracing=arguments.tracing,
             threads=threads,
             full_training=arguments.full_training,
+            deterministic=arguments.deterministic,
             engine=arguments.engine,
             trainer_ranks=arguments.trainer_ranks,
             num_samplers=arguments.samplers,
@@ -178,6 +190,7 @@ def run(arguments: argparse.Namespace) -> int:
                 on_ready=lambda: _report(f"Tinsmith is ready at {stack.url} ({stack.summary(groups)})"),
                 report=_report,
                 startup_timeout_s=arguments.startup_timeout,
+                log_max_bytes=1e6 * arguments.log_mb,
             )
         )
 
@@ -191,7 +204,8 @@ def _checkpoint_dir(root: str) -> str:
 
 
 def _report(line: str) -> None:
-    print(line, flush=True)
+    with suppress(OSError):  # a full disk, or a reader that is gone, is no reason to end the services
+        print(line, flush=True)
 
 
 def _keys(host: str, api_keys: list[str], *, state_dir: Path) -> Keys | None:

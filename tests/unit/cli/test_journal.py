@@ -115,3 +115,11 @@ async def test_the_journal_of_a_running_trainer_is_locked(tmp_path: Path, capsys
     assert await asyncio.to_thread(journal, "show", tmp_path) == 2
     assert "--trainer ADDRESS" in capsys.readouterr().err
     await asyncio.to_thread(running.close)
+
+
+@pytest.mark.parametrize("age", ["nan", "-5", "inf"])
+def test_an_age_that_is_none_is_refused(age: str, stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        journal("prune", stopped, "--expired-after", age)
+    assert ended.value.code == 2
+    assert f"--expired-after: {age} is no age in seconds" in capsys.readouterr().err

@@ -127,13 +127,15 @@ def test_every_service_is_started_again_unless_that_is_not_wanted() -> None:
     assert [service.restarts for service in alone.services(alone.groups())] == [False] * 3
 
 
-def test_full_training_is_a_flag_of_the_trainers() -> None:
+@pytest.mark.parametrize("name", ["full-training", "deterministic"])
+def test_how_to_train_is_a_flag_of_the_trainers(name: str) -> None:
     stack = make_stack([BaseModel("/m/a", ("a",))])
-    assert "--full-training" not in stack.services(stack.groups())[0].argv
-    stack = replace(stack, full_training=True)
+    # TRAINER_DETERMINISTIC and its like may say it
+    assert f"--{name}" not in stack.services(stack.groups())[0].argv
+    stack = replace(stack, **{name.replace("-", "_"): True})
     trainer, *others = stack.services(stack.groups())
-    assert flag(trainer, "full-training") == "true"
-    assert not any("--full-training" in other.argv for other in others)
+    assert flag(trainer, name) == "true"
+    assert not any(f"--{name}" in other.argv for other in others)
 
 
 def test_the_engine_is_a_flag_of_the_samplers_and_full_training_takes_the_one_that_serves_every_model() -> None:

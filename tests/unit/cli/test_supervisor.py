@@ -1,5 +1,6 @@
 """The supervisor with stand-in commands. It runs in a process of its own, as it owns that process's signals."""
 
+import math
 import os
 import signal
 import subprocess
@@ -11,11 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from tinsmith.cli.log_files import bound, last_lines
+
 # argv: folder, then one Python program per service; those that begin with "# restarts" are started again. Prints what
 # is reported, and READY.
 SUPERVISOR = """
 import asyncio, os, sys
 from pathlib import Path
+from tinsmith.cli import supervisor
 from tinsmith.cli.supervisor import Service, supervise
 
 folder = Path(sys.argv[1])
@@ -36,7 +40,9 @@ services = [
 report = lambda line: print(line, flush=True)
 timeout_s = float(os.environ.get("READY_TIMEOUT_S", "20"))
 ready = lambda: report("READY")
-sys.exit(asyncio.run(supervise(services, on_ready=ready, report=report, startup_timeout_s=timeout_s)))
+supervisor._LOG_INTERVAL_S = 0.05
+running = supervise(services, on_ready=ready, report=report, startup_timeout_s=timeout_s, log_max_bytes=10_000)
+sys.exit(asyncio.run(running))
 """
 
 PRELUDE = """
@@ -113,6 +119,15 @@ LEAVES_A_CHILD_ONCE = (
     up(); time.sleep(100)
     """
     )
+)
+TALKS = PRELUDE + textwrap.dedent(
+    """
+    signal.signal(signal.SIGTERM, stopped)
+    up()
+    for n in range(100_000):
+        print(n, flush=True)
+        time.sleep(0.0002)
+    """
 )
 NEVER_AGAIN = ONLY_ONCE.format(again="print('the disk is gone'); sys.exit(3)")
 HANGS_AGAIN = ONLY_ONCE.format(again="pathlib.Path(me + '.pid').write_text(str(os.getpid())); time.sleep(100)")
@@ -324,3 +339,42 @@ def test_killing_the_supervisor_outright_leaves_no_service(start: Start) -> None
     run.process.wait()
     for name in ("s0.pid", "s1.pid"):
         wait_dead(run.pid(name))
+
+
+def test_logs_that_are_full_begin_again_and_one_that_cannot_is_told_once(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "logs" / "s1.log.1").mkdir(parents=True)  # no copy can have this name
+    run = start(TALKS, TALKS)
+    run.wait_ready()
+    assert "IsADirectoryError" not in run.read_until(f"{tmp_path / 'logs' / 's1.log'} cannot begin again, and grows: ")
+    older, newer = tmp_path / "logs" / "s0.log.1", tmp_path / "logs" / "s0.log"
+    deadline = time.monotonic() + 20
+    while not older.exists() or not newer.stat().st_size:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    run.process.terminate()
+    assert "cannot begin again" not in run.finish()[1]
+    assert older.stat().st_size >= 10_000
+    numbers = [int(line) for line in (older.read_text() + newer.read_text()).split()]
+    assert numbers == sorted(numbers)
+    assert (tmp_path / "logs" / "s1.log").stat().st_size >= 10_000
+
+
+def test_of_a_long_log_only_the_end_is_read(tmp_path: Path) -> None:
+    log = tmp_path / "service.log"
+    log.write_bytes(b"\xff" * 200_000 + b"".join(b"\n%d" % n for n in range(30)))
+    assert last_lines(log, 3) == ["27", "28", "29"]
+    assert len("".join(last_lines(log, 100))) < 70_000
+    log.write_text("only\n")
+    assert last_lines(log, 3) == ["only"]
+
+
+def test_a_log_whose_copy_fails_stays_whole(tmp_path: Path) -> None:
+    log = tmp_path / "service.log"
+    log.write_bytes(b"x" * 100)
+    for room in (101, math.inf):
+        bound(log, max_bytes=room)
+    assert log.stat().st_size == 100
+    log.with_name("service.log.1").mkdir()
+    with pytest.raises(OSError, match=r"service\.log\.1"):
+        bound(log, max_bytes=100)
+    assert log.stat().st_size == 100

@@ -36,6 +36,8 @@ def test_a_port_in_use_is_refused_before_anything_starts(tmp_path: Path, capsys:
         (["--trainer-threads", "0"], "--trainer-threads: 0"),
         (["--checkpoint-dir", "s4://bucket"], "--checkpoint-dir: 's4://bucket' is neither a path, nor s3://BUCKET"),
         (["--trainer-ranks", "0"], "--trainer-ranks: 0"),
+        (["--log-mb", "0.5"], "--log-mb: 0.5 is not at least 1"),
+        (["--log-mb", "nan"], "--log-mb: nan is not at least 1"),
         (["--base-model", "/no/such/model"], "/no/such/model"),
     ],
 )
