@@ -27,6 +27,9 @@ class Operations:
 
     def __init__(self, declare: Declare) -> None:
         self.finished = declare.counter("operations", "Finished operations, by kind and outcome.", "kind", "outcome")
+        for kind in KINDS:  # a series that begins at 1 has no increase
+            for outcome in ("ok", "failed"):
+                self.finished.labels(kind, outcome)
         self.queue_length = declare.gauge("queue_length", "Accepted operations that have not been executed.", "kind")
         self.queue_seconds = declare.seconds("queue", "From acceptance to execution.", "kind")
         self.queue_oldest = declare.gauge(

@@ -16,6 +16,7 @@ from prometheus_client.registry import CollectorRegistry
 from gateway.metrics import Metrics as GatewayMetrics
 from sampler_service.metrics import SamplerMetrics
 from tinsmith.rpc.metrics import new_registry
+from trainer_service.metrics import KINDS
 from trainer_service.metrics import Metrics as TrainerMetrics
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -137,6 +138,13 @@ def test_labels_are_from_a_fixed_set(service: str) -> None:
 def test_the_process_is_among_them(service: str) -> None:
     assert {"process_resident_memory_bytes", "process_open_fds", "process_start_time_seconds"} <= names(service)
     assert "tinsmith_build_info" in names(service)
+
+
+def test_operations_are_counted_from_nought_on() -> None:
+    registry = registry_of("trainer")
+    for kind in KINDS:
+        for outcome in ("ok", "failed"):
+            assert registry.get_sample_value("trainer_operations_total", {"kind": kind, "outcome": outcome}) == 0
 
 
 def test_docs_show_all_of_them() -> None:

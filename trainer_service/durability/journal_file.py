@@ -25,7 +25,7 @@ Rows above cut_seq_id are kept as long as their model lives: together they are i
 from __future__ import annotations
 
 import sqlite3
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import xxhash
@@ -111,6 +111,8 @@ def connect(path: Path) -> sqlite3.Connection:
     # Without "powersafe overwrite" SQLite fills the last sector of each transaction with a copy of its last page: one
     # torn by a power cut, while the next is written, takes nothing with it that was acknowledged.
     uri = f"{path.absolute().as_uri()}?psow=0"
+    with suppress(OSError):  # SQLite says it better
+        path.touch(mode=0o600)  # it holds what runs are trained on
     connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=1.0)
     try:
         connection.execute("PRAGMA locking_mode = EXCLUSIVE")

@@ -250,6 +250,15 @@ async def test_a_second_trainer_on_the_same_journal_is_refused(tmp_path: Path) -
             )
 
 
+async def test_nobody_else_can_read_it(tmp_path: Path) -> None:
+    """It holds what runs are trained on."""
+    async with opened(tmp_path) as journal:
+        await journal.append(MODEL, 0, created())
+        modes = {file.name: file.stat().st_mode & 0o777 for file in os.scandir(tmp_path)}
+    assert len(modes) > 1
+    assert set(modes.values()) == {0o600}, modes
+
+
 def test_digest_tells_kinds_and_bodies_apart() -> None:
     one, two = pb.OptimStepRequest(model_id=MODEL, seq_id=1), pb.OptimStepRequest(model_id=MODEL, seq_id=2)
     assert Body.pack("optim_step", one) == Body.pack("optim_step", one)
