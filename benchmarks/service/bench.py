@@ -59,16 +59,19 @@ class Bench:
     def prompt(self, length: int) -> types.ModelInput:
         return types.ModelInput.from_ints(self.tokens(length))
 
-    def datum(self, length: int) -> types.Datum:
-        targets = types.TensorData(data=self.tokens(length), dtype="int64", shape=[length])
-        weights = types.TensorData(data=[1.0] * length, dtype="float32", shape=[length])
-        return types.Datum(self.prompt(length), {"target_tokens": targets, "weights": weights})
-
     def batch(self, lengths: Sequence[int]) -> list[types.Datum]:
-        return [self.datum(length) for length in lengths]
+        return [datum(self.tokens(length), self.tokens(length)) for length in lengths]
 
     def healthz_ms(self) -> float:
         return ms(lambda: self.http.get("/api/v1/healthz").raise_for_status())
+
+
+def datum(tokens: Sequence[int], target_tokens: Sequence[int]) -> types.Datum:
+    """For cross_entropy, with each token weighted alike."""
+    shape = [len(tokens)]
+    targets = types.TensorData(data=list(target_tokens), dtype="int64", shape=shape)
+    weights = types.TensorData(data=[1.0] * len(tokens), dtype="float32", shape=shape)
+    return types.Datum(types.ModelInput.from_ints(list(tokens)), {"target_tokens": targets, "weights": weights})
 
 
 def forward(trainer: tinker.TrainingClient, data: list[types.Datum]) -> None:
@@ -77,6 +80,11 @@ def forward(trainer: tinker.TrainingClient, data: list[types.Datum]) -> None:
 
 def forward_backward(trainer: tinker.TrainingClient, data: list[types.Datum]) -> None:
     trainer.forward_backward(data, "cross_entropy").result()
+
+
+def pipelined(trainer: tinker.TrainingClient, data: list[types.Datum], *, count: int) -> None:
+    """All are submitted before the first is waited for."""
+    results([trainer.forward_backward(data, "cross_entropy") for _ in range(count)])
 
 
 def optim_step(trainer: tinker.TrainingClient) -> None:

@@ -12,7 +12,7 @@ from figure import Figure
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rounds import ms
 
-from service.bench import RANK, Bench, Run, forward, forward_backward, optim_step, results, sample
+from service.bench import RANK, Bench, Run, forward, forward_backward, optim_step, pipelined, results, sample
 from tinsmith.rpc.server import RAN
 from tinsmith.rpc.tensors import from_numpy
 from tinsmith.v1 import trainer_pb2, trainer_pb2_grpc, types_pb2
@@ -43,9 +43,6 @@ def request_overhead(bench: Bench) -> Iterator[Figure]:
         forward_backward(bench.trainer, tiny)  # so that there is a gradient to apply
         return ms(lambda: optim_step(bench.trainer))
 
-    def pipelined_ms() -> float:
-        return ms(lambda: results([bench.trainer.forward_backward(tiny, "cross_entropy") for _ in range(100)]))
-
     http, trivial, gradient, step = bench.latencies(
         bench.healthz_ms,
         lambda: ms(lambda: forward(bench.trainer, tiny)),
@@ -56,7 +53,9 @@ def request_overhead(bench: Bench) -> Iterator[Figure]:
     yield Figure("forward_backward of 8 tokens", "ms", gradient, "HTTP GET healthz", http, aim="tiny: under 12 ms")
     yield Figure("optim_step", "ms", step, "HTTP GET healthz", http)
     one_by_one, together = bench.rounds(
-        lambda: 100 * ms(lambda: forward_backward(bench.trainer, tiny)), pipelined_ms, repeats=bench.repeats
+        lambda: 100 * ms(lambda: forward_backward(bench.trainer, tiny)),
+        lambda: ms(lambda: pipelined(bench.trainer, tiny, count=100)),
+        repeats=bench.repeats,
     )
     yield Figure("100 pipelined", "ms", together, "100 x one alone", one_by_one, aim="tiny: under 500 ms")
     if bench.target.grpc_address:
