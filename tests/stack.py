@@ -15,8 +15,8 @@ from typing import Self
 
 import psutil
 
-STOP_LIMIT_S = 10.0
-"""`tinsmith up` promises to be gone by then, with long polls open."""
+STOP_LIMIT_S = 20.0
+"""Twice what `tinsmith up` promises, with long polls open: the machine may have other work."""
 
 _READY = re.compile(
     r"Tinsmith is ready at (\S+) \(models: (.*?); trainer: (.*?); sampler: (.*?); metrics: .*?; logs: (.*)\)"

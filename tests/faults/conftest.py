@@ -11,8 +11,9 @@ import tinker
 
 from tests.faults.cluster import Cluster
 from tests.faults.moments import fresh_seed
+from tests.faults.runs import Outcome, run_all
 from tests.left_sockets import allow_left_sockets, collect_left_sockets  # noqa: F401 - a fixture
-from tests.stack import make_base_model
+from tests.stack import Stack, make_base_model
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -23,9 +24,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     """A failed test shows the ends of the services' logs."""
     report = yield
-    cluster = item.funcargs.get("cluster") if isinstance(item, pytest.Function) else None
-    if report.failed and isinstance(cluster, Cluster):
-        report.sections.append(("services", cluster.report()))
+    for name in ("cluster", "stack"):
+        services = item.funcargs.get(name) if isinstance(item, pytest.Function) else None
+        if report.failed and isinstance(services, Cluster | Stack):
+            report.sections.append(("services", services.report()))
     return report
 
 
@@ -45,6 +47,25 @@ def order(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def running(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with Cluster(tmp_path_factory.mktemp("cluster"), model, num_samplers=2) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="module")
+def mode(request: pytest.FixtureRequest) -> str:
+    """Of a test that is `in_mode`."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def exactly(mode: str) -> bool:
+    """Whether a disturbed run ends with the bits of an undisturbed one."""
+    return mode == "deterministic"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(running: Cluster) -> list[Outcome]:
+    running.heal()
+    with tinker.ServiceClient(base_url=running.url, api_key="tml-test") as service:
+        return run_all(service, running.checkpoints)
 
 
 @pytest.fixture

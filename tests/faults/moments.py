@@ -1,4 +1,4 @@
-"""Random moments, and how often they are tried: once usually, twenty times with TINSMITH_ALL_FAULTS=1.
+"""Random moments, and how often they are tried: once usually, twenty times in each mode with TINSMITH_ALL_FAULTS=1.
 
 Every repetition has a seed of its own, which a failure shows; TINSMITH_FAULT_SEED=<seed> brings it back.
 """
@@ -13,10 +13,17 @@ import pytest
 ALL_FAULTS = os.environ.get("TINSMITH_ALL_FAULTS") == "1"
 EVERY = 20
 """Repetitions of each fault where time does not matter."""
+REPETITIONS = range(EVERY if ALL_FAULTS else 1)
 
-
-repeated = pytest.mark.parametrize("repetition", range(EVERY if ALL_FAULTS else 1))
+repeated = pytest.mark.parametrize("repetition", REPETITIONS)
 """For a test whose moment is random, or depends on how the processes run."""
+
+
+def in_mode(usual: str) -> pytest.MarkDecorator:
+    """Of the trainer; with "deterministic" the numbers are the same bit for bit. Each fault in one of them usually, in
+    both with TINSMITH_ALL_FAULTS=1."""
+    modes = ["usual", "deterministic"] if ALL_FAULTS else [usual]
+    return pytest.mark.parametrize("mode", modes, scope="module", indirect=True)
 
 
 def fresh_seed() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -97,6 +98,25 @@ def under_way(service: tinker.ServiceClient, checkpoints: Path) -> Iterator[Call
 def check_all(outcomes: Sequence[Outcome], expected: Sequence[Outcome], *, exactly: bool) -> None:
     for mine, theirs in zip(outcomes, expected, strict=True):
         mine.check(theirs, exactly=exactly)
+
+
+@contextmanager
+def disturbed(
+    service: tinker.ServiceClient,
+    checkpoints: Path,
+    undisturbed: Sequence[Outcome],
+    rng: random.Random,
+    *,
+    exactly: bool,
+) -> Iterator[None]:
+    """The block begins at a random moment of the runs; after it they must end as the undisturbed ones."""
+    longest_s = max(outcome.seconds for outcome in undisturbed)
+    with under_way(service, checkpoints) as outcomes:
+        moment_s = rng.uniform(0, longest_s)
+        print(f"disturbed after {moment_s:.2f} s of {longest_s:.2f} s")
+        time.sleep(moment_s)
+        yield
+        check_all(outcomes(), undisturbed, exactly=exactly)
 
 
 def tensors_of(checkpoints: Path, path: str) -> dict[str, Floats]:

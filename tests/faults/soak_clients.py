@@ -3,13 +3,15 @@ and deletes.
 
     python -m tests.faults.soak_clients URL --threads 4 --seed 1
 
-They end their sessions when stdin is closed, and print what they did as one line of JSON, with the traceback of every
-exception. Nothing else is waited for: this process may be killed at any time.
+Every exception is printed at once, as one line of JSON with its traceback, so that it is known though this process may
+be killed at any time. When stdin is closed they end their sessions, and print what they did as a last line.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import gc
 import json
 import logging
 import math
@@ -30,23 +32,24 @@ ADAM = tinker.AdamParams(learning_rate=1e-3)
 RANKS = (4, 8, 16)
 MAX_LOADS = 2
 """Of one session: each is a model more."""
+END_LIMIT_S = 240.0
+"""Of the sessions in work when all is to end."""
 
 
 class Report:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        self.errors: list[str] = []
         self._lock = threading.Lock()
 
     def count(self, what: str, amount: int = 1) -> None:
         with self._lock:
             self.counts[what] += amount
 
-    def failed(self) -> None:
-        error = f"{time.strftime('%X')}: {traceback.format_exc()}"
+    def failed(self, error: str) -> None:
+        error = f"{time.strftime('%X')}: {error}"
         print(error, file=sys.stderr, flush=True)
         with self._lock:
-            self.errors.append(error)
+            print(json.dumps(error), flush=True)
 
 
 @dataclass(slots=True)
@@ -124,14 +127,18 @@ class Life:
 
 
 def live_on(url: str, rng: random.Random, report: Report, stop: threading.Event) -> None:
-    rest = tinker.RestClient(base_url=url, api_key="tml-soak")
+    try:
+        rest = tinker.RestClient(base_url=url, api_key="tml-soak")
+    except Exception:
+        report.failed(traceback.format_exc())
+        return
     while not stop.is_set():
         try:
             with tinker.ServiceClient(base_url=url, api_key="tml-soak") as service:
                 Life(service, rest, rng, report).live(stop)
             report.count("lives")
         except Exception:
-            report.failed()
+            report.failed(traceback.format_exc())
 
 
 def main() -> None:
@@ -152,9 +159,14 @@ def main() -> None:
         thread.start()
     sys.stdin.read()
     stop.set()
+    deadline = time.monotonic() + END_LIMIT_S
     for thread in threads:
-        thread.join()
-    print(json.dumps({"counts": report.counts, "errors": report.errors}))
+        thread.join(max(0, deadline - time.monotonic()))
+    if left := sum(thread.is_alive() for thread in threads):
+        tasks = [one for one in gc.get_objects() if isinstance(one, asyncio.Task)]
+        waiting = "".join(f"\n{task!r}" for task in tasks if not task.done())
+        report.failed(f"{left} sessions did not end in {END_LIMIT_S:g} s; the SDK waits for:{waiting}")
+    print(json.dumps(report.counts), flush=True)
 
 
 if __name__ == "__main__":

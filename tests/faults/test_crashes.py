@@ -11,9 +11,9 @@ import pytest
 import tinker
 
 from tests.faults.cluster import Cluster, Process
-from tests.faults.moments import ALL_FAULTS, repeated
+from tests.faults.moments import in_mode, repeated
 from tests.faults.power_cut import cut_power
-from tests.faults.runs import Outcome, check_all, run_all, under_way
+from tests.faults.runs import Outcome, disturbed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -23,45 +23,22 @@ LONGEST_PAUSE_S = 1.0
 Disturb = Callable[..., None]
 
 
-def in_mode(usual: str) -> pytest.MarkDecorator:
-    """Of the trainer; with "deterministic" the numbers are the same bit for bit. Each fault in one of them usually, in
-    both with TINSMITH_ALL_FAULTS=1."""
-    modes = ["usual", "deterministic"] if ALL_FAULTS else [usual]
-    return pytest.mark.parametrize("mode", modes, scope="module", indirect=True)
-
-
 @pytest.fixture(scope="module")
-def mode(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def running(model: Path, tmp_path_factory: pytest.TempPathFactory, mode: str) -> Iterator[Cluster]:
-    trainer_env = {"TRAINER_SNAPSHOT_STEPS": "7"}  # a restart finds snapshots, and steps behind them
-    if mode == "deterministic":
-        trainer_env["TRAINER_DETERMINISTIC"] = "true"
+def running(model: Path, tmp_path_factory: pytest.TempPathFactory, exactly: bool) -> Iterator[Cluster]:
+    # A restart finds snapshots, and steps behind them.
+    trainer_env = {"TRAINER_SNAPSHOT_STEPS": "7", "TRAINER_DETERMINISTIC": str(exactly)}
     with Cluster(tmp_path_factory.mktemp("cluster"), model, num_samplers=1, trainer_env=trainer_env) as cluster:
         yield cluster
 
 
-@pytest.fixture(scope="module")
-def undisturbed(running: Cluster) -> list[Outcome]:
-    running.heal()
-    with tinker.ServiceClient(base_url=running.url, api_key="tml-test") as service:
-        return run_all(service, running.checkpoints)
-
-
 @pytest.fixture
 def disturb(
-    cluster: Cluster, undisturbed: list[Outcome], service: tinker.ServiceClient, rng: random.Random, mode: str
+    cluster: Cluster, undisturbed: list[Outcome], service: tinker.ServiceClient, rng: random.Random, exactly: bool
 ) -> Disturb:
     def end_and_start(*victims: Process, in_good_order: bool = False, power_cut: bool = False) -> None:
         """At one random moment of the runs; checks how they end."""
-        longest_s = max(outcome.seconds for outcome in undisturbed)
-        with under_way(service, cluster.checkpoints) as outcomes:
-            moment_s = rng.uniform(0, longest_s)
-            print(f"ended after {moment_s:.2f} s of {longest_s:.2f} s: {', '.join(one.name for one in victims)}")
-            time.sleep(moment_s)
+        print(f"victims: {', '.join(one.name for one in victims)}")
+        with disturbed(service, cluster.checkpoints, undisturbed, rng, exactly=exactly):
             for victim in victims:
                 victim.stop() if in_good_order else victim.kill()
             if power_cut:
@@ -69,7 +46,6 @@ def disturb(
             time.sleep(rng.uniform(0, LONGEST_PAUSE_S))
             for victim in victims:
                 victim.start()
-            check_all(outcomes(), undisturbed, exactly=mode == "deterministic")
 
     return end_and_start
 

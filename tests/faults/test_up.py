@@ -1,63 +1,95 @@
-"""`tinsmith up` starts again what is killed, and clients go on."""
+"""`tinsmith up` starts again what is killed at random moments of training; its clients notice a delay."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 import tinker
 
 from tests.faults.cluster import wait_until
-from tests.faults.moments import repeated
-from tests.integration.examples import BASE_MODEL, batch, new_model, random_tokens, sample, train
+from tests.faults.moments import REPETITIONS, in_mode
+from tests.faults.runs import Outcome, disturbed, run_all
+from tests.integration.examples import BASE_MODEL
 from tests.stack import Stack
 
-pytestmark = [pytest.mark.slow, repeated]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    in_mode("deterministic"),
+    pytest.mark.parametrize("repetition", REPETITIONS, scope="module"),
+]
+
+REPORTED = ("was killed by SIGKILL", "; the others go on", ": ready again after")
+"""Of each service that is killed."""
+
+Kill = Callable[..., None]
+
+
+@pytest.fixture(scope="module")
+def stack(model: Path, tmp_path_factory: pytest.TempPathFactory, exactly: bool, repetition: int) -> Iterator[Stack]:
+    """One for each repetition, because the pause before a service is started again grows each time. Leaving the block
+    checks that nothing is left."""
+    flags = ["--samplers", "2", *(["--deterministic"] if exactly else [])]
+    env = {"TRAINER_SNAPSHOT_STEPS": "7"}  # a restart finds snapshots, and steps behind them
+    folder = tmp_path_factory.mktemp(f"up-{repetition}")
+    with Stack(folder, base_models=[f"{BASE_MODEL}={model}"], flags=flags, env=env) as stack:
+        yield stack
+
+
+@pytest.fixture
+def service(stack: Stack) -> Iterator[tinker.ServiceClient]:
+    with tinker.ServiceClient(base_url=stack.base_url, api_key="tml-test") as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def undisturbed(stack: Stack) -> list[Outcome]:
+    with tinker.ServiceClient(base_url=stack.base_url, api_key="tml-test") as service:
+        return run_all(service, stack.checkpoints)
 
 
 def running(stack: Stack, service: str) -> list[psutil.Process]:
     return [process for process in stack.processes() if service in process.cmdline()]
 
 
-def test_a_killed_sampler_is_started_again_and_clients_go_on(model: Path, tmp_path: Path) -> None:
-    """Leaving the block checks that nothing is left."""
-    with (
-        Stack(tmp_path, base_models=[f"{BASE_MODEL}={model}"], flags=["--samplers", "2"]) as stack,
-        tinker.ServiceClient(base_url=stack.base_url, api_key="tml-test") as service,
-    ):
-        assert len(stack.samplers) == 2
-        client = new_model(service)
-        train(client, batch(1), steps=1)
-        sampler = client.save_weights_and_get_sampling_client().result()
-        expected = sample(sampler, random_tokens(20, 1), seed=1)[0].tokens
-        before = running(stack, "sampler_service")
-        assert len(before) == 2
-        for killed in before:
-            killed.kill()
-            assert sample(sampler, random_tokens(20, 1), seed=1)[0].tokens == expected
-        wait_until(lambda: stack.report().count(": ready again after") == 2, what="both are started again", limit_s=120)
-        assert "was killed by SIGKILL" in stack.report()
-        assert "starting again in 1 s; the others go on" in stack.report()
-        after = running(stack, "sampler_service")
-        assert {process.pid for process in after}.isdisjoint(process.pid for process in before)
-        assert sample(sampler, random_tokens(20, 1), seed=1)[0].tokens == expected
-        train(client, batch(1), steps=1)
+@pytest.fixture
+def kill(
+    stack: Stack, undisturbed: list[Outcome], service: tinker.ServiceClient, rng: random.Random, exactly: bool
+) -> Kill:
+    def kill_all(*victims: psutil.Process) -> None:
+        """At one random moment of the runs; checks how they end, and that all are there again."""
+
+        def times(said: str) -> int:
+            return stack.report().count(said)
+
+        expected = [times(said) + len(victims) for said in REPORTED]
+        print(f"victims: {[victim.pid for victim in victims]}")
+        with disturbed(service, stack.checkpoints, undisturbed, rng, exactly=exactly):
+            for victim in victims:
+                victim.kill()
+        wait_until(lambda: times(REPORTED[-1]) == expected[-1], what="all are started again", limit_s=120)
+        assert [times(said) for said in REPORTED] == expected
+
+    return kill_all
 
 
-def test_trainer_and_gateway_are_killed_while_a_client_trains(model: Path, tmp_path: Path) -> None:
-    """The losses are those of training in peace."""
-    with (
-        Stack(tmp_path, base_models=[f"{BASE_MODEL}={model}"]) as stack,
-        tinker.ServiceClient(base_url=stack.base_url, api_key="tml-test") as service,
-    ):
-        expected = train(new_model(service), batch(1), steps=12)
-        client = new_model(service)
-        losses = train(client, batch(1), steps=4)
-        for killed in ("trainer_service", "gateway"):
-            (process,) = running(stack, killed)
-            process.kill()
-            losses += train(client, batch(1), steps=4)
-        np.testing.assert_allclose(losses, expected, rtol=1e-6)
-        wait_until(lambda: stack.report().count(": ready again after") == 2, what="both are started again", limit_s=120)
+def test_the_trainer_is_killed(stack: Stack, kill: Kill) -> None:
+    (trainer,) = running(stack, "trainer_service")
+    kill(trainer)
+
+
+def test_the_gateway_is_killed(stack: Stack, kill: Kill) -> None:
+    (gateway,) = running(stack, "gateway")
+    kill(gateway)
+
+
+def test_a_sampler_is_killed(stack: Stack, kill: Kill, rng: random.Random) -> None:
+    kill(rng.choice(running(stack, "sampler_service")))
+
+
+def test_all_three_are_killed(stack: Stack, kill: Kill) -> None:
+    kill(*(process for name in ("trainer_service", "sampler_service", "gateway") for process in running(stack, name)))
