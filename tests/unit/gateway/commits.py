@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
+
+from sqlalchemy import event
 
 from gateway.database.store import Store
 
@@ -25,6 +28,20 @@ def commits(store: Store, after: Callable[[], None], *, of: asyncio.Task[object]
         yield
     finally:
         del dialect.do_commit
+
+
+class Statements:
+    """Of each task, since it took them last."""
+
+    def __init__(self, store: Store) -> None:
+        self._of: defaultdict[asyncio.Task[object] | None, list[str]] = defaultdict(list)
+        event.listen(store._engine.sync_engine, "before_cursor_execute", self._note)
+
+    def _note(self, _connection: object, _cursor: object, statement: str, *_rest: object) -> None:
+        self._of[asyncio.current_task()].append(statement)
+
+    def taken(self) -> list[str]:
+        return self._of.pop(asyncio.current_task(), [])
 
 
 def lost() -> None:

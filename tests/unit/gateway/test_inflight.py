@@ -64,7 +64,7 @@ async def test_a_sampler_that_does_not_move_fails_no_save(
     model_id = await client.model(session_id)
     stack.trainer.samplers.clear()  # it does not get the version
     await save(client, model_id, 1, sampling_session_seq_id=1)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while "do not move" not in caplog.text:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert f"generations of {model_id} at 127.0.0.1" in caplog.text
@@ -108,7 +108,7 @@ async def test_a_sampler_of_another_session_goes_on_when_the_run_is_released(sta
     sampler_id = await client.sampling_session(sampling, model_path=path)
     await save(client, model_id, 2, sampling_session_seq_id=1)
     await client.call(f"sessions/{training}/finish", {"reason": {"type": "success"}})
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while model_id not in stack.trainer.deleted_models:
             await stack.trainer.deletion.wait()
             stack.trainer.deletion.clear()

@@ -120,6 +120,7 @@ async def run(*argv: str, url: str, home: Path, key: str = "", given: str = "") 
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
+        start_new_session=True,  # without a terminal, which getpass would prefer to stdin
     )
     try:
         async with asyncio.timeout(60):

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import sqlite3
 from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from typing import Any
 
 import asyncpg
 import pytest
-from sqlalchemy import event, func, select
+from sqlalchemy import func, insert, select
 from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
 from sqlalchemy.exc import TimeoutError as NoConnection
 
+from gateway.config import DATABASE
 from gateway.database.connection import Database
 from gateway.database.outages import DatabaseUnusable, is_outage
+from gateway.database.tables.gateways import Setting
 from gateway.database.tables.tenants import Usage
 from gateway.gateway import Gateway
 from gateway.metrics import Metrics
-from tests.unit.gateway.commits import commits, lost
+from tests.unit.gateway.commits import Statements, commits, lost
 from tests.unit.gateway.stack import Client, Stack, sample_body
 from tinsmith.cli.ports import free_ports
 
@@ -98,16 +102,12 @@ async def test_a_checkpoint_whose_commit_was_not_heard_of_is_counted_and_recorde
     model_id = await client.model(session_id)
     writing = "UPDATE operations SET settled_at"
     commits_lost: list[str] = []
-    statements: list[str] = []
+    statements = Statements(gateway.store)
 
     def lose() -> None:
-        if any(statement.startswith(writing) for statement in statements) and not commits_lost:
+        if any(statement.startswith(writing) for statement in statements.taken()) and not commits_lost:
             commits_lost.append(kind)
             lost()
-        statements.clear()
-
-    def note(_connection: object, _cursor: object, statement: str, *_rest: object) -> None:
-        statements.append(statement)
 
     async def save(seq_id: int) -> Any:
         body = {"model_id": model_id, "seq_id": seq_id, "path": "a", "overwrite": True}
@@ -118,7 +118,6 @@ async def test_a_checkpoint_whose_commit_was_not_heard_of_is_counted_and_recorde
         return (await client.post("/api/v1/copy_weights", json=body)).status_code
 
     path = (await save(1))["path"]
-    event.listen(gateway.store._engine.sync_engine, "before_cursor_execute", note)
     with commits(gateway.store, lose):
         if kind == "save":
             assert await save(2) == {"type": "save_weights", "path": path}
@@ -144,18 +143,12 @@ async def test_a_change_whose_commit_was_not_heard_of_is_recorded_once(
     model_id = await client.model(await client.session())
     await client.result(await client.call("save_weights", {"model_id": model_id, "seq_id": 1, "path": "a"}))
     url = f"/api/v1/training_runs/{model_id}/checkpoints/weights/a{suffix}"
-    statements: list[str] = []
-
-    def note(_connection: object, _cursor: object, statement: str, *_rest: object) -> None:
-        statements.append(statement)
+    statements = Statements(gateway.store)
 
     def lose() -> None:
-        is_change = any(statement.startswith("UPDATE checkpoints") for statement in statements)
-        statements.clear()
-        if is_change:
+        if any(statement.startswith("UPDATE checkpoints") for statement in statements.taken()):
             lost()
 
-    event.listen(gateway.store._engine.sync_engine, "before_cursor_execute", note)
     with commits(gateway.store, lose):
         assert (await client.request(method, url)).status_code == 503
     caplog.clear()  # it said that the database could not be used
@@ -326,3 +319,33 @@ async def test_what_is_written_behind_goes_on_after_an_outage(
     await until(lambda: flushes > before + 2)
     assert "it is tried again" in caplog.text
     caplog.clear()
+
+
+async def test_a_transaction_that_is_cut_off_at_any_moment_locks_nothing(
+    stack: Stack, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before the garbage collector has its cursor, whose statement is not at its end."""
+    assert stack.server is not None
+    store = stack.server.app.state.gateway.store
+
+    async def write() -> None:
+        async with store.begin() as db:
+            await db.execute(insert(Setting).values(name="cut off", value="x").returning(Setting.value))
+            await db.execute(select(Setting))
+            await db.rollback()
+
+    def lock() -> None:
+        with closing(sqlite3.connect(stack.state_dir / DATABASE, timeout=5, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+
+    gc.disable()
+    try:
+        for moment in range(100):
+            writing = asyncio.create_task(write())
+            await asyncio.sleep(4e-5 * moment)
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
+            await asyncio.to_thread(lock)
+    finally:
+        gc.enable()
+    caplog.clear()  # SQLAlchemy says which it could not roll back in good order

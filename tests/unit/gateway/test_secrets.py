@@ -132,7 +132,7 @@ async def test_a_database_that_cannot_be_reached_is_named_without_its_password(
     with pytest.raises(StartError) as refused:
         await gateway.start()
     await gateway.stop()
-    assert "tinsmith:***@127.0.0.1" in str(refused.value)
+    assert "//***@127.0.0.1" in str(refused.value)
     assert PASSWORD not in f"{refused.value}{log.text}"
 
 
