@@ -34,6 +34,7 @@ from trainer_service.engine.engine import TrainingEngine
 from trainer_service.engine.measure import Bounds, measure
 from trainer_service.metrics import Metrics
 from trainer_service.operations.lost import LostOperations
+from trainer_service.operations.models import LiveModels
 from trainer_service.operations.operations import Operations
 from trainer_service.ranks import process
 from trainer_service.ranks.follower import Follower
@@ -177,8 +178,9 @@ async def start(
     except OSError as error:
         raise _RestoringFailed(str(error)) from error
     snapshots = Snapshots(snapshot_files, journal, snapshot_policy(config), metrics)
+    models = LiveModels(config.public_names, base.weights_sum, allow_other_weights=config.allow_other_base_weights)
     operations = Operations(
-        engine, checkpoints, publisher, scheduler.run_alone, config.public_names, config.max_lora_rank, snapshots
+        engine, checkpoints, publisher, scheduler.run_alone, models, config.max_lora_rank, snapshots
     )
     importer = Importer(base, checkpoints, max_rank=config.max_lora_rank, max_bytes=config.max_import_bytes)
     try:

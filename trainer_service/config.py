@@ -29,6 +29,9 @@ class TrainerConfig(GrpcTls, BaseSettings):
     """Hugging Face id or local path of the frozen base model."""
     model_names: list[str] = []
     """Public names of the base model, as a JSON list; the first is the principal one. Empty means [base_model]."""
+    allow_other_base_weights: bool = False
+    """Take checkpoints, and models of the journal, that were trained on other weights of a base model of this name,
+    with a warning, instead of refusing them."""
     listen: str = "127.0.0.1:8001"
     """Address of the gRPC server; port 0 lets the kernel choose. Any other than a loopback address needs keys."""
     api_keys: list[AnyKey] = []

@@ -80,6 +80,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             boot_id=trainer.boot_id,
             full_training=full,
             trainable=full or bool(groups),
+            base_weights=trainer.operations.models.base_weights,
             trainable_groups=[] if full else groups,
             refused_groups={} if full else {one: engine.base.why_not(one) for one in GROUPS if one not in groups},
         )
@@ -87,10 +88,11 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def CreateModel(self, request: pb.CreateModelRequest, context: Context) -> pb.CreateModelResponse:
         operations = self._ready.operations
         body = Body.pack("create_model", request)
+        # A replay must begin with the same numbers. The digest stays: a repeat does not bring them either.
         if request.lora_config.rank and not request.lora_config.HasField("seed"):
-            # A replay must begin with the same numbers. The digest stays: a repeat brings no seed either.
             request.lora_config.seed = secrets.randbits(31)
-            body = replace(body, compressed=Body.pack("create_model", request).compressed)
+        request.base_weights = request.base_weights or operations.models.base_weights
+        body = replace(body, compressed=Body.pack("create_model", request).compressed)
         work = operations.create_model(request)
         answer = await self._accept(request.model_id, 0, "create_model", body, lambda: work, context)
         return answer.create_model

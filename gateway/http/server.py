@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 _OTHER_DESCRIPTORS = 256
 """The database, the services, the log."""
+_TELL_INTERVAL_S = 0.05
 
 
 class GatewayServer(uvicorn.Server):
@@ -59,6 +60,21 @@ class GatewayServer(uvicorn.Server):
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Also of connections that were just being accepted when uvicorn told all to end, and which it would wait for."""
+        telling = asyncio.create_task(self._tell_all_to_end())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            telling.cancel()
+            await asyncio.gather(telling, return_exceptions=True)
+
+    async def _tell_all_to_end(self) -> None:
+        while True:
+            await asyncio.sleep(_TELL_INTERVAL_S)
+            for connection in list(self.server_state.connections):
+                connection.shutdown()
 
     def stop(self) -> None:
         """Long polls are answered now; running requests have two seconds."""

@@ -23,6 +23,7 @@ from tinsmith.modeling import attention
 from tinsmith.modeling.adaptation import adapt, decoder_layers
 from tinsmith.modeling.adapter import GROUPS, Group, Target
 from tinsmith.modeling.attention import Layout, Packed
+from tinsmith.modeling.base_weights import sum_of
 from tinsmith.modeling.config import load_config
 from tinsmith.modeling.kernels import prepacked
 from tinsmith.modeling.kernels.choice import PLAIN, Kernels, Setting, choose
@@ -68,6 +69,8 @@ class BaseModel:
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
     """What its files hold besides parameters; training does not change it."""
     kernels: Kernels = PLAIN
+    weights_sum: str = ""
+    """Of the weights as loaded (base_weights.py)."""
     refused_groups: Mapping[Group, str] = field(default_factory=dict)
     """Groups whose adapters cannot be computed here, and why: they are not among the targets."""
     tensor_parallel: TensorParallel | None = None
@@ -150,6 +153,7 @@ class BaseModel:
     ) -> tuple[BaseModel, Probe]:
         """Adapts and divides the model; and what its own forward pass gives, from before that."""
         model = model.eval().requires_grad_(trainable)
+        weights_sum = sum_of(model.parameters())
         probe = Probe.run(model)  # with its own attention
         chosen = choose(kernels, device, model.dtype)
         if chosen.elementwise is not None and not trainable:  # of their weights they give no gradient
@@ -192,6 +196,7 @@ class BaseModel:
             by_columns=linear,
             buffers=buffers,
             kernels=chosen,
+            weights_sum=weights_sum,
             refused_groups=refused,
             tensor_parallel=tensor_parallel,
             sharded=sharded,

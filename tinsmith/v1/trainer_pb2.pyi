@@ -12,7 +12,7 @@ class GetTrainerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetTrainerInfoResponse(_message.Message):
-    __slots__ = ("base_models", "max_context_length", "max_lora_rank", "vocab_size", "architecture", "loss_fns", "device", "boot_id", "optimizers", "full_training", "trainable", "trainable_groups", "refused_groups")
+    __slots__ = ("base_models", "max_context_length", "max_lora_rank", "vocab_size", "architecture", "loss_fns", "device", "boot_id", "optimizers", "full_training", "trainable", "trainable_groups", "refused_groups", "base_weights")
     class RefusedGroupsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +33,7 @@ class GetTrainerInfoResponse(_message.Message):
     TRAINABLE_FIELD_NUMBER: _ClassVar[int]
     TRAINABLE_GROUPS_FIELD_NUMBER: _ClassVar[int]
     REFUSED_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    BASE_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     base_models: _containers.RepeatedScalarFieldContainer[str]
     max_context_length: int
     max_lora_rank: int
@@ -46,10 +47,11 @@ class GetTrainerInfoResponse(_message.Message):
     trainable: bool
     trainable_groups: _containers.RepeatedScalarFieldContainer[str]
     refused_groups: _containers.ScalarMap[str, str]
-    def __init__(self, base_models: _Optional[_Iterable[str]] = ..., max_context_length: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., vocab_size: _Optional[int] = ..., architecture: _Optional[str] = ..., loss_fns: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., boot_id: _Optional[str] = ..., optimizers: _Optional[_Iterable[str]] = ..., full_training: _Optional[bool] = ..., trainable: _Optional[bool] = ..., trainable_groups: _Optional[_Iterable[str]] = ..., refused_groups: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    base_weights: str
+    def __init__(self, base_models: _Optional[_Iterable[str]] = ..., max_context_length: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., vocab_size: _Optional[int] = ..., architecture: _Optional[str] = ..., loss_fns: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., boot_id: _Optional[str] = ..., optimizers: _Optional[_Iterable[str]] = ..., full_training: _Optional[bool] = ..., trainable: _Optional[bool] = ..., trainable_groups: _Optional[_Iterable[str]] = ..., refused_groups: _Optional[_Mapping[str, str]] = ..., base_weights: _Optional[str] = ...) -> None: ...
 
 class CreateModelRequest(_message.Message):
-    __slots__ = ("model_id", "base_model", "lora_config", "optimizer", "from_location", "load_optimizer", "user_metadata")
+    __slots__ = ("model_id", "base_model", "lora_config", "optimizer", "from_location", "load_optimizer", "user_metadata", "base_weights")
     class UserMetadataEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -64,6 +66,7 @@ class CreateModelRequest(_message.Message):
     FROM_LOCATION_FIELD_NUMBER: _ClassVar[int]
     LOAD_OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     USER_METADATA_FIELD_NUMBER: _ClassVar[int]
+    BASE_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     base_model: str
     lora_config: _types_pb2.LoraConfig
@@ -71,7 +74,8 @@ class CreateModelRequest(_message.Message):
     from_location: str
     load_optimizer: bool
     user_metadata: _containers.ScalarMap[str, str]
-    def __init__(self, model_id: _Optional[str] = ..., base_model: _Optional[str] = ..., lora_config: _Optional[_Union[_types_pb2.LoraConfig, _Mapping]] = ..., optimizer: _Optional[str] = ..., from_location: _Optional[str] = ..., load_optimizer: _Optional[bool] = ..., user_metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    base_weights: str
+    def __init__(self, model_id: _Optional[str] = ..., base_model: _Optional[str] = ..., lora_config: _Optional[_Union[_types_pb2.LoraConfig, _Mapping]] = ..., optimizer: _Optional[str] = ..., from_location: _Optional[str] = ..., load_optimizer: _Optional[bool] = ..., user_metadata: _Optional[_Mapping[str, str]] = ..., base_weights: _Optional[str] = ...) -> None: ...
 
 class CreateModelResponse(_message.Message):
     __slots__ = ("model",)

@@ -279,7 +279,7 @@ class LoraConfig(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., seed: _Optional[int] = ..., train_unembed: _Optional[bool] = ..., train_mlp: _Optional[bool] = ..., train_attn: _Optional[bool] = ...) -> None: ...
 
 class CheckpointInfo(_message.Message):
-    __slots__ = ("location", "kind", "model_id", "base_model", "lora_config", "version_id", "size_bytes", "created_at", "step", "has_optimizer", "ttl_seconds", "user_metadata", "optimizer", "encrypted")
+    __slots__ = ("location", "kind", "model_id", "base_model", "lora_config", "version_id", "size_bytes", "created_at", "step", "has_optimizer", "ttl_seconds", "user_metadata", "optimizer", "encrypted", "base_weights")
     class UserMetadataEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -301,6 +301,7 @@ class CheckpointInfo(_message.Message):
     USER_METADATA_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     ENCRYPTED_FIELD_NUMBER: _ClassVar[int]
+    BASE_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     location: str
     kind: CheckpointKind
     model_id: str
@@ -315,7 +316,8 @@ class CheckpointInfo(_message.Message):
     user_metadata: _containers.ScalarMap[str, str]
     optimizer: str
     encrypted: bool
-    def __init__(self, location: _Optional[str] = ..., kind: _Optional[_Union[CheckpointKind, str]] = ..., model_id: _Optional[str] = ..., base_model: _Optional[str] = ..., lora_config: _Optional[_Union[LoraConfig, _Mapping]] = ..., version_id: _Optional[str] = ..., size_bytes: _Optional[int] = ..., created_at: _Optional[float] = ..., step: _Optional[int] = ..., has_optimizer: _Optional[bool] = ..., ttl_seconds: _Optional[int] = ..., user_metadata: _Optional[_Mapping[str, str]] = ..., optimizer: _Optional[str] = ..., encrypted: _Optional[bool] = ...) -> None: ...
+    base_weights: str
+    def __init__(self, location: _Optional[str] = ..., kind: _Optional[_Union[CheckpointKind, str]] = ..., model_id: _Optional[str] = ..., base_model: _Optional[str] = ..., lora_config: _Optional[_Union[LoraConfig, _Mapping]] = ..., version_id: _Optional[str] = ..., size_bytes: _Optional[int] = ..., created_at: _Optional[float] = ..., step: _Optional[int] = ..., has_optimizer: _Optional[bool] = ..., ttl_seconds: _Optional[int] = ..., user_metadata: _Optional[_Mapping[str, str]] = ..., optimizer: _Optional[str] = ..., encrypted: _Optional[bool] = ..., base_weights: _Optional[str] = ...) -> None: ...
 
 class CheckpointFile(_message.Message):
     __slots__ = ("name", "size_bytes", "sha256")

@@ -89,6 +89,7 @@ class Restorer:
         else:
             start, base_model = _seq_id(info), info.base_model
             found = self._from_snapshot(info, history)
+            self.operations.models.check_base_weights(info.base_weights, field="base_weights")
         self.operations.models.check_base_model(base_model, field="base_model")
         following = [entry for entry in history if entry.seq_id > start]
         logger.info("restoring %s: from seq_id %d, and %d operations after it", model_id, start, len(following))

@@ -60,11 +60,12 @@ class Loads:
     async def read(
         self, location: Location, *, with_optimizer: bool, field: str
     ) -> tuple[types_pb2.CheckpointInfo, State]:
-        """Raises InvalidRequest when it is of a base model that this server has not."""
+        """Raises InvalidRequest when it is of a base model that this server has not, or of other weights of one."""
         info, state = await asyncio.to_thread(
             self.checkpoints.load, location, self.engine.base, with_optimizer=with_optimizer
         )
         self.models.check_base_model(info.base_model, field=f"{field} {location}: base_model")
+        self.models.check_base_weights(info.base_weights, field=f"{field} {location}: base_weights")
         return info, state
 
     async def keep(self, turn: Turn, model: Model, seq_id: int, state: State, *, with_optimizer: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 from trainer_service.engine.engine import State
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(slots=True)
 class Model:
@@ -19,6 +22,8 @@ class Model:
 
     model_id: str
     base_model: str
+    base_weights: str
+    """Sum of the weights that it adapts; empty where all parameters are its own."""
     config: AdapterConfig
     optimizer: str
     user_metadata: Mapping[str, str]
@@ -42,6 +47,7 @@ class Model:
             kind=types_pb2.CHECKPOINT_KIND_TRAINING,
             model_id=self.model_id,
             base_model=self.base_model,
+            base_weights=self.base_weights,
             lora_config=state.config.to_proto(),
             version_id=f"{self.model_id}@{seq_id}",
             step=state.step,
@@ -54,15 +60,19 @@ class Model:
     @classmethod
     def of_snapshot(cls, info: types_pb2.CheckpointInfo, state: State) -> Model:
         metadata = dict(info.user_metadata)
-        return cls(info.model_id, info.base_model, state.config, info.optimizer, metadata, info.step)
+        return cls(info.model_id, info.base_model, info.base_weights, state.config, info.optimizer, metadata, info.step)
 
 
 class LiveModels:
     """Of the base model that this trainer has, by model_id."""
 
-    def __init__(self, base_models: Sequence[str]) -> None:
+    def __init__(self, base_models: Sequence[str], base_weights: str, *, allow_other_weights: bool = False) -> None:
+        """allow_other_weights: what was trained on others of the same name is taken, with a warning."""
         self.base_models = base_models
         """Public names of the base model."""
+        self.base_weights = base_weights
+        """Sum of its weights (modeling/base_weights.py)."""
+        self._allow_other_weights = allow_other_weights
         self._models: dict[str, Model] = {}
 
     def __contains__(self, model_id: str) -> bool:
@@ -86,3 +96,18 @@ class LiveModels:
                 f"{field}: {base_model!r} is not served by this trainer; it serves {', '.join(self.base_models)}",
                 field=field,
             )
+
+    def check_base_weights(self, base_weights: str, *, field: str) -> None:
+        """Raises InvalidRequest for a sum of other weights; an empty one, from before there were sums, is none."""
+        if base_weights in ("", self.base_weights):
+            return
+        message = (
+            f"{field}: {base_weights!r} is the sum of the base model's weights that it was trained on, but this "
+            f"trainer's {self.base_models[0]} has {self.base_weights!r}: other weights have got the same name"
+        )
+        if not self._allow_other_weights:
+            raise InvalidRequest(
+                f"{message}. Serve those that it was trained on, or set TRAINER_ALLOW_OTHER_BASE_WEIGHTS=true",
+                field=field,
+            )
+        logger.warning("%s; it is used all the same, as allow_other_base_weights asks", message)

@@ -5,7 +5,7 @@ Checkpoints are read before an operation's turn on the compute thread, and writt
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.full_weights import config_of
@@ -35,15 +35,15 @@ class Operations:
         checkpoints: CheckpointStore,
         publisher: Publisher,
         run_alone: RunAlone,
-        base_models: Sequence[str],
+        models: LiveModels,
         max_lora_rank: int,
         snapshots: Snapshots,
     ) -> None:
-        """run_alone: of the scheduler. base_models: public names of the base model."""
+        """run_alone: of the scheduler."""
         self.engine = engine
         self.max_lora_rank = max_lora_rank
         self.snapshots = snapshots
-        self.models = LiveModels(base_models)
+        self.models = models
         self.loads = Loads(engine, checkpoints, self.models, snapshots)
         self.publishing = Publishing(engine, checkpoints, publisher, run_alone, self.models, self.loads)
         self._saves = Saves(engine, checkpoints, self.models, self.publishing)
@@ -55,6 +55,7 @@ class Operations:
             check_kind(request.optimizer)
         if request.base_model or not request.from_location:
             self.models.check_base_model(request.base_model, field="base_model")
+        self.models.check_base_weights(request.base_weights, field="base_weights")
         if request.from_location:
             location = Location.parse(request.from_location, field="from_location")
             if request.HasField("lora_config"):
@@ -89,7 +90,8 @@ class Operations:
                 optimizer = request.optimizer or state.optimizer.kind
             config = self._config(info.lora_config, optimizer=optimizer)
         assert config is not None
-        model = Model(request.model_id, base_model, config, optimizer, dict(request.user_metadata))
+        base_weights = self.models.base_weights if config.rank else ""
+        model = Model(request.model_id, base_model, base_weights, config, optimizer, dict(request.user_metadata))
 
         def create() -> None:
             self.engine.create_model(model.model_id, model.config, optimizer)

@@ -98,6 +98,7 @@ class Saves:
             kind=request.kind,
             model_id=request.model_id,
             base_model=model.base_model,
+            base_weights=model.base_weights,
             lora_config=state.config.to_proto(),
             version_id=version_id,
             step=state.step,

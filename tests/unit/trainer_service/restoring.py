@@ -21,6 +21,7 @@ from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Policy, Snapshots
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.metrics import Metrics
+from trainer_service.operations.models import LiveModels
 from trainer_service.operations.operations import Operations, refused
 from trainer_service.scheduling.scheduler import Scheduler
 from trainer_service.scheduling.work import Answer, Operation, Work
@@ -60,6 +61,7 @@ class Process:
         policy: Policy = NEVER,
         max_bytes: int = 1 << 24,
         base_models: Sequence[str] = ("tiny",),
+        allow_other_weights: bool = False,
         result_retention_s: float = 3600.0,
         min_free_bytes: int | None = None,
     ) -> Process:
@@ -75,7 +77,8 @@ class Process:
         snapshots = Snapshots(files, journal, policy, metrics)
         publisher = Publisher(sender, canary_of(base), GapRule(0.01, "refuse", timeout_s=5), metrics)
         checkpoints = CheckpointStore(folder / "checkpoints", metrics)
-        operations = Operations(engine, checkpoints, publisher, scheduler.run_alone, base_models, 16, snapshots)
+        models = LiveModels(base_models, base.weights_sum, allow_other_weights=allow_other_weights)
+        operations = Operations(engine, checkpoints, publisher, scheduler.run_alone, models, 16, snapshots)
         await Restorer(journal, snapshots, operations, scheduler, metrics).run()
         return cls(folder, registry, engine, journal, snapshots, operations, scheduler)
 

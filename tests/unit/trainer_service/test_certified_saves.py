@@ -40,6 +40,7 @@ from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Policy, Snapshots
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.metrics import Metrics
+from trainer_service.operations.models import LiveModels
 from trainer_service.operations.operations import Operations
 from trainer_service.scheduling.scheduler import Scheduler
 from trainer_service.servicer import Trainer, TrainerServicer
@@ -137,7 +138,8 @@ async def stack(base: BaseModel, model_folder: Path, tmp_path: Path) -> AsyncIte
         publisher = Publisher(sender, canary_of(base), GapRule(0.01, "refuse", timeout_s=20), metrics)
         snapshots = Snapshots(SnapshotFiles(tmp_path / "snapshots"), journal, Policy(0, 0, 0), metrics)
         exits.push_async_callback(snapshots.close)
-        operations = Operations(training, checkpoints, publisher, scheduler.run_alone, ["tiny"], 16, snapshots)
+        models = LiveModels(["tiny"], base.weights_sum)
+        operations = Operations(training, checkpoints, publisher, scheduler.run_alone, models, 16, snapshots)
         servicer = TrainerServicer()
         importer = Importer(base, checkpoints, max_rank=16, max_bytes=1 << 22)
         servicer.trainer = Trainer("boot", operations, scheduler, journal, checkpoints, importer)

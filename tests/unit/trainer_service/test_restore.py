@@ -1,10 +1,12 @@
 """After a crash: the same weights, bit for bit, and the same answers, wherever it was."""
 
 import asyncio
+import re
 import shutil
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +74,8 @@ def save(seq_id: int, name: str, **fields: Any) -> pb.SaveCheckpointRequest:
 
 
 def load(seq_id: int, name: str, **fields: Any) -> pb.LoadCheckpointRequest:
-    return pb.LoadCheckpointRequest(model_id=MODEL, seq_id=seq_id, location=f"{MODEL}/weights/{name}", **fields)
+    location = f"{MODEL}/weights/{name}"
+    return pb.LoadCheckpointRequest(**{"model_id": MODEL, "seq_id": seq_id, "location": location, **fields})
 
 
 def skip(seq_id: int) -> pb.SkipOperationRequest:
@@ -434,6 +437,37 @@ async def test_a_model_of_another_base_model_stays_in_the_journal_until_that_is_
         await other.send(batch(3))
     await other.stop()
     again = await start(tmp_path / "1")
+    assert_equal(await again.weights(MODEL), weights)
+
+
+@pytest.mark.parametrize("policy", [NEVER, EVERY_STEP], ids=["from its creation", "from a snapshot"])
+async def test_a_model_of_other_base_weights_of_the_same_name_waits_for_its_own(
+    base: BaseModel, start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture, policy: Policy
+) -> None:
+    process = await start(tmp_path / "0", policy=policy)
+    await run(process, [creation(base_weights=base.weights_sum), batch(1), step(2), save(3, "one")])
+    await settled(process)
+    weights = await process.weights(MODEL)
+    folder = await process.crash(tmp_path / "1")
+
+    other_weights = replace(base, weights_sum="another")
+    other = await Process.start(folder, other_weights)
+    refusal = f"base_weights: '{base.weights_sum}' is the sum of .*, but this trainer's tiny has 'another'"
+    with pytest.raises(Exception, match=refusal):
+        await other.send(batch(4))
+    await run(other, [creation("s:train:1")])
+    await other.send(load(1, "one", model_id="s:train:1"))
+    assert re.search(
+        f"location .*{refusal}.*TRAINER_ALLOW_OTHER_BASE_WEIGHTS", str(await other.outcome("s:train:1", 1))
+    )
+    await other.stop()
+
+    allowing = await Process.start(folder, other_weights, allow_other_weights=True)
+    assert_equal(await allowing.weights(MODEL), weights)
+    assert "other weights have got the same name; it is used all the same" in caplog.text
+    await allowing.stop()
+
+    again = await start(folder)
     assert_equal(await again.weights(MODEL), weights)
 
 

@@ -38,6 +38,7 @@ from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Policy, Snapshots
 from trainer_service.engine.engine import State, TrainingEngine
 from trainer_service.metrics import Metrics
+from trainer_service.operations.models import LiveModels
 from trainer_service.operations.operations import Operations
 from trainer_service.scheduling.scheduler import Scheduler
 from trainer_service.servicer import Trainer, TrainerServicer
@@ -91,7 +92,8 @@ async def start(base: BaseModel, tmp_path: Path) -> AsyncIterator[StartService]:
         scheduler = Scheduler(engine, journal, max_queued_operations=20, max_models=4, metrics=metrics)
         publisher = Publisher(sender, canary_of(base), GapRule(0.01, "refuse", timeout_s=5), metrics)
         snapshots = Snapshots(SnapshotFiles(tmp_path / "snapshots"), journal, Policy(2, 0, 0), metrics)
-        operations = Operations(engine, checkpoints, publisher, scheduler.run_alone, ["tiny", "alias"], 16, snapshots)
+        models = LiveModels(["tiny", "alias"], base.weights_sum)
+        operations = Operations(engine, checkpoints, publisher, scheduler.run_alone, models, 16, snapshots)
         importer = Importer(base, checkpoints, max_rank=16, max_bytes=1 << 22)
         await Restorer(journal, snapshots, operations, scheduler, metrics).run()
         servicer = TrainerServicer()
@@ -701,6 +703,21 @@ async def test_deleting_a_model_frees_it_and_its_ephemeral_checkpoints(stub: Any
     await fails(stub.GetCheckpoint(gone), errors.CheckpointNotFound, "ephemeral/2")
     await fails(stub.DeleteModel(pb.DeleteModelRequest(model_id="../x")), errors.InvalidRequest, "'../x'")
     await fails(stub.DeleteModel(pb.DeleteModelRequest(model_id="retired")), errors.InvalidRequest, "'retired'")
+
+
+async def test_the_journal_and_checkpoints_know_the_base_weights(start: StartService, base: BaseModel) -> None:
+    stub = (await start()).stub
+    others = creation(base_weights="0" * 32)
+    await fails(stub.CreateModel(others), errors.InvalidRequest, f"has '{base.weights_sum}'")
+    info = await stub.GetTrainerInfo(pb.GetTrainerInfoRequest())
+    created = await stub.CreateModel(creation())
+    saved = await stub.SaveCheckpoint(save(1))
+    assert info.base_weights == saved.checkpoint.base_weights == base.weights_sum
+    service = await start()
+    journal = service.trainer.journal
+    noted = pb.CreateModelRequest.FromString(await journal.unpacked(MODEL, 0))
+    assert noted.base_weights == base.weights_sum
+    assert await service.stub.CreateModel(creation()) == created, "a repeat that does not bring them is no conflict"
 
 
 async def test_after_a_restart_models_answers_and_operations_behind_a_gap_are_there(start: StartService) -> None:
