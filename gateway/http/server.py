@@ -62,7 +62,7 @@ class GatewayServer(uvicorn.Server):
             await asyncio.gather(watching, return_exceptions=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Also of connections that were just being accepted when uvicorn told all to end, and which it would wait for."""
+        """Also of connections that were being accepted when uvicorn told all to end, and which it would wait for."""
         telling = asyncio.create_task(self._tell_all_to_end())
         try:
             await super().shutdown(sockets)

@@ -157,10 +157,12 @@ def _print_pruned(where: str, pruned: pb.PruneJournalResponse, *, done: bool) ->
     verb = "deleted" if done else "would delete"
     print(
         f"{where}: {verb} {_size(pruned.num_bytes)}: {pruned.num_results} expired results, {pruned.num_bodies} "
-        f"requests behind snapshots, {len(pruned.model_ids)} ended models"
+        f"requests behind snapshots or of ended models, {len(pruned.model_ids)} ended models"
     )
     if pruned.num_bodies:
-        print("    of each model only its newest snapshot can be restored then, the one before it cannot")
+        print(
+            "    a model that has snapshots can be restored from its newest one only then, not from the one before it"
+        )
     for model_id in pruned.model_ids:
         print(f"    {model_id}")
     if not done:

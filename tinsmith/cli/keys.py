@@ -127,7 +127,8 @@ def _file(state_dir: Path) -> Path:
     return state_dir.expanduser().absolute() / "gateway" / "gateway.db"
 
 
-def _work(url: str, work: Callable[[Keys], Awaitable[int]]) -> int:
+def _work(url: str, work: Callable[[Keys], Awaitable[int]], *, makes: bool) -> int:
+    """`makes`: a file that is not there yet is no mistake."""
     # Here, because the other commands need no database.
     from sqlalchemy.exc import SQLAlchemyError
 
@@ -151,6 +152,8 @@ def _work(url: str, work: Callable[[Keys], Awaitable[int]]) -> int:
     try:
         if address.get_backend_name() == "sqlite" and address.database:
             file = Path(address.database)
+            if not makes and not file.exists():
+                raise UsageError(f"there is no database {file}; `tinsmith up` and `tinsmith keys create` make one")
             file.parent.mkdir(parents=True, exist_ok=True)
             file.touch(mode=0o600)  # it holds secrets that sign
         return asyncio.run(run(store))
@@ -162,9 +165,9 @@ def _work(url: str, work: Callable[[Keys], Awaitable[int]]) -> int:
         raise UsageError(error.message) from None
 
 
-def _run(arguments: argparse.Namespace, work: Callable[[Keys], Awaitable[int]]) -> int:
+def _run(arguments: argparse.Namespace, work: Callable[[Keys], Awaitable[int]], *, makes: bool = False) -> int:
     url = arguments.database_url or f"sqlite+aiosqlite:///{_file(arguments.state_dir)}"
-    return _work(url, work)
+    return _work(url, work, makes=makes)
 
 
 def has_keys(state_dir: Path) -> bool:
@@ -178,7 +181,7 @@ def has_keys(state_dir: Path) -> bool:
         found.extend(await keys.all())
         return 0
 
-    _work(url or f"sqlite+aiosqlite:///{_file(state_dir)}", work)
+    _work(url or f"sqlite+aiosqlite:///{_file(state_dir)}", work, makes=True)
     return bool(found)
 
 
@@ -220,7 +223,7 @@ def run_create(arguments: argparse.Namespace) -> int:
         print("This is the only time that the key is shown. Clients set TINKER_API_KEY to it.", file=sys.stderr)
         return 0
 
-    return _run(arguments, work)
+    return _run(arguments, work, makes=True)
 
 
 def run_revoke(arguments: argparse.Namespace) -> int:
@@ -233,8 +236,11 @@ def run_revoke(arguments: argparse.Namespace) -> int:
 
 
 def run_budget(arguments: argparse.Namespace) -> int:
+    limits = _limits(arguments)
+    changes = bool(limits) or arguments.restart
+
     async def work(keys: Keys) -> int:
-        if (limits := _limits(arguments)) or arguments.restart:
+        if changes:
             before = await keys.set_budget(arguments.owner, limits, restart=arguments.restart)
             _print_changes(arguments.owner, before, limits)
         account = (await keys.accounts()).get(arguments.owner)
@@ -244,7 +250,7 @@ def run_budget(arguments: argparse.Namespace) -> int:
         print(f"storage {account.stored_bytes} of {_or_any(account.storage_quota)}, in bytes")
         return 0
 
-    return _run(arguments, work)
+    return _run(arguments, work, makes=changes)
 
 
 def run_list(arguments: argparse.Namespace) -> int:

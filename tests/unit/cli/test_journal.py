@@ -66,8 +66,8 @@ def test_prune_says_what_would_go_and_then_deletes_that(stopped: Path, capsys: p
     assert journal("prune", stopped, "--expired-after", "0") == 0
     dry = capsys.readouterr().out.splitlines()
     assert ": would delete " in dry[0]
-    assert dry[0].endswith(": 3 expired results, 3 requests behind snapshots, 1 ended models")
-    warning = "    of each model only its newest snapshot can be restored then, the one before it cannot"
+    assert dry[0].endswith(": 3 expired results, 3 requests behind snapshots or of ended models, 1 ended models")
+    warning = "    a model that has snapshots can be restored from its newest one only then, not from the one before it"
     assert dry[1:] == [warning, f"    {LOST}", "nothing was changed; --yes does it"]
     assert journal("prune", stopped, "--expired-after", "0", "--yes") == 0
     assert capsys.readouterr().out.splitlines()[0] == dry[0].replace("would delete", "deleted")

@@ -112,12 +112,19 @@ def test_budgets_are_set_with_a_key_or_later(keys: Any) -> None:
         (("list", "--database-url", "nonsense"), "--database-url: is no SQLAlchemy URL"),
         (("list", "--database-url", "mssql+aioodbc://h/x"), "--database-url: needs the Python package aioodbc"),
         (("list", "--database-url", "postgresql+asyncpg://ada:x/none"), "--database-url: is no SQLAlchemy URL"),
-        (("list", "--database-url", "sqlite+aiosqlite:////proc/none/x.db"), "cannot be used"),
+        (("create", "--owner", "x", "--database-url", "sqlite+aiosqlite:////proc/none/x.db"), "cannot be used"),
     ],
 )
 def test_what_cannot_be_done_is_said(keys: Any, argv: tuple[str, ...], message: str) -> None:
     keys("create", "--owner", "ada")
     assert message in keys(*argv, status=2)
+
+
+@pytest.mark.parametrize("argv", [("list",), ("revoke", "000000000000"), ("budget", "ada")], ids=str)
+def test_a_folder_without_a_database_is_not_made_one(keys: Any, tmp_path: Path, argv: tuple[str, ...]) -> None:
+    said = keys(*argv, status=2)
+    assert f"there is no database {tmp_path / 'gateway' / 'gateway.db'}; `tinsmith up` and" in said
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
