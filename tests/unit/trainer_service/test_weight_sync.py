@@ -428,6 +428,7 @@ async def test_a_sampler_that_dies_between_publishes_is_left_out(
     sender = await connect(*servers)
     assert len((await sender.publish(make_version("m@1"))).members) == 2
     await servers[1].grpc.stop(0)
+    receivers[1].leave()
     version = make_version("m@2")
     assert len((await sender.publish(version)).members) == 1
     assert torch.equal(receivers[0].versions["m@2"], version.adapter.flat)
@@ -455,6 +456,7 @@ async def test_a_sampler_that_comes_back_empty_gets_the_next_version(
     assert len((await sender.publish(make_version("m@1"))).members) == 2
     port = servers[1].port
     await servers[1].grpc.stop(0)
+    receivers[1].leave()
     assert len((await sender.publish(make_version("m@2"))).members) == 1
     reborn = Receiver()
     await serve(reborn, port=port)
