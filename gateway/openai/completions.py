@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import cast
 from uuid import uuid4
 
@@ -16,7 +17,7 @@ from gateway.http.errors import json_response
 from gateway.openai.answers import Json, chunks_of, completion_logprobs, extension, head_of, log_begin, usage_of
 from gateway.openai.draws import Draw, Update, sample_request
 from gateway.openai.events import event_stream, together, while_connected
-from gateway.openai.generator import Source
+from gateway.openai.generator import Source, TokenizerInfo
 from gateway.openai.schemas import DEFAULT_MAX_TOKENS, Completion
 from gateway.openai.sources import find_source
 from gateway.openai.text import Vocabulary
@@ -65,72 +66,92 @@ async def complete(gateway: Gateway, request: Request, body: Completion, *, call
     tokens = await together(
         [_tokens(gateway, source, prompt, add_special_tokens=add_special_tokens) for prompt in prompts]
     )
-    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     request_id = f"cmpl-{uuid4().hex}"
     log_begin(request_id, source, user=body.user)
     draws = [
-        Draw(
-            gateway.sampling.generator,
-            source,
-            tokenizer,
-            sample_request(
-                body,
-                source,
-                tokenizer,
-                prompt_tokens,
-                max_tokens=max(1, max_tokens),
-                topk=body.logprobs or 0,
-                prompt_logprobs=bool(body.echo) and body.logprobs is not None,
-            ),
-            request_id=f"{request_id}:{n}",
-            first_index=n * body.num_choices,
-            scores_only=max_tokens == 0,
-            echo=bool(body.echo),
-            prompt_text=prompt if isinstance(prompt, str) else "",
-        )
+        _draw(gateway, source, tokenizer, body, prompt, prompt_tokens, request_id=request_id, n=n)
         for n, (prompt, prompt_tokens) in enumerate(zip(prompts, tokens, strict=True))
     ]
     head = head_of(request_id, source, kind="text_completion")
-    begun: set[int] = set()
-
-    def choice(update: Update) -> Json:
-        made = _choice(update, body, tokenizer.vocabulary)
-        if body.return_token_ids:
-            made["token_ids"] = update.tokens
-            if update.index not in begun:
-                made["prompt_token_ids"] = draws[update.index // body.num_choices].prompt
-                begun.add(update.index)
-        return made
-
-    def choices(update: Update) -> list[Json]:
-        says = (
-            update.text
-            or update.finish_reason
-            or ((body.return_token_ids or body.logprobs is not None) and update.entries)
-        )
-        return [choice(update)] if says else []
-
+    choices = _Choices(body, tokenizer.vocabulary, draws)
     if body.stream:
         return await event_stream(
             request,
             draws,
             lambda updates: chunks_of(
-                updates, head=head, choices=choices, draws=draws, include_usage=body.include_usage
+                updates, head=head, choices=choices.of, draws=draws, include_usage=body.include_usage
             ),
         )
     results = await while_connected(request, together([draw.result() for draw in draws]))
-    made = [choice(update) for updates in results for update in updates]
+    made = [choices.make(update) for updates in results for update in updates]
     return json_response(head | {"choices": made, "usage": usage_of(draws).to_json()})
 
 
-def _choice(update: Update, body: Completion, vocabulary: Vocabulary) -> Json:
-    logprobs = None
-    if body.logprobs is not None:
-        logprobs = completion_logprobs(update.entries, vocabulary, has_top=body.logprobs > 0)
-    return {
-        "index": update.index,
-        "text": update.text,
-        "logprobs": logprobs,
-        "finish_reason": update.finish_reason,
-        **extension(update),
-    }
+def _draw(
+    gateway: Gateway,
+    source: Source,
+    tokenizer: TokenizerInfo,
+    body: Completion,
+    prompt: Prompt,
+    tokens: bytes,
+    *,
+    request_id: str,
+    n: int,
+) -> Draw:
+    """Of the nth prompt."""
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    sampling = sample_request(
+        body,
+        source,
+        tokenizer,
+        tokens,
+        max_tokens=max(1, max_tokens),
+        topk=body.logprobs or 0,
+        prompt_logprobs=bool(body.echo) and body.logprobs is not None,
+    )
+    return Draw(
+        gateway.sampling.generator,
+        source,
+        tokenizer,
+        sampling,
+        request_id=f"{request_id}:{n}",
+        first_index=n * body.num_choices,
+        scores_only=max_tokens == 0,
+        echo=bool(body.echo),
+        prompt_text=prompt if isinstance(prompt, str) else "",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Choices:
+    """What the draws tell, as choices of the answer."""
+
+    body: Completion
+    vocabulary: Vocabulary
+    draws: Sequence[Draw]
+    _begun: set[int] = field(default_factory=set)
+    """Those that have had the tokens of their prompt."""
+
+    def of(self, update: Update) -> list[Json]:
+        """None for an update that says nothing."""
+        with_entries = self.body.return_token_ids or self.body.logprobs is not None
+        says = update.text or update.finish_reason or (with_entries and update.entries)
+        return [self.make(update)] if says else []
+
+    def make(self, update: Update) -> Json:
+        body, logprobs = self.body, None
+        if body.logprobs is not None:
+            logprobs = completion_logprobs(update.entries, self.vocabulary, has_top=body.logprobs > 0)
+        made = {
+            "index": update.index,
+            "text": update.text,
+            "logprobs": logprobs,
+            "finish_reason": update.finish_reason,
+            **extension(update),
+        }
+        if body.return_token_ids:
+            made["token_ids"] = update.tokens
+            if update.index not in self._begun:
+                made["prompt_token_ids"] = self.draws[update.index // body.num_choices].prompt
+                self._begun.add(update.index)
+        return made
