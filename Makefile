@@ -71,8 +71,9 @@ audit: setup ## Known vulnerabilities of what is installed; needs PyPI's advisor
 
 check: lint typecheck proto-check security ## Everything that needs no run
 
+# Three on two cores, because most of them wait for a part of their time; each may have a stack of its own, of 1.5 GB.
 test: setup ## The fast tests
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile
 
 test-slow: setup ## Tests with many processes
 	$(BIN)/python -m pytest -m slow --numprocesses 2 --dist loadfile
