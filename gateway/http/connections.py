@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,8 @@ _AROUND = 4
 _IDLE_S = 15.0
 """No connection is closed for being idle before that. Clients that keep connections drop them sooner (httpx after 5 s),
 so none of them sends a request while its connection is being closed."""
+_UNREAD_BODY_S = 30.0
+"""For a body that is not read any more, on a connection that ends with it."""
 _LINGER_S = 1.0
 """After a refusal what still comes is thrown away for so long: who closes at once takes back what was answered."""
 
@@ -66,9 +69,11 @@ class _Waiting:
 class _CountingTransport:
     """Knows how much of what was written has left this process."""
 
-    def __init__(self, transport: asyncio.Transport) -> None:
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        """close: what uvicorn's closing becomes."""
         self._transport = transport
         self._num_written = 0
+        self.close = close
 
     def write(self, data: bytes) -> None:
         self._num_written += len(data)
@@ -102,9 +107,11 @@ class BoundedProtocol(HttpToolsProtocol):
         self._sending = _Waiting()
         self._num_sent = 0
         self._is_refused = False
+        self._closes = False
+        """Once the body that is still coming has come."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._counting = _CountingTransport(transport)
+        self._counting = _CountingTransport(transport, partial(self._close, transport))
         super().connection_made(self._counting)  # type: ignore[arg-type]
         self._headers_since = time.monotonic()
         if len(self.connections) > self.limits.max_connections:
@@ -157,6 +164,18 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._receiving = None
         super().on_message_complete()
+        if self._closes:
+            self.transport.close()
+
+    def _close(self, transport: asyncio.Transport) -> None:
+        """Of a connection that is not kept (urllib's) and whose answer, a refusal, is there before its body: who closes
+        now takes back the answer, because the client still sends. What comes is thrown away, as slowly as any body may
+        come, and for a while only. Told again, as by a gateway that stops, it closes."""
+        if self._receiving is None or self._closes:
+            transport.close()
+            return
+        self._closes = True
+        self.loop.call_later(_UNREAD_BODY_S, transport.close)
 
     def check(self, now: float, seconds: float) -> None:
         """Ends the connection when it is too slow. `seconds`: since the last call."""

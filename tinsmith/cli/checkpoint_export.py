@@ -54,7 +54,10 @@ def run(arguments: argparse.Namespace) -> int:
     found = server.checkpoint(arguments.path)
     sums = {file["name"]: file["sha256"] for file in found["files"] if not file["name"].startswith(_OPTIMIZER)}
     archive = out.parent / f"{out.name}.part"
-    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{out}: its folder cannot be made: {error}") from None
     url = server.checkpoint(arguments.path, "archive")["url"]
     try:
         download(url, archive, progress=sys.stderr if sys.stderr.isatty() and not arguments.json else None)

@@ -65,7 +65,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--api-key", default=os.environ.get("TRAINER_SERVICE_KEY", ""),
-        help="key for a running trainer (default: TRAINER_SERVICE_KEY)",
+        help="key for a running trainer (default: TRAINER_SERVICE_KEY); a `tinsmith up` that needs keys makes one that "
+        "nobody sees, unless it was started with TINSMITH_SERVICE_KEY",
     )  # fmt: skip
     for name, what in (("ca", "authority"), ("cert", "certificate"), ("key", "private key")):
         parser.add_argument(
@@ -189,7 +190,8 @@ def _opened(path: Path) -> Iterator[sqlite3.Connection]:
     try:
         connection = connect(path)
     except SystemExit as error:
-        raise UsageError(f"{error} A running one is asked with --trainer ADDRESS.") from None
+        stop = "" if str(error).endswith("?") else "."
+        raise UsageError(f"{error}{stop} A running one is asked with --trainer ADDRESS.") from None
     with contextlib.closing(connection):
         yield connection
 

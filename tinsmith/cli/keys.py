@@ -236,11 +236,8 @@ def run_revoke(arguments: argparse.Namespace) -> int:
 
 
 def run_budget(arguments: argparse.Namespace) -> int:
-    limits = _limits(arguments)
-    changes = bool(limits) or arguments.restart
-
     async def work(keys: Keys) -> int:
-        if changes:
+        if (limits := _limits(arguments)) or arguments.restart:
             before = await keys.set_budget(arguments.owner, limits, restart=arguments.restart)
             _print_changes(arguments.owner, before, limits)
         account = (await keys.accounts()).get(arguments.owner)
@@ -250,7 +247,7 @@ def run_budget(arguments: argparse.Namespace) -> int:
         print(f"storage {account.stored_bytes} of {_or_any(account.storage_quota)}, in bytes")
         return 0
 
-    return _run(arguments, work, makes=changes)
+    return _run(arguments, work)
 
 
 def run_list(arguments: argparse.Namespace) -> int:

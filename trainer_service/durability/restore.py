@@ -143,7 +143,8 @@ class Restorer:
 
         async def found(turn: Turn) -> Answer:
             info, state = await asyncio.to_thread(self.snapshots.files.read, model_id, seq_id, engine.base)
-            model = Model.of_snapshot(info, state)
+            weights = self.operations.models.weights_of(state.config)
+            model = Model.of_snapshot(info, state, base_weights=weights)
             engine.check_trainable(model.config.rank, model.optimizer)
 
             def make() -> None:

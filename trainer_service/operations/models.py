@@ -58,9 +58,10 @@ class Model:
         )
 
     @classmethod
-    def of_snapshot(cls, info: types_pb2.CheckpointInfo, state: State) -> Model:
+    def of_snapshot(cls, info: types_pb2.CheckpointInfo, state: State, *, base_weights: str) -> Model:
+        """base_weights: of the trainer that it goes on with."""
         metadata = dict(info.user_metadata)
-        return cls(info.model_id, info.base_model, info.base_weights, state.config, info.optimizer, metadata, info.step)
+        return cls(info.model_id, info.base_model, base_weights, state.config, info.optimizer, metadata, info.step)
 
 
 class LiveModels:
@@ -96,6 +97,10 @@ class LiveModels:
                 f"{field}: {base_model!r} is not served by this trainer; it serves {', '.join(self.base_models)}",
                 field=field,
             )
+
+    def weights_of(self, config: AdapterConfig) -> str:
+        """What is noted of a model of this configuration: the sum, or nothing where all parameters are its own."""
+        return self.base_weights if config.rank else ""
 
     def check_base_weights(self, base_weights: str, *, field: str) -> None:
         """Raises InvalidRequest for a sum of other weights; an empty one, from before there were sums, is none."""

@@ -90,7 +90,7 @@ class Operations:
                 optimizer = request.optimizer or state.optimizer.kind
             config = self._config(info.lora_config, optimizer=optimizer)
         assert config is not None
-        base_weights = self.models.base_weights if config.rank else ""
+        base_weights = self.models.weights_of(config)
         model = Model(request.model_id, base_model, base_weights, config, optimizer, dict(request.user_metadata))
 
         def create() -> None:

@@ -63,11 +63,15 @@ async def create_model(request: Request) -> Response:
     return await _create(gateway, "create_model", content, body, to_message, caller=caller_of(request))
 
 
+class _LoadNew(schemas.LoadWeights, schemas.NewModelIds):
+    """The form that makes a model."""
+
+
 async def create_from_checkpoint(gateway: Gateway, content: dict[str, Any], body: bytes, *, caller: Caller) -> Response:
     """load_weights with session_id: the new model's rank, flags and base model are those of the checkpoint."""
 
     async def to_message(model_id: str) -> tuple[trainer_pb2.CreateModelRequest, str | None]:
-        asked = parse(schemas.LoadWeights, content)
+        asked = parse(_LoadNew, content)
         if asked.weights_access_token is not None:
             raise Unsupported("weights_access_token: is not supported here")
         checkpoint = await gateway.training.saves.read(asked.path, field="path", caller=caller)

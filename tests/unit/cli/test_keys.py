@@ -89,8 +89,8 @@ def test_a_change_of_a_budget_is_said(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_budgets_are_set_with_a_key_or_later(keys: Any) -> None:
-    assert keys("budget", "bob", "--restart").startswith("tokens  0 of any number\n")  # who has no key yet
     keys("create", "--owner", "ada", "--tokens-budget", "5M", "--storage-quota", "20G")
+    assert keys("budget", "bob", "--restart").startswith("tokens  0 of any number\n")  # who has no key yet
     assert keys("budget", "ada") == "tokens  0 of 5000000\nstorage 0 of 20000000000, in bytes\n"
     assert keys("budget", "ada", "--tokens", "none", "--restart").startswith("tokens  0 of any number\n")
     owners = json.loads(keys("list", "--json"))["owners"]
@@ -120,7 +120,9 @@ def test_what_cannot_be_done_is_said(keys: Any, argv: tuple[str, ...], message: 
     assert message in keys(*argv, status=2)
 
 
-@pytest.mark.parametrize("argv", [("list",), ("revoke", "000000000000"), ("budget", "ada")], ids=str)
+@pytest.mark.parametrize(
+    "argv", [("list",), ("revoke", "000000000000"), ("budget", "ada"), ("budget", "ada", "--tokens", "5")], ids=str
+)
 def test_a_folder_without_a_database_is_not_made_one(keys: Any, tmp_path: Path, argv: tuple[str, ...]) -> None:
     said = keys(*argv, status=2)
     assert f"there is no database {tmp_path / 'gateway' / 'gateway.db'}; `tinsmith up` and" in said

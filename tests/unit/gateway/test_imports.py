@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import asyncio
+import http.client
 import time
 from collections.abc import AsyncIterator
+from contextlib import closing
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -24,6 +28,24 @@ async def import_archive(client: Client, *, content: object = ARCHIVE, **query: 
         content=content,  # type: ignore[arg-type]
     )
     return reply.status_code, reply.json()
+
+
+def refused_before_it_is_sent(url: str, *, num_bytes: int) -> tuple[int, str]:
+    """As urllib does it: the whole body, and then the answer, on a connection that ends with it."""
+    address = urlsplit(url)
+    with closing(http.client.HTTPConnection(address.hostname, address.port, timeout=20)) as connection:  # type: ignore[arg-type]
+        headers = {"Connection": "close"}
+        connection.request("POST", "/api/v1/checkpoints/import?name=a%20b", bytes(num_bytes), headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+
+
+@pytest.mark.parametrize("num_bytes", [1000, 400_000, 30_000_000])
+async def test_who_sends_all_before_listening_hears_the_refusal(stack: Stack, num_bytes: int) -> None:
+    for _ in range(3):
+        status, said = await asyncio.to_thread(refused_before_it_is_sent, stack.url, num_bytes=num_bytes)
+        assert status == 400
+        assert "name: 'a b'" in said or "base_model" in said
 
 
 async def test_an_imported_adapter_is_a_run_that_has_ended(stack: Stack, client: Client) -> None:

@@ -465,6 +465,9 @@ async def test_a_model_of_other_base_weights_of_the_same_name_waits_for_its_own(
     allowing = await Process.start(folder, other_weights, allow_other_weights=True)
     assert_equal(await allowing.weights(MODEL), weights)
     assert "other weights have got the same name; it is used all the same" in caplog.text
+    await run(allowing, [save(4, "two")])
+    saved = await allowing.outcome(MODEL, 4)
+    assert saved.save_checkpoint.checkpoint.base_weights == "another", "it goes on with those"
     await allowing.stop()
 
     again = await start(folder)
