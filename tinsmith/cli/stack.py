@@ -172,6 +172,10 @@ class Stack:
             groups.append(Group(model, trainer, samplers, next(free)))
         return groups
 
+    def trainer_folder(self, group: Group) -> Path:
+        """Of its journal."""
+        return self.state_dir / "trainers" / _folder_name(group.model)
+
     def services(self, groups: Sequence[Group]) -> list[Service]:
         """Trainers and samplers first; the gateway last, so that it is the first to be stopped."""
         return [
@@ -199,7 +203,7 @@ class Stack:
             "listen": _local(group.trainer.port),
             "samplers": json.dumps([_local(sampler.port) for sampler in group.samplers]),
             "checkpoint-dir": self.checkpoint_dir or str(self.state_dir / "checkpoints"),
-            "state-dir": str(self.state_dir / "trainers" / _folder_name(group.model)),
+            "state-dir": str(self.trainer_folder(group)),
             "metrics-port": str(group.trainer.metrics_port),
             "num-threads": str(threads),
             **({"full-training": "true"} if self.full_training else {}),

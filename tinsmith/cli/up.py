@@ -22,6 +22,7 @@ from typing import IO, TYPE_CHECKING
 from tinsmith.cli.base_models import BaseModel, UsageError, parse
 from tinsmith.cli.child import die_with_parent
 from tinsmith.cli.keys import has_keys
+from tinsmith.cli.left_journals import with_live_runs
 from tinsmith.cli.ports import free_ports
 from tinsmith.cli.stack import Keys, Stack, Tls, divide_cores, usable_cores
 from tinsmith.cli.supervisor import supervise
@@ -184,6 +185,12 @@ def run(arguments: argparse.Namespace) -> int:
             supervised=arguments.supervise,
         )
         groups = stack.groups()
+        folders = {stack.trainer_folder(group) for group in groups}
+        for folder, num_runs in with_live_runs(state_dir / "trainers", served=folders).items():
+            _report(
+                f"{folder} has {num_runs} live runs of a base model that is not served now; they go on when it is "
+                "served again, with --base-model, from the folder where it was"
+            )
         return asyncio.run(
             supervise(
                 stack.services(groups),
