@@ -1,0 +1,36 @@
+"""The README's example, as it stands there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.stack import Stack
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def test_the_readmes_example_trains_samples_and_saves(toy: Path, tmp_path: Path) -> None:
+    """Its text is run whole and unchanged; only the model behind the default name is smaller."""
+    (program,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    with Stack(tmp_path / "state", base_models=[f"tinsmith/small-qwen3={toy}"]) as stack:
+        env = {**os.environ, "TINKER_BASE_URL": stack.base_url, "TINKER_API_KEY": "tml-anything"}
+        done = subprocess.run(
+            [sys.executable, "-W", "error::DeprecationWarning:__main__", "-c", program],
+            env=env,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+    assert done.returncode == 0, done.stderr
+    *steps, answer, path = done.stdout.splitlines()
+    losses = [float(re.fullmatch(r"step \d: loss ([\d.]+), gradient [\d.]+", step)[1]) for step in steps]  # type: ignore[index]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+    assert answer.strip()
+    assert path.startswith("tinker://")
+    assert path.endswith("/weights/mended")
