@@ -19,10 +19,10 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 from uuid import uuid4
 
-from sqlalchemy import insert, select, update
+from sqlalchemy import Table, bindparam, insert, select, update
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -48,7 +48,11 @@ _UNKNOWN = Whose("", "")
 _Operation = tuple[str, int]
 """Model and seq_id."""
 _PER_QUERY = 500
-"""Rows in one statement: databases limit its parameters."""
+"""Owners in one query: databases limit its parameters."""
+_USAGE, _COUNTS = cast(Table, Usage.__table__), cast(Table, TokenCount.__table__)
+_COUNTED, _MODELS = cast(Table, CountedOperation.__table__), cast(Table, Model.__table__)
+"""A batch changes many rows of each table in one statement. SQLAlchemy sends a list of rows to a table at once; to a
+mapped class it would send an UPDATE or INSERT ... ON CONFLICT one row at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,33 +217,39 @@ class Ledger:
 
     async def _count(self, db: AsyncSession, usage: Counter[_Used]) -> dict[Whose, int]:
         """Adds it to the hours, and to the tokens of whom it belongs to: how many these are now."""
-        tokens: Counter[Whose] = Counter()
+        if not usage:
+            return {}
         # In one order for all gateways, so that none waits for another that waits for it.
-        for (hour, whose, session_id, base_model, kind), amount in sorted(usage.items()):
-            statement = self._store.insert(Usage).values(
-                hour=hour,
-                owner=whose.owner,
-                session_id=session_id,
-                base_model=base_model,
-                kind=kind,
-                amount=amount,
-            )
-            await db.execute(
-                statement.on_conflict_do_update(
-                    index_elements=["hour", "owner", "session_id", "base_model", "kind"],
-                    set_={"amount": Usage.amount + statement.excluded.amount},
-                )
-            )
+        rows = [
+            {
+                "hour": hour,
+                "owner": whose.owner,
+                "session_id": session_id,
+                "base_model": base_model,
+                "kind": kind,
+                "amount": amount,
+            }
+            for (hour, whose, session_id, base_model, kind), amount in sorted(usage.items())
+        ]
+        adding = self._store.insert(_USAGE)
+        added = adding.on_conflict_do_update(
+            index_elements=["hour", "owner", "session_id", "base_model", "kind"],
+            set_={"amount": _USAGE.c.amount + adding.excluded.amount},
+        )
+        await db.execute(added, rows)
+        tokens: Counter[Whose] = Counter()
+        for (_, whose, _, _, kind), amount in usage.items():
             if kind in TOKEN_KINDS:
                 tokens[whose] += amount
-        counted: dict[Whose, int] = {}
-        for whose, amount in sorted(tokens.items()):
-            count = self._store.insert(TokenCount).values(owner=whose.owner, key_id=whose.key_id, amount=amount)
-            summed = count.on_conflict_do_update(
-                index_elements=["owner", "key_id"], set_={"amount": TokenCount.amount + count.excluded.amount}
-            )
-            counted[whose] = (await db.scalars(summed.returning(TokenCount.amount))).one()
-        return counted
+        if not tokens:
+            return {}
+        counts = [whose._asdict() | {"amount": amount} for whose, amount in sorted(tokens.items())]
+        adding = self._store.insert(_COUNTS)
+        summed = adding.on_conflict_do_update(
+            index_elements=["owner", "key_id"], set_={"amount": _COUNTS.c.amount + adding.excluded.amount}
+        )
+        returned: Any = await db.execute(summed.returning(_COUNTS.c.owner, _COUNTS.c.key_id, _COUNTS.c.amount), counts)
+        return {Whose(owner, key_id): amount for owner, key_id, amount in returned}
 
     async def _with_owner(self, used: _Used) -> _Used:
         hour, whose, session_id, base_model, kind = used
@@ -249,13 +259,12 @@ class Ledger:
 
     async def _mark(self, db: AsyncSession, operations: Sequence[_Operation]) -> list[_Operation]:
         """Those of them that had no mark."""
-        new: list[_Operation] = []
-        for start in range(0, len(operations), _PER_QUERY):
-            rows = [{"model_id": model_id, "seq_id": seq_id} for model_id, seq_id in operations[start:][:_PER_QUERY]]
-            query = self._store.insert(CountedOperation).values(rows).on_conflict_do_nothing()
-            marked: Any = await db.execute(query.returning(CountedOperation.model_id, CountedOperation.seq_id))
-            new += [(model_id, seq_id) for model_id, seq_id in marked]
-        return new
+        if not operations:
+            return []
+        rows = [{"model_id": model_id, "seq_id": seq_id} for model_id, seq_id in operations]
+        query = self._store.insert(_COUNTED).on_conflict_do_nothing()
+        marked: Any = await db.execute(query.returning(_COUNTED.c.model_id, _COUNTED.c.seq_id), rows)
+        return [(model_id, seq_id) for model_id, seq_id in marked]
 
 
 def audit_event(event: str, *, owner: str, category: str = "checkpoints", **details: Any) -> AuditEvent:
@@ -264,8 +273,9 @@ def audit_event(event: str, *, owner: str, category: str = "checkpoints", **deta
 
 
 async def _add_rows(db: AsyncSession, batch: _Gathered) -> None:
-    for model_id, at in sorted(batch.touched.items()):
-        await db.execute(update(Model).where(Model.model_id == model_id).values(last_request_at=at))
+    if batch.touched:
+        touch = update(_MODELS).where(_MODELS.c.model_id == bindparam("id")).values(last_request_at=bindparam("at"))
+        await db.execute(touch, [{"id": model_id, "at": at} for model_id, at in sorted(batch.touched.items())])
     for kind in (AuditEvent, Span):
         if some := [_values(row) for row in batch.rows if isinstance(row, kind)]:
             await db.execute(insert(kind), some)  # not as objects: a thousand would hold up the event loop

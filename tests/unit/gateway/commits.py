@@ -31,13 +31,15 @@ def commits(store: Store, after: Callable[[], None], *, of: asyncio.Task[object]
 
 
 class Statements:
-    """Of each task, since it took them last."""
+    """What is sent to the database: in all, and by each task since it took them last."""
 
     def __init__(self, store: Store) -> None:
+        self.of_all: list[str] = []
         self._of: defaultdict[asyncio.Task[object] | None, list[str]] = defaultdict(list)
         event.listen(store._engine.sync_engine, "before_cursor_execute", self._note)
 
     def _note(self, _connection: object, _cursor: object, statement: str, *_rest: object) -> None:
+        self.of_all.append(statement)
         self._of[asyncio.current_task()].append(statement)
 
     def taken(self) -> list[str]:

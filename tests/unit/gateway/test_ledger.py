@@ -13,11 +13,12 @@ from sqlalchemy.util import await_only
 from gateway.database.outages import DatabaseUnusable
 from gateway.database.store import Store
 from gateway.database.tables.base import Base
+from gateway.database.tables.sessions import Model, Session
 from gateway.database.tables.tenants import AuditEvent, LedgerBatch, Usage
 from gateway.metrics import Metrics
 from gateway.tenants.ledger import Ledger
 from tests.postgres import Postgres, postgres  # noqa: F401 - a fixture
-from tests.unit.gateway.commits import commits, lost
+from tests.unit.gateway.commits import Statements, commits, lost
 
 LIMIT_S = 60.0
 """A hang ends the test; nothing here is timed."""
@@ -77,6 +78,44 @@ async def test_a_write_that_fails_leaves_no_mark_and_is_done_again(
     train(ledger, 2)
     await ledger.flush()
     assert await trained(store) == 20
+
+
+async def test_a_flush_of_500_sessions_takes_few_statements_and_loses_no_row(store: Store) -> None:
+    """SQLite has one writer for all gateways and clients: a statement for each row would keep it for seconds."""
+    ledger, num_sessions = Ledger(store), 500
+    async with store.begin() as db:
+        for i in range(num_sessions):
+            db.add(session_row(f"s{i}", owner=f"o{i}"))
+        await db.flush()
+        for i in range(num_sessions):
+            db.add(model_row(f"s{i}:train:0", session_id=f"s{i}"))
+    statements = Statements(store)
+    for number in (1, 2):
+        for i in range(num_sessions):
+            await store.sessions.whose(f"s{i}")
+            for kind in ("sampling_prefill", "sampling_sample"):
+                ledger.use(kind, 5, base_model="b", session_id=f"s{i}")
+            ledger.train(f"s{i}:train:0", number, 10, base_model="b", session_id=f"s{i}", is_new=True)
+            ledger.touch(f"s{i}:train:0")
+        statements.of_all.clear()
+        await ledger.flush()
+        assert len(statements.of_all) <= 10, [statement[:60] for statement in statements.of_all]
+        assert await trained(store) == 10 * num_sessions * number
+        assert await rows(store, Usage) == 3 * num_sessions
+        assert [ledger.tokens(f"o{i}") for i in range(num_sessions)] == [20 * number] * num_sessions
+        async with store.begin() as db:
+            touched = select(func.count()).where(Model.last_request_at.is_not(None))
+            assert await db.scalar(touched) == num_sessions
+
+
+def session_row(session_id: str, *, owner: str) -> Session:
+    return Session(session_id=session_id, owner=owner, created_at=0, last_seen_at=0, tags=[], user_metadata={})
+
+
+def model_row(model_id: str, *, session_id: str) -> Model:
+    row = Model(model_id=model_id, session_id=session_id, base_model="b", optimizer="adamw")
+    row.user_metadata, row.created_at = {}, 0.0
+    return row
 
 
 async def rows(store: Store, table: type[Base]) -> int:
