@@ -1,4 +1,7 @@
-"""What a request waits for, in numbers and in words. Read on the event loop while the compute thread goes on."""
+"""What a request waits for, in numbers and in words. Read on the event loop while the compute thread goes on.
+
+So a request may be finished that the event loop has not admitted yet: it has nothing left to wait for.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ def status_of(
     expected = speed.seconds(
         prompt_tokens=prompts + _prompt_left(task),
         # A step gives a token to each running sequence; when it waits, as many run as can.
-        steps=outputs / max(1, len(running)) + max(_outputs_left(task)),
+        steps=outputs / max(1, len(running)) + max(_outputs_left(task), default=0),
     )
     waiting = sum(not one.admitted for one in ahead)
     reason = (

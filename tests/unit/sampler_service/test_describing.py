@@ -11,6 +11,8 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
+from sampler_service import convert
+from sampler_service.torch_engine.batcher import Deliveries
 from tests.unit.sampler_service.conftest import Service
 from tests.unit.sampler_service.serving import ints, make_adapter, metric, prompt, sample, until
 from tinsmith.rpc.errors import InvalidRequest, NotFound, from_rpc_error
@@ -54,6 +56,27 @@ async def test_a_request_says_what_it_waits_for_and_how_far_it_is(service: Servi
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await describe(service, "first")
     assert isinstance(from_rpc_error(raised.value), NotFound)
+
+
+async def test_a_request_that_has_ended_before_its_admission_is_heard_of_is_described(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compute thread is ahead of the event loop: the last token may be there when its admission is told."""
+    engine = service.engine
+    answers: list[types.QueueStatus | None] = []
+    deliver = engine._deliver
+
+    def described_first(deliveries: Deliveries) -> None:
+        if deliveries.ended:
+            status = engine.describe("quick")
+            answers.append(None if status is None else convert.status_to_proto(status))
+        deliver(deliveries)
+
+    monkeypatch.setattr(engine, "_deliver", described_first)
+    await begin(service, "quick", max_tokens=1)
+    (status,) = answers
+    assert status is not None
+    assert (status.running, status.position, status.tokens_ahead) == (False, 0, 0)
 
 
 async def test_of_a_shared_id_the_youngest_is_described(service: Service) -> None:
