@@ -8,7 +8,7 @@ import os
 import sys
 from typing import NoReturn
 
-from sampler_service.choice import load_engine
+from sampler_service.choice import load_engine, settled
 from sampler_service.config import SamplerConfig
 from sampler_service.engine import EngineSlot
 from sampler_service.metrics import SamplerMetrics
@@ -103,8 +103,9 @@ async def serve(config: SamplerConfig) -> int:
 
 
 def main() -> None:
-    config = read_settings(SamplerConfig)
+    config, why = settled(read_settings(SamplerConfig))
     logs.setup(config.log_level, config.log_format)
+    logger.info("engine %s: %s", config.engine, why)
     if config.tracing:
         tracing.setup("sampler")
     logger.info("configuration: %s", config.model_dump_json())

@@ -1,28 +1,43 @@
-"""Which engine generates."""
+"""Which engine generates, and why."""
 
 from __future__ import annotations
-
-from typing import Literal
 
 from sampler_service.config import SamplerConfig
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.torch_engine.engine import TorchEngine
 from sampler_service.torch_engine.sizing import resolve_device
 from sampler_service.vllm.engine import VllmEngine
-from sampler_service.vllm.settings import is_installed
+from sampler_service.vllm.settings import MAX_LORA_RANK, is_installed
 
 
-def engine_name(config: SamplerConfig) -> Literal["vllm", "torch"]:
+def settled(config: SamplerConfig) -> tuple[SamplerConfig, str]:
+    """The settings with the engine that is taken, and with what it takes where they leave it open; and why it is that
+    engine."""
+    update: dict[str, object] = {}
+    update["engine"], why = _engine(config)
+    if update["engine"] == "vllm" and "max_lora_rank" not in config.model_fields_set:
+        update["max_lora_rank"] = MAX_LORA_RANK
+    return config.model_copy(update=update), why
+
+
+def _engine(config: SamplerConfig) -> tuple[str, str]:
     """On a CPU the torch engine starts sooner, and is no slower for short prompts and groups."""
     if config.engine != "auto":
-        return config.engine
-    with_vllm = resolve_device(config.device) == "cuda" and is_installed()
-    return "vllm" if with_vllm else "torch"
+        return config.engine, "the setting engine names it"
+    if resolve_device(config.device) != "cuda":
+        found = "the setting device is" if config.device == "cpu" else "no CUDA device was found, so the device is"
+        return "torch", f'{found} "cpu", where engine "auto" takes torch'
+    if is_installed():
+        return "vllm", 'the device is "cuda" and vLLM is installed, so engine "auto" takes vLLM'
+    return "torch", (
+        'engine "auto" would take vLLM on this "cuda" device, but vLLM is not installed: pip install "tinsmith[vllm]"'
+    )
 
 
 async def load_engine(config: SamplerConfig, metrics: SamplerMetrics) -> TorchEngine | VllmEngine:
-    """Raises as the engines' load() do, and ValueError for a division that the torch engine cannot have."""
-    if engine_name(config) == "vllm":
+    """`config`: settled. Raises as the engines' load() do, and ValueError for a division that the torch engine cannot
+    have."""
+    if config.engine == "vllm":
         return await VllmEngine.load(config, metrics)
     if config.tensor_parallel > 1:
         raise ValueError(

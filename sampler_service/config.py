@@ -62,7 +62,8 @@ class SamplerConfig(GrpcTls, BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the base weights; auto is float32 on a CPU and bfloat16 on CUDA."""
     max_lora_rank: int = Field(default=256, ge=1)
-    """Largest rank of a version; must not be below the trainer's."""
+    """Largest rank of a version: give it the trainer's. Default: 256 with the torch engine, where a version takes the
+    memory of its own rank, and 64 with vLLM, where every slot on the device takes that of the largest."""
     adapter_memory_bytes: int = Field(default=2 * 1024**3, ge=1)
     """Memory for versions; past it the least recently used one that is not in use is evicted."""
 

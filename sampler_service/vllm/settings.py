@@ -11,6 +11,10 @@ from sampler_service.vllm.reference import Reference
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Largest ranks that vLLM knows; a smaller adapter is padded with zeros."""
+MAX_LORA_RANK = 64
+"""Of a sampler that was not told what its trainer may create. A slot of the device is as large as the largest rank
+makes it, whatever lies in it: four slots take 1.4 GB with this rank and 5.6 GB with 256, for a model of 8 billion
+parameters."""
 BLOCK_TOKENS = 32
 """Of a block of the key/value cache. On a CPU it must divide by 32, and the default of 128 lets the samples of one
 prompt share little of it."""

@@ -138,6 +138,8 @@ class Stack:
     """The trainers run every forward_backward by itself."""
     engine: str = "auto"
     """Of the samplers."""
+    max_lora_rank: int | None = None
+    """Of the trainers and the samplers; None leaves it to their environment."""
     trainer_ranks: int = 1
     """Processes of each trainer, which share its threads."""
     num_samplers: int = 1
@@ -208,6 +210,7 @@ class Stack:
             "num-threads": str(threads),
             **({"full-training": "true"} if self.full_training else {}),
             **({"deterministic": "true"} if self.deterministic else {}),
+            **({"max-lora-rank": str(self.max_lora_rank)} if self.max_lora_rank else {}),
         }
         launcher = torchrun(self.trainer_ranks, group.ranks_port) if self.trainer_ranks > 1 else []
         return self._grpc_service("trainer", group.trainer, flags, threads=threads, launcher=launcher)
@@ -222,8 +225,15 @@ class Stack:
             "metrics-port": str(sampler.metrics_port),
             "num-threads": str(self.threads.sampler),
             **({} if engine == "auto" else {"engine": engine}),  # then SAMPLER_ENGINE may say it
+            **({"max-lora-rank": rank} if (rank := self._sampler_rank()) else {}),
         }
         return self._grpc_service("sampler", sampler, flags, threads=self.threads.sampler)
+
+    def _sampler_rank(self) -> str:
+        """What the trainers may create; empty where nothing was said about it, or about the samplers themselves."""
+        if self.max_lora_rank:
+            return str(self.max_lora_rank)
+        return "" if "SAMPLER_MAX_LORA_RANK" in os.environ else os.environ.get("TRAINER_MAX_LORA_RANK", "")
 
     def _grpc_service(
         self,

@@ -108,6 +108,11 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
         "installed, and torch with --full-training; SAMPLER_TENSOR_PARALLEL in the environment has vLLM divide the "
         "model among GPUs",
     )  # fmt: skip
+    parser.add_argument(
+        "--max-lora-rank", type=int, metavar="N",
+        help="largest rank of adapters, for trainers and samplers (default: TRAINER_MAX_LORA_RANK for both; "
+        "else 256, and 64 where vLLM samples, whose slots on the GPU are as large as this makes them)",
+    )  # fmt: skip
     parser.add_argument("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
     parser.add_argument(
         "--log-format", default="json", choices=["json", "text"], help="of the services' logs (default %(default)s)"
@@ -153,6 +158,8 @@ def run(arguments: argparse.Namespace) -> int:
     for flag in ("samplers", "trainer_ranks", "log_mb"):
         if not (value := getattr(arguments, flag)) >= 1:  # not a number is none
             raise UsageError(f"--{flag.replace('_', '-')}: {value} is not at least 1")
+    if arguments.max_lora_rank is not None and arguments.max_lora_rank < 1:
+        raise UsageError(f"--max-lora-rank: {arguments.max_lora_rank} is not at least 1")
     threads = divide_cores(
         usable_cores(),
         groups=max(1, len(models)),
@@ -179,6 +186,7 @@ def run(arguments: argparse.Namespace) -> int:
             full_training=arguments.full_training,
             deterministic=arguments.deterministic,
             engine=arguments.engine,
+            max_lora_rank=arguments.max_lora_rank,
             trainer_ranks=arguments.trainer_ranks,
             num_samplers=arguments.samplers,
             tls=tls,

@@ -152,6 +152,22 @@ def test_the_engine_is_a_flag_of_the_samplers_and_full_training_takes_the_one_th
         assert "--engine" not in [*trainer.argv, *gateway.argv]
 
 
+def test_samplers_serve_the_ranks_that_their_trainers_accept(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TRAINER_MAX_LORA_RANK", "SAMPLER_MAX_LORA_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    stack = make_stack([BaseModel("/m/a", ("a",))])
+    trainer, sampler, _ = stack.services(stack.groups())
+    assert "--max-lora-rank" not in [*trainer.argv, *sampler.argv]
+    trainer, sampler, _ = replace(stack, max_lora_rank=128).services(stack.groups())
+    assert flag(trainer, "max-lora-rank") == flag(sampler, "max-lora-rank") == "128"
+    monkeypatch.setenv("TRAINER_MAX_LORA_RANK", "16")  # the trainer reads it itself
+    trainer, sampler, _ = stack.services(stack.groups())
+    assert "--max-lora-rank" not in trainer.argv
+    assert flag(sampler, "max-lora-rank") == "16"
+    monkeypatch.setenv("SAMPLER_MAX_LORA_RANK", "32")
+    assert "--max-lora-rank" not in stack.services(stack.groups())[1].argv
+
+
 def test_several_ranks_of_a_trainer_are_started_by_torchrun_and_share_its_threads() -> None:
     stack = replace(make_stack([BaseModel("/m/a", ("a",))]), trainer_ranks=2)
     trainer, sampler, _ = stack.services(stack.groups())

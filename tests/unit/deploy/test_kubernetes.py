@@ -121,6 +121,19 @@ def test_settings_are_ones_that_the_service_has_and_everything_referred_to_is_th
             assert re.search(rf"create secret generic {secret['name']}[^#]*?--from-literal={secret['key']}=", readme)
 
 
+@pytest.mark.parametrize(("overlay", "engine"), [("gpu", "vllm"), ("cpu", "torch")])
+def test_an_overlay_names_the_engine_of_its_samplers(overlay: str, engine: str) -> None:
+    (patch,) = [one for name, path, one in PATCHES if (name, path) == (overlay, "sampler.yaml")]
+    (patched,) = patch["spec"]["template"]["spec"]["containers"]
+    assert {"name": "SAMPLER_ENGINE", "value": engine} in patched["env"]
+
+
+def test_trainer_and_samplers_take_one_largest_rank() -> None:
+    for service in ("trainer", "sampler"):
+        (rank,) = [one for one in container(service)["env"] if one["name"] == f"{service.upper()}_MAX_LORA_RANK"]
+        assert rank["valueFrom"]["configMapKeyRef"]["key"] == "MAX_LORA_RANK"
+
+
 def test_secrets_are_referred_to_and_never_written() -> None:
     assert not [one for one in RESOURCES if one["kind"] == "Secret"]
     for service in SERVICES:

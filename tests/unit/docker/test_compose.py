@@ -109,6 +109,22 @@ def test_a_second_sampler_is_the_first_under_another_name_and_waits_for_its_prof
         assert compose["services"][service]["environment"][name] == '${SAMPLERS:-["sampler:8002"]}'
 
 
+def test_the_gpu_variant_samples_with_vllm_and_the_cpu_variant_with_torch() -> None:
+    for compose, engine in ((GPU, "vllm"), (CPU, "torch")):
+        for name in ("sampler", "sampler-2"):
+            service = compose["services"][name]
+            assert service["build"]["args"]["ENGINE"] == engine  # what is installed
+            assert service["environment"]["SAMPLER_ENGINE"] == engine  # an image of the other variant does not start
+
+
+@BOTH
+def test_trainer_and_samplers_take_one_largest_rank(compose: dict[str, Any]) -> None:
+    services = compose["services"]
+    ranks = {services["trainer"]["environment"]["TRAINER_MAX_LORA_RANK"]}
+    ranks |= {services[name]["environment"]["SAMPLER_MAX_LORA_RANK"] for name in ("sampler", "sampler-2")}
+    assert ranks == {"${MAX_LORA_RANK:-64}"}
+
+
 def test_keys_and_passwords_have_no_default() -> None:
     text = (DOCKER / "compose.yaml").read_text()
     for name in ("GATEWAY_API_KEYS", "TINSMITH_SERVICE_KEY", "POSTGRES_PASSWORD"):

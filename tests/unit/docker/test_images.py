@@ -1,8 +1,10 @@
 """Docker cannot run in the tests: the files are linted, validated and read. docs/operations.md says what was run."""
 
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,19 @@ def test_every_copied_path_exists_and_is_let_into_the_build(dockerfile: Path) ->
 def test_what_computes_has_a_compiler_for_its_kernels(service: str) -> None:
     *_, runtime = (DOCKER / f"Dockerfile.{service}").read_text().split("\nFROM ")
     assert "install --yes --no-install-recommends gcc libc6-dev" in runtime
+
+
+def test_the_samplers_image_has_the_engine_that_it_is_built_for() -> None:
+    text = (DOCKER / "Dockerfile.sampler").read_text()
+    assert "\nARG ENGINE=vllm\n" in text  # its torch is the one with CUDA, unless TORCH_INDEX says otherwise
+    extras = dict(re.findall(r"^ +(\w+)\) extra=(\w+) ;;", text, re.MULTILINE))
+    assert extras == {"vllm": "vllm", "torch": "sampler"}
+    known = tomllib.loads((DOCKER.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(extras.values()) <= set(known)
+    assert any(one.startswith("vllm==") for one in known[extras["vllm"]])
+    *_, runtime = text.split("\nFROM ")
+    assert "\nARG ENGINE\n" in runtime
+    assert "SAMPLER_ENGINE=$ENGINE" in runtime
 
 
 async def test_the_grpc_health_check_tells_serving_from_loading() -> None:

@@ -1,3 +1,7 @@
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 from pydantic_settings import CliApp
@@ -16,6 +20,19 @@ def test_names_come_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAMPLER_BASE_MODEL", "/n")
     monkeypatch.setenv("SAMPLER_MODEL_NAMES", '["x"]')
     assert CliApp.run(SamplerConfig, []).model_names == ("x",)
+
+
+def test_the_first_line_of_the_log_names_the_engine_and_why(tmp_path: Path) -> None:
+    """Of a sampler that cannot go on, because it has no model: the line is there before anything is loaded."""
+    argv = [sys.executable, "-m", "sampler_service", "--base-model", str(tmp_path), "--listen", "127.0.0.1:0"]
+    for flags, said in (
+        (["--engine", "torch"], "engine torch: the setting engine names it"),
+        (["--device", "cpu"], 'engine torch: the setting device is \\"cpu\\", where engine \\"auto\\" takes torch'),
+    ):
+        done = subprocess.run([*argv, *flags], capture_output=True, text=True, timeout=100)
+        first = (done.stdout + done.stderr).splitlines()[0]
+        assert said in first
+        assert done.returncode == 1
 
 
 @pytest.mark.parametrize(

@@ -4,21 +4,21 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
 from sampler_service import choice
-from sampler_service.choice import engine_name
+from sampler_service.choice import settled
 from sampler_service.config import SamplerConfig
 from sampler_service.engine import Params, Request, Targets
 from sampler_service.torch_engine.scoring import PromptScorer
 from sampler_service.vllm import start
 from sampler_service.vllm.full import FullVersion, Parameters
 from sampler_service.vllm.outputs import Drawn, drawn_tokens
-from sampler_service.vllm.settings import slot_rank
+from sampler_service.vllm.settings import engine_args, slot_rank
 from sampler_service.vllm.shared_memory import Handle, SharedTensor
 from sampler_service.vllm.versions import WorkerVersions
 from sampler_service.vllm.wire import Draws, Scores, extra_args
@@ -106,20 +106,38 @@ def test_slots_are_of_the_next_rank_that_vllm_knows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "device", "installed", "chosen"),
+    ("engine", "device", "installed", "chosen", "why"),
     [
-        ("auto", "cuda", True, "vllm"),
-        ("auto", "cuda", False, "torch"),
-        ("auto", "cpu", True, "torch"),
-        ("torch", "cuda", True, "torch"),
-        ("vllm", "cpu", False, "vllm"),
+        ("auto", "cuda", True, "vllm", 'the device is "cuda" and vLLM is installed'),
+        ("auto", "cuda", False, "torch", 'vLLM is not installed: pip install "tinsmith[vllm]"'),
+        ("auto", "cpu", True, "torch", 'the setting device is "cpu"'),
+        ("torch", "cuda", True, "torch", "the setting engine names it"),
+        ("vllm", "cpu", False, "vllm", "the setting engine names it"),
     ],
 )
 def test_auto_takes_vllm_on_cuda_where_it_is_installed(
-    engine: Any, device: Any, installed: bool, chosen: str, monkeypatch: pytest.MonkeyPatch
+    engine: Any, device: Any, installed: bool, chosen: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choice, "is_installed", lambda: installed)
-    assert engine_name(SamplerConfig(base_model="m", engine=engine, device=device)) == chosen
+    config, reason = settled(SamplerConfig(base_model="m", engine=engine, device=device))
+    assert config.engine == chosen
+    assert why in reason
+
+
+def test_slots_of_vllm_are_as_large_as_the_largest_rank_that_is_served() -> None:
+    reference = SimpleNamespace(
+        sizes=SimpleNamespace(prefix_cache_bytes=0, bytes_per_token=1, max_kv_tokens=64, tokens_per_step=64),
+        device="cuda", dtype="bfloat16", max_context_length=64, targets=["one"],
+    )  # fmt: skip
+
+    def rank(**settings: Any) -> object:
+        config, _ = settled(SamplerConfig(base_model="m", **settings))
+        return engine_args(config, cast(Any, reference))["max_lora_rank"]
+
+    assert rank(engine="vllm") == 64
+    assert rank(engine="vllm", max_lora_rank=8) == 8
+    assert rank(engine="vllm", max_lora_rank=256) == 256
+    assert settled(SamplerConfig(base_model="m", engine="torch"))[0].max_lora_rank == 256
 
 
 def test_vllm_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
