@@ -59,9 +59,14 @@ class OperationRows:
         async with self._database.begin() as db:
             return list(await db.scalars(query))
 
-    async def delete_refused(self, *, before: float) -> None:
+    async def delete_refused(self, *, before: float, keep_newest: int) -> None:
+        """Deletes refusals from before this time, and those that are not among the newest."""
+        refused = Operation.error.is_not(None)
+        newest = select(Operation.created_at).where(refused).order_by(Operation.created_at.desc())
         async with self._database.begin() as db:
-            await db.execute(delete(Operation).where(Operation.error.is_not(None), Operation.created_at < before))
+            first = await db.scalar(newest.offset(keep_newest).limit(1))
+            last = before if first is None else max(before, first)
+            await db.execute(delete(Operation).where(refused, Operation.created_at <= last))
 
     async def delete(self, request_id: str) -> None:
         async with self._database.begin() as db:

@@ -9,14 +9,16 @@ owner may change it. For a caller who is an admin everything exists.
 from __future__ import annotations
 
 import hashlib
-from uuid import uuid4
 
 from gateway.database.store import Store
 from gateway.database.tables.checkpoints import Checkpoint
 from gateway.database.tables.sessions import Model, SamplingSession, Session
 from gateway.tenants.caller import Caller
+from tinsmith.rpc.errors import ServiceError
 
 _REFUSED = "refused"
+_MAX_TOLD = 1000
+"""Characters of a refusal that a request id holds."""
 
 
 class Access:
@@ -52,9 +54,22 @@ class Access:
         return caller.sees(checkpoint.owner)
 
 
-def refused_id(caller: Caller) -> str:
-    """A request id for what is refused and has none of its own: one that the caller has sent may be another owner's."""
-    return f"{_REFUSED}:{_tag(caller)}:{uuid4().hex}"
+def refused_id(caller: Caller, error: ServiceError) -> str:
+    """A request id for what is refused and has no id of its own: an id that the caller has sent may be another owner's.
+    The request id holds the refusal itself, so that it leaves nothing behind, and any gateway can tell it at any time.
+    """
+    return f"{_REFUSED}:{_tag(caller)}:{error.message[:_MAX_TOLD].encode().hex()}"
+
+
+def refusal_in(request_id: str) -> str | None:
+    """The refusal that `refused_id` put into this id; None in others."""
+    begin, _, told = request_id.rpartition(":")
+    if not begin.startswith(f"{_REFUSED}:"):
+        return None
+    try:
+        return bytes.fromhex(told).decode()
+    except ValueError:
+        return None
 
 
 def _tag(caller: Caller) -> str:

@@ -20,15 +20,18 @@ import asyncio
 import math
 import time
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
+
+from starlette.exceptions import HTTPException
 
 from gateway.database.tables.tenants import Budget
 from gateway.tenants.caller import Caller
 from gateway.tenants.keys import Keys
 from gateway.tenants.ledger import Ledger
-from tinsmith.rpc.errors import BudgetExceeded, RateLimited
+from tinsmith.rpc.errors import BudgetExceeded, RateLimited, ServiceError
 from tinsmith.v1 import sampler_pb2
 
 PATIENCE_S = 120.0
@@ -52,7 +55,7 @@ _LATER = (
     "/api/v1/save_weights",
     "/api/v1/load_weights",
 )
-"""These count once their body is read, as `operation`."""
+"""These count once their body is read, as `operation`, or as `count` where they are none."""
 
 
 class Bucket:
@@ -138,8 +141,26 @@ class Limits:
     # Rates
 
     def request(self, caller: Caller, path: str) -> None:
-        """Counts one. Raises RateLimited."""
-        if caller.requests_per_minute is None or path.startswith(_FREE) or path.startswith(_LATER):
+        """Counts a request whose path does not count later, nor never. Raises RateLimited."""
+        if not path.startswith(_FREE) and not path.startswith(_LATER):
+            self.count(caller)
+
+    @contextmanager
+    def reading(self, caller: Caller) -> Iterator[None]:
+        """While the body of a training operation is read: one that is refused before it is known which operation it is
+        counts as a request. Raises RateLimited then."""
+        try:
+            yield
+        except (ServiceError, HTTPException) as error:
+            try:
+                self.count(caller)
+            except RateLimited as limited:
+                raise limited from error
+            raise
+
+    def count(self, caller: Caller) -> None:
+        """Counts a request. Raises RateLimited."""
+        if caller.requests_per_minute is None:
             return
         bucket = self._bucket(self._requests, caller.key_id, caller.requests_per_minute)
         _check(bucket, "requests_per_minute")

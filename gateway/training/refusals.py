@@ -10,6 +10,9 @@ from gateway.futures import Futures
 from tinsmith.rpc.errors import InvalidRequest, SequenceConflict, ServiceError
 
 _RETENTION_S = 86400.0
+_MAX_KEPT = 100_000
+"""Refusals of all owners. Whose refusal has gone sends the request again, and is refused again; of a training operation
+the trainer knows it."""
 
 
 class Refusals:
@@ -51,4 +54,4 @@ class Refusals:
 
     async def forget_old(self) -> None:
         """Those of a day ago; the trainer remembers those that have used up a number."""
-        await self._store.operations.delete_refused(before=time.time() - _RETENTION_S)
+        await self._store.operations.delete_refused(before=time.time() - _RETENTION_S, keep_newest=_MAX_KEPT)

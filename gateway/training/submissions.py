@@ -79,9 +79,10 @@ async def submit_json(
     convert: Callable[[Schema], Awaitable[Rpc]],
 ) -> Response:
     """For a JSON body with model_id and seq_id: `content` is what `body` holds."""
-    ids = parse(schemas.OperationIds, content)
+    with gateway.tenants.limits.reading(caller):
+        ids = parse(schemas.OperationIds, content)
     if await gateway.tenants.access.model(ids.model_id, caller) is None:  # `convert` looks at what the model has
-        return await no_model(gateway, caller, ids, None, kind=kind, mark=fingerprint(kind, body))
+        return no_model(gateway, caller, ids, None)
     try:
         rpc = await convert(parse(schema, content))
     except NotReady:
@@ -92,13 +93,12 @@ async def submit_json(
     return await submit(gateway, caller, kind=kind, ids=ids, rpc=rpc, mark=mark)
 
 
-async def no_model(
-    gateway: Gateway, caller: Caller, ids: schemas.OperationIds, model: Model | None, *, kind: str, mark: str
-) -> Response:
-    """The receipt of what is asked of no model of the caller, or of one that cannot be trained."""
+def no_model(gateway: Gateway, caller: Caller, ids: schemas.OperationIds, model: Model | None) -> Response:
+    """The receipt of what is asked of no model of the caller, or of one that cannot be trained. Raises RateLimited."""
+    gateway.tenants.limits.count(caller)
     why = "there is no such model" if model is None else "its session has ended, or it is a copy"
     error = ModelNotFound(f"model_id: {ids.model_id!r} cannot be trained: {why}", model_id=ids.model_id)
-    return await failed_receipt(gateway, refused_id(caller), ids.model_id, error, kind=kind, mark=mark)
+    return receipt(refused_id(caller, error), ids.model_id)
 
 
 async def _admit(gateway: Gateway, caller: Caller, model: Model, request_id: str, rpc: Rpc, *, num_tokens: int) -> Hold:
@@ -133,7 +133,7 @@ async def submit(
     """The receipt, once the trainer has the operation, or the refusal, in its journal."""
     model = await gateway.tenants.access.model(ids.model_id, caller)
     if model is None or model.released_at is not None or not await gateway.store.sessions.lives(model.session_id):
-        return await no_model(gateway, caller, ids, model, kind=kind, mark=mark)
+        return no_model(gateway, caller, ids, model)
     request_id = request_id_of(ids.model_id, ids.seq_id)
     hold: Hold | None = None
     if not isinstance(rpc, ServiceError) and gateway.futures.fingerprint(request_id) is None:
@@ -141,6 +141,8 @@ async def submit(
             hold = await _admit(gateway, caller, model, request_id, rpc, num_tokens=num_tokens)
         except BudgetExceeded as error:
             rpc = error
+    if hold is None:  # a refusal, or a repeat
+        gateway.tenants.limits.operation(caller, request_id, owner=caller.owner, tokens=0).release()
     error = rpc if isinstance(rpc, ServiceError) else None
     if isinstance(rpc, ServiceError):
         rpc = Rpc("SkipOperation", refusal_body(kind, ids.model_id, ids.seq_id, rpc))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sqlalchemy import ForeignKey, Index, LargeBinary, false
+from sqlalchemy import ForeignKey, Index, LargeBinary, false, text
 from sqlalchemy.orm import Mapped, mapped_column, validates
 
 from gateway.database.tables.base import Base
@@ -38,6 +38,12 @@ class Operation(Base):
     __table_args__ = (
         Index("ix_operations_model_id", "model_id"),
         Index("ix_operations_settled_at", "settled_at"),
+        Index(
+            "ix_operations_refused_at",
+            "created_at",
+            sqlite_where=text("error IS NOT NULL"),
+            postgresql_where=text("error IS NOT NULL"),
+        ),
     )
 
     @validates("error")

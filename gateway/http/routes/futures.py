@@ -8,13 +8,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway import reports
-from gateway.futures import Answer, Gone, Progress
+from gateway.futures import Answer, Gone, Progress, failed
 from gateway.gateway import Gateway, caller_of, gateway_of
 from gateway.http import schemas
 from gateway.http.body import parse, read_json
 from gateway.http.errors import json_response
 from gateway.http.negotiation import negotiate
 from gateway.sampling import samples
+from gateway.tenants.access import refusal_in
+from tinsmith.rpc.errors import InvalidRequest
 
 
 async def retrieve_future(request: Request) -> Response:
@@ -26,6 +28,8 @@ async def retrieve_future(request: Request) -> Response:
     request_id = body.request_id
     if not await gateway.tenants.access.owns(request_id, caller_of(request)):
         raise _unknown(request_id)
+    if (refusal := refusal_in(request_id)) is not None:
+        return await negotiate(request, failed(InvalidRequest(refusal)), gateway.config)
     if (elsewhere := await gateway.sampling.homes.pass_on(request, raw, request_id)) is not None:
         return elsewhere
     try:

@@ -17,7 +17,6 @@ from gateway.http import schemas
 from gateway.http.body import fingerprint, off_loop, parse, read_json
 from gateway.http.errors import json_response
 from gateway.http.routes.models import check_session
-from gateway.sampling import samples
 from gateway.tenants.access import refused_id
 from gateway.tenants.caller import Caller
 from gateway.views import certificate_view
@@ -127,7 +126,7 @@ async def asample(request: Request) -> Response:
     ids = parse(schemas.SampleIds, content)
     well_formed = _SAMPLING_SESSION_ID.fullmatch(ids.sampling_session_id) is not None
     is_own = well_formed and await gateway.tenants.access.owns(ids.sampling_session_id, caller)
-    request_id = f"{ids.sampling_session_id}:{ids.seq_id}" if is_own else refused_id(caller)
+    request_id = f"{ids.sampling_session_id}:{ids.seq_id}" if is_own else ""
     if (elsewhere := await gateway.sampling.homes.pass_on(request, raw, request_id)) is not None:
         return elsewhere
     has_home = False
@@ -152,20 +151,22 @@ async def asample(request: Request) -> Response:
     except ServiceError as error:
         mark = fingerprint(raw)
         if not has_home:  # the id may be somebody else's, and any gateway may be asked for the answer
-            request_id = refused_id(caller)
-            await gateway.training.refusals.add(request_id, error, group=request_id, kind=samples.KIND, mark=mark)
+            return _receipt(refused_id(caller, error), num_sequences=0)
         if gateway.futures.fingerprint(request_id) not in (None, mark):
             what = f"{request_id} was used by another sample before; this one was not run ({error})"
             raise SequenceConflict(what) from error
         gateway.futures.fail(request_id, error, fingerprint=mark)
-        sequence_ids: list[str] = []
-    else:
-        mark = fingerprint(message.SerializeToString(deterministic=True), "recorded" if is_recorded else "")
-        message.cache_salt = caller.cache_salt
-        gateway.sampling.samples.submit(
-            request_id, message, session=session, fingerprint=mark, is_recorded=is_recorded, hold=hold
-        )
-        sequence_ids = [f"{request_id}:{i}" for i in range(message.num_samples)]
+        return _receipt(request_id, num_sequences=0)
+    mark = fingerprint(message.SerializeToString(deterministic=True), "recorded" if is_recorded else "")
+    message.cache_salt = caller.cache_salt
+    gateway.sampling.samples.submit(
+        request_id, message, session=session, fingerprint=mark, is_recorded=is_recorded, hold=hold
+    )
+    return _receipt(request_id, num_sequences=message.num_samples)
+
+
+def _receipt(request_id: str, *, num_sequences: int) -> Response:
+    sequence_ids = [f"{request_id}:{i}" for i in range(num_sequences)]
     return json_response({"request_id": request_id, "model_id": None, "sample_sequence_ids": sequence_ids})
 
 

@@ -27,8 +27,9 @@ async def forward(request: Request) -> Response:
 
 async def _submit_batch(request: Request, *, forward_only: bool) -> Response:
     gateway, caller = gateway_of(request), caller_of(request)
-    batch = await read_forward_backward(request, gateway.config, forward_only=forward_only)
-    ids = parse(schemas.OperationIds, {"model_id": batch.model_id, "seq_id": batch.seq_id})
+    with gateway.tenants.limits.reading(caller):
+        batch = await read_forward_backward(request, gateway.config, forward_only=forward_only)
+        ids = parse(schemas.OperationIds, {"model_id": batch.model_id, "seq_id": batch.seq_id})
     message = batch.message
     if isinstance(message, ServiceError):
         kind = "forward" if forward_only else "forward_backward"  # only the latter leaves gradients missing
@@ -37,7 +38,7 @@ async def _submit_batch(request: Request, *, forward_only: bool) -> Response:
     mark = fingerprint("forward_backward", body)  # of what the client sent, whatever is put into it here
     kind, rpc = "forward_backward", Rpc("ForwardBackward", body, is_forward_only=message.forward_only)
     if await gateway.tenants.access.model(ids.model_id, caller) is None:  # `complete` looks at what its session has
-        return await no_model(gateway, caller, ids, None, kind=kind, mark=mark)
+        return no_model(gateway, caller, ids, None)
     try:
         if await complete(gateway, message, num_bytes=batch.num_bytes):
             body, _ = await off_loop(lambda: canonical(message), num_bytes=batch.num_bytes, config=gateway.config)
@@ -53,10 +54,11 @@ async def optim_step(request: Request) -> Response:
     async def to_rpc(body: schemas.OptimStep) -> Rpc:
         return rpc_of("OptimStep", convert.optim_step(body))
 
-    gateway = gateway_of(request)
-    content, body = await read_json(request, gateway.config)
+    gateway, caller = gateway_of(request), caller_of(request)
+    with gateway.tenants.limits.reading(caller):
+        content, body = await read_json(request, gateway.config)
     return await submit_json(
-        gateway, caller_of(request), content, body, kind="optim_step", schema=schemas.OptimStep, convert=to_rpc
+        gateway, caller, content, body, kind="optim_step", schema=schemas.OptimStep, convert=to_rpc
     )
 
 

@@ -69,9 +69,10 @@ async def save_weights_external(request: Request) -> Response:
 async def _submit(
     request: Request, kind: str, schema: type[Schema], to_rpc: Callable[[Schema], Awaitable[Rpc]]
 ) -> Response:
-    gateway = gateway_of(request)
-    content, body = await read_json(request, gateway.config)
-    return await submit_json(gateway, caller_of(request), content, body, kind=kind, schema=schema, convert=to_rpc)
+    gateway, caller = gateway_of(request), caller_of(request)
+    with gateway.tenants.limits.reading(caller):
+        content, body = await read_json(request, gateway.config)
+    return await submit_json(gateway, caller, content, body, kind=kind, schema=schema, convert=to_rpc)
 
 
 def _saving(
@@ -99,8 +100,10 @@ class _LoadInto(schemas.LoadWeights, schemas.OperationIds):
 async def load_weights(request: Request) -> Response:
     """With session_id it creates the model from the checkpoint; with model_id it replaces that model's weights."""
     gateway, caller = gateway_of(request), caller_of(request)
-    content, body = await read_json(request, gateway.config)
+    with gateway.tenants.limits.reading(caller):
+        content, body = await read_json(request, gateway.config)
     if content.get("session_id") is not None:
+        gateway.tenants.limits.count(caller)  # it has no place in the order of a run
         return await create_from_checkpoint(gateway, content, body, caller=caller)
 
     async def to_rpc(body: _LoadInto) -> Rpc:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from sqlalchemy import func, select, update
+import pytest
+from sqlalchemy import func, select, text, update
 
 from gateway.database.forgetting import Forgetting
 from gateway.database.tables.base import Base
@@ -15,6 +16,7 @@ from gateway.database.tables.samples import SampleMark
 from gateway.database.tables.sessions import Model, SamplingSession, Session
 from gateway.database.tables.tenants import AuditEvent, CountedOperation, LedgerBatch, Usage
 from gateway.gateway import Gateway
+from tests.unit.gateway.commits import Statements
 from tests.unit.gateway.stack import Client, Stack, sample_body
 from tests.unit.gateway.test_custom_losses import loss
 
@@ -141,3 +143,27 @@ async def test_what_made_a_copy_is_remembered_as_long_as_there_is_the_copy(stack
     async with gateway.store.begin() as db:
         assert list(await db.scalars(select(Operation.request_id))) == paths[1:]
     assert (await client.call("copy_weights", body | {"model_seq_id": 2}))["tinker_path"] == paths[1]
+
+
+async def test_refusals_have_a_bound_and_are_deleted_without_reading_other_operations(
+    stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await stack.restart_gateway(reap_interval_s=3600)
+    gateway, session_id = gateway_of(stack), await client.session()
+    for seq in range(5):
+        body = {"session_id": session_id, "model_seq_id": seq, "base_model": "none", "lora_config": {"rank": 8}}
+        assert "none" in (await client.result(await client.call("create_model", body)))["error"]
+    monkeypatch.setattr("gateway.training.refusals._MAX_KEPT", 2)
+    statements = Statements(gateway.store)
+    await gateway.training.refusals.forget_old()
+    async with gateway.store.begin() as db:
+        kept = sorted(await db.scalars(select(Operation.request_id)))
+        assert kept == [f"{session_id}:train:{seq}:0" for seq in (3, 4)]
+        for statement in statements.of_all[:2]:
+            plan = str(list(await db.execute(text(f"EXPLAIN QUERY PLAN {statement.replace('?', '0')}"))))
+            assert "ix_operations_refused_at" in plan, plan
+    # A refusal that has gone is given again.
+    monkeypatch.setattr("gateway.training.refusals._MAX_KEPT", 0)
+    await gateway.training.refusals.forget_old()
+    await stack.restart_gateway()
+    assert (await client.poll(kept[0])).status_code == 410

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,6 +17,7 @@ from gateway.database.catalog import Catalog
 from gateway.database.outages import DatabaseUnusable
 from gateway.database.store import Store
 from gateway.database.tables.checkpoints import Checkpoint
+from gateway.database.tables.operations import Operation
 from gateway.database.tables.sessions import Model
 from gateway.database.tables.tenants import CountedOperation
 from gateway.gateway import Gateway
@@ -454,6 +457,78 @@ async def test_requests_past_the_rate_are_told_when_to_come_again(stack: Stack) 
     other, _ = await gateway(stack).tenants.keys.create("ada")
     async with await client_of(stack, other) as client:
         assert (await client.get(f"/api/v1/sessions/{session_id}")).status_code == 200
+
+
+def optim_step(model_id: str, seq_id: int, **fields: Any) -> dict[str, Any]:
+    return {"model_id": model_id, "seq_id": seq_id, "adam_params": {}, **fields}
+
+
+async def test_operations_of_a_model_that_does_not_exist_count_and_leave_no_row(stack: Stack, store: Store) -> None:
+    key, _ = await gateway(stack).tenants.keys.create("ada", requests_per_minute=20)
+    async with await client_of(stack, key) as client:
+        replies = [await client.post("/api/v1/optim_step", json=optim_step("no:train:0", n)) for n in range(1, 201)]
+        statuses = Counter(reply.status_code for reply in replies)
+        assert statuses[200] + statuses[429] == 200
+        assert 20 <= statuses[200] < 60  # a slow machine gives the bucket time to fill
+        assert (await client.forward_backward("no:train:0", 1)).status_code == 429
+        refused = await client.result(replies[0].json())
+        assert refused["error"] == "model_id: 'no:train:0' cannot be trained: there is no such model"
+        assert refused["category"] == "user"
+        assert gateway(stack).futures.answer(replies[0].json()["request_id"]) is None
+        await stack.restart_gateway()
+        async with await client_of(stack, key) as again:
+            assert await again.result(replies[0].json()) == refused
+            begin = replies[0].json()["request_id"].rpartition(":")[0]
+            assert (await again.poll(f"{begin}:nonsense")).status_code == 410
+    async with store.begin() as db:
+        assert list(await db.scalars(select(Operation))) == []
+
+
+async def test_another_owner_is_not_told_a_refusal(stack: Stack) -> None:
+    (ada, _), (bob, _) = [await gateway(stack).tenants.keys.create(owner) for owner in ("ada", "bob")]
+    async with await client_of(stack, ada) as first, await client_of(stack, bob) as second:
+        for path, body in (("optim_step", optim_step("no:train:0", 1)), ("asample", sample_body("no:sample:0", 1))):
+            receipt = await first.call(path, body)
+            assert "there is no" in (await first.result(receipt))["error"]
+            assert (await second.poll(receipt["request_id"])).status_code == 410
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("optim_step", {"seq_id": 1}),  # no model_id
+        ("optim_step", {"model_id": "MODEL", "seq_id": 1, "adam_params": {"eps": "x"}}),
+        ("forward_backward", {"model_id": "MODEL", "seq_id": 1}),
+        ("forward_backward", [1]),
+        ("save_weights", {"model_id": "MODEL", "seq_id": 1, "path": "/"}),
+        ("load_weights", {"session_id": "SESSION", "model_seq_id": 7, "path": "tinker://none"}),
+        ("load_weights", {"path": 1}),
+    ],
+)
+async def test_what_is_refused_counts_too(stack: Stack, path: str, body: Any) -> None:
+    key, _ = await gateway(stack).tenants.keys.create("ada", requests_per_minute=5)
+    other, _ = await gateway(stack).tenants.keys.create("ada")
+    async with await client_of(stack, other) as client:
+        session_id = await client.session()
+        model_id = await client.model(session_id)
+    text = json.dumps(body).replace("MODEL", model_id).replace("SESSION", session_id)
+    async with await client_of(stack, key) as client:
+        headers = {"content-type": "application/json"}
+        replies = [await client.post(f"/api/v1/{path}", content=text, headers=headers) for _ in range(12)]
+        statuses = [reply.status_code for reply in replies]
+        assert statuses[-1] == 429
+        assert 429 not in statuses[:5]
+
+
+async def test_an_operation_past_the_budget_and_a_repeat_count_as_requests(stack: Stack) -> None:
+    key, _ = await gateway(stack).tenants.keys.create("ada", requests_per_minute=6)
+    await gateway(stack).tenants.keys.set_budget("ada", {"tokens": 1})
+    async with await client_of(stack, key) as client:
+        model_id = await client.model(await client.session())  # two requests
+        statuses = [(await client.forward_backward(model_id, 1)).status_code for _ in range(3)]
+        statuses += [(await client.forward_backward(model_id, seq_id)).status_code for seq_id in range(2, 7)]
+    assert statuses[:4] == [200] * 4
+    assert statuses[-1] == 429
 
 
 async def test_training_past_the_rate_keeps_its_order_and_comes_in_after_a_while(
