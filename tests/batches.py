@@ -38,6 +38,26 @@ def random_datum(
     return datum(tokens.tolist(), target_tokens=targets, weights=weights.astype(np.float32))
 
 
+def sparse(rows: int, columns: int, *, dtype: types_pb2.Dtype = types_pb2.DTYPE_INT64) -> types_pb2.Tensor:
+    """One value, in the last column of the first row; a hundred bytes on the wire."""
+    value = np.int64([3]) if dtype == types_pb2.DTYPE_INT64 else np.float32([1])
+    csr = types_pb2.SparseCsr(
+        values=value.tobytes(),
+        crow_indices=np.int64([0] + [1] * rows).tobytes(),
+        col_indices=np.int64([columns - 1]).tobytes(),
+    )
+    return types_pb2.Tensor(sparse_csr=csr, dtype=dtype, shape=[rows, columns])
+
+
+def wide(columns: int, *, tokens: int = 1, weights: int | None = None) -> types_pb2.Datum:
+    """Sparse targets and weights, with so many columns; `weights`: theirs, if not as many."""
+    one = datum([1] * tokens)
+    one.loss_fn_inputs["target_tokens"].CopyFrom(sparse(tokens, columns))
+    weighted = sparse(tokens, columns if weights is None else weights, dtype=types_pb2.DTYPE_FLOAT32)
+    one.loss_fn_inputs["weights"].CopyFrom(weighted)
+    return one
+
+
 def request(
     data: Sequence[types_pb2.Datum],
     loss_fn: str = "cross_entropy",

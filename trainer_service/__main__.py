@@ -203,6 +203,7 @@ def engine_settings(config: TrainerConfig) -> dict[str, Any]:
     """The same on every rank."""
     return {
         "max_tokens_per_microbatch": config.max_tokens_per_microbatch,
+        "max_targets_per_token": config.max_targets_per_token,
         "activation_checkpointing": config.effective_checkpointing,
         "deterministic": config.deterministic,
     }

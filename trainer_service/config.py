@@ -80,6 +80,9 @@ class TrainerConfig(GrpcTls, BaseSettings):
     token_budget: int = Field(default=0, ge=0)
     """Tokens that go through the base model at once, where that is not to be measured; at most as many as fit into
     memory. 0 means measured."""
+    max_targets_per_token: int = Field(default=1024, ge=1)
+    """Most columns of target_tokens: targets that one token of a datum may have. Many targets count as more tokens in
+    turns, micro-batches and memory. After it was lowered, a model whose journal has more is not restored."""
     memory_bytes: int = Field(default=0, ge=0)
     """Memory for training beside the base model: adapters, optimizers, activations. 0 means measured at start: of what
     is free then, half on the CPU and nine tenths on CUDA."""

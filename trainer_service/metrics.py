@@ -56,9 +56,11 @@ class Compute:
         self.micro_batches = declare.counter(
             "micro_batches", "Works of the engine; forward_backward operations share them."
         )
-        self.tokens = declare.counter("tokens", "Tokens of micro-batches.")
+        self.tokens = declare.counter(
+            "tokens", "Tokens of micro-batches, as they are charged: datums with many targets count for more."
+        )
         self.micro_batch_tokens = declare.histogram(
-            "micro_batch_tokens", "Tokens of one micro-batch.", buckets=[2**n for n in range(18)]
+            "micro_batch_tokens", "Tokens of one micro-batch, as they are charged.", buckets=[2**n for n in range(18)]
         )
         self.micro_batch_models = declare.histogram(
             "micro_batch_models", "Models with datums in one micro-batch.", buckets=[2**n for n in range(9)]

@@ -48,13 +48,7 @@ def _resolve_datum(datum: types_pb2.Datum, records: Mapping[str, SequenceRecord]
         raise InvalidRequest(f"{where}.loss_fn_inputs.sampled_mask: is made by the server, from the spans")
     if "target_tokens" not in inputs:
         raise InvalidRequest(f"{where}.loss_fn_inputs.target_tokens: is missing", field="target_tokens")
-    targets = to_numpy(inputs["target_tokens"], field=f"{where}.loss_fn_inputs.target_tokens")
-    if targets.ndim != 1:
-        raise InvalidRequest(
-            f"{where}.loss_fn_inputs.target_tokens: has {targets.ndim} dimensions; stable_reinforce takes one target "
-            "for each position",
-            field="target_tokens",
-        )
+    targets = _flat(inputs["target_tokens"], field=f"{where}.loss_fn_inputs.target_tokens")
     tokens = _model_input(datum, where=where)
     _runs(datum.model_input_spans, tokens, records, padded=False, where=f"{where}.model_input_spans")
     # Programs fill the targets of a prompt with zeros: nothing is learnt there.
@@ -63,10 +57,22 @@ def _resolve_datum(datum: types_pb2.Datum, records: Mapping[str, SequenceRecord]
     mask = np.concatenate([np.full(len(run.logprobs), run.is_sampled, _FLOAT32) for run in runs]) if runs else logprobs
     if "logprobs" in inputs:
         name = f"{where}.loss_fn_inputs.logprobs"
-        _check_same(to_numpy(inputs["logprobs"], field=name), logprobs, mask, where=name)
+        _check_same(_flat(inputs["logprobs"], field=name), logprobs, mask, where=name)
     for name, values in (("logprobs", logprobs), ("sampled_mask", mask)):
         tensor = types_pb2.Tensor(dense=values.tobytes(), dtype=types_pb2.DTYPE_FLOAT32, shape=values.shape)
         inputs[name].CopyFrom(tensor)
+
+
+def _flat(tensor: types_pb2.Tensor, *, field: str) -> npt.NDArray[Any]:
+    """One number for each position. A sparse tensor has two dimensions, and is refused before it takes memory."""
+    array = None if tensor.WhichOneof("layout") == "sparse_csr" else to_numpy(tensor, field=field)
+    if array is None or array.ndim != 1:
+        dimensions = 2 if array is None else array.ndim
+        raise InvalidRequest(
+            f"{field}: has {dimensions} dimensions; stable_reinforce takes one number for each position",
+            field=field.rpartition(".")[2],
+        )
+    return array
 
 
 def _model_input(datum: types_pb2.Datum, *, where: str) -> npt.NDArray[Any]:

@@ -43,6 +43,26 @@ def to_numpy(tensor: pb.Tensor, *, field: str) -> Array:
     return values.reshape(shape)
 
 
+def num_elements(tensor: pb.Tensor) -> int:
+    """Elements of the array that a wire tensor describes, at most. The array is not made."""
+    described = prod(max(0, size) for size in tensor.shape)
+    if tensor.WhichOneof("layout") == "sparse_csr":
+        return described
+    item_bytes = 2 if tensor.dtype == pb.DTYPE_BFLOAT16 else _item_bytes(tensor)
+    sent = tensor.ByteSize() // item_bytes
+    return min(described, sent) if tensor.shape else sent
+
+
+def num_bytes(tensor: pb.Tensor) -> int:
+    """Bytes of the array that a wire tensor describes, at most. The array is not made."""
+    return num_elements(tensor) * _item_bytes(tensor)
+
+
+def _item_bytes(tensor: pb.Tensor) -> int:
+    """Of one element in the array."""
+    return _NUMPY[tensor.dtype].itemsize if tensor.dtype in _NUMPY else 4
+
+
 def _values(data: bytes, dtype: pb.Dtype, *, field: str) -> Array:
     if dtype == pb.DTYPE_BFLOAT16:
         halves = _frombuffer(data, np.dtype("<u2"), field=field)

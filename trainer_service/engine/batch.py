@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -13,8 +13,9 @@ import numpy.typing as npt
 
 from tinsmith.rpc import tensors
 from tinsmith.rpc.errors import InvalidRequest, UnknownLossFn
+from tinsmith.rpc.server import MAX_MESSAGE_BYTES
 from tinsmith.v1 import trainer_pb2, types_pb2
-from trainer_service.objectives.custom_loss import CustomLoss
+from trainer_service.objectives.custom_loss import MAX_BYTES, MAX_NODE_BYTES, CustomLoss
 from trainer_service.objectives.losses import LOSS_FNS, Arrays, Loss, Objective
 
 Floats = npt.NDArray[np.float32]
@@ -22,7 +23,16 @@ Floats = npt.NDArray[np.float32]
 CUSTOM = "custom"
 LOSS_FN_NAMES = (*LOSS_FNS, CUSTOM)
 
+MAX_TARGETS_PER_TOKEN = 1024
+"""Unless a setting says otherwise."""
+
 _TYPE = "TorchLossReturn"
+_ANSWER_BYTES = MAX_MESSAGE_BYTES - 1024 * 1024
+"""For the logprobs of one answer; what it holds beside them is far below a MiB."""
+_FITS_MEMORY = "what fits into this trainer's memory"
+_ELEMENTS_PER_TOKEN = 128
+"""Elements of targets and inputs that are charged as one more token. A target with its weight takes about 115 bytes
+from the request to the answer, so this many elements take 7 kB; a token of the smallest models takes 14 kB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +44,15 @@ class Limits:
     max_datums: int = 4096
     context_reason: str = "its context"
     """What max_context_length is."""
+    max_targets_per_token: int = MAX_TARGETS_PER_TOKEN
+    longest_datum: int | None = None
+    """Tokens that one datum may be charged for, because of memory; None is no limit."""
 
     def bounded(self, longest_datum: int | None) -> Limits:
         """Where memory allows less than the model does."""
         if longest_datum is None or longest_datum >= self.max_context_length:
-            return self
-        return replace(self, max_context_length=longest_datum, context_reason="what fits into this trainer's memory")
+            return replace(self, longest_datum=longest_datum)
+        return replace(self, max_context_length=longest_datum, context_reason=_FITS_MEMORY, longest_datum=longest_datum)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +68,17 @@ class Datum:
     @property
     def length(self) -> int:
         return self.tokens_N.size
+
+    @property
+    def charge(self) -> int:
+        """Tokens that it counts for in turns, micro-batches and memory: its own, and some for many targets."""
+        return charge_of(self.length, [self.targets.size, *(values.size for values in self.inputs.values())])
+
+
+def charge_of(num_tokens: int, sizes: Iterable[int]) -> int:
+    """`sizes`: elements of each array that a datum has beside its tokens. One for each token costs nothing more."""
+    more = sum(max(0, size - num_tokens) for size in sizes)
+    return num_tokens + math.ceil(more / _ELEMENTS_PER_TOKEN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +107,7 @@ class Batch:
             )
         if not 1 <= len(request.data) <= limits.max_datums:
             raise InvalidRequest(f"data: {len(request.data)} datums are outside 1..{limits.max_datums}", field="data")
+        _check_targets(request, limits)
         if request.loss_fn == CUSTOM:
             return cls._custom(request, limits)
         if request.HasField("custom_loss"):
@@ -114,6 +139,7 @@ class Batch:
                 field="loss_fn_config",
             )
         loss = CustomLoss.from_proto(request.custom_loss)
+        _check_sparse_inputs(request)
         datums = [_custom_datum(one, loss, limits, field=f"data[{index}]") for index, one in enumerate(request.data)]
         loss.check_shapes([(datum.targets.shape, datum.inputs) for datum in datums])
         return cls(
@@ -124,6 +150,50 @@ class Batch:
             datums=datums,
             request=request,
         )
+
+
+def _check_targets(request: trainer_pb2.ForwardBackwardRequest, limits: Limits) -> None:
+    """Refuses too many targets, for one token or for one answer, by their shapes: no array is made."""
+    num_targets = 0
+    for index, datum in enumerate(request.data):
+        if "target_tokens" not in datum.loss_fn_inputs:
+            continue
+        targets = datum.loss_fn_inputs["target_tokens"]
+        if len(targets.shape) == 2 and targets.shape[1] > limits.max_targets_per_token:
+            raise InvalidRequest(
+                f"data[{index}].loss_fn_inputs['target_tokens']: {targets.shape[1]} targets for a token are above this "
+                f"server's max_targets_per_token {limits.max_targets_per_token}",
+                field="target_tokens",
+            )
+        num_targets += tensors.num_elements(targets)
+    num_bytes = num_targets * np.dtype(np.float32).itemsize
+    if num_bytes > _ANSWER_BYTES:
+        raise InvalidRequest(
+            f"data: the logprobs of all {num_targets} targets are {num_bytes} bytes in its answer, and a message has "
+            f"at most {MAX_MESSAGE_BYTES}; send fewer datums or targets at once",
+            field="data",
+        )
+
+
+def _check_sparse_inputs(request: trainer_pb2.ForwardBackwardRequest) -> None:
+    """Refuses sparse inputs of a custom loss that are large when they are dense, before they are."""
+    total = 0
+    for index, datum in enumerate(request.data):
+        for name, tensor in datum.loss_fn_inputs.items():
+            if name == "target_tokens" or tensor.WhichOneof("layout") != "sparse_csr":
+                continue
+            num_bytes = tensors.num_bytes(tensor)
+            total += num_bytes
+            for what, used, limit in (
+                ("dense", num_bytes, MAX_NODE_BYTES),
+                ("dense, in all datums,", total, MAX_BYTES),
+            ):
+                if used > limit:
+                    raise InvalidRequest(
+                        f"data[{index}].loss_fn_inputs[{name!r}]: sparse inputs of a custom loss are {used} bytes when "
+                        f"they are {what} this server allows {limit}",
+                        field=name,
+                    )
 
 
 def _config(request: trainer_pb2.ForwardBackwardRequest, loss: Loss) -> Mapping[str, float]:
@@ -173,7 +243,7 @@ def _datum(
             inputs[name] = np.full(targets.shape, config.get(name, 1.0), np.float32)
     if loss.check is not None:
         loss.check(inputs, f"{field}.loss_fn_inputs")
-    return Datum(tokens, targets, inputs)
+    return _fitting(Datum(tokens, targets, inputs), limits, field=field)
 
 
 def _custom_datum(datum: types_pb2.Datum, loss: CustomLoss, limits: Limits, *, field: str) -> Datum:
@@ -197,7 +267,7 @@ def _custom_datum(datum: types_pb2.Datum, loss: CustomLoss, limits: Limits, *, f
                 field=declared.name,
             )
         inputs[declared.name] = values
-    return Datum(tokens, targets, inputs)
+    return _fitting(Datum(tokens, targets, inputs), limits, field=field)
 
 
 def _tokens(datum: types_pb2.Datum, limits: Limits, *, field: str) -> npt.NDArray[np.int32]:
@@ -231,14 +301,29 @@ def _targets(
     return targets.astype(np.int64, copy=False)
 
 
+def _fitting(datum: Datum, limits: Limits, *, field: str) -> Datum:
+    """Refuses one whose arrays are too large for memory."""
+    if limits.longest_datum is not None and datum.charge > limits.longest_datum:
+        raise InvalidRequest(
+            f"{field}.loss_fn_inputs['target_tokens']: shape {list(datum.targets.shape)} counts as {datum.charge} "
+            f"tokens, with all that belongs to it, which is above {limits.longest_datum}, {_FITS_MEMORY}",
+            field="target_tokens",
+        )
+    return datum
+
+
 def _floats(datum: types_pb2.Datum, name: str, targets: npt.NDArray[np.int64], *, field: str) -> Floats:
     where = f"{field}.loss_fn_inputs[{name!r}]"
     if name not in datum.loss_fn_inputs:
         raise InvalidRequest(f"{where}: missing", field=name)
-    values = tensors.to_numpy(datum.loss_fn_inputs[name], field=where)
-    if values.shape != targets.shape:
+    sent = datum.loss_fn_inputs[name]
+    shape = tuple(sent.shape)  # a sparse one is not made before its shape is known to be right
+    if sent.WhichOneof("layout") != "sparse_csr" or shape == targets.shape:
+        values = tensors.to_numpy(sent, field=where)
+        shape = values.shape
+    if shape != targets.shape:
         raise InvalidRequest(
-            f"{where}: shape {list(values.shape)} is not that of target_tokens, {list(targets.shape)}", field=name
+            f"{where}: shape {list(shape)} is not that of target_tokens, {list(targets.shape)}", field=name
         )
     values = values.astype(np.float32, copy=False)
     if not np.isfinite(values).all():

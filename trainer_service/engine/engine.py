@@ -17,7 +17,7 @@ from tinsmith.modeling.adapter import Adapter, AdapterConfig, chosen_targets, nu
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import TrainedWeights, Weights, reload
 from tinsmith.rpc.errors import FailedPrecondition, InvalidRequest, ServiceError
-from trainer_service.engine.batch import Batch, Datum, Limits, Output
+from trainer_service.engine.batch import MAX_TARGETS_PER_TOKEN, Batch, Datum, Limits, Output
 from trainer_service.engine.budget import Lengths, Plan
 from trainer_service.engine.job import Job, Piece, whole
 from trainer_service.engine.model_state import ModelState, full_bytes
@@ -58,6 +58,7 @@ class TrainingEngine:
         base: BaseModel,
         *,
         max_tokens_per_microbatch: int,
+        max_targets_per_token: int = MAX_TARGETS_PER_TOKEN,
         activation_checkpointing: Checkpointing = "auto",
         deterministic: bool = False,
         residency: Residency | None = None,
@@ -71,7 +72,11 @@ class TrainingEngine:
         Raises ValueError when activation checkpointing is asked for and the base model has no list of layers.
         """
         self.base = base
-        self.limits = Limits(vocab_size=base.vocab_size, max_context_length=base.max_context_length)
+        self.limits = Limits(
+            vocab_size=base.vocab_size,
+            max_context_length=base.max_context_length,
+            max_targets_per_token=max_targets_per_token,
+        )
         self._models: dict[str, ModelState] = {}
         self._base_changed = False
         """A full model has trained the base model's own parameters."""

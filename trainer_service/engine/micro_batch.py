@@ -50,7 +50,7 @@ class Attempt:
 
 
 def num_tokens(items: Iterable[Item]) -> int:
-    return sum(item.datum.length for item in items)
+    return sum(item.datum.charge for item in items)
 
 
 def model_ids(items: Iterable[Item]) -> list[str]:
@@ -68,12 +68,12 @@ def cut(
     batch: list[Item] = []
     tokens = 0
     for item in items:
-        too_long = tokens + item.datum.length > token_budget()
+        too_long = tokens + item.datum.charge > token_budget()
         if batch and (too_long or not _may_join(item, batch, go_together)):
             yield batch
             batch, tokens = [], 0
         batch.append(item)
-        tokens += item.datum.length
+        tokens += item.datum.charge
     if batch:
         yield batch
 
@@ -86,7 +86,7 @@ def halves(items: Sequence[Item]) -> tuple[Sequence[Item], Sequence[Item]]:
     """Two parts of about as many tokens, of at least one datum each."""
     total, before = num_tokens(items), 0
     for n, item in enumerate(items):
-        before += item.datum.length
+        before += item.datum.charge
         if 2 * before >= total:
             middle = min(max(1, n + 1), len(items) - 1)
             return items[:middle], items[middle:]

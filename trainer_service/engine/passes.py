@@ -83,7 +83,7 @@ class Passes:
         if not items:
             return
         checkpointing = checkpointing or self._room.needs_checkpointing(
-            [[item.datum.length for item in share] for share in self._team.shares(items)]
+            [[item.datum.charge for item in share] for share in self._team.shares(items)]
         )
         self._not_finite = []
         try:
@@ -125,15 +125,15 @@ class Passes:
                 self._try(half, attempt, checkpointing=checkpointing)
             return
         (item,) = items
-        length = item.datum.length
         if not checkpointing and self._room.can_checkpoint and torch.is_grad_enabled():
             self._try(items, attempt, checkpointing=True)
             if item.job.error is None:
-                attempt.needed_checkpointing(length)
+                attempt.needed_checkpointing(item.datum.charge)
             return
         attempt.gave_up = True
         item.job.error = OutOfCapacity(
-            f"data[{item.index}].model_input: there is no memory for its {length} tokens at this moment, even alone",
+            f"data[{item.index}].model_input: there is no memory for its {item.datum.length} tokens at this moment, "
+            "even alone",
             field=f"data[{item.index}].model_input",
         )
 
@@ -158,7 +158,8 @@ class Passes:
         device = self._base.device
         lengths = [item.datum.length for item in items]
         with self._phases["pack"].time():
-            self._room.have_on_device(model_ids(items), lengths, checkpointing=checkpointing)
+            charges = [item.datum.charge for item in items]
+            self._room.have_on_device(model_ids(items), charges, checkpointing=checkpointing)
             starts = np.cumsum([0, *lengths])
             tokens_N = np.concatenate([item.datum.tokens_N for item in items])
             tokens_T = on_device(torch.from_numpy(tokens_N).long(), device)

@@ -48,7 +48,7 @@ class RankTeam:
         return self._group.place.num_rows
 
     def shares(self, items: Sequence[Item]) -> Sequence[Sequence[Item]]:
-        numbers = balanced([item.datum.length for item in items], self.num_shares)
+        numbers = balanced([item.datum.charge for item in items], self.num_shares)
         return [[items[n] for n in share] for share in numbers]
 
     def mine(self, items: Sequence[Item]) -> Sequence[Item]:

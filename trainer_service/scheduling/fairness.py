@@ -43,7 +43,7 @@ class Load:
     """The datums of one operation, which are taken in their order."""
 
     lengths: Sequence[int]
-    """Tokens of each."""
+    """Tokens that each is charged for."""
     forward_only: bool
     num_taken: int = 0
 

@@ -56,7 +56,7 @@ class BatchRun:
 
     @classmethod
     def of(cls, operation: Operation, batch: Batch, result: asyncio.Future[Output]) -> BatchRun:
-        load = Load([datum.length for datum in batch.datums], batch.forward_only)
+        load = Load([datum.charge for datum in batch.datums], batch.forward_only)
         return cls(operation, batch, load, result)
 
     @property

@@ -96,4 +96,4 @@ def _runs(operation: Operation, running: Running | None) -> bool:
 def _tokens(operation: Operation) -> int:
     if not isinstance(operation.work, RunBatch):
         return 0
-    return sum(datum.length for datum in operation.work.batch.datums)
+    return sum(datum.charge for datum in operation.work.batch.datums)

@@ -23,6 +23,11 @@ class Datum(Protocol):
         """In tokens."""
         ...
 
+    @property
+    def charge(self) -> int:
+        """Tokens that it counts for in its model's turns and in a micro-batch."""
+        ...
+
 
 class Batch(Protocol):
     """What the scheduler must know of a batch."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from sqlalchemy import update
 
 from gateway.database.tables.samples import SequenceRecord
 from gateway.training import provenance
+from tests.batches import sparse
 from tests.unit.gateway.stack import Client, Stack, sample_body
 from tinsmith.rpc.errors import InvalidRequest, Unsupported
 from tinsmith.rpc.tensors import to_numpy
@@ -161,6 +163,19 @@ def test_datums_that_cannot_be_resolved_are_refused_by_name() -> None:
     nothing.model_input_spans.add()
     with pytest.raises(InvalidRequest, match="neither prompt_tokens nor sampled_tokens"):
         resolved(nothing)
+
+
+def test_sparse_targets_and_logprobs_are_refused_before_they_take_memory() -> None:
+    for name in ("target_tokens", "logprobs"):
+        one = datum([1, 2, 3, 4, 5], [2, 3, 4, 5, 6], WHOLE)
+        one.loss_fn_inputs[name].CopyFrom(sparse(1, 2**26))
+        tracemalloc.start()
+        try:
+            with pytest.raises(InvalidRequest, match=f"{name}: has 2 dimensions"):
+                resolved(one)
+            assert tracemalloc.get_traced_memory()[1] < 2**20
+        finally:
+            tracemalloc.stop()
 
 
 # Records

@@ -23,6 +23,10 @@ from trainer_service.scheduling.work import Answer, Operation, RunBatch, Turn, W
 class FakeDatum:
     length: int
 
+    @property
+    def charge(self) -> int:
+        return self.length
+
 
 @dataclass(frozen=True)
 class FakeBatch:

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.batches import random_datum, request
+from tests.batches import random_datum, request, wide
 from tests.models import VOCAB_SIZE
 from tests.unit.trainer_service.restoring import NEVER, Process
 from tinsmith.modeling.base_model import BaseModel
+from tinsmith.rpc import tensors
 from tinsmith.rpc.errors import ModelLost
+from tinsmith.rpc.tensors import to_numpy
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 from trainer_service.durability.journal_file import sum_of
@@ -609,3 +611,36 @@ async def test_no_snapshot_fills_the_disk_and_without_it_the_journal_is_not_cut(
     assert (summary.snapshot_seq_id, summary.cut_seq_id) == (None, -1)
     again = await start(await process.crash(tmp_path / "1"), policy=EVERY_STEP, min_free_bytes=0)
     assert_equal(await again.weights(MODEL), weights)
+
+
+async def test_a_batch_of_too_many_targets_that_was_accepted_before_a_crash_is_refused_again_and_not_computed(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a version without the bound, which died of it."""
+    before = await start(tmp_path / "before")
+    await (await before.send(creation())).wait()
+    await (await before.send(batch(1))).wait()
+    for seq_id in range(2, 6):
+        await before.journal.append(MODEL, seq_id, Body.pack("forward_backward", batch_of_many_targets(seq_id)))
+    await before.journal.append(MODEL, 6, Body.pack("optim_step", step(6)))
+    folder = await before.crash(tmp_path / "after")
+    made: list[tuple[int, ...]] = []
+    monkeypatch.setattr(
+        tensors, "to_numpy", lambda tensor, **_: made.append(tuple(tensor.shape)) or to_numpy(tensor, **_)
+    )
+    after = await start(folder)
+    for seq_id in range(2, 6):
+        assert "67108864 targets for a token are above" in str(await after.outcome(MODEL, seq_id))
+    assert "a forward_backward before it failed" in str(await after.outcome(MODEL, 6))
+    assert (1, 2**26) not in made
+    await (await after.send(batch(7))).wait()
+    await (await after.send(step(8))).wait()
+    again = await start(await after.crash(tmp_path / "again"))  # and what failed has left its mark, no more
+    assert all(
+        torch.equal(one, two)
+        for one, two in zip((await after.weights(MODEL)).values(), (await again.weights(MODEL)).values(), strict=True)
+    )
+
+
+def batch_of_many_targets(seq_id: int) -> pb.ForwardBackwardRequest:
+    return request([wide(2**26)], model_id=MODEL, seq_id=seq_id)

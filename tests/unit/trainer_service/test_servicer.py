@@ -19,7 +19,7 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from tests.batches import datum, random_datum, request
+from tests.batches import datum, random_datum, request, wide
 from tests.models import VOCAB_SIZE, make_model
 from tinsmith.cli import main
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
@@ -229,6 +229,21 @@ async def test_another_body_is_a_conflict(stub: Any) -> None:
     await fails(stub.OptimStep(step(1)), errors.SequenceConflict, "forward_backward")
     await fails(stub.CreateModel(creation(base_model="alias")), errors.SequenceConflict, "seq_id 0")
     assert (await stub.CreateModel(creation())).model.model_id == MODEL
+
+
+async def test_a_hundred_bytes_that_describe_67_million_targets_fail_by_name_and_the_others_train_on(
+    service: Service, stub: Any
+) -> None:
+    await service.stub.CreateModel(creation("s:train:1"))
+    bodies = [request([wide(2**26)], model_id=MODEL, seq_id=seq_id) for seq_id in range(1, 9)]
+    calls = [await Accepted.of(service, body) for body in bodies]
+    other = random_datum(4, 6, vocab_size=VOCAB_SIZE)
+    assert (await stub.ForwardBackward(request([other], model_id="s:train:1", seq_id=1))).loss_fn_outputs
+    for call in calls:
+        await fails(call.result(), errors.InvalidRequest, "67108864 targets for a token are above this server's")
+    await fails(stub.OptimStep(step(9)), errors.FailedPrecondition, "a forward_backward before it failed")
+    await stub.ForwardBackward(batch(10))
+    assert (await stub.OptimStep(step(11))).metrics["grad_norm:mean"] > 0
 
 
 async def test_an_unknown_model_is_refused_before_the_journal(service: Service) -> None:
