@@ -25,7 +25,7 @@ from processes import TINSMITH, Baseline
 from trainer.bench import MIN_ROUNDS, Bench
 from trainer.passes import co_batching, throughput
 from trainer.shapes import MODEL_SHAPES, parse_shapes
-from trainer.state import optimizer_step, resident_adapters
+from trainer.state import finite_check, optimizer_step, resident_adapters
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from tinsmith.allocator import keep_freed_memory
@@ -35,7 +35,7 @@ from trainer_service.engine.engine import TrainingEngine
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 FIGURES: dict[str, Callable[[Bench], Iterator[Figure]]] = {
-    measure.__name__: measure for measure in (resident_adapters, throughput, co_batching, optimizer_step)
+    measure.__name__: measure for measure in (resident_adapters, throughput, co_batching, optimizer_step, finite_check)
 }
 
 
@@ -53,7 +53,8 @@ def load(arguments: argparse.Namespace) -> tuple[BaseModel, Path | None]:
         folder = arguments.models.expanduser() / arguments.size
         make = [*TINSMITH, "make-base-model", "--size", arguments.size, "--out", str(folder)]
         subprocess.run(make, check=True)  # noqa: S603
-    return BaseModel.load(folder, device=device, dtype=dtype, kernels=arguments.kernels), folder
+    full = arguments.rank == 0
+    return BaseModel.load(folder, device=device, dtype=dtype, kernels=arguments.kernels, trainable=full), folder
 
 
 @contextmanager
@@ -96,7 +97,12 @@ def parse_arguments() -> argparse.Namespace:
         default="auto",
         help="as the trainer's (%(default)s)",
     )
-    parser.add_argument("--rank", type=int, default=16, help="of every adapter (%(default)s)")
+    parser.add_argument(
+        "--rank",
+        type=int,
+        default=16,
+        help="of every adapter (%(default)s); 0 trains all parameters, which finite_check can do",
+    )
     parser.add_argument(
         "--shapes", type=parse_shapes, default="16x256,8x1024,ragged", metavar="COUNTxLENGTH|ragged,...",
         help="batches (%(default)s)",

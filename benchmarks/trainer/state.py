@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 
 import torch
 from figure import Figure
@@ -35,6 +36,42 @@ def optimizer_step(bench: Bench) -> Iterator[Figure]:
     size = f"{adapter.flat.numel() / 1e6:.3g} M parameters"
     yield Figure(f"optim_step, {size}", "ms", ours, "torch.optim.AdamW, tensor by tensor", theirs)
     bench.engine.delete_model(model_id)
+
+
+def finite_check(bench: Bench) -> Iterator[Figure]:
+    """What it costs to know that a step leaves nothing infinite: the same step with and without, in turns."""
+    engine, model_id = bench.engine, bench.create("checked")
+    model = engine._models[model_id]
+    name, lengths = next(iter(bench.shapes.items()))
+    batch = bench.batch(lengths)
+    params = dataclasses.replace(ADAM, learning_rate=0.0)  # so that no round differs from another
+
+    def unchecked() -> None:
+        gradient = engine._prepare_step(model_id).flat
+        norm = torch.linalg.vector_norm(gradient).item()
+        if params.grad_clip_norm < norm:
+            gradient.mul_(params.grad_clip_norm / norm)
+        model.need_optimizer().step(model.adapter.flat, gradient, params)
+        model.adapter.sync()
+        model.clear_gradient()
+
+    def checked() -> None:
+        engine.optim_step(model_id, params)
+
+    def whole(step: Callable[[], None]) -> float:
+        return 1e3 * bench.seconds(lambda: (bench.forward_backward([(model_id, batch)]), step()))
+
+    def alone(step: Callable[[], None], *, times: int = 20) -> float:
+        return 1e3 / times * bench.seconds(lambda: [step() for _ in range(times)])
+
+    runs = [lambda: whole(unchecked), lambda: whole(checked), lambda: alone(unchecked), lambda: alone(checked)]
+    plain, with_check, plain_alone, alone_checked = bench.rounds(*runs)
+    size = f"{model.adapter.flat.numel() / 1e6:.3g} M parameters"
+    yield Figure(f"forward_backward and optim_step, {name}, {size}", "ms", with_check, "without the check", plain)
+    yield Figure(f"optim_step alone, {size}", "ms", alone_checked, "without the check", plain_alone)
+    share = [100 * (ours - theirs) / step for ours, theirs, step in zip(alone_checked, plain_alone, plain, strict=True)]
+    yield Figure(f"the check, of a step of {name}", "%", share)
+    engine.delete_model(model_id)
 
 
 def resident_adapters(bench: Bench) -> Iterator[Figure]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,12 +15,12 @@ from tests.batches import random_datum, request
 from tests.models import CONTEXT, VOCAB_SIZE
 from tests.unit.trainer_service.custom_losses import custom_loss, graph, node, ref
 from tinsmith.modeling.adapter import AdapterConfig
-from tinsmith.rpc.errors import ServiceError
+from tinsmith.rpc.errors import NotFinite, ServiceError
 from tinsmith.v1 import types_pb2
 from trainer_service.engine.batch import Batch, Output
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.engine.job import Piece
-from trainer_service.engine.optimizers import AdamParams, DimuonParams
+from trainer_service.engine.optimizers import AdamParams, DimuonParams, Params
 from trainer_service.metrics import Metrics
 from trainer_service.storage.checkpoints import CheckpointStore
 from trainer_service.storage.locations import Location
@@ -143,6 +144,25 @@ def failure(script: Script) -> None:
             script.weights(f"failure {name} {model_id}", model_id)
 
 
+def too_far(script: Script, model_id: str) -> None:
+    """A step that would lead out of float32 is refused by all ranks alike; a gradient of infinite norm, too."""
+    params: Params = ADAM if model_id.startswith(("all", "full")) else DIMUON
+    for name, scale, changed in (("rate", 1.0, {"learning_rate": 1e30}), ("norm", 1e25, {"grad_clip_norm": 0.0})):
+        data = datums(14)
+        for one in data:
+            weights = np.frombuffer(one.loss_fn_inputs["weights"].dense, "<f4")
+            one.loss_fn_inputs["weights"].dense = (scale * weights).astype("<f4").tobytes()
+        script.engine.forward_backward([(model_id, script.batch(data))])
+        try:
+            script.engine.optim_step(model_id, dataclasses.replace(params, **changed))
+        except NotFinite as error:
+            script.seen[f"too far, {name} {model_id} error"] = error.reason
+        script.weights(f"too far, {name} {model_id}", model_id)
+    script.forward_backward(f"not too far {model_id}", [(model_id, script.batch(datums(15)))])
+    script.engine.optim_step(model_id, params)
+    script.weights(f"not too far {model_id}", model_id)
+
+
 def checkpoints(script: Script, root: Path) -> None:
     """Written here; read back into a new model, which goes on as the old one does."""
     store = CheckpointStore(root, Metrics(CollectorRegistry()))
@@ -186,6 +206,8 @@ def play(engine: TrainingEngine, root: Path, *, others: Path | None = None) -> d
     tenants(script)
     custom(script)
     failure(script)
+    too_far(script, "all:train:0")
+    too_far(script, "attn:train:0")
     checkpoints(script, root)
     if others is not None:
         store = CheckpointStore(others, Metrics(CollectorRegistry()))
@@ -214,6 +236,7 @@ def play_full(engine: TrainingEngine) -> dict[str, Any]:
     script.forward_backward("restored", [("full:train:0", script.batch(datums(2)))])
     script.seen["norm"] = np.array(engine.optim_step("full:train:0", ADAM)["grad_norm:mean"])
     script.weights("last", "full:train:0")
+    too_far(script, "full:train:0")
     scores(script, "full:train:0")
     return script.seen
 

@@ -6,7 +6,7 @@ that goes back to the creation, that is executed again. Then the scheduler gets 
     done      forward_backward with gradients, optim_step and load_checkpoint run again, and keep their answers; saves
               and forward_only ones do not
     failed    leaves the mark that it had left: a forward_backward taints the gradients, and an optim_step that was
-              refused for that clears them
+              refused for that, or for numbers that are not finite, clears them
     accepted  runs for the first time, as far as anybody knows. A save that had written its files finishes with them
 
 A model that cannot be restored by this process (another base model, no room) stays in the journal for the next; one
@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinsmith.rpc.errors import DataCorrupted, FailedPrecondition, InvalidRequest, ServiceError
+from tinsmith.rpc.errors import DataCorrupted, FailedPrecondition, InvalidRequest, NotFinite, ServiceError
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 from trainer_service.durability.journal import Journal
@@ -215,13 +215,16 @@ class Restorer:
         """What it did to the model, or not."""
         engine = self.operations.engine
         record = await self.journal.find(model_id, entry.seq_id)
-        why = str(record.outcome) if record is not None and record.outcome is not None else "a forward_backward failed"
+        outcome = None if record is None else record.outcome
+        why = "a forward_backward failed" if outcome is None else str(outcome)
 
         def taint() -> None:
             engine.taint(model_id, why)
 
         def clear() -> None:
-            if engine.is_tainted(model_id):  # the one reason for which it clears the gradients
+            if isinstance(outcome, NotFinite):
+                engine.taint(model_id, why)
+            if engine.is_tainted(model_id):  # it is the next step that clears the gradients, and fails
                 try:
                     engine.optim_step(model_id, params)
                 except (FailedPrecondition, InvalidRequest):

@@ -5,6 +5,7 @@ It knows no protobuf, gRPC, order or journal. Every method runs on the service's
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ from trainer_service.engine.batch import MAX_TARGETS_PER_TOKEN, Batch, Datum, Li
 from trainer_service.engine.budget import Lengths, Plan
 from trainer_service.engine.job import Job, Piece, whole
 from trainer_service.engine.model_state import ModelState, full_bytes
-from trainer_service.engine.optimizers import Optimizer, Params, check_kind, clip_gradient
+from trainer_service.engine.optimizers import Params, check_kind, clip_gradient
 from trainer_service.engine.passes import Passes
 from trainer_service.engine.residency import Residency
 from trainer_service.engine.room import Checkpointing, Room
@@ -231,7 +232,8 @@ class TrainingEngine:
         """Applies and clears the gradients. Without any, it is a step with a gradient of zero.
 
         Raises InvalidRequest when the parameters are not those of the model's optimizer, and FailedPrecondition, which
-        clears the gradients, when a forward_backward since the last step has failed.
+        clears the gradients, when a forward_backward since the last step has failed; so does NotFinite, for a step that
+        would lead out of float32. Parameters and optimizer are then what they were.
         """
         model = self._models[model_id]
         if params.kind != model.optimizer_kind:
@@ -247,27 +249,51 @@ class TrainingEngine:
                 "optim_step was not applied, because a forward_backward before it failed; "
                 f"its gradients were cleared. The failure: {reason}"
             )
-        gradient, optimizer = self._team.all_or_none(
+        gradient = self._team.all_or_none(
             lambda: self._room.found(
                 lambda: self._prepare_step(model_id), what=f"an optimizer step of {model_id}", keep=[model_id]
             )
         )
         with self._metrics.compute.phases["optimizer"].time():
-            self._team.sum_(gradient.flat)
-            norm = clip_gradient(gradient.flat, params.grad_clip_norm)
-            optimizer.step(model.adapter.flat, gradient.flat, params)
-            model.adapter.sync()
-            model.clear_gradient()
+            try:
+                self._team.sum_(gradient.flat)
+                norm = self._team.all_or_none(lambda: clip_gradient(gradient.flat, params.grad_clip_norm))
+                self._apply(model_id, gradient.flat, norm, params)
+            finally:
+                model.clear_gradient()
         model.step += 1
         return {"grad_norm:mean": norm}
 
-    def _prepare_step(self, model_id: str) -> tuple[Weights, Optimizer]:
+    def _apply(self, model_id: str, gradient: Tensor, norm: float, params: Params) -> None:
+        """The step. Where it might lead too far, it is tried on copies first.
+
+        Looking at all numbers after every step would cost as much as a third of it. So a bound of them goes along from
+        step to step, and they are looked at where it does not suffice, as before a model's first step.
+        """
+        model = self._models[model_id]
+        if (foreseen := model.foreseen(norm, params)) is None:
+            model.look()
+            foreseen = model.foreseen(norm, params)
+        if foreseen is not None:
+            model.need_optimizer().step(model.adapter.flat, gradient, params)
+            model.farthest, model.farthest_moment = foreseen
+        else:
+            trial = self._team.all_or_none(
+                lambda: self._room.found(
+                    lambda: model.tried(gradient, params), what=f"an optimizer step of {model_id}", keep=[model_id]
+                )
+            )
+            model.take(trial)
+        model.adapter.sync()
+
+    def _prepare_step(self, model_id: str) -> Weights:
         """Makes what is missing, and sees that a step's temporaries will find room: half a step must never be."""
         model = self._models[model_id]
         self._room.have_for_a_step(model_id)
-        prepared = model.need_gradient(), model.need_optimizer()
+        gradient = model.need_gradient()
+        model.need_optimizer()
         torch.empty_like(model.adapter.flat)
-        return prepared
+        return gradient
 
     def capture(self, model_id: str, *, with_optimizer: bool) -> State:
         model = self._models[model_id]
@@ -312,6 +338,7 @@ class TrainingEngine:
         model.adapter.flat.copy_(state.adapter.flat)
         model.adapter.sync()
         model.clear_gradient()
+        model.farthest = model.farthest_moment = math.inf
         model.step = state.step
         model.optimizer = None
         if with_optimizer and state.optimizer is not None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.full_weights import Weights
-from trainer_service.engine.optimizers import OPTIMIZERS, Optimizer
+from tinsmith.rpc.errors import NotFinite
+from trainer_service.engine.optimizers import FAR, OPTIMIZERS, VANISHING, Optimizer, Params, clipped_norm, magnitude
 
 _MOMENTS = 2
 """Buffers of an adapter's size in an optimizer: AdamW's, which has the most."""
@@ -25,6 +28,10 @@ class ModelState:
     """None until the first optim_step."""
     step: int = 0
     """Optimizer steps that the adapter has seen."""
+    farthest: float = math.inf
+    """No parameter is above it, in magnitude. Infinite where nobody has looked since they came from elsewhere."""
+    farthest_moment: float = math.inf
+    """The same of the optimizer, as Optimizer.magnitude has it."""
     tainted: str = ""
     """Why the accumulated gradients are not those that the client thinks; empty when they are."""
 
@@ -64,6 +71,41 @@ class ModelState:
         if self.gradient is not None:
             self.gradient.flat.zero_()
         self.tainted = ""
+
+    def foreseen(self, norm: float, params: Params) -> tuple[float, float] | None:
+        """`farthest` and `farthest_moment` after a step of a gradient with this norm. None when that may be too far."""
+        moment = max(self.farthest_moment, clipped_norm(norm, params.grad_clip_norm) + VANISHING)
+        farthest = self.need_optimizer().moved(self.farthest, moment, params)
+        return (farthest, moment) if farthest <= FAR and moment <= FAR else None
+
+    def look(self) -> bool:
+        """Measures the two. Returns whether the numbers are such as a step may leave."""
+        self.farthest, self.farthest_moment = magnitude([self.adapter.flat]), self.need_optimizer().magnitude()
+        return self.farthest <= FAR and self.farthest_moment <= FAR
+
+    def tried(self, gradient: Tensor, params: Params) -> ModelState:
+        """Copies of the parameters and the optimizer, after the step. Raises NotFinite when it leads too far."""
+        if not self.look():
+            raise NotFinite(
+                "optim_step was not applied, and its gradients were cleared: the model's parameters or its optimizer's "
+                f"moments were not finite, or beyond {FAR:g}, before it. Load a checkpoint from before that"
+            )
+        flat = self.adapter.flat.detach().clone()
+        trial = ModelState(self.adapter.like(flat), self.optimizer_kind, optimizer=deepcopy(self.need_optimizer()))
+        trial.need_optimizer().step(flat, gradient, params)
+        if not trial.look():
+            raise NotFinite(
+                "optim_step was not applied, and its gradients were cleared: it would make parameters as large as "
+                f"{trial.farthest:.3g}; beyond {FAR:g} they leave float32. The parameters and the optimizer are as "
+                f"before. Look for a learning rate ({params.learning_rate:g}) that is too large, or for settings of "
+                f"{params.field} that divide by almost nothing"
+            )
+        return trial
+
+    def take(self, trial: ModelState) -> None:
+        """Goes on from `trial`, in the buffers that it has."""
+        self.adapter.flat.detach().copy_(trial.adapter.flat.detach())
+        self.optimizer, self.farthest, self.farthest_moment = trial.optimizer, trial.farthest, trial.farthest_moment
 
     def move(self, move: Callable[[Tensor], Tensor]) -> None:
         """Puts every buffer where `move` copies it. The tensors are others afterwards; their values are the same.

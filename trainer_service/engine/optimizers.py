@@ -13,13 +13,37 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from tinsmith.modeling.full_weights import Weights
-from tinsmith.rpc.errors import InvalidRequest
+from tinsmith.rpc.errors import InvalidRequest, NotFinite
 from tinsmith.v1 import trainer_pb2
 from trainer_service.engine.newton_schulz import frobenius, orthogonalize
 
-_NOT_NEGATIVE = (0.0, math.inf)
+_LARGEST = 3.4e38
+"""Of float32."""
+_NOT_NEGATIVE = (0.0, _LARGEST)
 _DECAY = (0.0, 1.0)
-_ANY = (-math.inf, math.inf)
+_ANY = (-_LARGEST, _LARGEST)
+_ABOVE_ZERO = (1.2e-38, _LARGEST)
+"""Smaller ones are 0 in float32. Where a parameter has never had a gradient, as every A at first, AdamW then divides 0
+by 0."""
+
+_ADAM_DEFAULTS = {
+    "learning_rate": 1e-4,
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "eps": 1e-12,
+    "weight_decay": 0.0,
+    "grad_clip_norm": 0.0,
+}
+"""The SDK's, which docs/grpc.md repeats."""
+_DIMUON_DEFAULTS = {"beta1": 0.9, "grad_clip_norm": 0.0}
+
+VANISHING = 1e-22
+"""Numbers below it may have squares of 0, and a Euclidean norm of 0."""
+_ROUNDED = 1.001
+"""What float32 may add to a bound in one step."""
+
+FAR = 1e18
+"""Largest norm of a gradient, and magnitude of a parameter, that a step may leave: squares are finite in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +68,11 @@ class AdamParams:
             "learning_rate": _NOT_NEGATIVE,
             "beta1": _DECAY,
             "beta2": _DECAY,
-            "eps": _NOT_NEGATIVE,
+            "eps": _ABOVE_ZERO,
             "weight_decay": _NOT_NEGATIVE,
             "grad_clip_norm": _ANY,
         }
-        return cls(**_checked(params, ranges, field=cls.field))
+        return cls(**_checked(params, ranges, _ADAM_DEFAULTS, field=cls.field))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +91,7 @@ class DimuonParams:
     def from_proto(cls, params: trainer_pb2.DimuonParams) -> DimuonParams:
         """Raises InvalidRequest, naming the field and the value."""
         ranges = {"learning_rate": _NOT_NEGATIVE, "beta1": _DECAY, "grad_clip_norm": _ANY}
-        return cls(**_checked(params, ranges, field=cls.field))
+        return cls(**_checked(params, ranges, _DIMUON_DEFAULTS, field=cls.field))
 
 
 Params = AdamParams | DimuonParams
@@ -87,11 +111,22 @@ def params_from_proto(request: trainer_pb2.OptimStepRequest) -> Params:
             )
 
 
-def _checked(params: Any, ranges: Mapping[str, tuple[float, float]], *, field: str) -> dict[str, float]:
-    values: dict[str, float] = {name: getattr(params, name) for name in ranges}
+def _checked(
+    params: trainer_pb2.AdamParams | trainer_pb2.DimuonParams,
+    ranges: Mapping[str, tuple[float, float]],
+    defaults: Mapping[str, float],
+    *,
+    field: str,
+) -> dict[str, float]:
+    """What is absent has its default. Raises InvalidRequest for what has none, or is out of range."""
+    given = {descriptor.name: value for descriptor, value in params.ListFields()}
+    values: dict[str, float] = {}
     for name, (low, high) in ranges.items():
-        if not (math.isfinite(values[name]) and low <= values[name] < high):
-            raise InvalidRequest(f"{field}.{name}: {values[name]} is outside [{low}, {high})", field=name)
+        if name not in given and name not in defaults:
+            raise InvalidRequest(f"{field}.{name}: is missing", field=name)
+        values[name] = value = given.get(name, defaults.get(name, 0.0))
+        if not (math.isfinite(value) and low <= value < high):
+            raise InvalidRequest(f"{field}.{name}: {value} is outside [{low}, {high})", field=name)
     return values
 
 
@@ -100,6 +135,15 @@ class Optimizer(Protocol):
 
     def step(self, parameter: Tensor, gradient: Tensor, params: Any) -> None:
         """One step in place, on an adapter's flat buffer [numel]. `params` are of the optimizer's own kind."""
+        ...
+
+    def moved(self, parameter: float, moment: float, params: Any) -> float:
+        """No parameter is above it after a step, in magnitude, when none is above `parameter` before, and `magnitude`
+        is at most `moment` after it."""
+        ...
+
+    def magnitude(self) -> float:
+        """No first moment is above it, and no second one above its square. Infinite or NaN when one is not finite."""
         ...
 
     def state(self) -> dict[str, Tensor]:
@@ -149,6 +193,17 @@ class AdamW:
         )
         self.num_steps += 1
 
+    def moved(self, parameter: float, moment: float, params: AdamParams) -> float:
+        rate = params.learning_rate / (1 - params.beta1 ** (self.num_steps.item() + 1))
+        decay = abs(1 - params.learning_rate * params.weight_decay)
+        if max(rate, decay) >= _LARGEST:  # infinite in the kernel, where it makes NaN of a zero
+            return math.inf
+        return _ROUNDED * (decay * parameter + rate * moment / params.eps)
+
+    def magnitude(self) -> float:
+        second = torch.linalg.vector_norm(self.exp_avg_sq, math.inf).item()
+        return math.hypot(magnitude([self.exp_avg]), math.sqrt(second))
+
     def state(self) -> dict[str, Tensor]:
         """A copy in host memory: float32 [numel] moments, and the number of steps as float32 [1]."""
         return {
@@ -196,6 +251,12 @@ class Dimuon:
             update_K_R_N *= math.sqrt(self._rank) / torch.where(norm_K > 0, norm_K, 1.0)
             torch._foreach_add_([weights[n] for n in same], list(update_K_R_N), alpha=-params.learning_rate)
 
+    def moved(self, parameter: float, moment: float, params: DimuonParams) -> float:
+        return _ROUNDED * (parameter + params.learning_rate * math.sqrt(self._rank))
+
+    def magnitude(self) -> float:
+        return magnitude([self.momentum])
+
     def _matrices(self, flat: Tensor) -> list[Tensor]:
         """Views of the buffer's matrices, the shorter side first: those of equal shape take their step together."""
         parts = flat.split([math.prod(shape) for shape in self._shapes])
@@ -233,8 +294,39 @@ def check_kind(kind: str) -> str:
 
 @torch.no_grad()
 def clip_gradient(gradient: Tensor, max_norm: float) -> float:
-    """Scales the gradient in place to at most `max_norm` (no limit at 0 or less). Returns its L2 norm before."""
-    norm = torch.linalg.vector_norm(gradient).item()
-    if 0 < max_norm < norm:
-        gradient.mul_(max_norm / norm)
-    return norm
+    """Scales the gradient in place to at most `max_norm` (no limit at 0 or less). Returns its L2 norm before.
+
+    Raises NotFinite for a gradient that moments would not survive: its squares, or itself, are not finite in float32.
+    """
+    scale, norm = 1.0, torch.linalg.vector_norm(gradient).item()
+    if not math.isfinite(norm) and math.isfinite(peak := torch.linalg.vector_norm(gradient, math.inf).item()):
+        gradient.div_(peak)  # its squares have overflowed, not the numbers themselves
+        scale, norm = peak, torch.linalg.vector_norm(gradient).item()
+    before = scale * norm
+    if not (math.isfinite(before) and clipped_norm(before, max_norm) <= FAR):
+        what = f"has a norm of {before:.3g}" if math.isfinite(before) else "is not finite"
+        raise NotFinite(
+            f"optim_step was not applied, and its gradients were cleared: the gradient {what}, and the optimizer's "
+            f"moments would not recover from more than {FAR:g}. The parameters and the optimizer are as before. Set "
+            "grad_clip_norm, or look for sampling logprobs far from the model's own (ratio:max in the metrics of "
+            "forward_backward)"
+        )
+    if (after := clipped_norm(before, max_norm)) < before:
+        gradient.mul_(after / norm)
+    return before
+
+
+def clipped_norm(norm: float, max_norm: float) -> float:
+    return min(norm, max_norm) if max_norm > 0 else norm
+
+
+@torch.no_grad()
+def magnitude(tensors: list[Tensor]) -> float:
+    """A bound on the magnitudes in all of them: infinite or NaN exactly when one of them is."""
+    if not tensors:
+        return 0.0
+    # Euclidean norms, six times as fast on a CPU as the maximum; they overflow where the numbers do not yet.
+    norm = torch.stack(torch._foreach_norm(tensors, 2)).max().item()
+    if math.isfinite(norm):
+        return norm + VANISHING
+    return torch.stack(torch._foreach_norm(tensors, math.inf)).max().item()

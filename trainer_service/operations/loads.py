@@ -6,13 +6,15 @@ They are read before the operation's turn on the compute thread.
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import dataclass, replace
 
-from tinsmith.rpc.errors import InvalidRequest
+from tinsmith.rpc.errors import InvalidRequest, NotFinite
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 from trainer_service.durability.snapshots import Snapshots
 from trainer_service.engine.engine import State, TrainingEngine
+from trainer_service.engine.optimizers import magnitude
 from trainer_service.operations.models import LiveModels, Model
 from trainer_service.scheduling.work import Turn, Work
 from trainer_service.storage.checkpoints import CheckpointStore
@@ -32,15 +34,24 @@ class Loads:
 
     async def _load(self, turn: Turn, request: pb.LoadCheckpointRequest, location: Location) -> pb.WaitResultResponse:
         await turn.settled()  # it may be the checkpoint that the operation before is writing
-        await self.check_extent(location, field="location")
-        info, state = await self.read(location, with_optimizer=request.load_optimizer, field="location")
+        info, state = await self.read_to_train(location, with_optimizer=request.load_optimizer, field="location")
         await turn.run(lambda: self.engine.restore(request.model_id, state, with_optimizer=request.load_optimizer))
         model = self.models.get(request.model_id)
         model.step = state.step
         await self.keep(turn, model, request.seq_id, state, with_optimizer=request.load_optimizer)
         return pb.WaitResultResponse(load_checkpoint=pb.LoadCheckpointResponse(checkpoint=info))
 
-    async def check_extent(self, location: Location, *, field: str) -> None:
+    async def read_to_train(
+        self, location: Location, *, with_optimizer: bool, field: str
+    ) -> tuple[types_pb2.CheckpointInfo, State]:
+        """Raises InvalidRequest for what this server does not train, and NotFinite for what could only be trained on
+        into nothing."""
+        await self._check_extent(location, field=field)
+        info, state = await self.read(location, with_optimizer=with_optimizer, field=field)
+        await asyncio.to_thread(_check_finite, location, state, field=field)
+        return info, state
+
+    async def _check_extent(self, location: Location, *, field: str) -> None:
         """Raises InvalidRequest for a checkpoint of a kind that this server does not train, before it is read."""
         info = await asyncio.to_thread(self.checkpoints.info, location)
         rank = info.lora_config.rank
@@ -72,3 +83,14 @@ class Loads:
         """A model whose source may be deleted, once it has been loaded: it is to be durable before that is answered."""
         kept = state if with_optimizer else replace(state, optimizer=None)
         await self.snapshots.keep(turn, seq_id, model.snapshot_info(seq_id, kept), kept)
+
+
+def _check_finite(location: Location, state: State, *, field: str) -> None:
+    moments = {} if state.optimizer is None else state.optimizer.tensors
+    for name, tensor in {"weights": state.adapter.flat, **moments}.items():
+        if not math.isfinite(magnitude([tensor.float()])):
+            instead = "an earlier checkpoint" if name == "weights" else "it without the optimizer"
+            raise NotFinite(
+                f"{field}: {location} has {name} that are not finite, which training does not mend; load {instead}",
+                field=field,
+            )

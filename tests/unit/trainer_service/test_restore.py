@@ -66,8 +66,8 @@ def bad_batch(seq_id: int) -> pb.ForwardBackwardRequest:
     return request([random_datum(4, 1, vocab_size=VOCAB_SIZE)], "nope", model_id=MODEL, seq_id=seq_id)
 
 
-def step(seq_id: int) -> pb.OptimStepRequest:
-    adam = pb.AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8)
+def step(seq_id: int, *, learning_rate: float = 1e-2) -> pb.OptimStepRequest:
+    adam = pb.AdamParams(learning_rate=learning_rate, beta1=0.9, beta2=0.95, eps=1e-8)
     return pb.OptimStepRequest(model_id=MODEL, seq_id=seq_id, adam_params=adam)
 
 
@@ -108,8 +108,12 @@ SCRIPT = [
     load(20, "missing"),
     batch(21),
     step(22),
+    batch(23),
+    step(24, learning_rate=1e30),  # would lead out of float32, and clears what 23 has left
+    batch(25),
+    step(26),
 ]
-FAILED = {4, 5, 15, 16, 18, 20}
+FAILED = {4, 5, 15, 16, 18, 20, 24}
 
 
 async def outcomes(process: Process) -> list[Any]:

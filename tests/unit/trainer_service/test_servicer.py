@@ -421,6 +421,28 @@ async def test_the_optimizer_of_sampler_weights_is_refused_by_name(stub: Any) ->
     await stub.LoadCheckpoint(pb.LoadCheckpointRequest(model_id=MODEL, seq_id=3, location=location))
 
 
+async def test_a_checkpoint_with_moments_that_are_not_finite_is_named_when_it_is_loaded(
+    service: Service, stub: Any
+) -> None:
+    await stub.ForwardBackward(batch(1))
+    await stub.OptimStep(step(2))
+    model = service.trainer.operations.engine._models[MODEL]
+    optimizer: Any = model.need_optimizer()
+    optimizer.exp_avg_sq[7] = np.inf
+    location = (await stub.SaveCheckpoint(save(3))).checkpoint.location
+    load = pb.LoadCheckpointRequest(model_id=MODEL, seq_id=4, location=location, load_optimizer=True)
+    await fails(stub.LoadCheckpoint(load), errors.NotFinite, "has exp_avg_sq that are not finite")
+    new = creation("s:train:1", lora_config=None, from_location=location, load_optimizer=True)
+    await fails(service.stub.CreateModel(new), errors.NotFinite, f"from_location: {location} has exp_avg_sq")
+    await stub.LoadCheckpoint(pb.LoadCheckpointRequest(model_id=MODEL, seq_id=5, location=location))
+    await stub.ForwardBackward(batch(6))
+    await stub.OptimStep(step(7))
+    model.adapter.flat.detach()[3] = np.nan
+    location = (await stub.SaveCheckpoint(save(8, "two"))).checkpoint.location
+    load = pb.LoadCheckpointRequest(model_id=MODEL, seq_id=9, location=location)
+    await fails(stub.LoadCheckpoint(load), errors.NotFinite, "has weights that are not finite")
+
+
 async def test_a_sampler_that_is_full_just_now_does_not_fail_the_save(
     service: Service, stub: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
