@@ -40,11 +40,11 @@ def random_datum(
 
 def sparse(rows: int, columns: int, *, dtype: types_pb2.Dtype = types_pb2.DTYPE_INT64) -> types_pb2.Tensor:
     """One value, in the last column of the first row; a hundred bytes on the wire."""
-    value = np.int64([3]) if dtype == types_pb2.DTYPE_INT64 else np.float32([1])
+    value = np.array([3]) if dtype == types_pb2.DTYPE_INT64 else np.ones(1, np.float32)
     csr = types_pb2.SparseCsr(
         values=value.tobytes(),
-        crow_indices=np.int64([0] + [1] * rows).tobytes(),
-        col_indices=np.int64([columns - 1]).tobytes(),
+        crow_indices=np.array([0] + [1] * rows).tobytes(),
+        col_indices=np.array([columns - 1]).tobytes(),
     )
     return types_pb2.Tensor(sparse_csr=csr, dtype=dtype, shape=[rows, columns])
 

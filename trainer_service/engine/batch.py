@@ -316,15 +316,18 @@ def _floats(datum: types_pb2.Datum, name: str, targets: npt.NDArray[np.int64], *
     where = f"{field}.loss_fn_inputs[{name!r}]"
     if name not in datum.loss_fn_inputs:
         raise InvalidRequest(f"{where}: missing", field=name)
+
+    def check(shape: tuple[int, ...]) -> None:
+        if shape != targets.shape:
+            raise InvalidRequest(
+                f"{where}: shape {list(shape)} is not that of target_tokens, {list(targets.shape)}", field=name
+            )
+
     sent = datum.loss_fn_inputs[name]
-    shape = tuple(sent.shape)  # a sparse one is not made before its shape is known to be right
-    if sent.WhichOneof("layout") != "sparse_csr" or shape == targets.shape:
-        values = tensors.to_numpy(sent, field=where)
-        shape = values.shape
-    if shape != targets.shape:
-        raise InvalidRequest(
-            f"{where}: shape {list(shape)} is not that of target_tokens, {list(targets.shape)}", field=name
-        )
+    if sent.WhichOneof("layout") == "sparse_csr":  # it is small until it is made
+        check(tuple(sent.shape))
+    values = tensors.to_numpy(sent, field=where)
+    check(values.shape)
     values = values.astype(np.float32, copy=False)
     if not np.isfinite(values).all():
         position = [int(i) for i in np.argwhere(~np.isfinite(values))[0]]

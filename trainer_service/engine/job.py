@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from torch import Tensor
 
 from tinsmith.rpc.errors import ServiceError
-from trainer_service.engine.batch import Batch, Floats, Output
-from trainer_service.objectives.losses import Term
+from trainer_service.engine.batch import CUSTOM, Batch, Floats, Output
+from trainer_service.objectives.losses import Arrays, Term
 from trainer_service.objectives.mismatch import Mismatch
 
 
@@ -27,9 +29,21 @@ class Job:
     """Of their sampled tokens."""
     error: ServiceError | None = None
     """Why it failed. What of it has not run yet is skipped."""
+    loss_seconds: float = 0.0
+    """Time that its custom loss has taken and that its model has not been charged for; 0 for other losses, whose time
+    is in the price of a token."""
 
     def __post_init__(self) -> None:
         self.logprobs = [np.empty(0, np.float32)] * len(self.batch.datums)
+
+    def evaluate(self, logprobs: Sequence[Tensor], inputs: Sequence[Arrays]) -> Term:
+        """The loss of some datums. Its time counts also where it fails: at the end of the time that it may take."""
+        started_s = time.perf_counter()
+        try:
+            return self.batch.loss.evaluate(logprobs, inputs, self.batch.loss_config)
+        finally:
+            if self.batch.loss_fn == CUSTOM:
+                self.loss_seconds += time.perf_counter() - started_s
 
     def piece(self, indices: Sequence[int]) -> Piece:
         """Some of its datums, for a micro-batch."""

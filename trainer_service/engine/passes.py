@@ -188,7 +188,7 @@ class Passes:
             for job, group in groupby(range(len(items)), key=lambda n: items[n].job):
                 mine = list(group)
                 inputs = [items[n].datum.inputs for n in mine]
-                terms.append((job, job.batch.loss.evaluate([shaped[n] for n in mine], inputs, job.batch.loss_config)))
+                terms.append((job, job.evaluate([shaped[n] for n in mine], inputs)))
         self._team.halfway()
         gradients: list[tuple[ModelState, list[Tensor]]] = []
         if torch.is_grad_enabled():

@@ -129,9 +129,10 @@ class Follower:
 
 
 def _results(pieces: list[Piece]) -> Message:
-    """What this row has computed: of each piece its loss, metrics, mismatch and datums, and all logprobs end to end.
+    """What this row has computed: of each piece its loss, metrics, mismatch, time of a custom loss and datums, and all
+    logprobs end to end.
 
-    Loss, metrics and mismatch are a job's, and stand with its first piece.
+    All but the datums are a job's, and stand with its first piece.
     """
     told: set[Job] = set()
     fields, logprobs = [], []
@@ -141,6 +142,7 @@ def _results(pieces: list[Piece]) -> Message:
         logprobs += [torch.from_numpy(job.logprobs[index].ravel()) for index in computed]
         first = job not in told
         told.add(job)
-        mismatch = None if job.mismatch is None or not first else asdict(job.mismatch)
-        fields.append((job.loss if first else 0.0, job.metrics if first else {}, mismatch, computed))
+        mismatch = None if job.mismatch is None else asdict(job.mismatch)
+        sums = (job.loss, job.metrics, mismatch, job.loss_seconds) if first else (0.0, {}, None, 0.0)
+        fields.append((*sums, computed))
     return Message("results", {"pieces": fields}, [torch.cat([torch.empty(0), *logprobs])])

@@ -177,9 +177,10 @@ def _take(results: Message, pieces: Sequence[Piece]) -> None:
     (logprobs_M,) = results.tensors
     flat_M = logprobs_M.numpy()
     start = 0
-    for piece, (loss, metrics, mismatch, indices) in zip(pieces, results.fields["pieces"], strict=True):
+    for piece, (loss, metrics, mismatch, loss_seconds, indices) in zip(pieces, results.fields["pieces"], strict=True):
         job = piece.job
         job.add_sums(loss, metrics, None if mismatch is None else Mismatch(**mismatch))
+        job.loss_seconds = max(job.loss_seconds, loss_seconds)  # the ranks' losses run at once
         for index in indices:
             shape = job.batch.datums[index].targets.shape
             stop = start + int(np.prod(shape))

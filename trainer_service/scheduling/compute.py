@@ -222,7 +222,12 @@ class ComputeThread:
             self._lanes.end_micro_batch()
         self._metrics.compute.micro_batches.inc()
         self._metrics.compute.micro_batch_models.observe(len({run.operation.model_id for run, _ in work}))
-        self._measure("forward_backward")
+        jobs = [(run.operation.model_id, run.job) for run, _ in work if run.job is not None]
+        self._measure("forward_backward", loss_seconds=sum(job.loss_seconds for _, job in jobs))
+        with self._changed:
+            for model_id, job in jobs:
+                self._lanes.charge(model_id, self.speed.tokens_in(job.loss_seconds))
+                job.loss_seconds = 0.0
 
     def _begin_job(self, run: BatchRun) -> None:
         try:
@@ -256,12 +261,12 @@ class ComputeThread:
             logger.exception("the result of %s, seq_id %d, is lost", run.operation.model_id, run.operation.seq_id)
             return internal_error()
 
-    def _measure(self, kind: str) -> None:
-        """What has run until now."""
+    def _measure(self, kind: str, *, loss_seconds: float = 0.0) -> None:
+        """What has run until now. `loss_seconds`: of custom losses in it."""
         running = self._running
         assert running is not None
         seconds = time.perf_counter() - running.started_s
-        self.speed.observe(seconds, num_tokens=running.num_tokens)
+        self.speed.observe(seconds, num_tokens=running.num_tokens, loss_seconds=loss_seconds)
         self._metrics.compute.step_seconds.labels(kind).observe(seconds)
         if running.num_tokens:
             self._metrics.compute.tokens.inc(running.num_tokens)

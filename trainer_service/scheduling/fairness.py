@@ -17,6 +17,9 @@ A micro-batch of at most `budget` tokens is filled in two passes:
 Forward-only datums and those with a gradient never share a micro-batch. While models are owed that wait with either,
 the kinds alternate.
 
+A model may be charged for more than the tokens that were taken (`charge`): the compute thread does so for the time that
+a custom loss took, when it is known. Such a charge is a debt like any other.
+
 A model that has nothing left leaves the ring: what it was owed is dropped, so that nobody saves up for later. A debt
 stays until the others have caught up, or submitting in small portions would pay. A new model begins with deficit 0.
 
@@ -24,8 +27,8 @@ What follows, with n models in the ring, L_max the longest datum, and q = max(L_
 
 - A job of at most budget / n tokens whose model is owed, as a new one is, is computed in the next micro-batch of its
   kind: after the one that runs when it comes and, at most, one of the other kind.
-- No model's debt exceeds q. Models with something to compute all the time have received the same number of tokens, to
-  within 2 q.
+- No model's debt exceeds q, and the largest `charge` beside it. Models with something to compute all the time have been
+  charged alike, to within twice that: without such charges they have received the same number of tokens, to within 2 q.
 - From when a datum of length L is the next of its model, which then has deficit d, until its micro-batch begins, at
   most W = (n - 1) (L + q) + n max(0, -d) + budget tokens of others are computed, in at most 4 W / budget + 2
   micro-batches.
@@ -80,11 +83,22 @@ class DeficitRoundRobin:
         if not load.num_waiting:
             raise ValueError("a load without datums")
         self._settle()
+        self._member(model_id).loads.append(load)
+
+    def charge(self, model_id: str, tokens: int) -> None:
+        """For what a model cost beside its tokens. It may have left the ring meanwhile, and comes back with the debt;
+        nothing happens where nobody waits, who would be owed."""
+        if self:
+            self._member(model_id).charged += tokens
+            self._total += tokens
+
+    def _member(self, model_id: str) -> _Member:
+        """A new one has deficit 0."""
         if model_id not in self._members:
             charged = self._total // max(1, len(self._members))
             self._members[model_id] = _Member(charged)
             self._total += charged
-        self._members[model_id].loads.append(load)
+        return self._members[model_id]
 
     def drop(self, model_id: str, load: Load) -> None:
         """Takes back what is left of a load; nothing happens when that is nothing."""

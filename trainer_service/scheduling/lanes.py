@@ -120,6 +120,10 @@ class Lanes:
         parts = self._ring.next_micro_batch(budget)
         return [(self._runs[load], indices) for load, indices in parts] or None
 
+    def charge(self, model_id: str, tokens: int) -> None:
+        """A model has cost more than the tokens of its datums."""
+        self._ring.charge(model_id, tokens)
+
     def end_micro_batch(self) -> None:
         """The calls that wait now go before the next one."""
         self._calls_before_batch = len(self._calls)

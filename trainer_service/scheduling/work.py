@@ -48,6 +48,8 @@ class Job(Protocol):
 
     error: ServiceError | None
     """Why it has failed: the engine sets it in `run`, the compute thread when the job is to stop."""
+    loss_seconds: float
+    """Time that its custom loss has taken and that its model has not been charged for: `run` adds to it."""
 
     def piece(self, indices: Sequence[int]) -> Any:
         """Some of its datums, for `run`."""

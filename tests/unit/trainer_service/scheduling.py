@@ -55,6 +55,7 @@ class FakeJob:
     model_id: str
     batch: FakeBatch
     error: ServiceError | None = None
+    loss_seconds: float = 0.0
     ran: list[int] = field(default_factory=list)
 
     def piece(self, indices: Sequence[int]) -> tuple[FakeJob, Sequence[int]]:
@@ -63,7 +64,8 @@ class FakeJob:
 
 @dataclass
 class FakeEngine:
-    """What a batch does, its name says: "bad" fails, "explode" raises, "refused" is not begun."""
+    """What a batch does, its name says: "bad" fails, "explode" raises, "refused" is not begun, "costly" has a loss of
+    50 ms."""
 
     token_budget: int = 100
     calls: list[list[tuple[str, str]]] = field(default_factory=list)
@@ -120,6 +122,9 @@ class FakeEngine:
             raise RuntimeError("boom")
         for job, indices in pieces:
             assert job.error is None
+            if job.batch.name == "costly":
+                time.sleep(0.05)
+                job.loss_seconds += 0.05
             job.ran += indices
             if job.batch.name == "bad":
                 job.error = InvalidRequest("not finite")

@@ -1,7 +1,9 @@
 """A custom loss on the server is the SDK's own computation, in one pass."""
 
 import math
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from tinker.lib.public_interfaces.custom_loss import run_loss_handle
 from torch import Tensor
 from torch.fx.node import _get_qualified_name
 
-from tests.batches import datum, request
+from tests.batches import datum, random_datum, request
 from tests.models import VOCAB_SIZE
 from tests.unit.trainer_service.custom_losses import sent, traced
 from tinsmith.modeling.adapter import AdapterConfig
@@ -23,6 +25,8 @@ from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 from trainer_service.engine.batch import Batch, Output
 from trainer_service.engine.engine import TrainingEngine
+from trainer_service.engine.job import whole
+from trainer_service.objectives.custom_loss import CustomLoss
 from trainer_service.objectives.custom_loss_ops import FUNCTIONS, METHODS
 
 LENGTHS = (9, 4, 17, 4)
@@ -252,3 +256,27 @@ def test_the_documents_list_is_the_list() -> None:
     listed = {word for line in section.splitlines() if line.startswith("    ") for word in line.split()}
     names = {name.rpartition(".")[2] for name in FUNCTIONS if not name.startswith(("operator.", "torch._C", "getattr"))}
     assert listed == names | set(METHODS)
+
+
+def test_the_time_of_a_custom_loss_counts_also_where_it_fails_and_that_of_another_loss_does_not(
+    engine: TrainingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(*args: Any) -> Any:
+        time.sleep(0.02)
+        return evaluate(*args)
+
+    def fail(*args: Any) -> Any:
+        time.sleep(0.02)
+        raise InvalidRequest("took too long")
+
+    evaluate = CustomLoss.evaluate
+    handle, data = CASES["clipped"]
+    message = custom(data, sent(handle))
+    own = Batch.from_proto(message, engine.limits)
+    plain = Batch.from_proto(request([random_datum(5, 1, vocab_size=VOCAB_SIZE)]), engine.limits)
+    for behaviour in (slow, fail):
+        monkeypatch.setattr(CustomLoss, "evaluate", behaviour)
+        jobs = [engine.begin("m", own), engine.begin("m", plain)]
+        engine.run([whole(job) for job in jobs])
+        assert jobs[0].loss_seconds >= 0.02
+        assert jobs[1].loss_seconds == 0.0

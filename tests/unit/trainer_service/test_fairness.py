@@ -52,6 +52,15 @@ class Simulation:
         self.loads.pop(model, None)
         self.waiting.pop(model, None)
 
+    def step_freely(self) -> Counter[str]:
+        """One micro-batch, without the bounds that hold where tokens alone are charged."""
+        owners = {load: model for model, loads in self.loads.items() for load in loads}
+        tokens: Counter[str] = Counter()
+        for load, indices in self.ring.next_micro_batch(self.budget):
+            tokens[owners[load]] += sum(load.lengths[index] for index in indices)
+        self.tokens += tokens
+        return tokens
+
     def step(self) -> Counter[str]:
         """One micro-batch: the tokens of each model in it. Checks what is true of every one."""
         for model in self.loads:
@@ -265,3 +274,44 @@ def test_alone_every_micro_batch_is_of_one_load_and_its_division_does_not_depend
 
     assert divisions(0) == [range(2), range(2, 3), range(3, 4), range(4, 6)]
     assert all(divisions(num_others) == divisions(0) for num_others in range(1, 5))
+
+
+def test_a_model_that_is_charged_for_more_than_its_tokens_has_that_much_less_of_the_others_tokens() -> None:
+    simulation = Simulation(100)
+    ring = simulation.ring
+    for name in ("costly", "cheap", "other"):
+        simulation.add(name, *[50] * 200)
+    num_charged = 0
+    for _ in range(60):
+        if simulation.step_freely()["costly"]:
+            ring.charge("costly", 950)  # each datum costs as much as 1,000 tokens
+            num_charged += 1
+    received = {name: simulation.tokens[name] for name in ("cheap", "other")}
+    assert max(received.values()) - min(received.values()) <= 2 * 100
+    costly = simulation.tokens["costly"] + 950 * num_charged
+    assert abs(costly - received["cheap"]) <= 2 * 1000
+
+
+def test_a_charge_that_comes_when_the_model_has_left_the_ring_is_a_debt_all_the_same() -> None:
+    """One datum at a time would otherwise never pay: its model has nothing left while the datum is computed."""
+    ring = DeficitRoundRobin()
+    ring.add("portions", Load([1], False))
+    ring.add("long", Load([99] * 100, False))
+    assert len(ring.next_micro_batch(100)) == 2
+    ring.add("third", Load([1], False))  # "portions" has nothing to do, and is owed: it leaves
+    assert ring.deficit("portions") == 0.0
+    ring.charge("portions", 5000)
+    ring.add("portions", Load([1], False))
+    before_its_turn = 0
+    while all(load.lengths != [1] or load.num_taken == 0 for load, _ in ring.next_micro_batch(100)[-1:]):
+        before_its_turn += 1
+    assert before_its_turn >= 20
+
+
+def test_a_charge_is_no_debt_where_nobody_waits() -> None:
+    ring = DeficitRoundRobin()
+    ring.charge("alone", 5000)
+    ring.add("alone", Load([10], False))
+    ring.add("other", Load([10], False))
+    assert ring.deficit("alone") == 0.0
+    assert len(ring.next_micro_batch(100)) == 2

@@ -515,3 +515,14 @@ async def test_closing_leaves_queued_operations_accepted_and_waits_for_the_runni
     assert finished.outcome is not None
     assert accepted is not None
     assert accepted.outcome is None
+
+
+async def test_the_time_of_a_models_loss_is_charged_to_that_model(bench: Bench) -> None:
+    """A micro-batch takes about a millisecond here, and each costly datum holds up everybody for 50 ms."""
+    await bench.create("a", "b")
+    costly = await bench.hold("a", 1, "costly", lengths=[100] * 20)
+    cheap = await bench.batch("b", 1, "cheap", lengths=[100] * 200)
+    bench.engine.gate.set()
+    await cheap.wait()
+    assert sum("costly" in sizes for sizes in bench.engine.sizes) <= 10  # by tokens it would be through
+    await costly.wait()
