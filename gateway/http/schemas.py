@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, model_validator
 
+from gateway.sampling.completions import LAST_CLONE_ID
 from gateway.storage.retention_rules import Policy
 
 
@@ -208,7 +209,7 @@ class CancelFuture(Body):
 class FuturesTarget(Body):
     type: Literal["sampling_session"]
     sampling_session_id: Text
-    cloned_sampler_id: int = Field(default=0, ge=0, lt=2**53)
+    cloned_sampler_id: int = Field(default=0, ge=0, le=LAST_CLONE_ID)
 
 
 class RetrieveFutures(Body):

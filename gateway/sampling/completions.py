@@ -12,6 +12,7 @@ waits for the work that there is.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -26,15 +27,22 @@ CLONE_BLOCK = 10**9
 """seq_ids of one client; the first of client n is n times this."""
 MAX_PAGE = 1000
 """Completions of one answer."""
-_LAST = 2**63 - 1
-"""The largest seq_id, and what a database can hold."""
+LAST_SEQ_ID = 2**63 - 1
+"""What a database can hold."""
+LAST_CLONE_ID = LAST_SEQ_ID // CLONE_BLOCK
 _MARKED_AHEAD = 256
 """One write to the database in so many samples."""
 _MAX_LISTS = 1024
+_MAX_TARGETS = 16_384
+"""Targets of which the samples are in memory; of others the database has enough to know them again."""
+_ELSEWHERE_S = 1.0
+"""Longest poll for a client without samples where there are several gateways."""
 _MAX_OPEN = 100_000
 _MAX_SETTLED = 4096
 _KEPT = MAX_PAGE
 """Completions that a client has confirmed and that are kept all the same."""
+
+_SEQ_ID = re.compile(r"[0-9]{1,19}")
 
 Target = tuple[str, int]
 """Sampling session and clone id."""
@@ -54,7 +62,7 @@ def target_of(request_id: str) -> Target | None:
 def _target_of(request_id: str) -> tuple[Target, int] | None:
     """The target and the seq_id of a sample."""
     sampling_session_id, _, seq_id = request_id.rpartition(":")
-    if ":sample:" not in sampling_session_id or not seq_id.isdecimal():
+    if ":sample:" not in sampling_session_id or not _SEQ_ID.fullmatch(seq_id) or int(seq_id) > LAST_SEQ_ID:
         return None
     return (sampling_session_id, int(seq_id) // CLONE_BLOCK), int(seq_id)
 
@@ -103,7 +111,8 @@ class Completions:
         self._store = store
         self._futures = futures
         self._home = home
-        self._samples: dict[Target, _Samples] = {}
+        self._samples: OrderedDict[Target, _Samples] = OrderedDict()
+        """The least recently used first."""
         self._lists: OrderedDict[Target, _List] = OrderedDict()
         self._closing = False
         futures.listener = self
@@ -122,7 +131,7 @@ class Completions:
             async with samples.lock:
                 if not samples.low <= seq_id <= samples.high:
                     low = min(samples.open, default=seq_id)
-                    high = max(samples.high, min(seq_id + _MARKED_AHEAD, _LAST))
+                    high = max(samples.high, min(seq_id + _MARKED_AHEAD, LAST_SEQ_ID))
                     mark = SampleMark(sampling_session_id=target[0], clone_id=target[1], low=low, high=high)
                     if not await self._store.samplers.put_mark(mark, home=self._home):
                         raise NotReady("another gateway has taken over these samples; try again")
@@ -137,7 +146,17 @@ class Completions:
                 low, high = (first, first - 1) if mark is None else (mark.low, mark.high)
                 lost = range(max(low, high - _MAX_OPEN), high + 1)
                 self._samples[target] = _Samples(low, high, dict.fromkeys(lost))
+                self._make_room()
+        self._samples.move_to_end(target)
         return self._samples[target]
+
+    def _make_room(self) -> None:
+        while len(self._samples) > _MAX_TARGETS:
+            oldest, samples = next(iter(self._samples.items()))
+            if samples.lock.locked():  # its mark is being written
+                self._samples.move_to_end(oldest)
+                return
+            del self._samples[oldest]
 
     def settle(self, request_ids: Iterable[str]) -> None:
         """The client no longer needs to be told of these: it has asked for them, has them, or has given them up."""
@@ -182,7 +201,28 @@ class Completions:
 
         Raises Gone when the sampling session ends meanwhile.
         """
+        if target not in self._samples and await self._store.samplers.mark(*target) is None:
+            return await self._poll_new(target, prev_cursor=prev_cursor, timeout_s=timeout_s)
         completions = await self._list(target, prev_cursor=prev_cursor)
+        return await self._page(completions, prev_cursor=prev_cursor, timeout_s=timeout_s)
+
+    async def _poll_new(
+        self, target: Target, *, prev_cursor: int, timeout_s: float
+    ) -> tuple[list[dict[str, Any]], int]:
+        """For a client that has no samples yet, of which nothing is kept but the list, and that no longer than the poll
+        waits: anyone can name any number of clients that never sample."""
+        if self._home is not None:  # the first sample may come to another gateway, and this one would not hear of it
+            timeout_s = min(timeout_s, _ELSEWHERE_S)
+        completions = self._lists.setdefault(target, _List(prev_cursor, []))
+        try:
+            return await self._page(completions, prev_cursor=prev_cursor, timeout_s=timeout_s)
+        finally:
+            if target not in self._samples and self._lists.get(target) is completions:
+                del self._lists[target]
+
+    async def _page(
+        self, completions: _List, *, prev_cursor: int, timeout_s: float
+    ) -> tuple[list[dict[str, Any]], int]:
         completions.trim(confirmed=prev_cursor)
         position = max(prev_cursor, completions.start)
         if position == completions.end and timeout_s > 0 and not self._closing:

@@ -81,14 +81,19 @@ class Homes:
         given = request.headers.get(_PASSED_ON, "")
         return bool(self._secret) and hmac.compare_digest(given.encode(), self._secret.encode())
 
-    async def pass_on(self, request: Request, body: bytes, target: Target | str) -> Response | None:
+    async def pass_on(
+        self, request: Request, body: bytes, target: Target | str, *, is_new: bool = False
+    ) -> Response | None:
         """The home's answer to a request about a target, or about a sample by its id; None when it is to be answered
-        here. Raises NotReady when the home does not answer and nobody has taken over in time."""
+        here. `is_new`: the request is a sample, and this gateway becomes the home where there is none.
+
+        Raises NotReady when the home does not answer and nobody has taken over in time.
+        """
         found = target_of(target) if isinstance(target, str) else target
         if found is None or not self._peers.are_several:
             return None
         give_up_at = time.monotonic() + _GIVE_UP_S
-        while (url := await self._elsewhere(found)) is not None:
+        while (url := await self._elsewhere(found, is_new=is_new)) is not None:
             if self.was_passed_on(request):
                 return Response(status_code=_ELSEWHERE)
             try:
@@ -120,7 +125,7 @@ class Homes:
             await reply.aread()  # what breaks here can be asked for again
         return reply
 
-    async def _elsewhere(self, target: Target) -> str | None:
+    async def _elsewhere(self, target: Target, *, is_new: bool) -> str | None:
         """Where the home is; None when it is here, or nowhere."""
         if not self._peers.is_fresh:
             await self._peers.refresh()
@@ -129,35 +134,37 @@ class Homes:
             return None
         if home is not None and (url := self._peers.url_of(home)) is not None:
             return url
-        home, url = await self._find(target)
+        home, url = await self._find(target, is_new=is_new)
         if home is not None:
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
             self._known[target] = home
         return None if home == self._peers.gateway_id else url
 
-    async def _find(self, target: Target) -> tuple[str | None, str | None]:
-        """The home and its address. It becomes this gateway where there is none, unless the session has ended."""
+    async def _find(self, target: Target, *, is_new: bool) -> tuple[str | None, str | None]:
+        """The home and its address. It becomes this gateway where there is none, unless the session has ended, or the
+        target has no samples and gets none now."""
         sampling_session_id, clone_id = target
         mine = self._peers.gateway_id
         await self._store.samplers.get(sampling_session_id)
         is_this = (SampleMark.sampling_session_id == sampling_session_id, SampleMark.clone_id == clone_id)
         async with self._store.begin() as db:
-            is_new = False
+            is_taken = False
             if self._store.samplers.lives(sampling_session_id):
                 first = first_of(clone_id)
                 empty = self._store.insert(SampleMark).values(
                     sampling_session_id=sampling_session_id, clone_id=clone_id, low=first, high=first - 1
                 )
-                await db.execute(empty.on_conflict_do_nothing())
+                if is_new:
+                    await db.execute(empty.on_conflict_do_nothing())
                 has_none = or_(SampleMark.home.is_(None), SampleMark.home.not_in(living()))
                 taken = update(SampleMark).where(*is_this, has_none).values(home=mine).returning(SampleMark.home)
-                is_new = (await db.scalars(taken)).one_or_none() is not None
+                is_taken = (await db.scalars(taken)).one_or_none() is not None
             query = select(SampleMark.home, GatewayRow.url).where(*is_this)
             row = (
                 await db.execute(query.outerjoin(GatewayRow, GatewayRow.gateway_id == SampleMark.home))
             ).one_or_none()
-        if is_new:
+        if is_taken:
             self._completions.forget(target)
         return (None, None) if row is None else (row[0], row[1])
 

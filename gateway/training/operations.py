@@ -47,7 +47,7 @@ _SELF_EXPLAINING = ("forward_backward", "optim_step")
 _WRITTEN_DOWN = ("create_model", "load_weights", "save_weights", "save_weights_for_sampler", "save_weights_external")
 """Endpoints whose answer is written into the database, also when nobody asks for it any more."""
 MAX_SEQ_ID = 2**31 - 1
-_REQUEST_ID = re.compile(r"(.+:train:\d+):(\d+)")
+_REQUEST_ID = re.compile(r"(.+:train:[0-9]+):([0-9]{1,10})")
 
 
 def request_id_of(model_id: str, seq_id: int) -> str:

@@ -38,6 +38,8 @@ _HEADERS = {
     "Cache-Control": "no-cache",
 }
 _MAX_SAMPLES = 64
+_MAX_NUMBER = 2**31 - 1
+"""Of a sample, an operation or a step, as the database has it."""
 
 
 class _Files(StaticFiles):
@@ -61,8 +63,8 @@ def _scope(request: Request) -> str | None:
 
 def _number(request: Request, name: str) -> int:
     text = request.query_params.get(name, "0")
-    if not (text.isascii() and text.isdigit() and len(text) < 19):
-        raise InvalidRequest(f"{name}: {text[:40]!r} is not a number", field=name)
+    if not (text.isascii() and text.isdigit() and len(text) < 19 and int(text) <= _MAX_NUMBER):
+        raise InvalidRequest(f"{name}: {text[:40]!r} is not a number from 0 to {_MAX_NUMBER}", field=name)
     return int(text)
 
 

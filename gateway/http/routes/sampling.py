@@ -127,7 +127,7 @@ async def asample(request: Request) -> Response:
     well_formed = _SAMPLING_SESSION_ID.fullmatch(ids.sampling_session_id) is not None
     is_own = well_formed and await gateway.tenants.access.owns(ids.sampling_session_id, caller)
     request_id = f"{ids.sampling_session_id}:{ids.seq_id}" if is_own else ""
-    if (elsewhere := await gateway.sampling.homes.pass_on(request, raw, request_id)) is not None:
+    if (elsewhere := await gateway.sampling.homes.pass_on(request, raw, request_id, is_new=True)) is not None:
         return elsewhere
     has_home = False
     try:

@@ -349,6 +349,15 @@ async def test_a_malformed_number_is_named(client: Client, query: dict[str, str]
 # Who may
 
 
+@pytest.mark.parametrize(("path", "name"), [("samples", "after"), ("history", "after"), ("history", "steps")])
+async def test_numbers_that_no_column_holds_are_refused_by_name(client: Client, path: str, name: str) -> None:
+    """PostgreSQL takes no larger number for a column of 32 bits."""
+    run_id = await client.model(await client.session())
+    refused = await get(client, f"runs/{run_id}/{path}", status=400, **{name: 2**31})
+    assert refused["detail"] == f"{name}: '2147483648' is not a number from 0 to 2147483647"
+    await get(client, f"runs/{run_id}/{path}", **{name: 2**31 - 1})
+
+
 async def test_keys_are_needed_for_data_and_not_for_the_page(stack: Stack) -> None:
     await stack.restart_gateway(api_keys=["tml-right"])
     async with httpx.AsyncClient(base_url=stack.url) as http:

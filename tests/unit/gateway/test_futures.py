@@ -7,6 +7,7 @@ import pytest
 from sqlalchemy import select
 
 from gateway.database.tables.history import Span
+from gateway.database.tables.samples import SampleMark
 from tests.unit.gateway.stack import Client, Stack, sample_body
 from tinsmith.v1 import sampler_pb2, types_pb2
 
@@ -79,6 +80,74 @@ async def test_completions_are_a_list_that_can_be_read_again(stack: Stack, clien
     failed = {"state": "failed", "request_id": refused["request_id"]}
     assert await completions(client, sampler_id, 3) == {"completions": [failed], "cursor": 4}
     assert await completions(client, sampler_id, 0, clone=3) == {"completions": [finished(other)], "cursor": 1}
+
+
+async def test_clients_that_never_sample_leave_nothing(stack: Stack, client: Client) -> None:
+    sampler_id = await sampler_of(client)
+    assert stack.server is not None
+    store, kept = stack.server.app.state.gateway.store, stack.server.app.state.gateway.sampling.completions
+    for clone in range(1, 201):
+        page = await completions(client, sampler_id, 7, clone=clone, timeout=0)
+        assert page == {"completions": [], "cursor": 7}
+    assert (len(kept._samples), len(kept._lists)) == (0, 0)
+    async with store.begin() as db:
+        assert list(await db.scalars(select(SampleMark))) == []
+    # A poll that came before the first sample hears of it.
+    waiting = asyncio.create_task(completions(client, sampler_id, 0, clone=5))
+    await asyncio.sleep(0.05)
+    receipt = await sample(client, sampler_id, 5 * 10**9)
+    assert await waiting == {"completions": [finished(receipt)], "cursor": 1}
+    # And one whose session ends, of the end.
+    waiting = asyncio.create_task(completions(client, sampler_id, 0, clone=6, status=410))
+    await asyncio.sleep(0.05)
+    await client.call(f"sessions/{sampler_id.partition(':')[0]}/finish", {"reason": {"type": "success"}})
+    await waiting
+
+
+async def test_samples_of_more_clients_than_are_kept_in_memory_are_found_again(
+    stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.sampling.completions._MAX_TARGETS", 3)
+    sampler_id = await sampler_of(client)
+    receipts = [await sample(client, sampler_id, clone * 10**9) for clone in range(8)]
+    for receipt in receipts:
+        await client.result(receipt)
+    assert stack.server is not None
+    kept = stack.server.app.state.gateway.sampling.completions
+    assert len(kept._samples) == 3
+    for clone in (0, 7):
+        told = [each["request_id"] for each in (await completions(client, sampler_id, 0, clone=clone))["completions"]]
+        assert receipts[clone]["request_id"] in told
+
+
+_LAST_CLONE = (2**63 - 1) // 10**9
+
+
+@pytest.mark.parametrize("clone", [_LAST_CLONE + 1, 2**53 - 1, 2**63])
+async def test_a_clone_id_that_no_seq_id_has_is_refused_by_name(client: Client, clone: int) -> None:
+    refused = await completions(client, await sampler_of(client), 0, status=400, clone=clone)
+    assert "target.cloned_sampler_id" in refused["detail"]
+    assert str(_LAST_CLONE) in refused["detail"]
+    assert f"{clone}" in refused["detail"]
+
+
+async def test_the_last_clone_id_and_seq_id_can_be_used(client: Client) -> None:
+    sampler_id = await sampler_of(client)
+    receipt = await sample(client, sampler_id, 2**63 - 1)
+    await client.result(receipt)
+    told = (await completions(client, sampler_id, 0, clone=_LAST_CLONE))["completions"]
+    assert finished(receipt) in told
+    assert (await client.post("/api/v1/asample", json=sample_body(sampler_id, 2**63))).status_code == 400
+
+
+@pytest.mark.parametrize("number", ["9" * 20, str(2**63), "9" * 5000, "\u0664"])
+async def test_request_ids_with_numbers_that_nothing_has_are_unknown(client: Client, number: str) -> None:
+    session_id = await client.session()
+    sampler_id, model_id = await client.sampling_session(session_id), await client.model(session_id)
+    for begin in (sampler_id, model_id, session_id):
+        assert (await client.poll(f"{begin}:{number}")).status_code == 410
+        assert await client.call("cancel_future", {"request_id": f"{begin}:{number}"}) == {}
+        await completions(client, sampler_id, 0, timeout=0, retrieved_request_ids=[f"{begin}:{number}"])
 
 
 async def test_what_the_client_has_is_dropped(stack: Stack, client: Client) -> None:
