@@ -5,13 +5,14 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from gateway.database.tables.checkpoints import Checkpoint
 from gateway.http import schemas
+from gateway.shown import shown, shown_name
 from tinsmith.rpc.errors import InvalidRequest, Unsupported
 from tinsmith.rpc.paths import SCHEME
 from tinsmith.v1 import sampler_pb2, trainer_pb2, types_pb2
@@ -78,7 +79,8 @@ def optim_step(body: schemas.OptimStep) -> trainer_pb2.OptimStepRequest:
 # Samples
 
 
-def _int32_bytes(values: Sequence[Any], *, field: str) -> bytes:
+def int32_bytes(values: Sequence[Any], *, field: str) -> bytes:
+    """Token ids, little endian."""
     with contextlib.suppress(ValueError, OverflowError):
         array = np.array(values)
         are_numbers = bool not in set(map(type, values))  # numpy takes true for 1
@@ -92,7 +94,7 @@ def _int32_bytes(values: Sequence[Any], *, field: str) -> bytes:
             return array.astype(np.dtype("<i4")).tobytes()
     for index, value in enumerate(values):
         if type(value) is not int or not _INT32.min <= value <= _INT32.max:
-            raise InvalidRequest(f"{field}[{index}]: {value!r} is not a token id", field=field)
+            raise InvalidRequest(f"{field}[{index}]: {shown(value)} is not a token id", field=field)
     return np.array(values, np.dtype("<i4")).tobytes()
 
 
@@ -100,7 +102,7 @@ def _base64(value: Any, *, field: str) -> bytes:
     try:
         return base64.b64decode(value, validate=True)
     except (binascii.Error, TypeError, ValueError):
-        raise InvalidRequest(f"{field}: {repr(value)[:100]} is not base64", field=field) from None
+        raise InvalidRequest(f"{field}: {shown(value)} is not base64", field=field) from None
 
 
 def _implied_type(value: dict[str, Any]) -> str | None:
@@ -109,19 +111,43 @@ def _implied_type(value: dict[str, Any]) -> str | None:
     return next((kind for key, kind in kinds.items() if key in value), None)
 
 
+_CHUNK_FIELDS = {
+    "encoded_text": {"tokens"},
+    "image": {"data", "format", "expected_tokens"},
+    "dmel": {"dmel"},
+}
+
+
+def check_fields(value: Mapping[str, Any], known: Collection[str], *, field: str) -> None:
+    """Raises InvalidRequest for a field that is set and that is not known. For objects without a schema."""
+    for name, content in value.items():
+        if content is not None and name not in known and name not in schemas.Body.HARMLESS:
+            place = f"{field}.{shown_name(name)}" if field else shown_name(name)
+            raise InvalidRequest(
+                f"{place}: this server knows no such field and cannot apply {shown(content)}; "
+                f"known are {', '.join(sorted(known))}",
+                field=place,
+            )
+
+
 def chunk(value: dict[str, Any], *, field: str) -> types_pb2.Chunk:
     """One piece of a prompt."""
-    match value.get("type", _implied_type(value)):
+    kind = value.get("type", _implied_type(value))
+    if isinstance(kind, str) and kind in _CHUNK_FIELDS:
+        check_fields(value, _CHUNK_FIELDS[kind], field=field)
+    match kind:
         case "encoded_text":
             tokens = value.get("tokens")
             if not isinstance(tokens, list):
-                raise InvalidRequest(f"{field}.tokens: {repr(tokens)[:100]} is not a list of token ids", field=field)
-            data = _int32_bytes(tokens, field=f"{field}.tokens")
+                raise InvalidRequest(f"{field}.tokens: {shown(tokens)} is not a list of token ids", field=field)
+            data = int32_bytes(tokens, field=f"{field}.tokens")
             return types_pb2.Chunk(encoded_text=types_pb2.EncodedText(tokens=data))
         case "image":
             expected = value.get("expected_tokens")
             if expected is not None and type(expected) is not int:
-                raise InvalidRequest(f"{field}.expected_tokens: {expected!r} is not a number of tokens", field=field)
+                raise InvalidRequest(
+                    f"{field}.expected_tokens: {shown(expected)} is not a number of tokens", field=field
+                )
             image = types_pb2.Image(
                 data=_base64(value.get("data"), field=f"{field}.data"),
                 format=str(value.get("format")),
@@ -133,7 +159,7 @@ def chunk(value: dict[str, Any], *, field: str) -> types_pb2.Chunk:
         case "dmel":
             return types_pb2.Chunk(dmel=types_pb2.Dmel(dmel=_base64(value.get("dmel"), field=f"{field}.dmel")))
         case kind:
-            raise Unsupported(f"{field}.type: {kind!r} is not supported here; use encoded_text")
+            raise Unsupported(f"{field}.type: {shown(kind)} is not supported here; use encoded_text")
 
 
 def tensor(value: schemas.TensorData, *, field: str) -> types_pb2.Tensor:
@@ -164,7 +190,7 @@ def _number_bytes(values: Sequence[float], dtype: np.dtype[Any], *, field: str) 
     if dtype.kind == "i":
         for value in values:
             if not isinstance(value, int):
-                raise InvalidRequest(f"{field}: {value!r} is not an integer", field=field)
+                raise InvalidRequest(f"{field}: {shown(value)} is not an integer", field=field)
             _int64(value, field=field)
     return np.array(values, dtype).tobytes()
 

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import hashlib
-import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import zstandard
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
+from google.protobuf.unknown_fields import UnknownFieldSet
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from gateway.config import GatewayConfig
-from gateway.http import schemas
+from gateway.http import counting, schemas
 from gateway.http.errors import invalid
 from gateway.training import json_forms
 from tinsmith.rpc.errors import InvalidRequest, ServiceError
@@ -31,17 +31,19 @@ _MAX_DRAINED_BYTES = 2**30
 _MAX_WINDOW_BYTES = 2**23
 """Of a zstd frame that is read piece by piece: what RFC 8878 asks decoders for."""
 
-logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
 Schema = TypeVar("Schema", bound=BaseModel)
 
 
-class TooLarge(HTTPException):
-    """413. `start` and `end` are the beginning and the end of the body, as it was sent."""
+def _too_many_bytes(size: str, limit: int) -> str:
+    return f"the body has {size} bytes; this server's max_body_bytes is {limit}"
 
-    def __init__(self, size: str, limit: int, *, start: bytes = b"", end: bytes = b"") -> None:
-        super().__init__(413, f"the body has {size} bytes; this server's max_body_bytes is {limit}")
+
+class TooLarge(HTTPException):
+    """413. `start` and `end` are the beginning and the end of the body."""
+
+    def __init__(self, detail: str, *, start: bytes = b"", end: bytes = b"") -> None:
+        super().__init__(413, detail)
         self.start = start
         self.end = end
 
@@ -65,7 +67,7 @@ async def read(request: Request, config: GatewayConfig) -> bytes:
             end = (end + chunk)[-_IDS_BYTES:]
     if num_bytes > limit:
         declared = request.headers.get("content-length", "")
-        raise TooLarge(declared or f"more than {limit}", limit, start=start, end=end)
+        raise TooLarge(_too_many_bytes(declared or f"more than {limit}", limit), start=start, end=end)
     return b"".join(chunks)
 
 
@@ -85,12 +87,25 @@ async def off_loop(work: Callable[[], T], *, num_bytes: int, config: GatewayConf
 
 
 async def read_json(request: Request, config: GatewayConfig) -> tuple[dict[str, Any], bytes]:
-    """The JSON object of the body, and the body. Integers of any size stay exact. 400 when it is not one."""
+    """The JSON object of the body, and the body. Integers of any size stay exact. 400 when it is not one, and 413 when
+    it holds more than max_body_values."""
     body = await read(request, config)
-    return await off_loop(lambda: _object(body), num_bytes=len(body), config=config), body
+    return await off_loop(lambda: _object(body, config), num_bytes=len(body), config=config), body
 
 
-def _object(body: bytes) -> dict[str, Any]:
+def _check_values(number: int, body: bytes, config: GatewayConfig) -> None:
+    """Raises TooLarge when so many values in a body are too many."""
+    if number > config.max_body_values:
+        raise TooLarge(
+            f"the body holds more values than this server's max_body_values, {config.max_body_values}; a list or an "
+            "object counts as 10 of them, and each member of an object as 3 more",
+            start=body[:_IDS_BYTES],
+            end=body[-_IDS_BYTES:],
+        )
+
+
+def _object(body: bytes, config: GatewayConfig) -> dict[str, Any]:
+    _check_values(counting.json_values(body), body, config)
     try:
         parsed = from_json(body)
     except ValueError as error:
@@ -142,29 +157,54 @@ async def read_forward_backward(request: Request, config: GatewayConfig, *, forw
         return _refused(error, is_json=is_json, is_compressed=is_compressed)
 
     def decode() -> Batch:
-        plain = decompress(body, limit=config.max_body_bytes) if is_compressed else body
-        return (_from_json if is_json else _from_protobuf)(plain, forward_only=forward_only)
+        try:
+            plain = decompress(body, limit=config.max_body_bytes) if is_compressed else body
+        except TooLarge as error:
+            error.start = body
+            return _refused(error, is_json=is_json, is_compressed=True)
+        try:
+            return (_from_json if is_json else _from_protobuf)(plain, config, forward_only=forward_only)
+        except TooLarge as error:
+            return _refused(error, is_json=is_json, is_compressed=False)
 
-    try:
-        return await off_loop(decode, num_bytes=len(body), config=config)
-    except TooLarge as error:
-        error.start = body
-        return _refused(error, is_json=is_json, is_compressed=True)
+    num_bytes = _decompressed_size(body, config) if is_compressed else len(body)
+    return await off_loop(decode, num_bytes=num_bytes, config=config)
 
 
-def _from_protobuf(body: bytes, *, forward_only: bool) -> Batch:
+def _from_protobuf(body: bytes, config: GatewayConfig, *, forward_only: bool) -> Batch:
     message = trainer_pb2.ForwardBackwardRequest()
+    if len(body) > config.max_body_values:  # a smaller one cannot hold more
+        number = counting.protobuf_values(body, cast(Descriptor, message.DESCRIPTOR), limit=config.max_body_values)
+        _check_values(number, body, config)
     try:
         message.ParseFromString(body)
     except DecodeError as error:
         raise HTTPException(400, f"the body is not a ForwardBackwardRequest in protobuf: {error}") from None
     message.forward_only |= forward_only
+    if (unknown := _unknown_field(message)) is not None:
+        mark = fingerprint("invalid", body)
+        return Batch(message.model_id, message.seq_id, unknown, num_bytes=len(body), refused_mark=mark)
     return Batch(message.model_id, message.seq_id, message, num_bytes=len(body))
 
 
-def _from_json(body: bytes, *, forward_only: bool) -> Batch:
-    content = _object(body)
-    ids = parse(schemas.OperationIds, content)
+def _unknown_field(message: trainer_pb2.ForwardBackwardRequest) -> InvalidRequest | None:
+    """Why a message is refused that holds a field, at any depth, that is not in the contract. Such fields are gone
+    afterwards."""
+    num_bytes = message.ByteSize()
+    outside = sorted(field.field_number for field in UnknownFieldSet(message))
+    message.DiscardUnknownFields()
+    if message.ByteSize() == num_bytes:
+        return None
+    where = f"field number {outside[0]} of the request" if outside else "a field of data"
+    return InvalidRequest(
+        f"{where}: this server knows no such field and cannot apply it; leave it out",
+        field=str(outside[0]) if outside else "data",
+    )
+
+
+def _from_json(body: bytes, config: GatewayConfig, *, forward_only: bool) -> Batch:
+    content = _object(body, config)
+    ids = parse_ids(schemas.OperationIds, content)
     try:
         message = json_forms.forward_backward(
             content, model_id=ids.model_id, seq_id=ids.seq_id, forward_only=forward_only
@@ -223,12 +263,21 @@ def _leading_ids(start: bytes) -> tuple[str, int] | None:
     return message.model_id, message.seq_id
 
 
+def _decompressed_size(body: bytes, config: GatewayConfig) -> int:
+    """What one zstd frame says of itself; what it may be at most when it says nothing."""
+    try:
+        size = zstandard.frame_content_size(body)
+    except zstandard.ZstdError:
+        return 0  # it is refused soon
+    return config.max_body_bytes if size < 0 else size
+
+
 def decompress(body: bytes, *, limit: int) -> bytes:
     """One zstd frame. 413 when it holds more than `limit` bytes, 400 when it is broken."""
     try:
         size = zstandard.frame_content_size(body)
         if size > limit:
-            raise TooLarge(f"{size} decompressed", limit)
+            raise TooLarge(_too_many_bytes(f"{size} decompressed", limit))
         return zstandard.ZstdDecompressor().decompress(body, max_output_size=limit, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise HTTPException(
@@ -237,19 +286,13 @@ def decompress(body: bytes, *, limit: int) -> bytes:
 
 
 def parse(schema: type[Schema], content: dict[str, Any]) -> Schema:
-    """Raises InvalidRequest, naming the field and the value. What is not known is ignored, with a word in the log."""
+    """Raises InvalidRequest, naming the field and the value; also for a field that is set and that is not known."""
     try:
-        parsed = schema.model_validate(content)
+        return schema.model_validate(content)
     except ValidationError as error:
         raise invalid(error) from None
-    if schema.__name__.endswith("Ids"):  # the rest of the body has a schema of its own
-        return parsed
-    for name in content.keys() - schema.model_fields.keys() - {"type"}:
-        _warn_of_unknown(schema.__name__, name[:100])
-    return parsed
 
 
-@functools.lru_cache(maxsize=1000)
-def _warn_of_unknown(schema: str, name: str) -> None:
-    """Once for each: a client sends them with every request."""
-    logger.warning("%s: the field %r is not known here and is ignored", schema, name)
+def parse_ids(schema: type[Schema], content: dict[str, Any]) -> Schema:
+    """A part of the body; the rest has a schema of its own. Raises InvalidRequest."""
+    return parse(schema, {name: content[name] for name in schema.model_fields if name in content})

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 import orjson
 from pydantic import ValidationError
@@ -14,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.database.outages import TRY_AGAIN
+from gateway.shown import shown, shown_name
 from tinsmith.rpc import logs
 from tinsmith.rpc.errors import (
     AlreadyExists,
@@ -26,6 +28,9 @@ from tinsmith.rpc.errors import (
 )
 
 logger = logging.getLogger(__name__)
+
+_LONGEST = 200
+"""Characters of a message that may hold what a client sent."""
 
 
 def json_response(content: object, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -93,8 +98,18 @@ async def internal_error(request: Request, error: Exception) -> Response:
 def invalid(error: ValidationError) -> InvalidRequest:
     """Names the first field that is wrong, its value, and what would be right."""
     first = error.errors(include_url=False)[0]
-    field = ".".join(str(part) for part in first["loc"])
-    value = "" if first["type"] == "missing" else f", not {repr(first['input'])[:100]}"
+    field = name_of(first["loc"])
+    if first["type"] == "extra_forbidden":
+        return InvalidRequest(
+            f"{field}: this server knows no such field and cannot apply {shown(first['input'])}; leave it out",
+            field=field,
+        )
+    value = "" if first["type"] == "missing" else f", not {shown(first['input'])}"
     if first["type"] == "float_type" and first["input"] is None:
         value = ", not null, which is what JSON makes of nan and inf"
-    return InvalidRequest(f"{field}: {first['msg']}{value}", field=field)
+    return InvalidRequest(f"{field}: {first['msg'][:_LONGEST]}{value}", field=field)
+
+
+def name_of(place: Iterable[str | int]) -> str:
+    """Name of the field at this place of a body, whose keys may be as long as the body."""
+    return ".".join(map(shown_name, place))

@@ -1,11 +1,12 @@
-"""JSON bodies that clients send. Fields that the Tinker API does not know are ignored."""
+"""JSON bodies and URL parameters that clients send. A field that is set and that no schema knows is refused by name."""
 
 from __future__ import annotations
 
 from datetime import date
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
-from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic_core import CoreSchema
 
 from gateway.sampling.completions import LAST_CLONE_ID
 from gateway.storage.retention_rules import Policy
@@ -20,21 +21,68 @@ def _storable(text: str) -> str:
 Text = Annotated[str, AfterValidator(_storable)]
 """A string that is stored, or looked for in the database: also each id."""
 
+Id = Annotated[str, Field(max_length=1000), AfterValidator(_storable)]
+"""An id, a name or a path. Errors repeat them."""
 
-class Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=(), frozen=True)
+_MAX_ENTRIES = 1024
+"""Tags, or notes, of one session, run or checkpoint."""
+Metadata = Annotated[dict[Text, Text], Field(max_length=_MAX_ENTRIES)]
+
+
+class _UpToOneError:
+    """Marks a list whose validation ends at the first wrong item: an error for each of a million would hold up the
+    event loop. pydantic's own mark, FailFast, cannot be part of a union."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return cast(CoreSchema, handler(source) | {"fail_fast": True})
+
+
+Item = TypeVar("Item")
+Listed = Annotated[list[Item], _UpToOneError()]
+
+
+_MAX_STOPS = 1024
+Stops = Annotated[list[Item], _UpToOneError(), Field(max_length=_MAX_STOPS)]
+
+
+class Known(BaseModel):
+    """Something of a client's whose every field is applied or refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    HARMLESS: ClassVar[frozenset[str]] = frozenset()
+    """Fields that may be sent though no schema has them, because they ask for nothing."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_what_is_set(cls, content: Any) -> Any:
+        """Leaves out unknown fields that are null or harmless. One of the others stays, for pydantic to refuse: an
+        error for each of a hundred thousand would hold up the event loop."""
+        fields = cls.model_fields
+        if not isinstance(content, dict) or all(name in fields for name in content):
+            return content
+        known = {name: content[name] for name in fields if name in content}
+        for name, value in content.items():
+            if value is not None and name not in fields and name not in cls.HARMLESS:
+                return {**known, name: value}
+        return known
+
+
+class Body(Known):
+    model_config = ConfigDict(strict=True, protected_namespaces=())
+    HARMLESS = frozenset({"type"})
+    """The SDKs name the kind of each object in it; where it says something, a schema has it."""
 
 
 class CreateSession(Body):
-    tags: list[Text] = []
-    user_metadata: dict[Text, Text] = {}
+    tags: list[Text] = Field(default=[], max_length=_MAX_ENTRIES)
+    user_metadata: Metadata = {}
     sdk_version: Text | None = None
-    project_id: Text | None = None
-    display_name: Text | None = None
+    project_id: Id | None = None
+    display_name: Id | None = None
 
 
 class SessionHeartbeat(Body):
-    session_id: Text
+    session_id: Id
 
 
 class FinishReason(Body):
@@ -47,8 +95,6 @@ class FinishSession(Body):
 
 
 class LoraConfig(Body):
-    model_config = ConfigDict(extra="forbid")
-
     rank: int
     seed: int | None = None
     train_unembed: bool = True
@@ -58,8 +104,6 @@ class LoraConfig(Body):
 
 class OptimizerConfig(Body):
     """The trainer knows which types there are."""
-
-    model_config = ConfigDict(extra="forbid")
 
     type: str = "adamw"
     version: Literal[1] | None = None
@@ -72,14 +116,14 @@ class OptimizerConfig(Body):
 
 
 class NewModelIds(Body):
-    session_id: Text
+    session_id: Id
     model_seq_id: int = Field(ge=0, lt=2**31)
 
 
 class CreateModel(NewModelIds):
-    base_model: str
+    base_model: Id
     lora_config: LoraConfig
-    user_metadata: dict[Text, Text] | None = None
+    user_metadata: Metadata | None = None
     optimizer_config: OptimizerConfig = OptimizerConfig()
 
 
@@ -89,8 +133,6 @@ class OperationIds(Body):
 
 
 class AdamParams(Body):
-    model_config = ConfigDict(extra="forbid")
-
     learning_rate: float = 1e-4
     beta1: float = 0.9
     beta2: float = 0.95
@@ -100,8 +142,6 @@ class AdamParams(Body):
 
 
 class DimuonParams(Body):
-    model_config = ConfigDict(extra="forbid")
-
     type: Literal["dimuon"]
     learning_rate: float
     beta1: float = 0.9
@@ -114,44 +154,44 @@ class OptimStep(OperationIds):
 
 
 class SaveWeights(OperationIds):
-    path: str
+    path: Id
     ttl_seconds: int | None = None
     overwrite: bool = False
-    user_metadata: dict[Text, Text] | None = None
+    user_metadata: Metadata | None = None
 
 
 class SaveWeightsForSampler(OperationIds):
-    path: str | None = None
+    path: Id | None = None
     sampling_session_seq_id: int | None = Field(default=None, ge=0)
     kind: Literal["snapshot", "inflight"] = "snapshot"
     ttl_seconds: int | None = None
-    user_metadata: dict[Text, Text] | None = None
+    user_metadata: Metadata | None = None
 
 
 class LoadWeights(Body):
     """Both forms; the ids of either are checked before."""
 
-    path: str
+    path: Id
     optimizer: bool = False
-    base_model: str | None = None
-    user_metadata: dict[Text, Text] | None = None
+    base_model: Id | None = None
+    user_metadata: Metadata | None = None
     optimizer_config: OptimizerConfig | None = None
     weights_access_token: str | None = None
 
 
 class GetInfo(Body):
-    model_id: Text
+    model_id: Id
 
 
 class WeightsInfo(Body):
-    tinker_path: str
+    tinker_path: Id
 
 
 class CreateSamplingSession(Body):
-    session_id: Text
+    session_id: Id
     sampling_session_seq_id: int = Field(ge=0)
-    base_model: str | None = None
-    model_path: str | None = None
+    base_model: Id | None = None
+    model_path: Id | None = None
 
 
 class SampleIds(Body):
@@ -160,23 +200,21 @@ class SampleIds(Body):
 
 
 class ModelInput(Body):
-    chunks: list[dict[str, Any]]
+    chunks: Listed[dict[str, Any]]
 
 
 class TensorData(Body):
-    data: list[int] | list[float]
+    data: Listed[int] | Listed[float]
     dtype: Literal["int64", "float32"]
-    shape: list[int] | None = None
-    sparse_crow_indices: list[int] | None = None
-    sparse_col_indices: list[int] | None = None
+    shape: Listed[int] | None = None
+    sparse_crow_indices: Listed[int] | None = None
+    sparse_col_indices: Listed[int] | None = None
 
 
 class SamplingParams(Body):
-    model_config = ConfigDict(extra="forbid")
-
     max_tokens: int | None = None
     seed: int | None = None
-    stop: str | list[str] | list[int] | None = None
+    stop: str | Stops[str] | Stops[int] | None = None
     temperature: float | None = None
     top_k: int = -1
     top_p: float | None = None
@@ -193,22 +231,25 @@ class Sample(SampleIds):
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = None
     record_stability_info: bool | None = None
-    base_model: str | None = None
-    model_path: str | None = None
+    base_model: Id | None = None
+    model_path: Id | None = None
 
 
 class RetrieveFuture(Body):
-    request_id: Text
+    HARMLESS = Body.HARMLESS | {"model_id", "sample_sequence_ids"}
+    """A receipt may be sent back as it is."""
+
+    request_id: Id
     allow_metadata_only: bool = False
 
 
 class CancelFuture(Body):
-    request_id: Text
+    request_id: Id
 
 
 class FuturesTarget(Body):
     type: Literal["sampling_session"]
-    sampling_session_id: Text
+    sampling_session_id: Id
     cloned_sampler_id: int = Field(default=0, ge=0, le=LAST_CLONE_ID)
 
 
@@ -216,11 +257,11 @@ class RetrieveFutures(Body):
     target: FuturesTarget
     prev_cursor: int = Field(default=0, ge=0, lt=2**53)
     timeout: float | None = Field(default=None, ge=0)
-    retrieved_request_ids: list[str] = []
+    retrieved_request_ids: Listed[str] = []
 
 
 class JoinSamplingSession(Body):
-    sampling_session_id: Text
+    sampling_session_id: Id
 
 
 class CustomLossInput(Body):
@@ -229,10 +270,10 @@ class CustomLossInput(Body):
 
 
 class CreateCustomLoss(Body):
-    session_id: Text
+    session_id: Id
     custom_loss_seq_id: int = Field(ge=0, lt=2**63)
     name: Text = Field(max_length=200)
-    inputs: list[CustomLossInput]
+    inputs: Listed[CustomLossInput]
     graph: dict[str, Any]
 
 
@@ -240,15 +281,15 @@ class CreateCustomLoss(Body):
 
 
 class SaveWeightsExternal(OperationIds):
-    path: str
+    path: Id
     ttl_seconds: int | None = None
-    age_encryption_recipients: list[str] | None = Field(default=None, max_length=10)
+    age_encryption_recipients: Listed[str] | None = Field(default=None, max_length=10)
 
 
 class Prune(Body):
     policy: Policy | None = None
     """Instead of the run's own."""
-    paths: list[str] | None = None
+    paths: Listed[str] | None = None
     """Delete none but these, whatever the policy has come to meanwhile."""
     dry_run: bool = False
 
@@ -259,9 +300,9 @@ class SetTtl(Body):
 
 
 class CopyWeights(Body):
-    source_path: str
+    source_path: Id
     destination_project_id: Text | None = None
-    session_id: Text | None = None
+    session_id: Id | None = None
     model_seq_id: int | None = Field(default=None, ge=0, lt=2**31)
     ttl_seconds: int | None = None
     weights_access_token: str | None = None
@@ -271,10 +312,8 @@ class AssignProject(Body):
     project_id: Text = Field(min_length=1)
 
 
-class Query(BaseModel):
+class Query(Known):
     """Parameters of a URL, which are all text."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
 
 
 class ScopedQuery(Query):
@@ -282,9 +321,7 @@ class ScopedQuery(Query):
 
 
 class ImportQuery(Query):
-    model_config = ConfigDict(extra="forbid")
-
-    base_model: str
+    base_model: Id
     name: Text
     ttl_seconds: int | None = None
 
@@ -295,7 +332,7 @@ class PageQuery(Query):
 
 
 class RunsQuery(PageQuery, ScopedQuery):
-    project_id: Text | None = None
+    project_id: Id | None = None
 
 
 class SessionsQuery(PageQuery, ScopedQuery):
@@ -317,7 +354,7 @@ class UsageQuery(Query):
 
 
 class StorageQuery(Query):
-    project_id: Text | None = None
+    project_id: Id | None = None
 
 
 class OwnSearch(Body):
@@ -330,7 +367,7 @@ class AccessibleSearch(Body):
 
 class UserSearch(Body):
     type: Literal["user"]
-    owner_urns: list[Text] = Field(min_length=1, max_length=10)
+    owner_urns: Listed[Text] = Field(min_length=1, max_length=10)
 
 
 class ActiveQuery(Body):
@@ -359,10 +396,10 @@ class SearchCursor(Body):
 
 
 class SearchSessions(Body):
-    session_id: Text | None = None
-    project_ids: list[Text] | None = Field(default=None, max_length=100)
-    user_metadata: dict[Text, Text] = {}
-    display_name: Text | None = Field(default=None, min_length=1)
+    session_id: Id | None = None
+    project_ids: Listed[Text] | None = Field(default=None, max_length=100)
+    user_metadata: Metadata = {}
+    display_name: Id | None = Field(default=None, min_length=1)
     owner: Annotated[OwnSearch | AccessibleSearch | UserSearch, Field(discriminator="type")] = OwnSearch(type="own")
     statuses: list[Annotated[StatusQuery, Field(discriminator="type")]] | None = Field(
         default=None, min_length=1, max_length=16

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from gateway.gateway import Gateway
 from gateway.http.errors import json_response
 from gateway.openai.answers import Json, chat_logprobs, chunks_of, extension, head_of, log_begin
-from gateway.openai.completions import token_bytes
+from gateway.openai.completions import checked_tokens
 from gateway.openai.draws import Draw, Update, sample_request
 from gateway.openai.events import event_stream, while_connected
 from gateway.openai.generator import Source
@@ -63,7 +63,7 @@ def chat_of(body: Chat) -> pb.Chat:
 
 async def _prompt(gateway: Gateway, source: Source, body: Chat) -> bytes:
     if body.prompt_token_ids is not None:
-        return token_bytes(body.prompt_token_ids, field="prompt_token_ids")
+        return checked_tokens(gateway, source, body.prompt_token_ids, field="prompt_token_ids")
     return await gateway.sampling.generator.tokenize(source, pb.TokenizeRequest(chat=chat_of(body)))
 
 

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from typing import cast
 from uuid import uuid4
 
-import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.convert import check_int32
+from gateway.convert import int32_bytes
 from gateway.gateway import Gateway
 from gateway.http.errors import json_response
 from gateway.openai.answers import Json, chunks_of, completion_logprobs, extension, head_of, log_begin, usage_of
@@ -38,14 +37,17 @@ def prompts_of(body: Completion) -> list[Prompt]:
     return list(cast(Sequence[Prompt], prompt))
 
 
-def token_bytes(tokens: Sequence[int], *, field: str) -> bytes:
-    """int32, little endian. Raises InvalidRequest for what does not fit."""
-    return np.array([check_int32(token, field=field) for token in tokens], np.dtype("<i4")).tobytes()
+def checked_tokens(gateway: Gateway, source: Source, prompt: Sequence[int], *, field: str) -> bytes:
+    """Token ids of a client's, little endian. Raises InvalidRequest for what no sampler could read."""
+    longest = gateway.clients.context_length(source.base_model)
+    if len(prompt) > longest > 0:
+        raise InvalidRequest(f"{field}: {len(prompt)} tokens are above the context length, {longest}", field=field)
+    return int32_bytes(prompt, field=field)
 
 
 async def _tokens(gateway: Gateway, source: Source, prompt: Prompt, *, add_special_tokens: bool) -> bytes:
     if not isinstance(prompt, str):
-        return token_bytes(prompt, field="prompt")
+        return checked_tokens(gateway, source, prompt, field="prompt")
     request = pb.TokenizeRequest(text=prompt, add_special_tokens=add_special_tokens)
     return await gateway.sampling.generator.tokenize(source, request)
 

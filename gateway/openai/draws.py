@@ -189,7 +189,7 @@ class Draw:
         vocabulary = tokenizer.vocabulary
         stop = request.sampling_params.stop
         hidden = {*tokenizer.eos_token_ids, *stop.token_ids}
-        shown = [token for token in set(self.prompt) if vocabulary.text_of(token) in prompt_text]
+        shown = [token for token in vocabulary.special if echo and vocabulary.text_of(token) in prompt_text]
         self._choices = [
             _Choice(
                 first_index + n,

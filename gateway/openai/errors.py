@@ -8,8 +8,9 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from gateway.http.errors import json_response, retry_after, status_of
+from gateway.http.errors import json_response, name_of, retry_after, status_of
 from gateway.openai.schemas import UNSUPPORTED
+from gateway.shown import shown
 from tinsmith.rpc.errors import InvalidRequest, ServiceError, Unsupported
 
 _TYPES = {401: "invalid_request_error", 429: "rate_limit_error"}
@@ -52,8 +53,8 @@ def invalid(error: ValidationError) -> ServiceError:
     """Names the first field that is wrong, its value, and what would be right."""
     # Of a union, the branches that do not fit at all come first: the deepest location says most.
     found = max(error.errors(include_url=False), key=lambda each: len(each["loc"]))
-    field = ".".join(str(part) for part in found["loc"]) or None
-    message, value = found["msg"], repr(found["input"])[:100]
+    field = name_of(found["loc"]) or None
+    message, value = found["msg"], shown(found["input"])
     if found["type"] == "extra_forbidden":
         return Unsupported(f"{field}: is not supported by this server; leave it out", field=field)
     if field is None:  # a rule about several fields, which the message names

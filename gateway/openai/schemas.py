@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
+from pydantic import ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from gateway.http.schemas import Known, Listed, Stops
 
 UNSUPPORTED = "unsupported"
 """Type of the validation errors that say that this server cannot honour a value."""
@@ -39,10 +41,8 @@ class _Only:
         return value
 
 
-class Body(BaseModel):
-    model_config = ConfigDict(
-        strict=True, extra="forbid", protected_namespaces=(), frozen=True, use_attribute_docstrings=True
-    )
+class Body(Known):
+    model_config = ConfigDict(strict=True, protected_namespaces=(), use_attribute_docstrings=True)
 
 
 class StreamOptions(Body):
@@ -66,9 +66,9 @@ class Generate(Body):
     """Extension: draw from the k most probable tokens; 0 or -1 means all."""
     seed: int | None = None
     """Makes the draws reproducible."""
-    stop: str | list[str] | None = None
+    stop: str | Stops[str] | None = None
     """End before one of these, as well as at the model's own end."""
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Stops[int] | None = None
     """Extension: end at one of these tokens too; their text is not shown."""
     stream: bool | None = None
     """Send server-sent events, token by token."""
@@ -102,7 +102,7 @@ class Generate(Body):
 
 
 class Completion(Generate):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Listed[str] | Listed[int] | Listed[Listed[int]]
     """Text, token ids, or a list of either: n choices are drawn for each."""
     max_tokens: int | None = Field(default=None, ge=0)
     """Longest output; 16 unless given. 0 scores the prompt, with echo and logprobs."""
@@ -168,9 +168,9 @@ class TextFormat(Body):
 
 
 class Chat(Generate):
-    messages: list[Message]
+    messages: Listed[Message]
     """Rendered by the model's chat template."""
-    prompt_token_ids: list[int] | None = None
+    prompt_token_ids: Listed[int] | None = None
     """Extension: the prompt as tokens; then messages is []."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Longest output; to the end of the context unless given."""
@@ -180,7 +180,7 @@ class Chat(Generate):
     """Log-probability of each token."""
     top_logprobs: int | None = Field(default=None, ge=0)
     """And of so many most probable ones; only with logprobs."""
-    tools: list[FunctionTool] | None = None
+    tools: Listed[FunctionTool] | None = None
     """Given to the chat template. Calls are not parsed: they stay in the content as the model wrote them."""
     tool_choice: Annotated[Any, _Only("auto", "none")] = None
     """"none" does not show the tools to the model."""

@@ -55,13 +55,11 @@ class Vocabulary:
                 "answers with tokens",
                 field="model",
             )
-        self._special = {
-            number for number, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
-        }
+        self.special = {number for number, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
         self._bytes: dict[int, bytes] = {}
 
     def is_special(self, token: int) -> bool:
-        return token in self._special
+        return token in self.special
 
     def bytes_of(self, token: int) -> bytes:
         """Nothing for an id that the tokenizer does not have: models may have more rows than that, and clients send
@@ -69,12 +67,12 @@ class Vocabulary:
         found = self._bytes.get(token)
         if found is None:
             text = self._tokenizer.id_to_token(token) if token >= 0 else None
+            if text is None:
+                return b""  # not remembered: there are four billion such ids
             found = self._bytes[token] = self._bytes_of(text)
         return found
 
-    def _bytes_of(self, text: str | None) -> bytes:
-        if text is None:
-            return b""
+    def _bytes_of(self, text: str) -> bytes:
         if self._is_byte_level:
             known = [_BYTE_OF_CHAR.get(char) for char in text]
             return text.encode() if None in known else bytes(byte for byte in known if byte is not None)

@@ -16,6 +16,8 @@ import numpy.typing as npt
 import orjson
 
 from gateway import convert
+from gateway.http import schemas
+from gateway.shown import shown
 from tinsmith.rpc.errors import InvalidRequest, Unsupported
 from tinsmith.v1 import sampler_pb2, trainer_pb2, types_pb2
 
@@ -29,6 +31,7 @@ _DTYPES = {
     "int64": (types_pb2.DTYPE_INT64, _INT64),
     "float32": (types_pb2.DTYPE_FLOAT32, np.dtype("<f4")),
 }
+_TENSOR_FIELDS = schemas.TensorData.model_fields.keys()
 _RESULT_DTYPES = {
     types_pb2.DTYPE_FLOAT32: (np.dtype("<f4"), "float32"),
     types_pb2.DTYPE_INT64: (_INT64, "int64"),
@@ -45,7 +48,8 @@ def forward_backward(
     """The body of forward_backward or, with `forward_only`, of forward. Raises InvalidRequest, naming the field."""
     key = "forward_input" if forward_only else "forward_backward_input"
     batch = _object(content.get(key), field=key)
-    _refuse_others(batch, {"data", "loss_fn", "loss_fn_config", "forward_only"}, field=key)
+    convert.check_fields(content, {key, "model_id", "seq_id", "forward_only"}, field="")
+    convert.check_fields(batch, {"data", "loss_fn", "loss_fn_config", "forward_only"}, field=key)
     for asked in (content.get("forward_only"), batch.get("forward_only")):
         if asked is not None and not isinstance(asked, bool):
             raise InvalidRequest(f"forward_only: {_shown(asked)} is neither true nor false", field="forward_only")
@@ -68,22 +72,16 @@ def forward_backward(
     return message
 
 
-def _refuse_others(value: Mapping[str, Any], known: set[str], *, field: str) -> None:
-    """A misspelt field would train with its default."""
-    for name, content in value.items():
-        if name not in known and name != "type" and content is not None:
-            raise InvalidRequest(
-                f"{field}.{name}: is not a field of it; those are {', '.join(sorted(known))}", field=name
-            )
-
-
 def _datum(value: Mapping[str, Any], *, field: str) -> types_pb2.Datum:
     for spans in ("model_input_spans", "loss_fn_input_spans"):
         if value.get(spans):
             raise Unsupported(f"{field}.{spans}: the JSON form has no spans; send protobuf")
-    _refuse_others(value, {"model_input", "loss_fn_inputs", "model_input_spans", "loss_fn_input_spans"}, field=field)
+    convert.check_fields(
+        value, {"model_input", "loss_fn_inputs", "model_input_spans", "loss_fn_input_spans"}, field=field
+    )
     datum = types_pb2.Datum()
     model_input = _object(value.get("model_input"), field=f"{field}.model_input")
+    convert.check_fields(model_input, {"chunks"}, field=f"{field}.model_input")
     for index, chunk in enumerate(_list(model_input.get("chunks"), field=f"{field}.model_input.chunks")):
         name = f"{field}.model_input.chunks[{index}]"
         datum.model_input.append(convert.chunk(dict(_object(chunk, field=name)), field=name))
@@ -94,6 +92,7 @@ def _datum(value: Mapping[str, Any], *, field: str) -> types_pb2.Datum:
 
 
 def _tensor(value: Mapping[str, Any], *, field: str) -> types_pb2.Tensor:
+    convert.check_fields(value, _TENSOR_FIELDS, field=field)
     dtype = value.get("dtype")
     if dtype not in _DTYPES:
         raise InvalidRequest(f"{field}.dtype: {_shown(dtype)} is not one of {', '.join(_DTYPES)}", field=field)
@@ -143,10 +142,7 @@ def _list(value: Any, *, field: str) -> Sequence[Any]:
 
 
 def _shown(value: Any) -> str:
-    if value is None:
-        return "nothing"
-    text = repr(value[:20] if isinstance(value, list) else value)
-    return text if len(text) <= 100 else f"{text[:100]}..."
+    return "nothing" if value is None else shown(value)
 
 
 # Results

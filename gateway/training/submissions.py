@@ -16,7 +16,7 @@ from starlette.responses import Response
 from gateway.database.tables.sessions import Model
 from gateway.gateway import Gateway
 from gateway.http import schemas
-from gateway.http.body import Schema, fingerprint, parse
+from gateway.http.body import Schema, fingerprint, parse, parse_ids
 from gateway.http.errors import json_response
 from gateway.tenants.access import refused_id
 from gateway.tenants.caller import Caller
@@ -80,7 +80,7 @@ async def submit_json(
 ) -> Response:
     """For a JSON body with model_id and seq_id: `content` is what `body` holds."""
     with gateway.tenants.limits.reading(caller):
-        ids = parse(schemas.OperationIds, content)
+        ids = parse_ids(schemas.OperationIds, content)
     if await gateway.tenants.access.model(ids.model_id, caller) is None:  # `convert` looks at what the model has
         return no_model(gateway, caller, ids, None)
     try:

@@ -15,7 +15,7 @@ from gateway import convert
 from gateway.database.tables.sessions import Model
 from gateway.gateway import Gateway, caller_of, gateway_of
 from gateway.http import schemas
-from gateway.http.body import fingerprint, parse, read_json
+from gateway.http.body import fingerprint, parse, parse_ids, read_json
 from gateway.http.errors import json_response
 from gateway.tenants.caller import Caller
 from gateway.training.operations import Submission, request_id_of
@@ -101,7 +101,7 @@ async def _create(
     caller: Caller,
 ) -> Response:
     """`to_message` makes the request from the new model's id, and names the path that it loads."""
-    ids = parse(schemas.NewModelIds, content)
+    ids = parse_ids(schemas.NewModelIds, content)
     await check_session(gateway, ids.session_id, caller=caller)
     model_id = f"{ids.session_id}:train:{ids.model_seq_id}"
     request_id = request_id_of(model_id, 0)

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
 
 from gateway.gateway import caller_of, gateway_of, owner_of
-from gateway.http.body import read_json
+from gateway.http.body import off_loop, read_json
 from gateway.http.errors import json_response
 from gateway.openai import errors, schemas, sources
 from gateway.openai.chat import chat
@@ -45,9 +45,10 @@ def _openai(endpoint: Endpoint) -> Endpoint:
 
 
 async def _body(request: Request, schema: type[Schema]) -> Schema:
-    content, _ = await read_json(request, gateway_of(request).config)
+    config = gateway_of(request).config
+    content, raw = await read_json(request, config)
     try:
-        return schema.model_validate(content)
+        return await off_loop(lambda: schema.model_validate(content), num_bytes=len(raw), config=config)
     except ValidationError as error:
         raise errors.invalid(error) from None
 

@@ -14,7 +14,7 @@ from gateway import convert
 from gateway.database.tables.sessions import SamplingSession
 from gateway.gateway import Gateway, caller_of, gateway_of
 from gateway.http import schemas
-from gateway.http.body import fingerprint, off_loop, parse, read_json
+from gateway.http.body import fingerprint, off_loop, parse, parse_ids, read_json
 from gateway.http.errors import json_response
 from gateway.http.routes.models import check_session
 from gateway.tenants.access import refused_id
@@ -123,7 +123,7 @@ async def asample(request: Request) -> Response:
     gateway, caller = gateway_of(request), caller_of(request)
     gateway.sampling.samples.check_capacity(caller.owner)
     content, raw = await read_json(request, gateway.config)
-    ids = parse(schemas.SampleIds, content)
+    ids = parse_ids(schemas.SampleIds, content)
     well_formed = _SAMPLING_SESSION_ID.fullmatch(ids.sampling_session_id) is not None
     is_own = well_formed and await gateway.tenants.access.owns(ids.sampling_session_id, caller)
     request_id = f"{ids.sampling_session_id}:{ids.seq_id}" if is_own else ""
@@ -136,13 +136,16 @@ async def asample(request: Request) -> Response:
         await gateway.sampling.completions.reserve(request_id)
         version_id, limit = session.version_id, gateway.config.max_num_samples
 
-        def to_message() -> tuple[sampler_pb2.SampleRequest, bool]:
+        def to_message() -> tuple[sampler_pb2.SampleRequest, bool, str]:
             body = parse(schemas.Sample, content)
             if body.num_samples > limit:
                 raise InvalidRequest(f"num_samples: {body.num_samples} is above this server's max_num_samples {limit}")
-            return convert.sample_request(body, version_id=version_id), bool(body.record_stability_info)
+            message = convert.sample_request(body, version_id=version_id)
+            recorded = "recorded" if body.record_stability_info else ""
+            mark = fingerprint(message.SerializeToString(deterministic=True), recorded)
+            return message, bool(recorded), mark
 
-        message, is_recorded = await off_loop(to_message, num_bytes=len(raw), config=gateway.config)
+        message, is_recorded, mark = await off_loop(to_message, num_bytes=len(raw), config=gateway.config)
         hold = None
         if gateway.futures.fingerprint(request_id) is None:
             hold = gateway.tenants.limits.sample(caller, message, base_model=session.base_model)
@@ -157,7 +160,6 @@ async def asample(request: Request) -> Response:
             raise SequenceConflict(what) from error
         gateway.futures.fail(request_id, error, fingerprint=mark)
         return _receipt(request_id, num_sequences=0)
-    mark = fingerprint(message.SerializeToString(deterministic=True), "recorded" if is_recorded else "")
     message.cache_salt = caller.cache_salt
     gateway.sampling.samples.submit(
         request_id, message, session=session, fingerprint=mark, is_recorded=is_recorded, hold=hold

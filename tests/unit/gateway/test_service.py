@@ -162,13 +162,6 @@ async def test_the_gateway_starts_before_its_services(stack: Stack, client: Clie
     await client.sampling_session(session_id)
 
 
-async def test_fields_that_nobody_knows_are_ignored_with_a_word(
-    client: Client, caplog: pytest.LogCaptureFixture
-) -> None:
-    await client.call("create_session", {"tags": [], "sdk_version": "9", "colour": "red", "type": "create_session"})
-    assert "CreateSession: the field 'colour' is not known here and is ignored" in caplog.text
-
-
 async def supported(client: Client) -> dict[str, dict[str, object]]:
     models = (await client.get("/api/v1/get_server_capabilities")).json()["supported_models"]
     return {model["model_name"]: model for model in models}

@@ -1,0 +1,73 @@
+"""How much a body holds, counted before it is parsed.
+
+A parser has the interpreter's lock until it is done, so the event loop waits for it, in whatever thread it runs. What
+a parser makes may be a hundred times the size of the body, too. So a body is counted first, which is cheap and can be
+interrupted, and one that holds too much is not parsed at all.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+
+_CONTAINER_COST = 10
+_MEMBER_COST = 3
+"""What a list or an object, and each member of an object, costs beside its value; a number costs 1."""
+_VARINT, _FIXED64, _SIZED, _FIXED32 = 0, 1, 2, 5
+
+
+def json_values(body: bytes) -> int:
+    """Values of a JSON text, at most: each but the last ends with a comma, or contains others. A list or an object
+    counts as 10, and a member of an object as 3 more than its value. Punctuation within texts is counted too."""
+    num_containers = body.count(b"[") + body.count(b"{")
+    return 1 + body.count(b",") + _MEMBER_COST * body.count(b":") + _CONTAINER_COST * num_containers
+
+
+@functools.cache
+def _inside(kind: Descriptor) -> dict[int, Descriptor | None]:
+    """By field number: the message that a field with a size holds; None for packed numbers. Texts are not in it."""
+    texts = (FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_STRING)
+    return {field.number: field.message_type for field in kind.fields if field.type not in texts}
+
+
+def protobuf_values(body: bytes, kind: Descriptor, *, limit: int) -> int:
+    """Fields of a message and of those in it, and bytes of packed numbers; it stops counting above `limit`. For a
+    broken message, those before the place that is broken."""
+    count = 0
+    messages = [(kind, 0, len(body))]
+    try:
+        while messages and count <= limit:
+            kind, at, end = messages.pop()
+            inside = _inside(kind)
+            while at < end and count <= limit:
+                count += 1
+                tag, at = _varint(body, at) if body[at] >= 0x80 else (body[at], at + 1)
+                wire = tag & 7
+                if wire == _SIZED:
+                    size, at = _varint(body, at) if body[at] >= 0x80 else (body[at], at + 1)
+                    if (number := tag >> 3) in inside:
+                        if (found := inside[number]) is None:
+                            count += size
+                        else:
+                            messages.append((found, at, min(at + size, end)))
+                    at += size
+                elif wire == _VARINT:
+                    _, at = _varint(body, at)
+                else:
+                    at += 8 if wire == _FIXED64 else 4 if wire == _FIXED32 else 0
+    except IndexError:
+        pass  # the parser says where it is broken
+    return count
+
+
+def _varint(body: bytes, at: int) -> tuple[int, int]:
+    """The number at this place, and the place behind it. Raises IndexError when there is none."""
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = body[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+    raise IndexError

@@ -1,0 +1,33 @@
+"""Values of a client's as error messages show them."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+_LONGEST = 100
+_ITEMS = 20
+_DEPTH = 3
+
+
+def shown_name(name: object) -> str:
+    """A key of a client's object, which may be as long as the body."""
+    return str(name)[:_LONGEST]
+
+
+def shown(value: Any) -> str:
+    """The beginning of repr(value), without a repr of all of it: the value may be as large as a body."""
+    text = repr(_beginning(value, _DEPTH))
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def _beginning(value: Any, depth: int) -> Any:
+    match value:
+        case str() | bytes():
+            return value[: _LONGEST + 1]
+        case list():
+            return [_beginning(each, depth - 1) for each in value[:_ITEMS]] if depth else []
+        case dict():
+            items = islice(value.items(), _ITEMS) if depth else ()
+            return {_beginning(key, depth): _beginning(each, depth - 1) for key, each in items}
+    return value

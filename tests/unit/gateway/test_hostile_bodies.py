@@ -1,0 +1,255 @@
+"""Bodies that are made to be expensive: none of them keeps the event loop from others for long."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import numpy as np
+import orjson
+import pytest
+import zstandard
+
+from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, batch
+from tests.unit.gateway.talking import TalkingSampler
+
+LONGEST_GAP_S = 1.0
+"""Most was 0.4. Without bounds these bodies gave gaps of up to 20 s."""
+_NUM_KEYS = 300_000
+
+
+class Gaps:
+    """The longest time for which the event loop did not come to a task that is always ready. In seconds of processor
+    time of this process: what others do on the machine does not count."""
+
+    longest_s = 0.0
+
+    async def measure(self) -> None:
+        before = time.process_time()
+        while True:
+            await asyncio.sleep(0.002)
+            now = time.process_time()
+            self.longest_s, before = max(self.longest_s, now - before), now
+
+
+@asynccontextmanager
+async def watched() -> AsyncIterator[Gaps]:
+    gaps = Gaps()
+    measuring = asyncio.create_task(gaps.measure())
+    try:
+        yield gaps
+    finally:
+        measuring.cancel()
+        await asyncio.gather(measuring, return_exceptions=True)
+
+
+def post(stack: Stack, path: str, body: bytes, *, protobuf: bool, zstd: bool) -> tuple[int, bytes]:
+    """For a thread: the event loop of the test is the gateway's."""
+    connection = http.client.HTTPConnection("127.0.0.1", stack.port, timeout=120)
+    headers = {"x-api-key": "tml-test", "content-type": f"application/{'x-protobuf' if protobuf else 'json'}"}
+    connection.request("POST", path, body, headers | ({"content-encoding": "zstd"} if zstd else {}))
+    reply = connection.getresponse()
+    try:
+        return reply.status, reply.read()
+    finally:
+        connection.close()
+
+
+def ids(number: int) -> bytes:
+    """Random token ids, as JSON."""
+    return orjson.dumps(np.random.default_rng(0).integers(0, 2**31, number), option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def keys(number: int) -> bytes:
+    """Members of an object that nobody knows, with a comma behind each."""
+    return b"".join(b'"unknown_%d":1,' % n for n in range(number))
+
+
+def many(value: bytes, number: int) -> bytes:
+    return b"[" + b",".join([value] * number) + b"]"
+
+
+def head(**fields: object) -> bytes:
+    return orjson.dumps(fields)[:-1] + b","
+
+
+Make = Callable[[str, str], bytes]
+"""Of a model and a sampling session."""
+
+COMPLETION, CHAT = head(model=BASE_MODEL), head(model=BASE_MODEL, messages=[])
+TEXT = [{"role": "user", "content": "a"}]
+
+
+def _sample(session: str) -> bytes:
+    return head(sampling_session_id=session, seq_id=1, sampling_params={})
+
+
+def _batch(model_id: str, data: bytes) -> bytes:
+    body = b'{"forward_backward_input":{"loss_fn":"cross_entropy","data":' + data + b'},"model_id":"%s","seq_id":1}'
+    return body % model_id.encode()
+
+
+_TENSOR = b'[{"model_input":{"chunks":[]},"loss_fn_inputs":{"a":{"dtype":"int64","data":'
+_EMPTY_DATUM, _EMPTY_CHUNKS = b"\x1a\x00", b"\x0a\x00"
+
+
+def _varint(number: int) -> bytes:
+    made = bytearray()
+    while number >= 128:
+        made.append(number & 127 | 128)
+        number >>= 7
+    return bytes([*made, number])
+
+
+def _one_datum(model_id: str, inside: bytes) -> bytes:
+    return batch(model_id, 1).SerializeToString() + b"\x1a" + _varint(len(inside)) + inside
+
+
+HOSTILE: dict[str, tuple[str, Make]] = {
+    "token ids": ("/v1/completions", lambda m, s: COMPLETION + b'"prompt":' + ids(4_000_000) + b"}"),
+    "a million token ids": ("/v1/completions", lambda m, s: COMPLETION + b'"prompt":' + ids(900_000) + b"}"),
+    "empty prompts": ("/v1/completions", lambda m, s: COMPLETION + b'"prompt":' + many(b"[]", 4_000_000) + b"}"),
+    "fewer empty prompts": ("/v1/completions", lambda m, s: COMPLETION + b'"prompt":' + many(b"[]", 90_000) + b"}"),
+    "prompts of objects": ("/v1/completions", lambda m, s: COMPLETION + b'"prompt":' + many(b"{}", 90_000) + b"}"),
+    "short prompts": ("/v1/completions", lambda m, s: COMPLETION + b'"prompt":' + many(b'"a"', 900_000) + b"}"),
+    "mixed prompts": ("/v1/completions", lambda m, s: COMPLETION + b'"prompt":[' + b"1," * 900_000 + b'"a"]}'),
+    "unknown keys": ("/v1/completions", lambda m, s: COMPLETION + keys(_NUM_KEYS) + b'"prompt":"a"}'),
+    "a model of numbers": ("/v1/completions", lambda m, s: b'{"prompt":"a","model":' + ids(900_000) + b"}"),
+    "a long model": ("/v1/completions", lambda m, s: b'{"prompt":"a","model":"' + b"m" * 40_000_000 + b'"}'),
+    "a long number": ("/v1/completions", lambda m, s: COMPLETION + b'"prompt":[' + b"9" * 40_000_000 + b"]}"),
+    "many stops": ("/v1/completions", lambda m, s: COMPLETION + b'"prompt":"a","stop":' + many(b'"a"', 900_000) + b"}"),
+    "stops of ids": (
+        "/v1/completions",
+        lambda m, s: COMPLETION + b'"prompt":"a","stop_token_ids":' + ids(900_000) + b"}",
+    ),
+    "unknown keys of a chat": ("/v1/chat/completions", lambda m, s: CHAT + keys(_NUM_KEYS) + b'"n":1}'),
+    "messages of nothing": (
+        "/v1/chat/completions",
+        lambda m, s: COMPLETION + b'"messages":' + many(b"{}", 90_000) + b"}",
+    ),
+    "chat of ids": ("/v1/chat/completions", lambda m, s: CHAT + b'"prompt_token_ids":' + ids(900_000) + b"}"),
+    "tools": (
+        "/v1/chat/completions",
+        lambda m, s: head(model=BASE_MODEL, messages=TEXT) + b'"tools":' + many(b'{"type":1}', 90_000) + b"}",
+    ),
+    "a session's keys": ("/api/v1/create_session", lambda m, s: b"{" + keys(_NUM_KEYS) + b'"tags":[]}'),
+    "a session's tags": ("/api/v1/create_session", lambda m, s: b'{"tags":' + ids(900_000) + b"}"),
+    "a session's metadata": (
+        "/api/v1/create_session",
+        lambda m, s: b'{"user_metadata":{' + keys(_NUM_KEYS)[:-1] + b"}}",
+    ),
+    "a sample's prompt": (
+        "/api/v1/asample",
+        lambda m, s: _sample(s) + b'"prompt":{"chunks":[{"type":"encoded_text","tokens":' + ids(4_000_000) + b"}]}}",
+    ),
+    "a sample's large prompt": (
+        "/api/v1/asample",
+        lambda m, s: _sample(s) + b'"prompt":{"chunks":[{"type":"encoded_text","tokens":' + ids(900_000) + b"}]}}",
+    ),
+    "a sample's chunks": ("/api/v1/asample", lambda m, s: _sample(s) + b'"prompt":' + many(b"{}", 90_000) + b"}"),
+    "chunks of nothing": (
+        "/api/v1/asample",
+        lambda m, s: _sample(s) + b'"prompt":{"chunks":' + many(b"{}", 90_000) + b"}}",
+    ),
+    "a sample's keys": ("/api/v1/asample", lambda m, s: _sample(s) + keys(_NUM_KEYS) + b'"prompt":{"chunks":[]}}'),
+    "a sample's targets": (
+        "/api/v1/asample",
+        lambda m, s: (
+            _sample(s)
+            + b'"prompt":{"chunks":[]},"target_prompt_logprobs":{"dtype":"int64","data":'
+            + ids(900_000)
+            + b"}}"
+        ),
+    ),
+    "a sample's picture": (
+        "/api/v1/asample",
+        lambda m, s: _sample(s) + b'"prompt":{"chunks":[{"type":"image","data":"' + b"A" * 48_000_000 + b'"}]}}',
+    ),
+    "a step's keys": (
+        "/api/v1/optim_step",
+        lambda m, s: head(model_id=m, seq_id=1) + keys(_NUM_KEYS) + b'"adam_params":{}}',
+    ),
+    "a long step": (
+        "/api/v1/optim_step",
+        lambda m, s: head(model_id=m, seq_id=1) + b'"adam_params":"' + b"a" * 60_000_000 + b'"}',
+    ),
+    "a datum's ids": (
+        "/api/v1/forward_backward",
+        lambda m, s: _batch(m, _TENSOR + ids(4_000_000) + b"}}}]"),
+    ),
+    "a datum's large tensor": (
+        "/api/v1/forward_backward",
+        lambda m, s: _batch(m, _TENSOR + ids(900_000) + b"}}}]"),
+    ),
+    "empty datums": ("/api/v1/forward_backward", lambda m, s: _batch(m, many(b"{}", 4_000_000))),
+    "fewer empty datums": (
+        "/api/v1/forward_backward",
+        lambda m, s: _batch(m, many(b'{"model_input":{"chunks":[]},"loss_fn_inputs":{}}', 20_000)),
+    ),
+    "empty datums in protobuf": (
+        "/api/v1/forward_backward",
+        lambda m, s: batch(m, 1).SerializeToString() + _EMPTY_DATUM * 16_000_000,
+    ),
+    "empty chunks in protobuf": (
+        "/api/v1/forward_backward",
+        lambda m, s: _one_datum(m, _EMPTY_CHUNKS * 16_000_000),
+    ),
+    "a large datum in protobuf": (
+        "/api/v1/forward_backward",
+        lambda m, s: _one_datum(m, b"\x0a" + _varint(60_000_000) + bytes(60_000_000)),
+    ),
+    "a graph of lists": (
+        "/api/v1/create_custom_loss",
+        lambda m, s: (
+            head(session_id=m.partition(":")[0], custom_loss_seq_id=1, name="a", inputs=[])
+            + b'"graph":{"nodes":'
+            + many(b"[]", 90_000)
+            + b"}}"
+        ),
+    ),
+    "a poll's ids": (
+        "/api/v1/retrieve_futures",
+        lambda m, s: (
+            head(target={"type": "sampling_session", "sampling_session_id": s}, timeout=0)
+            + b'"retrieved_request_ids":'
+            + many(b'"a"', 900_000)
+            + b"}"
+        ),
+    ),
+    "a poll's long id": ("/api/v1/retrieve_future", lambda m, s: b'{"request_id":"' + b"a" * 40_000_000 + b'"}'),
+}
+
+
+@pytest.fixture
+async def talking(stack: Stack) -> None:
+    """Its sampler has a tokenizer."""
+    await stack.sampler_backend.stop()
+    stack.sampler = stack.sampler_backend.servicer = TalkingSampler()
+    await stack.sampler_backend.start()
+    await stack.restart_gateway(submit_timeout_s=60)
+
+
+@pytest.mark.usefixtures("talking")
+@pytest.mark.parametrize("path", sorted({path for path, _ in HOSTILE.values()}))
+async def test_no_body_blocks_the_event_loop(stack: Stack, client: Client, path: str) -> None:
+    session_id = await client.session()
+    longest: dict[str, float] = {}
+    for number, (name, (where, make)) in enumerate(HOSTILE.items()):
+        if where != path:
+            continue
+        model_id = await client.model(session_id, seq=number)
+        sampling_session_id = await client.sampling_session(session_id, seq=number)
+        body = await asyncio.to_thread(make, model_id, sampling_session_id)
+        if is_zstd := name.startswith("empty") and name.endswith("protobuf"):
+            body = zstandard.ZstdCompressor().compress(body)
+        async with watched() as gaps:
+            status, answer = await asyncio.to_thread(
+                post, stack, path, body, protobuf=name.endswith("protobuf"), zstd=is_zstd
+            )
+        assert status in (200, 400, 413), (name, status, answer[:300])
+        assert len(answer) < 1000, name
+        longest[name] = gaps.longest_s
+    assert {name: gap for name, gap in longest.items() if gap >= LONGEST_GAP_S} == {}

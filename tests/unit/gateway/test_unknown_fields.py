@@ -1,0 +1,185 @@
+"""Fields that the server does not know: refused by name, everywhere and in every form."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import tinker
+from pydantic import BaseModel, ValidationError
+from tinker.proto import tinker_public_pb2
+
+from gateway.http import schemas
+from gateway.http.openapi.bodies import LoadWeights
+from gateway.openai import schemas as openai_schemas
+from tests.unit.gateway.stack import BASE_MODEL, Client, batch, sample_body
+from tinsmith.v1 import trainer_pb2
+
+SCHEMAS = sorted(
+    {
+        schema
+        for module in (schemas, openai_schemas)
+        for _, schema in inspect.getmembers(module, inspect.isclass)
+        if issubclass(schema, BaseModel) and schema.__module__ == module.__name__
+    },
+    key=lambda schema: (schema.__module__, schema.__name__),
+)
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: schema.__name__)
+def test_every_schema_refuses_what_it_does_not_know_but_not_null(schema: type[BaseModel]) -> None:
+    def refused(content: dict[str, Any]) -> list[tuple[int | str, ...]]:
+        try:
+            schema.model_validate(content)
+        except ValidationError as error:
+            return [each["loc"] for each in error.errors() if each["type"] == "extra_forbidden"]
+        return []
+
+    many = {f"colour_{n}": n for n in range(100)}
+    assert refused(many) == [("colour_0",)], "one error, however many there are"
+    assert refused({"colour": False}) == [("colour",)]
+    assert refused({"colour": None}) == []
+
+
+async def test_a_body_is_refused_with_the_fields_name_and_value(client: Client) -> None:
+    session = {"tags": [], "sdk_version": "9", "type": "create_session", "shade": None}
+    await client.call("create_session", session)
+    error = (await client.call("create_session", session | {"colour": "red"}, status=400))["detail"]
+    assert error == "colour: this server knows no such field and cannot apply 'red'; leave it out"
+
+
+async def test_a_parameter_of_a_url_is_refused(client: Client) -> None:
+    reply = await client.get("/api/v1/training_runs?limit=3&ofset=7")
+    assert reply.status_code == 400
+    assert "ofset" in reply.json()["detail"]
+    assert "'7'" in reply.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("colour", {"colour": 1}),
+        ("sampling_params.colour", {"sampling_params": {"max_tokens": 2, "colour": 1}}),
+        ("prompt.colour", {"prompt": {"chunks": [], "colour": 1}}),
+        ("prompt.chunks[0].colour", {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1], "colour": 1}]}}),
+        (
+            "target_prompt_logprobs.colour",
+            {"target_prompt_logprobs": {"data": [1], "dtype": "int64", "colour": 1}},
+        ),
+    ],
+)
+async def test_a_sample_is_refused(client: Client, name: str, fields: dict[str, Any]) -> None:
+    sampler = await client.sampling_session(await client.session())
+    answer = await client.result(await client.call("asample", sample_body(sampler, 1, **fields)))
+    assert answer["category"] == "user"
+    assert answer["error"].startswith(f"{name}: this server knows no such field and cannot apply 1")
+
+
+async def test_a_step_is_refused_and_uses_up_its_number(client: Client) -> None:
+    model_id = await client.model(await client.session())
+    step = {"model_id": model_id, "seq_id": 1, "adam_params": {"learning_rate": 0.1, "lr": 0.2}}
+    assert "adam_params.lr" in (await client.result(await client.call("optim_step", step)))["error"]
+    step = {"model_id": model_id, "seq_id": 2, "adam_params": {"learning_rate": 0.1, "lr": None}}
+    assert "error" not in await client.result(await client.call("optim_step", step))
+
+
+TOKENS = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
+TENSOR = {"data": [1, 2], "dtype": "int64"}
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("colour", lambda body: body.update(colour=1)),
+        ("forward_backward_input.colour", lambda body: body["forward_backward_input"].update(colour=1)),
+        ("data[0].colour", lambda body: _datum(body).update(colour=1)),
+        ("data[0].model_input.colour", lambda body: _datum(body)["model_input"].update(colour=1)),
+        (
+            "data[0].model_input.chunks[0].colour",
+            lambda body: _chunk(body).update(colour=1),
+        ),
+        ("data[0].loss_fn_inputs.target_tokens.colour", lambda body: _tensor(body).update(colour=1)),
+    ],
+)
+async def test_a_batch_in_json_is_refused(client: Client, name: str, change: Any) -> None:
+    model_id = await client.model(await client.session())
+    datum = {"model_input": {"chunks": [dict(TOKENS["chunks"][0])]}, "loss_fn_inputs": {"target_tokens": dict(TENSOR)}}
+    content = {
+        "forward_backward_input": {"data": [datum], "loss_fn": "cross_entropy"},
+        "model_id": model_id,
+        "seq_id": 1,
+    }
+    change(content)
+    answer = await client.result(await client.call("forward_backward", content))
+    assert answer["category"] == "user"
+    assert answer["error"].startswith(f"{name}: this server knows no such field and cannot apply 1")
+
+
+def _datum(body: Any) -> Any:
+    return body["forward_backward_input"]["data"][0]
+
+
+def _chunk(body: Any) -> Any:
+    return _datum(body)["model_input"]["chunks"][0]
+
+
+def _tensor(body: Any) -> Any:
+    return _datum(body)["loss_fn_inputs"]["target_tokens"]
+
+
+FIELD_1000 = b"\xc0\x3e\x01"
+"""A number, 1, in protobuf."""
+
+
+@pytest.mark.parametrize("inside", [False, True])
+async def test_a_batch_in_protobuf_is_refused(client: Client, inside: bool) -> None:
+    model_id = await client.model(await client.session())
+    message = batch(model_id, 1)
+    body = message.SerializeToString()
+    if inside:
+        datum = message.data[0].SerializeToString() + FIELD_1000
+        body += b"\x1a" + bytes([len(datum)]) + datum
+    else:
+        body += FIELD_1000
+    headers = {"content-type": "application/x-protobuf"}
+    reply = await client.post("/api/v1/forward_backward", content=body, headers=headers)
+    answer = await client.result(reply.json())
+    where = "a field of data" if inside else "field number 1000 of the request"
+    assert answer["error"].startswith(f"{where}: this server knows no such field")
+    assert (await client.forward_backward(model_id, 2)).status_code == 200
+
+
+def test_every_field_of_the_sdks_batches_is_known() -> None:
+    def fields(message: Any, prefix: str = "") -> set[str]:
+        found = set()
+        for field in message.fields:
+            found.add(f"{prefix}{field.number}")
+            if field.message_type is not None:
+                found |= fields(field.message_type, f"{prefix}{field.number}.")
+        return found
+
+    theirs = tinker_public_pb2.DESCRIPTOR.message_types_by_name["ForwardBackwardRequest"]
+    assert fields(theirs) <= fields(trainer_pb2.ForwardBackwardRequest.DESCRIPTOR)
+
+
+def test_every_field_of_the_sdks_requests_is_known() -> None:
+    requests = {
+        name.removesuffix("Request"): member
+        for name, member in inspect.getmembers(tinker.types, inspect.isclass)
+        if name.endswith("Request") and issubclass(member, BaseModel)
+    }
+    ours = {schema.__name__: schema for schema in SCHEMAS} | {"LoadWeights": LoadWeights}
+    del requests["OptimStep"]  # the SDK writes its optim_params under the names of the optimizers
+    compared = requests.keys() & ours.keys()
+    assert {"CreateSession", "CreateModel", "Sample", "SaveWeights"} <= compared
+    for name in sorted(compared):
+        theirs = requests[name].model_fields.keys() - {"type"}
+        assert theirs <= ours[name].model_fields.keys(), name
+
+
+async def test_an_openai_request_is_refused(client: Client) -> None:
+    body = {"model": BASE_MODEL, "prompt": "a", "shade": None, "colour": 1}
+    reply = await client.post("/v1/completions", json=body)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "colour"
