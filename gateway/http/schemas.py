@@ -23,6 +23,8 @@ Text = Annotated[str, AfterValidator(_storable)]
 
 Id = Annotated[str, Field(max_length=1000), AfterValidator(_storable)]
 """An id, a name or a path. Errors repeat them."""
+RequestId = Annotated[str, Field(max_length=20_000), AfterValidator(_storable)]
+"""Longer than others, because the id of a refused request holds the refusal."""
 
 _MAX_ENTRIES = 1024
 """Tags, or notes, of one session, run or checkpoint."""
@@ -239,12 +241,12 @@ class RetrieveFuture(Body):
     HARMLESS = Body.HARMLESS | {"model_id", "sample_sequence_ids"}
     """A receipt may be sent back as it is."""
 
-    request_id: Id
+    request_id: RequestId
     allow_metadata_only: bool = False
 
 
 class CancelFuture(Body):
-    request_id: Id
+    request_id: RequestId
 
 
 class FuturesTarget(Body):
