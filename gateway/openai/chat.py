@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 from uuid import uuid4
@@ -72,7 +73,14 @@ async def chat(gateway: Gateway, request: Request, body: Chat, *, caller: Caller
     limit = gateway.config.max_num_samples
     if body.num_choices > limit:
         raise InvalidRequest(f"n: {body.num_choices} is above this server's max_num_samples {limit}", field="n")
-    gateway.sampling.generator.check_capacity(caller.owner)
+    with contextlib.ExitStack() as places:
+        places.enter_context(gateway.sampling.generator.place(caller.owner))
+        return await _answer(gateway, request, body, caller=caller, places=places)
+
+
+async def _answer(
+    gateway: Gateway, request: Request, body: Chat, *, caller: Caller, places: contextlib.ExitStack
+) -> Response:
     source = await find_source(gateway, body.model, caller=caller)
     tokenizer = await gateway.sampling.generator.tokenizer(source)
     sample = sample_request(
@@ -130,4 +138,5 @@ async def chat(gateway: Gateway, request: Request, body: Chat, *, caller: Caller
         lambda updates: chunks_of(
             updates, head=head, choices=choices, draws=[draw], include_usage=body.include_usage, first=prompt
         ),
+        places=places.pop_all(),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -61,7 +62,20 @@ async def complete(gateway: Gateway, request: Request, body: Completion, *, call
             f"prompt, n: {len(prompts)} prompts of {body.num_choices} choices each are outside 1 .. {limit} choices",
             field="prompt",
         )
-    gateway.sampling.generator.check_capacity(caller.owner)
+    with contextlib.ExitStack() as places:
+        places.enter_context(gateway.sampling.generator.place(caller.owner, num_prompts=len(prompts)))
+        return await _answer(gateway, request, body, prompts, caller=caller, places=places)
+
+
+async def _answer(
+    gateway: Gateway,
+    request: Request,
+    body: Completion,
+    prompts: Sequence[Prompt],
+    *,
+    caller: Caller,
+    places: contextlib.ExitStack,
+) -> Response:
     source = await find_source(gateway, body.model, caller=caller)
     tokenizer = await gateway.sampling.generator.tokenizer(source)
     add_special_tokens = body.add_special_tokens is not False
@@ -83,6 +97,7 @@ async def complete(gateway: Gateway, request: Request, body: Completion, *, call
             lambda updates: chunks_of(
                 updates, head=head, choices=choices.of, draws=draws, include_usage=body.include_usage
             ),
+            places=places.pop_all(),
         )
     results = await while_connected(request, together([draw.result() for draw in draws]))
     made = [choices.make(update) for updates in results for update in updates]

@@ -48,13 +48,17 @@ async def event_stream(
     request: Request,
     draws: list[Draw],
     chunks: Callable[[AsyncIterator[Update]], AsyncGenerator[dict[str, Any], None]],
+    *,
+    places: contextlib.ExitStack,
 ) -> StreamingResponse:
-    """Begins all draws; then a response that sends what `chunks` makes of their updates, as they come.
+    """Begins all draws; then a response that sends what `chunks` makes of their updates, as they come. `places` is
+    closed at its end.
 
     Raises what a draw fails with before its first token. A later failure is sent as an event, because the status has
     been sent.
     """
     stack = contextlib.AsyncExitStack()
+    stack.callback(places.close)
     begun = together([stack.enter_async_context(draw.updates()) for draw in draws])
     try:
         sources = await while_connected(request, begun)

@@ -123,9 +123,20 @@ class Generator:
     def num_running(self) -> int:
         return self._running_of.total()
 
-    def check_capacity(self, owner: str) -> None:
-        """Raises OutOfCapacity when too many requests are in work, of the owner or of all."""
+    @contextlib.contextmanager
+    def place(self, owner: str, *, num_prompts: int = 1) -> Iterator[None]:
+        """Places among the samples in work, from before the prompts are rendered to the end of the answer.
+
+        Raises OutOfCapacity when too many samples are in work, of the owner or of all.
+        """
         check_pending(self._config, owner, num_own=self._running_of[owner], num_all=self.num_running)
+        self._running_of[owner] += num_prompts
+        try:
+            yield
+        finally:
+            self._running_of[owner] -= num_prompts
+            if not self._running_of[owner]:
+                del self._running_of[owner]
 
     async def sample(self, source: Source, request: pb.SampleRequest, *, request_id: str) -> pb.SampleResponse:
         metadata = ((REQUEST_ID_METADATA, request_id),)
@@ -134,7 +145,7 @@ class Generator:
             sampling = replica.stub.Sample(request, metadata=metadata)
             return self._reply(replica, sampling, weight=request.num_samples)
 
-        with self._running(source, request) as hold:
+        with self._holding_budget(source, request) as hold:
             response = await self._ask(source, call, request)
             self._remember(source, request, response, request_id)
             num_sampled = sum(len(sequence.tokens) // 4 for sequence in response.sequences)
@@ -183,7 +194,7 @@ class Generator:
                 is_counted = True
                 await self._count(source, request, hold, num_sampled=num_sampled, num_cached=num_cached)
 
-        with self._running(source, request) as hold:
+        with self._holding_budget(source, request) as hold:
             with_seed(request)
             try:
                 yield pieces(await begin())
@@ -218,18 +229,14 @@ class Generator:
             call.cancel()
 
     @contextlib.contextmanager
-    def _running(self, source: Source, request: pb.SampleRequest) -> Iterator[Hold | None]:
-        """What it may use. Raises RateLimited and BudgetExceeded."""
+    def _holding_budget(self, source: Source, request: pb.SampleRequest) -> Iterator[Hold | None]:
+        """What the request may use while it is in work. Raises RateLimited and BudgetExceeded."""
         hold = None
         if source.caller is not None:
             hold = self._limits.sample(source.caller, request, base_model=source.base_model)
-        self._running_of[source.owner] += 1
         try:
             yield hold
         finally:
-            self._running_of[source.owner] -= 1
-            if not self._running_of[source.owner]:
-                del self._running_of[source.owner]
             if hold is not None:
                 hold.release()
 

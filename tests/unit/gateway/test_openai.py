@@ -550,6 +550,58 @@ async def test_too_many_requests_at_once_are_429(client: Client, stack: Stack, s
     await first
 
 
+def slow_template(sampler: TalkingSampler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rendering takes long enough for other requests to come meanwhile."""
+    tokenize = sampler.Tokenize
+
+    async def slowly(request: Any, context: Any) -> Any:
+        await asyncio.sleep(0.1)
+        return await tokenize(request, context)
+
+    monkeypatch.setattr(sampler, "Tokenize", slowly)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("endpoint", "body"), [("chat/completions", CHAT), ("completions", COMPLETION)])
+async def test_requests_that_come_at_once_hold_their_places_while_their_prompts_are_rendered(
+    stack: Stack, sampler: TalkingSampler, monkeypatch: pytest.MonkeyPatch, endpoint: str, body: Any, stream: bool
+) -> None:
+    await stack.restart_gateway(max_pending_samples=8)
+    slow_template(sampler, monkeypatch)
+    assert stack.server is not None
+    generator = stack.server.app.state.gateway.sampling.generator
+    sampler.pauses = stream
+    sampler.go.clear()
+    limits = httpx.Limits(max_connections=64)
+    async with httpx.AsyncClient(base_url=stack.url, timeout=20, limits=limits) as client:
+        await asyncio.gather(*[client.get("/v1/models") for _ in range(64)])  # the connections are warm
+        sent = [asyncio.create_task(client.post(f"/v1/{endpoint}", json=body | {"stream": stream})) for _ in range(64)]
+        await until(lambda: sum(each.done() for each in sent) >= 64 - 8 or len(sampler.requests) > 8)
+        assert generator.num_running == 8
+        sampler.go.set()
+        replies = await asyncio.gather(*sent)
+        assert sorted({reply.status_code for reply in replies}) == [200, 429]
+        assert sum(reply.status_code == 200 for reply in replies) == len(sampler.requests) == 8
+        await until(lambda: generator.num_running == 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_place_is_free_again_whatever_a_request_ended_with(
+    client: Client, stack: Stack, sampler: TalkingSampler, stream: bool
+) -> None:
+    await stack.restart_gateway(max_pending_samples=1)
+    asked = CHAT | {"stream": stream}
+    for _ in range(2):
+        martian = [{"role": "martian", "content": "?"}]
+        await refusal(client, "chat/completions", asked, messages=martian)
+        await refusal(client, "chat/completions", asked, model="no/model", status=404)
+        sampler.error = InvalidRequest("prompt: is bad", field="prompt")
+        await refusal(client, "chat/completions", asked)
+        sampler.error = None
+        await ask(client, "chat/completions", CHAT)
+        await events(client, "chat/completions", CHAT)
+
+
 async def test_what_the_sampler_refuses_names_the_field_of_this_api(client: Client, sampler: TalkingSampler) -> None:
     sampler.error = InvalidRequest("topk_sample_logprobs: 500 is outside 0..128", field="topk_sample_logprobs")
     assert (await refusal(client, "completions", COMPLETION))["param"] == "top_logprobs"
