@@ -124,7 +124,8 @@ class GatewayConfig(GrpcTls, BaseSettings):
     max_pending_operations: int = Field(default=1024, gt=0)
     """Training operations of one model in work at once; above it a submission is answered 429."""
     result_cache_bytes: int = Field(default=256 * 2**20, gt=0)
-    """Memory for answers that can be asked for again; the least recently used ones go first."""
+    """Memory for answers that can be asked for again, and one answer more. Above it the owner whose answers are largest
+    together loses the least recently used of them."""
     metadata_only_bytes: int = Field(default=2**20, gt=0)
     """A larger answer is announced with its size first, to clients that allow it, so that they can limit what they load
     at once."""

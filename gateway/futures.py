@@ -10,13 +10,14 @@ import asyncio
 import logging
 import re
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import orjson
 
+from gateway.answers import Answer, Answers, Kept
 from gateway.database.tables.history import Span
 from gateway.metrics import Metrics
 from gateway.tenants.ledger import Ledger
@@ -26,22 +27,6 @@ from tinsmith.rpc.errors import FailedPrecondition, ServiceError
 from tinsmith.v1 import types_pb2
 
 logger = logging.getLogger(__name__)
-
-JSON = "application/json"
-PROTOBUF = "application/x-protobuf"
-_OVERHEAD_BYTES = 1024
-"""What an answer costs beside its body."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What retrieve_future sends."""
-
-    body: bytes
-    media_type: str = JSON
-    as_json: Callable[[bytes], bytes] | None = None
-    """Makes JSON of a protobuf body, for clients that do not accept it."""
-    is_failure: bool = False
 
 
 def failed(error: ServiceError) -> Answer:
@@ -120,14 +105,12 @@ class Listener(Protocol):
 
 class Futures:
     def __init__(self, *, cache_bytes: int, metrics: Metrics, ledger: Ledger) -> None:
-        self._cache_bytes = cache_bytes
         self._metrics = metrics
         self._ledger = ledger
         self.listener: Listener | None = None
         self._pending: dict[str, Pending] = {}
         self._num_pending: Counter[str | tuple[str, str]] = Counter()  # by kind, by group, and by kind and owner
-        self._answers: OrderedDict[str, tuple[str | None, Answer]] = OrderedDict()
-        self._num_bytes = 0
+        self._answers = Answers(cache_bytes)
         self._closing = False
 
     def num_pending(self, kind_or_group: str, *, owner: str | None = None) -> int:
@@ -145,7 +128,8 @@ class Futures:
         """Hash of the request behind this id; None when it is not known here."""
         if (pending := self._pending.get(request_id)) is not None:
             return pending.fingerprint
-        return self._answers[request_id][0] if request_id in self._answers else None
+        kept = self._answers.get(request_id)
+        return None if kept is None else kept.fingerprint
 
     def fail(self, request_id: str, error: ServiceError, *, fingerprint: str) -> None:
         """A future that has failed already; an answer that is there stays."""
@@ -156,12 +140,12 @@ class Futures:
 
     def answer(self, request_id: str) -> Answer | None:
         """The answer when it is there and still kept."""
-        return self._answers[request_id][1] if request_id in self._answers else None
+        kept = self._answers.get(request_id)
+        return None if kept is None else kept.answer
 
     def forget(self, request_id: str) -> None:
         """The client has the answer: its memory is of more use to others."""
-        if (old := self._answers.pop(request_id, None)) is not None:
-            self._num_bytes -= len(old[1].body) + _OVERHEAD_BYTES
+        self._answers.forget(request_id)
 
     def start(self, pending: Pending, work: Coroutine[None, None, Answer]) -> None:
         """Runs the work. It takes the place of other work for the same id, whose own waiters still get its answer."""
@@ -211,18 +195,14 @@ class Futures:
 
     def _keep(self, request_id: str, fingerprint: str | None, answer: Answer) -> None:
         fingerprint = fingerprint or self.fingerprint(request_id)
-        self.forget(request_id)
-        self._answers[request_id] = (fingerprint, answer)
-        self._num_bytes += len(answer.body) + _OVERHEAD_BYTES
-        while self._num_bytes > self._cache_bytes and len(self._answers) > 1:
-            _, (_, evicted) = self._answers.popitem(last=False)
-            self._num_bytes -= len(evicted.body) + _OVERHEAD_BYTES
+        owner = self._ledger.owner_of(request_id.partition(":")[0])
+        self._answers.put(request_id, Kept(owner, answer, fingerprint))
 
     async def poll(self, request_id: str, *, timeout_s: float) -> Answer | Progress:
         """The answer, or what it waits for when it is not there in time. Raises Gone for an unknown id."""
-        if request_id in self._answers:
-            self._answers.move_to_end(request_id)
-            return self._answers[request_id][1]
+        if (kept := self._answers.get(request_id)) is not None:
+            self._answers.use(request_id)
+            return kept.answer
         if (pending := self._pending.get(request_id)) is None:
             raise Gone
         if not self._closing:

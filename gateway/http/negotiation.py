@@ -5,8 +5,8 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.answers import JSON, PROTOBUF, Answer
 from gateway.config import GatewayConfig
-from gateway.futures import JSON, PROTOBUF, Answer
 from gateway.http.body import off_loop
 
 

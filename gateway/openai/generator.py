@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import grpc.aio
 from sqlalchemy.exc import SQLAlchemyError
@@ -37,6 +39,8 @@ from tinsmith.rpc.logs import REQUEST_ID_METADATA
 from tinsmith.v1 import sampler_pb2 as pb
 
 T = TypeVar("T")
+_MAX_SAMPLED = 100_000
+"""Versions and owners of which the audit log is known to have the reading; of others it has it once more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +91,21 @@ class Generator:
         self._limits = limits
         self._recent = recent
         self._metrics = metrics
-        self.known_versions: set[str] = set()
-        """Those that have been sampled here; whether they may be was checked then."""
+        self._sampled: OrderedDict[tuple[str, str], None] = OrderedDict()
+        """Owners and the versions that they have sampled here, the least recently used first."""
         self._running_of: Counter[str] = Counter()  # by owner
-        self._tokenizers: dict[str, asyncio.Task[TokenizerInfo]] = {}  # by boot_id
+        self._tokenizers: dict[str, asyncio.Task[TokenizerInfo]] = {}  # by boot_id, of samplers that are known now
+        self._vocabularies: WeakValueDictionary[bytes, Vocabulary] = WeakValueDictionary()
+        """By digest: samplers of one base model have one."""
+
+    def is_first(self, owner: str, version_id: str) -> bool:
+        """Whether the owner samples the version for the first time: the audit log has that once, not each request."""
+        is_new = (owner, version_id) not in self._sampled
+        self._sampled[owner, version_id] = None
+        self._sampled.move_to_end((owner, version_id))
+        if len(self._sampled) > _MAX_SAMPLED:
+            self._sampled.popitem(last=False)
+        return is_new
 
     # Text
 
@@ -109,7 +124,12 @@ class Generator:
     async def _load_tokenizer(self, source: Source) -> TokenizerInfo:
         request = pb.GetTokenizerRequest()
         reply = await self._ask(source, lambda replica: self._reply(replica, replica.stub.GetTokenizer(request)))
-        vocabulary = await asyncio.to_thread(Vocabulary, reply.tokenizer_json)
+        digest = sha256(reply.tokenizer_json.encode()).digest()
+        vocabulary = self._vocabularies.get(digest) or await asyncio.to_thread(Vocabulary, reply.tokenizer_json)
+        vocabulary = self._vocabularies.setdefault(digest, vocabulary)
+        living = {replica.info.boot_id for replica in self._clients.samplers.all if replica.info is not None}
+        for boot_id in self._tokenizers.keys() - living:
+            del self._tokenizers[boot_id]
         return TokenizerInfo(vocabulary, tuple(reply.eos_token_ids))
 
     async def tokenize(self, source: Source, request: pb.TokenizeRequest) -> bytes:

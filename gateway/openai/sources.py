@@ -25,10 +25,8 @@ async def find_source(gateway: Gateway, model: str, *, caller: Caller) -> Source
     base_model = model
     if model.startswith(SCHEME):
         checkpoint = await gateway.storage.checkpoints.find(model, field="model", caller=caller)
-        known_versions = gateway.sampling.generator.known_versions
-        if checkpoint.version_id not in known_versions:  # once for the audit log, not at each request
+        if gateway.sampling.generator.is_first(caller.owner, checkpoint.version_id):
             await gateway.storage.checkpoints.read(model, field="model", caller=caller, purpose="sample")
-            known_versions.add(checkpoint.version_id)
         base_model, version_id, location = checkpoint.base_model, checkpoint.version_id, checkpoint.location
         run = await gateway.store.models.get(checkpoint.run_id) if checkpoint.inflight else None
         if run is not None and run.inflight_version_id is not None:  # the newest of those that the path stands for

@@ -13,12 +13,13 @@ from functools import partial
 
 import grpc.aio
 
+from gateway.answers import PROTOBUF, Answer
 from gateway.clients import Clients, meaning
 from gateway.config import GatewayConfig
 from gateway.dashboard.samples import RecentSamples
 from gateway.database.outages import until_written
 from gateway.database.tables.sessions import SamplingSession
-from gateway.futures import PROTOBUF, Answer, Futures, Pending
+from gateway.futures import Futures, Pending
 from gateway.metrics import Metrics
 from gateway.reports import ran_of
 from gateway.sampling.inflight import Inflight

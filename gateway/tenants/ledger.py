@@ -126,6 +126,10 @@ class Ledger:
     def _whose(self, session_id: str) -> Whose:
         return self._store.sessions.known_whose(session_id) or _UNKNOWN
 
+    def owner_of(self, session_id: str) -> str:
+        """Empty where it is not known without asking the database."""
+        return self._whose(session_id).owner
+
     def tokens(self, owner: str) -> int:
         """All that the owner has used, of every kind and at every gateway, as far as it is known here. For a moment it
         may be more: the database has, and `heard` of, what this ledger does not know to be written."""

@@ -12,11 +12,12 @@ import time
 import grpc.aio
 import orjson
 
+from gateway.answers import Answer
 from gateway.clients import Clients, is_lost
 from gateway.config import GatewayConfig
 from gateway.database.store import Store
 from gateway.database.tables.operations import CustomLoss
-from gateway.futures import Answer, Futures, Gone, Pending
+from gateway.futures import Futures, Gone, Pending
 from gateway.http import schemas
 from gateway.http.body import fingerprint
 from gateway.training.refusals import Refusals

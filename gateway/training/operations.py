@@ -18,13 +18,14 @@ from typing import Any
 
 from sqlalchemy.exc import SQLAlchemyError
 
+from gateway.answers import Answer
 from gateway.clients import Clients
 from gateway.config import GatewayConfig
 from gateway.dashboard.history import History
 from gateway.database.outages import TRY_AGAIN, in_words, until_written
 from gateway.database.store import Store
 from gateway.database.tables.operations import Operation
-from gateway.futures import Answer, Futures, Gone, Pending
+from gateway.futures import Futures, Gone, Pending
 from gateway.metrics import Metrics
 from gateway.tenants.ledger import Ledger
 from gateway.tenants.limits import Hold

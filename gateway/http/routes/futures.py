@@ -8,7 +8,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway import reports
-from gateway.futures import Answer, Gone, Progress, failed
+from gateway.answers import Answer
+from gateway.futures import Gone, Progress, failed
 from gateway.gateway import Gateway, caller_of, gateway_of
 from gateway.http import schemas
 from gateway.http.body import parse, read_json

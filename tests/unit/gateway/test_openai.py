@@ -18,6 +18,7 @@ from tinsmith.rpc.errors import InvalidRequest, OutOfCapacity, ServiceError
 
 CHAT: dict[str, Any] = {"model": BASE_MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 COMPLETION: dict[str, Any] = {"model": BASE_MODEL, "prompt": "Hi", "max_tokens": 100}
+OWNERS = ("ada", "bob", "eve")
 SAYS = "the snow ❄ and the sand"
 
 
@@ -610,6 +611,41 @@ async def test_what_the_sampler_refuses_names_the_field_of_this_api(client: Clie
 async def test_the_tokenizer_is_asked_for_once(client: Client, sampler: TalkingSampler) -> None:
     await asyncio.gather(*[ask(client, "completions", COMPLETION) for _ in range(5)])
     assert sampler.num_tokenizers == 1
+
+
+async def test_samplers_with_one_tokenizer_share_it_and_that_of_one_that_is_gone_goes(
+    client: Client, stack: Stack, sampler: TalkingSampler
+) -> None:
+    assert stack.server is not None
+    gateway = stack.server.app.state.gateway
+    await ask(client, "completions", COMPLETION)
+    (replica,), generator = gateway.clients.samplers.all, gateway.sampling.generator
+    (first,) = (last,) = generator._tokenizers.values()
+    for _ in range(3):
+        assert replica.info is not None
+        replica.info.boot_id += "+"  # it was started again
+        await ask(client, "completions", COMPLETION)
+        (last,) = generator._tokenizers.values()
+    assert sampler.num_tokenizers == 4
+    assert last is not first
+    assert last.result().vocabulary is first.result().vocabulary
+
+
+async def test_every_owner_who_samples_a_checkpoint_is_in_the_audit_log_once(stack: Stack) -> None:
+    await stack.restart_gateway(
+        openai_wait_s=0.3, api_keys=[{"key": f"tml-{name}", "owner": name, "admin": name == "ada"} for name in OWNERS]
+    )
+    clients = [Client(base_url=stack.url, timeout=20, headers={"x-api-key": f"tml-{name}"}) for name in OWNERS]
+    path = await saved(clients[0])
+    published = f"/api/v1/training_runs/{path.removeprefix('tinker://').replace('/', '/checkpoints/', 1)}/publish"
+    assert (await clients[0].post(published)).status_code == 200
+    for one in clients * 2:
+        await ask(one, "completions", COMPLETION, model=path)
+    entries = (await clients[0].get("/api/v1/audit")).json()["entries"]
+    readers = [each["event_details"]["actor"] for each in entries if each["event"] == "checkpoint_read"]
+    assert sorted(readers) == [f"tml:organization_user:{name}" for name in OWNERS]
+    for one in clients:
+        await one.aclose()
 
 
 async def test_tokens_are_counted_also_for_clients_that_leave(

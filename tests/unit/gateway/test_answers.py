@@ -1,0 +1,66 @@
+"""Which answers stay in memory."""
+
+from __future__ import annotations
+
+import random
+
+from gateway.answers import _OVERHEAD_BYTES, Answer, Answers, Kept
+from tests.unit.gateway.stack import Client, Stack, sample_body
+
+KB = 1024
+
+
+def put(answers: Answers, owner: str, name: str, *, kilobytes: int) -> None:
+    answers.put(name, Kept(owner, Answer(bytes(kilobytes * KB - _OVERHEAD_BYTES)), None))
+
+
+def test_huge_answers_of_one_owner_push_out_nobody_elses() -> None:
+    answers = Answers(100 * KB)
+    for number in range(10):
+        put(answers, "ada", f"a{number}", kilobytes=2)
+    for number in range(20):
+        put(answers, "eve", f"e{number}", kilobytes=60)
+        assert [f"a{n}" in answers for n in range(10)] == [True] * 10
+        assert f"e{number}" in answers, "the newest is there to be fetched"
+    assert [f"e{n}" in answers for n in range(19)] == [False] * 19
+
+
+def test_one_owner_alone_may_use_all_of_it_and_loses_what_was_used_least_recently() -> None:
+    answers = Answers(10 * KB)
+    for number in range(10):
+        put(answers, "ada", str(number), kilobytes=1)
+    answers.use("0")
+    put(answers, "ada", "10", kilobytes=1)
+    assert [str(n) in answers for n in range(11)] == [True, False] + [True] * 9
+    put(answers, "bob", "b", kilobytes=1)
+    assert "2" not in answers
+    assert "b" in answers
+
+
+def test_no_more_is_kept_than_the_bound_and_one_answer() -> None:
+    rng, answers = random.Random(0), Answers(64 * KB)
+    for number in range(3000):
+        owner, size = rng.choice("abcd"), rng.choice((1, 1, 1, 8, 100))
+        put(answers, owner, str(rng.randrange(200)), kilobytes=size)
+        if number % 7 == 0:
+            answers.forget(str(rng.randrange(200)))
+        sizes = [kept.num_bytes for kept in answers._kept.values()]
+        assert sum(sizes) == answers._num_bytes == answers._bytes.total()
+        assert answers._num_bytes <= 64 * KB + max(sizes, default=0)
+        assert sorted(answers._kept) == sorted(name for ids in answers._ids.values() for name in ids)
+        assert set(answers._ids) == set(answers._bytes) == {kept.owner for kept in answers._kept.values()}
+
+
+async def test_samples_of_an_owner_stay_while_another_fills_the_cache(stack: Stack) -> None:
+    await stack.restart_gateway(
+        result_cache_bytes=4000, api_keys=[{"key": f"tml-{name}", "owner": name} for name in ("ada", "eve")]
+    )
+    ada, eve = [Client(base_url=stack.url, timeout=20, headers={"x-api-key": f"tml-{n}"}) for n in ("ada", "eve")]
+    async with ada, eve:
+        samplers = [await one.sampling_session(await one.session()) for one in (ada, eve)]
+        mine = await ada.call("asample", sample_body(samplers[0], 0))
+        assert isinstance(await ada.result(mine), bytes)
+        for seq_id in range(8):
+            receipt = await eve.call("asample", sample_body(samplers[1], seq_id))
+            assert isinstance(await eve.result(receipt), bytes)
+        assert isinstance(await ada.result(mine), bytes)
