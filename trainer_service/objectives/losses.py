@@ -58,7 +58,9 @@ class Targets:
 
     @property
     def gap_M(self) -> Tensor:
-        return self.p_M - self.arrays["logprobs"]
+        """p - q; 0 where the weight is 0: a ratio that does not count may be infinite, and 0 times infinity is NaN."""
+        gap_M = self.p_M - self.arrays["logprobs"]
+        return torch.where(self.arrays["weights"] != 0, gap_M, torch.zeros_like(gap_M))
 
     @property
     def ratio_M(self) -> Tensor:
@@ -69,8 +71,8 @@ LossFn = Callable[[Targets], Tensor]
 
 
 def cross_entropy(x: Targets) -> Tensor:
-    """-w p. Weights may be any real numbers: client-side custom losses send gradients in them."""
-    return -x.arrays["weights"] * x.p_M
+    """-p, or -w p with the weights. They may be any real numbers: client-side custom losses send gradients in them."""
+    return -x.p_M
 
 
 def importance_sampling(x: Targets) -> Tensor:
@@ -188,16 +190,19 @@ class Loss:
     """A loss and what it takes."""
 
     fn: LossFn
+    """Its loss before the weights."""
     required: tuple[str, ...] = ()
     """Arrays beside target_tokens, of the same shape."""
-    optional: tuple[str, ...] = ()
-    """More of them. An absent one is everywhere the setting of its name, or 1 when there is no such setting."""
+    optional: tuple[str, ...] = ("weights",)
+    """More of them. An absent one is everywhere the setting of its name, or 1 when there is no such setting. Every loss
+    takes `weights`, by which the losses of its targets are multiplied."""
     config: Mapping[str, float] = field(default_factory=dict)
     """Settings and their defaults."""
     max_dims: int = 1
     """2 when a position may have several targets."""
     sampled: str = ""
-    """The array that is not 0 where a target was sampled; empty: any target with an advantage or a logprob."""
+    """The array that is not 0 where a target was sampled; empty: any target with an advantage or a logprob. A target
+    whose weight is 0 counts as not sampled."""
     check_config: Callable[[Mapping[str, float]], None] | None = None
     check: Check | None = None
     """Of the arrays of one datum; its second argument names its loss_fn_inputs."""
@@ -212,10 +217,14 @@ class Loss:
             name: torch.from_numpy(np.concatenate([datum[name].ravel() for datum in inputs])).to(p_M.device)
             for name in self.arrays
         }
-        loss_M = self.fn(Targets(p_M, arrays, config, [piece.numel() for piece in logprobs]))
+        loss_M = self.of_targets(Targets(p_M, arrays, config, [piece.numel() for piece in logprobs]))
         # The sum is float64: a batch has many more tokens than float32 has digits.
         total = loss_M.sum(dtype=torch.float64)
         return Term(total, total.item(), mismatch=self._mismatch(p_M, arrays))
+
+    def of_targets(self, x: Targets) -> Tensor:
+        """The loss of each target, [M], times its weight."""
+        return x.arrays["weights"] * self.fn(x)
 
     def _mismatch(self, p_M: Tensor, arrays: Mapping[str, Tensor]) -> Mismatch | None:
         if "logprobs" not in arrays:
@@ -223,6 +232,7 @@ class Loss:
         q_M, advantages_M = arrays["logprobs"], arrays["advantages"]
         # Prompts are padded with zeros in both. A logprob may be 0, and so may an advantage, but hardly at once.
         sampled_M = arrays[self.sampled] != 0 if self.sampled else (advantages_M != 0) | (q_M != 0)
+        sampled_M = sampled_M & (arrays["weights"] != 0)
         return Mismatch.of(*(tensor.detach().cpu().numpy() for tensor in (p_M, q_M, sampled_M)))
 
 
@@ -236,7 +246,7 @@ def _clipped(
     return Loss(
         fn,
         (*_POLICY, *more),
-        _CLIP,
+        ("weights", *_CLIP),
         dict(zip(_CLIP, (low, high), strict=True)),
         check_config=_ordered_settings,
         check=check,
@@ -245,7 +255,7 @@ def _clipped(
 
 
 LOSS_FNS: Mapping[str, Loss] = {
-    "cross_entropy": Loss(cross_entropy, optional=("weights",), max_dims=2),
+    "cross_entropy": Loss(cross_entropy, max_dims=2),
     "importance_sampling": Loss(importance_sampling, _POLICY),
     "ppo": _clipped(ppo, 0.8, 1.2),
     "cispo": _clipped(cispo, 0.0, 4.0),

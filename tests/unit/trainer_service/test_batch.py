@@ -45,7 +45,12 @@ def clip(low: list[float], high: list[float]) -> dict[str, object]:
             {},
             r"\[1\]: inf is not finite",
         ),
-        ([datum([1, 2], **GOOD)], "importance_sampling", {}, r"'weights'\]: importance_sampling takes"),
+        (
+            [datum([1, 2], **POLICY, weights=np.float32([1]))],
+            "importance_sampling",
+            {},
+            r"'weights'\]: shape \[1\] is not that of",
+        ),
         ([datum([1, 2], target_tokens=[2, 3])], "importance_sampling", {}, r"'logprobs'\]: missing"),
         ([datum([1, 2], **POLICY)], "ppo", {"beta": 1.0}, r"loss_fn_config\['beta'\]: ppo takes clip_low_threshold"),
         ([datum([1, 2], **POLICY)], "ppo", {"clip_low_threshold": math.nan}, "nan is not finite"),

@@ -96,7 +96,7 @@ def test_every_loss_and_gradient_equals_the_oracle(
         for one in datums:
             p = oracle.logprobs(one.tokens_N.tolist(), torch.tensor(one.targets))
             arrays = {key: torch.tensor(value).ravel() for key, value in one.inputs.items()}
-            total = total + loss_spec.fn(Targets(p.ravel(), arrays, ours.loss_config, [p.numel()])).sum()
+            total = total + loss_spec.of_targets(Targets(p.ravel(), arrays, ours.loss_config, [p.numel()])).sum()
         return total
 
     theirs = loss().item()

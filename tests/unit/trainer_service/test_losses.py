@@ -15,7 +15,7 @@ def evaluated(name: str, inputs: dict[str, torch.Tensor], config: dict[str, floa
     loss = LOSS_FNS[name]
     settings = {**loss.config, **config}
     arrays = {key: torch.full_like(P, settings.get(key, 1.0)) for key in loss.optional} | inputs
-    return loss.fn(Targets(P, arrays, settings, sizes))
+    return loss.of_targets(Targets(P, arrays, settings, sizes))
 
 
 def gradient(
@@ -123,3 +123,43 @@ def test_a_clipped_gain_is_constant_where_the_ratio_overflows(name: str) -> None
     assert not gradient(name, inputs).any()
     inputs["advantages"] = -A.abs()  # a loss that has no bound stays one
     assert gradient(name, inputs).isinf().all()
+
+
+POLICY = {"logprobs": Q, "advantages": A}
+MASK = torch.tensor([0.0, 1.0, 0.5, -2.0])
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "unweighted"),
+    [
+        ("importance_sampling", {}, -RATIO * A),
+        ("ppo", {"clip_low_threshold": 0.0, "clip_high_threshold": 10.0}, -RATIO * A),
+        ("cispo", {}, -RATIO * A),
+        ("dro", {"beta": 0.1}, -(A - 0.1 * (P.detach() - Q))),
+        ("stable_reinforce", {"kl_coeff": 0.3, "ratio_cap": 10.0}, 0.3 * (P.detach() - Q) - RATIO * A),
+    ],
+)
+def test_weights_multiply_the_loss_of_each_target(
+    name: str, config: dict[str, float], unweighted: torch.Tensor
+) -> None:
+    more = {"sampled_mask": torch.ones(4)} if name == "stable_reinforce" else {}
+    torch.testing.assert_close(gradient(name, {**POLICY, **more}, **config), unweighted)
+    torch.testing.assert_close(gradient(name, {**POLICY, **more, "weights": MASK}, **config), MASK * unweighted)
+
+
+def test_weights_of_gspo_leave_the_ratio_of_the_datum_alone() -> None:
+    inputs = {**POLICY, "sequence_ratio_mask": torch.ones(4)}
+    wide = {"clip_low_threshold": 0.0, "clip_high_threshold": 10.0}
+    ratio = torch.exp((P.detach() - Q).mean())  # of all four targets, weighted or not
+    torch.testing.assert_close(gradient("gspo", {**inputs, "weights": MASK}, **wide), -MASK * ratio * A)
+
+
+@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "dro", "stable_reinforce"])
+def test_a_target_of_weight_0_counts_nothing_though_its_ratio_is_infinite(name: str) -> None:
+    far = {"logprobs": torch.tensor([-1e5, -1.0, -1.5, -3.2]), "advantages": -A.abs(), "sampled_mask": torch.ones(4)}
+    near = far | {"logprobs": Q}
+    mask = torch.tensor([0.0, 1.0, 1.0, 1.0])
+    got = gradient(name, far | {"weights": mask})
+    torch.testing.assert_close(got, gradient(name, near | {"weights": mask}))
+    assert got[0] == 0
+    assert evaluated(name, far | {"weights": mask}, {}, [4])[0] == 0

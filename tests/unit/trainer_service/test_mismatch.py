@@ -87,6 +87,20 @@ def test_every_policy_loss_says_how_far_its_sampled_tokens_are(
     assert {key: output.metrics[key] for key in KEYS} == pytest.approx(expected(data, output), rel=1e-9)
 
 
+def test_targets_of_weight_0_are_not_compared(engine: TrainingEngine) -> None:
+    data = [rl_datum(length, seed, "ppo") for seed, length in enumerate((5, 20))]
+    plain = run(engine, MODEL, rl_batch(engine, "ppo", data))
+    for one in data:
+        logprobs = to_numpy(one.loss_fn_inputs["logprobs"], field="")
+        masked = np.concatenate([np.full(2, -50.0, np.float32), logprobs[2:]])  # the prompt has logprobs, too
+        weights = (np.arange(logprobs.size) >= 2).astype(np.float32)
+        one.loss_fn_inputs["logprobs"].CopyFrom(from_numpy(masked))
+        one.loss_fn_inputs["weights"].CopyFrom(from_numpy(weights))
+    output = run(engine, MODEL, rl_batch(engine, "ppo", data))
+    assert {key: output.metrics[key] for key in KEYS} == pytest.approx({key: plain.metrics[key] for key in KEYS})
+    assert output.metrics["loss:sum"] == pytest.approx(plain.metrics["loss:sum"])
+
+
 def test_cross_entropy_and_batches_without_sampled_tokens_say_nothing(engine: TrainingEngine) -> None:
     assert not KEYS & {*run(engine, MODEL, batch(engine, (5, 3))).metrics}
     zeros = np.zeros(3, np.float32)
