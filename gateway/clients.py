@@ -61,14 +61,15 @@ class Trainer:
         # wire a unary call is a stream of one message, and a stream's initial metadata comes as soon as it is sent.
         self._operations: dict[str, Any] = {
             name: self.channel.unary_stream(
-                f"/{_TRAINER}/{name}", request_serializer=bytes, response_deserializer=reply.FromString
+                f"/{_TRAINER}/{name}", request_serializer=list[bytes].pop, response_deserializer=reply.FromString
             )
             for name, reply in _REPLIES.items()
         }
 
     def start(self, rpc: str, body: bytes, *, request_id: str) -> Any:
         """A call of one of the RPCs that are acknowledged by initial metadata; iterate it for its one reply."""
-        return self._operations[rpc](body, metadata=((REQUEST_ID_METADATA, request_id),), wait_for_ready=True)
+        # In a list, which is empty once the body is sent: a call keeps its request until its reply.
+        return self._operations[rpc]([body], metadata=((REQUEST_ID_METADATA, request_id),), wait_for_ready=True)
 
     async def ask(self) -> None:
         self.info = await self.stub.GetTrainerInfo(trainer_pb2.GetTrainerInfoRequest(), wait_for_ready=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
+import psutil
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -92,6 +93,10 @@ class GatewayConfig(GrpcTls, BaseSettings):
     """Sessions of one owner that have not ended; above it create_session is answered 429."""
     max_body_bytes: int = Field(default=64 * 2**20, gt=0)
     """Largest request body, also after decompression; a larger one is answered 413."""
+    max_held_body_bytes: int = Field(default_factory=lambda: psutil.virtual_memory().total // 4, gt=0)
+    """Bytes of request bodies that are held at once, of all clients together; a quarter of the machine's memory unless
+    given. A body for which there is no room is answered 429. Bodies up to 64 KiB, as of heartbeats and polls, do not
+    count. At least max_body_bytes."""
     max_body_values: int = Field(default=1_000_000, ge=1000)
     """Most values in a request body; in JSON a list or an object counts as 10, a member of an object as 3 more than its
     value, and punctuation within texts counts too. A body with more is answered 413: parsing it would hold up all other
@@ -210,6 +215,15 @@ class GatewayConfig(GrpcTls, BaseSettings):
         if secret.get_secret_value() and len(secret.get_secret_value()) < 32:
             raise ValueError("must have at least 32 characters, as HMAC-SHA256 asks for (RFC 7518, 3.2)")
         return secret
+
+    @model_validator(mode="after")
+    def _room_for_a_body(self) -> GatewayConfig:
+        if self.max_held_body_bytes < self.max_body_bytes:
+            raise ValueError(
+                f"max_held_body_bytes {self.max_held_body_bytes} is below max_body_bytes {self.max_body_bytes}: "
+                "no room for one body"
+            )
+        return self
 
     @model_validator(mode="after")
     def _usable_tls(self) -> GatewayConfig:

@@ -19,6 +19,7 @@ import orjson
 
 from gateway.answers import Answer, Answers, Kept
 from gateway.database.tables.history import Span
+from gateway.http.held import Share
 from gateway.metrics import Metrics
 from gateway.tenants.ledger import Ledger
 from gateway.tenants.limits import Hold
@@ -69,6 +70,8 @@ class Pending:
     num_tokens: int = 0
     hold: Hold | None = None
     """What it may use of its owner's budget; given back when it is over."""
+    held: Share | None = None
+    """Memory that its request takes until it is over."""
     ask: Callable[[], Awaitable[types_pb2.QueueStatus]] | None = None
     """Asks the service that has it what it waits for; set while one has it."""
     ran: tuple[float, float] | None = None
@@ -178,6 +181,8 @@ class Futures:
             self._metrics.submissions.future_seconds.labels(kind=pending.kind, outcome=outcome).observe(seconds)
             if pending.hold is not None:
                 pending.hold.release()
+            if pending.held is not None:
+                pending.held.release()
             if self._pending.get(pending.request_id) is pending:
                 del self._pending[pending.request_id]
             if pending.answer is not None:

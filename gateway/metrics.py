@@ -13,6 +13,9 @@ class Http:
         self.request_seconds = declare.seconds(
             "request", "Time until an HTTP request was answered; long polls included.", "route"
         )
+        self.held_body_bytes = declare.gauge(
+            "held_body_bytes", "Bytes of request bodies in memory: of those that are read or submitted, and of samples."
+        )
 
 
 class Submissions:

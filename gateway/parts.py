@@ -7,6 +7,7 @@ from gateway.config import GatewayConfig
 from gateway.dashboard.recorder import Dashboard
 from gateway.database.store import Store
 from gateway.futures import Futures
+from gateway.http.held import Bodies
 from gateway.metrics import Metrics
 from gateway.openai.generator import Generator
 from gateway.peers import Peers
@@ -47,6 +48,7 @@ class Core:
         self.config = config
         self.metrics = Metrics()
         self.turns = Turns()
+        self.bodies = Bodies(config.max_held_body_bytes, self.metrics.http.held_body_bytes)
         self.store = Store(config.resolved_database_url, self.metrics)
         self.store.is_shared = bool(config.peer_url)
         self.ledger = Ledger(self.store)

@@ -23,6 +23,7 @@ from gateway.database.outages import DatabaseUnusable
 from gateway.gateway import Gateway
 from gateway.http import errors
 from gateway.http.browsers import OwnHost, SecurityHeaders
+from gateway.http.held import HoldBodies
 from gateway.http.openapi.document import document
 from gateway.http.routes import (
     admin,
@@ -169,6 +170,7 @@ def create_app(config: GatewayConfig) -> Starlette:
                 limits=gateway.tenants.limits,
             ),
             Middleware(InTurn, turns=gateway.turns),
+            Middleware(HoldBodies, bodies=gateway.bodies),
         ],
         exception_handlers={
             HTTPException: errors.http_error,

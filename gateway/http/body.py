@@ -21,8 +21,9 @@ from starlette.requests import Request
 from gateway.config import GatewayConfig
 from gateway.http import counting, schemas
 from gateway.http.errors import invalid
+from gateway.http.held import Share
 from gateway.training import json_forms
-from tinsmith.rpc.errors import InvalidRequest, ServiceError
+from tinsmith.rpc.errors import InvalidRequest, OutOfCapacity, ServiceError
 from tinsmith.v1 import trainer_pb2
 
 _IDS_BYTES = 4096
@@ -49,14 +50,25 @@ class TooLarge(HTTPException):
 
 
 async def read(request: Request, config: GatewayConfig) -> bytes:
-    """The body as it was sent. Raises TooLarge above max_body_bytes; what is more is read and thrown away."""
+    """The body as it was sent. Raises TooLarge above max_body_bytes, and OutOfCapacity where max_held_body_bytes leaves
+    no room for it. What is not kept is read and thrown away: a client that still sends would miss the answer."""
     limit = config.max_body_bytes
+    held = cast(Share, request.state.held)
     chunks: list[bytes] = []
     num_bytes, start, end = 0, b"", b""
+    full: OutOfCapacity | None = None
     async for chunk in request.stream():
         num_bytes += len(chunk)
-        if num_bytes <= limit:
-            chunks.append(chunk)
+        if full is not None:
+            if num_bytes > limit:
+                break
+        elif num_bytes <= limit:
+            try:
+                held.take(len(chunk))
+                chunks.append(chunk)
+            except OutOfCapacity as error:
+                full = error
+                chunks.clear()
         elif num_bytes > _MAX_DRAINED_BYTES:
             end = b""
             break
@@ -65,6 +77,8 @@ async def read(request: Request, config: GatewayConfig) -> bytes:
                 start = b"".join([*chunks, chunk])[:_IDS_BYTES]
                 chunks.clear()
             end = (end + chunk)[-_IDS_BYTES:]
+    if full is not None:
+        raise full
     if num_bytes > limit:
         declared = request.headers.get("content-length", "")
         raise TooLarge(_too_many_bytes(declared or f"more than {limit}", limit), start=start, end=end)
@@ -167,7 +181,10 @@ async def read_forward_backward(request: Request, config: GatewayConfig, *, forw
         except TooLarge as error:
             return _refused(error, is_json=is_json, is_compressed=False)
 
-    num_bytes = _decompressed_size(body, config) if is_compressed else len(body)
+    num_bytes = len(body)
+    if is_compressed:
+        num_bytes = _decompressed_size(body, config)
+        cast(Share, request.state.held).take(min(num_bytes, config.max_body_bytes))
     return await off_loop(decode, num_bytes=num_bytes, config=config)
 
 

@@ -246,6 +246,8 @@ class RetrieveFuture(Body):
 
 
 class CancelFuture(Body):
+    HARMLESS = RetrieveFuture.HARMLESS
+
     request_id: RequestId
 
 

@@ -20,6 +20,7 @@ from gateway.dashboard.samples import RecentSamples
 from gateway.database.outages import until_written
 from gateway.database.tables.sessions import SamplingSession
 from gateway.futures import Futures, Pending
+from gateway.http.held import Share
 from gateway.metrics import Metrics
 from gateway.reports import ran_of
 from gateway.sampling.inflight import Inflight
@@ -156,6 +157,7 @@ class Samples:
         fingerprint: str,
         is_recorded: bool,
         hold: Hold | None = None,
+        held: Share | None = None,
     ) -> None:
         """Starts it. A repeat does nothing; raises SequenceConflict for another body under the same id.
 
@@ -163,7 +165,7 @@ class Samples:
         """
         known = self._futures.fingerprint(request_id)
         if known is None:
-            pending = Pending(request_id, KIND, session.sampling_session_id, fingerprint, hold=hold)
+            pending = Pending(request_id, KIND, session.sampling_session_id, fingerprint, hold=hold, held=held)
             self._futures.start(pending, self._run(pending, request, session, is_recorded=is_recorded))
         elif known != fingerprint:
             raise SequenceConflict(

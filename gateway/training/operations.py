@@ -55,7 +55,7 @@ def request_id_of(model_id: str, seq_id: int) -> str:
     return f"{model_id}:{seq_id}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Submission:
     """One training operation as the client sent it."""
 
@@ -66,7 +66,7 @@ class Submission:
     base_model: str
     rpc: str
     body: bytes
-    """The RPC's request."""
+    """The RPC's request; of a batch it is empty once the trainer has it in its journal."""
     fingerprint: str
     path: str | None = None
     """Tinker path that it loads or saves."""
@@ -201,6 +201,8 @@ class Operations:
         except ServiceError:  # the trainer does not exist, or it was refused before: a failed future
             accepted.set_result(None)
             raise
+        if submission.rpc == "ForwardBackward":
+            submission.body = b""  # up to max_body_bytes, and the answer may take hours
         if call is not None:
             self._metrics.submissions.accept_seconds.observe(time.monotonic() - pending.started_at)
         accepted.set_result(None)

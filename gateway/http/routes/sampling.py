@@ -16,11 +16,12 @@ from gateway.gateway import Gateway, caller_of, gateway_of
 from gateway.http import schemas
 from gateway.http.body import fingerprint, off_loop, parse, parse_ids, read_json
 from gateway.http.errors import json_response
+from gateway.http.held import Share
 from gateway.http.routes.models import check_session
 from gateway.tenants.access import refused_id
 from gateway.tenants.caller import Caller
 from gateway.views import certificate_view
-from tinsmith.rpc.errors import InvalidRequest, NotFound, NotReady, RateLimited, SequenceConflict, ServiceError
+from tinsmith.rpc.errors import InvalidRequest, NotFound, NotReady, OutOfCapacity, SequenceConflict, ServiceError
 from tinsmith.v1 import sampler_pb2
 
 _SAMPLING_SESSION_ID = re.compile(r"[^/\s]+:sample:\d+")
@@ -147,9 +148,15 @@ async def asample(request: Request) -> Response:
 
         message, is_recorded, mark = await off_loop(to_message, num_bytes=len(raw), config=gateway.config)
         hold = None
+        held = Share(gateway.bodies)  # beyond this request: the sample may have to be sent again
         if gateway.futures.fingerprint(request_id) is None:
-            hold = gateway.tenants.limits.sample(caller, message, base_model=session.base_model)
-    except (NotReady, RateLimited):
+            held.take(message.ByteSize())
+            try:
+                hold = gateway.tenants.limits.sample(caller, message, base_model=session.base_model)
+            except ServiceError:
+                held.release()
+                raise
+    except (NotReady, OutOfCapacity):
         raise  # the SDK sends it again
     except ServiceError as error:
         mark = fingerprint(raw)
@@ -162,7 +169,7 @@ async def asample(request: Request) -> Response:
         return _receipt(request_id, num_sequences=0)
     message.cache_salt = caller.cache_salt
     gateway.sampling.samples.submit(
-        request_id, message, session=session, fingerprint=mark, is_recorded=is_recorded, hold=hold
+        request_id, message, session=session, fingerprint=mark, is_recorded=is_recorded, hold=hold, held=held
     )
     return _receipt(request_id, num_sequences=message.num_samples)
 

@@ -1,0 +1,72 @@
+"""How many bytes of request bodies this gateway holds, of all clients together, and a bound on them.
+
+A body is held from its first byte until it is answered; for a training operation that is until the trainer has it in
+its journal. A sample's is held until it is drawn, because it may have to be sent again. Small ones do not count, so
+that heartbeats and polls go on whatever large ones wait.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import Gauge
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tinsmith.rpc.errors import OutOfCapacity
+
+SMALL_BYTES = 64 * 2**10
+
+
+class Bodies:
+    def __init__(self, max_bytes: int, gauge: Gauge) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._gauge = gauge
+
+    def add(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self._gauge.set(self.num_bytes)
+
+
+class Share:
+    """What one request holds."""
+
+    def __init__(self, bodies: Bodies) -> None:
+        self._bodies = bodies
+        self._num_bytes = 0
+        self._num_counted = 0
+
+    def take(self, num_bytes: int) -> None:
+        """So many bytes more. Raises OutOfCapacity when all requests together would hold too many; then this one holds
+        nothing any more."""
+        self._num_bytes += num_bytes
+        if self._num_bytes <= SMALL_BYTES:
+            return
+        more = self._num_bytes - self._num_counted
+        if self._bodies.num_bytes + more > self._bodies.max_bytes:
+            self.release()
+            raise OutOfCapacity(
+                f"request bodies of {self._bodies.num_bytes} bytes are in work, and this one would exceed "
+                f"max_held_body_bytes, {self._bodies.max_bytes}; try again"
+            )
+        self._bodies.add(more)
+        self._num_counted = self._num_bytes
+
+    def release(self) -> None:
+        self._bodies.add(-self._num_counted)
+        self._num_bytes = self._num_counted = 0
+
+
+class HoldBodies:
+    """ASGI middleware: it leaves a Share in request.state.held, which the request gives back at its end."""
+
+    def __init__(self, app: ASGIApp, *, bodies: Bodies) -> None:
+        self._app = app
+        self._bodies = bodies
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        share = scope.setdefault("state", {})["held"] = Share(self._bodies)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            share.release()

@@ -1,0 +1,108 @@
+"""Request bodies take a bounded number of bytes, however many clients send them and however long answers take."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import struct
+from contextlib import AsyncExitStack
+
+import pytest
+from grpc.aio._call import UnaryStreamCall
+from pydantic import ValidationError
+
+from gateway.config import GatewayConfig
+from gateway.gateway import Gateway
+from gateway.training.operations import Submission
+from tests.unit.gateway.stack import Client, Stack, batch, sample_body
+from tests.unit.gateway.test_connections import connection
+
+BODY_BYTES = 256 * 2**10
+NUM_HELD = 3
+LIMITS = {"max_body_bytes": BODY_BYTES, "max_held_body_bytes": NUM_HELD * BODY_BYTES}
+HEAD = b"POST /api/v1/create_session HTTP/1.1\r\nHost: localhost\r\nX-Api-Key: tml-test\r\nContent-Length: %d\r\n\r\n"
+SESSION = b'{"tags":["%s"]}'
+
+
+def gateway_in(stack: Stack) -> Gateway:
+    assert stack.server is not None
+    return stack.server.app.state.gateway
+
+
+async def until_held(stack: Stack, num_bytes: int) -> None:
+    async with asyncio.timeout(20):
+        while gateway_in(stack).bodies.num_bytes != num_bytes:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_bodies_above_the_bound_are_told_to_come_again_and_small_ones_go_on(stack: Stack, client: Client) -> None:
+    await stack.restart_gateway(**LIMITS)
+    session_id = await client.session()
+    body = SESSION % (b"a" * (BODY_BYTES - len(SESSION) + 2))
+    async with AsyncExitStack() as clients:
+        slow = [await clients.enter_async_context(connection(stack)) for _ in range(NUM_HELD)]
+        for number, (_, writer) in enumerate(slow, start=1):
+            writer.write(HEAD % len(body) + body[:-1])
+            await until_held(stack, number * (len(body) - 1))
+        late = await client.post("/api/v1/create_session", content=body)
+        assert (late.status_code, late.headers["retry-after"]) == (429, "1")
+        assert "max_held_body_bytes" in late.json()["detail"]
+        assert (await client.post("/v1/completions", content=body)).json()["error"]["type"] == "rate_limit_error"
+        await client.call("session_heartbeat", {"session_id": session_id})
+        await client.call("retrieve_future", {"request_id": "unknown"}, status=410)
+        assert f"gateway_held_body_bytes {float(NUM_HELD * (len(body) - 1))}" in (await client.get("/metrics")).text
+        for reader, writer in slow:
+            writer.write(body[-1:])
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+    await until_held(stack, 0)
+    assert (await client.post("/api/v1/create_session", content=body)).status_code == 200
+
+
+async def test_what_a_client_that_leaves_had_sent_is_given_back(stack: Stack) -> None:
+    await stack.restart_gateway(**LIMITS)
+    async with connection(stack) as (_, writer):
+        writer.write(HEAD % BODY_BYTES + b"{" * (BODY_BYTES // 2))
+        await until_held(stack, BODY_BYTES // 2)
+    await until_held(stack, 0)
+
+
+async def test_a_batch_is_not_kept_while_the_trainer_computes_it(stack: Stack, client: Client) -> None:
+    model_id = await client.model(await client.session())
+    stack.trainer.go.clear()
+    message = batch(model_id, 1)
+    message.data[0].model_input[0].encoded_text.tokens = struct.pack("<50000i", *range(50000))
+    headers = {"content-type": "application/x-protobuf"}
+    receipt = await client.post("/api/v1/forward_backward", content=message.SerializeToString(), headers=headers)
+    assert gateway_in(stack).futures.pending(receipt.json()["request_id"]) is not None
+    assert gateway_in(stack).bodies.num_bytes == 0
+    objects = gc.get_objects()
+    bodies = [each.body for each in objects if type(each) is Submission and each.model_id == model_id]
+    assert bodies, "it waits"
+    assert not any(bodies)
+    requests = [each._request for each in objects if type(each) is UnaryStreamCall]
+    assert requests
+    assert not any(requests)
+    stack.trainer.go.set()
+    assert isinstance(await client.result(receipt.json()), bytes)
+
+
+async def test_a_sample_is_counted_until_it_is_drawn(stack: Stack, client: Client) -> None:
+    await stack.restart_gateway(**LIMITS)
+    sampler = await client.sampling_session(await client.session())
+    stack.sampler.go.clear()
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1] * 60_000}]}
+    receipts = [await client.call("asample", sample_body(sampler, n, prompt=prompt)) for n in range(2)]
+    assert 480_000 < gateway_in(stack).bodies.num_bytes < 490_000
+    assert (await client.call("asample", sample_body(sampler, 0, prompt=prompt))) == receipts[0], "a repeat"
+    await client.call("asample", sample_body(sampler, 3, prompt=prompt), status=429)
+    await client.call("asample", sample_body(sampler, 4))
+    stack.sampler.go.set()
+    for receipt in receipts:
+        assert isinstance(await client.result(receipt), bytes)
+    await until_held(stack, 0)
+    await client.call("asample", sample_body(sampler, 3, prompt=prompt))
+
+
+def test_a_bound_below_one_body_is_refused() -> None:
+    with pytest.raises(ValidationError, match="max_held_body_bytes 100 is below max_body_bytes 200"):
+        GatewayConfig(max_body_bytes=200, max_held_body_bytes=100)
