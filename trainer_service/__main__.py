@@ -32,6 +32,7 @@ from trainer_service.durability.snapshots import Policy, Snapshots
 from trainer_service.engine.budget import Plan
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.engine.measure import Bounds, measure
+from trainer_service.engine.memory import host_bytes
 from trainer_service.metrics import Metrics
 from trainer_service.operations.lost import LostOperations
 from trainer_service.operations.models import LiveModels
@@ -56,6 +57,8 @@ logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _SNAPSHOTS = "snapshots"
+_QUEUED_SHARE = 8
+"""Of the memory that is free when the base model is there, this part is for what is queued."""
 _CALL_GRACE_S = 0.3
 _STOP_TIMEOUT_S = 2.0
 
@@ -167,6 +170,7 @@ async def start(
         journal,
         max_queued_operations=config.max_queued_operations,
         max_models=config.max_models,
+        max_queued_bytes=config.max_queued_bytes or host_bytes() // _QUEUED_SHARE,
         metrics=metrics,
         alone=config.deterministic,
     )

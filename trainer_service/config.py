@@ -97,6 +97,9 @@ class TrainerConfig(GrpcTls, BaseSettings):
     do. Costs what sharing micro-batches gains; activation_checkpointing auto is off."""
     max_queued_operations: int = Field(default=1024, ge=1)
     """Most operations of one model that wait for their turn."""
+    max_queued_bytes: int = Field(default=0, ge=0)
+    """Memory for the operations of all models that wait or run, uncompressed, with their arrays and answers. A model
+    may have as much of it as is free, so one alone at most half. 0 means an eighth of what is free at start."""
     missing_operation_timeout_s: float = Field(default=900.0, ge=0)
     """An operation that others wait for and that has not arrived is given up when nothing of its model has come for so
     long: the others run, and the next optim_step fails. 0 means never."""

@@ -35,6 +35,11 @@ class Operations:
         self.queue_oldest = declare.gauge(
             "queue_oldest_seconds", "How long what waits for longest has waited; 0 for nothing."
         )
+        self.held_bytes = declare.gauge(
+            "held_bytes",
+            "Memory of accepted operations whose answers are not stored: bodies, batches, answers.",
+        )
+        self.held_limit_bytes = declare.gauge("held_limit_bytes", "Bound of it: max_queued_bytes.")
 
 
 class Compute:

@@ -21,7 +21,7 @@ from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import trainer_pb2_grpc
 from trainer_service.durability.journal import Journal
 from trainer_service.durability.journal_records import Body
-from trainer_service.engine.batch import LOSS_FN_NAMES
+from trainer_service.engine.batch import LOSS_FN_NAMES, Batch
 from trainer_service.engine.optimizers import OPTIMIZERS
 from trainer_service.operations.operations import Operations, refused
 from trainer_service.scheduling.scheduler import Scheduler
@@ -109,8 +109,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return pb.DeleteModelResponse()
 
     async def ForwardBackward(self, request: pb.ForwardBackwardRequest, context: Context) -> pb.ForwardBackwardResponse:
-        operations = self._ready.operations
-        answer = await self._submit("forward_backward", request, lambda: operations.forward_backward(request), context)
+        operations, max_bytes = self._ready.operations, self._ready.scheduler.max_operation_bytes
+        answer = await self._submit(
+            "forward_backward", request, lambda: operations.forward_backward(request, max_bytes=max_bytes), context
+        )
         return answer.forward_backward
 
     async def OptimStep(self, request: pb.OptimStepRequest, context: Context) -> pb.OptimStepResponse:
@@ -258,7 +260,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         custom = isinstance(request, pb.ForwardBackwardRequest) and request.HasField("custom_loss")
         large = custom or request.ByteSize() > _LARGE_BYTES
         body = await _run(lambda: Body.pack(kind, request), on_thread=large)
-        return await self._accept(model_id, seq_id, kind, body, build, context, on_thread=large)
+        held_bytes = None
+        if isinstance(request, pb.ForwardBackwardRequest):
+            needed = await _run(lambda: Batch.bytes_of(request), on_thread=large)
+            if needed <= self._ready.scheduler.max_operation_bytes:  # what needs more is refused, and holds its body
+                held_bytes = needed
+        return await self._accept(model_id, seq_id, kind, body, build, context, held_bytes=held_bytes, on_thread=large)
 
     async def _accept(
         self,
@@ -269,6 +276,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         build: Callable[[], Work],
         context: Context,
         *,
+        held_bytes: int | None = None,
         on_thread: bool = False,
     ) -> Answer:
         async def work() -> Work:
@@ -280,7 +288,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 logger.exception("%s of %s, seq_id %d, cannot be read", kind, model_id, seq_id)
                 return refused(ServiceError("internal error; the trainer's log has the cause"))
 
-        operation = await self._ready.scheduler.accept(model_id, seq_id, body, work)
+        operation = await self._ready.scheduler.accept(model_id, seq_id, body, work, held_bytes=held_bytes)
         await context.send_initial_metadata((ACCEPTED,))
         return await _answer(operation, context)
 

@@ -33,6 +33,11 @@ class Body:
         data = request.SerializeToString(deterministic=True)
         return cls(kind, _digest(kind, data), zstandard.ZstdCompressor(level=1).compress(data))
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the serialized request."""
+        return zstandard.frame_content_size(self.compressed)
+
     def unpack(self) -> bytes:
         """The serialized request. Raises ValueError when it is not what was packed."""
         try:

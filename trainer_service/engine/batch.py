@@ -29,6 +29,10 @@ MAX_TARGETS_PER_TOKEN = 1024
 _TYPE = "TorchLossReturn"
 _ANSWER_BYTES = MAX_MESSAGE_BYTES - 1024 * 1024
 """For the logprobs of one answer; what it holds beside them is far below a MiB."""
+_DATUM_BYTES = 1024
+"""Of the objects that a datum is beside its arrays."""
+_TARGET_BYTES = 28
+"""Of one target: itself, up to three numbers that the loss fills in, and its logprob, twice while it is answered."""
 _FITS_MEMORY = "what fits into this trainer's memory"
 _ELEMENTS_PER_TOKEN = 128
 """Elements of targets and inputs that are charged as one more token. A target with its weight takes about 115 bytes
@@ -91,6 +95,8 @@ class Batch:
     """Complete: defaults are filled in."""
     forward_only: bool
     datums: Sequence[Datum]
+    held_bytes: int = 0
+    """Memory that it takes until it is answered."""
     request: trainer_pb2.ForwardBackwardRequest | None = field(default=None, repr=False)
     """What it was made from, for other ranks to make it too. The arrays are mostly views of its bytes."""
 
@@ -98,9 +104,22 @@ class Batch:
     def num_tokens(self) -> int:
         return sum(datum.length for datum in self.datums)
 
+    @staticmethod
+    def bytes_of(request: trainer_pb2.ForwardBackwardRequest) -> int:
+        """Memory that its batch takes until it is answered, at most: the message, the arrays and the logprobs."""
+        num_bytes = request.ByteSize()
+        for datum in request.data:
+            num_bytes += _DATUM_BYTES + sum(chunk.ByteSize() for chunk in datum.model_input)
+            for name, tensor in datum.loss_fn_inputs.items():
+                is_target = name == "target_tokens"
+                num_bytes += tensors.num_elements(tensor) * _TARGET_BYTES if is_target else tensors.num_bytes(tensor)
+        return num_bytes
+
     @classmethod
-    def from_proto(cls, request: trainer_pb2.ForwardBackwardRequest, limits: Limits) -> Batch:
-        """Raises InvalidRequest or UnknownLossFn, naming the field and the value."""
+    def from_proto(
+        cls, request: trainer_pb2.ForwardBackwardRequest, limits: Limits, *, max_bytes: int | None = None
+    ) -> Batch:
+        """Raises InvalidRequest or UnknownLossFn, naming the field and the value. `max_bytes`: of its memory."""
         if request.loss_fn not in LOSS_FN_NAMES:
             raise UnknownLossFn(
                 f"loss_fn: {request.loss_fn!r} is not one of {', '.join(LOSS_FN_NAMES)}", loss_fn=request.loss_fn
@@ -108,8 +127,15 @@ class Batch:
         if not 1 <= len(request.data) <= limits.max_datums:
             raise InvalidRequest(f"data: {len(request.data)} datums are outside 1..{limits.max_datums}", field="data")
         _check_targets(request, limits)
+        held_bytes = cls.bytes_of(request)
+        if max_bytes is not None and held_bytes > max_bytes:
+            raise InvalidRequest(
+                f"data: takes {held_bytes} bytes of memory, with its answer, and this server has {max_bytes} for one "
+                "request, half of its max_queued_bytes; send fewer or shorter datums",
+                field="data",
+            )
         if request.loss_fn == CUSTOM:
-            return cls._custom(request, limits)
+            return cls._custom(request, limits, held_bytes)
         if request.HasField("custom_loss"):
             raise InvalidRequest(
                 f"custom_loss: goes with loss_fn {CUSTOM!r} only, not with {request.loss_fn!r}", field="custom_loss"
@@ -125,11 +151,12 @@ class Batch:
                 _datum(datum, request.loss_fn, loss, config, limits, field=f"data[{index}]")
                 for index, datum in enumerate(request.data)
             ],
+            held_bytes=held_bytes,
             request=request,
         )
 
     @classmethod
-    def _custom(cls, request: trainer_pb2.ForwardBackwardRequest, limits: Limits) -> Batch:
+    def _custom(cls, request: trainer_pb2.ForwardBackwardRequest, limits: Limits, held_bytes: int) -> Batch:
         if not request.HasField("custom_loss"):
             raise InvalidRequest(f"custom_loss: missing; loss_fn {CUSTOM!r} needs it", field="custom_loss")
         settings = [*request.loss_fn_config, *request.loss_fn_config_v2]
@@ -148,6 +175,7 @@ class Batch:
             loss_config={},
             forward_only=request.forward_only,
             datums=datums,
+            held_bytes=held_bytes,
             request=request,
         )
 

@@ -10,8 +10,9 @@ from trainer_service.durability.journal import Journal
 from trainer_service.durability.journal_records import Body, State
 from trainer_service.metrics import Metrics
 from trainer_service.scheduling.execution import Execution
+from trainer_service.scheduling.held import HeldBytes
 from trainer_service.scheduling.model_queue import ModelQueue, ModelQueues
-from trainer_service.scheduling.work import Operation, Work
+from trainer_service.scheduling.work import Operation, RunBatch, Work
 
 
 class Acceptance:
@@ -20,6 +21,7 @@ class Acceptance:
         journal: Journal,
         models: ModelQueues,
         execution: Execution,
+        held: HeldBytes,
         metrics: Metrics,
         *,
         max_queued_operations: int,
@@ -27,10 +29,13 @@ class Acceptance:
         self._journal = journal
         self._models = models
         self._execution = execution
+        self._held = held
         self._metrics = metrics
         self._max_queued_operations = max_queued_operations
 
-    async def accept(self, model_id: str, seq_id: int, body: Body, build: Callable[[], Awaitable[Work]]) -> Operation:
+    async def accept(
+        self, model_id: str, seq_id: int, body: Body, build: Callable[[], Awaitable[Work]], *, held_bytes: int
+    ) -> Operation:
         """See Scheduler.accept."""
         model = self._models.get(model_id)
         held = None if model is None else model.operations.get(seq_id)
@@ -48,7 +53,7 @@ class Acceptance:
             if seq_id != 0:
                 raise ModelNotFound(f"model_id: there is no model {model_id!r}", model_id=model_id)
             if model_id in self._models:  # a repeat came meanwhile
-                return await self.accept(model_id, seq_id, body, build)
+                return await self.accept(model_id, seq_id, body, build, held_bytes=held_bytes)
             model = self._models.open(model_id)
         if model.gone is not None:
             raise model.gone
@@ -57,7 +62,11 @@ class Acceptance:
             raise OutOfCapacity(
                 f"{model_id}: {model.num_queued} operations are queued, this server's max_queued_operations"
             )
-        return await self._append(model, seq_id, body, build)
+        # The one that everything of its model waits for is taken above the bound of memory, too. Another that closes a
+        # gap has one before it that will run: a small number behind many large ones must not let all of them in.
+        if not seq_id < min(model.operations, default=0):
+            self._held.check(model_id, held_bytes)
+        return await self._append(model, seq_id, body, build, held_bytes=held_bytes)
 
     async def find(self, model_id: str, seq_id: int) -> Operation:
         """An accepted operation. Raises ResultNotFound when there is none, or its result has expired."""
@@ -70,7 +79,7 @@ class Acceptance:
         return operation
 
     async def _append(
-        self, model: ModelQueue, seq_id: int, body: Body, build: Callable[[], Awaitable[Work]]
+        self, model: ModelQueue, seq_id: int, body: Body, build: Callable[[], Awaitable[Work]], *, held_bytes: int
     ) -> Operation:
         loop = asyncio.get_running_loop()
         operation = Operation(
@@ -83,10 +92,12 @@ class Acceptance:
             founds=seq_id == 0,
         )
         model.operations[seq_id] = operation
+        self._held.hold(operation, held_bytes)
         try:
             work, _ = await asyncio.gather(build(), self._journal.append(model.model_id, seq_id, body))
         except Exception as error:
             model.operations.pop(seq_id, None)
+            self._held.release(operation)
             if seq_id == 0:
                 self._models.remove(model.model_id)
             operation.accepted.set_result(
@@ -94,6 +105,8 @@ class Acceptance:
             )
             raise
         operation.accepted.set_result(None)
+        if not isinstance(work, RunBatch) and operation.held_bytes:  # a batch that is refused has no arrays
+            self._held.hold(operation, body.num_bytes)
         if not operation.outcome.done():  # the model may have been deleted meanwhile
             self._metrics.operations.queue_length.labels(operation.kind).inc()
             operation.work = work

@@ -14,19 +14,27 @@ from tinsmith.rpc.errors import ServiceError
 from trainer_service.durability.journal_records import Entry, State, lost
 from trainer_service.metrics import Metrics
 from trainer_service.scheduling.execution import Execution, Outcome, Spawn
+from trainer_service.scheduling.held import HeldBytes
 from trainer_service.scheduling.model_queue import ModelQueue, ModelQueues, Restoration
-from trainer_service.scheduling.work import Operation, Work
+from trainer_service.scheduling.work import Operation, RunBatch, Work
 
 logger = logging.getLogger(__name__)
 
 
 class Replay:
-    def __init__(self, models: ModelQueues, execution: Execution, metrics: Metrics, spawn: Spawn) -> None:
+    def __init__(
+        self, models: ModelQueues, execution: Execution, held: HeldBytes, metrics: Metrics, spawn: Spawn
+    ) -> None:
         self._models = models
         self._execution = execution
         self._metrics = metrics
         self._spawn = spawn
         self._started_at = time.monotonic()
+        self._held = held
+        self._reading = asyncio.Lock()
+        """One body at a time takes memory before it is known how much."""
+        self._num_sure = 0
+        """Operations that have run before, and whose works are made: they will run, and release what they hold."""
 
     def begin(
         self,
@@ -88,10 +96,12 @@ class Replay:
         """Makes room for the next one to be read."""
         if (restoration := model.restoration) is not None and operation.seq_id in restoration.fed:
             restoration.fed.discard(operation.seq_id)
+            self._num_sure -= operation.replayed
             restoration.ahead.release()
 
     def has_run_again(self, model: ModelQueue, operation: Operation, outcome: Outcome) -> None:
         del model.operations[operation.seq_id]
+        self._held.release(operation)
         operation.stored.set()
         restoration = model.restoration
         assert restoration is not None
@@ -130,7 +140,7 @@ class Replay:
             await restoration.ahead.acquire()
             operation = model.operations[entry.seq_id]
             try:
-                operation.work = await work_of(entry)
+                operation.work = await self._read(operation, entry, work_of)
             except Exception as error:
                 if not isinstance(error, ServiceError):
                     logger.exception("%s, seq_id %d, cannot be read", model.model_id, entry.seq_id)
@@ -138,8 +148,20 @@ class Replay:
                 self.give_up(model.model_id, f"seq_id {entry.seq_id} cannot be read: {error}")
                 return
             restoration.fed.add(entry.seq_id)
+            self._num_sure += operation.replayed
             self._metrics.operations.queue_length.labels(operation.kind).inc()
             self._execution.advance(model)
+
+    async def _read(self, operation: Operation, entry: Entry, work_of: Callable[[Entry], Awaitable[Work]]) -> Work:
+        """Waits for memory. What had not run is read without, when nothing else will release any: it had been
+        accepted within the bound, and may wait for an operation that has not come."""
+        async with self._reading:
+            while self._num_sure and self._held.total >= self._held.max_bytes:
+                await self._held.next_release()
+            work = await work_of(entry)
+            if isinstance(work, RunBatch):
+                self._held.hold(operation, work.batch.held_bytes)
+            return work
 
 
 async def _forget(model: ModelQueue, restoration: Restoration) -> None:

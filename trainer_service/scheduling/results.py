@@ -11,6 +11,7 @@ from tinsmith.rpc.errors import ServiceError
 from trainer_service.durability.journal import Journal
 from trainer_service.metrics import Metrics
 from trainer_service.scheduling.execution import Outcome, Spawn
+from trainer_service.scheduling.held import HeldBytes
 from trainer_service.scheduling.model_queue import ModelQueue, ModelQueues
 from trainer_service.scheduling.work import Operation
 
@@ -20,8 +21,9 @@ _STORE_AGAIN_S = 1.0
 
 
 class Results:
-    def __init__(self, journal: Journal, models: ModelQueues, metrics: Metrics, spawn: Spawn) -> None:
+    def __init__(self, journal: Journal, models: ModelQueues, held: HeldBytes, metrics: Metrics, spawn: Spawn) -> None:
         self._journal = journal
+        self._held = held
         self._models = models
         self._metrics = metrics
         self._spawn = spawn
@@ -60,6 +62,7 @@ class Results:
                 break
             await asyncio.sleep(_STORE_AGAIN_S)
         del model.operations[operation.seq_id]
+        self._held.release(operation)
         operation.stored.set()
         if operation.seq_id == 0 and model.gone and self._models.get(model.model_id) is model:
             self._models.remove(model.model_id)

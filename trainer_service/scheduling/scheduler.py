@@ -27,6 +27,7 @@ from trainer_service.metrics import Metrics
 from trainer_service.scheduling.acceptance import Acceptance
 from trainer_service.scheduling.compute import ComputeThread
 from trainer_service.scheduling.execution import Execution, Outcome
+from trainer_service.scheduling.held import HeldBytes
 from trainer_service.scheduling.model_queue import ModelQueue, ModelQueues
 from trainer_service.scheduling.queue_status import FINISHED, status_of
 from trainer_service.scheduling.replay import Replay
@@ -55,6 +56,7 @@ class Scheduler:
         *,
         max_queued_operations: int,
         max_models: int,
+        max_queued_bytes: int = 1024**3,
         metrics: Metrics,
         alone: bool = False,
     ) -> None:
@@ -62,21 +64,39 @@ class Scheduler:
         self._journal = journal
         self._tasks: set[asyncio.Task[Any]] = set()
         self._models = ModelQueues(metrics, max_models=max_models)
+        self._held = HeldBytes(metrics, max_bytes=max_queued_bytes)
         self._compute = ComputeThread(engine, metrics, alone=alone)
         self._execution = Execution(self._compute, metrics, self.spawn, self._has_settled)
         self._acceptance = Acceptance(
-            journal, self._models, self._execution, metrics, max_queued_operations=max_queued_operations
+            journal, self._models, self._execution, self._held, metrics, max_queued_operations=max_queued_operations
         )
-        self._replay = Replay(self._models, self._execution, metrics, self.spawn)
-        self._results = Results(journal, self._models, metrics, self.spawn)
+        self._replay = Replay(self._models, self._execution, self._held, metrics, self.spawn)
+        self._results = Results(journal, self._models, self._held, metrics, self.spawn)
 
-    async def accept(self, model_id: str, seq_id: int, body: Body, build: Callable[[], Awaitable[Work]]) -> Operation:
+    @property
+    def max_operation_bytes(self) -> int:
+        """Memory of the largest operation that can be taken at all."""
+        return self._held.max_operation_bytes
+
+    async def accept(
+        self,
+        model_id: str,
+        seq_id: int,
+        body: Body,
+        build: Callable[[], Awaitable[Work]],
+        *,
+        held_bytes: int | None = None,
+    ) -> Operation:
         """Returns once the operation is in the journal; a repeat returns the first one. Operation 0 makes the model.
 
-        `build` makes the work while the journal writes; what it refuses must be a work that fails. Raises
+        `build` makes the work while the journal writes; what it refuses must be a work that fails. `held_bytes`:
+        memory that the operation will hold, when that is more than its body. Raises
         ModelNotFound, ModelLost, SequenceConflict, ResultNotFound (a repeat whose result has expired), OutOfCapacity.
         """
-        return await asyncio.shield(self.spawn(self._acceptance.accept(model_id, seq_id, body, build)))
+        held_bytes = body.num_bytes if held_bytes is None else held_bytes
+        return await asyncio.shield(
+            self.spawn(self._acceptance.accept(model_id, seq_id, body, build, held_bytes=held_bytes))
+        )
 
     async def find(self, model_id: str, seq_id: int) -> Operation:
         """An accepted operation. Raises ResultNotFound when there is none, or its result has expired."""

@@ -38,6 +38,11 @@ class Batch(Protocol):
     @property
     def datums(self) -> Sequence[Datum]: ...
 
+    @property
+    def held_bytes(self) -> int:
+        """Memory that it takes, with its request and its answer."""
+        ...
+
 
 class Output(Protocol):
     def to_proto(self) -> trainer_pb2.ForwardBackwardResponse: ...
@@ -133,6 +138,8 @@ class Operation:
     """It makes the model: the creation, or after a restart the reading of a snapshot."""
     replayed: bool = False
     """Its answer is in the journal since before a restart; it runs again for what it does to the model."""
+    held_bytes: int = 0
+    """Memory that it is counted for (held.py)."""
     arrived_s: float = field(default_factory=time.perf_counter)
     arrived_at: float = field(default_factory=time.time)
     trace: Any = field(default_factory=tracing.current)

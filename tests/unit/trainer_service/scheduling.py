@@ -36,6 +36,7 @@ class FakeBatch:
     num_tokens: int = 10
     forward_only: bool = False
     lengths: Sequence[int] = ()
+    held_bytes: int = 0
 
     @property
     def datums(self) -> Sequence[FakeDatum]:
@@ -186,7 +187,8 @@ class Bench:
             return work
 
         body = Body.pack(kind, pb.GetModelRequest(model_id=f"{model_id}/{seq_id}/{text}"))
-        return await self.scheduler.accept(model_id, seq_id, body, build)
+        held_bytes = work.batch.held_bytes if isinstance(work, RunBatch) else 0
+        return await self.scheduler.accept(model_id, seq_id, body, build, held_bytes=held_bytes)
 
     def queue_length(self) -> float:
         kinds = ("optim_step", "forward_backward")

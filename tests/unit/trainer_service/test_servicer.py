@@ -246,6 +246,23 @@ async def test_a_hundred_bytes_that_describe_67_million_targets_fail_by_name_and
     assert (await stub.OptimStep(step(11))).metrics["grad_norm:mean"] > 0
 
 
+async def test_compressible_batches_are_bounded_by_what_they_are_in_memory(service: Service, stub: Any) -> None:
+    service.trainer.scheduler._held.max_bytes = 2**22
+    large = [datum([1] * 60, target_tokens=[1] * 60)] * 200  # less than 1 kB in the journal
+    calls = [await Accepted.of(service, request(large, model_id=MODEL, seq_id=seq_id)) for seq_id in range(2, 8)]
+    await stub.ForwardBackward(request(large[:1], model_id=MODEL, seq_id=1))
+    outcomes = await asyncio.gather(*(call.result() for call in calls), return_exceptions=True)
+    taken = [outcome for outcome in outcomes if not isinstance(outcome, grpc.aio.AioRpcError)]
+    assert 2 <= len(taken) < 6
+    assert outcomes[: len(taken)] == taken
+    for outcome in outcomes[len(taken) :]:
+        assert isinstance(outcome, grpc.aio.AioRpcError)
+        assert isinstance(errors.from_rpc_error(outcome), errors.OutOfCapacity)
+    too_large = request(large * 10, model_id=MODEL, seq_id=len(taken) + 2)
+    await fails(stub.ForwardBackward(too_large), errors.InvalidRequest, "half of its max_queued_bytes")
+    await fails(stub.OptimStep(step(len(taken) + 3)), errors.FailedPrecondition, "bytes of memory")
+
+
 async def test_an_unknown_model_is_refused_before_the_journal(service: Service) -> None:
     await fails(service.stub.OptimStep(step(1)), errors.ModelNotFound, MODEL)
     await fails(service.stub.GetModel(pb.GetModelRequest(model_id="x")), errors.ModelNotFound, "'x'")

@@ -1,0 +1,218 @@
+"""Memory of what is accepted: bounded, shared, and given back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from tests.batches import datum, request, wide
+from tests.unit.trainer_service.scheduling import Bench, FakeBatch, MakeBench
+from tinsmith.rpc.errors import InvalidRequest, OutOfCapacity
+from tinsmith.v1 import trainer_pb2 as pb
+from tinsmith.v1 import types_pb2
+from trainer_service.durability.journal_records import Body, Entry
+from trainer_service.engine.batch import Batch, Limits
+from trainer_service.scheduling.work import Answer, RunBatch, Turn, Work
+
+LIMITS = Limits(vocab_size=100, max_context_length=64)
+
+
+def held(bench: Bench) -> float:
+    return bench.registry.get_sample_value("trainer_held_bytes") or 0.0
+
+
+async def test_what_is_queued_is_bounded_by_its_memory_and_taken_when_others_are_done(make_bench: MakeBench) -> None:
+    bench = await make_bench(max_queued_bytes=1000)
+    await bench.create("a")
+    assert bench.registry.get_sample_value("trainer_held_limit_bytes") == 1000
+    operations = [await bench.hold("a", 1, held_bytes=300), await bench.batch("a", 2, held_bytes=200)]
+    assert held(bench) == 500
+    with pytest.raises(OutOfCapacity, match=r"a: its operations hold 500 bytes .* needs 1, .*max_queued_bytes 1000"):
+        await bench.batch("a", 3, held_bytes=1)
+    assert await bench.journal.find("a", 3) is None
+    bench.engine.gate.set()
+    for operation in operations:
+        await operation.stored.wait()
+    assert held(bench) == 0
+    await (await bench.batch("a", 3, held_bytes=500)).stored.wait()
+    assert held(bench) == 0
+
+
+async def test_models_that_take_all_they_get_leave_a_share_to_one_that_comes(make_bench: MakeBench) -> None:
+    bench = await make_bench(max_queued_bytes=1000)
+    greedy = ["g1", "g2", "g3"]
+    await bench.create(*greedy, "modest")
+    await bench.hold("g1", 1, held_bytes=10)
+    seq_ids = {"g1": 2, "g2": 1, "g3": 1}
+    for _ in range(30):
+        for model_id in greedy:
+            try:
+                await bench.batch(model_id, seq_ids[model_id], held_bytes=10)
+            except OutOfCapacity:
+                continue
+            seq_ids[model_id] += 1
+    assert all(25 <= seq_id <= 27 for seq_id in seq_ids.values())  # a quarter each
+    await bench.batch("modest", 1, held_bytes=125)
+    bench.engine.gate.set()
+
+
+async def test_the_operation_that_all_of_its_model_waits_for_is_taken_above_the_bound(make_bench: MakeBench) -> None:
+    bench = await make_bench(max_queued_bytes=1000)
+    await bench.create("a")
+    waiting = [await bench.batch("a", 2, held_bytes=450)]
+    with pytest.raises(OutOfCapacity):
+        await bench.batch("a", 3, held_bytes=450)
+    waiting.append(await bench.batch("a", 1, held_bytes=450))
+    for operation in waiting:
+        await operation.stored.wait()
+    await (await bench.batch("a", 3, held_bytes=450)).wait()
+
+
+async def test_a_small_operation_ahead_of_many_large_ones_does_not_let_all_of_them_in(make_bench: MakeBench) -> None:
+    bench = await make_bench(max_queued_bytes=1000)
+    await bench.create("a")
+    await bench.batch("a", 40)  # all that comes closes a gap
+    await bench.hold("a", 1, held_bytes=300)
+    num_taken = 0
+    for seq_id in range(2, 40):
+        try:
+            await bench.batch("a", seq_id, held_bytes=100)
+            num_taken += 1
+        except OutOfCapacity:
+            continue
+    assert num_taken == 2
+    assert held(bench) == 500
+    bench.engine.gate.set()
+
+
+async def test_what_is_refused_holds_its_body_alone_and_what_the_journal_does_not_take_nothing(
+    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = await make_bench(max_queued_bytes=100_000)
+    await bench.create("a")
+
+    async def fail(turn: Turn) -> Answer:
+        raise InvalidRequest("no")
+
+    async def build() -> Work:
+        return fail
+
+    body = Body.pack("forward_backward", pb.GetModelRequest(model_id="x" * 500))
+    await bench.scheduler.accept("a", 2, body, build, held_bytes=40_000)  # waits for 1
+    assert held(bench) == body.num_bytes == 503
+
+    async def full(*_: object) -> None:
+        raise OutOfCapacity("the disk is full")
+
+    monkeypatch.setattr(bench.journal, "append", full)
+    with pytest.raises(OutOfCapacity, match="disk"):
+        await bench.batch("a", 3, held_bytes=40_000)
+    assert held(bench) == 503
+
+
+async def test_deleting_a_model_gives_its_memory_back(make_bench: MakeBench) -> None:
+    bench = await make_bench(max_queued_bytes=1000)
+    await bench.create("a")
+    operations = [await bench.hold("a", 1, held_bytes=200), await bench.batch("a", 3, held_bytes=200)]
+    bench.engine.gate.set()
+    await bench.scheduler.delete("a", lambda: None)
+    for operation in operations:
+        await operation.stored.wait()
+    assert held(bench) == 0
+
+
+async def found(turn: Turn) -> Answer:
+    await turn.run(lambda: None)
+    return Answer()
+
+
+async def not_called() -> None:
+    raise AssertionError
+
+
+async def restarted(bench: Bench, make_bench: MakeBench, **settings: int) -> Bench:
+    assert await bench.scheduler.close(timeout_s=5)
+    await asyncio.to_thread(bench.journal.close)
+    return await make_bench(**settings)
+
+
+async def test_a_replay_reads_no_more_than_the_bound_ahead_of_what_runs(make_bench: MakeBench) -> None:
+    """By their number 16 of each model would be read."""
+    models = ("a", "b", "c")
+    bench = await make_bench()
+    await bench.create(*models)
+    for seq_id in range(1, 21):
+        for model_id in models:
+            await (await bench.batch(model_id, seq_id)).stored.wait()
+    bench = await restarted(bench, make_bench, max_queued_bytes=1000)
+    seen = []
+
+    async def work_of(entry: Entry) -> Work:
+        seen.append(held(bench))
+        return RunBatch(FakeBatch(f"again {entry.seq_id}", held_bytes=400))
+
+    for model_id in models:
+        history = await bench.journal.history(model_id)
+        bench.scheduler.restore(model_id, history, start=0, found=found, work_of=work_of, forget=not_called)
+    for model_id in models:
+        await bench.scheduler.check_held(model_id)
+    assert len(seen) == 60
+    assert 0 < max(seen) < 1000  # before one more is read
+    assert held(bench) == 0
+
+
+async def test_what_waits_behind_a_gap_since_before_a_restart_holds_up_no_replay(make_bench: MakeBench) -> None:
+    bench = await make_bench()
+    await bench.create("a", "b")
+    for seq_id in (2, 3, 4, 5):
+        await bench.batch("a", seq_id)  # they wait for 1
+    for seq_id in range(1, 6):
+        await (await bench.batch("b", seq_id)).stored.wait()
+    bench = await restarted(bench, make_bench, max_queued_bytes=1000)
+
+    async def work_of(entry: Entry) -> Work:
+        return RunBatch(FakeBatch(f"again {entry.seq_id}", held_bytes=400))
+
+    for model_id in ("a", "b"):
+        history = await bench.journal.history(model_id)
+        bench.scheduler.restore(model_id, history, start=0, found=found, work_of=work_of, forget=not_called)
+    await asyncio.wait_for(bench.scheduler.check_held("b"), 10)
+    await (await bench.batch("a", 1, held_bytes=400)).wait()
+    await (await bench.scheduler.find("a", 5)).wait()
+
+
+def arrays(size: int, *names: str) -> dict[str, object]:
+    return {name: np.ones(size, np.float32) for name in names}
+
+
+def plain(num_datums: int, **more: object) -> Sequence[types_pb2.Datum]:
+    return [datum([1] * 60, target_tokens=[1] * 60, **more)] * num_datums
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        request(plain(50)),
+        request([datum([1] * 8, target_tokens=np.zeros((8, 900), np.int32))]),
+        request([wide(1000, tokens=50)] * 4),
+        request(plain(9, **arrays(60, "logprobs", "advantages")), "ppo"),
+    ],
+)
+def test_what_is_counted_is_no_less_than_what_a_batch_holds(message: pb.ForwardBackwardRequest) -> None:
+    batch = Batch.from_proto(message, LIMITS)
+    held = message.ByteSize()
+    for one in batch.datums:
+        held += one.tokens_N.nbytes + one.targets.nbytes + sum(values.nbytes for values in one.inputs.values())
+        held += 2 * 4 * one.targets.size  # the logprobs, as an array and in the answer
+    assert held <= batch.held_bytes == Batch.bytes_of(message) <= 2 * held + 2048 * len(batch.datums)
+
+
+def test_a_request_that_needs_more_memory_than_one_may_ever_have_is_refused_by_name() -> None:
+    message = request(plain(50))
+    needed = Batch.bytes_of(message)
+    Batch.from_proto(message, LIMITS, max_bytes=needed)
+    with pytest.raises(InvalidRequest, match=rf"data: takes {needed} bytes of memory.*{needed - 1}.*max_queued_bytes"):
+        Batch.from_proto(message, LIMITS, max_bytes=needed - 1)
