@@ -96,7 +96,7 @@ class TrainerConfig(GrpcTls, BaseSettings):
     max_tokens_per_microbatch): the same requests then give the same bits, also after a crash and whatever other models
     do. Costs what sharing micro-batches gains; activation_checkpointing auto is off."""
     max_queued_operations: int = Field(default=1024, ge=1)
-    """Most operations of one model that wait for their turn."""
+    """Most operations of one model that wait for their turn, and how far ahead of the next one a seq_id may be."""
     max_queued_bytes: int = Field(default=0, ge=0)
     """Memory for the operations of all models that wait or run, uncompressed, with their arrays and answers. A model
     may have as much of it as is free, so one alone at most half. 0 means an eighth of what is free at start."""

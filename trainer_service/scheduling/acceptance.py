@@ -5,7 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from tinsmith.rpc.errors import ModelNotFound, OutOfCapacity, ResultNotFound, SequenceConflict, ServiceError
+from tinsmith.rpc.errors import (
+    InvalidRequest,
+    ModelNotFound,
+    OutOfCapacity,
+    ResultNotFound,
+    SequenceConflict,
+    ServiceError,
+)
 from trainer_service.durability.journal import Journal
 from trainer_service.durability.journal_records import Body, State
 from trainer_service.metrics import Metrics
@@ -62,11 +69,23 @@ class Acceptance:
             raise OutOfCapacity(
                 f"{model_id}: {model.num_queued} operations are queued, this server's max_queued_operations"
             )
+        self._check_near(model, seq_id)
         # The one that everything of its model waits for is taken above the bound of memory, too. Another that closes a
         # gap has one before it that will run: a small number behind many large ones must not let all of them in.
         if not seq_id < min(model.operations, default=0):
             self._held.check(model_id, held_bytes)
         return await self._append(model, seq_id, body, build, held_bytes=held_bytes)
+
+    def _check_near(self, model: ModelQueue, seq_id: int) -> None:
+        """Raises InvalidRequest for a seq_id behind which more operations are missing than the queue could hold."""
+        most = self._max_queued_operations
+        if seq_id - model.next_to_enter <= most or (ahead := seq_id - model.next_seq_id) <= most:
+            return
+        raise InvalidRequest(
+            f"seq_id: {seq_id} is {ahead} ahead of the next one, {model.next_seq_id}, of {model.model_id}; this server "
+            f"takes what is up to max_queued_operations ({most}) ahead, and operations are numbered without gaps",
+            field="seq_id",
+        )
 
     async def find(self, model_id: str, seq_id: int) -> Operation:
         """An accepted operation. Raises ResultNotFound when there is none, or its result has expired."""

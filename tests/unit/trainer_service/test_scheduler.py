@@ -306,13 +306,52 @@ async def test_a_full_queue_refuses_before_the_journal(make_bench: MakeBench) ->
 async def test_a_full_queue_still_takes_what_closes_a_gap(make_bench: MakeBench) -> None:
     bench = await make_bench(max_queued_operations=3)
     await bench.create("a")
-    waiting = [await bench.step("a", seq_id) for seq_id in (2, 4, 5)]
+    waiting = [await bench.step("a", seq_id) for seq_id in (2, 4, 3)]
     with pytest.raises(OutOfCapacity):
-        await bench.step("a", 6)
-    waiting += [await bench.step("a", seq_id) for seq_id in (3, 1)]
+        await bench.step("a", 5)
+    waiting += [await bench.step("a", 1)]
+    await asyncio.gather(*(operation.wait() for operation in waiting))
+    assert [seq_id for _, seq_id in bench.ran] == [1, 2, 3, 4]
+    await (await bench.step("a", 5)).wait()
+
+
+async def test_a_seq_id_further_ahead_than_the_queue_is_long_is_refused_and_leaves_nothing(
+    make_bench: MakeBench,
+) -> None:
+    bench = await make_bench(max_queued_operations=3)
+    await bench.create("a")
+    await (await bench.step("a", 1)).wait()
+    for seq_id in (6, 2_000_000_000):
+        with pytest.raises(InvalidRequest) as refused:
+            await bench.step("a", seq_id)
+        assert f"seq_id: {seq_id} is {seq_id - 2} ahead of the next one, 2" in refused.value.message
+        assert "max_queued_operations (3)" in refused.value.message
+        assert refused.value.metadata["field"] == "seq_id"
+        assert await bench.journal.find("a", seq_id) is None
+    waiting = [await bench.step("a", seq_id) for seq_id in (5, 2, 3, 4)]
     await asyncio.gather(*(operation.wait() for operation in waiting))
     assert [seq_id for _, seq_id in bench.ran] == [1, 2, 3, 4, 5]
-    await (await bench.step("a", 6)).wait()
+
+
+async def test_how_far_ahead_a_seq_id_is_counts_from_what_had_run_before_a_restart(make_bench: MakeBench) -> None:
+    bench = await make_bench(max_queued_operations=3)
+    await bench.create("a")
+    for seq_id in range(1, 8):
+        await (await bench.step("a", seq_id)).wait()
+    bench = await restarted(bench, make_bench, max_queued_operations=3)
+    reading = asyncio.Event()
+
+    async def work_of(entry: Entry) -> Work:
+        await reading.wait()
+        return nothing
+
+    history = await bench.journal.history("a")
+    bench.scheduler.restore("a", history, start=0, found=nothing, work_of=work_of, forget=not_called)
+    ahead = await bench.step("a", 11)
+    with pytest.raises(InvalidRequest, match="seq_id: 12 is 4 ahead of the next one, 8"):
+        await bench.step("a", 12)
+    reading.set()
+    await asyncio.gather(*[(await bench.step("a", seq_id)).wait() for seq_id in (8, 9, 10)], ahead.wait())
 
 
 async def test_too_many_models_are_refused(make_bench: MakeBench) -> None:
@@ -491,10 +530,10 @@ async def test_a_model_whose_replay_fails_is_given_up_and_stays_in_the_journal_f
         await bench.step("a", 4)
 
 
-async def restarted(bench: Bench, make_bench: MakeBench) -> Bench:
+async def restarted(bench: Bench, make_bench: MakeBench, **settings: int) -> Bench:
     assert await bench.scheduler.close(timeout_s=5)
     await asyncio.to_thread(bench.journal.close)
-    return await make_bench()
+    return await make_bench(**settings)
 
 
 async def not_called() -> None:
