@@ -153,12 +153,34 @@ class InTurn:
         await self._app(scope, receive, send)
 
 
+_FRONT = "/services/tinker-prod"
+_HOSTED_OPENAI = "/oai/api/v1/"
+
+
+class HostedPaths:
+    """ASGI middleware, around all others: gives requests that use the paths of the hosted service the paths of this
+    one. So whatever decides by the path, such as who needs a key, knows one form."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            path = scope["path"].removeprefix(_FRONT)
+            if path.startswith(_HOSTED_OPENAI):
+                path = f"/v1/{path.removeprefix(_HOSTED_OPENAI)}"
+            if path.startswith("/"):
+                scope["path"] = path
+        await self._app(scope, receive, send)
+
+
 def create_app(config: GatewayConfig) -> Starlette:
     """The application. Whoever serves it starts and stops its parts: `app.state.gateway`."""
     gateway = Gateway(config)
     app = Starlette(
         routes=ROUTES,
         middleware=[
+            Middleware(HostedPaths),
             *([Middleware(Traces)] if config.tracing else []),
             Middleware(CountRequests, metrics=gateway.metrics),
             Middleware(SecurityHeaders),

@@ -67,6 +67,21 @@ def train_save_load_and_sample(url: str) -> None:
         assert by_path.sample(prompt, 1, types.SamplingParams(max_tokens=2)).result().sequences[0].tokens == [5, 6]
 
 
+def rest_client_beside_a_training_client(url: str) -> None:
+    """In the orders that do not lock SDK 0.38.0 up: docs/api.md."""
+    warnings.simplefilter("ignore", FutureWarning)
+    with service_client(url) as service:
+        service.create_rest_client()
+        training = service.create_lora_training_client(base_model=BASE_MODEL, rank=8).result()
+        run = service.create_rest_client().get_training_run(training.model_id).result()
+        assert run.training_run_id == training.model_id
+    with service_client(url) as service:
+        training = service.create_lora_training_client(base_model=BASE_MODEL, rank=8)
+        rest = tinker.RestClient(base_url=url, api_key="tml-test")
+        assert rest.list_training_runs().result() is not None
+        assert training.result().model_id
+
+
 def fail_and_go_on(url: str) -> None:
     with service_client(url) as service:
         training = service.create_lora_training_client(base_model=BASE_MODEL, rank=8).result()
@@ -98,6 +113,7 @@ PROGRAMS = {
     "fail_and_go_on": fail_and_go_on,
     "sample_and_wait": sample_and_wait,
     "capabilities": capabilities,
+    "rest_client_beside_a_training_client": rest_client_beside_a_training_client,
 }
 
 if __name__ == "__main__":

@@ -61,3 +61,7 @@ async def test_a_restart_in_the_middle_of_its_samples_is_a_delay_for_the_sdk(
 
 async def test_sdk_lists_the_models(stack: Stack) -> None:
     await run_program("capabilities", stack.url)
+
+
+async def test_a_rest_client_beside_a_training_client_in_the_documented_orders(stack: Stack) -> None:
+    await run_program("rest_client_beside_a_training_client", stack.url)
