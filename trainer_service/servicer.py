@@ -144,12 +144,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def GetCertificate(self, request: pb.GetCertificateRequest, context: Context) -> pb.GetCertificateResponse:
         location = Location.parse(request.location, field="location")
-        certificate = await asyncio.to_thread(self._ready.checkpoints.certificate, location)
+        checkpoints = self._ready.checkpoints
+        certificate = await checkpoints.reads(checkpoints.certificate, location)
         return pb.GetCertificateResponse(certificate=certificate)
 
     async def GetCheckpoint(self, request: pb.GetCheckpointRequest, context: Context) -> pb.GetCheckpointResponse:
         location = Location.parse(request.location, field="location")
-        found = await asyncio.to_thread(self._ready.checkpoints.manifest, location)
+        checkpoints = self._ready.checkpoints
+        found = await checkpoints.reads(checkpoints.manifest, location)
         return pb.GetCheckpointResponse(checkpoint=found.checkpoint, files=list(found.files.values()))
 
     async def ReadCheckpointFile(
@@ -159,11 +161,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         for field, value in (("offset", request.offset), ("num_bytes", request.num_bytes)):
             if value < 0:
                 raise InvalidRequest(f"{field}: {value} must not be negative", field=field)
-        file = await asyncio.to_thread(self._ready.checkpoints.open_file, location, request.name)
+        checkpoints = self._ready.checkpoints
+        file = await checkpoints.reads(checkpoints.open_file, location, request.name)
         try:
             file.seek(request.offset)
             left = request.num_bytes if request.HasField("num_bytes") else sys.maxsize
-            while data := await asyncio.to_thread(file.read, min(left, _PIECE_BYTES)):
+            while data := await checkpoints.reads(file.read, min(left, _PIECE_BYTES)):
                 left -= len(data)
                 yield pb.ReadCheckpointFileResponse(data=data)
         finally:
@@ -173,7 +176,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: pb.VerifyCheckpointRequest, context: Context
     ) -> pb.VerifyCheckpointResponse:
         location = Location.parse(request.location, field="location")
-        files, problems = await asyncio.to_thread(self._ready.checkpoints.verify, location)
+        checkpoints = self._ready.checkpoints
+        files, problems = await checkpoints.reads(checkpoints.verify, location)
         return pb.VerifyCheckpointResponse(files=files, problems=problems)
 
     async def ImportCheckpoint(
@@ -200,8 +204,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return await trainer.importer.run(first.header, pieces(), last=last)
 
     async def CopyCheckpoint(self, request: pb.CopyCheckpointRequest, context: Context) -> pb.CopyCheckpointResponse:
-        copied = await asyncio.to_thread(
-            self._ready.checkpoints.copy,
+        checkpoints = self._ready.checkpoints
+        copied = await checkpoints.writes(
+            checkpoints.copy,
             Location.parse(request.source, field="source"),
             Location.parse(request.destination, field="destination"),
             ttl_seconds=request.ttl_seconds if request.HasField("ttl_seconds") else None,
@@ -212,7 +217,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: pb.DeleteCheckpointRequest, context: Context
     ) -> pb.DeleteCheckpointResponse:
         location = Location.parse(request.location, field="location")
-        await asyncio.to_thread(self._ready.checkpoints.delete, location, version_id=request.version_id)
+        checkpoints = self._ready.checkpoints
+        await checkpoints.writes(checkpoints.delete, location, version_id=request.version_id)
         return pb.DeleteCheckpointResponse()
 
     async def CheckCustomLoss(self, request: pb.CheckCustomLossRequest, context: Context) -> pb.CheckCustomLossResponse:

@@ -5,7 +5,6 @@ They are read before the operation's turn on the compute thread.
 
 from __future__ import annotations
 
-import asyncio
 import math
 from dataclasses import dataclass, replace
 
@@ -48,12 +47,12 @@ class Loads:
         into nothing."""
         await self._check_extent(location, field=field)
         info, state = await self.read(location, with_optimizer=with_optimizer, field=field)
-        await asyncio.to_thread(_check_finite, location, state, field=field)
+        await self.checkpoints.reads(_check_finite, location, state, field=field)
         return info, state
 
     async def _check_extent(self, location: Location, *, field: str) -> None:
         """Raises InvalidRequest for a checkpoint of a kind that this server does not train, before it is read."""
-        info = await asyncio.to_thread(self.checkpoints.info, location)
+        info = await self.checkpoints.reads(self.checkpoints.info, location)
         rank = info.lora_config.rank
         if rank == 0 and not self.engine.base.trainable:
             raise InvalidRequest(
@@ -72,7 +71,7 @@ class Loads:
         self, location: Location, *, with_optimizer: bool, field: str
     ) -> tuple[types_pb2.CheckpointInfo, State]:
         """Raises InvalidRequest when it is of a base model that this server has not, or of other weights of one."""
-        info, state = await asyncio.to_thread(
+        info, state = await self.checkpoints.reads(
             self.checkpoints.load, location, self.engine.base, with_optimizer=with_optimizer
         )
         self.models.check_base_model(info.base_model, field=f"{field} {location}: base_model")

@@ -138,7 +138,7 @@ class Publishing:
     async def forget(self, model_id: str) -> None:
         """The model has ended: its ephemeral checkpoints and its hidden copies go, and its versions in the samplers."""
         self._asked_for -= {version_id for version_id in self._asked_for if version_id.startswith(f"{model_id}@")}
-        await asyncio.to_thread(self.checkpoints.delete_ephemeral, model_id)
+        await self.checkpoints.writes(self.checkpoints.delete_ephemeral, model_id)
         await self.publisher.sender.remove_all(f"{model_id}@")
 
     async def _publish(self, location: Location, version_id: str) -> Certified:
@@ -168,7 +168,7 @@ class Publishing:
         except CheckpointNotFound as missing:
             error = missing
         hidden = _hidden(location, version_id)
-        if hidden is None or not await asyncio.to_thread(self.checkpoints.exists, hidden):
+        if hidden is None or not await self.checkpoints.reads(self.checkpoints.exists, hidden):
             raise error
         return await self.loads.read(hidden, with_optimizer=False, field="location")
 
@@ -176,7 +176,7 @@ class Publishing:
         """With the version's files, whatever it says. Raises VersionRefused."""
         where = Location.parse(location, field="location")
         try:
-            await asyncio.to_thread(self.checkpoints.put_certificate, where, certificate)
+            await self.checkpoints.writes(self.checkpoints.put_certificate, where, certificate)
         except OutOfCapacity as error:  # it is in the answer and in the metrics
             logger.warning("the certificate of %s is not stored: %s", location, error)
         self.publisher.check(certificate, location=location)

@@ -85,7 +85,7 @@ class Saves:
         model = self.models.get(request.model_id)
         with_optimizer = request.kind == types_pb2.CHECKPOINT_KIND_TRAINING
         version_id = f"{request.model_id}@{request.seq_id}"
-        written = await asyncio.to_thread(self._written, location, version_id) if again else None
+        written = await self.checkpoints.reads(self._written, location, version_id) if again else None
         if written is not None:
             return await self._finish(written, location)
         scores: asyncio.Future[Scores] | None = None
@@ -108,8 +108,8 @@ class Saves:
             user_metadata=request.user_metadata,
         )
         if request.overwrite:
-            await asyncio.to_thread(self.publishing.keep_replaced, location)
-        saving = asyncio.to_thread(
+            await self.checkpoints.writes(self.publishing.keep_replaced, location)
+        saving = self.checkpoints.writes(
             self.checkpoints.save, info, state, overwrite=request.overwrite, recipients=recipients
         )
         if scores is not None:

@@ -9,17 +9,22 @@
 Files of kind EXTERNAL may be encrypted; then ".age" is appended to their names.
 
 It is there whole or not at all, and no file is ever written again: `storage` says how. Whatever is read was compared
-with the manifest. The methods block; they may be called from several threads.
+with the manifest. The methods block; they may be called from several threads, and the event loop has them called by
+`reads` and `writes`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import contextvars
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 from google.protobuf import json_format
@@ -44,6 +49,11 @@ from trainer_service.storage.space import Space
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+_THREADS = 8
+"""That read, and as many that write: most calls of a place that does not answer. Others wait for one of them."""
+
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 _OPTIMIZER = "optimizer.safetensors"
 _OTHER_BYTES = 2**20
@@ -57,6 +67,17 @@ class CheckpointStore:
         """A path is a local folder, which is made."""
         self._storage = LocalStorage(storage, metrics) if isinstance(storage, Path) else storage
         self._metrics = metrics
+        self._readers = ThreadPoolExecutor(_THREADS, thread_name_prefix="storage-read")
+        self._writers = ThreadPoolExecutor(_THREADS, thread_name_prefix="storage-write")
+
+    async def reads(self, call: Callable[..., T], *arguments: Any, **settings: Any) -> T:
+        """Makes a call that only reads, on a thread of its own kind: a place that is slow to answer leaves saves, and
+        the event loop's threads, alone."""
+        return await _on_thread(self._readers, partial(call, *arguments, **settings))
+
+    async def writes(self, call: Callable[..., T], *arguments: Any, **settings: Any) -> T:
+        """The same of a call that writes."""
+        return await _on_thread(self._writers, partial(call, *arguments, **settings))
 
     @property
     def space(self) -> Space:
@@ -64,6 +85,8 @@ class CheckpointStore:
 
     def close(self) -> None:
         """Leaves the place to others; nothing may be written after it."""
+        for pool in (self._readers, self._writers):
+            pool.shutdown(wait=False, cancel_futures=True)
         self._storage.close()
 
     def exists(self, location: Location) -> bool:
@@ -246,6 +269,11 @@ class CheckpointStore:
     def delete_ephemeral(self, run_id: str) -> None:
         """Removes the checkpoints of a run that have no public path."""
         self._storage.delete_all(run_id, KINDS[pb.CHECKPOINT_KIND_EPHEMERAL])
+
+
+async def _on_thread(pool: ThreadPoolExecutor, call: Callable[[], T]) -> T:
+    """With the context of the caller, for the ids in log lines."""
+    return await asyncio.get_running_loop().run_in_executor(pool, contextvars.copy_context().run, call)
 
 
 def _num_bytes(state: State) -> int:

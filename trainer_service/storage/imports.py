@@ -68,7 +68,7 @@ class Importer:
             raise InvalidRequest(f"location: {header.location!r} is not of kind 'weights'", field="location")
         if header.HasField("ttl_seconds") and header.ttl_seconds < 1:
             raise InvalidRequest(f"ttl_seconds: {header.ttl_seconds} must be positive", field="ttl_seconds")
-        if self.checkpoints.exists(location):
+        if await self.checkpoints.reads(self.checkpoints.exists, location):
             raise CheckpointExists(f"checkpoint {location} exists; use another name", location=location)
         if self._num_uploads == _MAX_UPLOADS:
             raise OutOfCapacity(f"{_MAX_UPLOADS} imports are running; try again later")
@@ -79,7 +79,7 @@ class Importer:
                 await self._receive(pieces, folder / "archive", size=size)
                 async with self._converting:  # one at a time: an adapter is held in memory
                     most = last.max_checkpoint_bytes if last.HasField("max_checkpoint_bytes") else None
-                    return await asyncio.to_thread(self._convert, header, folder, most)
+                    return await self.checkpoints.writes(self._convert, header, folder, most)
         finally:
             self._num_uploads -= 1
 
@@ -97,7 +97,7 @@ class Importer:
                     )
                 if size is None or num_bytes > size:
                     space.check(len(piece), what=_WHAT)
-                await asyncio.to_thread(file.write, piece)
+                await self.checkpoints.writes(file.write, piece)
 
     def _convert(
         self, header: pb.ImportCheckpointHeader, folder: Path, max_checkpoint_bytes: int | None

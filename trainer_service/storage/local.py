@@ -12,7 +12,6 @@ import fcntl
 import logging
 import os
 import shutil
-import threading
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -26,6 +25,7 @@ from trainer_service.storage.locations import Location
 from trainer_service.storage.manifest import Manifest
 from trainer_service.storage.protocol import CERTIFICATE, TEMPORARY, StorageUnusable, taken
 from trainer_service.storage.space import Space
+from trainer_service.storage.uses import Uses
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +39,8 @@ class LocalStorage:
         self._root = root
         self._temporary = root / TEMPORARY
         self._metrics = metrics
-        self._swap = threading.Lock()
-        """Held while a folder is replaced and while one is read, so that a reader sees the old or the new."""
+        self._uses = Uses()
+        """A reader sees the old folder or the new one, and a folder is replaced when nobody reads it."""
         try:
             self._temporary.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self._temporary, os.O_RDONLY)
@@ -62,7 +62,7 @@ class LocalStorage:
 
     @contextlib.contextmanager
     def reading(self, location: Location) -> Iterator[Manifest]:
-        with self._swap:
+        with self._uses.reading(location):
             yield self._read_manifest(location)
 
     @contextlib.contextmanager
@@ -94,7 +94,7 @@ class LocalStorage:
             written = folder / CERTIFICATE
             written.write_bytes(content)
             sync(written)
-            with self._swap, contextlib.suppress(CheckpointNotFound):
+            with self._uses.writing(location), contextlib.suppress(CheckpointNotFound):
                 found = self._read_manifest(location)
                 if found.checkpoint.version_id == version_id:
                     written.rename(self.folder(location, found) / CERTIFICATE)
@@ -111,7 +111,7 @@ class LocalStorage:
             yield _LocalDraft(self, location, folder, overwrite)
 
     def delete(self, location: Location, *, version_id: str = "") -> None:
-        with self._swap:
+        with self._uses.writing(location):
             with contextlib.suppress(CheckpointNotFound, DataCorrupted):
                 if version_id and self._read_manifest(location).checkpoint.version_id != version_id:
                     return
@@ -119,9 +119,10 @@ class LocalStorage:
         shutil.rmtree(aside, ignore_errors=True)
 
     def delete_all(self, run_id: str, kind: str) -> None:
-        with self._swap:
-            aside = self._set_aside(self._root / run_id / kind)
-        shutil.rmtree(aside, ignore_errors=True)
+        """One after the other, each when nobody reads it."""
+        with contextlib.suppress(FileNotFoundError):
+            for path in list((self._root / run_id / kind).iterdir()):
+                self.delete(Location(run_id, kind, path.name))
 
     def path(self, location: Location) -> Path:
         return self._root / location.run_id / location.kind / location.name
@@ -136,7 +137,7 @@ class LocalStorage:
         sync(folder)
         target = self.path(location)
         aside = self._temporary / f"{_REPLACED}{folder.name}"
-        with self._swap:
+        with self._uses.writing(location):
             if not overwrite and self.exists(location):
                 raise taken(location)
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -37,6 +37,7 @@ from trainer_service.storage.locations import Location
 from trainer_service.storage.manifest import Manifest
 from trainer_service.storage.protocol import CERTIFICATE, TEMPORARY, StorageUnusable, taken
 from trainer_service.storage.space import Space
+from trainer_service.storage.uses import Uses
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +71,12 @@ class ObjectStorage:
         self._root = rest.rstrip("/")
         self._writer = writer
         self._metrics = metrics
-        self._swap = threading.Lock()
-        self._readers: Counter[_Generation] = Counter()
+        self._uses = Uses()
+        """Of writers only: who replaces a checkpoint does not wait for its readers, who have the old generation."""
+        self._bookkeeping = threading.Lock()
+        """Of the two below; the store is never asked under it."""
+        self._readers: Counter[tuple[Location, str | None]] = Counter()
+        """By generation; None is that of a reader who has yet to see the manifest."""
         self._unread: set[_Generation] = set()
         """Generations that go when they are read no more."""
         shutil.rmtree(scratch, ignore_errors=True)
@@ -98,22 +103,11 @@ class ObjectStorage:
 
     @contextlib.contextmanager
     def reading(self, location: Location) -> Iterator[Manifest]:
-        with self._swap:
-            found = self._read_manifest(location)
-            generation = location, found.folder
-            self._readers[generation] += 1
-        try:
+        with contextlib.ExitStack() as stack:
+            with self._counted(location, None):
+                found = self._read_manifest(location)
+                stack.enter_context(self._counted(location, found.folder))
             yield found
-        finally:
-            with self._swap:
-                self._readers[generation] -= 1
-                goes = not self._readers[generation] and generation in self._unread
-                if not self._readers[generation]:
-                    del self._readers[generation]
-                    self._unread.discard(generation)
-            if goes:
-                with contextlib.suppress(NotReady):  # its marker stays
-                    self._remove(*generation)
 
     @contextlib.contextmanager
     def files(self, location: Location, found: Manifest, names: Iterable[str]) -> Iterator[Path]:
@@ -134,7 +128,7 @@ class ObjectStorage:
         return self._call("cat_file", self._key(location, found.folder, CERTIFICATE))
 
     def put_certificate(self, location: Location, version_id: str, content: bytes) -> None:
-        with self._swap, contextlib.suppress(CheckpointNotFound):
+        with self._uses.writing(location), contextlib.suppress(CheckpointNotFound):
             found = self._read_manifest(location)
             if found.checkpoint.version_id == version_id:
                 self._call("pipe_file", self._key(location, found.folder, CERTIFICATE), content)
@@ -157,7 +151,7 @@ class ObjectStorage:
 
     def delete(self, location: Location, *, version_id: str = "") -> None:
         try:
-            with self._swap:
+            with self._uses.writing(location):
                 found = self._read_manifest(location)
                 if version_id and found.checkpoint.version_id != version_id:
                     return
@@ -188,7 +182,7 @@ class ObjectStorage:
 
     def install(self, new: Manifest, location: Location, *, overwrite: bool) -> None:
         old: str | None = None
-        with self._swap:
+        with self._uses.writing(location):
             with contextlib.suppress(CheckpointNotFound, DataCorrupted):
                 old = self._read_manifest(location).folder
             if old is not None:
@@ -207,18 +201,40 @@ class ObjectStorage:
 
     def _settle(self, location: Location, generation: str) -> bool:
         """Deletes the files of a marked generation, unless it is the checkpoint. True when there was something."""
-        with self._swap:
+        with self._uses.writing(location):
             try:
                 kept = self._read_manifest(location).folder == generation
             except CheckpointNotFound:
                 kept = False
-            if not kept and self._readers[location, generation]:
+            if kept:
+                self._delete_keys([self._marker(location, generation)])
+                return False
+        with self._bookkeeping:
+            if self._is_read(location, generation):
                 self._unread.add((location, generation))
                 return False
-        if kept:
-            self._delete_keys([self._marker(location, generation)])
-            return False
         return self._remove(location, generation)
+
+    def _is_read(self, location: Location, generation: str) -> bool:
+        return (location, generation) in self._readers or (location, None) in self._readers
+
+    @contextlib.contextmanager
+    def _counted(self, location: Location, generation: str | None) -> Iterator[None]:
+        """As a reader. Who leaves removes what was kept for nobody but him."""
+        with self._bookkeeping:
+            self._readers[location, generation] += 1
+        try:
+            yield
+        finally:
+            with self._bookkeeping:
+                self._readers[location, generation] -= 1
+                if not self._readers[location, generation]:
+                    del self._readers[location, generation]
+                going = {one for one in self._unread if one[0] == location and not self._is_read(*one)}
+                self._unread -= going
+            for one in going:
+                with contextlib.suppress(NotReady):  # its marker stays
+                    self._remove(*one)
 
     def _remove(self, location: Location, generation: str) -> bool:
         folder = self._key(location, generation)
