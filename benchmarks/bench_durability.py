@@ -58,7 +58,9 @@ class Trainer:
         self.files = SnapshotFiles(folder / "snapshots")
         self.snapshots = Snapshots(self.files, self._journal, policy, metrics)
         sender = WeightSender([], trainer_id="bench", host="127.0.0.1", timeout_s=5, metrics=metrics)
-        publisher = Publisher(sender, canary_of(base), GapRule(0.01, "refuse", timeout_s=5), metrics)
+        sequences = canary_of(base)
+        rule = GapRule(0.01, 0.01, "refuse", timeout_s=5)
+        publisher = Publisher(sender, sequences, rule, metrics, self.engine.score(None, sequences))
         checkpoints = CheckpointStore(folder / "checkpoints", metrics)
         run_alone = self.scheduler.run_alone
         self._operations = Operations(self.engine, checkpoints, publisher, run_alone, ["bench"], 256, self.snapshots)

@@ -62,12 +62,22 @@ def checkpoint_details(checkpoint: Checkpoint, files: Sequence[types_pb2.Checkpo
     }
 
 
+_APPLIED = {
+    types_pb2.APPLIED_UNSPECIFIED: None,
+    types_pb2.APPLIED_YES: "yes",
+    types_pb2.APPLIED_TOO_WEAK_TO_TELL: "too weak to tell",
+    types_pb2.APPLIED_NO: "no",
+}
+
+
 def certificate_view(certificate: types_pb2.PublishCertificate) -> Json:
     """A gap that is not finite is the text "inf", as in metrics."""
     return {
         "version_id": certificate.version_id,
         "passed": certificate.passed,
         "limit": certificate.limit or None,
+        "mean_limit": certificate.mean_limit or None,
+        "change": certificate.change if math.isfinite(certificate.change) else "inf",
         "samplers": [
             {
                 "address": gap.address,
@@ -75,6 +85,7 @@ def certificate_view(certificate: types_pb2.PublishCertificate) -> Json:
                 "max_gap": gap.max_gap if math.isfinite(gap.max_gap) else "inf",
                 "mean_gap": gap.mean_gap if math.isfinite(gap.mean_gap) else "inf",
                 "num_tokens": gap.num_tokens,
+                "applied": _APPLIED[gap.applied],
             }
             for gap in certificate.samplers
         ],

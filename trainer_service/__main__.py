@@ -50,7 +50,7 @@ from trainer_service.storage.imports import Importer
 from trainer_service.storage.protocol import StorageUnusable
 from trainer_service.weight_sync import WeightSender
 from trainer_service.weight_sync.canary import canary_of
-from trainer_service.weight_sync.certificate import GAP_LIMITS, GapRule, Publisher
+from trainer_service.weight_sync.certificate import GAP_LIMITS, MEAN_LIMITS, GapRule, Publisher
 from trainer_service.weight_sync.choice import check_channel
 
 logger = logging.getLogger(__name__)
@@ -174,7 +174,9 @@ async def start(
         metrics=metrics,
         alone=config.deterministic,
     )
-    publisher = Publisher(sender, canary_of(base), gap_rule(config, base.dtype), metrics)
+    sequences = canary_of(base)
+    unadapted = await asyncio.to_thread(engine.score, None, sequences)
+    publisher = Publisher(sender, sequences, gap_rule(config, base.dtype), metrics, unadapted)
     try:
         snapshot_files = await asyncio.to_thread(
             SnapshotFiles, config.state_dir / _SNAPSHOTS, min_free_bytes=config.min_free_bytes
@@ -241,7 +243,8 @@ def bounds(config: TrainerConfig) -> Bounds:
 
 def gap_rule(config: TrainerConfig, dtype: torch.dtype) -> GapRule:
     limit = GAP_LIMITS[dtype] if config.publish_gap_limit is None else config.publish_gap_limit
-    return GapRule(limit, config.on_publish_gap, config.publish_score_timeout_s)
+    mean_limit = MEAN_LIMITS[dtype] if config.publish_mean_gap_limit is None else config.publish_mean_gap_limit
+    return GapRule(limit, mean_limit, config.on_publish_gap, config.publish_score_timeout_s)
 
 
 def load(config: TrainerConfig, group: RankGroup | None) -> BaseModel:

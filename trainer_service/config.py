@@ -118,10 +118,13 @@ class TrainerConfig(GrpcTls, BaseSettings):
     """Weights travel in buckets of so many bytes; at most 4 MiB where all samplers are on the trainer's machine."""
     publish_gap_limit: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Largest gap, in nats, between the trainer's and a sampler's logprob of a canary token after a publish. By default
-    0.01 where the base model is float32 and 1 where it is bfloat16; 0 is no limit."""
+    0.01 where the base model is float32 and 1 where it is bfloat16; 0 is no limit, and nothing is refused."""
+    publish_mean_gap_limit: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Largest mean of the gaps of one sampler, in nats. By default 0.003 where the base model is float32 and 0.25 where
+    it is bfloat16; 0 is no limit."""
     on_publish_gap: Literal["refuse", "warn"] = "refuse"
-    """What becomes of a version with a larger gap: it is taken from the samplers and the save fails, or it is served
-    with a warning in the log and in its certificate."""
+    """What becomes of a version with a larger gap, or that a sampler does not apply: it is taken from the samplers and
+    the save fails, or it is served with a warning in the log and in its certificate."""
     publish_score_timeout_s: float = Field(default=5.0, gt=0)
     """Longest time that a sampler may take to score the canary; one that takes longer is not in the certificate."""
     journal_max_bytes: int = Field(default=2 * 1024**3, ge=1024**2)

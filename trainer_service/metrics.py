@@ -136,6 +136,13 @@ class Publishing:
         )
         for outcome in ("passed", "warned", "refused", "unscored"):  # a series that begins at 1 has no increase
             self.publish_certificates.labels(outcome)
+        self.applied = declare.counter(
+            "publish_applied",
+            "Measured samplers: whether their logprobs change with the version as the trainer's do.",
+            "applied",
+        )
+        for state in ("yes", "too_weak_to_tell", "no"):
+            self.applied.labels(state)
         self.publish_bytes = declare.counter("publish_bytes", "Adapter bytes broadcast, once for each publish.")
         self.publish_failures = declare.counter("publish_failures", "Attempts to publish that failed.")
         self.weight_groups = declare.counter("weight_groups", "Process groups formed with samplers.")

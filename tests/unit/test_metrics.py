@@ -46,6 +46,7 @@ LABELS = {
     "kind",
     "loss_fn",
     "method",
+    "applied",
     "outcome",
     "phase",
     "place",

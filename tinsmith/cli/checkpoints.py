@@ -93,18 +93,28 @@ def run_certificate(arguments: argparse.Namespace) -> int:
     return 0 if certificate["passed"] else 1
 
 
+_APPLIED = {
+    "yes": "it applies the version",
+    "no": "it does NOT apply the version",
+    "too weak to tell": "the version is too weak to tell whether it is applied",
+    None: "whether it applies the version was not asked",
+}
+
+
 def _lines(certificate: Mapping[str, Any]) -> Iterator[str]:
     limit = certificate["limit"]
     yield f"version    {certificate['version_id']}, XXH3-128 {certificate['weights_hash']}"
     yield f"published  {certificate['num_bytes']} bytes in {certificate['publish_seconds']:.3f} s"
     yield f"issued     {certificate['issued_at']}"
-    yield f"limit      {'none' if limit is None else f'{limit:g} nats'}"
+    mean = "" if certificate["mean_limit"] is None else f", of the mean {certificate['mean_limit']:g} nats"
+    yield f"limit      {'none' if limit is None else f'{limit:g} nats{mean}'}"
     for gap in certificate["samplers"]:
         gaps = f"largest gap {float(gap['max_gap']):.2e} nats, mean {float(gap['mean_gap']):.2e}"
         yield f"sampler    {gap['address']} ({gap['engine']}): {gaps}, {gap['num_tokens']} tokens"
+        yield f"           {_APPLIED[gap['applied']]}"
     if not certificate["samplers"]:
         yield "sampler    none has scored it"
-    yield "passed" if certificate["passed"] else "NOT passed: a gap is above the limit"
+    yield "passed" if certificate["passed"] else "NOT passed: a gap is above a limit, or the version is not applied"
 
 
 def _only_model(server: Server) -> str:

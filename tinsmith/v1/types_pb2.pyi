@@ -7,6 +7,13 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Applied(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    APPLIED_UNSPECIFIED: _ClassVar[Applied]
+    APPLIED_YES: _ClassVar[Applied]
+    APPLIED_TOO_WEAK_TO_TELL: _ClassVar[Applied]
+    APPLIED_NO: _ClassVar[Applied]
+
 class Dtype(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     DTYPE_UNSPECIFIED: _ClassVar[Dtype]
@@ -27,6 +34,10 @@ class CheckpointKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CHECKPOINT_KIND_SAMPLER: _ClassVar[CheckpointKind]
     CHECKPOINT_KIND_EPHEMERAL: _ClassVar[CheckpointKind]
     CHECKPOINT_KIND_EXTERNAL: _ClassVar[CheckpointKind]
+APPLIED_UNSPECIFIED: Applied
+APPLIED_YES: Applied
+APPLIED_TOO_WEAK_TO_TELL: Applied
+APPLIED_NO: Applied
 DTYPE_UNSPECIFIED: Dtype
 DTYPE_FLOAT32: Dtype
 DTYPE_INT64: Dtype
@@ -211,7 +222,7 @@ class VersionSpan(_message.Message):
     def __init__(self, version_id: _Optional[str] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class PublishCertificate(_message.Message):
-    __slots__ = ("version_id", "weights_hash", "num_bytes", "publish_seconds", "limit", "passed", "samplers", "issued_at")
+    __slots__ = ("version_id", "weights_hash", "num_bytes", "publish_seconds", "limit", "passed", "samplers", "issued_at", "mean_limit", "change")
     VERSION_ID_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_HASH_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -220,6 +231,8 @@ class PublishCertificate(_message.Message):
     PASSED_FIELD_NUMBER: _ClassVar[int]
     SAMPLERS_FIELD_NUMBER: _ClassVar[int]
     ISSUED_AT_FIELD_NUMBER: _ClassVar[int]
+    MEAN_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    CHANGE_FIELD_NUMBER: _ClassVar[int]
     version_id: str
     weights_hash: str
     num_bytes: int
@@ -228,21 +241,25 @@ class PublishCertificate(_message.Message):
     passed: bool
     samplers: _containers.RepeatedCompositeFieldContainer[SamplerGap]
     issued_at: float
-    def __init__(self, version_id: _Optional[str] = ..., weights_hash: _Optional[str] = ..., num_bytes: _Optional[int] = ..., publish_seconds: _Optional[float] = ..., limit: _Optional[float] = ..., passed: _Optional[bool] = ..., samplers: _Optional[_Iterable[_Union[SamplerGap, _Mapping]]] = ..., issued_at: _Optional[float] = ...) -> None: ...
+    mean_limit: float
+    change: float
+    def __init__(self, version_id: _Optional[str] = ..., weights_hash: _Optional[str] = ..., num_bytes: _Optional[int] = ..., publish_seconds: _Optional[float] = ..., limit: _Optional[float] = ..., passed: _Optional[bool] = ..., samplers: _Optional[_Iterable[_Union[SamplerGap, _Mapping]]] = ..., issued_at: _Optional[float] = ..., mean_limit: _Optional[float] = ..., change: _Optional[float] = ...) -> None: ...
 
 class SamplerGap(_message.Message):
-    __slots__ = ("address", "engine", "max_gap", "mean_gap", "num_tokens")
+    __slots__ = ("address", "engine", "max_gap", "mean_gap", "num_tokens", "applied")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     MAX_GAP_FIELD_NUMBER: _ClassVar[int]
     MEAN_GAP_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    APPLIED_FIELD_NUMBER: _ClassVar[int]
     address: str
     engine: str
     max_gap: float
     mean_gap: float
     num_tokens: int
-    def __init__(self, address: _Optional[str] = ..., engine: _Optional[str] = ..., max_gap: _Optional[float] = ..., mean_gap: _Optional[float] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+    applied: Applied
+    def __init__(self, address: _Optional[str] = ..., engine: _Optional[str] = ..., max_gap: _Optional[float] = ..., mean_gap: _Optional[float] = ..., num_tokens: _Optional[int] = ..., applied: _Optional[_Union[Applied, str]] = ...) -> None: ...
 
 class TopkLogprobs(_message.Message):
     __slots__ = ("token_ids", "logprobs", "k", "length")

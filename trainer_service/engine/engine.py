@@ -309,8 +309,8 @@ class TrainingEngine:
         """The live ones."""
         return self._models[model_id].adapter
 
-    def score(self, weights: Weights, sequences: Sequence[Tokens]) -> Scores:
-        """canary.score of live weights or any others for this base model. Raises OutOfCapacity."""
+    def score(self, weights: Weights | None, sequences: Sequence[Tokens]) -> Scores:
+        """canary.score of live weights or any others for this base model, or of it alone. Raises OutOfCapacity."""
         return self._room.found(lambda: score(self.base, weights, sequences), what="scoring a published version")
 
     def _optimizer_state(self, model: ModelState) -> OptimizerState:

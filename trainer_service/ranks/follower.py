@@ -102,10 +102,11 @@ class Follower:
         self._engine.restore(message.fields["model_id"], state, with_optimizer=message.fields["with_optimizer"])
 
     def _score(self, message: Message) -> None:
-        config = AdapterConfig(**message.fields["config"])
+        config = message.fields["config"]
+        weights = None if config is None else self._weights(AdapterConfig(**config), message.tensors[0])
         sequences = [np.array(tokens, np.int32) for tokens in message.fields["sequences"]]
         with self._team.one_pass():
-            score(self._engine.base, self._weights(config, message.tensors[0]), sequences)
+            score(self._engine.base, weights, sequences)
 
     def _weights(self, config: AdapterConfig, flat: Tensor) -> Weights:
         base = self._engine.base

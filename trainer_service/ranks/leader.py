@@ -151,11 +151,12 @@ class LeadingEngine(TrainingEngine):
             lambda: super(LeadingEngine, self).restore(model_id, state, with_optimizer=with_optimizer),
         )
 
-    def score(self, weights: Weights, sequences: Sequence[Tokens]) -> Scores:
+    def score(self, weights: Weights | None, sequences: Sequence[Tokens]) -> Scores:
         if not self._ranks.together:
             return super().score(weights, sequences)  # rank 0 has all that it takes
-        fields = {"config": asdict(weights.config), "sequences": [tokens.tolist() for tokens in sequences]}
-        message = Message("score", fields, [weights.flat.detach().cpu()])
+        config = None if weights is None else asdict(weights.config)
+        fields = {"config": config, "sequences": [tokens.tolist() for tokens in sequences]}
+        message = Message("score", fields, [] if weights is None else [weights.flat.detach().cpu()])
 
         def call() -> Scores:
             with self._ranks.one_pass():

@@ -43,8 +43,9 @@ def canary(num_sequences: int, *, vocab_size: int, max_context_length: int) -> S
     return list((np.power(float(vocab_size), drawn) - 1).astype(np.int32).clip(0, vocab_size - 1))
 
 
-def score(base: BaseModel, weights: Weights, sequences: Sequence[Tokens]) -> Scores:
+def score(base: BaseModel, weights: Weights | None, sequences: Sequence[Tokens]) -> Scores:
     """What the pass that trains gives with these weights, which may be a live model's own, or a copy in host memory.
+    None: the base model as it is, without an adapter.
 
     Belongs to the compute thread. Afterwards the base model is what it was.
     """
@@ -70,9 +71,9 @@ def score(base: BaseModel, weights: Weights, sequences: Sequence[Tokens]) -> Sco
 
 
 @contextmanager
-def _holding(base: BaseModel, weights: Weights) -> Iterator[None]:
+def _holding(base: BaseModel, weights: Weights | None) -> Iterator[None]:
     """While it lasts, full weights are what the base model computes with."""
-    if isinstance(weights, (Adapter, TrainedWeights)):
+    if weights is None or isinstance(weights, (Adapter, TrainedWeights)):
         yield
     elif base.device.type == "cpu":
         parameters = Parameters(base)

@@ -33,6 +33,16 @@ logger = logging.getLogger(__name__)
 GAP_LIMITS = {torch.float32: 0.01, torch.bfloat16: 1.0}
 """In nats, by what the trainer computes in. Far above rounding (docs/architecture.md says what was measured), far below
 what another model gives."""
+MEAN_LIMITS = {torch.float32: 0.003, torch.bfloat16: 0.25}
+"""The same of the mean over the tokens: rounding makes one large gap more often than many."""
+
+_TELLS = 3.0
+"""A change of the trainer's logprobs tells something when it is so many times what the sampler differs from the trainer
+by without it."""
+_YES, _NO = 0.5, 0.25
+"""Shares of that change which a sampler must show, at least, to have applied it, or at most not to have."""
+_ROUNDING = 1e-5
+"""In nats: a smaller change may be none."""
 
 _PAUSE_S = 0.05
 """Before a sampler whose queue is full is asked again."""
@@ -44,7 +54,9 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class GapRule:
     limit: float
-    """Largest gap of a token, in nats; 0 is none."""
+    """Largest gap of a token, in nats; 0 is none, and nothing is refused."""
+    mean_limit: float
+    """Largest mean gap of a sampler; 0 is none."""
     on_gap: OnGap
     timeout_s: float
     """Of scoring on one sampler. One that takes longer is not in the certificate."""
@@ -70,8 +82,10 @@ class _Measured:
     address: str
     engine: str
     scores: Scores
+    unadapted: Scores
+    """Of the base model alone."""
 
-    def gap(self, ours: Scores) -> types_pb2.SamplerGap:
+    def gap(self, ours: Scores, ours_unadapted: Scores) -> types_pb2.SamplerGap:
         theirs = self.scores.astype(np.float64)
         with np.errstate(invalid="ignore"):
             gaps_M = np.where(theirs == ours, 0.0, np.abs(theirs - ours))
@@ -82,17 +96,49 @@ class _Measured:
             max_gap=gaps_M.max(),
             mean_gap=gaps_M.mean(),
             num_tokens=gaps_M.size,
+            applied=applied(ours, ours_unadapted, self.scores, self.unadapted),
         )
+
+
+def applied(
+    ours_M: Scores, ours_unadapted_M: Scores, theirs_M: Scores, theirs_unadapted_M: Scores
+) -> types_pb2.Applied:
+    """What the change of a sampler's scores by a version says, beside the change of the trainer's."""
+    all_4_M = np.stack([ours_M, ours_unadapted_M, theirs_M, theirs_unadapted_M]).astype(np.float64)
+    ours, ours_without, theirs, theirs_without = all_4_M[:, np.isfinite(all_4_M).all(0)]
+    ours_change, theirs_change = ours - ours_without, theirs - theirs_without
+    change = np.abs(ours_change).sum()
+    if change <= _ROUNDING * ours.size:
+        return types_pb2.APPLIED_TOO_WEAK_TO_TELL
+    if not theirs_change.any() and (ours_change != 0).mean() > 0.5:  # not even rounding has changed
+        return types_pb2.APPLIED_NO
+    if change <= _TELLS * np.abs(theirs_without - ours_without).sum():
+        return types_pb2.APPLIED_TOO_WEAK_TO_TELL
+    share = (ours_change @ theirs_change) / (ours_change @ ours_change)
+    if share >= _YES:
+        return types_pb2.APPLIED_YES
+    return types_pb2.APPLIED_NO if share <= _NO else types_pb2.APPLIED_TOO_WEAK_TO_TELL
 
 
 class Publisher:
     """Belongs to the event loop."""
 
-    def __init__(self, sender: WeightSender, sequences: Sequence[Tokens], rule: GapRule, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        sender: WeightSender,
+        sequences: Sequence[Tokens],
+        rule: GapRule,
+        metrics: Metrics,
+        unadapted: Scores,
+    ) -> None:
+        """`unadapted`: the trainer's scores of the base model alone."""
         self.sender = sender
         self.sequences = sequences
         self._rule = rule
         self._metrics = metrics
+        self._unadapted = unadapted
+        self._theirs_unadapted: dict[str, tuple[str, Scores]] = {}
+        """Each sampler's own, with the id of its start, by its address: asked for once."""
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """By version: what is confirmed is what was measured, and not what another publish has brought meanwhile."""
 
@@ -151,8 +197,8 @@ class Publisher:
         if math.isinf(worst.max_gap):
             what = "If the weights have diverged, load an earlier checkpoint; else repair the sampler, and sampling"
         raise VersionRefused(
-            f"{location} is saved, but version {certificate.version_id} is refused: {_described(worst)}, above "
-            f"publish_gap_limit {certificate.limit:g}. {what} from the checkpoint publishes it again",
+            f"{location} is saved, but version {certificate.version_id} is refused: {_described(worst, certificate)}. "
+            f"{what} from the checkpoint publishes it again",
             version_id=certificate.version_id,
             sampler=worst.address,
             max_gap=worst.max_gap,
@@ -162,18 +208,29 @@ class Publisher:
     def _certificate(
         self, published: Published, version_id: str, measured: Sequence[_Measured | None], ours: Scores
     ) -> PublishCertificate:
-        gaps = [one.gap(ours) for one in measured if one is not None]
+        gaps = [one.gap(ours, self._unadapted) for one in measured if one is not None]
         limit = self._rule.limit
+        with np.errstate(invalid="ignore"):
+            change = float(np.abs(ours.astype(np.float64) - self._unadapted).mean())
         return PublishCertificate(
             version_id=version_id,
             weights_hash=published.checksum,
             num_bytes=published.num_bytes,
             publish_seconds=published.seconds,
             limit=limit,
-            passed=bool(gaps) and not (limit and any(gap.max_gap > limit for gap in gaps)),
+            passed=bool(gaps) and not any(self._is_wrong(gap) for gap in gaps),
             samplers=gaps,
             issued_at=time.time(),
+            mean_limit=self._rule.mean_limit if limit else 0,
+            change=change,
         )
+
+    def _is_wrong(self, gap: types_pb2.SamplerGap) -> bool:
+        limit, mean_limit = self._rule.limit, self._rule.mean_limit
+        if not limit:
+            return False
+        too_far = gap.max_gap > limit or (mean_limit > 0 and gap.mean_gap > mean_limit)
+        return too_far or gap.applied == types_pb2.APPLIED_NO
 
     def _is_refused(self, certificate: PublishCertificate) -> bool:
         return self._rule.refuses and bool(certificate.samplers) and not certificate.passed
@@ -181,6 +238,7 @@ class Publisher:
     def _note(self, certificate: PublishCertificate) -> None:
         for gap in certificate.samplers:
             self._metrics.publishing.publish_gap.labels(gap.engine).observe(gap.max_gap)
+            self._metrics.publishing.applied.labels(_STATES[gap.applied]).inc()
         refused = self._is_refused(certificate)
         outcome = "passed" if certificate.passed else "refused" if refused else "warned"
         if not certificate.samplers:
@@ -189,7 +247,7 @@ class Publisher:
             logger.warning("%s is %s: no sampler could be measured", certificate.version_id, what)
         elif not certificate.passed:
             what = "refused" if refused else "served all the same"
-            logger.warning("%s is %s: %s", certificate.version_id, what, _described(_worst(certificate)))
+            logger.warning("%s is %s: %s", certificate.version_id, what, _described(_worst(certificate), certificate))
         self._metrics.publishing.publish_certificates.labels(outcome).inc()
 
     async def _measure(self, address: str, version_id: str) -> _Measured | None:
@@ -197,15 +255,27 @@ class Publisher:
         stub = self.sender.stub(address)
         try:
             async with asyncio.timeout(self._rule.timeout_s):
-                info, theirs = await asyncio.gather(
-                    _called(stub.GetSamplerInfo(sampler_pb2.GetSamplerInfoRequest())),
-                    asyncio.gather(*(self._score(stub, version_id, tokens) for tokens in self.sequences)),
+                theirs, (engine, unadapted) = await asyncio.gather(
+                    self._scores(stub, version_id), self._score_unadapted(address, stub)
                 )
         except (NotReady, VersionNotLoaded, TimeoutError) as error:
             reason = str(error) or f"no answer within {self._rule.timeout_s:g} s"
             logger.warning("%s is not in the certificate of %s: %s", address, version_id, reason)
             return None
-        return _Measured(address, info.engine, np.concatenate(theirs))
+        return _Measured(address, engine, theirs, unadapted)
+
+    async def _score_unadapted(self, address: str, stub: sampler_pb2_grpc.SamplerServiceStub) -> tuple[str, Scores]:
+        """The sampler's engine, and what it gives the canary without any version."""
+        info = await _called(stub.GetSamplerInfo(sampler_pb2.GetSamplerInfoRequest()))
+        boot_id, scores = self._theirs_unadapted.get(address, ("", None))
+        if scores is None or boot_id != info.boot_id:
+            scores = await self._scores(stub, "")
+            self._theirs_unadapted[address] = info.boot_id, scores
+        return info.engine, scores
+
+    async def _scores(self, stub: sampler_pb2_grpc.SamplerServiceStub, version_id: str) -> Scores:
+        """Of all sequences."""
+        return np.concatenate(await asyncio.gather(*(self._score(stub, version_id, one) for one in self.sequences)))
 
     async def _score(self, stub: sampler_pb2_grpc.SamplerServiceStub, version_id: str, tokens: Tokens) -> Scores:
         """Of all tokens but the first."""
@@ -216,7 +286,7 @@ class Publisher:
             num_samples=1,
             sampling_params=sampler_pb2.SamplingParams(max_tokens=1, temperature=0, stop=sampler_pb2.StopCondition()),
             prompt_logprobs=True,
-            on_probation=True,
+            on_probation=bool(version_id),
         )
         while True:
             try:
@@ -240,15 +310,28 @@ async def _called(call: Awaitable[T]) -> T:
         raise NotReady(error.details() or "it is gone") if gone else from_rpc_error(error) from error
 
 
+_STATES = {
+    types_pb2.APPLIED_YES: "yes",
+    types_pb2.APPLIED_TOO_WEAK_TO_TELL: "too_weak_to_tell",
+    types_pb2.APPLIED_NO: "no",
+}
+
+
 def _worst(certificate: PublishCertificate) -> types_pb2.SamplerGap:
-    return max(certificate.samplers, key=lambda gap: gap.max_gap)
+    return max(certificate.samplers, key=lambda gap: (gap.applied == types_pb2.APPLIED_NO, gap.max_gap))
 
 
-def _described(gap: types_pb2.SamplerGap) -> str:
+def _described(gap: types_pb2.SamplerGap, certificate: PublishCertificate) -> str:
     who = f"the sampler at {gap.address} ({gap.engine})"
     if math.isinf(gap.max_gap):
         return f"{who} or the trainer gives logprobs of the canary that are not finite"
-    return (
-        f"{who} and the trainer differ by up to {gap.max_gap:.3g} nats in the logprob of a canary token "
-        f"({gap.mean_gap:.3g} on average)"
-    )
+    if gap.applied == types_pb2.APPLIED_NO:
+        return (
+            f"{who} does not apply it: with it the canary keeps the base model's logprobs, which the trainer's leave "
+            f"by {certificate.change:.3g} nats on average"
+        )
+    gaps = f"up to {gap.max_gap:.3g} nats in the logprob of a canary token ({gap.mean_gap:.3g} on average)"
+    above = f"publish_gap_limit {certificate.limit:g}"
+    if gap.max_gap <= certificate.limit:
+        above = f"publish_mean_gap_limit {certificate.mean_limit:g}"
+    return f"{who} and the trainer differ by {gaps}, above {above}"

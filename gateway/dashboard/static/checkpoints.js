@@ -132,7 +132,7 @@ export class Checkpoints {
     const worst = Math.max(...found.samplers.map((each) => Number(each.max_gap === "inf" ? Infinity : each.max_gap)));
     setText(row.gap, `${number(worst, 2)} nats`);
     setAttribute(row.gap, "class", found.passed ? "good" : "bad");
-    setAttribute(row.gap, "title", found.samplers.map((each) => `${each.address}: ${each.max_gap}`).join("\n"));
+    setAttribute(row.gap, "title", found.samplers.map((each) => `${each.address}: ${each.max_gap}; applied: ${each.applied ?? "not asked"}`).join("\n"));
   }
 
   /** How far samplers were from the trainer: asked once for each version. */

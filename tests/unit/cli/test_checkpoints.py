@@ -160,8 +160,17 @@ CERTIFICATE: dict[str, Any] = {
     "version_id": "s:train:0@5",
     "passed": True,
     "limit": 0.01,
+    "mean_limit": 0.003,
+    "change": 0.2,
     "samplers": [
-        {"address": "10.0.0.7:8002", "engine": "torch", "max_gap": 2.5e-6, "mean_gap": 6e-7, "num_tokens": 60}
+        {
+            "address": "10.0.0.7:8002",
+            "engine": "torch",
+            "max_gap": 2.5e-6,
+            "mean_gap": 6e-7,
+            "num_tokens": 60,
+            "applied": "yes",
+        }
     ],
     "weights_hash": "c0ffee",
     "num_bytes": 4096,
@@ -185,8 +194,9 @@ def test_a_certificate_is_shown(server: Server, capsys: pytest.CaptureFixture[st
         "version    s:train:0@5, XXH3-128 c0ffee",
         "published  4096 bytes in 0.020 s",
         "issued     2023-11-14T22:13:20.500000Z",
-        "limit      0.01 nats",
+        "limit      0.01 nats, of the mean 0.003 nats",
         "sampler    10.0.0.7:8002 (torch): largest gap 2.50e-06 nats, mean 6.00e-07, 60 tokens",
+        "           it applies the version",
         "passed",
     ]
     assert main(["checkpoints", "certificate", version, "--json"]) == 0
@@ -198,7 +208,7 @@ def test_one_that_was_not_passed_is_the_exit_status(server: Server, capsys: pyte
     server.certificate = {**CERTIFICATE, "passed": False, "samplers": [gap]}
     assert main(["checkpoints", "certificate", "s:sample:0"]) == 1
     assert "largest gap inf nats" in (shown := capsys.readouterr().out)
-    assert shown.endswith("NOT passed: a gap is above the limit\n")
+    assert shown.endswith("NOT passed: a gap is above a limit, or the version is not applied\n")
     server.certificate = {**CERTIFICATE, "limit": None, "samplers": []}
     assert main(["checkpoints", "certificate", "s:sample:0"]) == 0
     shown = capsys.readouterr().out

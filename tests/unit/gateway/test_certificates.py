@@ -15,7 +15,7 @@ from tinsmith.v1 import types_pb2
 
 def issue(stack: Stack, version_id: str, *, max_gap: float = 2.5e-6) -> None:
     gap = types_pb2.SamplerGap(
-        address="10.0.0.7:8002", engine="torch", max_gap=max_gap, mean_gap=max_gap / 4, num_tokens=60
+        address="10.0.0.7:8002", engine="torch", max_gap=max_gap, mean_gap=max_gap / 4, num_tokens=60, applied=1
     )
     stack.trainer.certificates[version_id] = types_pb2.PublishCertificate(
         version_id=version_id,
@@ -23,6 +23,8 @@ def issue(stack: Stack, version_id: str, *, max_gap: float = 2.5e-6) -> None:
         num_bytes=4096,
         publish_seconds=0.02,
         limit=0.01,
+        mean_limit=0.003,
+        change=0.5,
         passed=max_gap <= 0.01,
         samplers=[gap],
         issued_at=1_700_000_000.5,
@@ -43,8 +45,17 @@ async def test_a_published_checkpoint_shows_its_certificate(stack: Stack, client
         "version_id": f"{run_id}@1",
         "passed": True,
         "limit": 0.01,
+        "mean_limit": 0.003,
+        "change": 0.5,
         "samplers": [
-            {"address": "10.0.0.7:8002", "engine": "torch", "max_gap": 2.5e-6, "mean_gap": 6.25e-7, "num_tokens": 60}
+            {
+                "address": "10.0.0.7:8002",
+                "engine": "torch",
+                "max_gap": 2.5e-6,
+                "mean_gap": 6.25e-7,
+                "num_tokens": 60,
+                "applied": "yes",
+            }
         ],
         "weights_hash": "c0ffee",
         "num_bytes": 4096,

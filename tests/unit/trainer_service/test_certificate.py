@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from tests.unit.trainer_service.engines import create
+from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import Weights
 from tinsmith.rpc.channel import connect
@@ -24,7 +26,15 @@ from trainer_service.engine.engine import TrainingEngine
 from trainer_service.metrics import Metrics
 from trainer_service.weight_sync import Published, Version
 from trainer_service.weight_sync.canary import Scores, canary_of, score
-from trainer_service.weight_sync.certificate import GapRule, OnGap, Publisher, _Measured
+from trainer_service.weight_sync.certificate import (
+    GAP_LIMITS,
+    MEAN_LIMITS,
+    GapRule,
+    OnGap,
+    Publisher,
+    _Measured,
+    applied,
+)
 
 
 @dataclass
@@ -37,6 +47,7 @@ class Sampler(sampler_pb2_grpc.SamplerServiceServicer):
     versions: dict[str, Weights] = field(default_factory=dict)
     confirmed: set[str] = field(default_factory=set)
     confirms: bool = True
+    boot_id: str = "first"
     asked: list[pb.SampleRequest] = field(default_factory=list)
     delay: asyncio.Event = field(default_factory=asyncio.Event)
     """Sample waits for it."""
@@ -45,17 +56,20 @@ class Sampler(sampler_pb2_grpc.SamplerServiceServicer):
         self.delay.set()
 
     async def GetSamplerInfo(self, request: Any, context: Any) -> pb.GetSamplerInfoResponse:
-        return pb.GetSamplerInfoResponse(engine="fake")
+        return pb.GetSamplerInfoResponse(engine="fake", boot_id=self.boot_id)
 
     async def Sample(self, request: pb.SampleRequest, context: Any) -> pb.SampleResponse:
         self.asked.append(request)
         await self.delay.wait()
         if self.errors:
             raise self.errors.pop(0)
-        if request.version_id not in self.versions:
-            raise VersionNotLoaded(request.version_id)
         tokens = np.frombuffer(request.prompt[0].encoded_text.tokens, "<i4")
-        scores = score(self.base, self.wrong(self.versions[request.version_id]), [tokens])
+        weights = None
+        if request.version_id:
+            if request.version_id not in self.versions:
+                raise VersionNotLoaded(request.version_id)
+            weights = self.wrong(self.versions[request.version_id])
+        scores = score(self.base, weights, [tokens])
         return pb.SampleResponse(prompt_logprobs=np.concatenate([[np.nan], scores]).astype("<f4").tobytes())
 
 
@@ -126,7 +140,15 @@ async def make_bench(base: BaseModel) -> AsyncIterator[MakeBench]:
     servers: list[Server] = []
     channels: list[Any] = []
 
-    async def make(*samplers: Sampler, limit: float = 0.01, on_gap: OnGap = "refuse", timeout_s: float = 20.0) -> Bench:
+    async def make(
+        *samplers: Sampler,
+        limit: float = 0.01,
+        mean_limit: float = 0.01,
+        on_gap: OnGap = "refuse",
+        timeout_s: float = 20.0,
+        base: BaseModel = base,
+        strength: float = 1.0,
+    ) -> Bench:
         stubs, by_address = {}, {}
         for sampler in samplers:
             server = Server("127.0.0.1:0", [pb.DESCRIPTOR])
@@ -139,10 +161,14 @@ async def make_bench(base: BaseModel) -> AsyncIterator[MakeBench]:
         engine = TrainingEngine(base, max_tokens_per_microbatch=100)
         create(engine, "m")
         weights = engine.capture("m", with_optimizer=False).adapter
+        assert isinstance(weights, Adapter)
+        for one in weights.weights.values():
+            one.b_O_R.mul_(strength)
         registry = CollectorRegistry()
         sender: Any = Sender(by_address, stubs)
         sequences = canary_of(base)
-        publisher = Publisher(sender, sequences, GapRule(limit, on_gap, timeout_s), Metrics(registry))
+        rule = GapRule(limit, mean_limit, on_gap, timeout_s)
+        publisher = Publisher(sender, sequences, rule, Metrics(registry), engine.score(None, sequences))
         return Bench(publisher, samplers, Version("m@1", "tiny", weights), engine.score(weights, sequences), registry)
 
     yield make
@@ -188,9 +214,23 @@ async def test_the_canary_is_scored_by_the_call_that_serves_clients(base: BaseMo
     bench = await make_bench(Sampler(base))
     await bench.publish()
     asked = bench.samplers[0].asked
-    assert len(asked) == len(bench.publisher.sequences)
-    assert {one.version_id for one in asked} == {"m@1"}
-    assert all(one.prompt_logprobs and one.sampling_params.max_tokens == 1 and one.on_probation for one in asked)
+    of_version = [one for one in asked if one.version_id]
+    assert len(of_version) == len(bench.publisher.sequences)
+    assert {one.version_id for one in of_version} == {"m@1"}
+    assert all(one.prompt_logprobs and one.sampling_params.max_tokens == 1 for one in asked)
+    assert all(one.on_probation == bool(one.version_id) for one in asked)
+
+
+async def test_the_base_model_alone_is_scored_once_for_each_start_of_a_sampler(
+    base: BaseModel, make_bench: MakeBench
+) -> None:
+    bench = await make_bench(Sampler(base))
+    sampler = bench.samplers[0]
+    for boot_id, asked in (("first", 1), ("first", 0), ("second", 1)):
+        sampler.boot_id = boot_id
+        sampler.asked.clear()
+        await bench.publish()
+        assert sum(not one.version_id for one in sampler.asked) == asked
 
 
 @pytest.mark.parametrize("wrong", [perturbed, without_adapter, not_finite])
@@ -206,9 +246,16 @@ async def test_one_wrong_replica_refuses_the_version_everywhere(
         bench.publisher.check(certificate, location="r/sampler_weights/one")
     message = refused.value.message
     assert message.startswith("r/sampler_weights/one is saved, but version m@1 is refused: the sampler at")
-    assert "publish_gap_limit 0.01" in message
     assert bad.address in message
-    assert ("not finite" if wrong is not_finite else f"{bad.max_gap:.3g} nats") in message
+    expected = {
+        perturbed: f"{bad.max_gap:.3g} nats in the logprob of a canary token",
+        without_adapter: "does not apply it: with it the canary keeps the base model's logprobs",
+        not_finite: "not finite",
+    }
+    assert expected[wrong] in message
+    assert ("above publish_gap_limit 0.01" in message) == (wrong is perturbed)
+    assert good.applied == types_pb2.APPLIED_YES
+    assert (bad.applied == types_pb2.APPLIED_NO) == (wrong is without_adapter)
     assert bench.holders == []
     assert bench.count("refused") == 1
 
@@ -229,7 +276,7 @@ async def test_a_warning_serves_the_version_all_the_same(
 async def test_the_limit_decides_and_0_is_none(
     base: BaseModel, make_bench: MakeBench, limit: float, passed: bool
 ) -> None:
-    bench = await make_bench(Sampler(base, perturbed), limit=limit)
+    bench = await make_bench(Sampler(base, perturbed), limit=limit, mean_limit=limit)
     certificate = await bench.publish()
     assert certificate.passed == passed
     assert certificate.samplers[0].max_gap > 1e-3
@@ -305,16 +352,93 @@ async def test_a_full_sampler_is_asked_again(base: BaseModel, make_bench: MakeBe
 
 
 async def test_a_sampler_of_another_vocabulary_is_refused(base: BaseModel, make_bench: MakeBench) -> None:
-    bench = await make_bench(Sampler(base, errors=[InvalidRequest("token 400 is not in the vocabulary")]))
+    bench = await make_bench(Sampler(base, errors=[InvalidRequest("token 400 is not in the vocabulary")] * 2))
     assert not (await bench.publish()).passed
     assert bench.holders == []
 
 
 def test_tokens_that_are_impossible_to_both_are_no_gap() -> None:
     ours = np.array([-1.0, -np.inf, -2.0], np.float32)
-    assert _Measured("a", "e", ours.copy()).gap(ours).max_gap == 0
-    assert _Measured("a", "e", np.array([-1.0, -9.0, -2.0], np.float32)).gap(ours).max_gap == np.inf
-    assert _Measured("a", "e", np.array([np.nan, -np.inf, -2.0], np.float32)).gap(ours).max_gap == np.inf
+
+    def gap(theirs: Scores) -> float:
+        return _Measured("a", "e", theirs, theirs).gap(ours, ours).max_gap
+
+    assert gap(ours.copy()) == 0
+    assert gap(np.array([-1.0, -9.0, -2.0], np.float32)) == np.inf
+    assert gap(np.array([np.nan, -np.inf, -2.0], np.float32)) == np.inf
+
+
+@pytest.fixture(scope="module")
+def half(model_folder: Path) -> BaseModel:
+    """In bfloat16."""
+    return BaseModel.load(model_folder, device=torch.device("cpu"), dtype=torch.bfloat16)
+
+
+LOOSE = {"limit": GAP_LIMITS[torch.bfloat16], "mean_limit": MEAN_LIMITS[torch.bfloat16]}
+
+
+async def test_a_sampler_that_ignores_a_young_adapter_is_refused_in_bfloat16(
+    half: BaseModel, make_bench: MakeBench
+) -> None:
+    bench = await make_bench(Sampler(half, without_adapter), base=half, strength=0.1, **LOOSE)
+    certificate = await bench.publish()
+    (gap,) = certificate.samplers
+    assert gap.max_gap < certificate.limit  # which let it pass
+    assert gap.mean_gap < certificate.mean_limit
+    assert 0.01 < certificate.change < 0.25
+    assert gap.applied == types_pb2.APPLIED_NO
+    assert not certificate.passed
+    with pytest.raises(VersionRefused, match=r"does not apply it.* base model's logprobs"):
+        bench.publisher.check(certificate, location="x")
+    assert bench.holders == []
+
+
+@pytest.mark.parametrize("strength", [0.1, 1.0])
+async def test_a_sampler_that_applies_a_young_adapter_is_told_from_one_that_does_not(
+    half: BaseModel, make_bench: MakeBench, strength: float
+) -> None:
+    bench = await make_bench(Sampler(half), base=half, strength=strength, **LOOSE)
+    certificate = await bench.publish()
+    assert certificate.passed
+    assert certificate.samplers[0].applied == types_pb2.APPLIED_YES
+    assert bench.registry.get_sample_value("trainer_publish_applied_total", {"applied": "yes"}) == 1
+
+
+@pytest.mark.parametrize("wrong", [lambda weights: weights, without_adapter], ids=["right", "ignores it"])
+async def test_an_adapter_that_changes_nothing_cannot_be_told_from_none(
+    base: BaseModel, make_bench: MakeBench, wrong: Callable[[Weights], Weights]
+) -> None:
+    bench = await make_bench(Sampler(base, wrong), strength=0.0)
+    certificate = await bench.publish()
+    assert certificate.passed
+    assert certificate.samplers[0].applied == types_pb2.APPLIED_TOO_WEAK_TO_TELL
+
+
+async def test_many_middling_gaps_are_refused_where_one_would_not_be(base: BaseModel, make_bench: MakeBench) -> None:
+    def a_little(weights: Weights) -> Weights:
+        return weights.like(weights.flat * 1.05)
+
+    bench = await make_bench(Sampler(base, a_little), limit=10.0, mean_limit=1e-4)
+    certificate = await bench.publish()
+    assert not certificate.passed
+    with pytest.raises(VersionRefused, match=r"above publish_mean_gap_limit 0\.0001"):
+        bench.publisher.check(certificate, location="x")
+
+
+def test_what_a_sampler_s_change_says_beside_rounding() -> None:
+    rng = np.random.default_rng(0)
+    ours = rng.normal(0, 0.1, 60).astype(np.float32)
+    weak = ours / 100
+    for seed in range(200):
+        noise = np.random.default_rng(seed).normal(0, 0.02, (2, 60)).astype(np.float32)
+        without, with_it = noise
+        assert applied(ours, 0 * ours, ours + with_it, without) == types_pb2.APPLIED_YES
+        assert applied(ours, 0 * ours, with_it, without) == types_pb2.APPLIED_NO
+        assert applied(weak, 0 * weak, weak + with_it, without) == types_pb2.APPLIED_TOO_WEAK_TO_TELL
+        assert applied(weak, 0 * weak, with_it, without) == types_pb2.APPLIED_TOO_WEAK_TO_TELL
+    assert applied(weak, 0 * weak, without, without) == types_pb2.APPLIED_NO  # no rounding at all: it is not computed
+    not_a_number = np.full(60, np.nan, np.float32)
+    assert applied(ours, 0 * ours, not_a_number, without) == types_pb2.APPLIED_TOO_WEAK_TO_TELL
 
 
 async def test_what_the_trainer_cannot_score_is_on_no_sampler(base: BaseModel, make_bench: MakeBench) -> None:

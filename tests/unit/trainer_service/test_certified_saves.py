@@ -95,12 +95,12 @@ class Stack:
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
 
-    def make_wrong(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make_wrong(self, monkeypatch: pytest.MonkeyPatch, *, scale: float = 2.0) -> None:
         """From now on the last sampler changes what it installs, after its checksum was right."""
         engine, install = self.engines[-1], self.engines[-1].install
 
         async def changed(version_id: str, weights: Weights, **options: bool) -> None:
-            await install(version_id, weights.like(weights.flat * 2), **options)
+            await install(version_id, weights.like(weights.flat * scale), **options)
 
         monkeypatch.setattr(engine, "install", changed)
 
@@ -135,7 +135,9 @@ async def stack(base: BaseModel, model_folder: Path, tmp_path: Path) -> AsyncIte
         checkpoints = CheckpointStore(tmp_path / "checkpoints", metrics)
         scheduler = Scheduler(training, journal, max_queued_operations=20, max_models=4, metrics=metrics)
         exits.push_async_callback(scheduler.close, timeout_s=10)
-        publisher = Publisher(sender, canary_of(base), GapRule(0.01, "refuse", timeout_s=20), metrics)
+        sequences = canary_of(base)
+        rule = GapRule(0.01, 0.01, "refuse", timeout_s=20)
+        publisher = Publisher(sender, sequences, rule, metrics, training.score(None, sequences))
         snapshots = Snapshots(SnapshotFiles(tmp_path / "snapshots"), journal, Policy(0, 0, 0), metrics)
         exits.push_async_callback(snapshots.close)
         models = LiveModels(["tiny"], base.weights_sum)
@@ -209,6 +211,21 @@ async def test_a_version_that_one_sampler_computes_wrongly_is_never_served(
     # Training was never touched.
     await stack.step()
     assert (await stack.save("later")).certificate.passed
+
+
+async def test_a_sampler_that_does_not_apply_the_adapter_is_named_for_that(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = (await stack.save("right")).certificate
+    assert [gap.applied for gap in right.samplers] == [types_pb2.APPLIED_YES] * 2
+    assert right.change > 1e-3
+    stack.make_wrong(monkeypatch, scale=0.0)
+    await stack.step()
+    with pytest.raises(VersionRefused, match="does not apply it: with it the canary keeps the base model's logprobs"):
+        await stack.save("wrong")
+    certificate = await stack.certificate(f"{MODEL}/sampler_weights/wrong")
+    states = sorted(gap.applied for gap in certificate.samplers)
+    assert states == [types_pb2.APPLIED_YES, types_pb2.APPLIED_NO]
 
 
 async def test_a_refused_version_is_served_by_none_even_where_its_removal_never_arrives(

@@ -95,9 +95,7 @@ async def test_a_store_that_does_not_answer_delays_no_batch_and_no_save(
     stuck: Stuck,
 ) -> None:
     saved = (await stub.SaveCheckpoint(save(1, "first"))).checkpoint.location
-    large = request(
-        [random_datum(64, seed, vocab_size=VOCAB_SIZE) for seed in range(200)], model_id=MODEL, seq_id=2
-    )
+    large = request([random_datum(64, seed, vocab_size=VOCAB_SIZE) for seed in range(200)], model_id=MODEL, seq_id=2)
     assert large.ByteSize() > 2**16  # it is packed on a thread
     async with loads(stub, saved, stuck):
         began = time.perf_counter()

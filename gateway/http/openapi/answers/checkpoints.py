@@ -117,12 +117,15 @@ class SamplerGap(TypedDict):
     max_gap: float | Literal["inf"]
     mean_gap: float | Literal["inf"]
     num_tokens: int
+    applied: Literal["yes", "too weak to tell", "no"] | None
 
 
 class Certificate(TypedDict):
     version_id: str
     passed: bool
     limit: float | None
+    mean_limit: float | None
+    change: float | Literal["inf"]
     samplers: list[SamplerGap]
     weights_hash: str
     num_bytes: int
