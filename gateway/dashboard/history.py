@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from sqlalchemy import Table, delete, func, select
+from sqlalchemy import Table, delete, func, select, union_all
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from gateway.dashboard.points import Columns, Observation, by_steps, columns, point_of, thinned
@@ -151,23 +151,44 @@ class History:
             return {"reset": False, **columns(shown, steps_before=num_steps, at_before=at_before)}
         return {"reset": True, **columns(shown, steps_before=0, at_before=None)}
 
-    async def summary(self, run_id: str) -> Summary | None:
-        """None when nothing is known."""
-        mine = MetricPoint.run_id == run_id
-        tail = select(MetricPoint).where(mine).order_by(MetricPoint.seq_id.desc()).limit(_TAIL_ROWS)
+    async def newest(self, run_ids: Sequence[str]) -> dict[str, int]:
+        """The last operation that is known of each run that has points."""
+        last = select(func.max(MetricPoint.seq_id)).where(MetricPoint.run_id == Model.model_id).scalar_subquery()
         async with self._store.begin() as db:
-            points = list(await db.scalars(tail))[::-1]
-            total = await db.scalar(select(func.sum(MetricPoint.num_steps)).where(mine)) or 0
-        if not points:
-            return None
-        steps, waiting = by_steps(points)
-        shown = steps or waiting
-        is_cut = len(points) == _TAIL_ROWS and len(shown) > 1  # the first may lack its beginning
-        begin = total - sum(point.num_steps for point in shown)
-        if is_cut:
-            begin += shown[0].num_steps
-        at_before = shown[0].at if is_cut else None
-        return Summary(total, columns(shown[is_cut:], steps_before=begin, at_before=at_before))
+            found: Any = await db.execute(select(Model.model_id, last).where(Model.model_id.in_(run_ids)))
+            return {run_id: seq_id for run_id, seq_id in found if seq_id is not None}
+
+    async def summaries(self, run_ids: Sequence[str]) -> dict[str, Summary]:
+        """Of the runs that have points, at most _PER_QUERY of them: in two queries."""
+        tails = [
+            select(_TABLE).where(_TABLE.c.run_id == run_id).order_by(_TABLE.c.seq_id.desc()).limit(_TAIL_ROWS)
+            for run_id in run_ids
+        ]
+        if not tails:
+            return {}
+        rows = union_all(*(select(tail.subquery()) for tail in tails))
+        summed = select(MetricPoint.run_id, func.sum(MetricPoint.num_steps)).where(MetricPoint.run_id.in_(run_ids))
+        found: dict[str, list[MetricPoint]] = {}
+        async with self._store.begin() as db:
+            for row in await db.execute(rows):
+                found.setdefault(row.run_id, []).append(MetricPoint(**row._mapping))
+            summed_up: Any = await db.execute(summed.group_by(MetricPoint.run_id))
+            totals: dict[str, int] = dict(summed_up.all())
+        for points in found.values():
+            points.sort(key=lambda point: point.seq_id)
+        return {run_id: _summary(points, total=totals[run_id]) for run_id, points in found.items()}
+
+
+def _summary(points: Sequence[MetricPoint], *, total: int) -> Summary:
+    """Of a run with so many steps, by its newest points."""
+    steps, waiting = by_steps(points)
+    shown = steps or waiting
+    is_cut = len(points) == _TAIL_ROWS and len(shown) > 1  # the first may lack its beginning
+    begin = total - sum(point.num_steps for point in shown)
+    if is_cut:
+        begin += shown[0].num_steps
+    at_before = shown[0].at if is_cut else None
+    return Summary(total, columns(shown[is_cut:], steps_before=begin, at_before=at_before))
 
 
 async def _merged_ranges(db: AsyncSession, run_id: str, *, since: int) -> Iterable[tuple[int, int]]:

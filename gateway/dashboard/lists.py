@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from sqlalchemy import func, select
+from sqlalchemy import func, or_, select
 
 from gateway.clients import Clients
 from gateway.dashboard.history import History, Summary
@@ -25,7 +29,28 @@ MAX_CHECKPOINTS = 500
 _FRESH_S = 1.5
 _SETTLED_S = 120.0
 """After the last request for so long, and with nothing in work, the numbers of a run are final."""
-_MAX_KEPT = 2 * MAX_RUNS
+_MAX_KEPT = 4 * MAX_RUNS
+_ACTIVE_S = 20.0
+"""A run that was asked for something so recently is listed, however old it is."""
+_MAX_SHARED = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """The newest part of a run's history, as it was at some time."""
+
+    at: float
+    newest: int
+    """The last operation that it has; 0 where there is none."""
+    summary: Summary | None
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What all tabs of one owner are shown."""
+
+    begun_at: float
+    runs: asyncio.Task[Json]
 
 
 class Lists:
@@ -34,27 +59,66 @@ class Lists:
         self._history = history
         self._futures = futures
         self._clients = clients
-        self._summaries: OrderedDict[str, tuple[float, Summary | None]] = OrderedDict()
-        """When they were read; those read last come last."""
+        self._reads: OrderedDict[str, Read] = OrderedDict()
+        """By run; those read last come last."""
+        self._shared: OrderedDict[str | None, Shared] = OrderedDict()
+        """By owner; None: everyone's."""
         self._asked_at: dict[str, float] = {}
         """By base model: when its samplers were asked what they hold."""
 
-    async def runs(self, *, owner: str | None) -> list[Json]:
-        """The newest, newest first, without what was refused at its creation. `owner`: whose; None: everyone's."""
-        query = select(Model, Session).join(Session).where(Model.lora_rank.is_not(None))
-        if owner is not None:
-            query = query.where(Session.owner == owner)
-        async with self._store.begin() as db:
-            page = query.order_by(Model.created_at.desc(), Model.model_id.desc()).limit(MAX_RUNS)
-            found = [(model, session) for model, session in await db.execute(page)]
-            stored = select(Checkpoint.run_id, func.count(), func.sum(Checkpoint.size_bytes)).where(
-                Checkpoint.run_id.in_([model.model_id for model, _ in found]), exists_now()
+    async def runs(self, *, owner: str | None) -> Json:
+        """The newest runs, newest first, without what was refused at its creation, and those that are active now, with
+        the numbers of all. Read once for all who ask within _FRESH_S. `owner`: whose; None: everyone's."""
+        shared = self._shared.get(owner)
+        if shared is None or (shared.runs.done() and time.monotonic() - shared.begun_at > _FRESH_S):
+            shared = self._shared[owner] = Shared(time.monotonic(), asyncio.create_task(self._runs(owner)))
+            if len(self._shared) > _MAX_SHARED:
+                self._shared.popitem(last=False)
+        self._shared.move_to_end(owner)
+        try:
+            return await asyncio.shield(shared.runs)
+        except Exception:
+            if self._shared.get(owner) is shared:
+                del self._shared[owner]
+            raise
+
+    async def _runs(self, owner: str | None) -> Json:
+        def mine(query: Any) -> Any:
+            return query if owner is None else query.where(Session.owner == owner)
+
+        there = mine(select(Model, Session).join(Session).where(Model.lora_rank.is_not(None)))
+        newest = there.order_by(Model.created_at.desc(), Model.model_id.desc()).limit(MAX_RUNS)
+        active = newest.where(
+            or_(
+                Model.last_request_at > time.time() - _ACTIVE_S,
+                Model.model_id.in_(self._futures.busy_models()[: 5 * MAX_RUNS]),
             )
-            sizes = {
-                run_id: (count, int(size))
-                for run_id, count, size in await db.execute(stored.group_by(Checkpoint.run_id))
-            }
-        return [await self._run(model, session, sizes) for model, session in found]
+        )
+        stored = select(func.count(), func.sum(Checkpoint.size_bytes)).where(exists_now())
+        if owner is not None:
+            stored = stored.where(Checkpoint.owner == owner)
+        async with self._store.begin() as db:
+            rows: Any = await db.execute(newest)
+            found = {model.model_id: (model, session) for model, session in rows}
+            num_runs = len(found)
+            if num_runs == MAX_RUNS:
+                rows = await db.execute(active)
+                found |= {model.model_id: (model, session) for model, session in rows}
+                counted = mine(select(func.count(Model.model_id)).join(Session)).where(Model.lora_rank.is_not(None))
+                num_runs = await db.scalar(counted) or 0
+            by_run = select(Checkpoint.run_id, func.count(), func.sum(Checkpoint.size_bytes)).where(
+                Checkpoint.run_id.in_(found), exists_now()
+            )
+            grouped: Any = await db.execute(by_run.group_by(Checkpoint.run_id))
+            sizes = {run_id: (count, int(size)) for run_id, count, size in grouped}
+            num_checkpoints, num_bytes = (await db.execute(stored)).one()
+        await self._read([model for model, _ in found.values()])
+        return {
+            "runs": [self._run(model, session, sizes) for model, session in found.values()],
+            "num_runs": num_runs,
+            "num_checkpoints": num_checkpoints,
+            "checkpoint_bytes": int(num_bytes or 0),
+        }
 
     async def run(self, run_id: str, *, owner: str | None) -> Json:
         """Raises NotFound for one that is unknown, or somebody else's."""
@@ -78,7 +142,8 @@ class Lists:
             self._asked_at[model.base_model] = time.monotonic()
             await self._clients.samplers.list_versions(model.base_model)
         sizes = {run_id: (len(checkpoints), sum(row.size_bytes for row in checkpoints))}
-        about = await self._run(model, session, sizes)
+        await self._read([model])
+        about = self._run(model, session, sizes)
         return about | {"checkpoints": [self._checkpoint(row) for row in checkpoints]}
 
     async def check_sees(self, run_id: str, *, owner: str | None) -> None:
@@ -89,11 +154,12 @@ class Lists:
         if found is None or owner not in (None, found):
             raise NotFound(f"run_id: there is no training run {run_id!r}")
 
-    async def _run(self, model: Model, session: Session, sizes: dict[str, tuple[int, int]]) -> Json:
+    def _run(self, model: Model, session: Session, sizes: dict[str, tuple[int, int]]) -> Json:
         count, size = sizes.get(model.model_id, (0, 0))
         pending = self._futures.num_pending(model.model_id)
         last_at = model.last_request_at or model.created_at
-        summary = await self._summary(model, is_busy=bool(pending) or time.time() - last_at < _SETTLED_S)
+        read = self._reads.get(model.model_id)
+        summary = None if read is None else read.summary
         layers = {"attn": model.train_attn, "mlp": model.train_mlp, "unembed": model.train_unembed}
         return {
             "run_id": model.model_id,
@@ -115,17 +181,31 @@ class Lists:
             "recent": summary.recent if summary else None,
         }
 
-    async def _summary(self, model: Model, *, is_busy: bool) -> Summary | None:
-        read_at, summary = self._summaries.get(model.model_id, (0.0, None))
-        settled_at = (model.last_request_at or model.created_at) + _SETTLED_S
-        if time.time() - read_at > _FRESH_S and (is_busy or read_at < settled_at):
-            read_at = time.time()
-            summary = await self._history.summary(model.model_id)
-            self._summaries[model.model_id] = (read_at, summary)
-            self._summaries.move_to_end(model.model_id)
-            if len(self._summaries) > _MAX_KEPT:
-                self._summaries.popitem(last=False)
-        return summary
+    async def _read(self, models: Sequence[Model]) -> None:
+        """Reads the newest part of the histories that may have changed, of all these runs together."""
+        now = time.time()
+        due = [model.model_id for model in models if self._is_due(model, now)]
+        newest = await self._history.newest(due) if due else {}
+        changed = []
+        for model in models:
+            run_id, read = model.model_id, self._reads.get(model.model_id)
+            is_last_time = read is not None and read.at < _settled_at(model) <= now  # for what came late
+            if run_id in newest and (read is None or is_last_time or read.newest != newest[run_id]):
+                changed.append(run_id)
+        summaries = await self._history.summaries(changed)
+        for run_id in due:
+            read = self._reads.pop(run_id, None)
+            summary = summaries.get(run_id, None if read is None else read.summary)
+            self._reads[run_id] = Read(now, newest.get(run_id, 0), summary)
+        while len(self._reads) > _MAX_KEPT:
+            self._reads.popitem(last=False)
+
+    def _is_due(self, model: Model, now: float) -> bool:
+        read = self._reads.get(model.model_id)
+        if read is None:
+            return True
+        is_busy = self._futures.num_pending(model.model_id) > 0 or now < _settled_at(model)
+        return now - read.at > _FRESH_S and (is_busy or read.at < _settled_at(model))
 
     def _checkpoint(self, row: Checkpoint) -> Json:
         usable = self._clients.samplers.usable(row.base_model)
@@ -158,6 +238,10 @@ class Lists:
                 grouped = select(table.session_id, func.count()).where(table.session_id.in_(ids))
                 counts[table] = dict(list(await db.execute(grouped.group_by(table.session_id))))
         return [_session(row, num_runs=counts[Model], num_samplers=counts[SamplingSession]) for row in rows]
+
+
+def _settled_at(model: Model) -> float:
+    return (model.last_request_at or model.created_at) + _SETTLED_S
 
 
 def _session(row: Session, *, num_runs: dict[str, int], num_samplers: dict[str, int]) -> Json:

@@ -280,6 +280,29 @@ def test_a_hidden_tab_asks_nothing_and_a_lost_server_is_told(visitor: Visitor) -
     expect(text).to_have_text("live")
 
 
+def test_a_tab_that_comes_back_while_an_answer_is_on_its_way_does_not_ask_twice_or_draw_points_twice(
+    visitor: Visitor, trainer: tinker.TrainingClient
+) -> None:
+    page = visitor.open(run_path(trainer))
+    wait_for_points(page, 8)
+    asked: list[Route] = []
+    page.route("**/history*", asked.append)
+    while not asked:
+        page.wait_for_timeout(50)
+    known = num_points(page, "loss/token")
+    train(trainer, batch(3), steps=2)
+    for _ in range(3):  # the tab goes and comes back
+        page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+    page.wait_for_timeout(300)
+    assert len(asked) == 1
+    page.unroute("**/history*")
+    for route in asked:
+        route.continue_()
+    wait_for_points(page, known + 2)
+    page.wait_for_timeout(2500)
+    assert num_points(page, "loss/token") == known + 2
+
+
 # How it looks
 
 

@@ -55,20 +55,23 @@ function later(ms) {
 async function update() {
   clearTimeout(timer);
   if (document.hidden) return say("wait", "paused");
+  if (asking === view) return; // the answer that is on its way sets the next time
   const mine = view;
   asking = mine;
   try {
     await mine.refresh();
-    if (asking !== mine) return;
+    if (view !== mine) return;
     pause = PERIOD_MS;
     say("good", "live");
   } catch (error) {
-    if (asking !== mine) return;
+    if (view !== mine) return;
     if (error instanceof Refused && error.status === 404) return showMissing(error.message);
     pause = Math.min(LONGEST_MS, pause * 2);
     const what = error instanceof Refused ? error.message : "no connection";
     say("bad", `${what}; next try in ${Math.round(pause / 1000)} s`);
     if (!(error instanceof Refused) && !(error instanceof TypeError) && error.name !== "TimeoutError") console.error(error);
+  } finally {
+    if (asking === mine) asking = null;
   }
   document.getElementById("forget-key").hidden = !hasKey();
   later(pause);

@@ -141,13 +141,12 @@ export class RunsView {
     const rate = busy.reduce((sum, run) => sum + (asNumber(last(run.recent?.series["tokens/s"])) ?? 0), 0);
     const serving = found.samplers.filter((state) => state === "serving").length;
     const set = (key, text) => setText(this.tiles.get(key).value, text);
-    set("running", `${busy.length} of ${runs.length}`);
+    set("running", `${busy.length} of ${found.num_runs}`);
     set("rate", busy.length ? count(rate) : "0");
     set("pending", number(runs.reduce((sum, run) => sum + run.num_pending, 0)));
     set("samplers", `${serving} of ${found.samplers.length}`);
     this.tiles.get("samplers").value.classList.toggle("broken", serving < found.samplers.length);
-    const stored = runs.reduce((sum, run) => sum + run.checkpoint_bytes, 0);
-    set("stored", `${number(runs.reduce((sum, run) => sum + run.num_checkpoints, 0))} · ${bytes(stored)}`);
+    set("stored", `${number(found.num_checkpoints)} · ${bytes(found.checkpoint_bytes)}`);
     this.rows.update(wanted, (run) => run.run_id, (row, run) => this.showRow(row, run, now));
   }
 

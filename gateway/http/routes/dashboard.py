@@ -83,7 +83,7 @@ async def overview(request: Request) -> Response:
             "base_models": sorted({name for info in infos for name in info.base_models}),
             "unreached": clients.unreached,
             "samplers": [replica.state for replica in clients.samplers.all],
-            "runs": await gateway.dashboard.lists.runs(owner=_scope(request)),
+            **await gateway.dashboard.lists.runs(owner=_scope(request)),
         }
     )
 

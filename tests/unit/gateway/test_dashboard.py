@@ -12,15 +12,19 @@ from typing import Any
 
 import httpx
 import pytest
-from sqlalchemy import func, select
+from sqlalchemy import func, select, update
 
 from gateway.dashboard.history import History
 from gateway.dashboard.samples import MAX_TOKENS, RecentSamples
 from gateway.dashboard.services import parse_figures
+from gateway.database.outages import DatabaseUnusable
+from gateway.database.tables.checkpoints import Checkpoint
 from gateway.database.tables.history import MetricPoint
 from gateway.database.tables.samples import RecentSample
+from gateway.database.tables.sessions import Model
 from gateway.gateway import Gateway
 from gateway.http.routes.dashboard import STATIC
+from tests.unit.gateway.commits import Statements
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, sample_body
 from tests.unit.gateway.talking import END, TalkingSampler
 from tinsmith.rpc.metrics import new_registry
@@ -144,7 +148,7 @@ async def test_a_long_history_is_bounded_and_whole_also_with_two_writers(stack: 
     observe(one, 3)  # merged long ago
     await one.flush()
     assert sum((await one.read(RUN))["tokens"]) == 3000
-    summary = await one.summary(RUN)
+    summary = (await one.summaries([RUN]))[RUN]
     assert summary is not None
     assert (summary.num_steps, summary.recent["step"][-1]) == (500, 500)
 
@@ -290,7 +294,84 @@ async def test_completions_of_the_openai_api_are_samples_too(stack: Stack, clien
 # Lists
 
 
-async def test_the_overview_tells_of_runs_and_of_the_server(stack: Stack, client: Client) -> None:
+async def many_runs(stack: Stack, client: Client, number: int) -> list[str]:
+    """Runs of one session with a few points each, the oldest first."""
+    store, session_id = gateway_of(stack).store, await client.session()
+    run_ids = [f"{session_id}:train:{n}" for n in range(number)]
+    async with store.begin() as db:
+        for n, run_id in enumerate(run_ids):
+            row = Model(model_id=run_id, session_id=session_id, base_model=BASE_MODEL, optimizer="adamw", lora_rank=8)
+            row.train_unembed = row.train_mlp = row.train_attn = True
+            row.user_metadata, row.created_at, row.last_request_at = {}, BEGAN_AT - 1000 + n, BEGAN_AT - 500
+            db.add(row)
+        for n, run_id in enumerate(run_ids):
+            for seq_id in range(1, 4):
+                db.add(
+                    MetricPoint(
+                        run_id=run_id, seq_id=seq_id, first_seq_id=seq_id, at=BEGAN_AT, num_steps=1, num_operations=1,
+                        sums={"grad_norm:mean": [float(n), 1.0, 0]},
+                    )
+                )  # fmt: skip
+        db.add(checkpoint_of(run_ids[0], 40))
+        db.add(checkpoint_of(run_ids[-1], 2))
+    return run_ids
+
+
+def checkpoint_of(run_id: str, num_bytes: int) -> Checkpoint:
+    row = Checkpoint(path=f"tinker://{run_id}/weights/w", location=f"{run_id}/weights/w", run_id=run_id, kind="weights")
+    row.owner, row.base_model, row.optimizer, row.version_id, row.lora_rank = "local", BASE_MODEL, "adamw", "v", 8
+    row.train_unembed = row.train_mlp = row.train_attn = row.has_optimizer = True
+    row.step, row.size_bytes, row.created_at, row.user_metadata = 1, num_bytes, BEGAN_AT, {}
+    return row
+
+
+async def test_tabs_share_the_overview_and_it_takes_few_queries_however_many_runs(stack: Stack, client: Client) -> None:
+    run_ids = await many_runs(stack, client, 90)
+    statements = Statements(gateway_of(stack).store)
+    tabs = await asyncio.gather(*[get(client, "overview") for _ in range(20)])
+    asked = [each for each in statements.of_all if "metric_points" in each or "checkpoints" in each or "models" in each]
+    assert len(asked) <= 8, asked
+    for found in tabs:
+        assert [run["run_id"] for run in found["runs"]] == run_ids[::-1]
+        assert [run["num_steps"] for run in found["runs"]] == [3] * 90
+        assert [run["recent"]["series"]["grad_norm:mean"] for run in found["runs"]] == [
+            [n] * 3 for n in range(89, -1, -1)
+        ]
+    # What has not changed is not read again.
+    gateway_of(stack).dashboard.lists._shared.clear()
+    statements.of_all.clear()
+    assert (await get(client, "overview"))["runs"] == tabs[0]["runs"]
+    assert [each for each in statements.of_all if "metric_points" in each] == []
+
+
+async def test_runs_beyond_the_newest_are_counted_and_active_ones_are_listed(stack: Stack, client: Client) -> None:
+    run_ids = await many_runs(stack, client, 130)
+    async with gateway_of(stack).store.begin() as db:
+        await db.execute(update(Model).where(Model.model_id == run_ids[3]).values(last_request_at=time.time()))
+    found = await get(client, "overview")
+    assert (found["num_runs"], found["num_checkpoints"], found["checkpoint_bytes"]) == (130, 2, 42)
+    assert [run["run_id"] for run in found["runs"]] == [*run_ids[:29:-1], run_ids[3]]
+
+
+async def test_an_overview_that_failed_is_not_what_the_next_tab_is_told(
+    stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lists = gateway_of(stack).dashboard.lists
+
+    async def fail(_: object) -> None:
+        raise DatabaseUnusable("away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lists._history, "newest", fail)
+        await many_runs(stack, client, 2)
+        assert (await client.get("/dashboard/api/overview")).status_code == 503
+    assert len((await get(client, "overview"))["runs"]) == 2
+
+
+async def test_the_overview_tells_of_runs_and_of_the_server(
+    stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.dashboard.lists._FRESH_S", 0.0)
     assert (await get(client, "overview"))["runs"] == []
     run_id = await client.model(await client.session(), user_metadata={"name": "first"})
     await train(client, run_id, steps=range(1, 3))
