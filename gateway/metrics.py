@@ -62,6 +62,11 @@ class Stored:
             "Statements and connections that failed, by the kind of error; uniqueness is not among them.",
             "error",
         )
+        self.dropped_rows = declare.counter(
+            "dropped_rows_total",
+            "Points of histories and spans of timelines that were forgotten while the database could not be written.",
+            "kind",
+        )
 
 
 class Services:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -24,8 +24,8 @@ from gateway.database.tables.sessions import Model
 from tinsmith.v1 import trainer_pb2 as pb
 
 _TABLE = cast(Table, MetricPoint.__table__)
-_MAX_WAITING = 50_000
-"""Answers that may wait for a database that cannot be written; older ones are forgotten."""
+_MAX_WAITING = 20_000
+"""Points that may wait for a database that cannot be written, about 1 kB each; older ones are forgotten."""
 _PER_QUERY = 500
 _MAX_UNCHECKED = 10_000
 """Runs of which this process knows how many rows they have at most; what it forgets is counted again."""
@@ -48,7 +48,7 @@ class History:
         """`max_points`: of each run, at least 16; 0: nothing is kept."""
         self._store = store
         self._max_points = max_points
-        self._seen: list[Observation] = []
+        self._waiting: deque[MetricPoint] = deque()
         self._unchecked: Counter[str] = Counter()
         """Of each run that this process has written to, rows since it last counted them."""
         self._flushing = asyncio.Lock()
@@ -67,24 +67,33 @@ class History:
         request, if it is an OptimStep and at hand."""
         if self._max_points and isinstance(reply, (pb.ForwardBackwardResponse, pb.OptimStepResponse)):
             at, compute_s = (time.time(), None) if ran is None else (ran[1], ran[1] - ran[0])
-            self._seen.append(Observation(run_id, seq_id, at, reply, body, is_forward_only, compute_s))
+            seen = Observation(run_id, seq_id, at, reply, body, is_forward_only, compute_s)
+            self._waiting.append(point_of(seen))  # at once: the answer may be a thousand times larger
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        while len(self._waiting) > _MAX_WAITING:
+            self._waiting.popleft()
+            self._store.dropped_rows.labels(kind="point").inc()
 
     async def flush(self) -> None:
         """Writes what has gathered; it stays gathered when that fails."""
         async with self._flushing:
-            seen, self._seen = self._seen, []
-            if not seen:
+            points = list(self._waiting)
+            self._waiting.clear()
+            if not points:
                 return
             try:
-                await self._write(seen)
+                await self._write(points)
             except BaseException:
-                self._seen = [*seen, *self._seen][-_MAX_WAITING:]
+                self._waiting.extendleft(reversed(points))
+                self._forget_oldest()
                 raise
 
-    async def _write(self, seen: Sequence[Observation]) -> None:
+    async def _write(self, waiting: Sequence[MetricPoint]) -> None:
         by_run: dict[str, dict[int, MetricPoint]] = {}
-        for observation in seen:
-            by_run.setdefault(observation.run_id, {})[observation.seq_id] = point_of(observation)
+        for point in waiting:
+            by_run.setdefault(point.run_id, {})[point.seq_id] = point
         async with self._store.begin() as db:
             for run_id, points in by_run.items():
                 merged = await _merged_ranges(db, run_id, since=min(points))

@@ -52,6 +52,7 @@ class Database:
         connect_args = {"factory": _Sqlite} if is_sqlite else {"timeout": _CONNECT_TIMEOUT_S}
         self._engine = create_async_engine(url, connect_args=connect_args)
         self._seconds = metrics.stored.database_seconds
+        self.dropped_rows = metrics.stored.dropped_rows
         event.listen(self._engine.sync_engine, "handle_error", partial(_count_error, metrics))
         self._new = async_sessionmaker(self._engine, expire_on_commit=False)
         if not is_sqlite:

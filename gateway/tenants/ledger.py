@@ -33,6 +33,7 @@ from gateway.database.tables.history import Span
 from gateway.database.tables.sessions import Model
 from gateway.database.tables.tenants import AuditEvent, CountedOperation, LedgerBatch, TokenCount, Usage
 from gateway.tasks import to_its_end
+from tinsmith.rpc.errors import NotReady
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,10 @@ _Used = tuple[int, Whose, str, str, str]
 _UNKNOWN = Whose("", "")
 _Operation = tuple[str, int]
 """Model and seq_id."""
+_MAX_ROWS = 50_000
+"""Spans and audit events that may wait for a database that cannot be written; further spans are dropped."""
+_MAX_TRAINED = 50_000
+"""Training operations whose tokens may wait for it; further ones are not accepted, so that none goes unbilled."""
 _PER_QUERY = 500
 """Owners in one query: databases limit its parameters."""
 _USAGE, _COUNTS = cast(Table, Usage.__table__), cast(Table, TokenCount.__table__)
@@ -153,7 +158,19 @@ class Ledger:
         self.add(audit_event(event, owner=owner, category=category, **details))
 
     def add(self, row: AuditEvent | Span) -> None:
-        self._gathered.rows.append(row)
+        if isinstance(row, Span) and len(self._gathered.rows) >= _MAX_ROWS:
+            self._store.dropped_rows.labels(kind="span").inc()
+        else:
+            self._gathered.rows.append(row)
+
+    def check_room(self) -> None:
+        """Raises NotReady when so much usage waits for the database that no more may be made."""
+        num_waiting = len(self._gathered.trained) + len(self._batch.trained)
+        if num_waiting >= _MAX_TRAINED:
+            raise NotReady(
+                f"the usage of {num_waiting} training operations waits for the gateway's database, which cannot be "
+                "written at the moment; try again"
+            )
 
     async def count_checkpoint(self, db: AsyncSession, *, base_model: str, session_id: str, owner: str) -> None:
         """One more, in a transaction of the caller's: with it or not at all."""

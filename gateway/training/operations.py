@@ -139,6 +139,7 @@ class Operations:
                     f"model {submission.model_id} has {self._config.max_pending_operations} operations in work, "
                     "which is max_pending_operations; wait for some of them"
                 )
+            self._ledger.check_room()
             pending = Pending(
                 request_id,
                 submission.kind,

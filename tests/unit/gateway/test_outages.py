@@ -349,3 +349,49 @@ async def test_a_transaction_that_is_cut_off_at_any_moment_locks_nothing(
     finally:
         gc.enable()
     caplog.clear()  # SQLAlchemy says which it could not roll back in good order
+
+
+async def test_an_outage_under_load_takes_bounded_memory_and_loses_nothing_billed(
+    stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model_id = await client.model(await client.session())
+    gateway = gateway_of(stack)
+    assert isinstance(await client.result((await client.forward_backward(model_id, 1)).json()), bytes)
+    await gateway.ledger.flush()
+    await gateway.dashboard.flush()
+    bounds = {"points": 6, "rows": 8, "trained": 20}
+    monkeypatch.setattr("gateway.dashboard.history._MAX_WAITING", bounds["points"])
+    monkeypatch.setattr("gateway.tenants.ledger._MAX_ROWS", bounds["rows"])
+    monkeypatch.setattr("gateway.tenants.ledger._MAX_TRAINED", bounds["trained"])
+    ledger, history = gateway.ledger, gateway.dashboard.history
+    num_accepted = 0
+    with monkeypatch.context() as patch:
+        patch.setattr(gateway.store, "_new", unreachable)
+        while (reply := await client.forward_backward(model_id, num_accepted + 2)).status_code == 200:
+            num_accepted += 1
+            assert num_accepted <= bounds["trained"], "the bound holds"
+            assert isinstance(await client.result(reply.json()), bytes)
+            with pytest.raises(DatabaseUnusable):
+                await gateway.ledger.flush()
+            with pytest.raises(DatabaseUnusable):
+                await gateway.dashboard.flush()
+            assert len(history._waiting) <= bounds["points"]
+            assert {type(each).__name__ for each in history._waiting} == {"MetricPoint"}, "no answers"
+            assert len(ledger._gathered.rows) + len(ledger._batch.rows) <= 2 * bounds["rows"]
+        assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+        assert f"the usage of {bounds['trained']} training operations waits" in reply.json()["detail"]
+        assert num_accepted == bounds["trained"]
+    await gateway.ledger.flush()
+    await gateway.dashboard.flush()
+    async with gateway.store.begin() as db:
+        billed = await db.scalar(select(func.sum(Usage.amount)).where(Usage.kind == "training"))
+    assert billed == 3 * (1 + num_accepted)
+    shown = await history.read(model_id)
+    newest = range(num_accepted - bounds["points"] + 2, num_accepted + 2)
+    assert shown["seq"] == [1, *newest]
+    dropped = (await client.get("/metrics")).text
+    assert f'gateway_dropped_rows_total{{kind="point"}} {float(num_accepted - bounds["points"])}' in dropped
+    assert 'gateway_dropped_rows_total{kind="span"}' in dropped
+    again = await client.forward_backward(model_id, num_accepted + 2)
+    assert isinstance(await client.result(again.json()), bytes)
+    caplog.clear()
