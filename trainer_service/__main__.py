@@ -68,7 +68,10 @@ class _RestoringFailed(Exception):
 
 
 async def serve(config: TrainerConfig, group: RankGroup | None) -> None:
-    """Runs until SIGINT or SIGTERM. Health is NOT_SERVING while the base model is loaded. `group`: of several ranks."""
+    """Runs until SIGINT or SIGTERM, or until the engine has died. `group`: of several ranks.
+
+    Health is NOT_SERVING while the base model is loaded.
+    """
     registry = new_registry()
     metrics = Metrics(registry)
     serve_metrics(registry, config.metrics_host, config.metrics_port)
@@ -119,7 +122,9 @@ async def serve(config: TrainerConfig, group: RankGroup | None) -> None:
                 trainer.scheduler, trainer.operations.skip, timeout_s=config.missing_operation_timeout_s
             )
             background.add(asyncio.create_task(lost.run()))
-        await stopping
+        died = asyncio.create_task(trainer.scheduler.engine_died.wait())
+        await asyncio.wait({stopping, died}, return_when=asyncio.FIRST_COMPLETED)
+        await server.set_serving(False)
         logger.info("stopping")
         for task in background:
             task.cancel()
@@ -129,6 +134,10 @@ async def serve(config: TrainerConfig, group: RankGroup | None) -> None:
         if ended and isinstance(trainer.operations.engine, LeadingEngine):
             await asyncio.wait({asyncio.create_task(asyncio.to_thread(trainer.operations.engine.stop))}, timeout=1)
         journal.close()
+        if died.done():
+            _leave("ended, because the engine has died", status=1)
+        if group is None or ended or not await asyncio.to_thread(group.lacks_a_rank):
+            trainer.scheduler.executing.close()
         _leave("stopped" if ended else "stopped in the middle of a step")
 
 
@@ -272,12 +281,11 @@ def device_of(config: TrainerConfig) -> torch.device:
     return torch.device(kind, Place.of(config).local_rank) if kind == "cuda" else torch.device(kind)
 
 
-def _leave(reason: str) -> NoReturn:
+def _leave(reason: str, *, status: int = 0) -> NoReturn:
     """Ends the process as it is: the interpreter would wait for threads that compute, which cannot be stopped."""
     logger.info("%s", reason)
     tracing.shutdown()
-    logging.shutdown()
-    os._exit(0)
+    process.leave(status)
 
 
 def main() -> None:

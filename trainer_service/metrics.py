@@ -33,7 +33,8 @@ class Operations:
         self.queue_length = declare.gauge("queue_length", "Accepted operations that have not been executed.", "kind")
         self.queue_seconds = declare.seconds("queue", "From acceptance to execution.", "kind")
         self.queue_oldest = declare.gauge(
-            "queue_oldest_seconds", "How long what waits for longest has waited; 0 for nothing."
+            "queue_oldest_seconds",
+            "How long the next operation of a model has waited, of the model where that is longest; 0 for none.",
         )
         self.held_bytes = declare.gauge(
             "held_bytes",

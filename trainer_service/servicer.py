@@ -23,7 +23,7 @@ from trainer_service.durability.journal import Journal
 from trainer_service.durability.journal_records import Body
 from trainer_service.engine.batch import LOSS_FN_NAMES, Batch
 from trainer_service.engine.optimizers import OPTIMIZERS
-from trainer_service.operations.operations import Operations, refused
+from trainer_service.operations.operations import Operations
 from trainer_service.scheduling.scheduler import Scheduler
 from trainer_service.scheduling.work import Answer, Operation, Work
 from trainer_service.storage.checkpoints import CheckpointStore
@@ -94,7 +94,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         request.base_weights = request.base_weights or operations.models.base_weights
         body = replace(body, compressed=Body.pack("create_model", request).compressed)
         work = operations.create_model(request)
-        answer = await self._accept(request.model_id, 0, "create_model", body, lambda: work, context)
+        answer = await self._accept(request, request.model_id, 0, "create_model", body, lambda: work, context)
         return answer.create_model
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
@@ -271,10 +271,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             needed = await _run(lambda: Batch.bytes_of(request), on_thread=large)
             if needed <= self._ready.scheduler.max_operation_bytes:  # what needs more is refused, and holds its body
                 held_bytes = needed
-        return await self._accept(model_id, seq_id, kind, body, build, context, held_bytes=held_bytes, on_thread=large)
+        return await self._accept(
+            request, model_id, seq_id, kind, body, build, context, held_bytes=held_bytes, on_thread=large
+        )
 
     async def _accept(
         self,
+        request: Message,
         model_id: str,
         seq_id: int,
         kind: str,
@@ -285,16 +288,21 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         held_bytes: int | None = None,
         on_thread: bool = False,
     ) -> Answer:
+        trainer = self._ready
+
         async def work() -> Work:
             try:
-                return await _run(build, on_thread=on_thread)
+                trainer.scheduler.executing.check(model_id, seq_id)
+                async with trainer.scheduler.executing.stage(model_id, seq_id):
+                    return await _run(build, on_thread=on_thread)
             except ServiceError as error:
-                return refused(error)
+                return trainer.operations.refuse(request, error)
             except Exception:
                 logger.exception("%s of %s, seq_id %d, cannot be read", kind, model_id, seq_id)
-                return refused(ServiceError("internal error; the trainer's log has the cause"))
+                error = ServiceError("internal error; the trainer's log has the cause")
+                return trainer.operations.refuse(request, error)
 
-        operation = await self._ready.scheduler.accept(model_id, seq_id, body, work, held_bytes=held_bytes)
+        operation = await trainer.scheduler.accept(model_id, seq_id, body, work, held_bytes=held_bytes)
         await context.send_initial_metadata((ACCEPTED,))
         return await _answer(operation, context)
 

@@ -62,6 +62,11 @@ class Process:
     def is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
+    @property
+    def status(self) -> int | None:
+        """With which it has ended; None while it runs, and when it never did."""
+        return None if self._process is None else self._process.poll()
+
     def start(self) -> None:
         """Begins to start; wait_serving() waits for it."""
         assert not self.is_running, f"{self.name} runs already"

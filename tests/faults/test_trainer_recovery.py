@@ -6,24 +6,17 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import grpc
-import psutil
 import pytest
 
 from tests.batches import random_datum, request
-from tests.faults.cluster import Process
+from tests.faults.lone_trainer import Trainer
 from tests.faults.moments import fresh_seed, repeated
 from tests.models import VOCAB_SIZE, make_model
-from tinsmith.cli.ports import free_ports
-from tinsmith.cli.stack import torchrun
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
-from tinsmith.v1.trainer_pb2_grpc import TrainerServiceStub
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -31,37 +24,6 @@ MODEL = "s:train:0"
 ADAM = pb.AdamParams(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-8)
 NUM_STEPS = 20
 KINDS = {"one rank": 1, "two ranks": 2}
-
-
-class Trainer(Process):
-    """Its ranks, if any, are in sessions of their own."""
-
-    def __init__(self, folder: Path, model: Path, num_ranks: int) -> None:
-        folder.mkdir()
-        port, ranks_port = free_ports(2)
-        launcher = torchrun(num_ranks, ranks_port) if num_ranks > 1 else []
-        address = f"127.0.0.1:{port}"
-        argv = [
-            *(*launcher, "trainer_service", "--base-model", str(model), "--model-names", '["m"]', "--listen", address),
-            *("--state-dir", str(folder / "state"), "--checkpoint-dir", str(folder / "checkpoints")),
-            *("--num-threads", "1", "--deterministic", "true", "--token-budget", "40", "--snapshot-steps", "6"),
-        ]
-        super().__init__("trainer", argv, address=address, log=folder / "log", env={})
-        self.state_dir = folder / "state"
-
-    def kill(self) -> None:
-        ranks = psutil.Process(self.pid).children(recursive=True) if self.is_running else []
-        super().kill()
-        for rank in ranks:
-            rank.kill()
-        psutil.wait_procs(ranks)
-
-    @contextmanager
-    def stub(self) -> Iterator[Any]:
-        self.start()
-        self.wait_serving()
-        with grpc.insecure_channel(self.address) as channel:
-            yield TrainerServiceStub(channel)
 
 
 @pytest.fixture(scope="module")

@@ -47,6 +47,10 @@ class Journal:
         self._appended: Counter[str] = Counter()
         self._writer = Writer(connection, self._bound, metrics, path=path)
 
+    @property
+    def folder(self) -> Path:
+        return self._path.parent
+
     def close(self) -> None:
         self._writer.close()
 
@@ -65,8 +69,9 @@ class Journal:
         The caller sees to it that the operation is new. Raises OutOfCapacity when the disk or the journal is full.
         """
 
+        num_bytes = len(body.compressed)
+
         def run(connection: sqlite3.Connection) -> None:
-            num_bytes = len(body.compressed)
             if self._bound.sizes.pending + num_bytes > self._bound.max_bytes:
                 raise OutOfCapacity(
                     f"the journal holds {self._bound.sizes.pending} bytes of operations that have not run; "
@@ -84,22 +89,23 @@ class Journal:
             )
             self._bound.sizes.total += num_bytes
             self._bound.sizes.pending += num_bytes
-            self._appended[model_id] += num_bytes
 
         request_sum = sum_of(model_id, seq_id, body.kind, body.compressed)
         with tracing.span("journal"):
             await self._writer.submit(run)
+        self._appended[model_id] += num_bytes  # here, because `run` may run twice
 
     async def finish(
         self,
         model_id: str,
         seq_id: int,
-        outcome: trainer_pb2.WaitResultResponse | ServiceError,
+        outcome: trainer_pb2.WaitResultResponse | ServiceError | None,
         *,
         keep_body: bool = True,
     ) -> None:
-        """Stores the answer. Without `keep_body` the request goes: a replay does not need it.
+        """Stores the answer; with None the operation is done, and its answer is not kept. Raises Unstorable.
 
+        Without `keep_body` the request goes: a replay does not need it.
         Nothing happens when the model was deleted meanwhile.
         """
 
@@ -107,7 +113,8 @@ class Journal:
             failed = isinstance(outcome, ServiceError)
             message = errors.to_proto(outcome) if isinstance(outcome, ServiceError) else outcome
             state = State.FAILED if failed else State.DONE
-            result = message.SerializeToString()
+            result = None if message is None else message.SerializeToString()
+            checksum = None if result is None else result_sum(model_id, seq_id, state, result)
             row = connection.execute(
                 "SELECT length(request) FROM operations WHERE model_id = ? AND seq_id = ? AND state = 0",
                 (model_id, seq_id),
@@ -117,10 +124,10 @@ class Journal:
             connection.execute(
                 "UPDATE operations SET state = ?, result = ?, result_sum = ?, finished_at = ?, "
                 "request = CASE WHEN ? THEN request END WHERE model_id = ? AND seq_id = ?",
-                (state, result, result_sum(model_id, seq_id, state, result), time.time(), keep_body, model_id, seq_id),
+                (state, result, checksum, time.time(), keep_body, model_id, seq_id),
             )
             self._bound.sizes.pending -= row[0]
-            self._bound.sizes.total += len(result)
+            self._bound.sizes.total += len(result or b"")
             if not keep_body:
                 self._bound.sizes.total -= row[0]
             if failed and seq_id == 0:
@@ -299,9 +306,9 @@ class Journal:
             connection.execute("DELETE FROM models WHERE model_id = ?", (model_id,))
             self._bound.sizes.total -= gone.total
             self._bound.sizes.pending -= gone.pending
-            del self._appended[model_id]
 
         await self._writer.submit(run)
+        del self._appended[model_id]
 
     async def summaries(self) -> list[Summary]:
         """Of all models, for an operator."""

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from google.protobuf.message import EncodeError
+
 from tinsmith.rpc.errors import NotReady, OutOfCapacity, ServiceError
 from trainer_service.durability import journal_file
 from trainer_service.durability.journal_bound import Bound
@@ -25,6 +27,10 @@ T = TypeVar("T")
 
 _SHARES_S = 0.02
 """How long a job that is not urgent waits for one that is, to share its transaction."""
+
+
+class Unstorable(ServiceError):
+    """SQLite or protobuf has no place for a value of the transaction: it fails however often it is tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +65,8 @@ class Writer:
 
         What is not urgent takes up to 20 ms more, and mostly no write to the disk of its own.
         A ServiceError of `run` is raised here, and must come before it writes. Raises OutOfCapacity when the disk
-        does not take the transaction, NotReady after `close`, and a plain ServiceError for a damaged journal and for
-        whatever else `run` raises.
+        does not take the transaction, Unstorable when no disk would, NotReady after `close`, and a plain ServiceError
+        for a damaged journal and for whatever else `run` raises.
         """
         done: Future[T] = Future()
         with self._closing:
@@ -144,6 +150,8 @@ class Writer:
     def _in_words(self, error: Exception) -> ServiceError:
         if journal_file.passes(error) or isinstance(error, MemoryError):
             return OutOfCapacity(f"the journal cannot be written: {str(error) or 'no memory is left'}")
+        if isinstance(error, sqlite3.DataError | OverflowError | EncodeError):
+            return Unstorable(f"the journal {self._path} cannot hold it: {error}")
         # These classes are about the file; the other subclasses of DatabaseError are about one statement.
         if type(error) in (sqlite3.DatabaseError, sqlite3.OperationalError, UnicodeDecodeError):
             return ServiceError(journal_file.damaged(self._path, error))

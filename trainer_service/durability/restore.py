@@ -31,7 +31,7 @@ from trainer_service.durability.snapshots import Snapshots
 from trainer_service.engine.optimizers import params_from_proto
 from trainer_service.metrics import Metrics
 from trainer_service.operations.models import Model
-from trainer_service.operations.operations import Operations
+from trainer_service.operations.operations import Operations, refused
 from trainer_service.scheduling.scheduler import Scheduler
 from trainer_service.scheduling.work import Answer, RunBatch, Turn, Work
 
@@ -69,6 +69,7 @@ class Restorer:
     async def run(self) -> None:
         """Returns when every model has its place in the scheduler, which goes on from there."""
         models = await self.journal.live_models()
+        self.scheduler.executing.keep_models({model.model_id for model in models})
         await asyncio.to_thread(self.snapshots.files.delete_others, await self.journal.model_ids())
         for model in models:
             try:
@@ -91,6 +92,9 @@ class Restorer:
             found = self._from_snapshot(info, history)
             self.operations.models.check_base_weights(info.base_weights, field="base_weights")
         self.operations.models.check_base_model(base_model, field="base_model")
+        for entry in history:
+            if entry.seq_id >= start and entry.state == State.DONE:
+                self.scheduler.executing.check(model_id, entry.seq_id, answered=True)
         following = [entry for entry in history if entry.seq_id > start]
         logger.info("restoring %s: from seq_id %d, and %d operations after it", model_id, start, len(following))
 
@@ -169,7 +173,12 @@ class Restorer:
         if done and request.lora_config.rank and not request.lora_config.HasField("seed"):
             raise _Lost("it was made by an earlier version, which did not note the random numbers that it began with")
         work = self.operations.create_model(request)
-        if done:
+        if not done:
+            try:
+                self.scheduler.executing.check(model.model_id, 0)
+            except ServiceError as error:
+                work = refused(error)
+        else:
             work = self._loads_again(model.model_id, history[0], work)
         return work, request.base_model or self.operations.models.base_models[0]
 
@@ -184,16 +193,26 @@ class Restorer:
         data = await self.journal.unpacked(model_id, entry.seq_id)
         match entry.state:
             case State.ACCEPTED:
-                return await self._work(entry.kind, data)
+                try:
+                    self.scheduler.executing.check(model_id, entry.seq_id)
+                except ServiceError as error:
+                    return self._refused(entry.kind, data, error)
+                return await self._work(model_id, entry, data)
             case State.FAILED:
                 return await self._failed_again(model_id, entry, data)
             case State.DONE if entry.kind == "load_checkpoint":
-                return self._loads_again(model_id, entry, await self._work(entry.kind, data))
+                return self._loads_again(model_id, entry, await self._work(model_id, entry, data))
             case State.DONE:
-                return await self._work(entry.kind, data)
+                return await self._work(model_id, entry, data)
 
-    async def _work(self, kind: str, data: bytes) -> Work:
-        return await asyncio.to_thread(self.operations.work_of, kind, data)
+    async def _work(self, model_id: str, entry: Entry, data: bytes) -> Work:
+        async with self.scheduler.executing.stage(model_id, entry.seq_id):
+            return await asyncio.to_thread(self.operations.work_of, entry.kind, data)
+
+    def _refused(self, kind: str, data: bytes, error: ServiceError) -> Work:
+        if kind != "forward_backward":
+            return refused(error)
+        return self.operations.refuse(pb.ForwardBackwardRequest.FromString(data), error)
 
     def _loads_again(self, model_id: str, entry: Entry, work: Work) -> Work:
         """Of what reads a checkpoint, which may be another one by now."""

@@ -20,6 +20,7 @@ from tinsmith.modeling.full_weights import TrainedWeights, Weights, reload
 from tinsmith.rpc.errors import FailedPrecondition, InvalidRequest, ServiceError
 from trainer_service.engine.batch import MAX_TARGETS_PER_TOKEN, Batch, Datum, Limits, Output
 from trainer_service.engine.budget import Lengths, Plan
+from trainer_service.engine.faults import is_device_fault
 from trainer_service.engine.job import Job, Piece, whole
 from trainer_service.engine.model_state import ModelState, full_bytes
 from trainer_service.engine.optimizers import Params, check_kind, clip_gradient
@@ -227,6 +228,10 @@ class TrainingEngine:
     def is_tainted(self, model_id: str) -> bool:
         """The next optim_step will fail, because a forward_backward has."""
         return bool(self._models[model_id].tainted)
+
+    def is_dead(self, error: Exception) -> bool:
+        """True for an error after which nothing can be computed in this process, whichever operation met it."""
+        return is_device_fault(error)
 
     def optim_step(self, model_id: str, params: Params) -> Mapping[str, float]:
         """Applies and clears the gradients. Without any, it is a step with a gradient of zero.

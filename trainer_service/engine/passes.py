@@ -21,6 +21,7 @@ from tinsmith.modeling.pass_gradient import PassGradient
 from tinsmith.rpc.errors import InvalidRequest, NotFinite, OutOfCapacity, ServiceError
 from trainer_service.engine.activation_checkpointing import checkpointed
 from trainer_service.engine.batch import Datum
+from trainer_service.engine.faults import is_device_fault
 from trainer_service.engine.job import Job, Piece
 from trainer_service.engine.memory import is_out_of_memory
 from trainer_service.engine.micro_batch import Attempt, Item, cut, halves, model_ids, num_tokens
@@ -92,6 +93,8 @@ class Passes:
             attempt.succeeded(num_tokens(items))
             return
         except Exception as caught:
+            if is_device_fault(caught):  # no job's own, and no other would fare better
+                raise
             error = caught
             if is_out_of_memory(error):
                 error = MemoryError()  # `caught` goes with what its frames hold, before anything else is tried

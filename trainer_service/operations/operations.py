@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from google.protobuf.message import Message
+
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.full_weights import config_of
 from tinsmith.rpc.errors import InvalidRequest, ServiceError
@@ -16,6 +18,7 @@ from tinsmith.v1 import types_pb2
 from trainer_service.durability.snapshots import Snapshots
 from trainer_service.engine.batch import Batch
 from trainer_service.engine.engine import State, TrainingEngine
+from trainer_service.engine.faults import is_device_fault
 from trainer_service.engine.optimizers import DEFAULT_OPTIMIZER, check_kind, params_from_proto
 from trainer_service.objectives.custom_loss import CustomLoss
 from trainer_service.operations.loads import Loads
@@ -112,7 +115,14 @@ class Operations:
         try:
             return RunBatch(Batch.from_proto(request, self.engine.limits, max_bytes=max_bytes))
         except ServiceError as error:
-            return refused(error) if request.forward_only else self._taint(request.model_id, error)
+            return self.refuse(request, error)
+
+    def refuse(self, request: Message, error: ServiceError) -> Work:
+        """The work of a request that is not run: it fails in its place of the order, and so does the step on a batch
+        whose gradients are missing for it."""
+        if isinstance(request, pb.ForwardBackwardRequest) and not request.forward_only:
+            return self._taint(request.model_id, error)
+        return refused(error)
 
     def work_of(self, kind: str, data: bytes) -> Work:
         """Of a serialized request that was accepted before a restart."""
@@ -174,6 +184,8 @@ class Operations:
         try:
             return self.engine.capture(model_id, with_optimizer=True)
         except (MemoryError, RuntimeError) as error:  # the step has been made, and its answer must say so
+            if is_device_fault(error):
+                raise
             self.snapshots.skip(model_id, error)
             return None
 

@@ -151,6 +151,10 @@ class RankGroup:
         except RuntimeError as error:  # what torch.distributed raises
             self.lost(error)
 
+    def lacks_a_rank(self) -> bool:
+        """True when another rank is gone: torchrun then stops this one as an operator would. Takes seconds."""
+        return bool(self.roll_call.absent().still)
+
     def lost(self, error: Exception) -> NoReturn:
         """Ends this process for an error of torch.distributed, and says who is missing."""
         absent = "another rank is lost" if process.stopping.is_set() else self.roll_call.absent()

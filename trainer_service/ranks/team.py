@@ -14,6 +14,7 @@ from torch import Tensor
 from tinsmith.modeling.parallel_base import ShardedLayers
 from tinsmith.rpc import errors
 from tinsmith.rpc.errors import ServiceError
+from trainer_service.engine.faults import is_device_fault
 from trainer_service.engine.memory import is_out_of_memory
 from trainer_service.engine.micro_batch import Item
 from trainer_service.ranks.group import RankGroup, is_of_other_ranks
@@ -100,6 +101,9 @@ class RankTeam:
             return error
         if is_of_other_ranks(error):
             self._group.lost(error)  # there is nobody to agree with
+        if is_device_fault(error):
+            logger.exception("this rank has failed")
+            self._group.end(f"a fault of its device, after which nothing computes: {error}")
         if together and self._tensor_parallel:
             # The others wait for this rank in the middle of a layer, where it cannot come any more.
             logger.exception("this rank has failed within a computation that it shares")

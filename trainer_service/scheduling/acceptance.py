@@ -145,7 +145,8 @@ class Acceptance:
         )
         operation.accepted.set_result(None)
         operation.outcome.set_result(
-            record.outcome or ResultNotFound(f"{model_id}: the result of seq_id {seq_id} has expired")
+            record.outcome
+            or ResultNotFound(f"{model_id}: the result of seq_id {seq_id} has expired, or was too large to be kept")
         )
         return operation
 

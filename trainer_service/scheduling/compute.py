@@ -10,12 +10,13 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tinsmith.rpc import tracing
-from tinsmith.rpc.errors import ServiceError
+from tinsmith.rpc.errors import EngineDead, ServiceError
+from trainer_service.durability.executing import Executing
 from trainer_service.metrics import Metrics
 from trainer_service.scheduling.lanes import BatchRun, Call, Item, Lanes, MicroBatch
 from trainer_service.scheduling.speed import Speed
@@ -42,15 +43,22 @@ class Backlog:
     """What there is to compute, at one moment."""
 
     running: Running | None
-    waiting: Mapping[str, Sequence[tuple[Operation, int]]]
-    """For each model its operations in order, with the tokens of them that wait; 0 for a call."""
+    items: Mapping[str, Sequence[Item]]
+    """For each model what has not ended, in order."""
+
+    def waiting(self, model_id: str) -> Iterator[tuple[Operation, int]]:
+        """A model's operations in order, with the tokens of them that wait; 0 for a call."""
+        for item in self.items.get(model_id, ()):
+            if item.operation is not None and item.may_be_withdrawn:
+                yield item.operation, item.num_tokens
 
 
 class ComputeThread:
     """All public methods run on the event loop in which it was made."""
 
-    def __init__(self, engine: BatchEngine, metrics: Metrics, *, alone: bool = False) -> None:
+    def __init__(self, engine: BatchEngine, metrics: Metrics, executing: Executing, *, alone: bool = False) -> None:
         self._engine = engine
+        self._executing = executing
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
         self._lanes = Lanes(alone=alone)
@@ -60,6 +68,8 @@ class ComputeThread:
         self._changed = threading.Condition()  # guards everything above
         self._results: list[tuple[asyncio.Future[Any], object]] = []  # which the event loop does not have yet
         self._ended = asyncio.Event()
+        self.engine_died = asyncio.Event()
+        """Nothing is computed any more, by no operation's fault. What runs and what waits gets no result."""
         self.speed = Speed()
         metrics.operations.queue_oldest.set_function(self._oldest_s)
         metrics.compute.running.set_function(self._running_s)
@@ -117,13 +127,9 @@ class ComputeThread:
     # Asked by the thread that serves the metrics
 
     def _oldest_s(self) -> float:
-        waiting = [
-            operation.arrived_s
-            for items in self.backlog().waiting.values()
-            for operation, _ in items
-            if not operation.has_begun
-        ]
-        return time.perf_counter() - min(waiting) if waiting else 0.0
+        with self._changed:
+            following = self._lanes.next_of_each()
+        return time.perf_counter() - min(one.arrived_s for one in following) if following else 0.0
 
     def _running_s(self) -> float:
         running = self._running
@@ -132,11 +138,21 @@ class ComputeThread:
     # On the thread
 
     def _work(self) -> None:
-        while (work := self._next()) is not None:
-            if isinstance(work, Call):
-                self._run_call(work)
-            else:
-                self._run_micro_batch(work)
+        """What an operation raises becomes its result. Whatever arrives here is an error of the engine or of this
+        loop, after which operations would wait for ever, or fail for nothing of their own."""
+        try:
+            while (work := self._next()) is not None:
+                assert self._running is not None
+                names = [(operation.model_id, operation.seq_id) for operation in self._running.operations]
+                self._executing.begin(names)
+                if isinstance(work, Call):
+                    self._run_call(work)
+                else:
+                    self._run_micro_batch(work)
+                self._executing.end(names)  # and not after an exception, with which the process ends
+        except BaseException:
+            logger.critical("the compute thread has died, and the trainer ends: a restart runs again", exc_info=True)
+            self._loop.call_soon_threadsafe(self.engine_died.set)
         self._loop.call_soon_threadsafe(self._ended.set)
 
     def _next(self) -> Call | MicroBatch | None:
@@ -189,6 +205,7 @@ class ComputeThread:
         try:
             result = call.run()
         except Exception as error:
+            self._check_alive(error)
             result = error
         self._results.append((call.result, result))
         if call.operation is not None:
@@ -206,6 +223,7 @@ class ComputeThread:
         try:
             self._engine.run([run.job.piece(indices) for run, indices in work if run.job is not None])
         except Exception as error:
+            self._check_alive(error)
             logger.exception("forward_backward of %s failed", ", ".join(run.operation.model_id for run, _ in work))
             for run, _ in work:
                 if run.job is not None:
@@ -233,6 +251,7 @@ class ComputeThread:
         try:
             run.job = self._engine.begin(run.operation.model_id, run.batch)
         except Exception as error:
+            self._check_alive(error)
             if not isinstance(error, ServiceError):
                 logger.exception("a forward_backward of %s cannot begin", run.operation.model_id)
             run.error = error if isinstance(error, ServiceError) else internal_error()
@@ -257,9 +276,15 @@ class ComputeThread:
         run.job.error = run.job.error or run.error
         try:
             return self._engine.finish(run.job)
-        except Exception:
+        except Exception as error:
+            self._check_alive(error)
             logger.exception("the result of %s, seq_id %d, is lost", run.operation.model_id, run.operation.seq_id)
             return internal_error()
+
+    def _check_alive(self, error: Exception) -> None:
+        """Raises EngineDead for an error that would fail everything that follows, too."""
+        if self._engine.is_dead(error):
+            raise EngineDead(f"the engine has died: {error}") from error
 
     def _measure(self, kind: str, *, loss_seconds: float = 0.0) -> None:
         """What has run until now. `loss_seconds`: of custom losses in it."""

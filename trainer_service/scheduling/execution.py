@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from tinsmith.rpc import logs, tracing
 from tinsmith.rpc.errors import ModelNotFound, ServiceError
+from trainer_service.durability.executing import Executing
 from trainer_service.metrics import Metrics
 from trainer_service.scheduling.compute import ComputeThread, internal_error
 from trainer_service.scheduling.lanes import BatchRun, Call, Item
@@ -68,12 +69,14 @@ class Execution:
         self,
         compute: ComputeThread,
         metrics: Metrics,
+        executing: Executing,
         spawn: Spawn,
         has_settled: Callable[[ModelQueue, Operation, Outcome], None],
     ) -> None:
         """has_settled: is told of each outcome, once it is set."""
         self._compute = compute
         self._metrics = metrics
+        self._executing = executing
         self._spawn = spawn
         self._has_settled = has_settled
         self._closed = False
@@ -94,7 +97,8 @@ class Execution:
             model.unsettled.add(operation)
             if isinstance(operation.work, RunBatch):
                 result: asyncio.Future[Output] = asyncio.get_running_loop().create_future()
-                run = BatchRun.of(operation, operation.work.batch, result)
+                alone = self._executing.is_suspect(model.model_id, operation.seq_id)
+                run = BatchRun.of(operation, operation.work.batch, result, alone=alone)
                 self.enter(model, run)
                 self._spawn(self._run_batch(model, run))
             else:
@@ -136,12 +140,15 @@ class Execution:
             output = await run.result
             if run.operation.replayed:
                 outcome = Answer()
-            elif sum(run.load.lengths) > _LARGE_TOKENS:
-                outcome = await asyncio.to_thread(_answer, output)
             else:
-                outcome = _answer(output)
+                async with self._executing.stage(model.model_id, run.operation.seq_id):
+                    large = sum(run.load.lengths) > _LARGE_TOKENS
+                    outcome = await asyncio.to_thread(_answer, output) if large else _answer(output)
         except ServiceError as error:
             outcome = error
+        except Exception:  # of its answer: the compute thread gives none
+            logger.exception("%s, seq_id %d: no answer can be made", model.model_id, run.operation.seq_id)
+            outcome = internal_error()
         self.settle(model, run.operation, outcome)
 
     async def _run_work(

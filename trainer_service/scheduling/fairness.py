@@ -48,7 +48,14 @@ class Load:
     lengths: Sequence[int]
     """Tokens that each is charged for."""
     forward_only: bool
+    alone: bool = False
+    """No other load is in its micro-batches."""
     num_taken: int = 0
+    num_tokens: int = field(init=False)
+    """Of the datums that have not been taken."""
+
+    def __post_init__(self) -> None:
+        self.num_tokens = sum(self.lengths)
 
     @property
     def num_waiting(self) -> int:
@@ -125,10 +132,11 @@ class DeficitRoundRobin:
         owed = [member for member in ready.values() if self._is_owed(member)]
         self._forward_only = self._choose_kind(owed)
         batch = _MicroBatch(self._forward_only, budget)
-        if self._alone:
-            first = min((one for one in owed if batch.fits(one)), key=lambda one: one.charged + batch.next_length(one))
-            load = first.loads[0]
-            while first.loads and first.loads[0] is load and batch.fits(first):
+        of_kind = [member for member in owed if batch.next_length(member)]
+        first = min(of_kind, key=lambda one: one.charged + batch.next_length(one))
+        load = first.loads[0]
+        if self._alone or load.alone:
+            while first.loads and first.loads[0] is load and batch.has_room(first):
                 self._total += batch.take(first)
             return self._taken(batch, ready)
         for member in owed:
@@ -178,9 +186,14 @@ class _MicroBatch:
 
     def share_allows(self, member: _Member, *, num_models: int) -> bool:
         length = self.next_length(member)
-        return length > 0 and (self.taken[member] + length) * num_models <= self._budget
+        shares = length > 0 and not member.loads[0].alone
+        return shares and (self.taken[member] + length) * num_models <= self._budget
 
     def fits(self, member: _Member) -> bool:
+        """Its next datum may join what is there."""
+        return self.has_room(member) and not member.loads[0].alone
+
+    def has_room(self, member: _Member) -> bool:
         length = self.next_length(member)
         return length > 0 and (length <= self._room or not self.starts)
 
@@ -190,6 +203,7 @@ class _MicroBatch:
         length = load.lengths[load.num_taken]
         self.starts.setdefault(load, load.num_taken)
         load.num_taken += 1
+        load.num_tokens -= length
         if load.num_taken == len(load.lengths):
             member.loads.popleft()
         member.charged += length

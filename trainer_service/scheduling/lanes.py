@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,14 +55,15 @@ class BatchRun:
     is_over: bool = False
 
     @classmethod
-    def of(cls, operation: Operation, batch: Batch, result: asyncio.Future[Output]) -> BatchRun:
-        load = Load([datum.charge for datum in batch.datums], batch.forward_only)
+    def of(cls, operation: Operation, batch: Batch, result: asyncio.Future[Output], *, alone: bool = False) -> BatchRun:
+        """`alone`: it shares no micro-batch."""
+        load = Load([datum.charge for datum in batch.datums], batch.forward_only, alone=alone)
         return cls(operation, batch, load, result)
 
     @property
     def num_tokens(self) -> int:
         """Of what waits."""
-        return sum(self.load.lengths[self.load.num_taken :])
+        return self.load.num_tokens
 
     @property
     def has_ended(self) -> bool:
@@ -168,16 +169,18 @@ class Lanes:
         alone, self._calls = self._calls, deque()
         return [*withdrawn, *alone]
 
-    def waiting(self) -> dict[str, list[tuple[Operation, int]]]:
-        """For each model what waits of its operations, in order: the tokens, 0 for a call."""
-        return {model_id: list(_waiting(lane)) for model_id, lane in self._lanes.items()}
+    def waiting(self) -> dict[str, list[Item]]:
+        """For each model what has not ended, in order. Takes no longer than copies of lists do."""
+        return {model_id: list(lane.items) for model_id, lane in self._lanes.items()}
+
+    def next_of_each(self) -> list[Operation]:
+        """The operation of each model that begins next, if any waits."""
+        following = (
+            next((item.operation for item in lane.items if item.operation and not item.operation.has_begun), None)
+            for lane in self._lanes.values()
+        )
+        return [operation for operation in following if operation is not None]
 
     def _open(self, model_id: str, run: BatchRun) -> None:
         self._runs[run.load] = run
         self._ring.add(model_id, run.load)
-
-
-def _waiting(lane: _Lane) -> Iterator[tuple[Operation, int]]:
-    for item in lane.items:
-        if item.operation is not None and item.may_be_withdrawn:
-            yield item.operation, item.num_tokens

@@ -35,12 +35,12 @@ def status_of(operation: Operation, model: ModelQueue, *, backlog: Backlog, spee
         return FINISHED
     running = backlog.running
     elapsed_s = time.perf_counter() - running.started_s if running is not None else 0.0
-    lane = backlog.waiting.get(model.model_id, ())
+    lane = list(backlog.waiting(model.model_id))
     entered = next((n for n, (one, _) in enumerate(lane) if one is operation), None)
     if entered is None and operation.seq_id < model.next_to_enter and not _runs(operation, running):  # it has run
         return QueueStatus(reason=_AFTER.get(operation.kind, "its result is being stored"))
     if entered is not None:
-        own = list(lane[: entered + 1])
+        own = lane[: entered + 1]
     elif operation.seq_id < model.next_to_enter:  # the last of it runs
         own = []
     else:
@@ -78,11 +78,11 @@ def status_of(operation: Operation, model: ModelQueue, *, backlog: Backlog, spee
 
 def _others(model: ModelQueue, num_own: int, backlog: Backlog) -> Iterator[_Work]:
     """What other models get meanwhile: so many tokens each, and the calls between them."""
-    for model_id, lane in backlog.waiting.items():
+    for model_id in backlog.items:
         if model_id == model.model_id:
             continue
         left = num_own
-        for operation, tokens in lane:
+        for operation, tokens in backlog.waiting(model_id):
             if left <= 0 and (tokens or num_own):
                 break
             yield operation, min(tokens, left)

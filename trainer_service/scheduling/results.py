@@ -8,7 +8,9 @@ import time
 
 from tinsmith.rpc import logs
 from tinsmith.rpc.errors import ServiceError
+from trainer_service.durability.executing import Executing
 from trainer_service.durability.journal import Journal
+from trainer_service.durability.journal_writer import Unstorable
 from trainer_service.metrics import Metrics
 from trainer_service.scheduling.execution import Outcome, Spawn
 from trainer_service.scheduling.held import HeldBytes
@@ -18,14 +20,25 @@ from trainer_service.scheduling.work import Operation
 logger = logging.getLogger(__name__)
 
 _STORE_AGAIN_S = 1.0
+_LONGEST_PAUSE_S = 60.0
+"""The pause before an answer is tried to be stored again doubles up to this."""
 
 
 class Results:
-    def __init__(self, journal: Journal, models: ModelQueues, held: HeldBytes, metrics: Metrics, spawn: Spawn) -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        models: ModelQueues,
+        held: HeldBytes,
+        metrics: Metrics,
+        executing: Executing,
+        spawn: Spawn,
+    ) -> None:
         self._journal = journal
         self._held = held
         self._models = models
         self._metrics = metrics
+        self._executing = executing
         self._spawn = spawn
         self._closed = False
 
@@ -49,18 +62,30 @@ class Results:
         self._spawn(self._record(model, operation, outcome))
 
     async def _record(self, model: ModelQueue, operation: Operation, outcome: Outcome) -> None:
-        """Until the answer is stored, the operation is held here; a restart in between would run it again."""
+        """Until the answer is stored, the operation is held here; a restart in between would run it again.
+
+        Of an answer that can never be stored the journal knows only that the operation was done: a restart runs the
+        operation again for what it does to its model, and whoever asks for the answer is told that it is gone.
+        """
+        stored: Outcome | None = outcome
+        pause_s = _STORE_AGAIN_S
         while model.restoration is None or not model.restoration.has_failed:
             try:
-                await self._journal.finish(model.model_id, operation.seq_id, outcome, keep_body=operation.changes_model)
+                await self._journal.finish(model.model_id, operation.seq_id, stored, keep_body=operation.changes_model)
+                self._executing.forget(model.model_id, operation.seq_id)
                 break
+            except Unstorable as error:
+                logger.error("%s, seq_id %d: its answer is not kept: %s", model.model_id, operation.seq_id, error)
+                stored = None
+                continue
             except ServiceError as error:
                 logger.warning(
                     "the result of %s, seq_id %d, is not stored yet: %s", model.model_id, operation.seq_id, error
                 )
             if self._closed:
                 break
-            await asyncio.sleep(_STORE_AGAIN_S)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         del model.operations[operation.seq_id]
         self._held.release(operation)
         operation.stored.set()

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from tinsmith.rpc.errors import ModelNotFound, ResultNotFound
 from tinsmith.v1.types_pb2 import QueueStatus
+from trainer_service.durability.executing import Executing
 from trainer_service.durability.journal import Journal
 from trainer_service.durability.journal_records import Body, Entry
 from trainer_service.metrics import Metrics
@@ -65,13 +66,19 @@ class Scheduler:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._models = ModelQueues(metrics, max_models=max_models)
         self._held = HeldBytes(metrics, max_bytes=max_queued_bytes)
-        self._compute = ComputeThread(engine, metrics, alone=alone)
-        self._execution = Execution(self._compute, metrics, self.spawn, self._has_settled)
+        self.executing = Executing(journal.folder)
+        self._compute = ComputeThread(engine, metrics, self.executing, alone=alone)
+        self._execution = Execution(self._compute, metrics, self.executing, self.spawn, self._has_settled)
         self._acceptance = Acceptance(
             journal, self._models, self._execution, self._held, metrics, max_queued_operations=max_queued_operations
         )
         self._replay = Replay(self._models, self._execution, self._held, metrics, self.spawn)
-        self._results = Results(journal, self._models, self._held, metrics, self.spawn)
+        self._results = Results(journal, self._models, self._held, metrics, self.executing, self.spawn)
+
+    @property
+    def engine_died(self) -> asyncio.Event:
+        """Nothing is computed any more. The process is to end: what is in the journal runs again after a restart."""
+        return self._compute.engine_died
 
     @property
     def max_operation_bytes(self) -> int:
@@ -174,27 +181,29 @@ class Scheduler:
                 await asyncio.wait([operation.outcome for operation in model.unsettled])
             await self._compute.run_alone(call)
         await self._journal.delete_model(model_id)
+        self.executing.forget_model(model_id)
 
     async def close(self, *, timeout_s: float) -> bool:
         """Starts nothing more, no micro-batch either, and waits for what runs.
 
         What is not through then stays accepted in the journal.
-        Returns False when something still ran after `timeout_s` seconds.
+        Returns False when something still ran after `timeout_s` seconds, or when the engine has died.
         """
         self._execution.close()
         self._results.close()
         self._replay.stop()
         deadline = time.monotonic() + timeout_s
         ended = await self._compute.close(timeout_s=timeout_s)
-        while self._tasks and time.monotonic() < deadline:
+        while self._tasks and time.monotonic() < deadline and not self.engine_died.is_set():
             await asyncio.wait(self._tasks, timeout=deadline - time.monotonic())
         for task in self._tasks:
             task.cancel()
-        return ended and not self._tasks
+        return ended and not self._tasks and not self.engine_died.is_set()
 
     def _has_settled(self, model: ModelQueue, operation: Operation, outcome: Outcome) -> None:
         self._replay.has_settled(model, operation)
         if operation.replayed:
+            self.executing.forget(model.model_id, operation.seq_id)
             self._replay.has_run_again(model, operation, outcome)
             return
         if operation.founds:

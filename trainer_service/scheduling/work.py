@@ -89,6 +89,10 @@ class BatchEngine(Protocol):
         """Says so of a forward_backward that has no job."""
         ...
 
+    def is_dead(self, error: Exception) -> bool:
+        """True for an error after which nothing can be computed in this process, whichever operation met it."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class RunBatch:

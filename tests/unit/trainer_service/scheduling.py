@@ -15,6 +15,7 @@ from tinsmith.rpc.errors import InvalidRequest, ServiceError
 from tinsmith.v1 import trainer_pb2 as pb
 from trainer_service.durability.journal import Journal
 from trainer_service.durability.journal_records import Body
+from trainer_service.engine.faults import is_device_fault
 from trainer_service.scheduling.scheduler import Scheduler
 from trainer_service.scheduling.work import Answer, Operation, RunBatch, Turn, Work
 
@@ -139,6 +140,9 @@ class FakeEngine:
             self.taint(job.model_id, job.error.message)
         return job.error
 
+    def is_dead(self, error: Exception) -> bool:
+        return is_device_fault(error)
+
     def taint(self, model_id: str, reason: str) -> None:
         self.tainted.append((model_id, reason))
 
@@ -169,8 +173,20 @@ class Bench:
         await asyncio.to_thread(self.engine.wait_for_more_than, num_micro_batches)
         return operation
 
-    async def step(self, model_id: str, seq_id: int, *, error: Exception | None = None, text: str = "") -> Operation:
+    async def step(
+        self,
+        model_id: str,
+        seq_id: int,
+        *,
+        error: Exception | None = None,
+        fault: Exception | None = None,
+        text: str = "",
+    ) -> Operation:
+        """`error` is raised after its turn on the compute thread, `fault` in it."""
+
         def compute() -> None:
+            if fault is not None:
+                raise fault
             self.ran.append((model_id, seq_id))
             self.engine.events.append({f"{model_id} {seq_id}"})
 

@@ -155,6 +155,7 @@ def test_whatever_changes_an_engine_is_done_on_every_rank() -> None:
         "forward_backward",  # begin, run and finish
         "capture",  # reads
         "weights",
+        "is_dead",  # reads
         "is_tainted",
         "check_trainable",
         # What a plan or the settings say, the same on every rank:
@@ -167,3 +168,18 @@ def test_whatever_changes_an_engine_is_done_on_every_rank() -> None:
     }
     public = {name for name, _ in inspect.getmembers(TrainingEngine) if not name.startswith("_")}
     assert public - {name for name in vars(LeadingEngine) if not name.startswith("_")} == own
+
+
+def test_a_fault_of_a_ranks_device_ends_the_rank_and_is_no_error_that_ranks_agree_on() -> None:
+    group = Lonely(place(0, 2))
+    team = RankTeam(group)  # type: ignore[arg-type]
+    fault = torch.AcceleratorError("CUDA error: device-side assert triggered")
+    with pytest.raises(SystemExit, match=r"a fault of its device, .*: CUDA error: device-side assert"), team.one_pass():
+        raise fault
+
+    def call() -> None:
+        raise fault
+
+    with pytest.raises(SystemExit, match="a fault of its device"):
+        team.all_or_none(call)
+    assert not group.votes

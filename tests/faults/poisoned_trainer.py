@@ -1,0 +1,52 @@
+"""The trainer service, in which a batch with a poisoned datum ends the process that computes it.
+
+POISON="SIGKILL" (as for want of memory) or "fault" (as an illegal memory access) of POISON_RANK, which is 0 by default.
+POISON_TIMES=file holds how often it still does so; without the file it always does.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer_service.__main__ import main
+from trainer_service.engine.micro_batch import Item
+from trainer_service.engine.passes import Passes
+
+TOKENS = (3, 1, 4, 1, 5)
+"""A poisoned datum begins with these."""
+HOW = os.environ.get("POISON", "")
+TIMES = Path(os.environ.get("POISON_TIMES", "/nonexistent"))
+
+
+def strike() -> None:
+    if TIMES.exists():
+        left = int(TIMES.read_text())
+        if not left:
+            return
+        TIMES.write_text(str(left - 1))
+    if HOW == "SIGKILL":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+
+def install() -> None:
+    compute: Any = Passes._compute
+
+    def poisoned(self: Passes, items: Sequence[Item], **options: Any) -> Any:
+        if any(tuple(item.datum.tokens_N[: len(TOKENS)]) == TOKENS for item in items):
+            strike()
+        return compute(self, items, **options)
+
+    Passes._compute = poisoned  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    if HOW and os.environ.get("RANK", "0") == os.environ.get("POISON_RANK", "0"):
+        install()
+    main()

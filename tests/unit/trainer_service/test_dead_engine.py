@@ -1,0 +1,150 @@
+"""What no operation is guilty of ends the trainer: nothing is journalled as failed, and a restart runs it again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.trainer_service.engines import batch, create
+from tests.unit.trainer_service.scheduling import Bench
+from tinsmith.modeling.base_model import BaseModel
+from tinsmith.rpc.errors import OutOfCapacity
+from trainer_service.durability.journal_records import State
+from trainer_service.engine.engine import TrainingEngine
+from trainer_service.engine.passes import Passes
+from trainer_service.scheduling.compute import ComputeThread
+from trainer_service.scheduling.lanes import Lanes
+from trainer_service.scheduling.work import Operation
+
+FAULT = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+
+async def ends(bench: Bench, *operations: Operation) -> None:
+    """The scheduler says that the engine is dead, and the journal has nothing but acceptances of these operations."""
+    async with asyncio.timeout(5):
+        await bench.scheduler.engine_died.wait()
+    assert not await bench.scheduler.close(timeout_s=5)
+    for operation in operations:
+        assert not operation.outcome.done()
+        record = await bench.journal.find(operation.model_id, operation.seq_id)
+        assert record is not None
+        assert record.state == State.ACCEPTED
+
+
+def fails(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("the loop itself is wrong")
+
+
+@pytest.mark.parametrize("phase", ["_next", "_deliver", "_begin", "_run_call", "_run_micro_batch", "_end", "_measure"])
+async def test_an_exception_in_any_phase_of_the_compute_threads_loop_ends_the_engine_and_fails_no_operation(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    await bench.create("a", "b")
+    held = await bench.hold("a", 1)
+    step, batch = await bench.step("b", 1), await bench.batch("b", 2)
+    monkeypatch.setattr(ComputeThread, phase, fails)
+    bench.engine.gate.set()
+    done_before = {"_run_call": (held,), "_run_micro_batch": (held, step)}.get(phase, ())
+    await ends(bench, *(one for one in (held, step, batch) if one not in done_before))
+
+
+@pytest.mark.parametrize("method", ["next", "end", "end_micro_batch"])
+async def test_an_exception_of_the_lanes_ends_the_engine(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    await bench.create("a")
+    held = await bench.hold("a", 1)
+    monkeypatch.setattr(Lanes, method, fails)
+    bench.engine.gate.set()
+    await ends(bench, held)
+
+
+@pytest.mark.parametrize("method", ["begin", "run", "finish"])
+async def test_a_fault_of_the_device_in_a_batch_ends_the_engine_and_fails_no_operation(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    await bench.create("a", "b")
+    held = await bench.hold("a", 1)
+
+    def faults(*_: Any) -> Any:
+        raise FAULT
+
+    monkeypatch.setattr(bench.engine, method, faults)
+    second = await bench.batch("b", 1)
+    bench.engine.gate.set()
+    await ends(bench, *(() if method != "finish" else (held,)), second)
+
+
+async def test_a_fault_of_the_device_in_a_step_ends_the_engine_and_fails_no_operation(bench: Bench) -> None:
+    await bench.create("a")
+    step = await bench.step("a", 1, fault=FAULT)
+    await ends(bench, step)
+
+
+async def test_a_fault_of_the_device_in_what_belongs_to_no_operation_ends_the_engine(bench: Bench) -> None:
+    def faults() -> None:
+        raise FAULT
+
+    calling = asyncio.create_task(bench.scheduler.run_alone(faults))
+    await ends(bench)
+    calling.cancel()
+
+
+@pytest.mark.parametrize("result", ["a batch", "an answer"])
+async def test_an_answer_that_cannot_be_made_fails_its_operation_instead_of_leaving_it_for_ever(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, result: str
+) -> None:
+    await bench.create("a")
+    monkeypatch.setattr("trainer_service.scheduling.execution._answer", fails)
+    operation = await bench.batch("a", 1, num_tokens=10_000 if result == "a batch" else 10)
+    async with asyncio.timeout(5):
+        outcome = await asyncio.shield(operation.outcome)
+    assert "the trainer's log has the cause" in str(outcome)
+
+
+@pytest.mark.parametrize(
+    ("error", "dead"),
+    [
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), True),
+        (RuntimeError("CUDA error: device-side assert triggered"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), True),
+        (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), True),
+        (torch.AcceleratorError("CUDA error: out of memory"), False),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), False),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), False),
+        (RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"), False),
+        (OutOfCapacity("no room"), False),
+    ],
+)
+def test_an_engine_is_dead_after_a_fault_of_its_device_and_not_for_lack_of_memory(
+    base: BaseModel, error: Exception, dead: bool
+) -> None:
+    engine = TrainingEngine(base, max_tokens_per_microbatch=64)
+    assert engine.is_dead(error) == dead
+
+
+@pytest.mark.parametrize("num_models", [1, 3])
+def test_a_fault_of_the_device_leaves_a_pass_at_once_and_blames_no_job(
+    base: BaseModel, monkeypatch: pytest.MonkeyPatch, num_models: int
+) -> None:
+    engine = TrainingEngine(base, max_tokens_per_microbatch=64)
+    jobs = []
+    for n in range(num_models):
+        create(engine, f"m{n}")
+        jobs.append(engine.begin(f"m{n}", batch(engine, [5, 6])))
+    tried: list[int] = []
+
+    def faults(*_: Any, **__: Any) -> Callable[[], None]:
+        tried.append(1)
+        raise FAULT
+
+    monkeypatch.setattr(Passes, "_compute", faults)
+    with pytest.raises(torch.AcceleratorError):
+        engine.run([job.piece(range(2)) for job in jobs])
+    assert tried == [1]
+    assert [job.error for job in jobs] == [None] * num_models

@@ -1,0 +1,227 @@
+"""What a process was executing when it died, and what the next one makes of that."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.unit.trainer_service.scheduling import Bench, MakeBench
+from tinsmith.rpc.errors import ServiceError
+from trainer_service.durability.executing import MOST_DEATHS_ANSWERED, NAME, Executing
+
+A, B = ("a:train:0", 7), ("b:train:0", 3)
+
+
+def died(folder: Path) -> Executing:
+    """What the next process finds: the file of the one before is as it left it."""
+    return Executing(folder)
+
+
+def is_condemned(executing: Executing, name: tuple[str, int], *, answered: bool = False) -> bool:
+    try:
+        executing.check(*name, answered=answered)
+    except ServiceError:
+        return True
+    return False
+
+
+def test_an_operation_is_condemned_by_two_deaths_and_what_was_executed_with_it_is_cleared_by_its_answer(
+    tmp_path: Path,
+) -> None:
+    first = Executing(tmp_path)
+    first.begin([A, B])
+    second = died(tmp_path)
+    assert second.is_suspect(*A)
+    assert second.is_suspect(*B)
+    assert not is_condemned(second, A)
+    second.begin([B])
+    second.end([B])
+    second.forget(*B)
+    second.begin([A])
+    third = died(tmp_path)
+    assert is_condemned(third, A)
+    assert not third.is_suspect(*B)
+
+
+def test_a_death_while_nothing_is_executed_counts_for_nobody_and_takes_nothing_back(tmp_path: Path) -> None:
+    Executing(tmp_path).begin([A])
+    for _ in range(9):  # as when it is killed while it loads the base model
+        again = died(tmp_path)
+        assert again.is_suspect(*A)
+        assert not is_condemned(again, A)
+
+
+def test_what_has_ended_leaves_no_trace_and_its_place_is_used_again(tmp_path: Path) -> None:
+    executing = Executing(tmp_path)
+    for n in range(1000):
+        executing.begin([(f"m{n}", n)])
+        executing.end([(f"m{n}", n)])
+    assert (tmp_path / NAME).stat().st_size <= 1024
+    assert not died(tmp_path)._num_deaths
+
+
+def test_a_graceful_end_in_the_middle_of_an_operation_is_no_death_and_keeps_the_count_of_a_suspect(
+    tmp_path: Path,
+) -> None:
+    executing = Executing(tmp_path)
+    executing.begin([A])
+    executing.close()
+    again = died(tmp_path)
+    assert not again.is_suspect(*A)
+    again.begin([A])
+    third = died(tmp_path)
+    third.begin([A])
+    third.close()
+    fourth = died(tmp_path)
+    assert fourth.is_suspect(*A)
+    assert not is_condemned(fourth, A)
+
+
+def test_an_operation_that_has_its_answer_is_condemned_after_more_deaths(tmp_path: Path) -> None:
+    Executing(tmp_path).begin([A])
+    for _ in range(MOST_DEATHS_ANSWERED - 1):
+        again = died(tmp_path)
+        assert not is_condemned(again, A, answered=True)
+        again.begin([A])
+    assert is_condemned(died(tmp_path), A, answered=True)
+
+
+def test_operations_of_models_that_are_gone_are_forgotten(tmp_path: Path) -> None:
+    executing = Executing(tmp_path)
+    executing.begin([A, B])
+    again = died(tmp_path)
+    again.keep_models({A[0]})
+    assert again.is_suspect(*A)
+    assert not again.is_suspect(*B)
+    again.forget_model(A[0])
+    assert not died(tmp_path)._num_deaths
+
+
+def test_a_process_that_is_really_killed_leaves_what_it_was_executing(tmp_path: Path) -> None:
+    program = (
+        "import os, signal, sys; from pathlib import Path\n"
+        "from trainer_service.durability.executing import Executing\n"
+        "executing = Executing(Path(sys.argv[1]))\n"
+        "executing.begin([('a:train:0', 7)]); os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False, timeout=60)
+    assert died(tmp_path).is_suspect(*A)
+
+
+@pytest.mark.parametrize("damage", [b"\xff\x00 nonsense" * 99, b"1 x 3 m", b"", b"1 1"])
+def test_a_damaged_file_condemns_nobody(tmp_path: Path, damage: bytes) -> None:
+    (tmp_path / NAME).write_bytes(damage)
+    assert not Executing(tmp_path)._num_deaths
+
+
+def test_a_file_that_cannot_be_written_is_told_once_and_stops_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    executing = Executing(tmp_path)
+    assert executing._file is not None
+    os.close(executing._file)
+    executing._file = os.open(tmp_path / NAME, os.O_RDONLY)
+    for _ in range(3):
+        executing.begin([A])
+        executing.end([A])
+    assert [record.message for record in caplog.records if "cannot be written" in record.message] == [
+        caplog.records[-1].message
+    ]
+    (tmp_path / "file").touch()
+    Executing(tmp_path / "file").begin([A])  # no folder at all
+
+
+async def test_a_suspect_waits_until_nothing_else_is_executed_and_then_nothing_else_is(tmp_path: Path) -> None:
+    Executing(tmp_path).begin([A])
+    executing = died(tmp_path)
+    order: list[str] = []
+
+    async def stage(name: tuple[str, int]) -> None:
+        async with executing.stage(*name):
+            order.append(f"{name[0]} begins")
+            await asyncio.sleep(0.03)
+            order.append(f"{name[0]} ends")
+
+    executing.begin([B])
+    suspect = asyncio.create_task(stage(A))
+    await asyncio.sleep(0.02)
+    later = asyncio.create_task(stage(("later", 1)))
+    compute = threading.Thread(target=executing.begin, args=([("computed", 1)],))
+    compute.start()
+    await asyncio.sleep(0.02)
+    assert order == []
+    executing.end([B])
+    await asyncio.gather(suspect, later)
+    assert order[:2] == [f"{A[0]} begins", f"{A[0]} ends"]
+    await asyncio.to_thread(compute.join, 5)
+    assert not compute.is_alive()
+
+
+async def test_a_suspect_whose_caller_leaves_or_whose_model_is_deleted_holds_up_nobody(tmp_path: Path) -> None:
+    Executing(tmp_path).begin([A])
+    executing = died(tmp_path)
+
+    async def stage() -> None:
+        async with executing.stage(*A):
+            pass
+
+    executing.begin([B])
+    leaving = asyncio.create_task(stage())
+    await asyncio.sleep(0.02)
+    leaving.cancel()
+    await asyncio.wait([leaving])
+    executing.begin([("c", 1)])
+    executing.end([("c", 1)])
+    waiting = asyncio.create_task(stage())
+    await asyncio.sleep(0.02)
+    executing.forget_model(A[0])
+    await waiting
+
+
+async def test_after_a_death_the_suspects_share_no_micro_batch_and_the_others_do(
+    make_bench: MakeBench, tmp_path: Path
+) -> None:
+    bench = await make_bench()
+    executing = bench.scheduler.executing
+    names = ("a", "b", "c", "d")
+    await bench.create(*names)
+    executing._num_deaths = {("a", 1): 1, ("b", 1): 1}
+    blocker = await bench.hold("d", 1)
+    operations = [await bench.batch(name, 1, lengths=[10, 10]) for name in names[:3]]
+    operations.append(await bench.batch("d", 2, lengths=[10, 10]))
+    bench.engine.gate.set()
+    for operation in [blocker, *operations]:
+        await operation.wait()
+        await operation.stored.wait()
+    assert sorted(map(sorted, bench.engine.sizes[1:])) == [["a1"], ["b1"], ["c1", "d2"]]
+    assert not executing._num_deaths
+
+
+async def test_a_crash_suspects_the_operations_of_the_micro_batch_that_ran(bench: Bench, tmp_path: Path) -> None:
+    await bench.create("a", "b", "c")
+    running = await bench.hold("a", 1)
+    waiting = await bench.batch("b", 1)
+    (tmp_path / "copy").mkdir()
+    shutil.copy(tmp_path / NAME, tmp_path / "copy" / NAME)
+    assert list(died(tmp_path / "copy")._num_deaths) == [("a", 1)]
+    bench.engine.gate.set()
+    await running.wait()
+    await waiting.wait()
+
+
+def test_a_mark_costs_little(tmp_path: Path) -> None:
+    executing = Executing(tmp_path)
+    names = [(f"{n:0>32}:train:0", n) for n in range(16)]
+    began = time.perf_counter()
+    for _ in range(200):
+        executing.begin(names)
+        executing.end(names)
+    assert (time.perf_counter() - began) / 200 < 0.02, "seconds for a micro-batch of 16 operations"

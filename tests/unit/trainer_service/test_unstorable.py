@@ -1,0 +1,115 @@
+"""Answers that the journal does not take: for now, or for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf.message import EncodeError
+from prometheus_client import CollectorRegistry
+
+from tests.unit.trainer_service.scheduling import Bench, FakeBatch, MakeBench
+from tinsmith.rpc.errors import OutOfCapacity, ResultNotFound, ServiceError
+from tinsmith.v1 import trainer_pb2 as pb
+from trainer_service.durability.journal import Journal
+from trainer_service.durability.journal_records import Body, State
+from trainer_service.durability.journal_writer import Unstorable
+from trainer_service.metrics import Metrics
+from trainer_service.scheduling import results
+from trainer_service.scheduling.lanes import BatchRun, Lanes
+from trainer_service.scheduling.work import Operation
+
+
+async def test_an_answer_that_is_too_large_for_the_journal_is_given_once_and_not_tried_again(
+    make_bench: MakeBench, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = await make_bench()
+    await bench.create("a")
+    bench.journal._writer._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 4000)
+    operation = await bench.batch("a", 1, "x" * 5000)
+    assert (await operation.wait()).forward_backward.loss_fn_output_type == "x" * 5000
+    async with asyncio.timeout(5):
+        await operation.stored.wait()
+    assert [record.message for record in caplog.records if "its answer is not kept" in record.message]
+    found = await bench.journal.find("a", 1)
+    assert found is not None
+    assert (found.state, found.outcome) == (State.DONE, None)
+    with pytest.raises(ResultNotFound, match="seq_id 1 has expired, or was too large to be kept"):
+        await (await bench.scheduler.find("a", 1)).wait()
+    await (await bench.step("a", 2)).wait()
+
+
+@pytest.mark.parametrize("error", [OverflowError("BLOB longer than INT_MAX bytes"), EncodeError("above 2 GB")])
+async def test_what_no_disk_would_take_is_told_from_a_disk_that_does_not_take_it_now(
+    bench: Bench, error: Exception
+) -> None:
+    def run(_: sqlite3.Connection) -> None:
+        raise error
+
+    with pytest.raises(Unstorable, match=f"cannot hold it: {error}"):
+        await bench.journal._writer.submit(run)
+
+
+async def test_an_answer_waits_for_a_full_disk_and_ever_longer(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    await bench.create("a")
+    finish, pauses = bench.journal.finish, []
+
+    async def full(*arguments: Any, **options: Any) -> None:
+        if len(pauses) < 8:
+            raise OutOfCapacity("the disk is full")
+        await finish(*arguments, **options)
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(bench.journal, "finish", full)
+    monkeypatch.setattr(results.asyncio, "sleep", sleep)
+    operation = await bench.step("a", 1)
+    answer = await operation.wait()
+    await operation.stored.wait()
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert await (await bench.scheduler.find("a", 1)).wait() == answer
+
+
+async def test_a_transaction_that_runs_again_counts_its_bytes_once(tmp_path: Path) -> None:
+    journal = Journal(
+        tmp_path / "journal", max_bytes=1 << 20, result_retention_s=60, metrics=Metrics(CollectorRegistry())
+    )
+    body = Body.pack("create_model", pb.CreateModelRequest(model_id="a"))
+    free = threading.Event()
+    blocked = asyncio.create_task(journal._writer.submit(lambda _: free.wait(10)))  # what comes now shares the next one
+    appends = [asyncio.create_task(journal.append("a", 0, body)) for _ in range(2)]
+    await asyncio.sleep(0.05)
+    free.set()
+    await blocked
+    outcomes = await asyncio.gather(*appends, return_exceptions=True)
+    assert sorted(isinstance(one, ServiceError) for one in outcomes) == [False, True]
+    assert journal.appended_bytes("a") == len(body.compressed)
+    await journal.delete_model("a")
+    assert journal.appended_bytes("a") == 0
+    await asyncio.to_thread(journal.close)
+
+
+async def test_status_and_scrapes_look_at_no_datum(bench: Bench) -> None:
+    class Untouchable(Sequence[int]):
+        def __getitem__(self, index: Any) -> Any:
+            raise AssertionError
+
+        def __len__(self) -> int:
+            return 3
+
+    loop = asyncio.get_running_loop()
+    lanes = Lanes()
+    operation = Operation("a", 1, "forward_backward", b"", loop.create_future(), loop.create_future())
+    run = BatchRun.of(operation, FakeBatch("a1", lengths=[10, 20, 30]), loop.create_future())
+    lanes.put("a", run)
+    assert lanes.next(10) == [(run, range(1))]
+    run.load.lengths = Untouchable()
+    assert lanes.waiting() == {"a": [run]}
+    assert lanes.next_of_each() == [operation]
+    assert run.num_tokens == 50
