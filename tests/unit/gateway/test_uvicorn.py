@@ -74,8 +74,8 @@ async def test_a_connection_has_what_is_read_and_set(stack: Stack) -> None:
     writer.write(b"GET /api/v1/healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
     await reader.readuntil(b"\r\n\r\n")
     assert stack.server is not None
-    connections = [each for each in stack.server.server_state.connections if each.cycle is not None]
-    connection: Any = connections[0]
+    connections: set[Any] = stack.server.server_state.connections
+    connection = next(each for each in connections if each.cycle is not None)
     assert {name for name in PROTOCOL if name not in vars(connection)} == set()
     assert isinstance(connection.url, bytes)
     assert isinstance(connection.flow.read_paused, bool)
@@ -83,6 +83,6 @@ async def test_a_connection_has_what_is_read_and_set(stack: Stack) -> None:
     assert {name for name in CYCLE if name not in vars(connection.cycle)} == set()
     assert connection.config.loaded_app is not None
     assert connection.timeout_keep_alive_task.when() > 0
-    assert connection.connections is stack.server.server_state.connections
+    assert connection.connections is connections
     assert isinstance(stack.server.servers[0].sockets[0].getsockname()[1], int)
     writer.close()
