@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ from gateway.tenants.caller import Caller
 from gateway.views import FINISH_REASONS, owner_of_urn
 
 _SCANNED_ROWS = 500
+MAX_SCANNED = 20 * _SCANNED_ROWS
+"""Sessions that one search looks at, where names and metadata are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +49,10 @@ class SessionSearch:
         async with self._store.begin() as db:
             return list(await db.scalars(models)), list(await db.scalars(samplers.order_by(SamplingSession.created_at)))
 
-    async def search(self, asked: schemas.SearchSessions, *, caller: Caller) -> tuple[list[Found], bool]:
-        """One page, newest first, and whether there are more."""
+    async def search(self, asked: schemas.SearchSessions, *, caller: Caller) -> tuple[list[Found], Session | None]:
+        """One page, newest first, and the session behind which the next one begins; None at the end. At most
+        MAX_SCANNED sessions are looked at: a page may hold fewer than were asked for, and have a next one all the same.
+        """
         query = select(Session).order_by(Session.created_at.desc(), Session.session_id.desc())
         if not caller.admin:
             query = query.where(Session.owner == caller.owner)
@@ -63,19 +68,30 @@ class SessionSearch:
         if asked.session_id is not None and asked.display_name is None:
             query = query.where(Session.session_id == asked.session_id)
         matching: list[Session] = []
+        scanned_to: Session | None = None
+        is_cut = False
         async with self._store.begin() as db:
             after = await self._position(asked.cursor, caller=caller)
             # Names and metadata are compared here: databases differ in what they take for a lower case letter.
-            while len(matching) <= asked.limit:
+            num_scanned = 0
+            while len(matching) <= asked.limit and num_scanned < MAX_SCANNED:
                 page = query if after is None else query.where(_comes_after(*after))
                 rows = list(await db.scalars(page.limit(_SCANNED_ROWS)))
+                num_scanned += len(rows)
                 matching += [row for row in rows if _matches(row, asked)]
                 if len(rows) < _SCANNED_ROWS:
                     break
-                after = rows[-1].created_at, rows[-1].session_id
+                scanned_to = rows[-1]
+                after = scanned_to.created_at, scanned_to.session_id
+                await asyncio.sleep(0)
+            else:
+                is_cut = len(matching) <= asked.limit
         page_rows = matching[: asked.limit]
         sizes = await self._sizes([row.session_id for row in page_rows])
-        return [Found(row, *sizes.get(row.session_id, (0, 0))) for row in page_rows], len(matching) > asked.limit
+        found = [Found(row, *sizes.get(row.session_id, (0, 0))) for row in page_rows]
+        if len(matching) > asked.limit:
+            return found, page_rows[-1]
+        return found, scanned_to if is_cut else None
 
     async def _position(self, cursor: schemas.SearchCursor | None, *, caller: Caller) -> tuple[float, str] | None:
         if cursor is None:

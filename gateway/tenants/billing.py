@@ -16,11 +16,15 @@ from gateway.database.tables.sessions import Model, Session
 from gateway.database.tables.tenants import Usage
 from gateway.tenants.ledger import Ledger
 from gateway.views import DEFAULT_PROJECT, Json, time_text, urn_of
+from tinsmith.rpc.errors import InvalidRequest
 
 GIGABYTE = 10**9
 HOUR_S = 3600
 HOURS_OF_MONTH = 720
 """Of storage that is priced by the month."""
+
+MAX_EVENTS = 20_000
+"""Of one answer: all of them are in memory at once."""
 
 _METERED_UNTIL = "storage_metered_until"
 
@@ -91,7 +95,7 @@ class Billing:
     ) -> tuple[list[Json], dict[str, Session]]:
         """The events of hours since 1970, `end_hour` not included, and the sessions that they name.
 
-        `owner`: whose; None is everyone's.
+        `owner`: whose; None is everyone's. Raises InvalidRequest for hours that have more than MAX_EVENTS.
         """
         await self._ledger.flush()
         query = (
@@ -103,7 +107,13 @@ class Billing:
         if owner is not None:
             query = query.where(Usage.owner == owner)
         async with self._store.begin() as db:
-            rows = [(usage, session) for usage, session in await db.execute(query)]
+            rows = [(usage, session) for usage, session in await db.execute(query.limit(MAX_EVENTS + 1))]
+        if len(rows) > MAX_EVENTS:
+            raise InvalidRequest(
+                f"ending_before: the {end_hour - begin_hour} hours have more than {MAX_EVENTS} events, which is the "
+                "most of one answer; ask for fewer hours at a time",
+                field="ending_before",
+            )
         sessions = {session.session_id: session for _, session in rows if session is not None}
         return [self._event(usage, session) for usage, session in rows], sessions
 

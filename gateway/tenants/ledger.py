@@ -154,6 +154,10 @@ class Ledger:
         """The training run is asked for something now."""
         self._gathered.touched[model_id] = time.time()
 
+    def touched_at(self, model_id: str) -> float | None:
+        """When the run was asked for something, if that is not in the database yet."""
+        return self._gathered.touched.get(model_id) or self._batch.touched.get(model_id)
+
     def audit(self, event: str, *, owner: str, category: str = "checkpoints", **details: Any) -> None:
         self.add(audit_event(event, owner=owner, category=category, **details))
 

@@ -286,7 +286,7 @@ def test_a_tab_that_comes_back_while_an_answer_is_on_its_way_does_not_ask_twice_
     page = visitor.open(run_path(trainer))
     wait_for_points(page, 8)
     asked: list[Route] = []
-    page.route("**/history*", asked.append)
+    page.route("**/history*", lambda route: asked.append(route))
     while not asked:
         page.wait_for_timeout(50)
     known = num_points(page, "loss/token")

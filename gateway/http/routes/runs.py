@@ -9,12 +9,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.database.catalog import Run
-from gateway.gateway import caller_of, gateway_of, owner_of
+from gateway.gateway import Gateway, caller_of, gateway_of, owner_of
 from gateway.http import schemas
 from gateway.http.body import parse
 from gateway.http.errors import json_response
 from gateway.http.sdk import knows_external_checkpoints
-from gateway.views import Json, checkpoint_view, page_view, run_view
+from gateway.views import Json, checkpoint_view, page_view, run_view, time_text
 from tinsmith.rpc.errors import NotFound
 from tinsmith.rpc.paths import KINDS
 
@@ -30,32 +30,32 @@ def owner_in_scope(request: Request, query: schemas.ScopedQuery) -> str | None:
     return None if caller.admin and query.access_scope == "accessible" else caller.owner
 
 
-def _view(run: Run) -> Json:
-    return run_view(run.model, run.owner, last=run.last, last_sampler=run.last_sampler)
+def _view(gateway: Gateway, run: Run) -> Json:
+    touched_at = gateway.ledger.touched_at(run.model.model_id)  # a reader waits for no write
+    view = run_view(run.model, run.owner, last=run.last, last_sampler=run.last_sampler)
+    return view if touched_at is None else view | {"last_request_time": time_text(touched_at)}
 
 
 async def list_training_runs(request: Request) -> Response:
     gateway = gateway_of(request)
     query = parse(schemas.RunsQuery, dict(request.query_params))
-    await gateway.ledger.flush()
     runs, total = await gateway.catalog.runs(
         owner=owner_in_scope(request, query), project_id=query.project_id, limit=query.limit, offset=query.offset
     )
     cursor = page_view(offset=query.offset, limit=query.limit, total=total)
-    return json_response({"training_runs": [_view(run) for run in runs], "cursor": cursor})
+    return json_response({"training_runs": [_view(gateway, run) for run in runs], "cursor": cursor})
 
 
 async def get_training_run(request: Request) -> Response:
     gateway = gateway_of(request)
     run_id = request.path_params["run_id"]
     owner = owner_in_scope(request, parse(schemas.ScopedQuery, dict(request.query_params)))
-    await gateway.ledger.flush()
     run = await gateway.catalog.run(run_id)
     if run is None or not caller_of(request).sees(run.owner):
         raise NotFound(f"training_run_id: there is no training run {run_id!r}")
     if owner is not None and run.owner != owner:
         raise NotFound(f"training_run_id: {run_id!r} is another user's; ask with access_scope=accessible")
-    return json_response(_view(run))
+    return json_response(_view(gateway, run))
 
 
 async def list_checkpoints_of_run(request: Request) -> Response:

@@ -13,7 +13,7 @@ from gateway.http import schemas
 from gateway.http.body import parse, read_json
 from gateway.http.errors import json_response
 from gateway.http.routes.runs import owner_in_scope
-from gateway.views import session_view
+from gateway.views import session_view, time_text
 from tinsmith import __version__
 from tinsmith.rpc.errors import OutOfCapacity
 
@@ -107,14 +107,13 @@ async def search_sessions(request: Request) -> Response:
     gateway = gateway_of(request)
     content, _ = await read_json(request, gateway.config)
     asked = parse(schemas.SearchSessions, content)
-    found, has_more = await gateway.session_search.search(asked, caller=caller_of(request))
+    found, last = await gateway.session_search.search(asked, caller=caller_of(request))
     sessions = [
         session_view(one.session, num_checkpoints=one.num_checkpoints, num_bytes=one.num_bytes) for one in found
     ]
     cursor = None
-    if has_more:
-        last = sessions[-1]
-        cursor = {"last_created_at": last["created_at"], "last_session_id": last["session_id"]}
+    if last is not None:
+        cursor = {"last_created_at": time_text(last.created_at), "last_session_id": last.session_id}
     return json_response({"sessions": sessions, "next_cursor": cursor})
 
 

@@ -98,6 +98,20 @@ def test_an_hour_boundary_splits_what_is_counted() -> None:
     assert list(hours_between(3500.0, 7300.0)) == [(0, 3500.0, 3600), (1, 3600, 7200), (2, 7200, 7300.0)]
 
 
+async def test_usage_of_more_events_than_one_answer_holds_is_refused_by_name(
+    stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert stack.server is not None
+    monkeypatch.setattr("gateway.tenants.billing.MAX_EVENTS", 2)
+    for hour in (10, 11, 12):
+        stack.server.app.state.gateway.ledger.use("training", 1, base_model="m", owner="o", hour=hour)
+    begin, path = "starting_on=1970-01-01T10:00:00Z", "billing/usage/events"
+    refused = await client.get(f"/api/v1/{path}?{begin}&ending_before=1970-01-01T13:00:00Z")
+    assert refused.status_code == 400
+    assert "ending_before: the 3 hours have more than 2 events" in refused.json()["detail"]
+    assert len((await get(client, f"{path}?{begin}&ending_before=1970-01-01T12:00:00Z"))["data"]) == 2
+
+
 async def test_usage_of_other_hours_stays_out(stack: Stack, client: Client) -> None:
     assert stack.server is not None
     gateway = stack.server.app.state.gateway

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
 import pytest
 from tinker import types
 
+from gateway.views import time_text
+from tests.unit.gateway.commits import Statements
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack
 from tests.unit.gateway.test_weights import save
 
@@ -135,3 +138,21 @@ async def test_queries_that_make_no_sense_are_refused_by_name(
 @pytest.mark.parametrize("path", ["training_runs/none:train:0", "training_runs/none:train:0/checkpoints"])
 async def test_unknown_runs(client: Client, path: str) -> None:
     assert "none:train:0" in (await get(client, path, status=404))["detail"]
+
+
+async def test_reading_runs_writes_nothing_and_shows_the_last_request(stack: Stack, client: Client) -> None:
+    assert stack.server is not None
+    gateway = stack.server.app.state.gateway
+    run_id = await client.model(await client.session())
+    await client.result((await client.forward_backward(run_id, 1)).json())
+    for task in gateway._tasks:
+        task.cancel()  # what writes in the background
+    await asyncio.gather(*gateway._tasks, return_exceptions=True)
+    await gateway.ledger.flush()
+    gateway.ledger.touch(run_id)
+    touched_at = gateway.ledger.touched_at(run_id)
+    statements = Statements(gateway.store)
+    (listed,) = (await get(client, "training_runs"))["training_runs"]
+    assert await get(client, f"training_runs/{run_id}") == listed
+    assert listed["last_request_time"] == time_text(touched_at)
+    assert [each for each in statements.of_all if not each.lstrip().upper().startswith("SELECT")] == []

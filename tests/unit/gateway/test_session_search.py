@@ -180,3 +180,21 @@ async def test_a_search_is_bounded(client: Client, field: dict[str, Any]) -> Non
     reply = await client.post("/api/v1/sessions/search", json=field)
     assert reply.status_code == 400
     assert next(iter(field)) in reply.json()["detail"]
+
+
+async def test_a_search_looks_at_a_bounded_number_of_sessions_and_goes_on(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.session_search._SCANNED_ROWS", 2)
+    monkeypatch.setattr("gateway.session_search.MAX_SCANNED", 4)
+    wanted = await make(client, display_name="needle")
+    for _ in range(9):
+        await make(client, display_name="hay")
+    found: list[str] = []
+    cursor, num_pages = None, 0
+    while num_pages == 0 or cursor is not None:
+        page = await search(client, display_name="needle", cursor=cursor)
+        found += [session.session_id for session in page.sessions]
+        cursor, num_pages = page.next_cursor, num_pages + 1
+        assert num_pages < 9
+    assert (found, num_pages) == ([wanted], 3)
