@@ -47,6 +47,7 @@ def make_server(config: SamplerConfig, slot: EngineSlot, metrics: SamplerMetrics
             TokenizerSlot(config.base_model),
             model_names=config.model_names,
             max_lora_rank=config.max_lora_rank,
+            max_version_bytes=config.adapter_memory_bytes,
         ),
         server.grpc,
     )

@@ -32,12 +32,19 @@ DEFAULT_PAGE_SIZE = 1000
 
 class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
     def __init__(
-        self, slot: EngineSlot, tokenizer: TokenizerSlot, *, model_names: Sequence[str], max_lora_rank: int
+        self,
+        slot: EngineSlot,
+        tokenizer: TokenizerSlot,
+        *,
+        model_names: Sequence[str],
+        max_lora_rank: int,
+        max_version_bytes: int,
     ) -> None:
         self.slot = slot
         self.tokenizer = tokenizer
         self.model_names = model_names
         self.max_lora_rank = max_lora_rank
+        self.max_version_bytes = max_version_bytes
         self.boot_id = uuid4().hex
 
     async def GetSamplerInfo(self, request: pb.GetSamplerInfoRequest, context: Context) -> pb.GetSamplerInfoResponse:
@@ -46,6 +53,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
             base_models=self.model_names,
             max_context_length=engine.max_context_length,
             max_lora_rank=self.max_lora_rank,
+            max_version_bytes=self.max_version_bytes,
             engine=engine.name,
             device=engine.device,
             boot_id=self.boot_id,

@@ -70,7 +70,8 @@ class TrainerConfig(GrpcTls, BaseSettings):
     """Longest time that one rank waits for another once they have begun something together; then all end. It must be
     well above what the slowest rank needs for one micro-batch or step. Waiting for work has no limit."""
     max_lora_rank: int = Field(default=256, ge=1)
-    """Largest rank that a model may ask for; must not exceed the samplers'."""
+    """Largest rank that a model may ask for. A sampler that has been seen, and serves less, in rank or in bytes, lowers
+    it for new models."""
     full_training: bool = False
     """Train all parameters of the base model instead of adapters: one model at a time, made with lora_config.rank 0."""
     max_models: int = Field(default=64, ge=1)

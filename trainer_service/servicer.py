@@ -94,6 +94,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         request.base_weights = request.base_weights or operations.models.base_weights
         body = replace(body, compressed=Body.pack("create_model", request).compressed)
         work = operations.create_model(request)
+        await operations.check_servable(request)
         answer = await self._accept(request, request.model_id, 0, "create_model", body, lambda: work, context)
         return answer.create_model
 

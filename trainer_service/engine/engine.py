@@ -310,6 +310,12 @@ class TrainingEngine:
                 optimizer=self._optimizer_state(model) if with_optimizer else None,
             )
 
+    def version_bytes(self, config: AdapterConfig) -> int:
+        """Of a published version of a model of this configuration."""
+        if config.rank == 0:
+            return sum(parameter.numel() for parameter in self.base.parameters.values()) * self.base.dtype.itemsize
+        return num_elements(config, chosen_targets(config, self.base.targets)) * torch.float32.itemsize
+
     def weights(self, model_id: str) -> Weights:
         """The live ones."""
         return self._models[model_id].adapter

@@ -71,6 +71,21 @@ class Operations:
         config = self._config(request.lora_config, optimizer=request.optimizer or DEFAULT_OPTIMIZER)
         return lambda turn: self._create(turn, request, location=None, config=config)
 
+    async def check_servable(self, request: pb.CreateModelRequest) -> None:
+        """Raises InvalidRequest for a new model that samplers could never serve. Not for one that comes back after a
+        restart: it was accepted."""
+        if request.model_id in self.models:
+            return  # a repeat
+        lora_config = request.lora_config
+        if request.from_location:
+            try:
+                location = Location.parse(request.from_location, field="from_location")
+                lora_config = (await self.loads.checkpoints.reads(self.loads.checkpoints.info, location)).lora_config
+            except ServiceError:
+                return  # the creation says so, in its place
+        config = config_of(lora_config, max_rank=lora_config.rank)
+        self.publishing.publisher.sender.check_servable(rank=config.rank, num_bytes=self.engine.version_bytes(config))
+
     def _config(self, lora_config: types_pb2.LoraConfig, *, optimizer: str) -> AdapterConfig:
         self.engine.check_trainable(lora_config.rank, optimizer)
         return config_of(lora_config, max_rank=self.max_lora_rank)

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tinsmith.rpc.channel import connect, is_serving
 from tinsmith.rpc.errors import AlreadyExists, InvalidRequest, OutOfCapacity, Unsupported, from_rpc_error
 from tinsmith.rpc.tls import Certificates
-from tinsmith.v1 import sampler_pb2_grpc, weight_sync_pb2_grpc
+from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, weight_sync_pb2_grpc
 from trainer_service.weight_sync.calls import ChannelBroken
 
 logger = logging.getLogger(__name__)
@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _RECONNECT_S = 0.5
+_INFO_S = 5.0
 _GUARD_DELAY_S = 0.25
 """A publish that takes no longer needs no guard."""
 _GUARD_PERIOD_S = 0.5
@@ -38,6 +39,8 @@ class Sampler:
         self.versions = sampler_pb2_grpc.SamplerServiceStub(self.channel)
         self.health: Any = health_pb2_grpc.HealthStub(self.channel)  # its methods are made at run time
         self.serving = False
+        self.info: sampler_pb2.GetSamplerInfoResponse | None = None
+        """What it said of itself when it was last found serving; None until then."""
         self.watching: asyncio.Task[None] | None = None
 
     async def call(self, call: Awaitable[T]) -> T:
@@ -71,6 +74,26 @@ class Samplers:
 
     def serving(self) -> list[Sampler]:
         return [sampler for sampler in self.all if sampler.serving]
+
+    def check_servable(self, *, rank: int, num_bytes: int) -> None:
+        """Raises InvalidRequest for a version that a sampler, as it was last seen, could never take: publishing would
+        fail. One that has not been seen yet says nothing."""
+        for sampler in self.all:
+            info = sampler.info
+            if info is None:
+                continue
+            if rank > info.max_lora_rank:
+                raise InvalidRequest(
+                    f"lora_config.rank: {rank} could be trained, but never published: the sampler at {sampler.address} "
+                    f"serves ranks up to {info.max_lora_rank} (its max_lora_rank)",
+                    field="rank",
+                )
+            if info.max_version_bytes and num_bytes > info.max_version_bytes:
+                raise InvalidRequest(
+                    f"lora_config.rank: {rank} could be trained, but never published: a version has {num_bytes} bytes, "
+                    f"and the sampler at {sampler.address} holds {info.max_version_bytes} (its adapter_memory_bytes)",
+                    field="rank",
+                )
 
     def start(self) -> None:
         for sampler in self.all:
@@ -120,6 +143,13 @@ class Samplers:
         while await is_serving(member.channel, timeout_s=self._silence_s):  # noqa: ASYNC110 - another process's state
             await asyncio.sleep(_GUARD_PERIOD_S)
 
+    async def _ask(self, sampler: Sampler) -> None:
+        request = sampler_pb2.GetSamplerInfoRequest()
+        try:
+            sampler.info = await sampler.versions.GetSamplerInfo(request, timeout=_INFO_S)
+        except grpc.aio.AioRpcError as error:
+            logger.warning("%s does not say what it can serve: %s", sampler.address, error.details())
+
     def _set_serving(self, sampler: Sampler, serving: bool) -> None:
         if serving != sampler.serving:
             sampler.serving = serving
@@ -140,6 +170,8 @@ class Samplers:
                     serving = reply.status == health_pb2.HealthCheckResponse.SERVING
                     if sampler.serving and not serving:
                         break  # it is stopping: an open call would hold it up
+                    if serving:
+                        await self._ask(sampler)
                     self._set_serving(sampler, serving)
             except grpc.aio.AioRpcError as error:
                 logger.debug("%s is gone: %s", sampler.address, error.details())

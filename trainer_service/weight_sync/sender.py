@@ -174,6 +174,10 @@ class WeightSender:
         """There are any to publish to, whether they serve now or not."""
         return bool(self._samplers.all)
 
+    def check_servable(self, *, rank: int, num_bytes: int) -> None:
+        """Raises InvalidRequest for versions that could never be published to all samplers, as far as is known."""
+        self._samplers.check_servable(rank=rank, num_bytes=num_bytes)
+
     def stub(self, address: str) -> sampler_pb2_grpc.SamplerServiceStub:
         """To ask one of `Published.members`."""
         return next(sampler.versions for sampler in self._samplers.all if sampler.address == address)

@@ -247,7 +247,7 @@ async def test_one_wrong_replica_refuses_the_version_everywhere(
     message = refused.value.message
     assert message.startswith("r/sampler_weights/one is saved, but version m@1 is refused: the sampler at")
     assert bad.address in message
-    expected = {
+    expected: dict[object, str] = {
         perturbed: f"{bad.max_gap:.3g} nats in the logprob of a canary token",
         without_adapter: "does not apply it: with it the canary keeps the base model's logprobs",
         not_finite: "not finite",

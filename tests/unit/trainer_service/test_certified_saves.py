@@ -25,6 +25,7 @@ from tinsmith.modeling.full_weights import Weights
 from tinsmith.rpc.channel import connect
 from tinsmith.rpc.errors import (
     CheckpointNotFound,
+    InvalidRequest,
     NotFound,
     NotReady,
     ServiceError,
@@ -211,6 +212,29 @@ async def test_a_version_that_one_sampler_computes_wrongly_is_never_served(
     # Training was never touched.
     await stack.step()
     assert (await stack.save("later")).certificate.passed
+
+
+@pytest.mark.parametrize(
+    ("field", "why"),
+    [
+        ("max_lora_rank", r"lora_config\.rank: 4 could be trained, but never published: .* serves ranks up to 2"),
+        ("max_version_bytes", r"a version has \d+ bytes, and the sampler at .* holds 2 \(its adapter_memory_bytes\)"),
+    ],
+)
+async def test_what_no_sampler_can_serve_is_refused_before_it_is_trained(stack: Stack, field: str, why: str) -> None:
+    last = stack.publisher.sender._samplers.all[-1]
+    assert last.info is not None
+    assert last.info.max_lora_rank == 16
+    assert last.info.max_version_bytes == 2 * 1024**3
+    setattr(last.info, field, 2)  # as of a sampler that was started with that
+    location = (await stack.call("SaveCheckpoint", pb.SaveCheckpointRequest, kind=1, name="start")).checkpoint.location
+    lora = types_pb2.LoraConfig(rank=4, train_attn=True)
+    for fields in ({"base_model": "tiny", "lora_config": lora}, {"from_location": location}):
+        with pytest.raises(grpc.aio.AioRpcError, match=why) as refused:
+            await stack.stub.CreateModel(pb.CreateModelRequest(model_id="s:train:1", **fields))
+        assert isinstance(from_rpc_error(refused.value), InvalidRequest)
+    last.info = None  # nobody has seen it yet: its own limits hold at the publish
+    await stack.stub.CreateModel(pb.CreateModelRequest(model_id="s:train:1", base_model="tiny", lora_config=lora))
 
 
 async def test_a_sampler_that_does_not_apply_the_adapter_is_named_for_that(

@@ -158,6 +158,7 @@ def test_whatever_changes_an_engine_is_done_on_every_rank() -> None:
         "is_dead",  # reads
         "is_tainted",
         "check_trainable",
+        "version_bytes",  # computes nothing
         # What a plan or the settings say, the same on every rank:
         "token_budget",
         "can_checkpoint",
