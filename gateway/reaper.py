@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import grpc.aio
+import orjson
 
 from gateway.clients import Clients
 from gateway.config import GatewayConfig
@@ -17,7 +18,7 @@ from gateway.database.outages import log_failure
 from gateway.database.store import Store
 from gateway.database.tables.checkpoints import DELETED_AT, Checkpoint
 from gateway.database.tables.sessions import Model
-from gateway.futures import Futures
+from gateway.futures import Answer, Futures, Gone, Pending
 from gateway.metrics import Metrics
 from gateway.peers import BEAT_S, Peers
 from gateway.sampling.records import Records
@@ -33,6 +34,8 @@ from tinsmith.v1 import trainer_pb2
 
 logger = logging.getLogger(__name__)
 
+UNLOAD = ":unload"
+"""End of the request id of an unload_model, behind the model's id."""
 EXPIRED = "expired"
 """Reason of a session that was ended for want of heartbeats."""
 
@@ -80,6 +83,33 @@ class Reaper:
         if await self._store.sessions.end(session_id, reason=reason, detail=detail):
             logger.info("session %s ended: %s", session_id, reason)
             self._ended(session_id)
+
+    async def end_run(self, model_id: str) -> None:
+        """The run takes nothing more. It is freed once its work is done, as with the end of its session."""
+        await self._store.models.end(model_id)
+        logger.info("run %s was ended", model_id)
+        self._wake.set()
+
+    async def attach_end(self, request_id: str) -> None:
+        """Makes a future of the end of a run. Raises Gone when the run was not ended."""
+        model_id = request_id.removesuffix(UNLOAD)
+        model = await self._store.models.get(model_id, is_newest=True)
+        if model is None or model.ended_at is None:
+            raise Gone
+        if self._futures.pending(request_id) is None:
+            pending = Pending(request_id, "unload_model", model.session_id, fingerprint=None)
+            pending.progress.active("the work of the run that was accepted before is done first")
+            self._futures.start(pending, self._freed(model_id))
+
+    async def _freed(self, model_id: str) -> Answer:
+        """The answer of unload_model, once any gateway has freed the model."""
+        pause_s = 0.1
+        while (model := await self._store.models.get(model_id, is_newest=True)) is not None:
+            if model.released_at is not None:
+                return Answer(orjson.dumps({"type": "unload_model", "model_id": model_id}))
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, 2.0)
+        raise Gone
 
     def _ended(self, session_id: str) -> None:
         samplers = f"{session_id}:sample:"
@@ -147,7 +177,8 @@ class Reaper:
     async def _release_models(self) -> None:
         for model, session in await self._store.models.unreleased():
             # close() may come while the last save waits for its turn. A gap in seq_id may hold it for ever, though.
-            ended_s = time.time() - max(session.ended_at or 0.0, self._hears_since)
+            ended_at = min(at for at in (model.ended_at, session.ended_at) if at is not None)
+            ended_s = time.time() - max(ended_at, self._hears_since)
             overdue = session.end_reason == EXPIRED or ended_s > self._config.session_timeout_s
             if overdue or not (self._futures.num_pending(model.model_id) or self._is_busy_elsewhere(model, ended_s)):
                 await self._release(model)
@@ -171,7 +202,8 @@ class Reaper:
             logger.warning("model %s cannot be freed now: %s", model.model_id, from_rpc_error(error).message)
             return
         await self._store.models.release(model.model_id)
-        error = FailedPrecondition(f"the session of {model.model_id} has ended")
+        what = model.model_id if model.ended_at is not None else f"the session of {model.model_id}"
+        error = FailedPrecondition(f"{what} has ended")
         self._futures.cancel(model.model_id.__eq__, error=error)
 
     async def _keep_inflight(self, model: Model) -> None:

@@ -172,6 +172,7 @@ class Lists:
             "session_id": model.session_id,
             "created_at": model.created_at,
             "last_request_at": last_at,
+            "ended_at": model.ended_at or session.ended_at,
             "session_ended_at": session.ended_at,
             "end_reason": session.end_reason,
             "num_pending": pending,

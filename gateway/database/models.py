@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sqlalchemy import delete, select, update
+from sqlalchemy import delete, or_, select, update
 
 from gateway.database.connection import Database
 from gateway.database.living import Living
@@ -54,9 +54,17 @@ class ModelRows:
         self._living.forget(model_id)
         return True
 
+    async def end(self, model_id: str) -> None:
+        """It takes nothing more. The first end counts."""
+        async with self._database.begin() as db:
+            query = update(Model).where(Model.model_id == model_id, Model.ended_at.is_(None))
+            await db.execute(query.values(ended_at=time.time()))
+        self._living.forget(model_id)
+
     async def unreleased(self) -> list[tuple[Model, Session]]:
-        """Models of ended sessions that the trainer still holds."""
-        query = select(Model, Session).join(Session).where(Session.ended_at.is_not(None), Model.released_at.is_(None))
+        """Models that have ended, by themselves or with their sessions, and that the trainer still holds."""
+        has_ended = or_(Session.ended_at.is_not(None), Model.ended_at.is_not(None))
+        query = select(Model, Session).join(Session).where(has_ended, Model.released_at.is_(None))
         async with self._database.begin() as db:
             return [(model, session) for model, session in await db.execute(query)]
 
@@ -66,3 +74,4 @@ class ModelRows:
             await db.execute(update(Model).where(Model.model_id == model_id).values(released_at=time.time()))
             await db.execute(delete(Operation).where(Operation.model_id == model_id))
             await db.execute(delete(CountedOperation).where(CountedOperation.model_id == model_id))
+        self._living.forget(model_id)

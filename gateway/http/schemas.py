@@ -185,6 +185,10 @@ class GetInfo(Body):
     model_id: Id
 
 
+class UnloadModel(Body):
+    model_id: Id
+
+
 class WeightsInfo(Body):
     tinker_path: Id
 

@@ -96,7 +96,11 @@ async def submit_json(
 def no_model(gateway: Gateway, caller: Caller, ids: schemas.OperationIds, model: Model | None) -> Response:
     """The receipt of what is asked of no model of the caller, or of one that cannot be trained. Raises RateLimited."""
     gateway.tenants.limits.count(caller)
-    why = "there is no such model" if model is None else "its session has ended, or it is a copy"
+    why = "its session has ended, or it is a copy"
+    if model is None:
+        why = "there is no such model"
+    elif model.ended_at is not None:
+        why = "the run has ended"
     error = ModelNotFound(f"model_id: {ids.model_id!r} cannot be trained: {why}", model_id=ids.model_id)
     return receipt(refused_id(caller, error), ids.model_id)
 
@@ -132,7 +136,8 @@ async def submit(
 ) -> Response:
     """The receipt, once the trainer has the operation, or the refusal, in its journal."""
     model = await gateway.tenants.access.model(ids.model_id, caller)
-    if model is None or model.released_at is not None or not await gateway.store.sessions.lives(model.session_id):
+    is_over = model is None or model.ended_at is not None or model.released_at is not None
+    if model is None or is_over or not await gateway.store.sessions.lives(model.session_id):
         return no_model(gateway, caller, ids, model)
     request_id = request_id_of(ids.model_id, ids.seq_id)
     hold: Hold | None = None

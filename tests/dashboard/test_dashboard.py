@@ -262,6 +262,31 @@ def test_sessions_are_listed(visitor: Visitor, trainer: tinker.TrainingClient) -
     expect(row).to_contain_text(tinker.__version__)
 
 
+def test_a_run_and_then_its_session_are_ended_when_that_is_confirmed(visitor: Visitor, stack: Stack) -> None:
+    service = tinker.ServiceClient(base_url=stack.base_url, api_key=KEY)
+    trainer = new_model(service)
+    page = visitor.open(run_path(trainer))
+    page.get_by_role("button", name="End run").click()
+    page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
+    expect(page.locator(".run-title .state")).not_to_have_text("ended")
+    page.get_by_role("button", name="End run").click()
+    expect(page.get_by_role("dialog")).to_contain_text(run_id_of(trainer))
+    page.get_by_role("dialog").get_by_role("button", name="End run").click()
+    expect(page.locator(".run-title .state")).to_have_text("ended")
+    expect(page.get_by_role("button", name="End run")).to_be_hidden()
+    with pytest.raises(tinker.RequestFailedError, match="the run has ended"):
+        trainer.save_state("late").result()
+
+    session_id = run_id_of(trainer).split(":")[0]
+    page = visitor.open("sessions")
+    row = page.locator(f'tr[data-session="{session_id}"]')
+    row.get_by_role("button", name="End session").click()
+    expect(page.get_by_role("dialog")).to_contain_text(session_id)
+    page.get_by_role("dialog").get_by_role("button", name="End session").click()
+    expect(row).to_contain_text("ended on the dashboard")
+    expect(row.get_by_role("button", name="End session")).to_be_hidden()
+
+
 def test_a_hidden_tab_asks_nothing_and_a_lost_server_is_told(visitor: Visitor) -> None:
     page = visitor.open()
     text = page.locator("#live-text")

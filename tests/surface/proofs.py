@@ -212,6 +212,7 @@ ENDPOINTS: dict[str, str] = {
     f"GET {_POLICY}": f"{_RETENTION}test_a_policy_says_what_it_would_delete_and_the_reaper_does_it",
     f"PUT {_POLICY}": f"{_RETENTION}test_a_policy_says_what_it_would_delete_and_the_reaper_does_it",
     f"POST {_POLICY}/prune": f"{_STORED}test_prune_shows_its_plan_and_does_it_when_told_to",
+    "POST /api/v1/unload_model": "unit/gateway/test_ended_runs.py::test_a_run_ends_once_its_work_is_done",
     "POST /api/v1/weights_info": f"{_METHODS}test_weights_info_describes_both_kinds_of_checkpoint",
     "GET /download/archives/{run_id}/{kind}/{name}": _ARCHIVE,
     "GET /download/files/{run_id}/{kind}/{name}/{file}": _EXTERNAL,

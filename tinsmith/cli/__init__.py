@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 import tinsmith
-from tinsmith.cli import checkpoints, doctor, journal, keys, make_base_model, make_certificates, up
+from tinsmith.cli import checkpoints, doctor, journal, keys, make_base_model, make_certificates, sessions, up
 from tinsmith.cli.base_models import UsageError
 
 
@@ -45,6 +45,7 @@ def _run(argv: Sequence[str] | None) -> int:
     make_base_model.add_parser(commands)
     make_certificates.add_parser(commands)
     checkpoints.add_parser(commands)
+    sessions.add_parser(commands)
     keys.add_parser(commands)
     journal.add_parser(commands)
     doctor.add_parser(commands)

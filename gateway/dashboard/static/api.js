@@ -71,3 +71,15 @@ export function checkpointUrl(path, action = "") {
 }
 
 export const downloadUrl = (path) => `/dashboard/api/checkpoints/${checkpointPath(path).join("/")}/download`;
+
+export async function endRun(id) {
+  const { request_id } = await call("/api/v1/unload_model", { method: "POST", body: { model_id: id } });
+  // A run that does not exist is refused in the answer; one whose work is not done yet has ended all the same.
+  if (!request_id.endsWith(":unload")) throw new Refused(404, `there is no run ${id}`);
+}
+
+export const endSession = (id) =>
+  call(`/api/v1/sessions/${encodeURIComponent(id)}/finish`, {
+    method: "POST",
+    body: { reason: { type: "interrupted" }, detail: "ended on the dashboard" },
+  });

@@ -73,6 +73,25 @@ export function confirm({ title, text, subject, action }) {
   });
 }
 
+/** Ends a run or a session when that is confirmed; resolves with whether it was. */
+export async function confirmEnd({ what, id, end }) {
+  const isSure = await confirm({
+    title: `End this ${what}?`,
+    text: "What it has accepted is done first, and checkpoints stay. Its client cannot go on with it.",
+    subject: id,
+    action: `End ${what}`,
+  });
+  if (!isSure) return false;
+  try {
+    await end();
+  } catch (error) {
+    toast(error.message, "bad");
+    return false;
+  }
+  toast(`The ${what} has ended`);
+  return true;
+}
+
 export function toast(text, kind = "good") {
   const element = h("div", { class: `toast ${kind}` }, text);
   document.getElementById("toasts").append(element);

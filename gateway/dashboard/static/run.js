@@ -1,8 +1,8 @@
 // One run: what it is, its newest numbers, and its parts.
 
-import { dashboard } from "./api.js";
+import { dashboard, endRun } from "./api.js";
 import { Checkpoints } from "./checkpoints.js";
-import { copy } from "./dialogs.js";
+import { confirmEnd, copy } from "./dialogs.js";
 import { h, setAttribute, setText } from "./dom.js";
 import { ago, bytes, count, last, moment, number, shortId } from "./format.js";
 import { Metrics } from "./metrics.js";
@@ -25,6 +25,7 @@ export class RunView {
     this.part = part || "metrics";
     this.state = h("span", { class: "state" });
     this.name = h("h1", {});
+    this.end = h("button", { type: "button", hidden: true, onclick: () => this.endRun() }, "End run");
     this.facts = h("p", { class: "facts" });
     this.figures = new Map(FIGURES.map(([key, text]) => [key, { text, value: h("dd", {}) }]));
     const base = `#/run/${encodeURIComponent(runId)}`;
@@ -44,7 +45,7 @@ export class RunView {
       "div",
       { class: "view" },
       h("nav", { class: "crumbs", "aria-label": "Path" }, h("a", { href: "#/" }, "Runs"), h("span", {}, shortId(runId))),
-      h("header", { class: "run-head" }, h("div", { class: "run-title" }, this.state, this.name), this.facts),
+      h("header", { class: "run-head" }, h("div", { class: "run-title" }, this.state, this.name, this.end), this.facts),
       h(
         "dl",
         { class: "figures" },
@@ -76,6 +77,7 @@ export class RunView {
     setAttribute(this.state, "data-state", state);
     setText(this.state, why);
     setText(this.name, titleOf(run));
+    this.end.hidden = run.ended_at !== null;
     const rank = run.lora_rank === 0 ? "all parameters" : `rank ${run.lora_rank}`;
     setText(
       this.facts,
@@ -92,6 +94,11 @@ export class RunView {
     if (this.part === "details") this.showDetails(run);
     const loss = last(recent?.series["loss/token"]);
     document.title = `${loss === null ? "" : `${number(loss)} · `}${titleOf(run)} · Tinsmith`;
+  }
+
+  async endRun() {
+    const isEnded = await confirmEnd({ what: "run", id: this.runId, end: () => endRun(this.runId) });
+    if (isEnded) await this.refresh();
   }
 
   showDetails(run) {

@@ -12,7 +12,7 @@ export const titleOf = (run) => run.user_metadata?.name || run.name || shortId(r
 /** [state, in words]: what a run does now. */
 export function stateOf(run, now) {
   if (run.num_pending) return ["busy", "running"];
-  if (run.session_ended_at !== null) {
+  if (run.ended_at !== null) {
     const isGood = run.end_reason === "success" || run.end_reason === null;
     return [isGood ? "done" : "ended", run.end_reason === "success" ? "finished" : run.end_reason ?? "ended"];
   }

@@ -1,6 +1,7 @@
 // Clients: each ServiceClient is a session.
 
-import { dashboard } from "./api.js";
+import { dashboard, endSession } from "./api.js";
+import { confirmEnd } from "./dialogs.js";
 import { Keyed, h, setAttribute, setText } from "./dom.js";
 import { ago, moment, number, shortId } from "./format.js";
 
@@ -23,7 +24,7 @@ export class SessionsView {
       h(
         "thead",
         {},
-        h("tr", {}, ["Session", "State", "Runs", "Samplers", "SDK", "Project", "Started", "Last seen"].map((text) => h("th", { scope: "col" }, text))),
+        h("tr", {}, ["Session", "State", "Runs", "Samplers", "SDK", "Project", "Started", "Last seen", ""].map((text) => h("th", { scope: "col" }, text))),
       ),
       this.body,
     );
@@ -38,8 +39,20 @@ export class SessionsView {
     const labels = ["State", "Runs", "Samplers", "SDK", "Project", "Started", "Last seen"];
     row.cells = labels.map(cell);
     const title = h("div", {}, row.name, row.about);
-    row.element = h("tr", { "data-session": session.session_id }, h("td", { class: "name" }, row.dot, title), row.cells);
+    row.end = h("button", { type: "button", onclick: () => this.end(session.session_id) }, "End session");
+    row.element = h(
+      "tr",
+      { "data-session": session.session_id },
+      h("td", { class: "name" }, row.dot, title),
+      row.cells,
+      h("td", { class: "actions" }, row.end),
+    );
     return row;
+  }
+
+  async end(id) {
+    const isEnded = await confirmEnd({ what: "session", id, end: () => endSession(id) });
+    if (isEnded) await this.refresh();
   }
 
   async refresh() {
@@ -61,6 +74,7 @@ export class SessionsView {
         ago(each.created_at, now),
         ago(each.last_seen_at, now),
       ];
+      row.end.hidden = each.ended_at !== null;
       texts.forEach((text, index) => setText(row.cells[index], text));
       setAttribute(row.cells[5], "title", moment(each.created_at));
     });

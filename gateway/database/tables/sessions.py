@@ -50,6 +50,8 @@ class Model(Base):
     train_attn: Mapped[bool | None]
     user_metadata: Mapped[dict[str, str]] = mapped_column(JSON)
     created_at: Mapped[float]
+    ended_at: Mapped[float | None]
+    """When it was ended by itself; absent for a run that ends with its session."""
     released_at: Mapped[float | None]
     """When the trainer was told to free it."""
     last_request_at: Mapped[float | None]

@@ -101,6 +101,7 @@ OPERATIONS: dict[Callable[..., Any], Operation] = {
     models.create_model: Operation(
         "A new model", answers.training.Receipt, schemas.CreateModel, errors=(404, *_SUBMISSION)
     ),
+    models.unload_model: Operation("End a model", answers.training.Receipt, schemas.UnloadModel, errors=(429,)),
     models.get_info: Operation("What a model is", answers.training.ModelInfo, schemas.GetInfo, errors=(404, 503)),
     training.forward_backward: Operation(
         "Add gradients of a batch",

@@ -15,6 +15,7 @@ from gateway.http import schemas
 from gateway.http.body import parse, read_json
 from gateway.http.errors import json_response
 from gateway.http.negotiation import negotiate
+from gateway.reaper import UNLOAD
 from gateway.sampling import samples
 from gateway.tenants.access import refusal_in
 from tinsmith.rpc.errors import InvalidRequest
@@ -68,6 +69,8 @@ async def _poll(gateway: Gateway, request_id: str) -> Answer | Progress:
     except Gone:
         if await gateway.training.refusals.attach(request_id):
             pass
+        elif request_id.endswith(UNLOAD):
+            await gateway.reaper.attach_end(request_id)
         elif ":loss:" in request_id:
             await gateway.training.custom_losses.attach(request_id)
         else:

@@ -17,6 +17,8 @@ from gateway.gateway import Gateway, caller_of, gateway_of
 from gateway.http import schemas
 from gateway.http.body import fingerprint, parse, parse_ids, read_json
 from gateway.http.errors import json_response
+from gateway.reaper import UNLOAD
+from gateway.tenants.access import refused_id
 from gateway.tenants.caller import Caller
 from gateway.training.operations import Submission, request_id_of
 from gateway.training.submissions import failed_receipt, receipt
@@ -137,7 +139,10 @@ async def _create(
     )
     made = await gateway.store.models.get(model_id)
     if made is not None and made.released_at is not None:
-        what = f"model_seq_id: {ids.model_seq_id} is taken: {model_id} holds copies, and is not trained; send another"
+        what = (
+            f"model_seq_id: {ids.model_seq_id} is taken: {model_id} has ended, or holds copies and is not trained; "
+            "send another"
+        )
         return await failed_receipt(gateway, request_id, model_id, AlreadyExists(what), kind=kind, mark=mark)
     await gateway.training.operations.submit(
         Submission(
@@ -188,7 +193,20 @@ async def get_info(request: Request) -> Response:
     )
 
 
+async def unload_model(request: Request) -> Response:
+    """Ends a run, once what it has accepted is done. Its checkpoints and their samplers stay."""
+    gateway, caller = gateway_of(request), caller_of(request)
+    content, _ = await read_json(request, gateway.config)
+    model_id = parse(schemas.UnloadModel, content).model_id
+    if await gateway.tenants.access.model(model_id, caller) is None:
+        error = ModelNotFound(f"model_id: there is no model {model_id!r}", model_id=model_id)
+        return receipt(refused_id(caller, error), model_id)
+    await gateway.reaper.end_run(model_id)
+    return receipt(f"{model_id}{UNLOAD}", model_id)
+
+
 routes = [
     Route("/create_model", create_model, methods=["POST"]),
+    Route("/unload_model", unload_model, methods=["POST"]),
     Route("/get_info", get_info, methods=["POST"]),
 ]
