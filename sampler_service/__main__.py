@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import sys
+from functools import partial
 from typing import NoReturn
 
 from sampler_service.choice import load_engine, settled
@@ -91,6 +92,7 @@ async def serve(config: SamplerConfig) -> int:
             await server.stop(0)
             return 1
         slot.engine = engine
+        engine.on_death = partial(server.set_serving, False)
         await server.set_serving(True)
         logger.info("serving %s on port %d", ", ".join(config.model_names), server.port)
         died = asyncio.create_task(engine.died.wait())

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import secrets
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 from sampler_service.config import SamplerConfig
 from sampler_service.engine import Generation, Request, Result, VersionInfo
@@ -20,6 +23,8 @@ from sampler_service.torch_engine.task import Task
 from sampler_service.validation import Limits
 from sampler_service.weights.leads import Leads, is_newer
 from tinsmith.rpc.errors import EngineDead, NotReady, OutOfCapacity, ServiceError
+
+logger = logging.getLogger(__name__)
 
 SAMPLE_STREAM = 0
 
@@ -41,6 +46,9 @@ class Front(ABC):
         self._num_waiting = 0
         self._stopping = False
         self._orders = itertools.count()
+        self._dying: asyncio.Task[None] | None = None
+        self.on_death: Callable[[], Awaitable[None]] | None = None
+        """Awaited before requests hear that the engine has died: the service's health says so first."""
         metrics.requests.queue_limit.set(config.max_waiting)
         metrics.versions.limit_bytes.set(config.adapter_memory_bytes)
         metrics.requests.queue_oldest.set_function(self._oldest_s)
@@ -79,16 +87,17 @@ class Front(ABC):
         self._check_alive()
         if self._num_waiting >= self._config.max_waiting and not request.on_probation:
             raise OutOfCapacity(f"{self._num_waiting} requests wait already, the most that max_waiting allows")
+        seed = secrets.randbits(63) if request.params.seed is None else request.params.seed
+        scorer = PromptScorer(request, seed=seed) if wants_scores(request) else None
         version_id = self._leads.first_version(request)
         version = self._store.acquire(version_id, on_probation=request.on_probation) if version_id else None
-        seed = secrets.randbits(63) if request.params.seed is None else request.params.seed
         task = Task(
             request=request,
             generation=Generation(stream=stream, on_cancel=lambda: self._cancel(task)),
             version=version,
             stop=stop,
             keys=stream_keys(seed, SAMPLE_STREAM, request.num_samples),
-            scorer=PromptScorer(request, seed=seed) if wants_scores(request) else None,
+            scorer=scorer,
             request_id=request_id,
         )
         length, max_tokens, order = len(request.prompt), request.params.max_tokens, next(self._orders)
@@ -106,6 +115,39 @@ class Front(ABC):
         self._tasks[task] = None
         self._count_waiting(1)
         return task
+
+    @contextmanager
+    def _lost_without(self, task: Task) -> Iterator[None]:
+        """An error in the block ends the accepted request, which nobody would hear of again."""
+        try:
+            yield
+        except Exception as error:
+            task.fail(error)
+            assert task.failure is not None
+            self._end(task, task.failure)
+            raise task.failure from error
+
+    @contextmanager
+    def _dying_of_errors(self) -> Iterator[None]:
+        """An error in what is known of requests would leave some waiting for ever: the engine dies of it instead."""
+        try:
+            yield
+        except Exception as error:
+            logger.critical("the event loop's half of the engine has failed", exc_info=True)
+            self._die(error)
+
+    def _die(self, error: BaseException) -> None:
+        """Once: no request is taken any more, then the service hears of it, then the requests end."""
+        if not self.died.is_set():
+            self.died.set()
+            self._dying = asyncio.get_running_loop().create_task(self._end_dead(error))
+
+    async def _end_dead(self, error: BaseException) -> None:
+        try:
+            if self.on_death is not None:
+                await self.on_death()
+        finally:
+            self._end_all(EngineDead(f"the engine has died: {error}"))
 
     def _behind(self, run_id: str, version_id: str) -> list[Task]:
         """Requests that are to move to a version, which they hold now. Raises what move does."""
@@ -140,10 +182,12 @@ class Front(ABC):
             return
         self._admitted(task)
         del self._tasks[task]
-        self._let_go(task)
-        task.forget_versions()
         self.metrics.requests.ended.labels(outcome.reason if isinstance(outcome, ServiceError) else "ok").inc()
-        task.generation.finish(outcome)
+        try:
+            self._let_go(task)
+            task.forget_versions()
+        finally:
+            task.generation.finish(outcome)
 
     def _end_all(self, error: ServiceError) -> None:
         for task in list(self._tasks):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -23,7 +24,7 @@ from sampler_service.torch_engine.scheduler import PASSING, Job, Scheduler
 from sampler_service.torch_engine.scoring import not_finite
 from sampler_service.torch_engine.sizing import Sizes
 from sampler_service.torch_engine.speed import Speed
-from sampler_service.torch_engine.step import Decoding, Step, TaskPiece, TaskSequence
+from sampler_service.torch_engine.step import Decoding, Step, TaskPiece
 from sampler_service.torch_engine.task import Task
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel
@@ -62,7 +63,7 @@ class Batcher:
             max_running=max_running,
             max_kv_tokens=sizes.max_kv_tokens,
             tokens_per_step=sizes.tokens_per_step,
-            reuse=self.lanes.reuse,
+            reuse=self._reuse,
         )
         self.speed = Speed()
         self.metrics = metrics
@@ -128,10 +129,15 @@ class Batcher:
         self._deliveries.left += [(task, version) for version in task.take_unused()]
 
     def fail(self, error: ServiceError) -> None:
-        """Ends every request that has begun, after a step that broke off anywhere. Those that wait go on waiting."""
-        for task in [task for task in self._tasks if task.planned]:
-            self.scheduler.drop(task)
-            self._end(task, error)
+        """Ends every request that has begun, after a step that broke off anywhere. Requests of which every sequence
+        still waits go on waiting."""
+        untouched = Counter[Task]()
+        for job in self.scheduler.waiting:
+            untouched[job.owner] += len(job.sequences)
+        for task in list(self._tasks):
+            if task.planned or untouched[task] < len(task.sequences):
+                self.scheduler.drop(task)
+                self._end(task, error)
         self.scheduler.running.clear()
         self.metrics.requests.running.set(0)
         self._decoding = None
@@ -175,11 +181,21 @@ class Batcher:
                 drawn = draw(step, logits_R_V)
             with phases["advance"].time():
                 self._advance(step, drawn)
+        for task in dict.fromkeys([*(sequence.owner for sequence in running), *(one.job.owner for one in pieces)]):
+            if task.failure is not None:
+                self.cancel(task, task.failure)
         seconds = time.perf_counter() - started
         self.speed.observe(seconds, prefilled=sum(piece.length for piece in pieces))
         self.metrics.steps.step_time.observe(seconds)
         self.metrics.requests.running.set(len(running))
         self.lanes.observe(running_tokens=sum(sequence.length for sequence in running), idle=self.idle)
+
+    def _reuse(self, job: Job[Task]) -> int:
+        try:
+            return self.lanes.reuse(job)
+        except Exception as error:
+            job.owner.fail(error)
+            return 0
 
     def _plan(self) -> list[TaskPiece]:
         if leaving := self.scheduler.grow():
@@ -218,16 +234,20 @@ class Batcher:
         """Gives the tokens to their sequences; those that ended leave, new ones take the lanes above the running."""
         running, sequences = self.scheduler.running, step.sampling
         ended: set[int] = set()
-        broken: dict[Task, TaskSequence] = {}
         for row, (sequence, token, logprob) in enumerate(zip(sequences, drawn.tokens_R, drawn.logprobs_R, strict=True)):
             task = sequence.owner
-            if not math.isfinite(logprob):
-                broken[task] = sequence
+            if task.failure is not None:
                 continue
-            if task.generation.stream and task not in broken:
-                self._deliveries.deltas.append((task, task.delta(sequence, token, logprob)))
-            if task.take(sequence, token, logprob):
-                ended.add(row)
+            if not math.isfinite(logprob):
+                task.failure = not_finite(task.version_id_of(sequence))
+                continue
+            try:
+                if task.generation.stream:
+                    self._deliveries.deltas.append((task, task.delta(sequence, token, logprob)))
+                if task.take(sequence, token, logprob):
+                    ended.add(row)
+            except Exception as error:
+                task.fail(error)
         self.metrics.steps.sampled_tokens.inc(len(sequences))
         num_running = len(running)
         row = num_running
@@ -236,7 +256,7 @@ class Batcher:
             first = len(running)
             going_on = [sequence for n, sequence in enumerate(job.sequences, row) if n not in ended]
             row += len(job.sequences)
-            if job.owner in broken:
+            if job.owner.failure is not None:
                 self.lanes.cache.wipe(job.lane)
                 continue
             if not job.scored or job.owner.scorer is None or job.owner.scorer.finite:
@@ -255,14 +275,12 @@ class Batcher:
             self._decoding = None
         leaving = [row for row in ended if row < num_running]
         for row in leaving:
-            if sequences[row].owner not in broken:
+            if sequences[row].owner.failure is None:
                 self.lanes.remember(sequences[row], row)
         self._leave(leaving)
         for task in dict.fromkeys(sequences[row].owner for row in sorted(ended)):
-            if task.complete and task not in broken:
+            if task.complete and task.failure is None:
                 self._end(task, _outcome(task))
-        for task, sequence in broken.items():
-            self.cancel(task, not_finite(task.version_id_of(sequence)))
 
     def _leave(self, lanes: Sequence[int]) -> None:
         """Takes sequences out; the last ones move into their lanes, so that the rest stay dense."""
@@ -287,3 +305,7 @@ def _outcome(task: Task) -> Result | ServiceError:
         return task.result()
     except ServiceError as error:
         return error
+    except Exception as error:
+        task.fail(error)
+        assert task.failure is not None
+        return task.failure

@@ -2,6 +2,10 @@
 
 One compute thread repeats: take what has been submitted, one step of the batch, deliver. A request joins the batch at
 the next step and leaves it at its last token. The event loop checks requests, owns the versions and receives results.
+
+An error that concerns one request fails that request (Task.fail). A step that finds no memory fails what it computed
+with OUT_OF_CAPACITY, which callers send again. Any other error leaves nobody knows what behind: the engine dies, and
+the process with it, so that what it had is sent to another.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ from tinsmith.modeling.adapter import AdapterConfig, Target
 from tinsmith.modeling.base_model import BaseModel, UnsupportedModel
 from tinsmith.modeling.full_weights import FullWeights, Weights
 from tinsmith.modeling.self_check import TOLERANCE, random_adapter
-from tinsmith.rpc.errors import Cancelled, EngineDead, NotReady, OutOfCapacity, ServiceError
+from tinsmith.rpc.errors import Cancelled, NotReady, OutOfCapacity, ServiceError
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +106,8 @@ class TorchEngine(Front):
 
     async def submit(self, request: Request, *, stream: bool = False, request_id: str = "") -> Generation:
         task = await self._accept(request, stream=stream, request_id=request_id)
-        jobs = self._jobs(task)
+        with self._lost_without(task):
+            jobs = self._jobs(task)
         self._inbox.put(lambda: self._batcher.add(jobs))
         return task.generation
 
@@ -191,12 +196,9 @@ class TorchEngine(Front):
         try:
             going_on = True
             while going_on:
-                try:
-                    going_on = self._take()
-                    if not self._batcher.idle:
-                        self._batcher.step()
-                except Exception as error:  # one request's trouble must not end the service
-                    self._recover(error)
+                going_on = self._take()
+                if not self._batcher.idle:
+                    self._step()
                 self._post(self._batcher.take_deliveries())
         except BaseException as error:
             logger.critical("the compute thread has died", exc_info=True)
@@ -213,15 +215,13 @@ class TorchEngine(Front):
             work()
         return True
 
-    def _recover(self, error: Exception) -> None:
-        """Fails what was being computed. Raises when the model no longer runs at all."""
-        logger.error("an engine step failed; its requests fail with it", exc_info=error)
-        self._batcher.check_alive()
-        if isinstance(error, torch.OutOfMemoryError):
-            failure: ServiceError = OutOfCapacity(f"out of memory in this step; lower max_kv_tokens ({error})")
-        else:
-            failure = ServiceError(f"the engine failed in this step: {error}; the log has the cause")
-        self._batcher.fail(failure)
+    def _step(self) -> None:
+        try:
+            self._batcher.step()
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            logger.error("a step found no memory; its requests fail with it", exc_info=error)
+            self._batcher.fail(OutOfCapacity(f"out of memory in this step; lower max_kv_tokens ({error})"))
+            self._batcher.check_alive()
 
     def _post(self, deliveries: Deliveries) -> None:
         if deliveries:
@@ -230,6 +230,10 @@ class TorchEngine(Front):
     # The event loop again.
 
     def _deliver(self, deliveries: Deliveries) -> None:
+        with self._dying_of_errors():
+            self._hand_over(deliveries)
+
+    def _hand_over(self, deliveries: Deliveries) -> None:
         for task in deliveries.admitted:
             self._admitted(task)
         for task, version in deliveries.left:
@@ -249,10 +253,6 @@ class TorchEngine(Front):
         for version in task.held:
             self._store.release(version)
         task.held.clear()
-
-    def _die(self, error: BaseException) -> None:
-        self.died.set()
-        self._end_all(EngineDead(f"the engine has died: {error}"))
 
     def _end_all(self, error: ServiceError) -> None:
         super()._end_all(error)

@@ -90,7 +90,12 @@ class Forward:
             task = piece.job.owner
             if task.scorer is not None and piece.job.scored:
                 adapter = adapter_of(piece.job.sequences[0])
-                task.scorer.add(self.base.head, hidden_T_H[rows], start=piece.start, adapter=adapter)
+                try:
+                    task.scorer.add(self.base.head, hidden_T_H[rows], start=piece.start, adapter=adapter)
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as error:
+                    task.fail(error)
 
     def _logits(self, step: Step, one: Pass, hidden_T_H: Tensor) -> Tensor:
         running, runs = step.running, _kept_runs(step, one)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, field
 
@@ -29,6 +30,9 @@ from sampler_service.torch_engine.scheduler import Job, Sequence
 from sampler_service.torch_engine.scoring import PromptScorer
 from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.full_weights import FullWeights
+from tinsmith.rpc.errors import ServiceError
+
+logger = logging.getLogger(__name__)
 
 TopkRow = tuple[Ints, Floats]
 
@@ -67,6 +71,8 @@ class Task:
     """Prompt tokens that are there, computed or reused."""
     cache_hit_tokens: int = 0
     """Prompt tokens that came from the prefix cache."""
+    failure: ServiceError | None = None
+    """An error of this request alone, with which it ends after the step: for the compute thread."""
     finished: dict[int, SampledSequence] = field(default_factory=dict)
     """By index."""
     tables: dict[int, list[TopkRow]] = field(default_factory=dict)
@@ -145,6 +151,13 @@ class Task:
         self.version = None
         self._stretches.clear()
         self._in_use.clear()
+
+    def fail(self, error: Exception) -> None:
+        """Something that concerns no other request has failed."""
+        logger.error("a request failed in the engine", exc_info=error)
+        self.failure = self.failure or ServiceError(
+            f"the engine failed in this request: {error}; the log has the cause"
+        )
 
     @property
     def rule(self) -> Rule:

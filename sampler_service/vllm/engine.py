@@ -99,11 +99,12 @@ class VllmEngine(RunningFront):
         task = await self._accept(request, stream=stream, request_id=request_id)
         first, *others = task.sequences
         has_place = request.on_probation or len(self._runs) < self._config.max_running + PASSING
-        if first.passes and not others and has_place:
-            self._begin(first)  # it need not wait for running ones to end
-        else:
-            self._queue.extend(task.sequences)
-            self._admit()
+        with self._lost_without(task):
+            if first.passes and not others and has_place:
+                self._begin(first)  # it need not wait for running ones to end
+            else:
+                self._queue.extend(task.sequences)
+                self._admit()
         return task.generation
 
     def describe(self, request_id: str) -> QueueStatus | None:
@@ -154,9 +155,12 @@ class VllmEngine(RunningFront):
             raise
 
     async def move(self, run_id: str, version_id: str) -> int:
-        moved = sum([self._move(task, task.held[-1]) for task in self._behind(run_id, version_id)])
-        self._admit()
-        return moved
+        behind = self._behind(run_id, version_id)
+        with self._dying_of_errors():
+            moved = sum([self._move(task, task.held[-1]) for task in behind])
+            self._admit()
+            return moved
+        raise EngineDead("the engine has died of a move; the log has the cause")
 
     async def stop(self) -> None:
         """Unfinished requests fail with NotReady; vLLM's process is gone when this returns."""
@@ -196,9 +200,9 @@ class VllmEngine(RunningFront):
             self.targets = [target for target in self.targets if target.group != group]
 
     async def _watch(self) -> None:
-        while not self._llm.errored:  # noqa: ASYNC110 - vLLM has no event for it
-            await asyncio.sleep(_HEALTH_INTERVAL_S)
+        with self._dying_of_errors():
+            while not self._llm.errored:  # noqa: ASYNC110 - vLLM has no event for it
+                await asyncio.sleep(_HEALTH_INTERVAL_S)
         if not self._stopping:
             logger.critical("vLLM's process has died; its output is in this log")
-            self.died.set()
-            self._end_all(EngineDead("the engine has died; the log has the cause"))
+            self._die(EngineDead("the log has the cause"))

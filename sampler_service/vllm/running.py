@@ -190,11 +190,12 @@ class RunningFront(Front):
 
     def _left(self, run: Run) -> None:
         """vLLM has nothing of the run any more, or will have heard so before anything that is said to it now."""
-        self._leaving.pop(run, None)
-        if self._runs.get(run.sequence) is run:
-            del self._runs[run.sequence]
-        self._release_unused(run.task)
-        self._admit()
+        with self._dying_of_errors():
+            self._leaving.pop(run, None)
+            if self._runs.get(run.sequence) is run:
+                del self._runs[run.sequence]
+            self._release_unused(run.task)
+            self._admit()
 
     def _release_unused(self, task: Task) -> None:
         """Lets go of the versions that neither the request nor one of its runs uses."""

@@ -401,23 +401,6 @@ async def test_installing_versions_leaves_a_running_generation_bit_equal(model_f
             await engine.submit(request(prompt(8), version_id="v0", max_tokens=1))
 
 
-async def test_a_failing_step_fails_its_requests_and_the_engine_goes_on(
-    model_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with serving(model_folder) as engine:
-        advance = engine._batcher._advance
-
-        def fail(*args: object) -> None:
-            monkeypatch.setattr(engine._batcher, "_advance", advance)
-            raise ValueError("no such luck")
-
-        monkeypatch.setattr(engine._batcher, "_advance", fail)
-        with pytest.raises(ServiceError, match="no such luck"):
-            await generate(engine, prompt(4), max_tokens=3)
-        assert len((await generate(engine, prompt(4), max_tokens=3)).sequences[0].tokens) == 3
-        assert not engine.died.is_set()
-
-
 async def test_an_engine_that_cannot_compute_is_dead(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(model_folder) as engine:
 

@@ -1,0 +1,203 @@
+"""An exception in any phase of the sampler's loops fails one request alone, or ends the engine, and health hears of it
+before any request does. No request waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sampler_service.engine import Result
+from sampler_service.torch_engine import batcher as batching
+from sampler_service.torch_engine.batcher import Batcher
+from sampler_service.torch_engine.engine import TorchEngine
+from sampler_service.torch_engine.forward import Forward
+from sampler_service.torch_engine.lanes import Lanes
+from sampler_service.torch_engine.scheduler import Scheduler
+from sampler_service.torch_engine.scoring import PromptScorer
+from sampler_service.torch_engine.task import Task
+from tests.unit.sampler_service.serving import generate, make_adapter, metric, prompt, request, serving, until
+from tinsmith.rpc.errors import EngineDead, OutOfCapacity, ServiceError
+
+LIMIT_S = 60.0
+MARK = 77
+"""The guilty request's prompt begins with it."""
+
+
+def raising_once(true_function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+    """At its next call, and never again."""
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        monkeypatch.setattr(owner, name, true_function)
+        raise ValueError("no such luck")
+
+    monkeypatch.setattr(owner, name, fail)
+
+
+def raising_for_the_guilty(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, task_of: Callable[..., Any]) -> None:
+    true_function = getattr(owner, name)
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        if task_of(*args).prompt[0] == MARK:
+            raise ValueError("no such luck")
+        return true_function(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, fail)
+
+
+async def outcomes(engine: TorchEngine) -> list[Result | BaseException]:
+    """Of five requests, the third of which is the guilty one: they score, stream and draw several samples."""
+    prompts = [prompt(40, seed=n) for n in range(5)]
+    prompts[2][0] = MARK
+    running = []
+    for n, tokens in enumerate(prompts):
+        asked = request(tokens, num_samples=2, max_tokens=12, seed=n, prompt_logprobs=True)
+        running.append(await engine.submit(asked, stream=n % 2 == 0))
+    async with asyncio.timeout(LIMIT_S):
+        return await asyncio.gather(*(one.result() for one in running), return_exceptions=True)
+
+
+def check_nothing_left(engine: TorchEngine) -> None:
+    assert not engine._tasks
+    assert engine._num_waiting == 0
+    assert metric(engine, "waiting_requests") == 0
+    batcher = engine._batcher
+    assert not batcher._tasks
+    assert batcher.idle
+
+
+ALONE = {
+    "reuse": (Lanes, "reuse", lambda lanes, job: job.owner.request),
+    "score": (PromptScorer, "add", lambda scorer, *rest: scorer.request),
+    "delta": (Task, "delta", lambda task, *rest: task.request),
+    "take": (Task, "take", lambda task, *rest: task.request),
+    "result": (Task, "result", lambda task: task.request),
+}
+
+
+@pytest.mark.parametrize("phase", ALONE)
+async def test_what_concerns_one_request_fails_it_alone(
+    phase: str, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(model_folder) as engine:
+        expected = await outcomes(engine)
+        engine._inbox.put(engine._batcher.lanes.prefixes.clear)
+        raising_for_the_guilty(monkeypatch, *ALONE[phase])
+        found = await outcomes(engine)
+        for n, (one, other) in enumerate(zip(found, expected, strict=True)):
+            if n == 2:
+                assert isinstance(one, ServiceError)
+                assert one.message == "the engine failed in this request: no such luck; the log has the cause"
+            else:
+                assert isinstance(one, Result)
+                assert isinstance(other, Result)
+                assert [s.tokens for s in one.sequences] == [s.tokens for s in other.sequences]
+        assert not engine.died.is_set()
+        check_nothing_left(engine)
+        await generate(engine, prompt(40), max_tokens=3)
+
+
+DEADLY = {
+    "add": (Batcher, "add"),
+    "grow": (Scheduler, "grow"),
+    "plan": (Scheduler, "plan"),
+    "room": (Lanes, "fit"),
+    "load": (Lanes, "load"),
+    "forward": (Forward, "logits"),
+    "draw": (batching, "draw"),
+    "place": (Lanes, "place"),
+    "advance": (Batcher, "_advance"),
+    "leave": (Batcher, "_leave"),
+    "remember": (Lanes, "remember"),
+    "observe": (Lanes, "observe"),
+    "post": (TorchEngine, "_post"),
+    "deliver": (TorchEngine, "_hand_over"),
+    "let go": (TorchEngine, "_let_go"),
+}
+
+
+@pytest.mark.parametrize("phase", DEADLY)
+async def test_what_concerns_more_ends_the_engine_and_health_hears_of_it_first(
+    phase: str, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(model_folder) as engine:
+        await engine.install("v", make_adapter(engine.targets, seed=1))
+        pending_at_news: list[int] = []
+
+        async def hear() -> None:
+            pending_at_news.append(len(engine._tasks))
+
+        engine.on_death = hear
+        owner, name = DEADLY[phase]
+        raising_once(getattr(owner, name), monkeypatch, owner, name)
+        found = await outcomes(engine)
+        dead = [one for one in found if isinstance(one, EngineDead)]
+        assert all(isinstance(one, Result | EngineDead) for one in found)
+        assert dead
+        assert pending_at_news[0] >= len(dead) - 1  # the one whose end has failed may have been taken off already
+        assert engine.died.is_set()
+        assert not engine._tasks
+        assert engine._num_waiting == 0
+        with pytest.raises(EngineDead):
+            await engine.submit(request(prompt(4), max_tokens=3))
+
+
+@pytest.mark.parametrize("name", ["cancel", "move", "forget_version"])
+async def test_an_order_that_fails_ends_the_engine_and_every_wait(
+    name: str, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(model_folder) as engine:
+        for n in (1, 2):
+            await engine.install(f"r@{n}", make_adapter(engine.targets, seed=n))
+        generation = await engine.submit(request(prompt(6), version_id="r@1", follow_run="r", max_tokens=240))
+        await until(lambda: metric(engine, "running_sequences") == 1)
+        raising_once(getattr(Batcher, name), monkeypatch, Batcher, name)
+        async with asyncio.timeout(LIMIT_S):
+            if name == "cancel":
+                engine._cancel(next(iter(engine._tasks)))
+            elif name == "forget_version":
+                await engine.install("r@3", make_adapter(engine.targets, seed=3))
+                engine.remove("r@3")
+            else:
+                with pytest.raises(EngineDead):
+                    await engine.move("r", "r@2")
+            with pytest.raises(EngineDead):
+                await generation.result()
+        assert engine.died.is_set()
+
+
+async def test_a_request_that_cannot_be_divided_into_jobs_leaves_nothing_behind(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(model_folder) as engine:
+        await engine.install("v", make_adapter(engine.targets, seed=1))
+        for owner, name in ((TorchEngine, "_jobs"), (PromptScorer, "__init__")):
+            raising_once(getattr(owner, name), monkeypatch, owner, name)
+            with pytest.raises((ServiceError, ValueError), match="no such luck"):
+                await engine.submit(request(prompt(4), version_id="v", max_tokens=3, prompt_logprobs=True))
+        check_nothing_left(engine)
+        assert engine.versions()[0].num_running == 0
+        assert not engine.died.is_set()
+
+
+@pytest.mark.parametrize("phase", ["room", "forward"])
+async def test_a_step_without_memory_fails_what_has_begun_and_the_engine_goes_on(
+    phase: str, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(model_folder, max_running=4) as engine:
+        owner, name = DEADLY[phase]
+        true_function = getattr(owner, name)
+
+        def fail(*args: Any, **kwargs: Any) -> Any:
+            monkeypatch.setattr(owner, name, true_function)
+            raise torch.OutOfMemoryError("full")
+
+        monkeypatch.setattr(owner, name, fail)
+        found = await outcomes(engine)
+        assert {type(one) for one in found} == {OutOfCapacity, Result}
+        assert not engine.died.is_set()
+        check_nothing_left(engine)
