@@ -18,7 +18,7 @@ import grpc.aio
 from gateway.metrics import Metrics
 from gateway.sampling.replicas import Replica, Replicas
 from tinsmith.rpc.channel import connect
-from tinsmith.rpc.errors import EngineDead, InvalidRequest, NotReady, ServiceError, from_rpc_error
+from tinsmith.rpc.errors import EngineDead, InvalidRequest, NotReady, ServiceError, from_rpc_error, is_from_service
 from tinsmith.rpc.logs import REQUEST_ID_METADATA
 from tinsmith.rpc.tls import Certificates
 from tinsmith.v1 import sampler_pb2, trainer_pb2, trainer_pb2_grpc
@@ -38,6 +38,10 @@ _REPLIES: dict[str, Any] = {
 }
 
 
+class ConnectionLost(NotReady):
+    """The service ended, or the way to it broke, with the call in work: nobody has said anything."""
+
+
 def is_lost(error: grpc.aio.AioRpcError) -> bool:
     """True when the service went away or is not ready: the call may be made again."""
     return error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
@@ -48,7 +52,8 @@ def meaning(error: grpc.aio.AioRpcError, *, lost: str = "") -> ServiceError:
     meant = from_rpc_error(error)
     if not is_lost(error) or isinstance(meant, EngineDead):
         return meant
-    return NotReady(lost or error.details() or "the service went away")
+    is_broken = error.code() == grpc.StatusCode.UNAVAILABLE and not is_from_service(error)
+    return (ConnectionLost if is_broken else NotReady)(lost or error.details() or "the service went away")
 
 
 class Trainer:

@@ -98,8 +98,10 @@ async def serve(config: SamplerConfig) -> int:
         died = asyncio.create_task(engine.died.wait())
         await asyncio.wait([stopped, died], return_when=asyncio.FIRST_COMPLETED)
         await server.set_serving(False)
-        await server.stop(GRACE_S)
-        await engine.stop()
+        stopping = asyncio.create_task(server.stop(2 * GRACE_S))
+        await asyncio.wait([stopping], timeout=GRACE_S)
+        await engine.stop()  # what is left hears that this is no accident
+        await stopping
         died.cancel()
         stopped.cancel()
     return 1 if engine.died.is_set() else 0

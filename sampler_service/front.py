@@ -147,6 +147,9 @@ class Front(ABC):
             if self.on_death is not None:
                 await self.on_death()
         finally:
+            for task in list(self._tasks):
+                computing = "yes" if task.planned or task.admitted else "no"
+                self._end(task, EngineDead(f"the engine has died: {error}", computing=computing))
             self._end_all(EngineDead(f"the engine has died: {error}"))
 
     def _behind(self, run_id: str, version_id: str) -> list[Task]:
@@ -167,7 +170,7 @@ class Front(ABC):
 
     def _check_alive(self) -> None:
         if self.died.is_set():
-            raise EngineDead("the engine has died; the log has the cause")
+            raise EngineDead("the engine has died; the log has the cause", computing="no")
         if self._stopping:
             raise NotReady("the sampler is shutting down")
 

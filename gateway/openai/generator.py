@@ -12,6 +12,7 @@ import contextlib
 import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, TypeVar
@@ -30,11 +31,12 @@ from gateway.openai.resumption import resumed, with_seed
 from gateway.openai.text import Vocabulary
 from gateway.sampling.publishing import Publishing
 from gateway.sampling.replicas import Replica
-from gateway.sampling.samples import Tries, check_pending
+from gateway.sampling.samples import check_pending
+from gateway.sampling.tries import Tries
 from gateway.tenants.caller import Caller
 from gateway.tenants.ledger import Ledger
 from gateway.tenants.limits import Hold, Limits
-from tinsmith.rpc.errors import EngineDead, NotReady, OutOfCapacity, ServiceError, VersionNotLoaded
+from tinsmith.rpc.errors import NotReady, OutOfCapacity, ServiceError, VersionNotLoaded
 from tinsmith.rpc.logs import REQUEST_ID_METADATA
 from tinsmith.v1 import sampler_pb2 as pb
 
@@ -160,13 +162,18 @@ class Generator:
 
     async def sample(self, source: Source, request: pb.SampleRequest, *, request_id: str) -> pb.SampleResponse:
         metadata = ((REQUEST_ID_METADATA, request_id),)
+        tries = Tries(self._clients.samplers, source.base_model)
 
-        def call(replica: Replica) -> Awaitable[pb.SampleResponse]:
-            sampling = replica.stub.Sample(request, metadata=metadata)
-            return self._reply(replica, sampling, weight=request.num_samples)
+        async def call(replica: Replica) -> pb.SampleResponse:
+            if tries.is_suspect:
+                async with aclosing(self._pieces(replica, request, request_id, tries)) as pieces:
+                    return [piece.result async for piece in pieces][-1]
+            async with tries.at(replica):
+                sampling = replica.stub.Sample(request, metadata=metadata)
+                return await self._reply(replica, sampling, weight=request.num_samples)
 
         with self._holding_budget(source, request) as hold:
-            response = await self._ask(source, call, request)
+            response = await self._ask(source, call, request, tries=tries)
             self._remember(source, request, response, request_id)
             num_sampled = sum(len(sequence.tokens) // 4 for sequence in response.sequences)
             num_cached = response.prompt_cache_hit_tokens
@@ -186,15 +193,13 @@ class Generator:
 
         async def begin() -> AsyncIterator[pb.StreamSampleResponse]:
             first, rest = await self._ask(
-                source, lambda replica: self._begin(replica, request, request_id), request, tries=tries
+                source, lambda replica: self._begin(replica, request, request_id, tries), request, tries=tries
             )
             opened.push_async_callback(rest.aclose)
             return _chain(first, rest)
 
         async def again(lost: NotReady) -> AsyncIterator[pb.StreamSampleResponse]:
             await opened.aclose()
-            if isinstance(lost, EngineDead):
-                tries.died(lost)
             await tries.next()
             return await begin()
 
@@ -223,10 +228,10 @@ class Generator:
                 await count()
 
     async def _begin(
-        self, replica: Replica, request: pb.SampleRequest, request_id: str
+        self, replica: Replica, request: pb.SampleRequest, request_id: str, tries: Tries
     ) -> tuple[pb.StreamSampleResponse, AsyncGenerator[pb.StreamSampleResponse, None]]:
         """The first piece of a stream, and the others."""
-        pieces = self._pieces(replica, request, request_id)
+        pieces = self._pieces(replica, request, request_id, tries)
         try:
             first = await anext(pieces, None)
             if first is None:
@@ -237,16 +242,18 @@ class Generator:
         return first, pieces
 
     async def _pieces(
-        self, replica: Replica, request: pb.SampleRequest, request_id: str
+        self, replica: Replica, request: pb.SampleRequest, request_id: str, tries: Tries
     ) -> AsyncGenerator[pb.StreamSampleResponse, None]:
         asked = pb.StreamSampleRequest(request=request)
-        call = replica.stub.StreamSample(asked, metadata=((REQUEST_ID_METADATA, request_id),))
-        try:
-            with self._holding(replica, call, weight=request.num_samples):
-                while (piece := await call.read()) is not grpc.aio.EOF:
-                    yield piece
-        finally:
-            call.cancel()
+        async with tries.at(replica) as begun:
+            call = replica.stub.StreamSample(asked, metadata=((REQUEST_ID_METADATA, request_id),))
+            try:
+                with self._holding(replica, call, weight=request.num_samples):
+                    while (piece := await call.read()) is not grpc.aio.EOF:
+                        begun()
+                        yield piece
+            finally:
+                call.cancel()
 
     @contextlib.contextmanager
     def _holding_budget(self, source: Source, request: pb.SampleRequest) -> Iterator[Hold | None]:
@@ -339,8 +346,6 @@ class Generator:
                 return await call(replica)
             except (NotReady, OutOfCapacity, VersionNotLoaded) as error:
                 cause = error
-                if isinstance(error, EngineDead):
-                    tries.died(error)
             remaining_s = give_up_at - time.monotonic()
             if isinstance(cause, VersionNotLoaded):
                 provided = await self._provide(source, replica, timeout_s=remaining_s)

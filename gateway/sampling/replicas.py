@@ -22,6 +22,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gateway.metrics import Metrics
+from gateway.sampling.lives import Life
 from gateway.sampling.routing import Conversations, choose, ranked
 from tinsmith.rpc.channel import connect
 from tinsmith.rpc.errors import NotReady
@@ -50,7 +51,9 @@ class _Held:
 class Replica:
     def __init__(self, address: str, *, api_key: str, certificates: Certificates | None) -> None:
         self.address = address
-        self.channel = connect(address, api_key=api_key, certificates=certificates)
+        # A call that was lost may have killed the sampler: whether it is made again is for tries.py to say.
+        self.channel = connect(address, api_key=api_key, certificates=certificates, resends=False)
+        self.life = Life()
         self.stub: Any = sampler_pb2_grpc.SamplerServiceStub(self.channel)
         self.health: Any = health_pb2_grpc.HealthStub(self.channel)
         self.info: sampler_pb2.GetSamplerInfoResponse | None = None
@@ -171,6 +174,8 @@ class Replicas:
         return "serving"
 
     async def _set_state(self, replica: Replica, state: State) -> None:
+        if state == "serving" and (replica.state != "serving" or replica.life.is_over):
+            replica.life = Life()
         if state == replica.state:
             return
         before, replica.state = replica.state, state

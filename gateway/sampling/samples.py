@@ -8,8 +8,9 @@ want it (publishing.py); one that only some hold is sampled there, and meanwhile
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import grpc.aio
 
@@ -26,7 +27,8 @@ from gateway.reports import ran_of
 from gateway.sampling.inflight import Inflight
 from gateway.sampling.publishing import Publishing
 from gateway.sampling.records import Records
-from gateway.sampling.replicas import Replica, Replicas
+from gateway.sampling.replicas import Replica
+from gateway.sampling.tries import Tries
 from gateway.tenants.ledger import Ledger
 from gateway.tenants.limits import Hold
 from gateway.training import json_forms
@@ -34,7 +36,6 @@ from gateway.turns import Turns
 from tinsmith.rpc import logs
 from tinsmith.rpc.errors import (
     CheckpointNotFound,
-    EngineDead,
     NotReady,
     OutOfCapacity,
     SequenceConflict,
@@ -46,8 +47,6 @@ from tinsmith.rpc.paths import run_of
 from tinsmith.v1 import sampler_pb2, types_pb2
 
 KIND = "asample"
-_MAX_DEATHS = 5
-"""Engines that may die with a request in work, before it is thought to be what kills them."""
 
 
 def check_pending(config: GatewayConfig, owner: str, *, num_own: int, num_all: int) -> None:
@@ -58,62 +57,6 @@ def check_pending(config: GatewayConfig, owner: str, *, num_own: int, num_all: i
     ):
         if number >= limit:
             raise OutOfCapacity(f"{limit} samples{whose} are in work, which is {name}; try again")
-
-
-@dataclass(slots=True)
-class Pause:
-    """Grows with every try in vain."""
-
-    next_s: float = 0.1
-
-    async def wait(self) -> None:
-        await asyncio.sleep(self.next_s)
-        self.next_s = min(2 * self.next_s, 2.0)
-
-
-class Tries:
-    """Where one request goes, try after try: to another replica that may have it at once, and when all were tried,
-    after a pause."""
-
-    def __init__(self, replicas: Replicas, base_model: str) -> None:
-        self._replicas = replicas
-        self._base_model = base_model
-        self._replica: Replica | None = None
-        self._version_id = ""
-        self._in_vain: set[Replica] = set()
-        self._dead: set[str] = set()
-        """Boots of samplers whose engine has died."""
-        self._was_provided = False
-        self._pause = Pause()
-
-    async def route(self, request: sampler_pb2.SampleRequest | None) -> Replica:
-        self._version_id = "" if request is None else request.version_id
-        self._replica = await self._replicas.route(self._base_model, request, avoid=self._in_vain)
-        return self._replica
-
-    def died(self, error: EngineDead) -> None:
-        """The engine of the last try has died. Raises ServiceError when too many have."""
-        if self._replica is not None and self._replica.info is not None:
-            self._dead.add(self._replica.info.boot_id)
-        if len(self._dead) >= _MAX_DEATHS:
-            raise ServiceError(
-                f"{len(self._dead)} engines have died with this request in work, so it is not sent again; "
-                f"the last: {error.message}"
-            )
-
-    async def next(self) -> None:
-        """The last try was in vain."""
-        if self._replica is not None:
-            self._in_vain.add(self._replica)
-        if self._in_vain.issuperset(self._replicas.candidates(self._base_model, self._version_id)):
-            self._in_vain.clear()
-            await self._pause.wait()
-
-    async def provided(self) -> None:
-        """The last try found no version, and by now one has it: no pause, unless that has helped nothing before."""
-        if self._was_provided:
-            await self._pause.wait()
-        self._was_provided = True
 
 
 class Samples:
@@ -228,13 +171,14 @@ class Samples:
                 pending.progress.paused("the sampler is unreachable")
             replica = await tries.route(request)
             self._publishing.top_up(drawn_from)
+            if tries.is_suspect:
+                pending.progress.paused("a sampler died with this request in work; such requests run one at a time")
             try:
-                return await self._call(pending, request, replica)
-            except NotReady as error:
+                async with tries.at(replica) as begun:
+                    return await self._call(pending, request, replica, begun=begun if tries.is_suspect else None)
+            except NotReady:
                 self._clients.samplers.lost(replica)
                 pending.progress.paused("the sampler is unreachable")
-                if isinstance(error, EngineDead):
-                    tries.died(error)
             except OutOfCapacity as error:
                 pending.progress.paused(f"the sampler is full: {error.message}")
             except VersionNotLoaded:
@@ -250,14 +194,23 @@ class Samples:
             await tries.next()
 
     async def _call(
-        self, pending: Pending, request: sampler_pb2.SampleRequest, replica: Replica
+        self,
+        pending: Pending,
+        request: sampler_pb2.SampleRequest,
+        replica: Replica,
+        *,
+        begun: Callable[[], None] | None,
     ) -> sampler_pb2.SampleResponse:
+        """`begun`: to be called at the first token."""
         pending.progress.active("the sampler is working on it")
         pending.ask = lambda: _ask(replica, pending)
         try:
-            call = replica.stub.Sample(request)
+            if begun is None:
+                call = replica.stub.Sample(request)
+            else:
+                call = replica.stub.StreamSample(sampler_pb2.StreamSampleRequest(request=request))
             with self._clients.samplers.holding(replica, call, weight=request.num_samples):
-                response = await call
+                response = await (call if begun is None else _last_of(call, begun))
             pending.ran = ran_of(await call.trailing_metadata())
             return response
         except grpc.aio.AioRpcError as error:
@@ -272,6 +225,18 @@ class Samples:
             return await self._publishing.provide(session, replica, progress=pending.progress)
         finally:
             pending.ask = None
+
+
+async def _last_of(call: Any, begun: Callable[[], None]) -> sampler_pb2.SampleResponse:
+    """The result of a stream, whose first piece says that the sampler has begun."""
+    result = sampler_pb2.SampleResponse()
+    try:
+        while (piece := await call.read()) is not grpc.aio.EOF:
+            begun()
+            result = piece.result
+    finally:
+        call.cancel()
+    return result
 
 
 async def _ask(replica: Replica, pending: Pending) -> types_pb2.QueueStatus:

@@ -44,20 +44,22 @@ _OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    ("grpc.service_config", _SERVICE_CONFIG),
 ]
 
 
-def connect(address: str, *, api_key: str = "", certificates: Certificates | None = None) -> grpc.aio.Channel:
-    """A channel with keepalive, large messages, and retries on UNAVAILABLE only. Every call carries the key, if any,
-    and the id of the request that it is made for.
+def connect(
+    address: str, *, api_key: str = "", certificates: Certificates | None = None, resends: bool = True
+) -> grpc.aio.Channel:
+    """A channel with keepalive, large messages, and retries on UNAVAILABLE only; `resends` False: none. Every call
+    carries the key, if any, and the id of the request that it is made for.
 
     With certificates the other side must have one of the same authority, for the host in `address`.
     """
+    options = [*_OPTIONS, ("grpc.service_config", _SERVICE_CONFIG)] if resends else _OPTIONS
     if certificates is None:
-        channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+        channel = grpc.aio.insecure_channel(address, options=options)
     else:
-        channel = grpc.aio.secure_channel(address, certificates.client(), options=_OPTIONS)
+        channel = grpc.aio.secure_channel(address, certificates.client(), options=options)
     if tracing.is_on():
         _trace_calls(channel)
     return _with_metadata(channel, api_key)

@@ -201,6 +201,11 @@ def to_status(error: ServiceError) -> grpc.Status:
     return rpc_status.to_status(to_proto(error))
 
 
+def is_from_service(error: grpc.aio.AioRpcError) -> bool:
+    """False when the transport failed, and the service has said nothing."""
+    return rpc_status.from_call(error) is not None  # type: ignore[arg-type]  # the stubs know only the sync call
+
+
 def from_rpc_error(error: grpc.aio.AioRpcError) -> ServiceError:
     """What a failed call means. UNAVAILABLE from the transport becomes NotReady."""
     status = rpc_status.from_call(error)  # type: ignore[arg-type]  # the stubs know only the sync call

@@ -431,6 +431,9 @@ class FakeSampler(sampler_pb2_grpc.SamplerServiceServicer):
             else None,
         )
 
+    async def StreamSample(self, request: Any, context: Any) -> Any:
+        yield sampler_pb2.StreamSampleResponse(result=await self.Sample(request.request, context))
+
     async def MoveGenerations(self, request: Any, context: Any) -> Any:
         self.moves.append((request.run_id, request.version_id))
         self.moved.set()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gateway.sampling.samples import Pause
+from gateway.sampling.tries import Pause
 from tests.unit.gateway.stack import BASE_MODEL, Backend, Client, FakeSampler, Stack, sample_body
 from tests.unit.gateway.talking import TalkingSampler
 from tests.unit.gateway.test_inflight import save
@@ -306,30 +306,106 @@ async def test_what_an_engine_had_that_died_is_sent_again(pair: Pair, client: Cl
         await pair.backends[1].stop()
         await until(lambda: len(pair.replicas.usable(BASE_MODEL)) == 1)
     sampler_id = await client.sampling_session(await client.session())
-    for sampler in pair.samplers:  # the channel itself makes a call three times
-        sampler.refusals = [EngineDead("the engine has died") for _ in range(3)]
-    await answered(client, await client.call("asample", body(sampler_id, 0, [1] * 40)))
-    assert any(not sampler.refusals for sampler in pair.samplers)
+    asked = await first_choice(pair, client, sampler_id)
+    asked.refusals = [EngineDead("the engine has died")]
+    await answered(client, await client.call("asample", body(sampler_id, 1, [1] * 40)))
+    assert not asked.refusals
     resubmitted = [await pair.metric(client, "gateway_resubmissions_total", n) for n in range(num_samplers)]
-    assert all(count >= 1 for count in resubmitted)
+    assert sum(resubmitted) == 1
 
 
-async def test_a_request_that_kills_every_engine_is_given_up(pair: Pair, client: Client) -> None:
-    class Deadly(list[Any]):
-        """Each death is that of another process."""
+async def first_choice(pair: Pair, client: Client, sampler_id: str) -> FakeSampler:
+    """The sampler that gets the prompt of 40 ones while nothing else runs."""
+    before = pair.asked()
+    await answered(client, await client.call("asample", body(sampler_id, 0, [1] * 40)))
+    (n,) = [n for n, (now, then) in enumerate(zip(pair.asked(), before, strict=True)) if now > then]
+    return pair.samplers[n]
 
-        def pop(self, index: Any = -1) -> Any:
-            for replica in pair.replicas.all:
-                replica.info.boot_id += "+"
-            return EngineDead("an illegal memory access")
 
-    sampler_id = await client.sampling_session(await client.session())
-    for sampler in pair.samplers:
-        sampler.refusals = Deadly([None])
-    failure = await client.result(await client.call("asample", body(sampler_id, 0, [1] * 40)))
-    assert "5 engines have died with this request" in failure["error"]
+class Poisoned(TalkingSampler):
+    """Its engine dies of every prompt of 40 ones, with all that it has in work. It is there again at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_deaths = 0
+        self.in_work: set[asyncio.Future[None]] = set()
+
+    async def Sample(self, request: Any, context: Any) -> Any:
+        await self._compute(request)
+        return await super().Sample(request, context)
+
+    async def StreamSample(self, request: Any, context: Any) -> Any:
+        await self._compute(request.request)
+        async for piece in super().StreamSample(request, context):
+            yield piece
+
+    async def _compute(self, request: sampler_pb2.SampleRequest) -> None:
+        tokens = b"".join(chunk.encoded_text.tokens for chunk in request.prompt)
+        death: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.in_work.add(death)
+        try:
+            async with asyncio.timeout(0.1):
+                if tokens == b"\1\0\0\0" * 40:
+                    self.num_deaths += 1
+                    for one in self.in_work:
+                        one.set_exception(EngineDead("an illegal memory access"))
+                    self.in_work.clear()
+                await death
+        except TimeoutError:
+            pass
+        finally:
+            self.in_work.discard(death)
+
+
+@pytest.fixture
+async def poisoned(tmp_path: Path) -> AsyncIterator[Pair]:
+    pair = Pair(Stack(tmp_path), [Poisoned(), Poisoned()])
+    await pair.start()
+    yield pair
+    await pair.stop()
+
+
+@pytest.mark.parametrize("num_samplers", [1, 2])
+async def test_a_request_that_has_killed_two_samplers_is_given_to_no_third_and_fails_alone(
+    poisoned: Pair, num_samplers: int
+) -> None:
+    if num_samplers == 1:
+        await poisoned.backends[1].stop()
+        await until(lambda: len(poisoned.replicas.usable(BASE_MODEL)) == 1)
+    async with Client(base_url=poisoned.stack.url, timeout=60) as client:
+        sampler_id = await client.sampling_session(await client.session())
+        calls = [client.call("asample", body(sampler_id, n, [2 + n] * 40)) for n in range(8)]
+        calls.insert(4, client.call("asample", body(sampler_id, 8, [1] * 40)))
+        ids = await asyncio.gather(*calls)
+        failure = await client.result(ids.pop(4))
+        for request_id in ids:
+            await answered(client, request_id)
+    assert failure["error"].startswith("2 samplers ended while they computed this request, so it is not given to")
     assert "an illegal memory access" in failure["error"]
     assert failure["category"] == "server"
+    assert sum(sampler.num_deaths for sampler in poisoned.samplers) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_nor_is_one_of_the_openai_api(poisoned: Pair, stream: bool) -> None:
+    async with Client(base_url=poisoned.stack.url, timeout=60) as client:
+        bodies = [{"model": BASE_MODEL, "prompt": [1 + n] * 40, "max_tokens": 2, "stream": stream} for n in range(8)]
+        guilty, *others = await asyncio.gather(*(client.post("/v1/completions", json=each) for each in bodies))
+    assert "2 samplers ended while they computed this request" in guilty.text
+    assert all(reply.status_code == 200 and "error" not in reply.json() for reply in others if not stream)
+    assert all("error" not in reply.text for reply in others)
+    assert sum(sampler.num_deaths for sampler in poisoned.samplers) == 2
+
+
+@pytest.mark.parametrize("error", [NotReady("the sampler is shutting down"), EngineDead("gone", computing="no")])
+async def test_an_orderly_end_and_a_death_before_its_turn_are_not_held_against_a_request(
+    pair: Pair, client: Client, error: NotReady
+) -> None:
+    sampler_id = await client.sampling_session(await client.session())
+    for sampler in pair.samplers:
+        sampler.refusals = [error] * 3
+    await answered(client, await client.call("asample", body(sampler_id, 0, [1] * 40)))
+    assert sum(pair.asked()) >= 4
 
 
 async def test_who_waits_for_a_silent_trainer_says_so_and_goes_on_when_a_holder_is_back(

@@ -14,7 +14,7 @@ from sampler_service.torch_engine.engine import TorchEngine
 from sampler_service.torch_engine.prefix_cache import BLOCK_TOKENS
 from tests.unit.sampler_service.serving import generate, make_adapter, metric, prompt, serving
 from tests.unit.sampler_service.serving import request as ask
-from tinsmith.rpc.errors import ServiceError
+from tinsmith.rpc.errors import OutOfCapacity, ServiceError
 
 B = BLOCK_TOKENS
 
@@ -249,8 +249,12 @@ async def test_what_is_no_number_and_what_broke_off_leaves_nothing(
 
         await generate(engine, prompt(3 * B), max_tokens=2)
         assert prefixes.num_bytes > 0
-        monkeypatch.setattr(prefixes, "load", lambda *args: 1 / 0)
-        with pytest.raises(ServiceError, match="division by zero"):
+
+        def fail(*args: object) -> None:
+            raise torch.OutOfMemoryError("full")
+
+        monkeypatch.setattr(prefixes, "load", fail)
+        with pytest.raises(OutOfCapacity, match="out of memory in this step"):
             await generate(engine, prompt(3 * B), max_tokens=2)
         assert prefixes.num_bytes == 0
         assert (await generate(engine, prompt(3 * B), max_tokens=2)).prompt_cache_hit_tokens == 0

@@ -1,0 +1,39 @@
+"""The sampler service, which kills itself while it computes a request whose prompt begins with MARK.
+
+    python poisoned_sampler.py <flags of sampler_service>
+
+The second token of such a prompt says when: with its prompt, or with so many tokens of its output.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+from torch import Tensor
+
+from sampler_service.__main__ import main
+from sampler_service.torch_engine.forward import Forward
+from sampler_service.torch_engine.step import Step
+
+MARK = 101
+
+
+def install() -> None:
+    logits = Forward.logits
+
+    def poisoned(self: Any, step: Step) -> Tensor:
+        sequences = [*step.running, *(sequence for piece in step.pieces for sequence in piece.job.sequences)]
+        for sequence in sequences:
+            prompt = sequence.owner.request.prompt
+            if len(prompt) > 1 and prompt[0] == MARK and len(sequence.tokens) >= prompt[1]:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return logits(self, step)
+
+    Forward.logits = poisoned  # pyright: ignore[reportAttributeAccessIssue]
+
+
+if __name__ == "__main__":
+    install()
+    main()

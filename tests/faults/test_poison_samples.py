@@ -1,0 +1,95 @@
+"""A sample request that kills its sampler: two die of it, no third gets it, and whatever else was there is answered."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import tinker
+from tinker import ModelInput, SamplingParams
+
+from tests.faults.cluster import Cluster
+from tests.faults.poisoned_sampler import MARK
+from tests.integration.examples import BASE_MODEL, new_model, random_tokens
+
+pytestmark = pytest.mark.slow
+
+KILLED_TWO = "2 samplers ended while they computed this request, so it is not given to another"
+NUM_OTHERS = 24
+NUM_TOKENS = 120
+
+
+@pytest.fixture(scope="module")
+def running(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path_factory.mktemp("cluster"), model, num_samplers=2)
+    for sampler in cluster.samplers:
+        sampler.run_instead(Path(__file__).with_name("poisoned_sampler.py"))
+    with cluster:
+        yield cluster
+
+
+@pytest.fixture
+def deaths(cluster: Cluster) -> Iterator[Callable[[], int]]:
+    """How many samplers have ended. They are started again at once, as by a supervisor."""
+    number, ended = 0, threading.Event()
+
+    def supervise() -> None:
+        nonlocal number
+        while not ended.wait(0.05):
+            for sampler in cluster.samplers:
+                if not sampler.is_running:
+                    number += 1
+                    sampler.start()
+
+    thread = threading.Thread(target=supervise)
+    thread.start()
+    yield lambda: number
+    ended.set()
+    thread.join()
+
+
+class Others:
+    """Samples of other clients, of two versions and the base model, in work on both samplers."""
+
+    def __init__(self, service: tinker.ServiceClient) -> None:
+        clients = [new_model(service).save_weights_and_get_sampling_client().result() for _ in range(2)]
+        clients.append(service.create_sampling_client(base_model=BASE_MODEL).result())
+        params = SamplingParams(max_tokens=NUM_TOKENS, stop=[])
+        prompts = [[1, *random_tokens(20, n)] for n in range(NUM_OTHERS)]
+        self._pending = [
+            clients[n % 3].sample(ModelInput.from_ints(prompt), 1, params) for n, prompt in enumerate(prompts)
+        ]
+
+    def check(self) -> None:
+        for future in self._pending:
+            (sequence,) = future.result().sequences
+            assert len(sequence.tokens) == NUM_TOKENS
+
+
+@pytest.mark.parametrize("after", [0, 40], ids=["with its prompt", "with its output"])
+def test_a_request_that_kills_two_samplers_fails_alone(
+    service: tinker.ServiceClient, deaths: Callable[[], int], after: int
+) -> None:
+    client = service.create_sampling_client(base_model=BASE_MODEL).result()
+    others = Others(service)
+    guilty = client.sample(ModelInput.from_ints([MARK, after, 3]), 1, SamplingParams(max_tokens=100, stop=[]))
+    with pytest.raises(tinker.RequestFailedError, match=KILLED_TWO if not after else "samplers ended while they"):
+        guilty.result()
+    others.check()
+    # One that kills only later has company at its first two deaths at most, and is alone at the third.
+    assert 2 <= deaths() <= (2 if not after else 3)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_so_does_one_of_the_openai_api(
+    cluster: Cluster, service: tinker.ServiceClient, deaths: Callable[[], int], stream: bool
+) -> None:
+    others = Others(service)
+    body = {"model": BASE_MODEL, "prompt": [MARK, 0, 3], "max_tokens": 100, "stream": stream}
+    reply = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=120, trust_env=False)
+    assert KILLED_TWO in reply.text
+    others.check()
+    assert deaths() == 2
