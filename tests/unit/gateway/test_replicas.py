@@ -336,7 +336,8 @@ class Poisoned(TalkingSampler):
 
     async def StreamSample(self, request: Any, context: Any) -> Any:
         await self._compute(request.request)
-        async for piece in super().StreamSample(request, context):
+        pieces: Any = super().StreamSample(request, context)
+        async for piece in pieces:
             yield piece
 
     async def _compute(self, request: sampler_pb2.SampleRequest) -> None:
