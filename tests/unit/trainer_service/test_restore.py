@@ -22,6 +22,7 @@ from tinsmith.rpc.errors import ModelLost
 from tinsmith.rpc.tensors import to_numpy
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
+from trainer_service.durability.executing import MOST_DEATHS, MOST_DEATHS_ANSWERED, NAME, Executing
 from trainer_service.durability.journal_file import sum_of
 from trainer_service.durability.journal_records import Body, State
 from trainer_service.durability.restore import check_journal
@@ -648,3 +649,47 @@ async def test_a_batch_of_too_many_targets_that_was_accepted_before_a_crash_is_r
 
 def batch_of_many_targets(seq_id: int) -> pb.ForwardBackwardRequest:
     return request([wide(2**26)], model_id=MODEL, seq_id=seq_id)
+
+
+async def test_an_operation_that_was_executed_at_two_deaths_fails_with_the_step_after_it_and_the_next_one_works(
+    start: Start, tmp_path: Path
+) -> None:
+    process = await start(tmp_path / "0")
+    await run(process, [creation(), batch(1), step(2)])
+    await process.journal.append(MODEL, 3, Body.pack("forward_backward", batch(3)))
+    await process.stop()
+    executing = Executing(tmp_path / "0")
+    executing._num_deaths[MODEL, 3] = MOST_DEATHS - 1
+    executing.begin([(MODEL, 3)])
+
+    again = await start(tmp_path / "0")
+    assert "the trainer ended twice while it ran this" in str(await again.outcome(MODEL, 3))
+    await again.send(step(4))
+    refused = str(await again.outcome(MODEL, 4))
+    assert "was not applied" in refused
+    assert "the trainer ended twice" in refused
+    await run(again, [batch(5), step(6)])
+    assert isinstance(await again.outcome(MODEL, 6), Answer)
+    assert not again.scheduler.executing.is_suspect(MODEL, 3)
+
+
+async def test_an_operation_with_an_answer_that_was_executed_at_five_deaths_leaves_its_model_for_another_try(
+    start: Start, tmp_path: Path
+) -> None:
+    process = await start(tmp_path / "0")
+    await run(process, [creation(), batch(1), step(2)])
+    answer = await process.outcome(MODEL, 1)
+    await process.stop()
+    executing = Executing(tmp_path / "0")
+    executing._num_deaths[MODEL, 1] = MOST_DEATHS_ANSWERED - 1
+    executing.begin([(MODEL, 1)])
+
+    again = await start(tmp_path / "0")
+    with pytest.raises(ModelLost, match="ended 5 times while it ran this"):
+        await again.scheduler.check_held(MODEL)
+    assert await again.outcome(MODEL, 1) == answer
+    await again.stop()
+    (tmp_path / "0" / NAME).unlink()
+    third = await start(tmp_path / "0")
+    await third.scheduler.check_held(MODEL)
+    await run(third, [batch(3), step(4)])
