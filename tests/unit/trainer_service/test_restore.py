@@ -474,6 +474,7 @@ async def test_a_model_of_other_base_weights_of_the_same_name_waits_for_its_own(
     assert "other weights have got the same name; it is used all the same" in caplog.text
     await run(allowing, [save(4, "two")])
     saved = await allowing.outcome(MODEL, 4)
+    assert isinstance(saved, Answer)
     assert saved.save_checkpoint.checkpoint.base_weights == "another", "it goes on with those"
     await allowing.stop()
 
