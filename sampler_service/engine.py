@@ -306,10 +306,13 @@ class SamplingEngine(Protocol):
         """
         ...
 
-    async def install(self, version_id: str, weights: Weights, *, on_probation: bool = False) -> None:
+    async def install(
+        self, version_id: str, weights: Weights, *, on_probation: bool = False, checksum: str = ""
+    ) -> None:
         """Makes a version visible to the next request; running ones keep theirs. The weights are the engine's now.
 
         `on_probation`: only to requests that ask for it as such, until it is confirmed; for a minute at most.
+        `checksum`: of the bytes that it came as, for whoever announces the version again.
         """
         ...
 

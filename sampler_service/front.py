@@ -21,8 +21,9 @@ from sampler_service.torch_engine.scheduler import Sequence
 from sampler_service.torch_engine.scoring import PromptScorer, wants_scores
 from sampler_service.torch_engine.task import Task
 from sampler_service.validation import Limits
-from sampler_service.weights.leads import Leads, is_newer
+from sampler_service.weights.leads import Leads
 from tinsmith.rpc.errors import EngineDead, NotReady, OutOfCapacity, ServiceError
+from tinsmith.rpc.paths import is_newer
 
 logger = logging.getLogger(__name__)
 

@@ -37,6 +37,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 _PIECE_BYTES = 1024 * 1024
 """Of a file that is streamed."""
+_CREATION_BYTES = 6
+"""Of the random number that tells creations of one model_id apart."""
 _LARGE_BYTES = 64 * 1024
 """Messages above this size are parsed and packed on a thread, to keep the event loop free."""
 
@@ -57,6 +59,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     """`trainer` is set when the base model is loaded; until then every call fails with NotReady."""
 
     trainer: Trainer | None = None
+
+    def __init__(self) -> None:
+        self._deleting: dict[str, asyncio.Task[None]] = {}
+        """By model_id."""
 
     @property
     def _ready(self) -> Trainer:
@@ -87,8 +93,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def CreateModel(self, request: pb.CreateModelRequest, context: Context) -> pb.CreateModelResponse:
         operations = self._ready.operations
+        if request.creation_id:
+            raise InvalidRequest(f"creation_id: {request.creation_id!r}: only the trainer sets it", field="creation_id")
+        if (deleting := self._deleting.get(request.model_id)) is not None:
+            await asyncio.wait([deleting])  # or it would take what the new one makes
         body = Body.pack("create_model", request)
         # A replay must begin with the same numbers. The digest stays: a repeat does not bring them either.
+        request.creation_id = secrets.token_hex(_CREATION_BYTES)
         if request.lora_config.rank and not request.lora_config.HasField("seed"):
             request.lora_config.seed = secrets.randbits(31)
         request.base_weights = request.base_weights or operations.models.base_weights
@@ -106,7 +117,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def DeleteModel(self, request: pb.DeleteModelRequest, context: Context) -> pb.DeleteModelResponse:
         model_id = check_model_id(request.model_id, field="model_id")
-        await asyncio.shield(asyncio.create_task(self._delete_model(self._ready, model_id)))
+        if model_id not in self._deleting:
+            task = self._deleting[model_id] = asyncio.create_task(self._delete_model(self._ready, model_id))
+            task.add_done_callback(lambda _: self._deleting.pop(model_id))
+        await asyncio.shield(self._deleting[model_id])
         return pb.DeleteModelResponse()
 
     async def ForwardBackward(self, request: pb.ForwardBackwardRequest, context: Context) -> pb.ForwardBackwardResponse:

@@ -19,7 +19,7 @@ from gateway.futures import Progress
 from gateway.sampling.publishing import Publishing
 from gateway.sampling.replicas import Replica
 from tinsmith.rpc.errors import ServiceError
-from tinsmith.rpc.paths import run_of
+from tinsmith.rpc.paths import is_newer, run_of
 from tinsmith.v1 import sampler_pb2, types_pb2
 
 logger = logging.getLogger(__name__)
@@ -149,5 +149,5 @@ async def _move_generations(replica: Replica, run_id: str, version_id: str) -> b
 
 
 def _is_newer(version_id: str, than: str) -> bool:
-    """Of two versions of one run, "<run>@<seq_id>"."""
-    return int(version_id.rpartition("@")[2]) > int(than.rpartition("@")[2])
+    """Of two versions of one run."""
+    return is_newer(version_id, than, run_id=run_of(version_id))

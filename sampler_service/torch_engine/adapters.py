@@ -26,6 +26,8 @@ class Version:
     """Of its keys and values in the prefix cache: another one at each installation. 0 is the base model's."""
     on_probation: bool = False
     """Hidden from all but those who ask for it as such."""
+    checksum: str = ""
+    """XXH3-128 of the bytes that it came as, in hexadecimal; empty where it did not come from a trainer."""
     num_running: int = 0
     """Generations that use it now."""
     timer: asyncio.TimerHandle | None = None
@@ -85,7 +87,8 @@ class AdapterStore:
         use leave no room, InvalidRequest if it is too large; then nothing is evicted.
         """
         if version_id in self:
-            raise AlreadyExists(f"version {version_id!r} is resident already", version_id=version_id)
+            checksum = self._resident[version_id].checksum
+            raise AlreadyExists(f"version {version_id!r} is resident already", version_id=version_id, checksum=checksum)
         self.remove(version_id)
         if num_bytes > self.max_bytes:
             raise InvalidRequest(
@@ -111,13 +114,13 @@ class AdapterStore:
             logger.info("evicted version %s to make room for %s", version.version_id, version_id)
         return evicted
 
-    def install(self, version_id: str, weights: Weights, *, on_probation: bool = False) -> None:
+    def install(self, version_id: str, weights: Weights, *, on_probation: bool = False, checksum: str = "") -> None:
         """Raises as make_room does, with nothing changed.
 
         `on_probation`: hidden until it is confirmed, and dropped after PROBATION_S; needs a running event loop.
         """
         self.make_room(version_id, weights.num_bytes)
-        version = Version(version_id, weights, next(self._namespaces), on_probation)
+        version = Version(version_id, weights, next(self._namespaces), on_probation, checksum)
         self._resident[version_id] = version
         if on_probation:
             version.timer = asyncio.get_running_loop().call_later(PROBATION_S, self._expire, version)

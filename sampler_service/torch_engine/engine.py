@@ -126,11 +126,13 @@ class TorchEngine(Front):
         self._count_versions()
         return evicted
 
-    async def install(self, version_id: str, weights: Weights, *, on_probation: bool = False) -> None:
+    async def install(
+        self, version_id: str, weights: Weights, *, on_probation: bool = False, checksum: str = ""
+    ) -> None:
         if weights.flat.device != self.base.device:
             flat = await in_thread(lambda: weights.flat.to(self.base.device))
             weights = weights.like(flat)
-        self._store.install(version_id, weights, on_probation=on_probation)
+        self._store.install(version_id, weights, on_probation=on_probation, checksum=checksum)
         self._count_versions()
 
     async def move(self, run_id: str, version_id: str) -> int:

@@ -126,12 +126,14 @@ class VllmEngine(RunningFront):
         self._count_versions()
         return []
 
-    async def install(self, version_id: str, weights: Weights, *, on_probation: bool = False) -> None:
+    async def install(
+        self, version_id: str, weights: Weights, *, on_probation: bool = False, checksum: str = ""
+    ) -> None:
         self._check_alive()
         self._store.make_room(version_id, weights.num_bytes)
         resident = await self._share(weights)
         try:
-            self._store.install(version_id, resident, on_probation=on_probation)
+            self._store.install(version_id, resident, on_probation=on_probation, checksum=checksum)
         except ServiceError:
             self._worker.forget(resident)
             raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sampler_service.engine import Request
-from tinsmith.rpc.paths import version_number
+from tinsmith.rpc.paths import is_newer
 
 
 class Leads:
@@ -33,9 +33,3 @@ class Leads:
         newest = self._newest.get(request.follow_run, "")
         goes_on = is_newer(newest, request.version_id, run_id=request.follow_run) and self._is_resident(newest)
         return newest if goes_on else request.version_id
-
-
-def is_newer(version_id: str, than: str, *, run_id: str) -> bool:
-    """Of two versions of a run; the base model is older than all. Raises InvalidRequest for a version of another."""
-    one, other = (version_number(each, run_id=run_id, field="version_id") for each in (version_id, than))
-    return one > other

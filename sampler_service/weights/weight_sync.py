@@ -213,7 +213,9 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
                     f"version {update.version_id!r}: the received buffer has checksum {update.received}, the sent one "
                     f"{request.checksum}"
                 )
-            await self.slot.get().install(update.version_id, update.weights, on_probation=True)
+            await self.slot.get().install(
+                update.version_id, update.weights, on_probation=True, checksum=update.received
+            )
         except ServiceError as error:
             self.metrics.versions.publishes.labels(error.reason).inc()
             raise

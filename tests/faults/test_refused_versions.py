@@ -88,10 +88,8 @@ def published(cluster: Cluster, training: tinker.TrainingClient) -> types_pb2.Ch
     with grpc.insecure_channel(cluster.trainer.address) as channel:
         stub = trainer_pb2_grpc.TrainerServiceStub(channel)
         model = stub.GetModel(trainer_pb2.GetModelRequest(model_id=training.model_id), timeout=60).model
-    seq_id = model.next_seq_id - 1
-    return types_pb2.CheckpointInfo(
-        location=f"{training.model_id}/ephemeral/{seq_id}", version_id=f"{training.model_id}@{seq_id}"
-    )
+        location = f"{training.model_id}/ephemeral/{model.next_seq_id - 1}"
+        return stub.GetCheckpoint(trainer_pb2.GetCheckpointRequest(location=location), timeout=60).checkpoint
 
 
 def check_not_served(sampler: Process, version_id: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import grpc
 import numpy as np
+import openai
 import pytest
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.rpc import error_details_pb2
@@ -13,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from grpc_status import rpc_status
 
-from tests.batches import random_datum, request
+from tests.batches import datum, random_datum, request
 from tests.integration.examples import BASE_MODEL
 from tests.stack import Stack
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc, types_pb2
@@ -132,6 +133,48 @@ def test_a_model_is_trained_saved_published_and_sampled(
     assert published.num_samplers == 1
     assert sampler.Sample(sample_request(version_id)) == sampled
     trainer.DeleteModel(trainer_pb2.DeleteModelRequest(model_id=model_id))
+
+
+def test_the_versions_of_a_model_whose_id_was_used_before_are_its_own(
+    trainer: trainer_pb2_grpc.TrainerServiceStub, sampler: sampler_pb2_grpc.SamplerServiceStub, stack: Stack
+) -> None:
+    model_id = "twice:train:0"
+    saved, texts = [], []
+    for name, value in (("one", 7), ("two", 11)):
+        create(trainer, model_id)
+        data = [datum([value] * 12, target_tokens=np.full(12, value), weights=np.ones(12, np.float32))]
+        for seq_id in (1, 3, 5):
+            trainer.ForwardBackward(request(data, model_id=model_id, seq_id=seq_id))
+            adam = trainer_pb2.AdamParams(learning_rate=0.05)
+            trainer.OptimStep(trainer_pb2.OptimStepRequest(model_id=model_id, seq_id=seq_id + 1, adam_params=adam))
+        save = trainer_pb2.SaveCheckpointRequest(
+            model_id=model_id, seq_id=7, kind=types_pb2.CHECKPOINT_KIND_SAMPLER, name=name
+        )
+        saved.append(trainer.SaveCheckpoint(save))
+        if name == "one":
+            trainer.DeleteModel(trainer_pb2.DeleteModelRequest(model_id=model_id))
+            republish(trainer, saved[0].checkpoint)
+    one, two = (reply.checkpoint for reply in saved)
+    assert one.version_id != two.version_id
+    republish(trainer, one)
+    republish(trainer, two)
+    drawn = [sampler.Sample(sample_request(each.version_id)).sequences[0].tokens for each in (one, two)]
+    assert [np.frombuffer(tokens, "<i4").tolist() for tokens in drawn] == [[7] * 6, [11] * 6]
+    for name in ("one", "two"):
+        asked = {
+            "model": f"tinker://{model_id}/sampler_weights/{name}",
+            "prompt": [5, 6, 7],
+            "max_tokens": 6,
+            "seed": 1,
+        }
+        with openai.OpenAI(base_url=f"{stack.base_url}/v1", api_key="tml-test", max_retries=0, timeout=60) as client:
+            texts.append(client.completions.create(**asked).choices[0].text)  # type: ignore[call-overload]
+    assert texts[0] != texts[1]
+
+
+def republish(trainer: trainer_pb2_grpc.TrainerServiceStub, checkpoint: types_pb2.CheckpointInfo) -> None:
+    asked = trainer_pb2.PublishCheckpointRequest(location=checkpoint.location, version_id=checkpoint.version_id)
+    assert trainer.PublishCheckpoint(asked).num_samplers == 1
 
 
 def test_a_stream_is_the_same_sample_in_pieces(sampler: sampler_pb2_grpc.SamplerServiceStub) -> None:

@@ -33,6 +33,7 @@ from tests.stack import Stack
 from tests.switching import plain_model, switching_logprobs
 from tinsmith.modeling.adapter import AdapterConfig, chosen_targets, num_elements
 from tinsmith.modeling.base_model import BaseModel
+from tinsmith.rpc.paths import is_newer, run_of, version_number
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc
 
 FAST = tinker.AdamParams(learning_rate=1e-2)
@@ -41,6 +42,10 @@ LENGTH = 300
 TRIES = 5
 
 Spans = list[tuple[str, int]]
+
+
+def seq_id_of(version_id: str) -> int:
+    return version_number(version_id, run_id=run_of(version_id), field="version_id")
 
 
 def running(stack: Stack, wire: Wire) -> float:
@@ -71,8 +76,7 @@ def check_spans(stack: Stack, toy: Path, tokens: Sequence[int], logprobs: Sequen
     count = sum(count for _, count in spans)
     models = {}
     for name, _ in spans:
-        run_id, _, seq_id = name.rpartition("@")
-        models[name] = plain_model(toy, stack.checkpoints / run_id / "ephemeral" / seq_id)
+        models[name] = plain_model(toy, stack.checkpoints / run_of(name) / "ephemeral" / str(seq_id_of(name)))
     torch.set_num_threads(1)
     expected = switching_logprobs(models, PROMPT, tokens[:count], spans)
     np.testing.assert_allclose(logprobs[:count], expected, atol=5e-4)
@@ -107,7 +111,7 @@ def test_a_long_sample_goes_on_with_each_new_version_and_names_them(
         return result.sequences[0], spans[0]
 
     sequence, spans = until_mixed(draw, num_versions=3)
-    numbers = [int(name.rpartition("@")[2]) for name, _ in spans]
+    numbers = [seq_id_of(name) for name, _ in spans]
     assert numbers == sorted(set(numbers))
     assert sequence.logprobs is not None
     check_spans(stack, toy, sequence.tokens, sequence.logprobs, spans)
@@ -138,9 +142,9 @@ def test_the_openai_endpoint_names_the_versions_in_its_last_chunk(stack: Stack, 
         return choices, [(span["version"], span["num_tokens"]) for span in spans]
 
     choices, spans = until_mixed(draw, num_versions=2)
-    first, second = (name.rpartition("@") for name, _ in spans)
-    assert first[0] == second[0] == model_id
-    assert int(first[2]) < int(second[2])
+    first, second = (name for name, _ in spans)
+    assert run_of(first) == model_id
+    assert is_newer(second, first, run_id=model_id)
     listed = [choice.logprobs for choice in choices if choice.logprobs is not None]
     assert sum(count for _, count in spans) == sum(len(one.tokens or ()) for one in listed)
     assert len([one for one in listed if one.tokens]) > 1

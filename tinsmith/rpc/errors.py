@@ -15,6 +15,7 @@ ServiceError                 INTERNAL             server
 │   ├── VersionNotLoaded                                   ask the trainer to publish it, then try again
 │   ├── VersionGone                                        the location holds other weights by now
 │   ├── VersionRefused                    server           samplers do not compute it as the trainer does
+│   ├── VersionConflict                   server           a sampler serves other weights under this id
 │   ├── NotFinite                                          a step, or the model's own logprobs, leave float32
 │   ├── ModelLost                                          the trainer restarted and does not hold the model
 │   └── BudgetExceeded                                     an owner has used, or stores, what it may
@@ -109,6 +110,10 @@ class VersionGone(FailedPrecondition):
 
 class VersionRefused(FailedPrecondition):
     reason, category = "VERSION_REFUSED", "server"
+
+
+class VersionConflict(FailedPrecondition):
+    reason, category = "VERSION_CONFLICT", "server"
 
 
 class NotFinite(FailedPrecondition):

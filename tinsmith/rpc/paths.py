@@ -12,7 +12,8 @@ KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights"
 """Kind segment of a path -> checkpoint_type in the public API."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
-_SEQ_ID = re.compile(r"[0-9]{1,18}")
+_SAVE = re.compile(r"([0-9]{1,18})(?:\.([0-9a-f]+))?")
+"""What follows the "@" in the version of a save: seq_id and creation."""
 _RUN_ID = re.compile(r"[A-Za-z0-9._-]+(:[A-Za-z0-9._-]+)*")
 
 
@@ -44,17 +45,39 @@ def check_model_id(model_id: str, *, field: str) -> str:
     return check_run_id(model_id, field=field)
 
 
+def version_of(run_id: str, seq_id: int, creation_id: str) -> str:
+    """The version that a save makes. The creation keeps two runs apart that have had one id, one after the other; it is
+    empty for a run that an earlier version of Tinsmith has made."""
+    return f"{run_id}@{seq_id}.{creation_id}" if creation_id else f"{run_id}@{seq_id}"
+
+
 def version_number(version_id: str, *, run_id: str, field: str) -> int:
-    """N of a run's version "RUN_ID@N": later saves have larger ones. -1 for the base model's, which is empty.
+    """The seq_id of a run's version: later saves have larger ones. -1 for the base model's, which is empty.
 
     Raises InvalidRequest, naming `field`, when it is no version of this run.
     """
     if not version_id:
         return -1
-    run, _, number = version_id.rpartition("@")
-    if run != run_id or not _SEQ_ID.fullmatch(number):
-        raise InvalidRequest(f"{field}: {version_id!r} is not a version of run {run_id!r}, RUN_ID@SEQ_ID", field=field)
-    return int(number)
+    run, _, save = version_id.rpartition("@")
+    match = _SAVE.fullmatch(save)
+    if run != run_id or match is None:
+        raise InvalidRequest(
+            f"{field}: {version_id!r} is not a version of run {run_id!r}, RUN_ID@SEQ_ID.CREATION", field=field
+        )
+    return int(match[1])
+
+
+def creation_of(version_id: str) -> str:
+    """The creation in the version of a save; empty where there is none."""
+    match = _SAVE.fullmatch(version_id.rpartition("@")[2])
+    return "" if match is None else match[2] or ""
+
+
+def is_newer(version_id: str, than: str, *, run_id: str, field: str = "version_id") -> bool:
+    """Of two versions of a run; the base model is older than all, and versions of two creations are not newer than
+    each other. Raises InvalidRequest for a version of another run."""
+    one, other = (version_number(each, run_id=run_id, field=field) for each in (version_id, than))
+    return one > other and (not than or creation_of(version_id) == creation_of(than))
 
 
 def run_of(version_id: str) -> str:

@@ -51,7 +51,7 @@ class GetTrainerInfoResponse(_message.Message):
     def __init__(self, base_models: _Optional[_Iterable[str]] = ..., max_context_length: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., vocab_size: _Optional[int] = ..., architecture: _Optional[str] = ..., loss_fns: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., boot_id: _Optional[str] = ..., optimizers: _Optional[_Iterable[str]] = ..., full_training: _Optional[bool] = ..., trainable: _Optional[bool] = ..., trainable_groups: _Optional[_Iterable[str]] = ..., refused_groups: _Optional[_Mapping[str, str]] = ..., base_weights: _Optional[str] = ...) -> None: ...
 
 class CreateModelRequest(_message.Message):
-    __slots__ = ("model_id", "base_model", "lora_config", "optimizer", "from_location", "load_optimizer", "user_metadata", "base_weights")
+    __slots__ = ("model_id", "base_model", "lora_config", "optimizer", "from_location", "load_optimizer", "user_metadata", "base_weights", "creation_id")
     class UserMetadataEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +67,7 @@ class CreateModelRequest(_message.Message):
     LOAD_OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     USER_METADATA_FIELD_NUMBER: _ClassVar[int]
     BASE_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    CREATION_ID_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     base_model: str
     lora_config: _types_pb2.LoraConfig
@@ -75,7 +76,8 @@ class CreateModelRequest(_message.Message):
     load_optimizer: bool
     user_metadata: _containers.ScalarMap[str, str]
     base_weights: str
-    def __init__(self, model_id: _Optional[str] = ..., base_model: _Optional[str] = ..., lora_config: _Optional[_Union[_types_pb2.LoraConfig, _Mapping]] = ..., optimizer: _Optional[str] = ..., from_location: _Optional[str] = ..., load_optimizer: _Optional[bool] = ..., user_metadata: _Optional[_Mapping[str, str]] = ..., base_weights: _Optional[str] = ...) -> None: ...
+    creation_id: str
+    def __init__(self, model_id: _Optional[str] = ..., base_model: _Optional[str] = ..., lora_config: _Optional[_Union[_types_pb2.LoraConfig, _Mapping]] = ..., optimizer: _Optional[str] = ..., from_location: _Optional[str] = ..., load_optimizer: _Optional[bool] = ..., user_metadata: _Optional[_Mapping[str, str]] = ..., base_weights: _Optional[str] = ..., creation_id: _Optional[str] = ...) -> None: ...
 
 class CreateModelResponse(_message.Message):
     __slots__ = ("model",)

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinsmith.rpc.errors import DataCorrupted, FailedPrecondition, InvalidRequest, NotFinite, ServiceError
+from tinsmith.rpc.paths import version_number
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 from trainer_service.durability.journal import Journal
@@ -278,7 +279,7 @@ def _runs(call: Callable[[], None]) -> Work:
 
 def _seq_id(snapshot: types_pb2.CheckpointInfo) -> int:
     """The last operation that it covers."""
-    return int(snapshot.version_id.rpartition("@")[2])
+    return version_number(snapshot.version_id, run_id=snapshot.model_id, field="version_id")
 
 
 def _source(answer: Answer) -> str:

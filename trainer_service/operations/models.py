@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.rpc.errors import InvalidRequest, ModelNotFound
+from tinsmith.rpc.paths import creation_of, version_of
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 from trainer_service.engine.engine import State
@@ -27,7 +28,13 @@ class Model:
     config: AdapterConfig
     optimizer: str
     user_metadata: Mapping[str, str]
+    creation_id: str
+    """Tells it from other models that have had its id; empty for one that an earlier version of Tinsmith has made."""
     step: int = 0
+
+    def version(self, seq_id: int) -> str:
+        """The id of its version after that operation."""
+        return version_of(self.model_id, seq_id, self.creation_id)
 
     def to_proto(self, *, next_seq_id: int) -> pb.ModelInfo:
         return pb.ModelInfo(
@@ -49,7 +56,7 @@ class Model:
             base_model=self.base_model,
             base_weights=self.base_weights,
             lora_config=state.config.to_proto(),
-            version_id=f"{self.model_id}@{seq_id}",
+            version_id=self.version(seq_id),
             step=state.step,
             has_optimizer=state.optimizer is not None,
             optimizer=self.optimizer,
@@ -60,8 +67,11 @@ class Model:
     @classmethod
     def of_snapshot(cls, info: types_pb2.CheckpointInfo, state: State, *, base_weights: str) -> Model:
         """base_weights: of the trainer that it goes on with."""
-        metadata = dict(info.user_metadata)
-        return cls(info.model_id, info.base_model, base_weights, state.config, info.optimizer, metadata, info.step)
+        metadata, creation_id = dict(info.user_metadata), creation_of(info.version_id)
+        optimizer = info.optimizer
+        return cls(
+            info.model_id, info.base_model, base_weights, state.config, optimizer, metadata, creation_id, info.step
+        )
 
 
 class LiveModels:

@@ -110,7 +110,10 @@ class Operations:
             config = self._config(info.lora_config, optimizer=optimizer)
         assert config is not None
         base_weights = self.models.weights_of(config)
-        model = Model(request.model_id, base_model, base_weights, config, optimizer, dict(request.user_metadata))
+        metadata = dict(request.user_metadata)
+        model = Model(
+            request.model_id, base_model, base_weights, config, optimizer, metadata, creation_id=request.creation_id
+        )
 
         def create() -> None:
             self.engine.create_model(model.model_id, model.config, optimizer)

@@ -195,6 +195,6 @@ class Publishing:
 def _hidden(location: Location, version_id: str) -> Location | None:
     """Where a replaced version of a run lies until the run is deleted. None for what is no version of this run."""
     run_id, _, name = version_id.rpartition("@")
-    if run_id != location.run_id or not name.isalnum():
+    if run_id != location.run_id or not name.replace(".", "", 1).isalnum():
         return None
     return Location(run_id, KINDS[types_pb2.CHECKPOINT_KIND_EPHEMERAL], name)

@@ -84,7 +84,7 @@ class Saves:
     ) -> pb.WaitResultResponse:
         model = self.models.get(request.model_id)
         with_optimizer = request.kind == types_pb2.CHECKPOINT_KIND_TRAINING
-        version_id = f"{request.model_id}@{request.seq_id}"
+        version_id = model.version(request.seq_id)
         written = await self.checkpoints.reads(self._written, location, version_id) if again else None
         if written is not None:
             return await self._finish(written, location)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc.aio
@@ -17,7 +17,7 @@ import torch
 
 from tinsmith.modeling.full_weights import Weights
 from tinsmith.rpc import tracing
-from tinsmith.rpc.errors import AlreadyExists, NotReady, ServiceError
+from tinsmith.rpc.errors import AlreadyExists, NotReady, ServiceError, VersionConflict
 from tinsmith.rpc.tls import Certificates
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, types_pb2
 from tinsmith.v1 import weight_sync_pb2 as pb
@@ -332,14 +332,18 @@ class WeightSender:
             bucket_bytes=group.bucket_bytes,
         )
 
+        held: dict[str, str] = {}
+
         async def announce(member: Sampler) -> bool:
             try:
                 await member.call(member.weights.StartWeightUpdate(request, timeout=self._timeout_s))
-            except AlreadyExists:
+            except AlreadyExists as error:
+                held[member.address] = error.metadata.get("checksum", "")
                 return False
             return True
 
         needed = await all_of(*(announce(member) for member in group.members))
+        await _check_same(version, {address: sum_ for address, sum_ in held.items() if sum_})
         return [member for member, needs in zip(group.members, needed, strict=True) if needs]
 
     async def _transfer(self, group: Group, version: Version) -> str:
@@ -361,3 +365,22 @@ class WeightSender:
             )
         )
         return sending.result()
+
+
+async def _check_same(version: Version, held: Mapping[str, str]) -> None:
+    """`held`: the checksums of what samplers serve under the version's id, by their addresses. Raises VersionConflict
+    for other weights."""
+    if not held:
+        return
+    ours = await asyncio.to_thread(checksum, version.adapter.flat, version.adapter.sent_dtype)
+    for address, theirs in held.items():
+        if theirs != ours:
+            raise VersionConflict(
+                f"the sampler at {address} serves other weights as {version.version_id}: their XXH3-128 is {theirs}, "
+                f"that of the weights to be published {ours}. Two checkpoints have this one id, as of a run whose id "
+                "was used again under an earlier version of Tinsmith, or whose journal was put back from a backup. "
+                "What is served stays; to sample from the other one, load it into a new run and save that",
+                version_id=version.version_id,
+                sampler=address,
+                checksum=theirs,
+            )

@@ -1,7 +1,7 @@
 import pytest
 
 from tinsmith.rpc.errors import InvalidRequest
-from tinsmith.rpc.paths import TinkerPath, check_name, version_number
+from tinsmith.rpc.paths import TinkerPath, check_name, creation_of, is_newer, version_number, version_of
 
 
 def test_a_path_is_its_three_parts() -> None:
@@ -46,9 +46,33 @@ def test_an_unsafe_name_is_refused_with_its_value(name: str) -> None:
 def test_versions_of_a_run_are_ordered_by_their_number() -> None:
     numbers = [version_number(name, run_id="a:train:0", field="v") for name in ("", "a:train:0@9", "a:train:0@10")]
     assert numbers == [-1, 9, 10]
+    assert version_number("a:train:0@11.0c3f", run_id="a:train:0", field="v") == 11
 
 
-@pytest.mark.parametrize("name", ["a:train:1@3", "a:train:0", "a:train:0@", "a:train:0@-1", "a:train:0@" + "9" * 5000])
+def test_versions_of_two_creations_of_one_run_id_are_not_newer_than_each_other() -> None:
+    old, new, newer = "a@9", version_of("a", 3, "0c3f"), version_of("a", 4, "0c3f")
+    assert new == "a@3.0c3f"
+    assert version_of("a", 9, "") == old
+    assert is_newer(newer, new, run_id="a")
+    assert not is_newer(new, newer, run_id="a")
+    assert not is_newer(old, new, run_id="a")
+    assert not is_newer("a@9.beef", new, run_id="a")
+    assert is_newer(new, "", run_id="a")
+    assert (creation_of(new), creation_of(old), creation_of("a@" + "0123456789abcdef" * 2)) == ("0c3f", "", "")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a:train:1@3",
+        "a:train:0",
+        "a:train:0@",
+        "a:train:0@-1",
+        "a:train:0@1.",
+        "a:train:0@1.x",
+        "a:train:0@" + "9" * 5000,
+    ],
+)
 def test_what_is_no_version_of_the_run_is_refused_by_name(name: str) -> None:
     with pytest.raises(InvalidRequest, match="version_id: 'a:train"):
         version_number(name, run_id="a:train:0", field="version_id")

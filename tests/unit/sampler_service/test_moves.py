@@ -353,6 +353,23 @@ async def test_nothing_moves_back_or_twice(engine: TorchEngine) -> None:
     assert names((await generation.result()).sequences[0]) == [version(2), version(3)]
 
 
+async def test_generations_of_a_run_do_not_move_to_another_run_that_has_its_id(engine: TorchEngine) -> None:
+    old, new, newer = f"{RUN}@9.aa", f"{RUN}@3.bb", f"{RUN}@4.bb"
+    for seed, name in enumerate((old, new, newer)):
+        await engine.install(name, make_adapter(engine.targets, seed=seed))
+    with stepping(engine) as steps:
+        generations = [await engine.submit(following(prompt(9), version_id=name, max_tokens=6)) for name in (old, new)]
+        await steps()
+        for name, expected in ((old, 0), (newer, 1)):
+            moving = asyncio.create_task(engine.move(RUN, name))
+            await asyncio.sleep(0)
+            await steps()
+            assert await moving == expected
+        late = await engine.submit(following(prompt(9), version_id=old, max_tokens=2))
+    drawn = [names((await generation.result()).sequences[0]) for generation in [*generations, late]]
+    assert drawn == [[old], [new, newer], [old]]
+
+
 async def test_moves_are_of_one_run(engine: TorchEngine) -> None:
     await engine.install("other@5", make_adapter(engine.targets, seed=4))
     with pytest.raises(InvalidRequest, match="version_id: 'other@5' is not a version of run 's:train:0'"):

@@ -37,7 +37,7 @@ from tinsmith.rpc.errors import (
 from tinsmith.v1 import types_pb2 as types
 from tinsmith.v1 import weight_sync_pb2 as pb
 from tinsmith.v1 import weight_sync_pb2_grpc
-from tinsmith.weight_channel.buckets import bucket_slices, receive, send
+from tinsmith.weight_channel.buckets import bucket_slices, checksum, receive, send
 from tinsmith.weight_channel.group import WeightGroup, open_store
 from tinsmith.weight_channel.ring import RingListener, RingOutlet
 from tinsmith.weight_channel.ring_memory import make_host_ring
@@ -224,8 +224,9 @@ async def test_a_version_that_has_arrived_is_on_probation_until_it_is_confirmed(
     served = await generate(setup.engine, prompt(6), version_id=version_id, max_tokens=2, seed=1)
     assert served.sequences == measured.sequences
     assert await setup.engine.move("s:train:0", version_id) == 0
-    with pytest.raises(AlreadyExists):
+    with pytest.raises(AlreadyExists) as resident:
         await setup.trainer.start(version_id, weights)
+    assert resident.value.metadata["checksum"] == checksum(weights.flat, torch.float32)
     with pytest.raises(VersionNotLoaded, match="'other' is not loaded"):
         await setup.trainer.confirm("other")
 

@@ -137,6 +137,37 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
         assert torch.equal(tensor, other[name]), name
 
 
+@pytest.mark.parametrize("policy", [NEVER, EVERY_STEP], ids=["no snapshots", "snapshots"])
+@pytest.mark.parametrize("creation_id", ["0c3f", ""], ids=["", "made by an earlier version"])
+async def test_the_versions_of_a_model_have_the_creation_in_their_ids_after_restarts_too(
+    start: Start, tmp_path: Path, policy: Policy, creation_id: str
+) -> None:
+    process = await start(tmp_path / "0", policy=policy)
+    await run(process, [creation(creation_id=creation_id), batch(1), step(2), save(3, "before")])
+    for count in (1, 2):
+        process = await start(await process.crash(tmp_path / str(count)), policy=policy)
+        await run(process, [batch(3 * count + 1), step(3 * count + 2), save(3 * count + 3, f"after-{count}")])
+    names = {3: "before", 6: "after-1", 9: "after-2"}
+    for seq_id, name in names.items():
+        found = process.operations.loads.checkpoints.info(Location(MODEL, "weights", name))
+        assert found.version_id == (f"{MODEL}@{seq_id}.{creation_id}" if creation_id else f"{MODEL}@{seq_id}")
+
+
+async def test_a_save_that_a_crash_has_interrupted_does_not_finish_with_files_of_another_run_of_its_id(
+    start: Start, tmp_path: Path
+) -> None:
+    process = await start(tmp_path / "0")
+    await run(process, [creation(creation_id="aa"), save(1, "one")])
+    assert isinstance(await process.outcome(MODEL, 1), Answer)
+    await process.scheduler.delete(MODEL, lambda: process.engine.delete_model(MODEL))
+    await process.operations.delete_files(MODEL)
+    await run(process, [creation(creation_id="bb"), save(1, "one")])  # as it was accepted, before it was answered
+    process = await start(await process.crash(tmp_path / "1"))
+    assert "one exists" in str(await process.outcome(MODEL, 1))
+    found = process.operations.loads.checkpoints.info(Location(MODEL, "weights", "one"))
+    assert found.version_id == f"{MODEL}@1.aa"
+
+
 @pytest.mark.parametrize(("policy", "first"), [(NEVER, 0), (EVERY_OTHER, 1)], ids=["no snapshots", "snapshots"])
 async def test_a_crash_after_any_operation_changes_no_bit_and_no_answer(
     start: Start, tmp_path: Path, policy: Policy, first: int

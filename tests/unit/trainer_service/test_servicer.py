@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import hashlib
 import io
+import re
 import tarfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -403,12 +404,54 @@ async def test_a_save_and_the_load_behind_it_can_be_pipelined(stub: Any) -> None
     await asyncio.gather(*rest)
     assert (await loading).checkpoint == saved
     assert (await after).metrics["loss:sum"] == pytest.approx(before.metrics["loss:sum"], rel=1e-6)
-    assert saved.version_id == f"{MODEL}@4"
+    assert re.fullmatch(f"{MODEL}@4[.][0-9a-f]{{12}}", saved.version_id)
     assert (saved.step, saved.has_optimizer, saved.user_metadata["note"]) == (1, True, "x")
     got = await stub.GetCheckpoint(pb.GetCheckpointRequest(location=saved.location))
     assert got.checkpoint == saved
     await fails(stub.SaveCheckpoint(save(9)), errors.CheckpointExists, "weights/one exists")
     await stub.SaveCheckpoint(save(10, overwrite=True))
+
+
+async def test_no_version_id_is_made_twice_when_a_model_id_is_used_again(service: Service, stub: Any) -> None:
+    versions = []
+    for name in ("one", "two", "three"):
+        repeated = await stub.CreateModel(creation())
+        assert repeated == await stub.CreateModel(creation()), "a repeat is the same creation"
+        saved = [await stub.SaveCheckpoint(save(seq_id, f"{name}-{seq_id}")) for seq_id in (1, 2)]
+        versions += [reply.checkpoint.version_id for reply in saved]
+        await stub.DeleteModel(pb.DeleteModelRequest(model_id=MODEL))
+        await stub.PruneJournal(pb.PruneJournalRequest())
+    assert len(set(versions)) == 6
+    assert [version.partition(".")[2] for version in versions[::2]] == [v.partition(".")[2] for v in versions[1::2]]
+    for name, version in zip(("one", "two", "three"), versions[::2], strict=True):
+        got = await stub.GetCheckpoint(pb.GetCheckpointRequest(location=f"{MODEL}/weights/{name}-1"))
+        assert got.checkpoint.version_id == version
+    await fails(stub.CreateModel(creation(creation_id="beef")), errors.InvalidRequest, "creation_id: 'beef'")
+
+
+async def test_a_model_is_made_once_all_of_the_one_that_had_its_id_is_gone(
+    service: Service, stub: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ephemeral = {"kind": types_pb2.CHECKPOINT_KIND_EPHEMERAL, "name": ""}
+    await stub.SaveCheckpoint(save(1, **ephemeral))
+    going, leave = asyncio.Event(), asyncio.Event()
+    delete_files = service.trainer.operations.delete_files
+
+    async def slowly(model_id: str) -> None:
+        going.set()
+        await leave.wait()
+        await delete_files(model_id)
+
+    monkeypatch.setattr(service.trainer.operations, "delete_files", slowly)
+    deleting = asyncio.ensure_future(stub.DeleteModel(pb.DeleteModelRequest(model_id=MODEL)))
+    await going.wait()
+    creating = asyncio.ensure_future(stub.CreateModel(creation()))
+    await asyncio.sleep(0.1)
+    leave.set()
+    await asyncio.gather(deleting, creating)
+    saved = await stub.SaveCheckpoint(save(1, **ephemeral))
+    assert (await stub.GetModel(pb.GetModelRequest(model_id=MODEL))).model.next_seq_id == 2
+    await stub.GetCheckpoint(pb.GetCheckpointRequest(location=saved.checkpoint.location))
 
 
 async def test_a_new_model_from_a_checkpoint_goes_on_where_it_was(stub: Any) -> None:

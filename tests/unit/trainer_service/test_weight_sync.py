@@ -21,12 +21,13 @@ from tinsmith.rpc.errors import (
     InvalidRequest,
     NotReady,
     Unsupported,
+    VersionConflict,
     VersionNotLoaded,
 )
 from tinsmith.rpc.server import Server
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, weight_sync_pb2, weight_sync_pb2_grpc
 from tinsmith.v1 import weight_sync_pb2 as pb
-from tinsmith.weight_channel.buckets import receive
+from tinsmith.weight_channel.buckets import checksum, receive
 from tinsmith.weight_channel.group import WeightGroup, join_store
 from tinsmith.weight_channel.ring import RingInlet, connect_ring
 from tinsmith.weight_channel.ring_memory import RingMemory, map_host_ring
@@ -130,8 +131,8 @@ class Receiver(weight_sync_pb2_grpc.WeightSyncServiceServicer, sampler_pb2_grpc.
             raise FailedPrecondition("no such group")
         if request.base_model != "tiny":
             raise InvalidRequest(f"base_model: {request.base_model!r} is not 'tiny'")
-        if request.version_id in self.versions:
-            raise AlreadyExists(request.version_id)
+        if (held := self.versions.get(request.version_id)) is not None:
+            raise AlreadyExists(request.version_id, checksum=checksum(held, torch.float32))
         self._started = request
         return pb.StartWeightUpdateResponse()
 
@@ -308,6 +309,25 @@ async def test_a_version_that_all_hold_is_not_sent_again(
     assert len(again.members) == 1
     assert again.checksum == receiver.received
     assert receiver.faults == ["update"]
+
+
+async def test_other_weights_under_an_id_that_a_sampler_serves_are_refused_for_that_and_it_goes_on(
+    connect: Connect, serve: Serve, make_version: MakeVersion
+) -> None:
+    receivers = [Receiver(), Receiver()]
+    servers = [await serve(receiver) for receiver in receivers]
+    sender = await connect(*servers)
+    version = make_version("m@7")
+    await sender.publish(version)
+    del receivers[1].versions["m@7"]
+    other = make_version("m@7")
+    other.adapter.flat.fill_(0.5)
+    with pytest.raises(VersionConflict, match=r"serves other weights as m@7.* id was used again") as refused:
+        await sender.publish(other)
+    assert refused.value.metadata["sampler"] == f"127.0.0.1:{servers[0].port}"
+    assert torch.equal(receivers[0].versions["m@7"], version.adapter.flat)
+    assert "m@7" not in receivers[1].versions, "it could not be the same everywhere"
+    assert len((await sender.publish(version)).members) == 2
 
 
 async def test_a_version_that_some_hold_goes_to_the_others(
