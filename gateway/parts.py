@@ -33,6 +33,7 @@ from gateway.tenants.ledger import Ledger
 from gateway.tenants.limits import Limits
 from gateway.tenants.tokens import Tokens
 from gateway.training.custom_losses import CustomLosses
+from gateway.training.numbers import Numbers
 from gateway.training.operations import Operations
 from gateway.training.refusals import Refusals
 from gateway.training.results import Results
@@ -148,5 +149,6 @@ class Training:
             gateway_id=core.peers.gateway_id,
         )
         self.refusals = Refusals(store, futures, gateway_id=core.peers.gateway_id)
+        self.numbers = Numbers(clients, futures, timeout_s=config.submit_timeout_s, are_several=core.peers.are_several)
         self.saves = Saves(store, storage.checkpoints, futures, self.operations, patience_s=config.submit_timeout_s)
         self.custom_losses = CustomLosses(config, store=store, clients=clients, futures=futures, refusals=self.refusals)

@@ -135,6 +135,7 @@ class Batch:
 
     model_id: str
     seq_id: int
+    """0: it came without one."""
     message: trainer_pb2.ForwardBackwardRequest | ServiceError
     """What is asked of the trainer, or why it is refused."""
     num_bytes: int
@@ -221,14 +222,13 @@ def _unknown_field(message: trainer_pb2.ForwardBackwardRequest) -> InvalidReques
 
 def _from_json(body: bytes, config: GatewayConfig, *, forward_only: bool) -> Batch:
     content = _object(body, config)
-    ids = parse_ids(schemas.OperationIds, content)
+    ids = parse_ids(schemas.GivenIds, content)
+    seq_id = ids.seq_id or 0
     try:
-        message = json_forms.forward_backward(
-            content, model_id=ids.model_id, seq_id=ids.seq_id, forward_only=forward_only
-        )
+        message = json_forms.forward_backward(content, model_id=ids.model_id, seq_id=seq_id, forward_only=forward_only)
     except ServiceError as error:
-        return Batch(ids.model_id, ids.seq_id, error, num_bytes=len(body), refused_mark=fingerprint("invalid", body))
-    return Batch(ids.model_id, ids.seq_id, message, num_bytes=len(body))
+        return Batch(ids.model_id, seq_id, error, num_bytes=len(body), refused_mark=fingerprint("invalid", body))
+    return Batch(ids.model_id, seq_id, message, num_bytes=len(body))
 
 
 def _refused(error: TooLarge, *, is_json: bool, is_compressed: bool) -> Batch:

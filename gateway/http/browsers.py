@@ -27,6 +27,10 @@ _OF_PAGES = {
 }
 
 
+_UNSPECIFIED = ("0.0.0.0", "::")  # noqa: S104 - nothing is bound to it
+"""Addresses by which this machine reaches its loopback address, too. No page of another site has such a name."""
+
+
 class SecurityHeaders:
     """ASGI middleware: headers that tell a browser what it must not do. A page's own ones stay."""
 
@@ -78,7 +82,7 @@ class OwnHost:
         return await self._app(scope, receive, send)
 
     def _is_own(self, name: str) -> bool:
-        return is_loopback(name) or name in self._hosts
+        return is_loopback(name) or name in _UNSPECIFIED or name in self._hosts
 
     def _is_same(self, origin: str, host: str) -> bool:
         """On a loopback name another port is another server. A proxy may change the host that it asks for."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import date
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
@@ -28,7 +29,16 @@ RequestId = Annotated[str, Field(max_length=20_000), AfterValidator(_storable)]
 
 _MAX_ENTRIES = 1024
 """Tags, or notes, of one session, run or checkpoint."""
-Metadata = Annotated[dict[Text, Text], Field(max_length=_MAX_ENTRIES)]
+
+
+def _as_text(value: Any) -> str:
+    """Text stays as it is; numbers and other JSON become their JSON, because the SDKs read notes as text."""
+    return _storable(value if isinstance(value, str) else json.dumps(value))
+
+
+Note = Annotated[Any, AfterValidator(_as_text)]
+"""Any JSON, kept as text."""
+Metadata = Annotated[dict[Text, Note], Field(max_length=_MAX_ENTRIES)]
 
 
 class _UpToOneError:
@@ -97,7 +107,7 @@ class FinishSession(Body):
 
 
 class LoraConfig(Body):
-    rank: int
+    rank: int = 32
     seed: int | None = None
     train_unembed: bool = True
     train_mlp: bool = True
@@ -124,7 +134,7 @@ class NewModelIds(Body):
 
 class CreateModel(NewModelIds):
     base_model: Id
-    lora_config: LoraConfig
+    lora_config: LoraConfig | None = None
     user_metadata: Metadata | None = None
     optimizer_config: OptimizerConfig = OptimizerConfig()
 
@@ -132,6 +142,13 @@ class CreateModel(NewModelIds):
 class OperationIds(Body):
     model_id: Text = Field(min_length=1, max_length=300)
     seq_id: int = Field(ge=1, lt=2**31)
+
+
+class GivenIds(Body):
+    """Of an operation that may come without a number: then it gets the next one."""
+
+    model_id: Text = Field(min_length=1, max_length=300)
+    seq_id: int | None = Field(default=None, ge=1, lt=2**31)
 
 
 class AdamParams(Body):

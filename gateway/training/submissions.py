@@ -78,11 +78,19 @@ async def submit_json(
     schema: type[Schema],
     convert: Callable[[Schema], Awaitable[Rpc]],
 ) -> Response:
-    """For a JSON body with model_id and seq_id: `content` is what `body` holds."""
+    """For a JSON body with model_id, and seq_id or the next one: `content` is what `body` holds."""
     with gateway.tenants.limits.reading(caller):
-        ids = parse_ids(schemas.OperationIds, content)
+        given = parse_ids(schemas.GivenIds, content)
+    if given.seq_id is None:
+        model = await gateway.tenants.access.model(given.model_id, caller)
+        if model is None:
+            return no_model(gateway, caller, given.model_id, None)
+        async with gateway.training.numbers.next(model) as seq_id:
+            numbered = {**content, "seq_id": seq_id}
+            return await submit_json(gateway, caller, numbered, body, kind=kind, schema=schema, convert=convert)
+    ids = parse_ids(schemas.OperationIds, content)
     if await gateway.tenants.access.model(ids.model_id, caller) is None:  # `convert` looks at what the model has
-        return no_model(gateway, caller, ids, None)
+        return no_model(gateway, caller, ids.model_id, None)
     try:
         rpc = await convert(parse(schema, content))
     except NotReady:
@@ -93,7 +101,7 @@ async def submit_json(
     return await submit(gateway, caller, kind=kind, ids=ids, rpc=rpc, mark=mark)
 
 
-def no_model(gateway: Gateway, caller: Caller, ids: schemas.OperationIds, model: Model | None) -> Response:
+def no_model(gateway: Gateway, caller: Caller, model_id: str, model: Model | None) -> Response:
     """The receipt of what is asked of no model of the caller, or of one that cannot be trained. Raises RateLimited."""
     gateway.tenants.limits.count(caller)
     why = "its session has ended, or it is a copy"
@@ -101,8 +109,8 @@ def no_model(gateway: Gateway, caller: Caller, ids: schemas.OperationIds, model:
         why = "there is no such model"
     elif model.ended_at is not None:
         why = "the run has ended"
-    error = ModelNotFound(f"model_id: {ids.model_id!r} cannot be trained: {why}", model_id=ids.model_id)
-    return receipt(refused_id(caller, error), ids.model_id)
+    error = ModelNotFound(f"model_id: {model_id!r} cannot be trained: {why}", model_id=model_id)
+    return receipt(refused_id(caller, error), model_id)
 
 
 async def _admit(gateway: Gateway, caller: Caller, model: Model, request_id: str, rpc: Rpc, *, num_tokens: int) -> Hold:
@@ -138,7 +146,7 @@ async def submit(
     model = await gateway.tenants.access.model(ids.model_id, caller)
     is_over = model is None or model.ended_at is not None or model.released_at is not None
     if model is None or is_over or not await gateway.store.sessions.lives(model.session_id):
-        return no_model(gateway, caller, ids, model)
+        return no_model(gateway, caller, ids.model_id, model)
     request_id = request_id_of(ids.model_id, ids.seq_id)
     hold: Hold | None = None
     if not isinstance(rpc, ServiceError) and gateway.futures.fingerprint(request_id) is None:

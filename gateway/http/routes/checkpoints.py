@@ -18,7 +18,7 @@ from gateway.http.body import parse, read_json
 from gateway.http.errors import json_response
 from gateway.views import certificate_view, checkpoint_details, file_view, time_text
 from tinsmith.rpc.errors import CheckpointNotFound, DataCorrupted, InvalidRequest
-from tinsmith.rpc.paths import SCHEME
+from tinsmith.rpc.paths import KINDS, SCHEME
 
 _ONE = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 
@@ -42,6 +42,13 @@ async def delete(request: Request) -> Response:
         _path(request), caller=caller_of(request), idempotency_key=request.headers.get("x-idempotency-key")
     )
     return json_response({})
+
+
+async def delete_without_kind(request: Request) -> Response:
+    """400: a name alone may be that of several checkpoints."""
+    run_id, name = request.path_params["run_id"], request.path_params["name"]
+    forms = " or ".join(f"/training_runs/{run_id}/checkpoints/{kind}/{name}" for kind in KINDS)
+    raise InvalidRequest(f"checkpoint_id: {name!r} lacks its kind; ask for {forms}", field="checkpoint_id")
 
 
 async def publish(request: Request) -> Response:
@@ -138,6 +145,9 @@ async def archive(request: Request) -> Response:
 
 routes = [
     Route(_ONE, delete, methods=["DELETE"]),
+    Route(
+        "/training_runs/{run_id}/checkpoints/{name}", delete_without_kind, methods=["DELETE"], include_in_schema=False
+    ),
     Route(_ONE, show),
     Route(f"{_ONE}/verify", verify),
     Route(f"{_ONE}/pin", pin, methods=["POST"]),

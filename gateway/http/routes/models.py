@@ -56,7 +56,7 @@ async def create_model(request: Request) -> Response:
         message = trainer_pb2.CreateModelRequest(
             model_id=model_id,
             base_model=asked.base_model,
-            lora_config=convert.lora_config(asked.lora_config),
+            lora_config=convert.lora_config(asked.lora_config or schemas.LoraConfig()),
             optimizer=asked.optimizer_config.type,
             user_metadata=asked.user_metadata,
         )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway import convert
-from gateway.gateway import caller_of, gateway_of
+from gateway.gateway import Gateway, caller_of, gateway_of
 from gateway.http import schemas
-from gateway.http.body import canonical, fingerprint, off_loop, parse, read_forward_backward, read_json
+from gateway.http.body import Batch, canonical, fingerprint, off_loop, parse, read_forward_backward, read_json
+from gateway.tenants.caller import Caller
 from gateway.training.references import complete
 from gateway.training.submissions import Rpc, no_model, rpc_of, submit, submit_json
 from tinsmith.rpc.errors import NotReady, ServiceError
@@ -29,7 +32,20 @@ async def _submit_batch(request: Request, *, forward_only: bool) -> Response:
     gateway, caller = gateway_of(request), caller_of(request)
     with gateway.tenants.limits.reading(caller):
         batch = await read_forward_backward(request, gateway.config, forward_only=forward_only)
-        ids = parse(schemas.OperationIds, {"model_id": batch.model_id, "seq_id": batch.seq_id})
+        given = parse(schemas.GivenIds, {"model_id": batch.model_id, "seq_id": batch.seq_id or None})
+    if given.seq_id is not None:
+        return await _submit_numbered(gateway, caller, batch, forward_only=forward_only)
+    model = await gateway.tenants.access.model(given.model_id, caller)
+    if model is None:
+        return no_model(gateway, caller, given.model_id, None)
+    async with gateway.training.numbers.next(model) as seq_id:
+        if not isinstance(batch.message, ServiceError):
+            batch.message.seq_id = seq_id
+        return await _submit_numbered(gateway, caller, replace(batch, seq_id=seq_id), forward_only=forward_only)
+
+
+async def _submit_numbered(gateway: Gateway, caller: Caller, batch: Batch, *, forward_only: bool) -> Response:
+    ids = schemas.OperationIds(model_id=batch.model_id, seq_id=batch.seq_id)
     message = batch.message
     if isinstance(message, ServiceError):
         kind = "forward" if forward_only else "forward_backward"  # only the latter leaves gradients missing
@@ -38,7 +54,7 @@ async def _submit_batch(request: Request, *, forward_only: bool) -> Response:
     mark = fingerprint("forward_backward", body)  # of what the client sent, whatever is put into it here
     kind, rpc = "forward_backward", Rpc("ForwardBackward", body, is_forward_only=message.forward_only)
     if await gateway.tenants.access.model(ids.model_id, caller) is None:  # `complete` looks at what its session has
-        return no_model(gateway, caller, ids, None)
+        return no_model(gateway, caller, ids.model_id, None)
     try:
         if await complete(gateway, message, num_bytes=batch.num_bytes):
             body, _ = await off_loop(lambda: canonical(message), num_bytes=batch.num_bytes, config=gateway.config)

@@ -366,6 +366,9 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         return trainer_pb2.CheckCustomLossResponse()
 
     async def DescribeOperation(self, request: Any, context: Any) -> Any:
+        model = self.models.get(request.model_id)
+        if model is None or request.seq_id not in model.requests:
+            raise ResultNotFound(f"no operation {request.seq_id} of {request.model_id}")
         return trainer_pb2.DescribeOperationResponse(status=self.status)
 
     async def WaitResult(self, request: Any, context: Any) -> Any:

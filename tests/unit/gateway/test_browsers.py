@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from starlette.responses import HTMLResponse
 from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
@@ -29,7 +30,8 @@ async def test_a_name_that_points_here_is_no_name_of_this_gateway(client: Client
         assert (await client.get(path, headers={"host": "evil.example"})).status_code == 421, path
 
 
-async def test_a_post_of_another_sites_page_does_nothing(client: Client) -> None:
+@pytest.mark.parametrize("host", [None, "0.0.0.0:8000"])
+async def test_a_post_of_another_sites_page_does_nothing(client: Client, host: str | None) -> None:
     """A form or fetch without preflight: text/plain, no header of ours. A gateway without keys would believe it."""
     for origin in (
         "https://evil.example",
@@ -40,13 +42,23 @@ async def test_a_post_of_another_sites_page_does_nothing(client: Client) -> None
         "http://[",
     ):
         headers = {"origin": origin, "content-type": "text/plain"}
+        headers |= {} if host is None else {"host": host}
         reply = await client.post("/api/v1/create_session", content=b'{"type": "create_session"}', headers=headers)
         assert (reply.status_code, "another site" in reply.json()["detail"]) == (403, True), origin
     assert (await client.get("/api/v1/sessions")).json()["sessions"] == []
 
 
 async def test_this_machines_own_names_are_answered(stack: Stack, client: Client) -> None:
-    for host in ("localhost", "LOCALHOST:9", "127.0.0.1", "127.0.0.2:8000", "[::1]:8000", ""):
+    for host in (
+        "localhost",
+        "LOCALHOST:9",
+        "127.0.0.1",
+        "127.0.0.2:8000",
+        "[::1]:8000",
+        "0.0.0.0:8000",
+        "[::]:8000",
+        "",
+    ):
         reply = await client.get("/api/v1/healthz", headers={"host": host})
         assert reply.status_code == 200, host
     own = {"host": "localhost:8000", "origin": "http://localhost:8000"}

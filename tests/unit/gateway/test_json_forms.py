@@ -313,7 +313,7 @@ async def test_a_bad_json_batch_fails_its_future_and_uses_up_its_number(
     assert "metrics" in await json_result(client, f"{model_id}:2")
 
 
-@pytest.mark.parametrize("content", [{"model_id": "m"}, body("m", 0), body("m", "1"), body("", 1)])
+@pytest.mark.parametrize("content", [{"seq_id": 1}, body("m", 0), body("m", "1"), body("", 1)])
 async def test_json_without_ids_is_refused_at_once(client: Client, content: dict[str, Any]) -> None:
     reply = await client.post("/api/v1/forward_backward", json=content)
     assert reply.status_code == 400

@@ -1,0 +1,89 @@
+"""The number of a training operation that comes without a seq_id: the first one behind all that the trainer has."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from typing import Any
+from weakref import WeakValueDictionary
+
+import grpc.aio
+
+from gateway.clients import Clients, meaning
+from gateway.database.tables.sessions import Model
+from gateway.futures import Futures
+from tinsmith.rpc.errors import InvalidRequest, ModelNotFound, NotReady, ResultNotFound
+from tinsmith.v1 import trainer_pb2 as pb
+
+_MAX_HINTS = 10_000
+
+
+class Numbers:
+    """The trainer's journal decides what is taken, so a restart of the gateway or the trainer changes no number.
+    Operations without numbers of one model are submitted one after the other."""
+
+    def __init__(self, clients: Clients, futures: Futures, *, timeout_s: float, are_several: bool) -> None:
+        self._clients = clients
+        self._futures = futures
+        self._timeout_s = timeout_s
+        self._are_several = are_several
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._hints: OrderedDict[str, int] = OrderedDict()
+        """By model: behind the number that was given last. With it what is queued is not asked for number by number."""
+
+    @contextlib.asynccontextmanager
+    async def next(self, model: Model) -> AsyncIterator[int]:
+        """A free number, which nobody else is given before the block ends: the operation must be submitted in it.
+
+        Raises NotReady when the trainer cannot be reached, and InvalidRequest where there are several gateways.
+        """
+        if self._are_several:
+            raise InvalidRequest(
+                "seq_id: is missing; a server of several gateways cannot number operations, so send 1, 2, 3, ... for "
+                "each model",
+                field="seq_id",
+            )
+        lock = self._locks.setdefault(model.model_id, asyncio.Lock())
+        async with lock:
+            number = await self._free(model)
+            yield number
+            self._hints[model.model_id] = number + 1
+            self._hints.move_to_end(model.model_id)
+            if len(self._hints) > _MAX_HINTS:
+                self._hints.popitem(last=False)
+
+    async def _free(self, model: Model) -> int:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                trainer = await self._clients.trainer(model.base_model)
+                number = await self._next_to_run(trainer.stub, model.model_id)
+                number = max(number, self._hints.get(model.model_id, 1))
+                while await self._is_taken(trainer.stub, model.model_id, number):
+                    number += 1
+                return number
+        except TimeoutError:
+            raise NotReady("the trainer cannot be reached, which numbers the operation; send it again") from None
+        except grpc.aio.AioRpcError as error:
+            raise meaning(error) from error
+
+    async def _next_to_run(self, stub: Any, model_id: str) -> int:
+        try:
+            reply = await stub.GetModel(pb.GetModelRequest(model_id=model_id))
+        except grpc.aio.AioRpcError as error:
+            if isinstance(meaning(error), ModelNotFound):
+                return 1  # it is being made
+            raise
+        return max(1, reply.model.next_seq_id)
+
+    async def _is_taken(self, stub: Any, model_id: str, number: int) -> bool:
+        if self._futures.pending(f"{model_id}:{number}") is not None:
+            return True
+        try:
+            await stub.DescribeOperation(pb.DescribeOperationRequest(model_id=model_id, seq_id=number))
+        except grpc.aio.AioRpcError as error:
+            if isinstance(meaning(error), ResultNotFound):
+                return False
+            raise
+        return True

@@ -1,0 +1,111 @@
+"""Forms of requests that clients of other servers of the Tinker API send."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, batch, sample_body
+
+TEXT_OF = {"text": "a", "1": 7, "2": 0.5, "3": True, "4": None, "5": {"a": [1]}}
+NOTES = {"text": "a", "1": "7", "2": "0.5", "3": "true", "4": "null", "5": '{"a": [1]}'}
+
+
+async def test_a_model_without_lora_config_has_the_defaults_of_the_sdk(stack: Stack, client: Client) -> None:
+    session_id = await client.session()
+    for seq, fields in enumerate(({}, {"lora_config": None}, {"lora_config": {"seed": 1}})):
+        body: Any = {"session_id": session_id, "model_seq_id": seq, "base_model": BASE_MODEL}
+        made = await client.result(await client.call("create_model", body | fields))
+        config = stack.trainer.models[made["model_id"]].info.lora_config
+        assert (config.rank, config.train_attn, config.train_mlp, config.train_unembed) == (32, True, True, True)
+
+
+async def test_notes_may_be_numbers_and_are_kept_as_their_text(stack: Stack, client: Client) -> None:
+    session_id = (await client.call("create_session", {"user_metadata": TEXT_OF}))["session_id"]
+    assert (await client.get(f"/api/v1/sessions/{session_id}")).json()["user_metadata"] == NOTES
+    model_id = await client.model(session_id, user_metadata=TEXT_OF)
+    assert dict(stack.trainer.models[model_id].info.user_metadata) == NOTES
+    assert (await client.get(f"/api/v1/training_runs/{model_id}")).json()["user_metadata"] == NOTES
+    search = {"user_metadata": {"1": 7}, "limit": 5}
+    assert [each["session_id"] for each in (await client.call("sessions/search", search))["sessions"]] == [session_id]
+
+
+async def test_a_deletion_of_a_bare_name_is_asked_for_its_kind(client: Client) -> None:
+    model_id = await client.model(await client.session())
+    await client.result(await client.call("save_weights", {"model_id": model_id, "seq_id": 1, "path": "one"}))
+    reply = await client.delete(f"/api/v1/training_runs/{model_id}/checkpoints/one")
+    assert reply.status_code == 400
+    assert "'one' lacks its kind" in reply.json()["detail"]
+    assert f"/training_runs/{model_id}/checkpoints/weights/one" in reply.json()["detail"]
+    assert (await client.delete(f"/api/v1/training_runs/{model_id}/checkpoints/weights/one")).status_code == 200
+
+
+async def test_top_prompt_logprobs_may_be_asked_for_alone(stack: Stack, client: Client) -> None:
+    sampler_id = await client.sampling_session(await client.session())
+    await client.result(await client.call("asample", sample_body(sampler_id, 0, topk_prompt_logprobs=3)))
+    assert (stack.sampler.requests[-1].topk_prompt_logprobs, stack.sampler.requests[-1].prompt_logprobs) == (3, False)
+
+
+async def submitted(client: Client, model_id: str, what: str) -> Any:
+    """The receipt of an operation without a seq_id."""
+    if what == "protobuf":
+        content, kind = batch(model_id, 0).SerializeToString(), {"content-type": "application/x-protobuf"}
+        return (await client.post("/api/v1/forward_backward", content=content, headers=kind)).json()
+    bodies: dict[str, tuple[str, dict[str, Any]]] = {
+        "step": ("optim_step", {"adam_params": {}}),
+        "null": ("optim_step", {"adam_params": {}, "seq_id": None}),
+        "bad": ("optim_step", {"adam_params": {"eps": "x"}}),
+        "save": ("save_weights", {"path": "one", "overwrite": True}),
+        "json": (
+            "forward_backward",
+            {
+                "forward_backward_input": {
+                    "data": [{"model_input": {"chunks": [{"tokens": [1, 2]}]}, "loss_fn_inputs": {}}],
+                    "loss_fn": "cross_entropy",
+                }
+            },
+        ),
+    }
+    path, body = bodies[what]
+    return await client.call(path, body | {"model_id": model_id})
+
+
+async def test_operations_without_seq_id_run_in_the_order_in_which_they_come(stack: Stack, client: Client) -> None:
+    model_id = await client.model(await client.session())
+    kinds = ["protobuf", "json", "step", "bad", "null", "save", "protobuf", "step"]
+    receipts = [await submitted(client, model_id, kind) for kind in kinds]
+    assert [receipt["request_id"] for receipt in receipts] == [f"{model_id}:{n}" for n in range(1, 9)]
+    results = [await client.result(receipt) for receipt in receipts]
+    assert [kind for kind, one in zip(kinds, results, strict=True) if b"error" in str(one).encode()] == ["bad"]
+    assert stack.trainer.orders[model_id] == list(range(9))
+
+
+async def test_equal_operations_without_seq_id_are_as_many_as_were_sent(stack: Stack, client: Client) -> None:
+    """Two equal steps are two steps, also at once, after a restart, and behind what is only queued."""
+    model_id = await client.model(await client.session())
+    stack.trainer.go.clear()
+    receipts = await asyncio.gather(*[submitted(client, model_id, "step") for _ in range(5)])
+    await stack.restart_gateway()
+    receipts += await asyncio.gather(*[submitted(client, model_id, "step") for _ in range(5)])
+    assert sorted(int(receipt["request_id"].rpartition(":")[2]) for receipt in receipts) == list(range(1, 11))
+    stack.trainer.go.set()
+    for receipt in receipts:
+        await client.result(receipt)
+    assert stack.trainer.orders[model_id] == list(range(11))
+
+
+async def test_an_operation_that_was_not_accepted_leaves_no_gap(stack: Stack, client: Client) -> None:
+    model_id = await client.model(await client.session())
+    await client.result(await submitted(client, model_id, "step"))
+    stack.trainer.is_full = True
+    assert (await client.post("/api/v1/optim_step", json={"model_id": model_id, "adam_params": {}})).status_code == 429
+    stack.trainer.is_full = False
+    assert (await submitted(client, model_id, "step"))["request_id"] == f"{model_id}:2"
+    await client.call("optim_step", {"model_id": model_id, "seq_id": 3, "adam_params": {}})
+    receipt = await submitted(client, model_id, "step")  # numbers of the client's own count, too
+    assert receipt["request_id"] == f"{model_id}:4"
+    await client.result(receipt)
+    for body in ({"seq_id": 0}, {"seq_id": "1"}):
+        await client.call("optim_step", {"model_id": model_id, "adam_params": {}} | body, status=400)
+    unknown = await client.call("optim_step", {"model_id": "nobody:train:0", "adam_params": {}})
+    assert "there is no such model" in (await client.result(unknown))["error"]
