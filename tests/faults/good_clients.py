@@ -23,7 +23,7 @@ import tinker
 from tests.integration.examples import ADAM, PROMPT, batch, new_model, sample
 
 PAUSE_S = 1.0
-"""Between two rounds of a client: they leave the server idle for most of the time, as clients that compute rewards do."""
+"""Between two rounds of a client: they leave the server idle for most of the time, as clients computing rewards do."""
 
 T = TypeVar("T")
 

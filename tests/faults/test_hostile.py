@@ -24,7 +24,6 @@ from urllib.parse import urlsplit
 import httpx
 import numpy as np
 import pytest
-import zstandard
 from tinker.proto import tinker_public_pb2 as pb
 
 from tests.integration.examples import BASE_MODEL, NUM_WORDS
