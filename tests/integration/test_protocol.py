@@ -222,10 +222,13 @@ QUEUES = {
 
 
 def test_metrics_of_all_services_move(stack: Stack, wire: Wire, model_id: str) -> None:
+    # The first publish of a stack has the canary scored without a version, too.
+    first = wire.post("save_weights_for_sampler", model_id=model_id, seq_id=1, sampling_session_seq_id=0)
+    wire.json_result(wire.request_id(first))
     before = {service: wire.metrics(stack.metrics_url(service)) for service in MOVING}
-    wire.forward_backward(model_id, 1, DATA)
-    wire.json_result(wire.optim_step(model_id, 2))
-    saved = wire.post("save_weights_for_sampler", model_id=model_id, seq_id=3, sampling_session_seq_id=0)
+    wire.forward_backward(model_id, 2, DATA)
+    wire.json_result(wire.optim_step(model_id, 3))
+    saved = wire.post("save_weights_for_sampler", model_id=model_id, seq_id=4, sampling_session_seq_id=1)
     receipt = wire.post(
         "asample",
         sampling_session_id=wire.json_result(wire.request_id(saved))["sampling_session_id"],
