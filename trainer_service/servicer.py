@@ -8,6 +8,7 @@ import secrets
 import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc.aio
@@ -17,6 +18,7 @@ from tinsmith.modeling.adapter import GROUPS
 from tinsmith.rpc.errors import InvalidRequest, NotReady, ServiceError
 from tinsmith.rpc.paths import check_model_id
 from tinsmith.rpc.server import ACCEPTED, RAN
+from tinsmith.told import Told
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import trainer_pb2_grpc
 from trainer_service.durability.journal import Journal
@@ -63,6 +65,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     def __init__(self) -> None:
         self._deleting: dict[str, asyncio.Task[None]] = {}
         """By model_id."""
+        self._told: dict[str, Told] = {}
+        """By model_id; for callers that do not keep account themselves, as the gateway does for its clients."""
 
     @property
     def _ready(self) -> Trainer:
@@ -132,7 +136,19 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def OptimStep(self, request: pb.OptimStepRequest, context: Context) -> pb.OptimStepResponse:
         operations = self._ready.operations
-        answer = await self._submit("optim_step", request, lambda: operations.optim_step(request), context)
+        _check_seq_id(request.seq_id)
+        told = self._told.get(request.model_id)
+        failure_seen = 0 if told is None else told.step(request.seq_id)
+        if request.HasField("failure_seen"):
+            failure_seen = request.failure_seen
+        self._drop_idle(request.model_id)
+        request.ClearField("failure_seen")
+        body = Body.pack("optim_step", request)
+        if failure_seen:  # a replay must know it, and it is not in the digest: a repeat may bring another
+            request.failure_seen = failure_seen
+            body = replace(body, compressed=Body.pack("optim_step", request).compressed)
+        build = partial(operations.optim_step, request)
+        answer = await self._accept(request, request.model_id, request.seq_id, "optim_step", body, build, context)
         return answer.optim_step
 
     async def SkipOperation(self, request: pb.SkipOperationRequest, context: Context) -> pb.SkipOperationResponse:
@@ -243,7 +259,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def WaitResult(self, request: pb.WaitResultRequest, context: Context) -> pb.WaitResultResponse:
         operation = await self._ready.scheduler.find(request.model_id, request.seq_id)
         await context.send_initial_metadata(())
-        return await _answer(operation, context)
+        return await self._answer(operation, context)
 
     async def DescribeOperation(
         self, request: pb.DescribeOperationRequest, context: Context
@@ -263,15 +279,15 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self,
         kind: str,
         request: pb.ForwardBackwardRequest
-        | pb.OptimStepRequest
         | pb.SkipOperationRequest
         | pb.SaveCheckpointRequest
         | pb.LoadCheckpointRequest,
         build: Callable[[], Work],
         context: Context,
     ) -> Answer:
-        if request.seq_id < 1:
-            raise InvalidRequest(f"seq_id: {request.seq_id} must be 1 or more; 0 is the creation", field="seq_id")
+        _check_seq_id(request.seq_id)
+        if _adds_gradients(request):
+            self._told.setdefault(request.model_id, Told()).sent(request.seq_id)
         return await self._operate(request.model_id, request.seq_id, kind, request, build, context)
 
     async def _operate(
@@ -317,13 +333,49 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 error = ServiceError("internal error; the trainer's log has the cause")
                 return trainer.operations.refuse(request, error)
 
-        operation = await trainer.scheduler.accept(model_id, seq_id, body, work, held_bytes=held_bytes)
+        try:
+            operation = await trainer.scheduler.accept(model_id, seq_id, body, work, held_bytes=held_bytes)
+        except ServiceError:
+            if (told := self._told.get(model_id)) is not None:
+                told.unsent(seq_id)
+                self._drop_idle(model_id)
+            raise
         await context.send_initial_metadata((ACCEPTED,))
-        return await _answer(operation, context)
+        return await self._answer(operation, context)
+
+    async def _answer(self, operation: Operation, context: Context) -> Answer:
+        """What the caller is told, as it is remembered for the model's next optim_step."""
+        failed = False
+        try:
+            return await _answer(operation, context)
+        except ServiceError:
+            failed = True
+            raise
+        finally:
+            # Without an outcome the caller has gone, and is told nothing.
+            if operation.outcome.done() and (told := self._told.get(operation.model_id)) is not None:
+                told.told(operation.seq_id, failed=failed)
+                self._drop_idle(operation.model_id)
+
+    def _drop_idle(self, model_id: str) -> None:
+        if (told := self._told.get(model_id)) is not None and told.is_idle:
+            del self._told[model_id]
 
     async def _delete_model(self, trainer: Trainer, model_id: str) -> None:
+        self._told.pop(model_id, None)
         await trainer.scheduler.delete(model_id, lambda: trainer.operations.engine.delete_model(model_id))
         await trainer.operations.delete_files(model_id)
+
+
+def _check_seq_id(seq_id: int) -> None:
+    if seq_id < 1:
+        raise InvalidRequest(f"seq_id: {seq_id} must be 1 or more; 0 is the creation", field="seq_id")
+
+
+def _adds_gradients(request: Message) -> bool:
+    if isinstance(request, pb.SkipOperationRequest):
+        return request.gradients_missing
+    return isinstance(request, pb.ForwardBackwardRequest) and not request.forward_only
 
 
 async def _answer(operation: Operation, context: Context) -> Answer:

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -39,6 +39,7 @@ from tinsmith.rpc.errors import (
     SequenceConflict,
     ServiceError,
 )
+from tinsmith.told import Told
 from tinsmith.v1 import trainer_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,8 @@ _SELF_EXPLAINING = ("forward_backward", "optim_step")
 """Endpoints whose answer needs nothing but the trainer's reply."""
 _WRITTEN_DOWN = ("create_model", "load_weights", "save_weights", "save_weights_for_sampler", "save_weights_external")
 """Endpoints whose answer is written into the database, also when nobody asks for it any more."""
+_MOST_TOLD = 4096
+"""Models in the middle of a step whose clients have been told of batches; an older one is forgotten."""
 MAX_SEQ_ID = 2**31 - 1
 _REQUEST_ID = re.compile(r"(.+:train:[0-9]+):([0-9]{1,10})")
 
@@ -78,6 +81,8 @@ class Submission:
     """A save with kind "inflight"."""
     is_forward_only: bool = False
     """A batch without gradients."""
+    sends_parts_at_once: bool = True
+    """Its client sends all parts of a large batch before it asks for the answer of any."""
     is_completed: bool = False
     """The gateway has put things into the body that the client only names; a repeat may get others."""
     hold: Hold | None = None
@@ -88,6 +93,11 @@ class Submission:
     @property
     def request_id(self) -> str:
         return request_id_of(self.model_id, self.seq_id)
+
+    @property
+    def adds_gradients(self) -> bool:
+        """Or was to add them."""
+        return self.kind == "forward_backward" and not self.is_forward_only
 
 
 def refusal_body(kind: str, model_id: str, seq_id: int, error: ServiceError) -> bytes:
@@ -112,6 +122,8 @@ class Operations:
         gateway_id: str,
     ) -> None:
         self._gateway_id = gateway_id
+        self._told: dict[str, Told] = {}
+        """By model_id. A gateway that does not know, after a restart for example, says 0, and the step is refused."""
         self._config = config
         self._ledger = ledger
         self._history = history
@@ -127,6 +139,35 @@ class Operations:
         Raises NotReady when the trainer cannot be reached, OutOfCapacity when the model has too much in work, and
         SequenceConflict when another request has taken the number. There is no receipt then.
         """
+        model_id, seq_id = submission.model_id, submission.seq_id
+        if submission.rpc == "OptimStep":
+            seen = self._told[model_id].step(seq_id) if model_id in self._told else 0
+            # Fields of a message that follow it belong to it.
+            body = submission.body + pb.OptimStepRequest(failure_seen=seen).SerializeToString()
+            submission = replace(submission, body=body)
+        elif submission.adds_gradients and submission.sends_parts_at_once:
+            self._told_of(model_id).sent(seq_id)
+        try:
+            await self._submit(submission)
+        except ServiceError:
+            if model_id in self._told:
+                self._told[model_id].unsent(seq_id)
+            raise
+
+    def told(self, request_id: str, *, failed: bool) -> None:
+        """The client is given the answer of a future."""
+        match = _REQUEST_ID.fullmatch(request_id)
+        if match is not None and (told := self._told.get(match[1])) is not None:
+            told.told(int(match[2]), failed=failed)
+            if told.is_idle:
+                del self._told[match[1]]
+
+    def _told_of(self, model_id: str) -> Told:
+        while len(self._told) >= _MOST_TOLD and model_id not in self._told:
+            del self._told[next(iter(self._told))]
+        return self._told.setdefault(model_id, Told())
+
+    async def _submit(self, submission: Submission) -> None:
         request_id = submission.request_id
         self._ledger.touch(submission.model_id)
         known = self._futures.fingerprint(request_id)

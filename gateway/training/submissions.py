@@ -141,6 +141,7 @@ async def submit(
     rpc: Rpc | ServiceError,
     mark: str,
     num_tokens: int = 0,
+    sends_parts_at_once: bool = True,
 ) -> Response:
     """The receipt, once the trainer has the operation, or the refusal, in its journal."""
     model = await gateway.tenants.access.model(ids.model_id, caller)
@@ -172,6 +173,7 @@ async def submit(
         inflight=rpc.inflight,
         is_forward_only=rpc.is_forward_only,
         is_completed=rpc.is_completed,
+        sends_parts_at_once=sends_parts_at_once,
         num_tokens=num_tokens,
         error=error,
         hold=hold,

@@ -177,16 +177,18 @@ class ForwardBackwardResponse(_message.Message):
     def __init__(self, loss_fn_output_type: _Optional[str] = ..., loss_fn_outputs: _Optional[_Iterable[_Union[_types_pb2.ArrayRecord, _Mapping]]] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class OptimStepRequest(_message.Message):
-    __slots__ = ("model_id", "seq_id", "adam_params", "dimuon_params")
+    __slots__ = ("model_id", "seq_id", "adam_params", "dimuon_params", "failure_seen")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     SEQ_ID_FIELD_NUMBER: _ClassVar[int]
     ADAM_PARAMS_FIELD_NUMBER: _ClassVar[int]
     DIMUON_PARAMS_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_SEEN_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     seq_id: int
     adam_params: AdamParams
     dimuon_params: DimuonParams
-    def __init__(self, model_id: _Optional[str] = ..., seq_id: _Optional[int] = ..., adam_params: _Optional[_Union[AdamParams, _Mapping]] = ..., dimuon_params: _Optional[_Union[DimuonParams, _Mapping]] = ...) -> None: ...
+    failure_seen: int
+    def __init__(self, model_id: _Optional[str] = ..., seq_id: _Optional[int] = ..., adam_params: _Optional[_Union[AdamParams, _Mapping]] = ..., dimuon_params: _Optional[_Union[DimuonParams, _Mapping]] = ..., failure_seen: _Optional[int] = ...) -> None: ...
 
 class DimuonParams(_message.Message):
     __slots__ = ("learning_rate", "beta1", "grad_clip_norm")

@@ -239,11 +239,11 @@ class Restorer:
         why = "a forward_backward failed" if outcome is None else str(outcome)
 
         def taint() -> None:
-            engine.taint(model_id, why)
+            engine.taint(model_id, why, seq_id=entry.seq_id)
 
         def clear() -> None:
             if isinstance(outcome, NotFinite):
-                engine.taint(model_id, why)
+                engine.taint(model_id, why, seq_id=entry.seq_id)
             if engine.is_tainted(model_id):  # it is the next step that clears the gradients, and fails
                 try:
                     engine.optim_step(model_id, params)

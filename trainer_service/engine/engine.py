@@ -203,7 +203,7 @@ class TrainingEngine:
                 self._metrics.agreement.observe(job.mismatch, loss_fn=job.batch.loss_fn)
             return job.output()
         if not job.batch.forward_only:
-            self.taint(job.model_id, job.error.message)
+            self.taint(job.model_id, job.error.message, seq_id=job.seq_id)
         return job.error
 
     def forward_backward(self, works: Sequence[tuple[str, Batch]]) -> list[Output | ServiceError]:
@@ -221,9 +221,9 @@ class TrainingEngine:
         batch = Batch(loss_fn="cross_entropy", loss=loss, loss_config={}, forward_only=False, datums=datums)
         self._passes.once(self.begin(model_id, batch), checkpointing=checkpointing)  # all of it on every rank
 
-    def taint(self, model_id: str, reason: str) -> None:
+    def taint(self, model_id: str, reason: str, *, seq_id: int) -> None:
         """Says that a forward_backward of this accumulation has failed: the next optim_step fails with `reason`."""
-        self._models[model_id].tainted = reason
+        self._models[model_id].taint(reason, seq_id=seq_id)
 
     def is_tainted(self, model_id: str) -> bool:
         """The next optim_step will fail, because a forward_backward has."""
@@ -233,8 +233,9 @@ class TrainingEngine:
         """True for an error after which nothing can be computed in this process, whichever operation met it."""
         return is_device_fault(error)
 
-    def optim_step(self, model_id: str, params: Params) -> Mapping[str, float]:
-        """Applies and clears the gradients. Without any, it is a step with a gradient of zero.
+    def optim_step(self, model_id: str, params: Params, *, failure_seen: int = 0) -> Mapping[str, float]:
+        """Applies and clears the gradients. Without any, it is a step with a gradient of zero. `failure_seen`: the
+        failed batch behind which the client has started afresh.
 
         Raises InvalidRequest when the parameters are not those of the model's optimizer, and FailedPrecondition, which
         clears the gradients, when a forward_backward since the last step has failed; so does NotFinite, for a step that
@@ -247,13 +248,15 @@ class TrainingEngine:
                 f"optimizer {model.optimizer_kind!r}",
                 field=params.field,
             )
-        if model.tainted:
-            reason = model.tainted
+        if model.tainted and not 0 < model.tainted_by <= failure_seen:
+            reason, seq_id = model.tainted, model.tainted_by
             model.clear_gradient()
             raise FailedPrecondition(
-                "optim_step was not applied, because a forward_backward before it failed; "
-                f"its gradients were cleared. The failure: {reason}"
+                f"optim_step was not applied, because a forward_backward before it failed, seq_id {seq_id}; "
+                f"its gradients were cleared. The failure: {reason}",
+                failed_seq_id=seq_id,
             )
+        model.tainted, model.tainted_by = "", 0
         gradient = self._team.all_or_none(
             lambda: self._room.found(
                 lambda: self._prepare_step(model_id), what=f"an optimizer step of {model_id}", keep=[model_id]

@@ -33,6 +33,11 @@ class Job:
     """Time that its custom loss has taken and that its model has not been charged for; 0 for other losses, whose time
     is in the price of a token."""
 
+    @property
+    def seq_id(self) -> int:
+        """0 for a batch that no request has brought."""
+        return 0 if self.batch.request is None else self.batch.request.seq_id
+
     def __post_init__(self) -> None:
         self.logprobs = [np.empty(0, np.float32)] * len(self.batch.datums)
 

@@ -34,6 +34,8 @@ class ModelState:
     """The same of the optimizer, as Optimizer.magnitude has it."""
     tainted: str = ""
     """Why the accumulated gradients are not those that the client thinks; empty when they are."""
+    tainted_by: int = 0
+    """seq_id of the batch that has failed, the newest of several."""
 
     def __post_init__(self) -> None:
         self._require_grad()
@@ -70,7 +72,12 @@ class ModelState:
     def clear_gradient(self) -> None:
         if self.gradient is not None:
             self.gradient.flat.zero_()
-        self.tainted = ""
+        self.tainted, self.tainted_by = "", 0
+
+    def taint(self, reason: str, *, seq_id: int) -> None:
+        """What has accumulated will not be applied; what comes after it is, where the client starts afresh there."""
+        self.clear_gradient()
+        self.tainted, self.tainted_by = reason, seq_id
 
     def foreseen(self, norm: float, params: Params) -> tuple[float, float] | None:
         """`farthest` and `farthest_moment` after a step of a gradient with this norm. None when that may be too far."""

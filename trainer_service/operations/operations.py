@@ -139,7 +139,7 @@ class Operations:
         """The work of a request that is not run: it fails in its place of the order, and so does the step on a batch
         whose gradients are missing for it."""
         if isinstance(request, pb.ForwardBackwardRequest) and not request.forward_only:
-            return self._taint(request.model_id, error)
+            return self._taint(request, error)
         return refused(error)
 
     def work_of(self, kind: str, data: bytes) -> Work:
@@ -169,11 +169,11 @@ class Operations:
 
     def skip(self, request: pb.SkipOperationRequest) -> Work:
         error = InvalidRequest(request.reason)
-        return self._taint(request.model_id, error) if request.gradients_missing else refused(error)
+        return self._taint(request, error) if request.gradients_missing else refused(error)
 
-    def _taint(self, model_id: str, error: ServiceError) -> Work:
+    def _taint(self, request: pb.ForwardBackwardRequest | pb.SkipOperationRequest, error: ServiceError) -> Work:
         async def refuse(turn: Turn) -> pb.WaitResultResponse:
-            await turn.run(lambda: self.engine.taint(model_id, error.message))
+            await turn.run(lambda: self.engine.taint(request.model_id, error.message, seq_id=request.seq_id))
             raise error
 
         return refuse
@@ -183,7 +183,8 @@ class Operations:
         model_id = request.model_id
 
         def call() -> tuple[Mapping[str, float], State | None]:
-            return self.engine.optim_step(model_id, params), self._snapshot(model_id)
+            metrics = self.engine.optim_step(model_id, params, failure_seen=request.failure_seen)
+            return metrics, self._snapshot(model_id)
 
         async def step(turn: Turn) -> pb.WaitResultResponse:
             metrics, state = await turn.run(call)

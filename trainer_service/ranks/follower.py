@@ -52,7 +52,7 @@ class Follower:
             "probe": lambda message: engine.probe(
                 message.fields["model_id"], message.fields["lengths"], checkpointing=message.fields["checkpointing"]
             ),
-            "taint": lambda message: engine.taint(message.fields["model_id"], message.fields["reason"]),
+            "taint": lambda message: engine.taint(**message.fields),
             "optim_step": self._optim_step,
             "restore": self._restore,
             "score": self._score,
@@ -89,7 +89,7 @@ class Follower:
 
     def _optim_step(self, message: Message) -> None:
         params = _PARAMS[message.fields["kind"]](**message.fields["params"])
-        self._engine.optim_step(message.fields["model_id"], params)
+        self._engine.optim_step(message.fields["model_id"], params, failure_seen=message.fields["failure_seen"])
 
     def _restore(self, message: Message) -> None:
         config = AdapterConfig(**message.fields["config"])

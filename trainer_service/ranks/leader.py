@@ -128,13 +128,16 @@ class LeadingEngine(TrainingEngine):
         if number is not None:
             self._ended.append(number)
 
-    def taint(self, model_id: str, reason: str) -> None:
-        message = Message("taint", {"model_id": model_id, "reason": reason})
-        self._everywhere(message, lambda: super(LeadingEngine, self).taint(model_id, reason))
+    def taint(self, model_id: str, reason: str, *, seq_id: int) -> None:
+        message = Message("taint", {"model_id": model_id, "reason": reason, "seq_id": seq_id})
+        self._everywhere(message, lambda: super(LeadingEngine, self).taint(model_id, reason, seq_id=seq_id))
 
-    def optim_step(self, model_id: str, params: Params) -> Mapping[str, float]:
-        message = Message("optim_step", {"model_id": model_id, "kind": params.kind, "params": asdict(params)})
-        return self._everywhere(message, lambda: super(LeadingEngine, self).optim_step(model_id, params))
+    def optim_step(self, model_id: str, params: Params, *, failure_seen: int = 0) -> Mapping[str, float]:
+        fields = {"model_id": model_id, "kind": params.kind, "params": asdict(params), "failure_seen": failure_seen}
+        return self._everywhere(
+            Message("optim_step", fields),
+            lambda: super(LeadingEngine, self).optim_step(model_id, params, failure_seen=failure_seen),
+        )
 
     def restore(self, model_id: str, state: State, *, with_optimizer: bool) -> None:
         sent = state.optimizer if with_optimizer else None

@@ -271,7 +271,7 @@ class ComputeThread:
         if run.job is None:
             assert run.error is not None
             if not run.batch.forward_only:
-                self._engine.taint(run.operation.model_id, run.error.message)
+                self._engine.taint(run.operation.model_id, run.error.message, seq_id=run.operation.seq_id)
             return run.error
         run.job.error = run.job.error or run.error
         try:

@@ -85,7 +85,7 @@ class BatchEngine(Protocol):
         """The result, or the job's error. After that error the next optim_step knows that gradients are missing."""
         ...
 
-    def taint(self, model_id: str, reason: str) -> None:
+    def taint(self, model_id: str, reason: str, *, seq_id: int) -> None:
         """Says so of a forward_backward that has no job."""
         ...
 

@@ -40,6 +40,7 @@ async def retrieve_future(request: Request) -> Response:
     except Gone:
         raise _unknown(request_id) from None
     if isinstance(found, Answer):
+        gateway.training.operations.told(request_id, failed=found.is_failure)
         size = len(found.body)
         if body.allow_metadata_only and not found.is_failure and size > gateway.config.metadata_only_bytes:
             return json_response({"status": "complete_metadata", "response_payload_size": size})

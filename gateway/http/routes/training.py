@@ -12,6 +12,7 @@ from gateway import convert
 from gateway.gateway import Gateway, caller_of, gateway_of
 from gateway.http import schemas
 from gateway.http.body import Batch, canonical, fingerprint, off_loop, parse, read_forward_backward, read_json
+from gateway.http.sdk import sends_parts_at_once
 from gateway.tenants.caller import Caller
 from gateway.training.references import complete
 from gateway.training.submissions import Rpc, no_model, rpc_of, submit, submit_json
@@ -30,26 +31,33 @@ async def forward(request: Request) -> Response:
 
 async def _submit_batch(request: Request, *, forward_only: bool) -> Response:
     gateway, caller = gateway_of(request), caller_of(request)
+    at_once = sends_parts_at_once(request)
     with gateway.tenants.limits.reading(caller):
         batch = await read_forward_backward(request, gateway.config, forward_only=forward_only)
         given = parse(schemas.GivenIds, {"model_id": batch.model_id, "seq_id": batch.seq_id or None})
     if given.seq_id is not None:
-        return await _submit_numbered(gateway, caller, batch, forward_only=forward_only)
+        return await _submit_numbered(gateway, caller, batch, forward_only=forward_only, at_once=at_once)
     model = await gateway.tenants.access.model(given.model_id, caller)
     if model is None:
         return no_model(gateway, caller, given.model_id, None)
     async with gateway.training.numbers.next(model) as seq_id:
         if not isinstance(batch.message, ServiceError):
             batch.message.seq_id = seq_id
-        return await _submit_numbered(gateway, caller, replace(batch, seq_id=seq_id), forward_only=forward_only)
+        numbered = replace(batch, seq_id=seq_id)
+        return await _submit_numbered(gateway, caller, numbered, forward_only=forward_only, at_once=at_once)
 
 
-async def _submit_numbered(gateway: Gateway, caller: Caller, batch: Batch, *, forward_only: bool) -> Response:
+async def _submit_numbered(
+    gateway: Gateway, caller: Caller, batch: Batch, *, forward_only: bool, at_once: bool
+) -> Response:
+    """`at_once`: its client sends all parts of a batch before it asks for the answer of any."""
     ids = schemas.OperationIds(model_id=batch.model_id, seq_id=batch.seq_id)
     message = batch.message
     if isinstance(message, ServiceError):
         kind = "forward" if forward_only else "forward_backward"  # only the latter leaves gradients missing
-        return await submit(gateway, caller, kind=kind, ids=ids, rpc=message, mark=batch.refused_mark)
+        return await submit(
+            gateway, caller, kind=kind, ids=ids, rpc=message, mark=batch.refused_mark, sends_parts_at_once=at_once
+        )
     body, num_tokens = await off_loop(lambda: canonical(message), num_bytes=batch.num_bytes, config=gateway.config)
     mark = fingerprint("forward_backward", body)  # of what the client sent, whatever is put into it here
     kind, rpc = "forward_backward", Rpc("ForwardBackward", body, is_forward_only=message.forward_only)
@@ -63,7 +71,16 @@ async def _submit_numbered(gateway: Gateway, caller: Caller, batch: Batch, *, fo
         raise
     except ServiceError as error:
         kind, rpc = "forward" if message.forward_only else kind, error
-    return await submit(gateway, caller, kind=kind, ids=ids, rpc=rpc, mark=mark, num_tokens=num_tokens)
+    return await submit(
+        gateway,
+        caller,
+        kind=kind,
+        ids=ids,
+        rpc=rpc,
+        mark=mark,
+        num_tokens=num_tokens,
+        sends_parts_at_once=at_once,
+    )
 
 
 async def optim_step(request: Request) -> Response:

@@ -72,6 +72,8 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self.orders: dict[str, list[int]] = {}
         """Operations of each model in the order in which they ran."""
         self.checkpoints: dict[str, types_pb2.CheckpointInfo] = {}
+        self.failures_seen: list[int | None] = []
+        """Of each optim_step."""
         self.damaged: set[str] = set()
         """Names of files that are not what was written."""
         self.read: list[str] = []
@@ -211,6 +213,8 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         return await self._run(request, context, work, seq_id=request.seq_id)
 
     async def OptimStep(self, request: Any, context: Any) -> Any:
+        self.failures_seen.append(request.failure_seen if request.HasField("failure_seen") else None)
+
         def work() -> Any:
             if request.WhichOneof("params") is None:
                 raise InvalidRequest("params: is missing")

@@ -74,6 +74,38 @@ async def test_what_the_trainer_refuses_fails_the_future(client: Client, loss_fn
     assert message in failure["error"]
 
 
+@pytest.mark.parametrize(("version", "seen"), [(None, 2), ("0.38.0", 2), ("0.28.1", 2), ("0.24.1", 0)])
+async def test_the_trainer_hears_which_failure_a_client_was_told_of_before_it_went_on(
+    stack: Stack, client: Client, version: str | None, seen: int
+) -> None:
+    if version is not None:
+        client.headers["x-stainless-package-version"] = version
+    model_id = await client.model(await client.session())
+    for seq_id, loss_fn in ((1, "cross_entropy"), (2, "ppo"), (3, "cross_entropy")):
+        answer = await client.result((await client.forward_backward(model_id, seq_id, loss_fn=loss_fn)).json())
+        assert (b"error" in answer if isinstance(answer, bytes) else "error" in answer) == (loss_fn == "ppo")
+    await client.result(await client.call("optim_step", {"model_id": model_id, "seq_id": 4, "adam_params": {}}))
+    assert stack.trainer.failures_seen == [seen]
+
+
+async def test_a_client_that_pipelines_was_told_of_no_failure_when_it_sent_its_step(
+    stack: Stack, client: Client
+) -> None:
+    model_id = await client.model(await client.session())
+    bad = (await client.forward_backward(model_id, 1, loss_fn="ppo")).json()
+    await client.result(bad)  # as an SDK asks in the background, whose user has not heard of it
+    good = (await client.forward_backward(model_id, 2)).json()
+    step = await client.call("optim_step", {"model_id": model_id, "seq_id": 3, "adam_params": {}})
+    await client.result(good)
+    await client.result(step)
+    body = {"model_id": model_id, "seq_id": 4, "forward_backward_input": {"data": "none", "loss_fn": "ppo"}}
+    await client.result(await client.call("forward_backward", body))  # which the gateway refuses itself
+    await client.result((await client.forward_backward(model_id, 5)).json())
+    await stack.restart_gateway()
+    await client.result(await client.call("optim_step", {"model_id": model_id, "seq_id": 6, "adam_params": {}}))
+    assert stack.trainer.failures_seen == [0, 0], "the new gateway knows of nothing"
+
+
 async def test_unknown_models_fail_the_future(client: Client) -> None:
     session_id = await client.session()
     for model_id in (f"{session_id}:train:7", "nonsense", "a:sample:0"):

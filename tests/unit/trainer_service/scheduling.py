@@ -137,13 +137,13 @@ class FakeEngine:
             assert sorted(job.ran) == list(range(len(job.batch.datums)))
             return FakeOutput(job.batch.name)
         if not job.batch.forward_only:
-            self.taint(job.model_id, job.error.message)
+            self.taint(job.model_id, job.error.message, seq_id=0)
         return job.error
 
     def is_dead(self, error: Exception) -> bool:
         return is_device_fault(error)
 
-    def taint(self, model_id: str, reason: str) -> None:
+    def taint(self, model_id: str, reason: str, *, seq_id: int) -> None:
         self.tainted.append((model_id, reason))
 
 

@@ -198,7 +198,7 @@ def test_after_a_failed_chunk_the_step_is_refused_once_and_clears_the_gradients(
     create(engine, "m")
     one = batch(engine, [random_datum(5, 0, vocab_size=VOCAB_SIZE)])
     run(engine, "m", one)
-    engine.taint("m", "data[3] was wrong")
+    engine.taint("m", "data[3] was wrong", seq_id=7)
     before = engine._models["m"].adapter.flat.clone()
     with pytest.raises(FailedPrecondition, match=r"data\[3\] was wrong"):
         engine.optim_step("m", ADAM)

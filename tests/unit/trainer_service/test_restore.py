@@ -137,6 +137,23 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
         assert torch.equal(tensor, other[name]), name
 
 
+async def test_a_step_that_started_afresh_behind_a_failure_does_so_again_after_a_crash(
+    start: Start, tmp_path: Path
+) -> None:
+    seen = step(4)
+    seen.failure_seen = 2
+    script = [creation(), batch(1), bad_batch(2), batch(3), seen, batch(5), bad_batch(6), batch(7), step(8), batch(9)]
+    plain = await start(tmp_path / "plain")
+    await run(plain, [creation(), request(batch(3).data, model_id=MODEL, seq_id=1), step(2), skip(3), step(4)])
+    process = await start(tmp_path / "0")
+    await run(process, script)
+    assert "a forward_backward before it failed, seq_id 6" in str(await process.outcome(MODEL, 8))
+    assert_equal(await process.weights(MODEL), await plain.weights(MODEL))
+    again = await start(await process.crash(tmp_path / "1"))
+    assert_equal(await again.weights(MODEL), await process.weights(MODEL))
+    assert await again.outcome(MODEL, 4) == await process.outcome(MODEL, 4)
+
+
 @pytest.mark.parametrize("policy", [NEVER, EVERY_STEP], ids=["no snapshots", "snapshots"])
 @pytest.mark.parametrize("creation_id", ["0c3f", ""], ids=["", "made by an earlier version"])
 async def test_the_versions_of_a_model_have_the_creation_in_their_ids_after_restarts_too(

@@ -175,12 +175,13 @@ async def read_file(stub: Any, location: str, name: str) -> bytes:
     return b"".join([piece.data async for piece in call])
 
 
-async def fails(call: Awaitable[object], error: type[errors.ServiceError], match: str) -> None:
+async def fails(call: Awaitable[object], error: type[errors.ServiceError], match: str) -> errors.ServiceError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     actual = errors.from_rpc_error(caught.value)
     assert type(actual) is error, actual
     assert match in actual.message
+    return actual
 
 
 async def test_a_training_step_lowers_the_loss_and_is_described(stub: Any) -> None:
@@ -224,6 +225,48 @@ async def test_retried_forward_backward_adds_gradients_once(stub: Any) -> None:
     await stub.ForwardBackward(request(list(batch(1).data), model_id="s:train:1", seq_id=1))
     once = await stub.OptimStep(pb.OptimStepRequest(model_id="s:train:1", seq_id=2, adam_params=ADAM))
     assert norm == pytest.approx(once.metrics["grad_norm:mean"], rel=1e-5)
+
+
+async def test_a_caller_that_was_told_of_a_failure_starts_afresh_behind_it(service: Service, stub: Any) -> None:
+    await stub.ForwardBackward(batch(1))
+    await fails(stub.ForwardBackward(bad_batch(2)), errors.InvalidRequest, "weights")
+    await stub.ForwardBackward(batch(3))
+    norm = (await stub.OptimStep(step(4))).metrics["grad_norm:mean"]
+    await service.stub.CreateModel(creation("s:train:1"))
+    alone = batch(1)
+    alone.model_id = "s:train:1"
+    await stub.ForwardBackward(alone)
+    once = await stub.OptimStep(pb.OptimStepRequest(model_id="s:train:1", seq_id=2, adam_params=ADAM))
+    assert norm == pytest.approx(once.metrics["grad_norm:mean"], rel=1e-5), "what came before the failure is dropped"
+    assert await stub.OptimStep(step(4)) == await stub.OptimStep(step(4)), "a repeat is the same operation"
+    await fails(stub.ForwardBackward(bad_batch(5)), errors.InvalidRequest, "weights")
+    refused = await fails(stub.OptimStep(step(6)), errors.FailedPrecondition, "failed, seq_id 5; its gradients")
+    assert refused.metadata["failed_seq_id"] == "5"
+
+
+async def test_a_caller_that_pipelines_is_protected_from_a_step_on_half_a_batch(service: Service, stub: Any) -> None:
+    calls = [await Accepted.of(service, body) for body in (batch(3), batch(2), step(4))]
+    await fails(stub.ForwardBackward(bad_batch(1)), errors.InvalidRequest, "weights")
+    await calls[0].result()
+    await fails(calls[2].result(), errors.FailedPrecondition, "failed, seq_id 1; its gradients")
+    late = await Accepted.of(service, batch(7))  # sent before anybody was told of 5
+    await fails(stub.ForwardBackward(bad_batch(5)), errors.InvalidRequest, "weights")
+    await stub.ForwardBackward(batch(6))
+    await late.result()
+    await fails(stub.OptimStep(step(8)), errors.FailedPrecondition, "failed, seq_id 5; its gradients")
+
+
+async def test_a_caller_that_says_what_it_was_told_is_believed(stub: Any) -> None:
+    """As the gateway does, whose clients are told by it, and not by the trainer."""
+    for seq_id, seen, applied in ((1, 0, False), (4, 4, True), (7, 6, False)):
+        await fails(stub.ForwardBackward(bad_batch(seq_id)), errors.InvalidRequest, "weights")
+        await stub.ForwardBackward(batch(seq_id + 1))
+        said = step(seq_id + 2)
+        said.failure_seen = seen
+        if applied:
+            assert (await stub.OptimStep(said)).metrics["grad_norm:mean"] > 0
+        else:
+            await fails(stub.OptimStep(said), errors.FailedPrecondition, f"failed, seq_id {seq_id}; its gradients")
 
 
 async def test_another_body_is_a_conflict(stub: Any) -> None:

@@ -1,0 +1,63 @@
+"""When an optim_step may be applied although a batch before it has failed."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tinsmith.told import Told
+
+
+def test_who_waits_for_every_answer_starts_afresh_behind_a_failure() -> None:
+    told = Told()
+    for seq_id, failed in ((1, False), (2, True), (3, False), (4, False)):
+        told.sent(seq_id)
+        told.told(seq_id, failed=failed)
+    assert told.step(5) == 2
+    assert told.step(5) == 2, "a repeat is told the same"
+    assert told.is_idle
+
+
+def test_a_step_without_a_batch_behind_the_failure_is_not_afresh() -> None:
+    told = Told()
+    told.sent(1)
+    told.told(1, failed=True)
+    assert told.step(2) == 0
+
+
+def test_a_pipelined_step_is_protected_also_when_the_failure_was_told_before_the_next_part_came() -> None:
+    told = Told()
+    told.sent(1)
+    told.told(1, failed=True)  # it crosses with 2
+    told.sent(2)
+    assert told.step(3) == 0, "2 has not been answered"
+    told.told(2, failed=False)
+    told.sent(4)
+    told.told(4, failed=False)
+    assert told.step(5) == 0, "nothing has failed since"
+
+
+def test_a_batch_that_was_in_flight_when_the_failure_was_told_makes_the_next_step_fail() -> None:
+    told = Told()
+    told.sent(1)
+    told.sent(2)
+    told.told(1, failed=True)
+    told.told(2, failed=False)
+    told.sent(3)
+    told.told(3, failed=False)
+    assert told.step(4) == 0
+
+
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=12))
+def test_a_step_is_never_afresh_behind_a_failure_that_nobody_was_told_of(batches: list[tuple[bool, bool]]) -> None:
+    told = Told()
+    newest_failed, all_told = 0, True
+    for seq_id, (failed, is_told) in enumerate(batches, start=1):
+        told.sent(seq_id)
+        if is_told:
+            told.told(seq_id, failed=failed)
+        newest_failed = seq_id if failed else newest_failed
+        all_told &= is_told
+    seen = told.step(len(batches) + 1)
+    assert seen == 0 or (all_told and seen == newest_failed)
+    assert told.is_idle or not all_told
