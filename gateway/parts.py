@@ -18,6 +18,7 @@ from gateway.sampling.inflight import Inflight
 from gateway.sampling.publishing import Publishing
 from gateway.sampling.records import Records
 from gateway.sampling.samples import Samples
+from gateway.sampling.unnamed import Unnamed
 from gateway.storage.arrivals import Arrivals
 from gateway.storage.checkpoints import Checkpoints
 from gateway.storage.copies import Copies
@@ -105,6 +106,7 @@ class Sampling:
         config, store, clients, peers = core.config, core.store, core.clients, core.peers
         self.completions = Completions(store, core.futures, home=peers.gateway_id if peers.are_several else None)
         self.homes = Homes(store, peers, self.completions)
+        self.unnamed = Unnamed(store)
         self.records = Records(store, retention_s=config.record_retention_s)
         self.publishing = Publishing(clients, storage.retirement)
         self.inflight = Inflight(store, clients, self.publishing)

@@ -139,7 +139,18 @@ class CreateModel(NewModelIds):
     optimizer_config: OptimizerConfig = OptimizerConfig()
 
 
+def _may_lack(*names: str) -> ConfigDict:
+    """For the description of a body whose absent ids the gateway fills in before it is validated."""
+
+    def drop(schema: dict[str, Any]) -> None:
+        schema["required"] = [name for name in schema.get("required", ()) if name not in names]
+
+    return ConfigDict(json_schema_extra=drop)
+
+
 class OperationIds(Body):
+    model_config = _may_lack("seq_id")
+
     model_id: Text = Field(min_length=1, max_length=300)
     seq_id: int = Field(ge=1, lt=2**31)
 
@@ -218,8 +229,19 @@ class CreateSamplingSession(Body):
 
 
 class SampleIds(Body):
+    model_config = _may_lack("sampling_session_id", "seq_id")
+
     sampling_session_id: Text = Field(min_length=1, max_length=300)
     seq_id: int = Field(ge=0, lt=2**63)
+
+
+class GivenSampleIds(Body):
+    """Of a sample that may come without ids: then it names its weights, and gets the next number."""
+
+    sampling_session_id: Text | None = Field(default=None, min_length=1, max_length=300)
+    seq_id: int | None = Field(default=None, ge=0, lt=2**63)
+    base_model: Id | None = None
+    model_path: Id | None = None
 
 
 class ModelInput(Body):

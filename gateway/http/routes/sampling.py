@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -119,11 +120,45 @@ async def certificate(request: Request) -> Response:
     return json_response(certificate_view(await gateway.sampling.certificates.of_sampler(session)))
 
 
+async def _named(gateway: Gateway, content: dict[str, Any], *, caller: Caller) -> dict[str, Any]:
+    """A sample's content with a sampling session and a number, where it comes without."""
+    given = parse_ids(schemas.GivenSampleIds, content)
+    sampling_session_id = given.sampling_session_id
+    if sampling_session_id is None:
+        if given.base_model is None and given.model_path is None:
+            raise InvalidRequest("sampling_session_id, model_path, base_model: send one of them")
+        version_id = ""
+        if given.model_path is not None:
+            find = gateway.storage.checkpoints.find
+            version_id = (await find(given.model_path, field="model_path", caller=caller)).version_id
+
+        async def make(session_id: str, number: int) -> SamplingSession:
+            body = schemas.CreateSamplingSession(
+                session_id=session_id,
+                sampling_session_seq_id=number,
+                base_model=given.base_model,
+                model_path=given.model_path,
+            )
+            return await _sampling_session(gateway, body, caller=caller)
+
+        weights = (given.base_model, given.model_path, version_id)
+        sampling_session_id = await gateway.sampling.unnamed.sampling_session(weights, caller, make)
+        content = {**content, "sampling_session_id": sampling_session_id, "base_model": None, "model_path": None}
+    if given.seq_id is None:
+        session = await gateway.tenants.access.sampling_session(sampling_session_id, caller)
+        is_own = session is not None and gateway.store.samplers.lives(sampling_session_id)
+        # One that cannot be sampled from is refused whatever its number.
+        seq_id = await gateway.sampling.unnamed.seq_id(sampling_session_id) if is_own else 0
+        content = {**content, "seq_id": seq_id}
+    return content
+
+
 async def asample(request: Request) -> Response:
-    """Idempotent on sampling_session_id and seq_id."""
+    """Idempotent on sampling_session_id and seq_id, where they are given."""
     gateway, caller = gateway_of(request), caller_of(request)
     gateway.sampling.samples.check_capacity(caller.owner)
     content, raw = await read_json(request, gateway.config)
+    content = await _named(gateway, content, caller=caller)
     ids = parse_ids(schemas.SampleIds, content)
     well_formed = _SAMPLING_SESSION_ID.fullmatch(ids.sampling_session_id) is not None
     is_own = well_formed and await gateway.tenants.access.owns(ids.sampling_session_id, caller)

@@ -109,3 +109,66 @@ async def test_an_operation_that_was_not_accepted_leaves_no_gap(stack: Stack, cl
         await client.call("optim_step", {"model_id": model_id, "adam_params": {}} | body, status=400)
     unknown = await client.call("optim_step", {"model_id": "nobody:train:0", "adam_params": {}})
     assert "there is no such model" in (await client.result(unknown))["error"]
+
+
+def unnumbered(**fields: Any) -> dict[str, Any]:
+    """A sample without ids but those in `fields`."""
+    body = sample_body("", 0)
+    del body["sampling_session_id"], body["seq_id"]
+    return body | fields
+
+
+async def test_samples_without_seq_id_get_numbers_of_their_own(stack: Stack, client: Client) -> None:
+    sampler_id = await client.sampling_session(await client.session())
+    body = unnumbered(sampling_session_id=sampler_id)
+    receipts = [await client.call("asample", body) for _ in range(3)]
+    receipts.append(await client.call("asample", sample_body(sampler_id, 0)))
+    for receipt in receipts:
+        await client.result(receipt)
+    await stack.restart_gateway()
+    later = [await client.call("asample", body) for _ in range(3)]
+    for receipt in later:
+        await client.result(receipt)
+    assert len({receipt["request_id"] for receipt in receipts + later}) == 7 == len(stack.sampler.requests)
+    error = await client.result(await client.call("asample", unnumbered(sampling_session_id="nobody:sample:0")))
+    assert "there is no" in error["error"]
+
+
+async def test_samples_may_name_weights_instead_of_a_sampling_session(stack: Stack, client: Client) -> None:
+    model_id = await client.model(await client.session())
+    body = {"model_id": model_id, "seq_id": 1, "path": "one"}
+    path = (await client.result(await client.call("save_weights_for_sampler", body)))["path"]
+    versions = []
+    for fields in (
+        {"model_path": path},
+        {"base_model": BASE_MODEL},
+        {"model_path": path, "base_model": BASE_MODEL},
+    ) * 2:
+        await client.result(await client.call("asample", unnumbered(**fields)))
+        versions.append(stack.sampler.requests[-1].version_id)
+    assert versions == [f"{model_id}@1", "", f"{model_id}@1"] * 2
+    assert len((await client.get("/api/v1/sessions")).json()["sessions"]) == 2  # one for all that named none
+    for bad in ({"model_path": "tinker://a/b"}, {"model_path": f"{path}x"}, {"base_model": "no/model"}, {}):
+        reply = await client.post("/api/v1/asample", json=unnumbered(**bad))
+        assert reply.status_code in (400, 404), bad
+        assert next(iter(bad), "model_path") in reply.json()["detail"]
+
+
+async def test_a_path_stands_for_what_lies_there_when_it_is_sampled(stack: Stack, client: Client) -> None:
+    """Also when its checkpoint is another one than at the sample before."""
+    model_id = await client.model(await client.session())
+    for seq_id in (1, 2):
+        body = {"model_id": model_id, "seq_id": seq_id, "path": "newest"}
+        path = (await client.result(await client.call("save_weights_for_sampler", body)))["path"]
+        await client.result(await client.call("asample", unnumbered(model_path=path)))
+        assert stack.sampler.requests[-1].version_id == f"{model_id}@{seq_id}"
+        await client.delete(f"/api/v1/training_runs/{model_id}/checkpoints/sampler_weights/newest")
+
+
+async def test_the_description_of_the_api_says_which_ids_may_be_absent(client: Client) -> None:
+    schemas = (await client.get("/openapi.json")).json()["components"]["schemas"]
+    required = {name: set(schemas[name]["required"]) for name in ("OptimStep", "SaveWeights", "Sample", "CreateModel")}
+    assert required["OptimStep"] == {"model_id"}
+    assert required["SaveWeights"] == {"model_id", "path"}
+    assert required["Sample"] == {"prompt", "sampling_params"}
+    assert "lora_config" not in required["CreateModel"]

@@ -140,7 +140,7 @@ async def test_what_is_wrong_in_a_sample_fails_its_future(client: Client, fields
 
 
 async def test_samples_need_ids_and_a_sampling_session_that_lives(client: Client) -> None:
-    await client.call("asample", {"sampling_session_id": "x"}, status=400)
+    await client.call("asample", {"seq_id": 1}, status=400)
     await client.call("asample", sample_body("x", -1), status=400)
     lasting = await client.sampling_session(await client.session())
     await client.result(await client.call("asample", sample_body(lasting, 2**63 - 1)))
