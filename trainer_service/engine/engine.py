@@ -201,6 +201,9 @@ class TrainingEngine:
         if job.error is None:
             if job.mismatch is not None:
                 self._metrics.agreement.observe(job.mismatch, loss_fn=job.batch.loss_fn)
+                model = self._models[job.model_id]
+                if not job.batch.forward_only and job.mismatch.farthest > model.largest_ratio[0]:
+                    model.largest_ratio = job.mismatch.farthest, job.largest_ratio()
             return job.output()
         if not job.batch.forward_only:
             self.taint(job.model_id, job.error.message, seq_id=job.seq_id)
@@ -265,7 +268,9 @@ class TrainingEngine:
         with self._metrics.compute.phases["optimizer"].time():
             try:
                 self._team.sum_(gradient.flat)
-                norm = self._team.all_or_none(lambda: clip_gradient(gradient.flat, params.grad_clip_norm))
+                norm = self._team.all_or_none(
+                    lambda: clip_gradient(gradient.flat, params.grad_clip_norm, hint=model.largest_ratio[1])
+                )
                 self._apply(model_id, gradient.flat, norm, params)
             finally:
                 model.clear_gradient()

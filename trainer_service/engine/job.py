@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from tinsmith.rpc.errors import ServiceError
-from trainer_service.engine.batch import CUSTOM, Batch, Floats, Output
+from trainer_service.engine.batch import CUSTOM, Batch, Datum, Floats, Output
 from trainer_service.objectives.losses import Arrays, Term
 from trainer_service.objectives.mismatch import Mismatch
 
@@ -49,6 +50,11 @@ class Job:
         finally:
             if self.batch.loss_fn == CUSTOM:
                 self.loss_seconds += time.perf_counter() - started_s
+
+    def largest_ratio(self) -> str:
+        """Which datum of a batch with sampling logprobs has it, once all have run."""
+        gaps = [log_ratio(*each) for each in zip(self.logprobs, self.batch.datums, strict=True)]
+        return describe_ratio(max(gaps), index=int(np.argmax(gaps)), seq_id=self.seq_id)
 
     def piece(self, indices: Sequence[int]) -> Piece:
         """Some of its datums, for a micro-batch."""
@@ -94,3 +100,23 @@ def whole(job: Job) -> Piece:
 def _reduced(sums: Mapping[str, float], *, num_datums: int) -> Mapping[str, float]:
     """A loss's own metrics: those whose key ends in ":mean" are means over the datums, the others sums."""
     return {key: value / num_datums if key.endswith(":mean") else value for key, value in sums.items()}
+
+
+def log_ratio(logprobs: Floats, datum: Datum) -> float:
+    """The largest p - q of a datum's targets: of the model's own logprob and the sampling one. -inf where there is none
+    that is finite."""
+    sampled = datum.inputs.get("logprobs")
+    if sampled is None or sampled.shape != logprobs.shape:  # an input of a custom loss may have any
+        return -math.inf
+    gaps = logprobs.astype(np.float64) - sampled
+    return float(np.max(gaps, where=np.isfinite(gaps), initial=-math.inf))
+
+
+def describe_ratio(gap: float, *, index: int, seq_id: int) -> str:
+    """Empty where there is none."""
+    if gap == -math.inf:
+        return ""
+    return (
+        f". The largest ratio is that of data[{index}] of seq_id {seq_id}: e^{gap:.4g}, the model's own probability of "
+        "a target over that which `logprobs` say it was sampled with"
+    )

@@ -16,6 +16,8 @@ from trainer_service.engine.optimizers import FAR, OPTIMIZERS, VANISHING, Optimi
 
 _MOMENTS = 2
 """Buffers of an adapter's size in an optimizer: AdamW's, which has the most."""
+_LARGE_LOG_RATIO = 10.0
+"""Of a target's probability now to that of its sampling, in nats: more than any policy should have moved."""
 
 
 @dataclass(slots=True)
@@ -34,6 +36,8 @@ class ModelState:
     """The same of the optimizer, as Optimizer.magnitude has it."""
     tainted: str = ""
     """Why the accumulated gradients are not those that the client thinks; empty when they are."""
+    largest_ratio: tuple[float, str] = (_LARGE_LOG_RATIO, "")
+    """Of the accumulated batches, above what is usual: p - q, and in words which datum has it."""
     tainted_by: int = 0
     """seq_id of the batch that has failed, the newest of several."""
 
@@ -73,6 +77,7 @@ class ModelState:
         if self.gradient is not None:
             self.gradient.flat.zero_()
         self.tainted, self.tainted_by = "", 0
+        self.largest_ratio = _LARGE_LOG_RATIO, ""
 
     def taint(self, reason: str, *, seq_id: int) -> None:
         """What has accumulated will not be applied; what comes after it is, where the client starts afresh there."""

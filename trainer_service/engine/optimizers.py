@@ -293,10 +293,11 @@ def check_kind(kind: str) -> str:
 
 
 @torch.no_grad()
-def clip_gradient(gradient: Tensor, max_norm: float) -> float:
+def clip_gradient(gradient: Tensor, max_norm: float, *, hint: str = "") -> float:
     """Scales the gradient in place to at most `max_norm` (no limit at 0 or less). Returns its L2 norm before.
 
     Raises NotFinite for a gradient that moments would not survive: its squares, or itself, are not finite in float32.
+    `hint`: what may have made it so large, to end the message with.
     """
     scale, norm = 1.0, torch.linalg.vector_norm(gradient).item()
     if not math.isfinite(norm) and math.isfinite(peak := torch.linalg.vector_norm(gradient, math.inf).item()):
@@ -309,7 +310,7 @@ def clip_gradient(gradient: Tensor, max_norm: float) -> float:
             f"optim_step was not applied, and its gradients were cleared: the gradient {what}, and the optimizer's "
             f"moments would not recover from more than {FAR:g}. The parameters and the optimizer are as before. Set "
             "grad_clip_norm, or look for sampling logprobs far from the model's own (ratio:max in the metrics of "
-            "forward_backward)"
+            f"forward_backward){hint}"
         )
     if (after := clipped_norm(before, max_norm)) < before:
         gradient.mul_(after / norm)

@@ -22,7 +22,7 @@ from tinsmith.rpc.errors import InvalidRequest, NotFinite, OutOfCapacity, Servic
 from trainer_service.engine.activation_checkpointing import checkpointed
 from trainer_service.engine.batch import Datum
 from trainer_service.engine.faults import is_device_fault
-from trainer_service.engine.job import Job, Piece
+from trainer_service.engine.job import Job, Piece, describe_ratio, log_ratio
 from trainer_service.engine.memory import is_out_of_memory
 from trainer_service.engine.micro_batch import Attempt, Item, cut, halves, model_ids, num_tokens
 from trainer_service.engine.model_state import ModelState
@@ -240,9 +240,16 @@ class Passes:
                     "learning rate"
                 )
             loss = sum(term.value for job, term in terms if job is first)
+            own = [
+                (log_ratio(one.detach().numpy(), item.datum), item.index)
+                for item, one in zip(items, logprobs, strict=True)
+                if item.job is first
+            ]
+            gap, index = max(own)
             raise InvalidRequest(
                 f"{first.batch.loss_fn}: the loss ({loss}) or its gradient is not finite; the next optim_step will be "
                 "refused. Look for sampling logprobs far from the model's own, or too large a learning rate"
+                + describe_ratio(gap, index=index, seq_id=first.seq_id)
             )
 
     def _runs(self, items: Sequence[Item], starts: np.ndarray) -> Iterable[Run]:

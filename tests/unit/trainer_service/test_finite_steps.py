@@ -265,6 +265,31 @@ def policy(logprob: float) -> Callable[[TrainingEngine], Batch]:
     return lambda engine: Batch.from_proto(request([one], "importance_sampling"), engine.limits)
 
 
+def test_the_datum_with_the_largest_ratio_is_named(base: BaseModel) -> None:
+    engine = TrainingEngine(base, max_tokens_per_microbatch=8)
+    create(engine, "m")
+    engine.optim_step("m", ADAM)
+
+    def sampled(seq_id: int, *logprobs: float) -> Batch:
+        data = [policy(logprob)(engine).request.data[0] for logprob in logprobs]  # type: ignore[union-attr]
+        return Batch.from_proto(request(data, "importance_sampling", seq_id=seq_id), engine.limits)
+
+    run(engine, "m", sampled(3, -4.0, -60.0))
+    run(engine, "m", sampled(4, -5.0, -5.0, -80.0, -70.0))
+    run(engine, "m", sampled(5, -5.0))
+    with pytest.raises(errors.NotFinite, match=r"The largest ratio is that of data\[2\] of seq_id 4: e\^7\d\.\d+"):
+        engine.optim_step("m", ADAM)
+    failed = engine.forward_backward([("m", sampled(7, -5.0, -5.0, -2e3))])[0]
+    assert isinstance(failed, errors.InvalidRequest)
+    assert "data[2] of seq_id 7: e^1" in failed.message
+    with pytest.raises(errors.FailedPrecondition, match="failed, seq_id 7"):
+        engine.optim_step("m", ADAM)
+    weighted = [datum([1, 2, 3, 4], target_tokens=[2, 3, 4, 5], weights=np.full(4, 1e30, np.float32))]
+    run(engine, "m", Batch.from_proto(request(weighted), engine.limits))
+    with pytest.raises(errors.NotFinite, match=r"forward_backward\)$"):
+        engine.optim_step("m", ADAM)
+
+
 def test_a_ratio_that_overflows_the_norm_does_not_freeze_adam(base: BaseModel) -> None:
     engine = TrainingEngine(base, max_tokens_per_microbatch=64)
     create(engine, "m")
