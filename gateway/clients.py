@@ -158,6 +158,11 @@ class Clients:
         infos = [info for info in self.sampler_infos() if base_model in info.base_models]
         return max((info.max_context_length for info in infos), default=0)
 
+    def vocab_size(self, base_model: str) -> int:
+        """Token ids of this base model are below this; 0 while no sampler has said so."""
+        infos = [info for info in self.sampler_infos() if base_model in info.base_models]
+        return max((info.vocab_size for info in infos), default=0)
+
     @property
     def unreached(self) -> list[str]:
         """Addresses of those that have not said yet what they serve; but not of samplers that are more than one for

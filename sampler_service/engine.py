@@ -271,6 +271,11 @@ class SamplingEngine(Protocol):
         ...
 
     @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        ...
+
+    @property
     def eos_token_ids(self) -> Collection[int]:
         """Tokens that end a sequence when the request has no stop of its own."""
         ...

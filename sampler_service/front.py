@@ -58,6 +58,10 @@ class Front(ABC):
     def max_context_length(self) -> int:
         return self.limits.max_length
 
+    @property
+    def vocab_size(self) -> int:
+        return self.limits.vocab_size
+
     def confirm(self, version_id: str) -> None:
         self._store.confirm(version_id)
         self._count_versions()

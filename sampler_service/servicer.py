@@ -54,6 +54,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
             max_context_length=engine.max_context_length,
             max_lora_rank=self.max_lora_rank,
             max_version_bytes=self.max_version_bytes,
+            vocab_size=engine.vocab_size,
             engine=engine.name,
             device=engine.device,
             boot_id=self.boot_id,

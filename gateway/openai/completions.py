@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import cast
 from uuid import uuid4
 
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -23,6 +24,7 @@ from gateway.openai.sources import find_source
 from gateway.openai.text import Vocabulary
 from gateway.tenants.caller import Caller
 from tinsmith.rpc.errors import InvalidRequest
+from tinsmith.rpc.tensors import check_tokens
 from tinsmith.v1 import sampler_pb2 as pb
 
 Prompt = str | list[int]
@@ -43,7 +45,10 @@ def checked_tokens(gateway: Gateway, source: Source, prompt: Sequence[int], *, f
     longest = gateway.clients.context_length(source.base_model)
     if len(prompt) > longest > 0:
         raise InvalidRequest(f"{field}: {len(prompt)} tokens are above the context length, {longest}", field=field)
-    return int32_bytes(prompt, field=field)
+    tokens = int32_bytes(prompt, field=field)
+    if vocab_size := gateway.clients.vocab_size(source.base_model):
+        check_tokens(np.frombuffer(tokens, "<i4"), vocab_size, field=field)
+    return tokens
 
 
 async def _tokens(gateway: Gateway, source: Source, prompt: Prompt, *, add_special_tokens: bool) -> bytes:

@@ -38,6 +38,7 @@ from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_
 
 BASE_MODEL = "Qwen/Qwen3-8B"
 ALIAS = "tinsmith/eight"
+VOCAB_SIZE = 100_000
 KINDS = {
     types_pb2.CHECKPOINT_KIND_TRAINING: "weights",
     types_pb2.CHECKPOINT_KIND_SAMPLER: "sampler_weights",
@@ -406,7 +407,12 @@ class FakeSampler(sampler_pb2_grpc.SamplerServiceServicer):
 
     async def GetSamplerInfo(self, request: Any, context: Any) -> Any:
         return sampler_pb2.GetSamplerInfoResponse(
-            base_models=[BASE_MODEL, ALIAS], max_context_length=2048, max_lora_rank=64, engine="fake", boot_id="b"
+            base_models=[BASE_MODEL, ALIAS],
+            max_context_length=2048,
+            max_lora_rank=64,
+            engine="fake",
+            boot_id="b",
+            vocab_size=VOCAB_SIZE,
         )
 
     async def Sample(self, request: Any, context: Any) -> Any:

@@ -47,6 +47,7 @@ async def test_info(service: Service) -> None:
     assert list(info.base_models) == ["one", "two"]
     assert (info.max_context_length, info.max_lora_rank, info.engine, info.device) == (256, 16, "torch", "cpu")
     assert list(info.adapter_groups) == ["attn", "mlp", "unembed"]
+    assert info.vocab_size == service.engine.vocab_size > 0
     assert info.boot_id
 
 
