@@ -42,6 +42,7 @@ EXEMPT = {
     f"POST {API}/create_session": "names nothing: makes a session of the key's owner",
     f"POST {API}/telemetry": "is thrown away unread",
     f"POST {API}/checkpoints/import": "names nothing: makes a checkpoint of the key's owner",
+    f"DELETE {API}/training_runs/{{run_id}}/checkpoints/{{name}}": "looks nothing up: asks for the kind",
     "GET /download/files/{run_id}/{kind}/{name}/{file}": "is opened by a signature, which the owner was given",
     "GET /download/archives/{run_id}/{kind}/{name}": "is opened by a signature, which the owner was given",
     "GET /download/traces/{session_id}": "is opened by a signature, which the owner was given",
@@ -100,6 +101,9 @@ CASES = [
         {"session_id": "$session", "model_seq_id": 7, "base_model": BASE_MODEL, "lora_config": {"rank": 8}},
     ),
     Case(f"POST {API}/get_info", {"model_id": RUN}),
+    Case(f"POST {API}/unload_model", {"model_id": RUN}),
+    Case(f"POST {API}/optim_step", {"model_id": RUN, "adam_params": {}}),
+    Case(f"POST {API}/forward", {"model_id": RUN, "forward_input": {"data": [], "loss_fn": "cross_entropy"}}),
     Case(f"POST {API}/forward_backward", content="cross_entropy"),
     Case(f"POST {API}/forward_backward", content="custom"),
     Case(f"POST {API}/forward_backward", content="stable_reinforce"),
@@ -125,9 +129,11 @@ CASES = [
     Case(f"GET {API}/samplers/{{sampling_session_id}}", path={"sampling_session_id": SAMPLER}),
     Case(f"GET {API}/samplers/{{sampling_session_id}}/certificate", path={"sampling_session_id": SAMPLER}),
     Case(f"POST {API}/asample", sample_body(SAMPLER, 9)),
+    Case(f"POST {API}/asample", sample_body(SAMPLER, 9) | {"seq_id": None}),
+    Case(f"POST {API}/asample", sample_body(SAMPLER, 9) | {"sampling_session_id": None, "model_path": SAVED}),
     *(
         Case(f"POST {API}/retrieve_future", {"request_id": request_id})
-        for request_id in (f"{RUN}:0", f"{RUN}:1", f"{SAMPLER}:0", "$session:loss:0")
+        for request_id in (f"{RUN}:0", f"{RUN}:1", f"{RUN}:unload", f"{SAMPLER}:0", "$session:loss:0")
     ),
     Case(
         f"POST {API}/retrieve_futures",
