@@ -115,10 +115,10 @@ def raw(content: bytes, **headers: str) -> dict[str, Any]:
 
 IMAGE = pb.Datum(model_input=[pb.Chunk(image=pb.ImageChunk(data=b"PNG", format="png"))])
 BROKEN_CSR = pb.Tensor(
-    dtype=pb.DTYPE_FLOAT32,
+    dtype=pb.DTYPE_INT64,
     shape=[4, 2],
     sparse_csr=pb.SparseCsr(
-        values=np.ones(1, "<f4").tobytes(),
+        values=np.ones(1, "<i8").tobytes(),
         crow_indices=np.array([0, 1, 1, 1, 1], "<i8").tobytes(),
         col_indices=np.array([7], "<i8").tobytes(),
     ),
@@ -158,7 +158,10 @@ CASES: dict[str, tuple[Callable[[Client], str], tuple[str, ...]]] = {
         lambda c: c.forward_backward(with_tensor("weights", pb.Tensor(dense=b"\0" * 15, dtype=pb.DTYPE_FLOAT32))),
         ("weights", "15 bytes"),
     ),
-    "a sparse column outside": (lambda c: c.forward_backward(with_tensor("weights", BROKEN_CSR)), ("weights", "7")),
+    "a sparse column outside": (
+        lambda c: c.forward_backward(with_tensor("target_tokens", BROKEN_CSR)),
+        ("target_tokens", "7"),
+    ),
     "targets that are not integers": (
         lambda c: c.forward_backward(datum(TOKENS, target_tokens=ONES, weights=ONES)),
         ("target_tokens", "float32", "int64"),
