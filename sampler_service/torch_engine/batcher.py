@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -19,16 +19,17 @@ from sampler_service.metrics import SamplerMetrics
 from sampler_service.torch_engine.adapters import Version
 from sampler_service.torch_engine.drawing import Drawn, draw
 from sampler_service.torch_engine.forward import Forward
-from sampler_service.torch_engine.lanes import Lanes
-from sampler_service.torch_engine.scheduler import PASSING, Job, Scheduler
+from sampler_service.torch_engine.lanes import Lanes, Wanted
+from sampler_service.torch_engine.scheduler import PASSING, Job, Scheduler, size_of
 from sampler_service.torch_engine.scoring import not_finite
 from sampler_service.torch_engine.sizing import Sizes
 from sampler_service.torch_engine.speed import Speed
-from sampler_service.torch_engine.step import Decoding, Step, TaskPiece
+from sampler_service.torch_engine.step import Decoding, Step, TaskPiece, TaskSequence
 from sampler_service.torch_engine.task import Task
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import Parameters, Weights
+from tinsmith.modeling.kv_cache import KVCache
 from tinsmith.rpc.errors import ServiceError
 
 
@@ -67,7 +68,7 @@ class Batcher:
         )
         self.speed = Speed()
         self.metrics = metrics
-        self._forward = Forward(base, self.parameters, self.lanes.cache, metrics)
+        self._forward = Forward(base, self.parameters, self.lanes.caches, metrics)
         self._tasks: dict[Task, None] = {}
         """Requests that have not ended, in the order of their arrival."""
         self._decoding: Decoding | None = None
@@ -93,11 +94,11 @@ class Batcher:
             return
         partial = self.scheduler.partial
         if partial is not None and partial.owner is task:
-            self.lanes.cache.wipe(partial.lane)
-        lanes = self.scheduler.drop(task)
-        for lane in lanes:
-            self.lanes.cache.wipe(lane)
-        self._leave(lanes)
+            self.lanes.caches[partial.size].wipe(partial.lane)
+        running = self.scheduler.drop(task)
+        for sequence in running:
+            self.lanes.caches[sequence.size].wipe(sequence.lane)
+        self._leave(running)
         self._end(task, outcome)
 
     def move(self, tasks: Sequence[Task], version: Version, moved: asyncio.Future[int]) -> None:
@@ -200,16 +201,16 @@ class Batcher:
     def _plan(self) -> list[TaskPiece]:
         if leaving := self.scheduler.grow():
             self.metrics.steps.preemptions.inc(len(leaving))
-            for lane in leaving:
-                sequence = self.scheduler.running[lane]
-                self.lanes.remember(sequence, lane)
+            for sequence in leaving:
+                self.lanes.remember(sequence, sequence.lane)
                 sequence.owner.mixed.discard(sequence.index)  # all of it will be computed anew
             self._leave(leaving)
+        moving = self._move_out(self.scheduler.outgrown())
         pieces = self.scheduler.plan()
         for piece in pieces:
             task = piece.job.owner
             if piece.came_from > piece.job.lane:  # before the cache may shrink
-                self.lanes.cache.move(piece.came_from, piece.job.lane, piece.start)
+                self.lanes.caches[piece.job.size].move(piece.came_from, piece.job.lane, piece.start)
             if not task.planned:
                 task.planned = True
                 task.generation.started_at = time.time()
@@ -219,20 +220,33 @@ class Batcher:
                 self.metrics.steps.prompt_tokens.inc(len(task.request.prompt))
             if not task.begun:
                 task.prompt_done = piece.start + piece.length
-        running = self.scheduler.running
-        lanes = len(running) + sum(len(piece.job.sequences) for piece in pieces)
-        lengths = [sequence.length for sequence in running] + [piece.start + piece.length for piece in pieces]
-        self.lanes.fit(lanes, max(lengths))
+        wanted: defaultdict[int, Wanted] = defaultdict(Wanted)
+        for sequence in self.scheduler.running:
+            wanted[sequence.size].add(1, sequence.length, sequence.reserved)
+        for piece in pieces:
+            sequences = piece.job.sequences
+            wanted[piece.job.size].add(len(sequences), piece.start + piece.length, sequences[0].reserved)
+        self.lanes.fit(wanted)
+        for sequence, computed in moving:
+            self.lanes.caches[sequence.size].write(sequence.lane, computed)
         for piece in pieces:
             if piece.came_from < piece.job.lane:
-                self.lanes.cache.move(piece.came_from, piece.job.lane, piece.start)
+                self.lanes.caches[piece.job.size].move(piece.came_from, piece.job.lane, piece.start)
         for piece in pieces:
             self.lanes.load(piece)
         return pieces
 
+    def _move_out(self, outgrown: Sequence[TaskSequence]) -> list[tuple[TaskSequence, KVCache]]:
+        """Gives sequences a lane of the size that they have by now, and what is to be written there."""
+        moving = [(one, self.lanes.caches[one.size].read(one.lane, one.length - 1)) for one in outgrown]
+        self._leave(outgrown)
+        for sequence in outgrown:
+            self.scheduler.join(sequence, size=size_of(sequence.reserved))
+        return moving
+
     def _advance(self, step: Step, drawn: Drawn) -> None:
         """Gives the tokens to their sequences; those that ended leave, new ones take the lanes above the running."""
-        running, sequences = self.scheduler.running, step.sampling
+        sequences = step.sampling
         ended: set[int] = set()
         for row, (sequence, token, logprob) in enumerate(zip(sequences, drawn.tokens_R, drawn.logprobs_R, strict=True)):
             task = sequence.owner
@@ -249,21 +263,20 @@ class Batcher:
             except Exception as error:
                 task.fail(error)
         self.metrics.steps.sampled_tokens.inc(len(sequences))
-        num_running = len(running)
-        row = num_running
+        num_running = row = len(step.running)
         for piece in step.ending:
             job = piece.job
-            first = len(running)
+            first = sum(sequence.size == job.size for sequence in self.scheduler.running)
             going_on = [sequence for n, sequence in enumerate(job.sequences, row) if n not in ended]
             row += len(job.sequences)
             if job.owner.failure is not None:
-                self.lanes.cache.wipe(job.lane)
+                self.lanes.caches[job.size].wipe(job.lane)
                 continue
             if not job.scored or job.owner.scorer is None or job.owner.scorer.finite:
                 self.lanes.remember(job.sequences[0], job.lane)
             self.lanes.place(job, first, len(going_on))
-            running.extend(going_on)
             for sequence in going_on:
+                self.scheduler.join(sequence, size=job.size)
                 sequence.prompt = job
             for sequence in going_on:
                 job.owner.follow(sequence, has_lane=True)
@@ -273,27 +286,24 @@ class Batcher:
                 self.metrics.requests.first_token.observe(time.perf_counter() - job.owner.submitted)
         if step.ending:
             self._decoding = None
-        leaving = [row for row in ended if row < num_running]
-        for row in leaving:
-            if sequences[row].owner.failure is None:
-                self.lanes.remember(sequences[row], row)
+        leaving = [sequences[row] for row in ended if row < num_running]
+        for sequence in leaving:
+            if sequence.owner.failure is None:
+                self.lanes.remember(sequence, sequence.lane)
         self._leave(leaving)
         for task in dict.fromkeys(sequences[row].owner for row in sorted(ended)):
             if task.complete and task.failure is None:
                 self._end(task, _outcome(task))
 
-    def _leave(self, lanes: Sequence[int]) -> None:
+    def _leave(self, sequences: Sequence[TaskSequence]) -> None:
         """Takes sequences out; the last ones move into their lanes, so that the rest stay dense."""
-        running = self.scheduler.running
-        for lane in sorted(lanes, reverse=True):
-            last = len(running) - 1
-            if lane != last:
-                self.lanes.cache.move(last, lane, running[last].length)
-                running[lane] = running[last]
-            running.pop()
-        if lanes:
+        for sequence in sorted(sequences, key=lambda one: one.lane, reverse=True):
+            came_from = sum(one.size == sequence.size for one in self.scheduler.running) - 1
+            if (moved := self.scheduler.leave(sequence)) is not None:
+                self.lanes.caches[sequence.size].move(came_from, moved.lane, moved.length)
+        if sequences:
             self._decoding = None
-            self.metrics.requests.running.set(len(running))  # no step may follow that would
+            self.metrics.requests.running.set(len(self.scheduler.running))  # no step may follow that would
 
     def _end(self, task: Task, outcome: Result | ServiceError) -> None:
         del self._tasks[task]

@@ -5,7 +5,8 @@ Shapes: B running sequences, T packed tokens, R rows that sample, H hidden, V vo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ from sampler_service.metrics import SamplerMetrics
 from sampler_service.torch_engine.step import Pass, Step, adapter_of, passes_of, runs_of
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import Parameters
-from tinsmith.modeling.kv_cache import Cached, KVCache, Prefill
+from tinsmith.modeling.kv_cache import Cached, CachedTogether, KVCache, Prefill
 from tinsmith.modeling.logprobs import logits
 from tinsmith.modeling.lora import Run
 
@@ -24,8 +25,8 @@ from tinsmith.modeling.lora import Run
 class Forward:
     base: BaseModel
     parameters: Parameters
-    cache: KVCache
-    """Of the lanes."""
+    caches: Mapping[int, KVCache]
+    """Of the lanes, by the size of sequences."""
     metrics: SamplerMetrics
 
     def logits(self, step: Step) -> Tensor:
@@ -39,7 +40,7 @@ class Forward:
             return self._run_pass(step, passes[0])
         logits_R_V = torch.empty(len(running) + len(step.ending), self.base.vocab_size, device=self.base.device)
         for one in passes:
-            rows = one.lanes + [len(running) + n for n, piece in enumerate(step.ending) if piece in one.pieces]
+            rows = one.rows + [len(running) + n for n, piece in enumerate(step.ending) if piece in one.pieces]
             logits_R_V[torch.tensor(rows, dtype=torch.int64, device=self.base.device)] = self._run_pass(step, one)
         return logits_R_V
 
@@ -55,18 +56,11 @@ class Forward:
         device = self.base.device
         decoding = step.decoding
         tokens, positions = [], []
-        lanes_B = None
-        if decoding is None or not one.lanes:
-            positions_B = torch.empty(0, dtype=torch.int64, device=device)
-        elif len(one.lanes) == len(step.running):
-            positions_B = decoding.positions_B
-            tokens.append(decoding.tokens_B)
-            positions.append(positions_B)
-        else:
-            lanes_B = torch.tensor(one.lanes, device=device)
-            positions_B = decoding.positions_B[lanes_B]
-            tokens.append(decoding.tokens_B[lanes_B])
-            positions.append(positions_B)
+        if decoding is not None and one.rows:
+            every_row = len(one.rows) == len(step.running)
+            rows = slice(None) if every_row else torch.tensor(one.rows, device=device)
+            tokens.append(decoding.tokens_B[rows])
+            positions.append(decoding.positions_B[rows])
         for piece in one.pieces:
             stop = piece.start + piece.length
             tokens.append(torch.from_numpy(piece.job.owner.tokens_of(piece.job, piece.start, stop)).to(device))
@@ -75,15 +69,37 @@ class Forward:
         runs = _kept_runs(step, one)
         if runs is None:
             running = step.running
-            segments = [(adapter_of(running[lane]), 1) for lane in one.lanes]
+            segments = [(adapter_of(running[row]), 1) for row in one.rows]
             runs = runs_of([*segments, *((adapter_of(piece.job.sequences[0]), piece.length) for piece in one.pieces)])
-        prefills = [Prefill(piece.job.lane, piece.start, piece.length) for piece in one.pieces]
-        shared = None if decoding is None else decoding.shared
-        layout = Cached(self.cache, positions_B, prefills, lanes_B=lanes_B, shared=shared)
+        layouts = list(self._layouts(step, one))
+        layout = layouts[0] if len(layouts) == 1 else CachedTogether(layouts)
         return self.base.hidden_states(_joined(tokens), _joined(positions), layout, runs)
 
+    def _layouts(self, step: Step, one: Pass) -> Iterator[Cached]:
+        """Of each cache that the pass uses."""
+        running, decoding = step.running, step.decoding
+        of_running = Counter(sequence.size for sequence in running)
+        rows_of: dict[int, list[int]] = {}
+        for row in one.rows:
+            rows_of.setdefault(running[row].size, []).append(row)
+        for size in sorted({*rows_of, *(piece.job.size for piece in one.pieces)}):
+            rows, lanes_B, shared = rows_of.get(size, []), None, None
+            positions_B = torch.empty(0, dtype=torch.int64, device=self.base.device)
+            if decoding is not None and rows:
+                # Rows go by size, then by lane: all of one size follow each other.
+                is_whole = len(rows) == of_running[size]
+                positions_B = decoding.positions_B[slice(rows[0], rows[-1] + 1) if is_whole else rows]
+                if is_whole:
+                    shared = decoding.shared[size]
+                else:
+                    lanes_B = torch.tensor([running[row].lane for row in rows], device=self.base.device)
+            prefills = [
+                Prefill(piece.job.lane, piece.start, piece.length) for piece in one.pieces if piece.job.size == size
+            ]
+            yield Cached(self.caches[size], positions_B, prefills, lanes_B=lanes_B, shared=shared)
+
     def _score(self, one: Pass, hidden_T_H: Tensor) -> None:
-        first = len(one.lanes)
+        first = len(one.rows)
         for piece in one.pieces:
             rows = slice(first, first + piece.length)
             first = rows.stop
@@ -101,9 +117,9 @@ class Forward:
         running, runs = step.running, _kept_runs(step, one)
         if runs is not None:
             return logits(self.base.head, hidden_T_H, runs)
-        wanted = list(range(len(one.lanes)))
-        adapters = [adapter_of(running[lane]) for lane in one.lanes]
-        last = len(one.lanes) - 1
+        wanted = list(range(len(one.rows)))
+        adapters = [adapter_of(running[row]) for row in one.rows]
+        last = len(one.rows) - 1
         for piece in one.pieces:
             last += piece.length
             if piece.ends:

@@ -5,6 +5,10 @@ All of it happens on the compute thread.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.torch_engine.prefix_cache import BLOCK_TOKENS, PrefixCache
 from sampler_service.torch_engine.scheduler import Job
@@ -16,12 +20,29 @@ IDLE_CACHE_BYTES = 64 * 1024 * 1024
 """Larger lanes are given back when nothing runs."""
 
 
+@dataclass(slots=True)
+class Wanted:
+    """Of one cache."""
+
+    lanes: int = 0
+    tokens: int = 0
+    """Of the longest lane in this step."""
+    promised: int = 0
+    """Of the longest lane later."""
+
+    def add(self, lanes: int, tokens: int, promised: int) -> None:
+        self.lanes += lanes
+        self.tokens = max(self.tokens, tokens)
+        self.promised = max(self.promised, promised, tokens)
+
+
 class Lanes:
     def __init__(
         self, *, max_lanes: int, max_tokens: int, bytes_per_token: int, prefix_bytes: int, metrics: SamplerMetrics
     ) -> None:
-        """`max_tokens`: lanes x tokens of one; `prefix_bytes`: of the prefix cache, 0 for none."""
-        self.cache = KVCache()
+        """`max_tokens`: lanes x tokens of one, of all caches; `prefix_bytes`: of the prefix cache, 0 for none."""
+        self.caches: defaultdict[int, KVCache] = defaultdict(KVCache)
+        """By the size of sequences (scheduler.py)."""
         self.prefixes = PrefixCache(max_bytes=prefix_bytes, bytes_per_token=bytes_per_token)
         self._max_lanes = max_lanes
         self._max_tokens = max_tokens
@@ -30,16 +51,25 @@ class Lanes:
         metrics.cache.limit_bytes.set(max_tokens * bytes_per_token)
         metrics.cache.prefix_limit_bytes.set(prefix_bytes)
 
-    def fit(self, lanes: int, tokens: int) -> None:
-        """Grows by doubling, or to what is needed when the bound is near."""
-        cache, limit = self.cache, self._max_tokens
-        if lanes <= cache.num_lanes and tokens <= cache.capacity:
+    def fit(self, wanted: Mapping[int, Wanted]) -> None:
+        """Every cache has room for what is wanted. One that has none grows by doubling; where the bound is near, each
+        takes what is promised, which the scheduler keeps within the bound."""
+        grown: dict[int, tuple[int, int]] = {}
+        for size, want in wanted.items():
+            cache = self.caches[size]
+            if want.lanes > cache.num_lanes or want.tokens > cache.capacity:
+                more_lanes = max(cache.num_lanes, min(_power_of_two(want.lanes), self._max_lanes))
+                grown[size] = more_lanes, max(cache.capacity, _power_of_two(want.tokens))
+        if not grown:
             return
-        more_lanes = max(cache.num_lanes, min(_power_of_two(lanes), self._max_lanes))
-        more_tokens = max(cache.capacity, _power_of_two(tokens))
-        if more_lanes * more_tokens > limit:
-            more_lanes, more_tokens = lanes, min(_power_of_two(tokens), limit // lanes)
-        cache.resize(more_lanes, more_tokens)
+        others = sum(cache.num_lanes * cache.capacity for size, cache in self.caches.items() if size not in grown)
+        if others + sum(lanes * tokens for lanes, tokens in grown.values()) > self._max_tokens:
+            grown = {size: (want.lanes, want.promised) for size, want in wanted.items()}
+            for size in self.caches.keys() - wanted.keys():
+                self.caches[size].clear()
+        # Those that shrink go first.
+        for size, (lanes, tokens) in sorted(grown.items(), key=lambda item: item[1][0] * item[1][1]):
+            self.caches[size].resize(lanes, tokens)
 
     def place(self, job: Job[Task], first: int, count: int) -> None:
         """Copies a prompt to `count` lanes from `first` on, which lies at its own lane or below."""
@@ -47,20 +77,27 @@ class Lanes:
         above = slice(job.lane + 1, first + count)
         for lanes in (below, above):
             if lanes.start < lanes.stop:
-                self.cache.fork(job.lane, lanes, job.length)
+                self.caches[job.size].fork(job.lane, lanes, job.length)
 
     def clear(self) -> None:
         """After a step that broke off anywhere: what it left may be half written."""
-        self.cache.clear()
+        self._clear_caches()
         self.prefixes.clear()
+
+    def _clear_caches(self) -> None:
+        for cache in self.caches.values():
+            cache.clear()
+
+    def _num_bytes(self) -> int:
+        return sum(cache.num_bytes() for cache in self.caches.values())
 
     def observe(self, *, running_tokens: int, idle: bool) -> None:
         """After each step. `running_tokens`: of the running sequences, prompts included."""
         self._metrics.cache.used_bytes.set(running_tokens * self._bytes_per_token)
-        self._metrics.cache.allocated_bytes.set(self.cache.num_bytes())
+        self._metrics.cache.allocated_bytes.set(self._num_bytes())
         self._metrics.cache.prefix_bytes.set(self.prefixes.num_bytes)
-        if idle and self.cache.num_bytes() > IDLE_CACHE_BYTES:
-            self.cache.clear()
+        if idle and self._num_bytes() > IDLE_CACHE_BYTES:
+            self._clear_caches()
 
     def reuse(self, job: Job[Task]) -> int:
         """How many of a job's tokens the prefix cache spares it: up to the first row that it scores, and never all, for
@@ -83,15 +120,16 @@ class Lanes:
         """Brings a job's reused tokens to its lane, before its first piece is computed."""
         job = piece.job
         if job.blocks:
-            self.prefixes.load(self.cache, job.lane, job.blocks, piece.start)
+            self.prefixes.load(self.caches[job.size], job.lane, job.blocks, piece.start)
             job.blocks = []
 
     def remember(self, sequence: TaskSequence, lane: int) -> None:
-        """Keeps the computed tokens of a sequence whose lane is about to be given away or shared; unless they are of
-        more than one version, for then no request may find them."""
+        """Keeps the computed tokens of a sequence, which lie in this lane of its size, before that is given away or
+        shared; unless they are of more than one version, for then no request may find them."""
         task = sequence.owner
         if self.prefixes.enabled and sequence.index not in task.mixed:
-            self.prefixes.put(task.namespace_of(sequence), task.digests(sequence), self.cache, lane)
+            cache = self.caches[sequence.size]
+            self.prefixes.put(task.namespace_of(sequence), task.digests(sequence), cache, lane)
 
 
 def _power_of_two(number: int) -> int:

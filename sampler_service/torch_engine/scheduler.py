@@ -10,19 +10,25 @@ A sequence without max_tokens may reach the context's end, and mostly stops long
 reservation that grows as it goes; when there is no room to grow, the youngest such sequence gives its place back and
 goes on later, from the tokens that it has.
 
-The lanes: 0 .. len(running) - 1 decode; above them lie the prompts that this step computes. At most one prompt is left
-unfinished by a step, the last one, because pieces are handed out in order.
+The lanes: those of one cache have one length, that of the longest sequence there. So that a long sequence does not make
+every lane long, sequences of different sizes have caches of their own: one for those that need up to 1,024 tokens, one
+for up to 4 times as many, and so on. Promised of the memory is the sum of lanes times the longest over the caches.
+In each cache lanes 0 .. n - 1 decode; above them lie the prompts that this step computes. At most one prompt is left
+unfinished by a step, because pieces are handed out in order.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Generic, TypeVar
 
 Owner = TypeVar("Owner")
+
+SHORT_TOKENS = 1024
+"""What a sequence of size 0 needs at most; each size is for 4 times as much as the one before it."""
 
 HEADROOM = 256
 """Output tokens that a sequence without max_tokens reserves at first."""
@@ -32,6 +38,11 @@ SHORT_SHARE = 4
 
 PASSING = 4
 """Lanes beyond those of running sequences, for prompts that stay for one step."""
+
+
+def size_of(tokens: int) -> int:
+    """Of the lanes for sequences of so many tokens: which cache has them."""
+    return ((tokens - 1) // SHORT_TOKENS).bit_length() + 1 >> 1
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +60,10 @@ class Sequence(Generic[Owner]):
     """Grows with submission."""
     reserved: int = 0
     """Cached tokens that it may use without asking."""
+    size: int = 0
+    """Of its lane, once it has something reserved."""
+    lane: int = 0
+    """While it runs."""
     prompt: Job[Owner] | None = None
     """What its cached tokens began with, together with those of the job's other sequences."""
     tokens: list[int] = field(default_factory=list)
@@ -62,6 +77,11 @@ class Sequence(Generic[Owner]):
     def need(self) -> int:
         """Cached tokens to reserve when it is admitted."""
         return self.max_length if self.bounded else min(self.max_length, self.length + HEADROOM)
+
+    @property
+    def promised(self) -> int:
+        """Cached tokens that it has or will get."""
+        return self.reserved or self.need
 
     @property
     def passes(self) -> bool:
@@ -85,6 +105,11 @@ class Job(Generic[Owner]):
     blocks: list[int] = field(default_factory=list)
     """Blocks of the prefix cache that its first `done` tokens come from, until they lie in its lane."""
 
+    @property
+    def size(self) -> int:
+        """Of its lanes. All its sequences need the same."""
+        return size_of(self.sequences[0].promised)
+
 
 @dataclass(frozen=True, slots=True)
 class Piece(Generic[Owner]):
@@ -99,6 +124,42 @@ class Piece(Generic[Owner]):
     @property
     def ends(self) -> bool:
         return self.start + self.length == self.job.length
+
+
+class Room:
+    """What is promised of the caches."""
+
+    def __init__(self, sequences: Iterable[Sequence[Owner]] = ()) -> None:
+        self.lanes = 0
+        self.tokens = 0
+        self._by_size: dict[int, tuple[int, int]] = {}
+        """Lanes, and the longest one's tokens."""
+        for sequence in sequences:
+            self.add(1, sequence.promised)
+
+    def copy(self) -> Room:
+        room = Room()
+        room.lanes, room.tokens, room._by_size = self.lanes, self.tokens, dict(self._by_size)
+        return room
+
+    def with_more(self, lanes: int, tokens: int) -> int:
+        """Tokens with so many lanes more of so many tokens."""
+        here, longest = self._by_size.get(size_of(tokens), (0, 0))
+        return self.tokens - here * longest + (here + lanes) * max(longest, tokens)
+
+    def add(self, lanes: int, tokens: int) -> None:
+        self.tokens = self.with_more(lanes, tokens)
+        size = size_of(tokens)
+        here, longest = self._by_size.get(size, (0, 0))
+        self._by_size[size] = here + lanes, max(longest, tokens)
+        self.lanes += lanes
+
+    def longest(self, size: int, *, max_tokens: int) -> int:
+        """Of one more lane of this size, where all together have no more than `max_tokens`; 0 where there is no room
+        for one."""
+        here, longest = self._by_size.get(size, (0, 0))
+        tokens = min((max_tokens - self.tokens + here * longest) // (here + 1), SHORT_TOKENS << 2 * size)
+        return tokens if tokens >= longest else 0
 
 
 class Scheduler(Generic[Owner]):
@@ -119,7 +180,7 @@ class Scheduler(Generic[Owner]):
         self.partial: Job[Owner] | None = None
         """Admitted, with some pieces computed."""
         self.running: list[Sequence[Owner]] = []
-        """By lane."""
+        """By size, then by lane."""
 
     @property
     def idle(self) -> bool:
@@ -129,54 +190,58 @@ class Scheduler(Generic[Owner]):
         """The pieces of this step, in the order of their lanes; admits jobs while there is room."""
         budget = self.tokens_per_step
         pieces: list[Piece[Owner]] = []
-        lane = len(self.running)
+        lanes = Counter(sequence.size for sequence in self.running)
         partial, self.partial = self.partial, None
         held = [] if partial is None else [partial]
-        passing = self._passing(held)
-        admitted = deque([*passing, *self._overtaking([*held, *passing]), *held])
+        room = Room([*self.running, *(sequence for job in held for sequence in job.sequences)])
+        passing = self._passing(room)
+        admitted = deque([*passing, *self._overtaking([*held, *passing], room), *held])
         while budget > 0:
-            job = admitted.popleft() if admitted else self._admit(pieces)
+            job = admitted.popleft() if admitted else self._admit(room)
             if job is None:
                 break
+            lane = lanes[job.size]
             length = min(budget, job.length - job.done)
             pieces.append(Piece(job, job.done, length, came_from=job.lane if job is partial else lane))
             job.lane = lane
             job.done += length
             budget -= length
-            lane += len(job.sequences)
+            lanes[job.size] += len(job.sequences)
             if not pieces[-1].ends:
                 self.partial = job
-        return pieces
+        return sorted(pieces, key=lambda piece: piece.job.size)
 
-    def _passing(self, held: list[Job[Owner]]) -> list[Job[Owner]]:
-        """Short jobs of one step, admitted although those before them wait for room."""
-        ahead = [sequence for job in held for sequence in job.sequences]
-        if not self.waiting or self._has_room(self.waiting[0], ahead):
+    def _passing(self, room: Room) -> list[Job[Owner]]:
+        """Short jobs of one step, admitted although those before them wait for room. None has any where one lane more
+        of a single token has none: so a full cache costs nothing, however many wait."""
+        if not self.waiting or self._has_room(self.waiting[0], room):
             return []
         budget = self.tokens_per_step // SHORT_SHARE
         chosen: list[Job[Owner]] = []
         for job in self.waiting:
-            if len(chosen) == PASSING:
+            if len(chosen) == PASSING or room.with_more(1, 1) > self.max_kv_tokens:
                 break
             passes = len(job.sequences) == 1 and job.sequences[0].passes
-            if passes and job.length <= budget and self._has_room(job, ahead, more_lanes=PASSING):
+            if passes and job.length <= budget and self._has_room(job, room, more_lanes=PASSING):
                 budget -= job.length
-                ahead += job.sequences
+                room.add(1, job.sequences[0].need)
                 chosen.append(job)
         self._take(chosen)
         return chosen
 
-    def _overtaking(self, held: list[Job[Owner]]) -> list[Job[Owner]]:
+    def _overtaking(self, held: list[Job[Owner]], room: Room) -> list[Job[Owner]]:
         """Short jobs that go before longer ones, admitted; there is room for those ahead of them as well."""
         budget = self.tokens_per_step // SHORT_SHARE
         if not self._more_than_a_step(held):
             return []  # nobody has to wait
-        chosen, ahead = [], [sequence for job in held for sequence in job.sequences]
+        chosen: list[Job[Owner]] = []
+        ahead = room.copy()
         for job in self.waiting:
             if budget == 0 or not self._has_room(job, ahead):
                 break
-            ahead += job.sequences
+            ahead.add(len(job.sequences), job.sequences[0].need)
             if job.length <= budget:
+                room.add(len(job.sequences), job.sequences[0].need)
                 budget -= job.length
                 chosen.append(job)
         self._take(chosen)
@@ -195,54 +260,78 @@ class Scheduler(Generic[Owner]):
                 return True
         return False
 
-    def _admit(self, pieces: Iterable[Piece[Owner]]) -> Job[Owner] | None:
-        if not self.waiting or not self._has_room(
-            self.waiting[0], [s for piece in pieces for s in piece.job.sequences]
-        ):
+    def _admit(self, room: Room) -> Job[Owner] | None:
+        if not self.waiting or not self._has_room(self.waiting[0], room):
             return None
         job = self.waiting.popleft()
+        room.add(len(job.sequences), job.sequences[0].need)
         self._reserve(job)
         return job
 
-    def _has_room(self, job: Job[Owner], ahead: Iterable[Sequence[Owner]], *, more_lanes: int = 0) -> bool:
-        """Beside the running sequences and those `ahead`, which have or will get their room."""
-        active = [*self.running, *ahead]
-        lanes = len(active) + len(job.sequences)
-        longest = max(sequence.need for sequence in job.sequences)
-        capacity = max([longest, *(sequence.reserved or sequence.need for sequence in active)])
-        return lanes <= self.max_running + more_lanes and lanes * capacity <= self.max_kv_tokens
+    def _has_room(self, job: Job[Owner], room: Room, *, more_lanes: int = 0) -> bool:
+        """Beside what is promised."""
+        lanes = len(job.sequences)
+        if room.lanes + lanes > self.max_running + more_lanes:
+            return False
+        return room.with_more(lanes, job.sequences[0].need) <= self.max_kv_tokens
 
     def _reserve(self, job: Job[Owner]) -> None:
         for sequence in job.sequences:
             sequence.reserved = sequence.need
+            sequence.size = size_of(sequence.reserved)
         job.done = self._reuse(job)
 
-    def grow(self) -> list[int]:
-        """Renews reservations that are used up. Returns the lanes whose sequences have to leave; they are queued."""
+    def grow(self) -> list[Sequence[Owner]]:
+        """Renews reservations that are used up. Returns the sequences that have to leave; they are queued. Others may
+        have outgrown their lanes (`outgrown`)."""
         if all(sequence.length <= sequence.reserved for sequence in self.running):
             return []
-        leaving: set[int] = set()
+        leaving: list[Sequence[Owner]] = []
         for sequence in sorted(self.running, key=lambda sequence: sequence.order):
-            while sequence.length > sequence.reserved and self.running.index(sequence) not in leaving:
-                lanes = len(self.running) - len(leaving) + (len(self.partial.sequences) if self.partial else 0)
-                room = self.max_kv_tokens // lanes
-                if room >= sequence.length:
-                    sequence.reserved = min(sequence.max_length, 2 * sequence.length, room)
+            while sequence.length > sequence.reserved and sequence not in leaving:
+                if (reserved := self._more_for(sequence, leaving)) >= sequence.length:
+                    sequence.reserved = reserved
                 else:
-                    leaving.add(self._youngest_unbounded(leaving))
-        for lane in sorted(leaving, key=lambda lane: self.running[lane].order, reverse=True):
-            sequence = self.running[lane]
+                    staying = (one for one in self.running if not one.bounded and one not in leaving)
+                    leaving.append(max(staying, key=lambda one: one.order))
+        for sequence in sorted(leaving, key=lambda sequence: sequence.order, reverse=True):
             sequence.reserved = 0
             self.waiting.appendleft(Job(sequence.owner, sequence.length, [sequence], scored=False))
-        return sorted(leaving)
+        return leaving
 
-    def _youngest_unbounded(self, leaving: set[int]) -> int:
-        lanes = (n for n, sequence in enumerate(self.running) if not sequence.bounded and n not in leaving)
-        return max(lanes, key=lambda lane: self.running[lane].order)
+    def _more_for(self, sequence: Sequence[Owner], leaving: list[Sequence[Owner]]) -> int:
+        """What it can have when it doubles, and no more than there is; 0 when there is nothing."""
+        held = self.partial.sequences if self.partial is not None else []
+        room = Room([*(one for one in self.running if one is not sequence and one not in leaving), *held])
+        wanted = min(sequence.max_length, 2 * sequence.length)
+        if room.with_more(1, wanted) <= self.max_kv_tokens:
+            return wanted
+        return min(wanted, room.longest(size_of(sequence.length), max_tokens=self.max_kv_tokens))
 
-    def drop(self, owner: Owner) -> list[int]:
-        """Forgets a request that waits or is being prefilled. Returns the lanes that it decodes in."""
+    def outgrown(self) -> list[Sequence[Owner]]:
+        """Running sequences whose lanes are too short for what is reserved for them."""
+        return [sequence for sequence in self.running if size_of(sequence.reserved) != sequence.size]
+
+    def join(self, sequence: Sequence[Owner], *, size: int) -> None:
+        """It runs in the next lane of this size."""
+        sequence.size, sequence.lane = size, sum(one.size == size for one in self.running)
+        self.running.append(sequence)
+        self.running.sort(key=lambda one: (one.size, one.lane))
+
+    def leave(self, sequence: Sequence[Owner]) -> Sequence[Owner] | None:
+        """Returns the sequence whose lane moves into its place; None when it had the last one. For several, the last
+        lane leaves first."""
+        last = max((one for one in self.running if one.size == sequence.size), key=lambda one: one.lane)
+        self.running.remove(sequence)
+        if last is sequence:
+            return None
+        last.lane = sequence.lane
+        self.running.sort(key=lambda one: (one.size, one.lane))
+        return last
+
+    def drop(self, owner: Owner) -> list[Sequence[Owner]]:
+        """Forgets a request that waits or is being prefilled. Returns those of its sequences that decode."""
         self.waiting = deque(job for job in self.waiting if job.owner is not owner)
         if self.partial is not None and self.partial.owner is owner:
             self.partial = None
-        return [lane for lane, sequence in enumerate(self.running) if sequence.owner is owner]
+        return [sequence for sequence in self.running if sequence.owner is owner]

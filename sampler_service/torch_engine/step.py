@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -60,7 +61,7 @@ def runs_of(segments: Iterable[tuple[Adapter | None, int]]) -> list[Run]:
 
 @dataclass(slots=True)
 class Rows:
-    """How the sampling rows draw: the running sequences in lane order, then new ones."""
+    """How the sampling rows draw: the running sequences in their order, then new ones."""
 
     sequences: Sequence[TaskSequence]
     rules: Rules
@@ -87,7 +88,7 @@ class Pass:
 
     parameters: FullWeights | None
     """None: its own."""
-    lanes: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
     """Of running sequences, in order."""
     pieces: list[TaskPiece] = field(default_factory=list)
 
@@ -95,9 +96,9 @@ class Pass:
 def passes_of(running: Sequence[TaskSequence], pieces: Sequence[TaskPiece]) -> list[Pass]:
     """One for each set of parameters; as a rule there is one."""
     passes: dict[int, Pass] = {}
-    for lane, sequence in enumerate(running):
+    for row, sequence in enumerate(running):
         parameters = sequence.owner.parameters_of(sequence)
-        passes.setdefault(id(parameters), Pass(parameters)).lanes.append(lane)
+        passes.setdefault(id(parameters), Pass(parameters)).rows.append(row)
     for piece in pieces:
         parameters = piece.job.owner.parameters_of(piece.job.sequences[0])
         passes.setdefault(id(parameters), Pass(parameters)).pieces.append(piece)
@@ -116,6 +117,10 @@ def shared_prompts_of(running: Sequence[TaskSequence], device: torch.device) -> 
     return SharedPrompts.of(list(groups.values()), length, device)
 
 
+def _size(sequence: TaskSequence) -> int:
+    return sequence.size
+
+
 @dataclass(slots=True)
 class Decoding:
     """The running sequences as tensors; kept from step to step while the same ones run."""
@@ -127,7 +132,8 @@ class Decoding:
     """And its position."""
     runs: list[Run]
     passes: list[Pass]
-    shared: SharedPrompts | None
+    shared: dict[int, SharedPrompts | None]
+    """By the size of sequences."""
 
     @classmethod
     def of(cls, running: Sequence[TaskSequence], *, vocab_size: int, device: torch.device) -> Decoding:
@@ -137,7 +143,7 @@ class Decoding:
             positions_B=torch.tensor([sequence.length - 1 for sequence in running], dtype=torch.int64, device=device),
             runs=runs_of((adapter_of(sequence), 1) for sequence in running),
             passes=passes_of(running, []),
-            shared=shared_prompts_of(running, device),
+            shared={size: shared_prompts_of(list(rows), device) for size, rows in groupby(running, key=_size)},
         )
 
     def advance(self, tokens_B: Tensor) -> None:

@@ -1,7 +1,8 @@
 """Keys and values of running generations, one lane for each.
 
 Lanes 0 .. n-1 are the running ones, so that a decode step reads the cache as one view, without gathering: whoever frees
-a lane moves the last one into its place. All lanes have one capacity, which grows with the longest.
+a lane moves the last one into its place. All lanes of a cache have one capacity, which grows with the longest; several
+caches, for generations of very different lengths, can be used in one forward pass.
 
 Shapes: S lanes, C capacity, B decoding rows, N query heads, K key/value heads, D head dimension, T packed tokens, L
 keys, U groups of rows that share a prompt, M rows of the largest group, R query heads of a key/value head, P shared
@@ -76,6 +77,22 @@ class KVCache:
         for store in (self.keys, self.values):
             for tensor in store.values():
                 tensor[lane].zero_()
+
+    def read(self, lane: int, length: int) -> KVCache:
+        """A copy of the first `length` tokens of a lane: a cache of one lane."""
+        copied = KVCache(1, length)
+        for store, copies in ((self.keys, copied.keys), (self.values, copied.values)):
+            for layer, tensor in store.items():
+                copies[layer] = tensor[lane : lane + 1, :, :length].clone()
+        return copied
+
+    def write(self, lane: int, copied: KVCache) -> None:
+        """What read() has given, of this cache or of another one."""
+        for layer, keys_1_K_T_D in copied.keys.items():
+            values_1_K_T_D = copied.values[layer]
+            lanes = self.layer(layer, keys_1_K_T_D[0].transpose(0, 1), values_1_K_T_D[0].transpose(0, 1))
+            for lanes_S_K_C_D, one_1_K_T_D in zip(lanes, (keys_1_K_T_D, values_1_K_T_D), strict=True):
+                lanes_S_K_C_D[lane, :, : copied.capacity] = one_1_K_T_D[0]
 
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for store in (self.keys, self.values) for tensor in store.values())
@@ -213,26 +230,28 @@ class Cached:
         self._bias_B_1_1_L = torch.zeros(hidden.shape, device=positions_B.device).masked_fill_(hidden, float("-inf"))
 
     def attend(self, layer: int, q_T_N_D: Tensor, k_T_K_D: Tensor, v_T_K_D: Tensor, heads: Heads) -> Tensor:
+        return attend_together([self], layer, q_T_N_D, k_T_K_D, v_T_K_D, heads)
+
+    def decode(self, layer: int, q_B_N_D: Tensor, k_B_K_D: Tensor, v_B_K_D: Tensor, heads: Heads) -> Tensor:
+        """Stores the new keys and values of the decoding rows, and attends."""
+        stores = self.cache.layer(layer, k_B_K_D, v_B_K_D)
+        for store_S_K_C_D, new_B_K_D in zip(stores, (k_B_K_D, v_B_K_D), strict=True):
+            places = self._places(store_S_K_C_D)
+            store_S_K_C_D.view(-1, store_S_K_C_D.shape[3])[places] = new_B_K_D.flatten(0, 1)
+        return self._decode(layer, q_B_N_D, *stores, heads)
+
+    def prefill(
+        self, piece: Prefill, layer: int, q_T_N_D: Tensor, k_T_K_D: Tensor, v_T_K_D: Tensor, heads: Heads
+    ) -> Tensor:
+        """The same for a piece of a prompt."""
         keys_S_K_C_D, values_S_K_C_D = self.cache.layer(layer, k_T_K_D, v_T_K_D)
-        outputs = []
-        if self.num_decoding:
-            rows = slice(0, self.num_decoding)
-            for store_S_K_C_D, new_T_K_D in ((keys_S_K_C_D, k_T_K_D), (values_S_K_C_D, v_T_K_D)):
-                places = self._places(store_S_K_C_D)
-                store_S_K_C_D.view(-1, store_S_K_C_D.shape[3])[places] = new_T_K_D[rows].flatten(0, 1)
-            outputs.append(self._decode(layer, q_T_N_D[rows], keys_S_K_C_D, values_S_K_C_D, heads))
-        first = self.num_decoding
-        for piece in self.prefills:
-            rows = slice(first, first + piece.length)
-            first = rows.stop
-            end = piece.start + piece.length
-            lane = slice(piece.lane, piece.lane + 1)
-            keys_S_K_C_D[piece.lane, :, piece.start : end] = k_T_K_D[rows].transpose(0, 1)
-            values_S_K_C_D[piece.lane, :, piece.start : end] = v_T_K_D[rows].transpose(0, 1)
-            q = q_T_N_D[rows].transpose(0, 1)[None]
-            out = causal(q, keys_S_K_C_D[lane, :, :end], values_S_K_C_D[lane, :, :end], heads)
-            outputs.append(out[0].transpose(0, 1))
-        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        end = piece.start + piece.length
+        lane = slice(piece.lane, piece.lane + 1)
+        keys_S_K_C_D[piece.lane, :, piece.start : end] = k_T_K_D.transpose(0, 1)
+        values_S_K_C_D[piece.lane, :, piece.start : end] = v_T_K_D.transpose(0, 1)
+        q = q_T_N_D.transpose(0, 1)[None]
+        out = causal(q, keys_S_K_C_D[lane, :, :end], values_S_K_C_D[lane, :, :end], heads)
+        return out[0].transpose(0, 1)
 
     def _places(self, store_S_K_C_D: Tensor) -> Tensor:
         """int64 [B K]: where the new keys or values go in the flattened cache. One index writes faster than two."""
@@ -298,6 +317,33 @@ class Cached:
         of_prompt = shared.apart(shared.together(weights_B_K_R_L[..., prompt]) @ values_U_K_P_D)
         shared.like_apart(out_B_K_R_D).add_(of_prompt)
         return out_B_K_R_D.flatten(1, 2)
+
+
+class CachedTogether:
+    """Layout of one forward pass over several caches: first the decoding rows of each, then the pieces of each."""
+
+    def __init__(self, parts: Sequence[Cached]) -> None:
+        self.parts = parts
+
+    def attend(self, layer: int, q_T_N_D: Tensor, k_T_K_D: Tensor, v_T_K_D: Tensor, heads: Heads) -> Tensor:
+        return attend_together(self.parts, layer, q_T_N_D, k_T_K_D, v_T_K_D, heads)
+
+
+def attend_together(
+    parts: Sequence[Cached], layer: int, q_T_N_D: Tensor, k_T_K_D: Tensor, v_T_K_D: Tensor, heads: Heads
+) -> Tensor:
+    outputs, first = [], 0
+    for part in parts:
+        if part.num_decoding:
+            rows = slice(first, first + part.num_decoding)
+            first = rows.stop
+            outputs.append(part.decode(layer, q_T_N_D[rows], k_T_K_D[rows], v_T_K_D[rows], heads))
+    for part in parts:
+        for piece in part.prefills:
+            rows = slice(first, first + piece.length)
+            first = rows.stop
+            outputs.append(part.prefill(piece, layer, q_T_N_D[rows], k_T_K_D[rows], v_T_K_D[rows], heads))
+    return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
 class KVBlocks:

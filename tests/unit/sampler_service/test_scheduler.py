@@ -1,5 +1,7 @@
 """Admission, pieces and lanes, without a model."""
 
+from typing import Any
+
 import pytest
 
 from sampler_service.torch_engine.scheduler import HEADROOM, Job, Scheduler, Sequence
@@ -24,7 +26,8 @@ def begin(scheduler: Scheduler[str]) -> list[tuple[str, int, int, int]]:
     pieces = scheduler.plan()
     for piece in pieces:
         if piece.ends:
-            scheduler.running.extend(piece.job.sequences)
+            for sequence in piece.job.sequences:
+                scheduler.join(sequence, size=piece.job.size)
     return [(piece.job.owner, piece.start, piece.length, piece.job.lane) for piece in pieces]
 
 
@@ -121,8 +124,9 @@ def test_the_youngest_unlimited_sequence_gives_way_and_comes_back_first() -> Non
     assert [piece[0] for piece in begin(s)] == ["bounded", "old", "young"]
     for sequence in s.running[1:]:
         sequence.tokens = [0] * 301
-    assert s.grow() == [2]
-    del s.running[2]
+    leaving = s.grow()
+    assert leaving == [s.running[2]]
+    s.leave(leaving[0])
     assert [one.owner for one in s.waiting] == ["young", "later"]
     assert s.waiting[0].length == 311
     assert not s.waiting[0].scored
@@ -132,7 +136,7 @@ def test_the_youngest_unlimited_sequence_gives_way_and_comes_back_first() -> Non
 def test_dropping_a_request_names_its_lanes() -> None:
     s = scheduler(job("a", 10), job("b", 10, samples=2), job("c", 300), job("b", 10))
     begin(s)
-    assert s.drop("b") == [1, 2]
+    assert s.drop("b") == s.running[1:3]
     assert s.drop("c") == []
     assert s.partial is None
     assert not s.waiting
@@ -169,3 +173,77 @@ def test_what_passes_needs_room_in_the_cache() -> None:
     begin(s)
     s.waiting.extend([job("waits", 10), job("scored", 8, max_tokens=1)])
     assert s.plan() == []
+
+
+def test_a_cache_that_is_full_costs_a_step_nothing_however_many_scorings_wait() -> None:
+    s = scheduler(job("full", 10, samples=4), max_running=4, max_kv_tokens=80)
+    begin(s)
+    s.waiting.append(job("waits", 10))
+    s.waiting.extend(job(f"scored {n}", 8, max_tokens=1) for n in range(4096))
+    asked: list[int] = []
+    has_room = s._has_room
+
+    def counted(*args: Any, **kwargs: Any) -> bool:
+        asked.append(1)
+        return has_room(*args, **kwargs)
+
+    s._has_room = counted  # pyright: ignore[reportAttributeAccessIssue]
+    assert s.plan() == []
+    assert len(asked) < 10
+
+
+def test_what_waits_is_compared_with_a_sum_and_not_with_every_running_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of those that wait has no room, and thousands behind it are too long to pass."""
+    promises = 0
+    promised: Any = Sequence.promised
+
+    def counted(sequence: Sequence[str]) -> int:
+        nonlocal promises
+        promises += 1
+        return promised.fget(sequence)
+
+    s = scheduler(job("runs", 10, samples=60), max_running=64, tokens=10_000)
+    begin(s)
+    s.waiting.append(job("waits", 10, samples=64))
+    s.waiting.extend(job(f"scored {n}", 500, max_tokens=1) for n in range(1000))
+    s.max_kv_tokens = 61 * 400
+    monkeypatch.setattr(Sequence, "promised", property(counted))
+    s.plan()
+    assert promises < 200
+
+
+def test_a_long_sequence_takes_its_own_room_and_short_ones_take_theirs() -> None:
+    s = scheduler(job("long", 16_000), *(job(f"{n}", 100) for n in range(100)), max_running=64, max_kv_tokens=65_536)
+    s.tokens_per_step = 100_000
+    begin(s)
+    assert len(s.running) == 64
+    assert sorted(one.size for one in s.running) == [0] * 63 + [2]
+    assert [one.lane for one in s.running] == [*range(63), 0]
+
+
+def test_sizes_are_promised_apart_and_never_more_than_there_is() -> None:
+    lengths = [16_000, 3000, 5000, 900, 16_384, 20_000, 100, 4000, 1024, 12_000, 1025]
+    s = scheduler(*(job(f"{n}", length - 10) for n, length in enumerate(lengths)), max_running=64, max_kv_tokens=65_536)
+    s.tokens_per_step = 1_000_000
+    begin(s)
+    by_size: dict[int, list[int]] = {}
+    for one in s.running:
+        by_size.setdefault(one.size, []).append(one.reserved)
+    assert sum(len(lanes) * max(lanes) for lanes in by_size.values()) <= 65_536
+    assert {size: max(lanes) <= 1024 * 4**size for size, lanes in by_size.items()} == dict.fromkeys(by_size, True)
+    assert s.waiting
+
+
+def test_a_sequence_without_max_tokens_outgrows_its_lane() -> None:
+    s = scheduler(job("a", 700, max_tokens=None), job("b", 20), max_kv_tokens=10_000, tokens=2000)
+    s.waiting[0].sequences[0].max_length = 4000
+    begin(s)
+    one, other = s.running
+    assert (one.size, one.lane, other.size, other.lane) == (0, 0, 0, 1)
+    one.tokens = [0] * (HEADROOM + 1)
+    assert s.grow() == []
+    assert one.reserved == 2 * (700 + HEADROOM + 1)
+    assert s.outgrown() == [one]
+    assert s.leave(one) is other
+    s.join(one, size=1)
+    assert [(each.size, each.lane) for each in s.running] == [(0, 0), (1, 0)]
