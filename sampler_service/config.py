@@ -70,8 +70,8 @@ class SamplerConfig(GrpcTls, BaseSettings):
     max_running: int = Field(default=64, ge=1)
     """Most sequences that generate at once."""
     max_kv_tokens: int = Field(default=0, ge=0)
-    """Most tokens in the key/value cache, as sequences x the longest one's tokens; 0 takes what a quarter of the memory
-    that is free after loading can hold."""
+    """Most tokens in the key/value cache, as sequences x the longest one's tokens, summed over sequences of up to 1,024
+    tokens, of up to 4,096, and so on; 0 takes what a quarter of the memory that is free after loading can hold."""
     prefix_cache_bytes: int | None = Field(default=None, ge=0)
     """Memory for keys and values of earlier prompts and outputs, which requests that begin with the same tokens reuse:
     0 switches it off; absent takes an eighth of the memory that is free after loading."""

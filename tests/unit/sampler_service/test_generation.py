@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sampler_service.engine import StopCondition
+from sampler_service.engine import Result, StopCondition
+from sampler_service.torch_engine.engine import TorchEngine
 from tests.models import make_model
 from tests.oracle import Oracle
 from tests.unit.sampler_service.serving import (
@@ -309,6 +310,29 @@ async def test_unlimited_sequences_give_way_and_end_the_same(
     for one, other in zip(roomy, tight, strict=True):
         assert one.sequences[0].tokens == other.sequences[0].tokens
         assert len(one.sequences[0].tokens) == 236
+
+
+async def test_sequences_of_different_sizes_are_each_as_alone(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that outgrows its lane, and one whose prompt is computed beside them in pieces."""
+    asked = [(5, 20), (60, 30), (180, 40), (20, None), (8, 100), (130, 20)]
+
+    async def run(engine: TorchEngine, n: int) -> Result:
+        length, max_tokens = asked[n]
+        return await generate(engine, prompt(length, seed=n), max_tokens=max_tokens, seed=n, num_samples=2)
+
+    async with serving(model_folder) as engine:
+        alone = [await run(engine, n) for n in range(len(asked))]
+    monkeypatch.setattr("sampler_service.torch_engine.scheduler.SHORT_TOKENS", 32)
+    monkeypatch.setattr("sampler_service.torch_engine.scheduler.HEADROOM", 8)
+    async with serving(model_folder, max_kv_tokens=1400, prefill_tokens_per_step=50) as engine:
+        together = await asyncio.gather(*(run(engine, n) for n in range(len(asked))))
+        assert len(engine._batcher.lanes.caches) == 3
+    for one, other in zip(alone, together, strict=True):
+        assert [s.tokens for s in one.sequences] == [s.tokens for s in other.sequences]
+        for mine, its in zip(one.sequences, other.sequences, strict=True):
+            np.testing.assert_allclose(mine.logprobs, its.logprobs, atol=1e-4)
 
 
 async def test_more_samples_than_places_run_in_turns(model_folder: Path) -> None:

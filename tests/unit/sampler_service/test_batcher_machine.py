@@ -1,0 +1,252 @@
+"""Random lives of the sampler's batch: the real scheduler, lanes, prefix cache and batcher around a model that stores
+what can be told again, so that all that a sequence reads can be held against what it must be."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from prometheus_client import CollectorRegistry
+
+from sampler_service.engine import Generation, Params, Request, Result, StopCondition
+from sampler_service.metrics import SamplerMetrics
+from sampler_service.stops import StopRule
+from sampler_service.torch_engine import scheduler as scheduling
+from sampler_service.torch_engine.adapters import Version
+from sampler_service.torch_engine.batcher import Batcher
+from sampler_service.torch_engine.forward import Forward
+from sampler_service.torch_engine.sampling import stream_keys
+from sampler_service.torch_engine.scheduler import Job, Sequence, size_of
+from sampler_service.torch_engine.sizing import Sizes
+from sampler_service.torch_engine.step import Step
+from sampler_service.torch_engine.task import Task
+from tinsmith.modeling.base_model import BaseModel
+from tinsmith.rpc.errors import Cancelled, OutOfCapacity, ServiceError
+
+VOCAB = 50
+MAX_KV_TOKENS = 700
+MAX_RUNNING = 6
+SHORT_TOKENS = 16
+"""In place of 1,024, so that small requests have all sizes."""
+
+
+class NotingModel:
+    """In the place of forward.py: a token's key is the token, its value its position. Logits are flat. It may fail."""
+
+    def __init__(self, batcher: Batcher) -> None:
+        self.batcher = batcher
+        self.fails: BaseException | None = None
+
+    def logits(self, step: Step) -> torch.Tensor:
+        for sequence in step.running:
+            known = self.tokens(sequence)
+            self._check(sequence.size, sequence.lane, known[:-1])
+            self._store(sequence.size, sequence.lane, known, len(known) - 1)
+        for piece in step.pieces:
+            job = piece.job
+            known = self.tokens(job.sequences[0])[: piece.start + piece.length]
+            self._check(job.size, job.lane, known[: piece.start])
+            self._store(job.size, job.lane, known, piece.start)
+        if self.fails is not None:
+            error, self.fails = self.fails, None
+            raise error
+        return torch.zeros(len(step.running) + len(step.ending), VOCAB)
+
+    def tokens(self, sequence: Sequence[Task]) -> list[int]:
+        return [*sequence.owner.request.prompt.tolist(), *sequence.tokens]
+
+    def _store(self, size: int, lane: int, known: list[int], start: int) -> None:
+        cache = self.batcher.lanes.caches[size]
+        assert lane < cache.num_lanes
+        assert len(known) <= cache.capacity
+        keys, values = cache.layer(0, torch.zeros(1, 1, 1), torch.zeros(1, 1, 1))
+        keys[lane, 0, start : len(known), 0] = torch.tensor(known[start:], dtype=torch.float32)
+        values[lane, 0, start : len(known), 0] = torch.arange(start, len(known), dtype=torch.float32)
+
+    def _check(self, size: int, lane: int, known: list[int]) -> None:
+        """What the lane holds is what the sequence has."""
+        if known:
+            cache = self.batcher.lanes.caches[size]
+            assert cache.keys[0][lane, 0, : len(known), 0].tolist() == known
+            assert cache.values[0][lane, 0, : len(known), 0].tolist() == list(range(len(known)))
+
+
+def make_batcher() -> tuple[Batcher, NotingModel]:
+    base: Any = type("Base", (), {"vocab_size": VOCAB, "device": torch.device("cpu")})()
+    sizes = Sizes(bytes_per_token=8, max_kv_tokens=MAX_KV_TOKENS, prefix_cache_bytes=8 * 320, tokens_per_step=40)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sampler_service.torch_engine.batcher.Parameters", lambda base: None)
+        batcher = Batcher(
+            cast(BaseModel, base), sizes, max_running=MAX_RUNNING, metrics=SamplerMetrics(CollectorRegistry())
+        )
+    model = NotingModel(batcher)
+    batcher._forward = cast(Forward, model)
+    return batcher, model
+
+
+async def _generation(*, stream: bool) -> Generation:
+    return Generation(stream=stream, on_cancel=lambda: None)
+
+
+class BatchMachine(RuleBasedStateMachine):
+    @initialize()
+    def begin(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(scheduling, "SHORT_TOKENS", SHORT_TOKENS)
+        self.patch.setattr(scheduling, "HEADROOM", 8)
+        self.batcher, self.model = make_batcher()
+        self.waiting: dict[Task, None] = {}
+        """Requests that have not ended."""
+        self.order = 0
+        self.namespace = 0
+
+    def teardown(self) -> None:
+        if not hasattr(self, "batcher"):
+            return
+        for _ in range(3000):
+            if self.batcher.idle:
+                break
+            self.step()
+        assert not self.waiting, "every request has ended"
+        assert not self.batcher._tasks
+        assert not self.batcher.scheduler.running
+        assert self.batcher.scheduler.partial is None
+        self.patch.undo()
+        self.loop.close()
+
+    @rule(
+        length=st.integers(1, 120),
+        max_tokens=st.one_of(st.none(), st.integers(1, 60)),
+        num_samples=st.integers(1, 9),
+        seed=st.integers(0, 2),
+        on_probation=st.booleans(),
+        follows=st.booleans(),
+    )
+    def submit(
+        self, length: int, max_tokens: int | None, num_samples: int, seed: int, on_probation: bool, follows: bool
+    ) -> None:
+        prompt = np.random.default_rng(seed).integers(VOCAB, size=length).astype(np.int32)
+        request = Request(
+            prompt,
+            num_samples=num_samples,
+            params=Params(max_tokens=max_tokens, stop=StopCondition()),
+            on_probation=on_probation,
+            follow_run="run" if follows else "",
+        )
+        task = Task(
+            request=request,
+            generation=self.loop.run_until_complete(_generation(stream=follows)),
+            version=None,
+            stop=StopRule(frozenset()),
+            keys=stream_keys(seed, 0, num_samples),
+            scorer=None,
+        )
+        most = 200 if max_tokens is None else length + max_tokens
+        task.sequences = [
+            Sequence(task, n, length, most, bounded=max_tokens is not None, order=self.order)
+            for n in range(num_samples)
+        ]
+        self.order += 1
+        together = min(MAX_RUNNING, MAX_KV_TOKENS // task.sequences[0].need)
+        groups = [task.sequences[n : n + together] for n in range(0, num_samples, together)]
+        self.waiting[task] = None
+        self.batcher.add([Job(task, length, group, scored=n == 0) for n, group in enumerate(groups)])
+
+    @precondition(lambda self: not self.batcher.idle)
+    @rule(times=st.integers(1, 12))
+    def compute(self, times: int) -> None:
+        for _ in range(times):
+            if not self.batcher.idle:
+                self.step()
+
+    def step(self) -> None:
+        try:
+            self.batcher.step()
+        except torch.OutOfMemoryError:
+            self.batcher.fail(OutOfCapacity("full"))
+        self.deliver()
+        self.check()
+
+    def deliver(self) -> None:
+        for task, outcome in self.batcher.take_deliveries().ended:
+            del self.waiting[task]  # KeyError: it has ended twice
+            if isinstance(outcome, Result):
+                assert [len(one.tokens) for one in outcome.sequences] == [
+                    one.max_length - one.prompt_length for one in task.sequences
+                ]
+            else:
+                assert isinstance(outcome, ServiceError)
+
+    @precondition(lambda self: bool(self.waiting))
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        task = data.draw(st.sampled_from(list(self.waiting)))
+        self.batcher.cancel(task, Cancelled("the caller has left"))
+        self.deliver()
+        assert task not in self.waiting
+
+    @precondition(lambda self: not self.batcher.idle)
+    @rule()
+    def run_out_of_memory(self) -> None:
+        self.model.fails = torch.OutOfMemoryError("full")
+        self.step()
+
+    @precondition(lambda self: bool(self.waiting))
+    @rule(data=st.data())
+    def break_one(self, data: st.DataObject) -> None:
+        task = data.draw(st.sampled_from(list(self.waiting)))
+        task.fail(ValueError("no such luck"))
+
+    @precondition(lambda self: bool(self.waiting))
+    @rule()
+    def move(self) -> None:
+        self.namespace += 1
+        weights: Any = None
+        version = Version(f"run@{self.namespace}", weights, namespace=self.namespace)
+        moved: asyncio.Future[int] = self.loop.create_future()
+        tasks = [task for task in self.waiting if task.request.follow_run]
+        for task in tasks:
+            task.held.append(version)
+        self.batcher.move(tasks, version, moved)
+
+    @invariant()
+    def check(self) -> None:
+        if not hasattr(self, "batcher"):
+            return
+        scheduler, lanes = self.batcher.scheduler, self.batcher.lanes
+        assert self.waiting.keys() == self.batcher._tasks.keys()
+        # Every sequence that has not ended is in one place.
+        places = [one for job in scheduler.waiting for one in job.sequences]
+        places += scheduler.partial.sequences if scheduler.partial is not None else []
+        places += scheduler.running
+        assert len(places) == len({id(one) for one in places})
+        unfinished = {id(one) for task in self.waiting for one in task.sequences if one.index not in task.finished}
+        assert {id(one) for one in places} == unfinished
+        # Lanes are dense, and no more is promised than there is.
+        by_size: dict[int, list[Sequence[Task]]] = {}
+        for one in scheduler.running:
+            by_size.setdefault(one.size, []).append(one)
+            assert one.size == size_of(one.reserved)
+        assert list(by_size) == sorted(by_size)
+        assert all([one.lane for one in group] == list(range(len(group))) for group in by_size.values())
+        held = scheduler.partial.sequences if scheduler.partial is not None else []
+        assert scheduling.Room([*scheduler.running, *held]).tokens <= MAX_KV_TOKENS
+        assert sum(cache.num_lanes * cache.capacity for cache in lanes.caches.values()) <= MAX_KV_TOKENS
+        # Every block is free or found, once.
+        prefixes = lanes.prefixes
+        blocks = [*prefixes._free, *(block.id for block in prefixes._index.values())]
+        assert sorted(blocks) == list(range(prefixes._blocks.num_blocks))
+        assert sum(len(digests) for digests in prefixes._namespaces.values()) == len(prefixes._index)
+
+
+BatchMachine.TestCase.settings = settings(
+    max_examples=30, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+test_every_request_ends_and_no_lane_or_block_leaks = BatchMachine.TestCase
