@@ -52,7 +52,7 @@ PASS = {
     "trainer_service/engine/passes.py: _compute",  # the logprobs
     "trainer_service/engine/passes.py: _gradients",  # the gradients of the losses
     "tinsmith/modeling/logprobs.py: backward",  # which of those are zero
-    "trainer_service/engine/passes.py: _largest",  # whether a model's gradient is finite
+    "trainer_service/engine/optimizers.py: magnitude",  # whether a model's gradient is finite
 }
 """Where a forward_backward waits: the losses are computed on the host, and their gradients come back from there."""
 

@@ -319,7 +319,9 @@ class TrainingEngine:
             )
 
     def version_bytes(self, config: AdapterConfig) -> int:
-        """Of a published version of a model of this configuration."""
+        """Size of a published version of a model of this configuration. Raises Unsupported for groups of layers that
+        adapters may not change here."""
+        self.base.check_groups(config.groups)
         if config.rank == 0:
             return sum(parameter.numel() for parameter in self.base.parameters.values()) * self.base.dtype.itemsize
         return num_elements(config, chosen_targets(config, self.base.targets)) * torch.float32.itemsize

@@ -138,6 +138,8 @@ def _responses(path: str, operation: Operation, schemas: _Schemas) -> Json:
     statuses = {*operation.errors}
     if operation.body is not None:
         statuses |= {400, 413}
+    if operation.query is not None:
+        statuses.add(400)
     if operation.needs_key:
         statuses |= {401, 429}
     error = schemas.of(OpenAIError if path.startswith(_OPENAI) else Detail)

@@ -318,10 +318,9 @@ async def test_an_unknown_model_is_refused_before_the_journal(service: Service) 
 async def test_an_invalid_batch_fails_and_the_next_request_works(stub: Any) -> None:
     await fails(stub.ForwardBackward(bad_batch(1)), errors.InvalidRequest, "weights'][1]: nan is not finite")
     await fails(stub.ForwardBackward(batch(2, loss_fn="nope")), errors.UnknownLossFn, "'nope'")
-    await stub.ForwardBackward(batch(3))
-    await fails(stub.OptimStep(step(4)), errors.FailedPrecondition, "'nope'")
-    await stub.ForwardBackward(batch(5))
-    await stub.OptimStep(step(6))
+    await fails(stub.OptimStep(step(3)), errors.FailedPrecondition, "'nope'")
+    await stub.ForwardBackward(batch(4))
+    await stub.OptimStep(step(5))
     await fails(stub.WaitResult(pb.WaitResultRequest(model_id=MODEL, seq_id=1)), errors.InvalidRequest, "nan")
 
 
@@ -710,7 +709,7 @@ async def test_saves_that_replace_each_other_end_in_their_order(stub: Any) -> No
     saves = [stub.SaveCheckpoint(save(seq_id, overwrite=True)) for seq_id in range(1, 9)]
     await asyncio.gather(*saves)
     got = await stub.GetCheckpoint(pb.GetCheckpointRequest(location=f"{MODEL}/weights/one"))
-    assert got.checkpoint.version_id == f"{MODEL}@8"
+    assert got.checkpoint.version_id.startswith(f"{MODEL}@8.")
 
 
 def archive(folder: Path) -> bytes:
