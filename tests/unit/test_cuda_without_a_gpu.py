@@ -122,9 +122,10 @@ def test_training_waits_for_the_device_only_where_it_must(engine: TrainingEngine
         gradient = engine._models[name].gradient
         assert gradient is not None
         assert (gradient.flat.device, gradient.flat.dtype) == (DEVICE, torch.float32)
-    cuda.waits.clear()
-    engine.optim_step("adam", ADAM)
-    engine.optim_step("dimuon", DIMUON)
+    for _ in range(2):  # the first step asks once how large the numbers are, and the later ones go on from there
+        cuda.waits.clear()
+        engine.optim_step("adam", ADAM)
+        engine.optim_step("dimuon", DIMUON)
     assert cuda.waits == {"trainer_service/engine/optimizers.py: clip_gradient": 2}
 
     engine.residency.offload_all_but([])
