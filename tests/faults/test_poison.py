@@ -31,7 +31,7 @@ from trainer_service.durability.journal_records import State
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-ADAM = pb.AdamParams(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-8)
+ADAM = pb.AdamParams(learning_rate=1e-4, beta1=0.9, beta2=0.95, eps=1e-8)
 POISONED = "s:train:99"
 OTHERS = [f"s:train:{n}" for n in range(16)]
 NUM_STEPS = 3
@@ -136,7 +136,8 @@ def test_a_request_that_kills_the_trainer_is_not_run_a_third_time_and_sixteen_mo
     (poisoned, *others), num_ends = supervised(trainer, [requests(POISONED, poisoned_step=1), *sent], most_ends=4)
     assert num_ends == 2
     for ours, theirs in zip(others, expected, strict=True):
-        gap = 0 if "--deterministic" in flags else LARGEST_GAP
+        # Models share other micro-batches after a death. A lost or repeated step would differ by the learning rate.
+        gap = 0 if "--deterministic" in flags else 10 * LARGEST_GAP
         left, right = weights(trainer, ours), weights(healthy, theirs)
         assert all(np.abs(left[name] - right[name]).max() <= gap for name in right)
     check_poisoned(poisoned)
