@@ -47,7 +47,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What all tabs of one owner are shown."""
+    """The overview that all tabs of one owner are shown."""
 
     begun_at: float
     runs: asyncio.Task[Json]

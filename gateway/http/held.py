@@ -27,7 +27,7 @@ class Bodies:
 
 
 class Share:
-    """What one request holds."""
+    """Bytes of request bodies that one request holds."""
 
     def __init__(self, bodies: Bodies) -> None:
         self._bodies = bodies

@@ -40,7 +40,7 @@ _DIMUON_DEFAULTS = {"beta1": 0.9, "grad_clip_norm": 0.0}
 VANISHING = 1e-22
 """Numbers below it may have squares of 0, and a Euclidean norm of 0."""
 _ROUNDED = 1.001
-"""What float32 may add to a bound in one step."""
+"""Rounding error that float32 may add to a bound in one step."""
 
 FAR = 1e18
 """Largest norm of a gradient, and magnitude of a parameter, that a step may leave: squares are finite in float32."""

@@ -52,7 +52,7 @@ class Load:
     """No other load is in its micro-batches."""
     num_taken: int = 0
     num_tokens: int = field(init=False)
-    """Of the datums that have not been taken."""
+    """Tokens of the datums that have not been taken."""
 
     def __post_init__(self) -> None:
         self.num_tokens = sum(self.lengths)

@@ -76,7 +76,7 @@ class CheckpointStore:
         return await _on_thread(self._readers, partial(call, *arguments, **settings))
 
     async def writes(self, call: Callable[..., T], *arguments: Any, **settings: Any) -> T:
-        """The same of a call that writes."""
+        """Runs a call that writes, on the threads for writing."""
         return await _on_thread(self._writers, partial(call, *arguments, **settings))
 
     @property

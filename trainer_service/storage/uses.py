@@ -1,4 +1,4 @@
-"""Who reads and who replaces a checkpoint at this moment, by its location."""
+"""Readers and writers of each checkpoint at this moment, by its location."""
 
 from __future__ import annotations
 

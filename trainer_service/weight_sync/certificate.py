@@ -83,7 +83,7 @@ class _Measured:
     engine: str
     scores: Scores
     unadapted: Scores
-    """Of the base model alone."""
+    """Scores of the base model alone."""
 
     def gap(self, ours: Scores, ours_unadapted: Scores) -> types_pb2.SamplerGap:
         theirs = self.scores.astype(np.float64)

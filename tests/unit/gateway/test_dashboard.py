@@ -340,7 +340,7 @@ async def test_tabs_share_the_overview_and_it_takes_few_queries_however_many_run
         assert [run["recent"]["series"]["grad_norm:mean"] for run in found["runs"]] == [
             [n] * 3 for n in range(89, -1, -1)
         ]
-    # What has not changed is not read again.
+    # Rows that have not changed are not read again.
     gateway_of(stack).dashboard.lists._shared.clear()
     statements.of_all.clear()
     assert (await get(client, "overview"))["runs"] == tabs[0]["runs"]
