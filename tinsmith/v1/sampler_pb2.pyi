@@ -1,11 +1,21 @@
 from tinsmith.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class ToolCallFormat(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TOOL_CALL_FORMAT_UNSPECIFIED: _ClassVar[ToolCallFormat]
+    TOOL_CALL_FORMAT_HERMES: _ClassVar[ToolCallFormat]
+    TOOL_CALL_FORMAT_LLAMA3: _ClassVar[ToolCallFormat]
+TOOL_CALL_FORMAT_UNSPECIFIED: ToolCallFormat
+TOOL_CALL_FORMAT_HERMES: ToolCallFormat
+TOOL_CALL_FORMAT_LLAMA3: ToolCallFormat
 
 class GetSamplerInfoRequest(_message.Message):
     __slots__ = ()
@@ -34,7 +44,7 @@ class GetSamplerInfoResponse(_message.Message):
     def __init__(self, base_models: _Optional[_Iterable[str]] = ..., max_context_length: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., engine: _Optional[str] = ..., device: _Optional[str] = ..., boot_id: _Optional[str] = ..., adapter_groups: _Optional[_Iterable[str]] = ..., max_version_bytes: _Optional[int] = ..., vocab_size: _Optional[int] = ...) -> None: ...
 
 class SampleRequest(_message.Message):
-    __slots__ = ("version_id", "prompt", "num_samples", "sampling_params", "prompt_logprobs", "prompt_logprobs_last_n", "topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k", "follow_run", "on_probation", "cache_salt")
+    __slots__ = ("version_id", "prompt", "num_samples", "sampling_params", "prompt_logprobs", "prompt_logprobs_last_n", "topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k", "follow_run", "on_probation", "cache_salt", "grammar")
     VERSION_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +58,7 @@ class SampleRequest(_message.Message):
     FOLLOW_RUN_FIELD_NUMBER: _ClassVar[int]
     ON_PROBATION_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     version_id: str
     prompt: _containers.RepeatedCompositeFieldContainer[_types_pb2.Chunk]
     num_samples: int
@@ -61,7 +72,8 @@ class SampleRequest(_message.Message):
     follow_run: str
     on_probation: bool
     cache_salt: str
-    def __init__(self, version_id: _Optional[str] = ..., prompt: _Optional[_Iterable[_Union[_types_pb2.Chunk, _Mapping]]] = ..., num_samples: _Optional[int] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., prompt_logprobs: _Optional[bool] = ..., prompt_logprobs_last_n: _Optional[int] = ..., topk_prompt_logprobs: _Optional[int] = ..., topk_sample_logprobs: _Optional[int] = ..., target_prompt_logprobs: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., prompt_alt_tokens_k: _Optional[int] = ..., follow_run: _Optional[str] = ..., on_probation: _Optional[bool] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    grammar: Grammar
+    def __init__(self, version_id: _Optional[str] = ..., prompt: _Optional[_Iterable[_Union[_types_pb2.Chunk, _Mapping]]] = ..., num_samples: _Optional[int] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., prompt_logprobs: _Optional[bool] = ..., prompt_logprobs_last_n: _Optional[int] = ..., topk_prompt_logprobs: _Optional[int] = ..., topk_sample_logprobs: _Optional[int] = ..., target_prompt_logprobs: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., prompt_alt_tokens_k: _Optional[int] = ..., follow_run: _Optional[str] = ..., on_probation: _Optional[bool] = ..., cache_salt: _Optional[str] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("max_tokens", "seed", "temperature", "top_k", "top_p", "stop")
@@ -86,6 +98,14 @@ class StopCondition(_message.Message):
     strings: _containers.RepeatedScalarFieldContainer[str]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, strings: _Optional[_Iterable[str]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Grammar(_message.Message):
+    __slots__ = ("json_schema", "lark")
+    JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    LARK_FIELD_NUMBER: _ClassVar[int]
+    json_schema: str
+    lark: str
+    def __init__(self, json_schema: _Optional[str] = ..., lark: _Optional[str] = ...) -> None: ...
 
 class SampleResponse(_message.Message):
     __slots__ = ("sequences", "prompt_logprobs", "topk_prompt_logprobs", "prompt_cache_hit_tokens", "target_prompt_logprobs", "prompt_alt_tokens")
@@ -146,14 +166,16 @@ class GetTokenizerRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetTokenizerResponse(_message.Message):
-    __slots__ = ("tokenizer_json", "has_chat_template", "eos_token_ids")
+    __slots__ = ("tokenizer_json", "has_chat_template", "eos_token_ids", "tool_call_format")
     TOKENIZER_JSON_FIELD_NUMBER: _ClassVar[int]
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CALL_FORMAT_FIELD_NUMBER: _ClassVar[int]
     tokenizer_json: str
     has_chat_template: bool
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, tokenizer_json: _Optional[str] = ..., has_chat_template: _Optional[bool] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    tool_call_format: ToolCallFormat
+    def __init__(self, tokenizer_json: _Optional[str] = ..., has_chat_template: _Optional[bool] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., tool_call_format: _Optional[_Union[ToolCallFormat, str]] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("text", "chat", "add_special_tokens")
