@@ -25,15 +25,17 @@ _sym_db = _symbol_database.Default()
 from tinsmith.v1 import types_pb2 as tinsmith_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19tinsmith/v1/sampler.proto\x12\x0btinsmith.v1\x1a\x17tinsmith/v1/types.proto\"\x17\n\x15GetSamplerInfoRequest\"\xd8\x01\n\x16GetSamplerInfoResponse\x12\x13\n\x0b\x62\x61se_models\x18\x01 \x03(\t\x12\x1a\n\x12max_context_length\x18\x02 \x01(\x03\x12\x15\n\rmax_lora_rank\x18\x03 \x01(\x05\x12\x0e\n\x06\x65ngine\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x06 \x01(\t\x12\x16\n\x0e\x61\x64\x61pter_groups\x18\x07 \x03(\t\x12\x19\n\x11max_version_bytes\x18\x08 \x01(\x03\x12\x12\n\nvocab_size\x18\t \x01(\x03\"\x9b\x04\n\rSampleRequest\x12\x12\n\nversion_id\x18\x01 \x01(\t\x12\"\n\x06prompt\x18\x02 \x03(\x0b\x32\x12.tinsmith.v1.Chunk\x12\x13\n\x0bnum_samples\x18\x03 \x01(\x05\x12\x34\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x1b.tinsmith.v1.SamplingParams\x12\x17\n\x0fprompt_logprobs\x18\x05 \x01(\x08\x12#\n\x16prompt_logprobs_last_n\x18\x06 \x01(\x05H\x00\x88\x01\x01\x12\x1c\n\x14topk_prompt_logprobs\x18\x07 \x01(\x05\x12\x1c\n\x14topk_sample_logprobs\x18\x08 \x01(\x05\x12\x38\n\x16target_prompt_logprobs\x18\t \x01(\x0b\x32\x13.tinsmith.v1.TensorH\x01\x88\x01\x01\x12\x1b\n\x13prompt_alt_tokens_k\x18\n \x01(\x05\x12\x12\n\nfollow_run\x18\r \x01(\t\x12\x14\n\x0con_probation\x18\x0e \x01(\x08\x12\x12\n\ncache_salt\x18\x0f \x01(\t\x12*\n\x07grammar\x18\x10 \x01(\x0b\x32\x14.tinsmith.v1.GrammarH\x02\x88\x01\x01\x42\x19\n\x17_prompt_logprobs_last_nB\x19\n\x17_target_prompt_logprobsB\n\n\x08_grammarJ\x04\x08\x0b\x10\x0cJ\x04\x08\x0c\x10\r\"\xe3\x01\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x11\n\x04seed\x18\x02 \x01(\x03H\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\r\n\x05top_k\x18\x04 \x01(\x05\x12\x12\n\x05top_p\x18\x05 \x01(\x01H\x03\x88\x01\x01\x12-\n\x04stop\x18\x06 \x01(\x0b\x32\x1a.tinsmith.v1.StopConditionH\x04\x88\x01\x01\x42\r\n\x0b_max_tokensB\x07\n\x05_seedB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x07\n\x05_stop\"3\n\rStopCondition\x12\x0f\n\x07strings\x18\x01 \x03(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\"8\n\x07Grammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0e\n\x04lark\x18\x02 \x01(\tH\x00\x42\x06\n\x04\x66orm\"\x94\x03\n\x0eSampleResponse\x12/\n\tsequences\x18\x01 \x03(\x0b\x32\x1c.tinsmith.v1.SampledSequence\x12\x1c\n\x0fprompt_logprobs\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x12<\n\x14topk_prompt_logprobs\x18\x03 \x01(\x0b\x32\x19.tinsmith.v1.TopkLogprobsH\x01\x88\x01\x01\x12\x1f\n\x17prompt_cache_hit_tokens\x18\x04 \x01(\x05\x12\x38\n\x16target_prompt_logprobs\x18\x05 \x01(\x0b\x32\x13.tinsmith.v1.TensorH\x02\x88\x01\x01\x12<\n\x11prompt_alt_tokens\x18\x06 \x01(\x0b\x32\x1c.tinsmith.v1.PromptAltTokensH\x03\x88\x01\x01\x42\x12\n\x10_prompt_logprobsB\x17\n\x15_topk_prompt_logprobsB\x19\n\x17_target_prompt_logprobsB\x14\n\x12_prompt_alt_tokens\"B\n\x13StreamSampleRequest\x12+\n\x07request\x18\x01 \x01(\x0b\x32\x1a.tinsmith.v1.SampleRequest\"y\n\x14StreamSampleResponse\x12)\n\x05\x64\x65lta\x18\x01 \x01(\x0b\x32\x18.tinsmith.v1.SampleDeltaH\x00\x12-\n\x06result\x18\x02 \x01(\x0b\x32\x1b.tinsmith.v1.SampleResponseH\x00\x42\x07\n\x05\x65vent\"\x97\x01\n\x0bSampleDelta\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12=\n\x15topk_sampled_logprobs\x18\x04 \x01(\x0b\x32\x19.tinsmith.v1.TopkLogprobsH\x00\x88\x01\x01\x42\x18\n\x16_topk_sampled_logprobs\",\n\x16\x44\x65scribeRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"C\n\x17\x44\x65scribeRequestResponse\x12(\n\x06status\x18\x01 \x01(\x0b\x32\x18.tinsmith.v1.QueueStatus\"\x15\n\x13GetTokenizerRequest\"\x97\x01\n\x14GetTokenizerResponse\x12\x16\n\x0etokenizer_json\x18\x01 \x01(\t\x12\x19\n\x11has_chat_template\x18\x02 \x01(\x08\x12\x15\n\reos_token_ids\x18\x03 \x03(\x05\x12\x35\n\x10tool_call_format\x18\x04 \x01(\x0e\x32\x1b.tinsmith.v1.ToolCallFormat\"i\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12!\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x11.tinsmith.v1.ChatH\x00\x12\x1a\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08\x42\x07\n\x05input\"\x7f\n\x04\x43hat\x12\x10\n\x08messages\x18\x01 \x01(\t\x12\r\n\x05tools\x18\x02 \x01(\t\x12\x1d\n\x15\x61\x64\x64_generation_prompt\x18\x03 \x01(\x08\x12\x1e\n\x16\x63ontinue_final_message\x18\x04 \x01(\x08\x12\x17\n\x0ftemplate_kwargs\x18\x05 \x01(\t\"\"\n\x10TokenizeResponse\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\"<\n\x13ListVersionsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"[\n\x14ListVersionsResponse\x12*\n\x08versions\x18\x01 \x03(\x0b\x32\x18.tinsmith.v1.VersionInfo\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"*\n\x14RemoveVersionRequest\x12\x12\n\nversion_id\x18\x01 \x01(\t\"\x17\n\x15RemoveVersionResponse\"x\n\x0bVersionInfo\x12\x12\n\nversion_id\x18\x01 \x01(\t\x12,\n\x0blora_config\x18\x02 \x01(\x0b\x32\x17.tinsmith.v1.LoraConfig\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\x12\x13\n\x0bnum_running\x18\x04 \x01(\x05\"<\n\x16MoveGenerationsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nversion_id\x18\x02 \x01(\t\"0\n\x17MoveGenerationsResponse\x12\x15\n\rnum_sequences\x18\x01 \x01(\x05*l\n\x0eToolCallFormat\x12 \n\x1cTOOL_CALL_FORMAT_UNSPECIFIED\x10\x00\x12\x1b\n\x17TOOL_CALL_FORMAT_HERMES\x10\x01\x12\x1b\n\x17TOOL_CALL_FORMAT_LLAMA3\x10\x02\x32\x8c\x06\n\x0eSamplerService\x12Y\n\x0eGetSamplerInfo\x12\".tinsmith.v1.GetSamplerInfoRequest\x1a#.tinsmith.v1.GetSamplerInfoResponse\x12\x41\n\x06Sample\x12\x1a.tinsmith.v1.SampleRequest\x1a\x1b.tinsmith.v1.SampleResponse\x12U\n\x0cStreamSample\x12 .tinsmith.v1.StreamSampleRequest\x1a!.tinsmith.v1.StreamSampleResponse0\x01\x12\\\n\x0f\x44\x65scribeRequest\x12#.tinsmith.v1.DescribeRequestRequest\x1a$.tinsmith.v1.DescribeRequestResponse\x12S\n\x0cGetTokenizer\x12 .tinsmith.v1.GetTokenizerRequest\x1a!.tinsmith.v1.GetTokenizerResponse\x12G\n\x08Tokenize\x12\x1c.tinsmith.v1.TokenizeRequest\x1a\x1d.tinsmith.v1.TokenizeResponse\x12S\n\x0cListVersions\x12 .tinsmith.v1.ListVersionsRequest\x1a!.tinsmith.v1.ListVersionsResponse\x12V\n\rRemoveVersion\x12!.tinsmith.v1.RemoveVersionRequest\x1a\".tinsmith.v1.RemoveVersionResponse\x12\\\n\x0fMoveGenerations\x12#.tinsmith.v1.MoveGenerationsRequest\x1a$.tinsmith.v1.MoveGenerationsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19tinsmith/v1/sampler.proto\x12\x0btinsmith.v1\x1a\x17tinsmith/v1/types.proto\"\x17\n\x15GetSamplerInfoRequest\"\xd8\x01\n\x16GetSamplerInfoResponse\x12\x13\n\x0b\x62\x61se_models\x18\x01 \x03(\t\x12\x1a\n\x12max_context_length\x18\x02 \x01(\x03\x12\x15\n\rmax_lora_rank\x18\x03 \x01(\x05\x12\x0e\n\x06\x65ngine\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x06 \x01(\t\x12\x16\n\x0e\x61\x64\x61pter_groups\x18\x07 \x03(\t\x12\x19\n\x11max_version_bytes\x18\x08 \x01(\x03\x12\x12\n\nvocab_size\x18\t \x01(\x03\"\x9b\x04\n\rSampleRequest\x12\x12\n\nversion_id\x18\x01 \x01(\t\x12\"\n\x06prompt\x18\x02 \x03(\x0b\x32\x12.tinsmith.v1.Chunk\x12\x13\n\x0bnum_samples\x18\x03 \x01(\x05\x12\x34\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x1b.tinsmith.v1.SamplingParams\x12\x17\n\x0fprompt_logprobs\x18\x05 \x01(\x08\x12#\n\x16prompt_logprobs_last_n\x18\x06 \x01(\x05H\x00\x88\x01\x01\x12\x1c\n\x14topk_prompt_logprobs\x18\x07 \x01(\x05\x12\x1c\n\x14topk_sample_logprobs\x18\x08 \x01(\x05\x12\x38\n\x16target_prompt_logprobs\x18\t \x01(\x0b\x32\x13.tinsmith.v1.TensorH\x01\x88\x01\x01\x12\x1b\n\x13prompt_alt_tokens_k\x18\n \x01(\x05\x12\x12\n\nfollow_run\x18\r \x01(\t\x12\x14\n\x0con_probation\x18\x0e \x01(\x08\x12\x12\n\ncache_salt\x18\x0f \x01(\t\x12*\n\x07grammar\x18\x10 \x01(\x0b\x32\x14.tinsmith.v1.GrammarH\x02\x88\x01\x01\x42\x19\n\x17_prompt_logprobs_last_nB\x19\n\x17_target_prompt_logprobsB\n\n\x08_grammarJ\x04\x08\x0b\x10\x0cJ\x04\x08\x0c\x10\r\"\xd1\x03\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x11\n\x04seed\x18\x02 \x01(\x03H\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\r\n\x05top_k\x18\x04 \x01(\x05\x12\x12\n\x05top_p\x18\x05 \x01(\x01H\x03\x88\x01\x01\x12-\n\x04stop\x18\x06 \x01(\x0b\x32\x1a.tinsmith.v1.StopConditionH\x04\x88\x01\x01\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x08 \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\t \x01(\x01H\x05\x88\x01\x01\x12\r\n\x05min_p\x18\n \x01(\x01\x12>\n\nlogit_bias\x18\x0b \x03(\x0b\x32*.tinsmith.v1.SamplingParams.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x07\n\x05_seedB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x07\n\x05_stopB\x15\n\x13_repetition_penalty\"3\n\rStopCondition\x12\x0f\n\x07strings\x18\x01 \x03(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\"8\n\x07Grammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0e\n\x04lark\x18\x02 \x01(\tH\x00\x42\x06\n\x04\x66orm\"\x94\x03\n\x0eSampleResponse\x12/\n\tsequences\x18\x01 \x03(\x0b\x32\x1c.tinsmith.v1.SampledSequence\x12\x1c\n\x0fprompt_logprobs\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x12<\n\x14topk_prompt_logprobs\x18\x03 \x01(\x0b\x32\x19.tinsmith.v1.TopkLogprobsH\x01\x88\x01\x01\x12\x1f\n\x17prompt_cache_hit_tokens\x18\x04 \x01(\x05\x12\x38\n\x16target_prompt_logprobs\x18\x05 \x01(\x0b\x32\x13.tinsmith.v1.TensorH\x02\x88\x01\x01\x12<\n\x11prompt_alt_tokens\x18\x06 \x01(\x0b\x32\x1c.tinsmith.v1.PromptAltTokensH\x03\x88\x01\x01\x42\x12\n\x10_prompt_logprobsB\x17\n\x15_topk_prompt_logprobsB\x19\n\x17_target_prompt_logprobsB\x14\n\x12_prompt_alt_tokens\"B\n\x13StreamSampleRequest\x12+\n\x07request\x18\x01 \x01(\x0b\x32\x1a.tinsmith.v1.SampleRequest\"y\n\x14StreamSampleResponse\x12)\n\x05\x64\x65lta\x18\x01 \x01(\x0b\x32\x18.tinsmith.v1.SampleDeltaH\x00\x12-\n\x06result\x18\x02 \x01(\x0b\x32\x1b.tinsmith.v1.SampleResponseH\x00\x42\x07\n\x05\x65vent\"\x97\x01\n\x0bSampleDelta\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12=\n\x15topk_sampled_logprobs\x18\x04 \x01(\x0b\x32\x19.tinsmith.v1.TopkLogprobsH\x00\x88\x01\x01\x42\x18\n\x16_topk_sampled_logprobs\",\n\x16\x44\x65scribeRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"C\n\x17\x44\x65scribeRequestResponse\x12(\n\x06status\x18\x01 \x01(\x0b\x32\x18.tinsmith.v1.QueueStatus\"\x15\n\x13GetTokenizerRequest\"\x97\x01\n\x14GetTokenizerResponse\x12\x16\n\x0etokenizer_json\x18\x01 \x01(\t\x12\x19\n\x11has_chat_template\x18\x02 \x01(\x08\x12\x15\n\reos_token_ids\x18\x03 \x03(\x05\x12\x35\n\x10tool_call_format\x18\x04 \x01(\x0e\x32\x1b.tinsmith.v1.ToolCallFormat\"i\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12!\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x11.tinsmith.v1.ChatH\x00\x12\x1a\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08\x42\x07\n\x05input\"\x7f\n\x04\x43hat\x12\x10\n\x08messages\x18\x01 \x01(\t\x12\r\n\x05tools\x18\x02 \x01(\t\x12\x1d\n\x15\x61\x64\x64_generation_prompt\x18\x03 \x01(\x08\x12\x1e\n\x16\x63ontinue_final_message\x18\x04 \x01(\x08\x12\x17\n\x0ftemplate_kwargs\x18\x05 \x01(\t\"\"\n\x10TokenizeResponse\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\"<\n\x13ListVersionsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"[\n\x14ListVersionsResponse\x12*\n\x08versions\x18\x01 \x03(\x0b\x32\x18.tinsmith.v1.VersionInfo\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"*\n\x14RemoveVersionRequest\x12\x12\n\nversion_id\x18\x01 \x01(\t\"\x17\n\x15RemoveVersionResponse\"x\n\x0bVersionInfo\x12\x12\n\nversion_id\x18\x01 \x01(\t\x12,\n\x0blora_config\x18\x02 \x01(\x0b\x32\x17.tinsmith.v1.LoraConfig\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\x12\x13\n\x0bnum_running\x18\x04 \x01(\x05\"<\n\x16MoveGenerationsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nversion_id\x18\x02 \x01(\t\"0\n\x17MoveGenerationsResponse\x12\x15\n\rnum_sequences\x18\x01 \x01(\x05*l\n\x0eToolCallFormat\x12 \n\x1cTOOL_CALL_FORMAT_UNSPECIFIED\x10\x00\x12\x1b\n\x17TOOL_CALL_FORMAT_HERMES\x10\x01\x12\x1b\n\x17TOOL_CALL_FORMAT_LLAMA3\x10\x02\x32\x8c\x06\n\x0eSamplerService\x12Y\n\x0eGetSamplerInfo\x12\".tinsmith.v1.GetSamplerInfoRequest\x1a#.tinsmith.v1.GetSamplerInfoResponse\x12\x41\n\x06Sample\x12\x1a.tinsmith.v1.SampleRequest\x1a\x1b.tinsmith.v1.SampleResponse\x12U\n\x0cStreamSample\x12 .tinsmith.v1.StreamSampleRequest\x1a!.tinsmith.v1.StreamSampleResponse0\x01\x12\\\n\x0f\x44\x65scribeRequest\x12#.tinsmith.v1.DescribeRequestRequest\x1a$.tinsmith.v1.DescribeRequestResponse\x12S\n\x0cGetTokenizer\x12 .tinsmith.v1.GetTokenizerRequest\x1a!.tinsmith.v1.GetTokenizerResponse\x12G\n\x08Tokenize\x12\x1c.tinsmith.v1.TokenizeRequest\x1a\x1d.tinsmith.v1.TokenizeResponse\x12S\n\x0cListVersions\x12 .tinsmith.v1.ListVersionsRequest\x1a!.tinsmith.v1.ListVersionsResponse\x12V\n\rRemoveVersion\x12!.tinsmith.v1.RemoveVersionRequest\x1a\".tinsmith.v1.RemoveVersionResponse\x12\\\n\x0fMoveGenerations\x12#.tinsmith.v1.MoveGenerationsRequest\x1a$.tinsmith.v1.MoveGenerationsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tinsmith.v1.sampler_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TOOLCALLFORMAT']._serialized_start=2968
-  _globals['_TOOLCALLFORMAT']._serialized_end=3076
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_TOOLCALLFORMAT']._serialized_start=3206
+  _globals['_TOOLCALLFORMAT']._serialized_end=3314
   _globals['_GETSAMPLERINFOREQUEST']._serialized_start=67
   _globals['_GETSAMPLERINFOREQUEST']._serialized_end=90
   _globals['_GETSAMPLERINFORESPONSE']._serialized_start=93
@@ -41,47 +43,49 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLEREQUEST']._serialized_start=312
   _globals['_SAMPLEREQUEST']._serialized_end=851
   _globals['_SAMPLINGPARAMS']._serialized_start=854
-  _globals['_SAMPLINGPARAMS']._serialized_end=1081
-  _globals['_STOPCONDITION']._serialized_start=1083
-  _globals['_STOPCONDITION']._serialized_end=1134
-  _globals['_GRAMMAR']._serialized_start=1136
-  _globals['_GRAMMAR']._serialized_end=1192
-  _globals['_SAMPLERESPONSE']._serialized_start=1195
-  _globals['_SAMPLERESPONSE']._serialized_end=1599
-  _globals['_STREAMSAMPLEREQUEST']._serialized_start=1601
-  _globals['_STREAMSAMPLEREQUEST']._serialized_end=1667
-  _globals['_STREAMSAMPLERESPONSE']._serialized_start=1669
-  _globals['_STREAMSAMPLERESPONSE']._serialized_end=1790
-  _globals['_SAMPLEDELTA']._serialized_start=1793
-  _globals['_SAMPLEDELTA']._serialized_end=1944
-  _globals['_DESCRIBEREQUESTREQUEST']._serialized_start=1946
-  _globals['_DESCRIBEREQUESTREQUEST']._serialized_end=1990
-  _globals['_DESCRIBEREQUESTRESPONSE']._serialized_start=1992
-  _globals['_DESCRIBEREQUESTRESPONSE']._serialized_end=2059
-  _globals['_GETTOKENIZERREQUEST']._serialized_start=2061
-  _globals['_GETTOKENIZERREQUEST']._serialized_end=2082
-  _globals['_GETTOKENIZERRESPONSE']._serialized_start=2085
-  _globals['_GETTOKENIZERRESPONSE']._serialized_end=2236
-  _globals['_TOKENIZEREQUEST']._serialized_start=2238
-  _globals['_TOKENIZEREQUEST']._serialized_end=2343
-  _globals['_CHAT']._serialized_start=2345
-  _globals['_CHAT']._serialized_end=2472
-  _globals['_TOKENIZERESPONSE']._serialized_start=2474
-  _globals['_TOKENIZERESPONSE']._serialized_end=2508
-  _globals['_LISTVERSIONSREQUEST']._serialized_start=2510
-  _globals['_LISTVERSIONSREQUEST']._serialized_end=2570
-  _globals['_LISTVERSIONSRESPONSE']._serialized_start=2572
-  _globals['_LISTVERSIONSRESPONSE']._serialized_end=2663
-  _globals['_REMOVEVERSIONREQUEST']._serialized_start=2665
-  _globals['_REMOVEVERSIONREQUEST']._serialized_end=2707
-  _globals['_REMOVEVERSIONRESPONSE']._serialized_start=2709
-  _globals['_REMOVEVERSIONRESPONSE']._serialized_end=2732
-  _globals['_VERSIONINFO']._serialized_start=2734
-  _globals['_VERSIONINFO']._serialized_end=2854
-  _globals['_MOVEGENERATIONSREQUEST']._serialized_start=2856
-  _globals['_MOVEGENERATIONSREQUEST']._serialized_end=2916
-  _globals['_MOVEGENERATIONSRESPONSE']._serialized_start=2918
-  _globals['_MOVEGENERATIONSRESPONSE']._serialized_end=2966
-  _globals['_SAMPLERSERVICE']._serialized_start=3079
-  _globals['_SAMPLERSERVICE']._serialized_end=3859
+  _globals['_SAMPLINGPARAMS']._serialized_end=1319
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=1189
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1237
+  _globals['_STOPCONDITION']._serialized_start=1321
+  _globals['_STOPCONDITION']._serialized_end=1372
+  _globals['_GRAMMAR']._serialized_start=1374
+  _globals['_GRAMMAR']._serialized_end=1430
+  _globals['_SAMPLERESPONSE']._serialized_start=1433
+  _globals['_SAMPLERESPONSE']._serialized_end=1837
+  _globals['_STREAMSAMPLEREQUEST']._serialized_start=1839
+  _globals['_STREAMSAMPLEREQUEST']._serialized_end=1905
+  _globals['_STREAMSAMPLERESPONSE']._serialized_start=1907
+  _globals['_STREAMSAMPLERESPONSE']._serialized_end=2028
+  _globals['_SAMPLEDELTA']._serialized_start=2031
+  _globals['_SAMPLEDELTA']._serialized_end=2182
+  _globals['_DESCRIBEREQUESTREQUEST']._serialized_start=2184
+  _globals['_DESCRIBEREQUESTREQUEST']._serialized_end=2228
+  _globals['_DESCRIBEREQUESTRESPONSE']._serialized_start=2230
+  _globals['_DESCRIBEREQUESTRESPONSE']._serialized_end=2297
+  _globals['_GETTOKENIZERREQUEST']._serialized_start=2299
+  _globals['_GETTOKENIZERREQUEST']._serialized_end=2320
+  _globals['_GETTOKENIZERRESPONSE']._serialized_start=2323
+  _globals['_GETTOKENIZERRESPONSE']._serialized_end=2474
+  _globals['_TOKENIZEREQUEST']._serialized_start=2476
+  _globals['_TOKENIZEREQUEST']._serialized_end=2581
+  _globals['_CHAT']._serialized_start=2583
+  _globals['_CHAT']._serialized_end=2710
+  _globals['_TOKENIZERESPONSE']._serialized_start=2712
+  _globals['_TOKENIZERESPONSE']._serialized_end=2746
+  _globals['_LISTVERSIONSREQUEST']._serialized_start=2748
+  _globals['_LISTVERSIONSREQUEST']._serialized_end=2808
+  _globals['_LISTVERSIONSRESPONSE']._serialized_start=2810
+  _globals['_LISTVERSIONSRESPONSE']._serialized_end=2901
+  _globals['_REMOVEVERSIONREQUEST']._serialized_start=2903
+  _globals['_REMOVEVERSIONREQUEST']._serialized_end=2945
+  _globals['_REMOVEVERSIONRESPONSE']._serialized_start=2947
+  _globals['_REMOVEVERSIONRESPONSE']._serialized_end=2970
+  _globals['_VERSIONINFO']._serialized_start=2972
+  _globals['_VERSIONINFO']._serialized_end=3092
+  _globals['_MOVEGENERATIONSREQUEST']._serialized_start=3094
+  _globals['_MOVEGENERATIONSREQUEST']._serialized_end=3154
+  _globals['_MOVEGENERATIONSRESPONSE']._serialized_start=3156
+  _globals['_MOVEGENERATIONSRESPONSE']._serialized_end=3204
+  _globals['_SAMPLERSERVICE']._serialized_start=3317
+  _globals['_SAMPLERSERVICE']._serialized_end=4097
 # @@protoc_insertion_point(module_scope)
