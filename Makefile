@@ -17,7 +17,7 @@ PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto proto/tinsmith/v1/*.proto
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup proto proto-check format lint typecheck check security audit test test-slow test-recipes test-vllm conformance demo bench up docker-lint clean
+.PHONY: help setup proto proto-check proto-breaking format lint typecheck check security audit test test-slow test-recipes test-vllm conformance demo bench up docker-lint clean
 
 help: ## Print this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -40,6 +40,9 @@ proto-check: setup ## Fail when tinsmith/v1 is not what proto/ gives
 	&& $(PROTOC) --python_out=$$out --pyi_out=$$out --grpc_python_out=$$out \
 	&& diff -r --exclude=__init__.py --exclude=__pycache__ $$out/tinsmith/v1 tinsmith/v1 \
 	&& echo "tinsmith/v1 is up to date"
+
+proto-breaking: setup ## Fail when proto/ breaks clients of the last release, the newest git tag that has a proto/
+	proto/check_breaking.sh $(BIN)/buf
 
 format: setup ## Format the code
 	$(BIN)/ruff check --fix-only $(wildcard $(CODE))
@@ -69,7 +72,7 @@ audit: setup ## Known vulnerabilities of what is installed; needs PyPI's advisor
 	$(BIN)/pip freeze --all --exclude-editable | sed '/^pip==/d; s/+.*//' > .cache/installed.txt
 	$(BIN)/pip-audit --strict --no-deps --disable-pip --requirement .cache/installed.txt --progress-spinner off --cache-dir .cache/pip-audit
 
-check: lint typecheck proto-check security ## Everything that needs no run
+check: lint typecheck proto-check proto-breaking security ## Everything that needs no run
 
 # Three on two cores, because most of them wait for a part of their time; each may have a stack of its own, of 1.5 GB.
 test: setup ## The fast tests

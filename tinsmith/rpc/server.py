@@ -14,14 +14,14 @@ import grpc
 import grpc.aio
 from google.protobuf.descriptor import FileDescriptor
 from google.protobuf.message import DecodeError
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
-from grpc_reflection.v1alpha import reflection
 
 from tinsmith.rpc import logs, tracing
 from tinsmith.rpc.auth import KeyInterceptor, host_of
 from tinsmith.rpc.errors import InvalidRequest, ServiceError, to_status
 from tinsmith.rpc.paths import run_of
+from tinsmith.rpc.reflection import add_reflection
 from tinsmith.rpc.tls import Certificates, warn_of_clear_text
 
 logger = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ class Server:
         self._services = [name for file in file_descriptors for name in _service_names(file)]
         self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
-        reflection.enable_server_reflection([*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME], self.grpc)
+        add_reflection(self._services, self.grpc)
         try:
             if certificates is not None:
                 self.port = self.grpc.add_secure_port(address, certificates.server())

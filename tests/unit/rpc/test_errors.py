@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 import grpc.aio
 import pytest
 from google.protobuf.descriptor import FileDescriptor
+from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from tinsmith.rpc import errors, logs
@@ -101,6 +102,21 @@ async def test_health_follows_set_serving_and_reflection_lists_the_services(fail
     with grpc.insecure_channel(f"127.0.0.1:{server.port}") as plain:
         names = await asyncio.to_thread(lambda: ProtoReflectionDescriptorDatabase(plain).get_services())
     assert {"tinsmith.v1.SamplerService", "grpc.health.v1.Health"} <= set(names)
+
+
+async def test_reflection_answers_under_its_final_name_and_describes_itself(failing) -> None:
+    _, channel, _ = failing
+    ask = channel.stream_stream(
+        "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+        request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+        response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+    )
+    services = ["tinsmith.v1.SamplerService", "grpc.reflection.v1.ServerReflection"]
+    asked = [reflection_pb2.ServerReflectionRequest(list_services="*")]
+    asked += [reflection_pb2.ServerReflectionRequest(file_containing_symbol=name) for name in services]
+    listed, *described = [answer async for answer in ask(iter(asked), timeout=5)]
+    assert set(services) <= {one.name for one in listed.list_services_response.service}
+    assert all(one.file_descriptor_response.file_descriptor_proto for one in described)
 
 
 async def test_a_port_in_use_is_refused_with_its_address(failing) -> None:

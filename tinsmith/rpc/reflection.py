@@ -1,0 +1,42 @@
+"""Server reflection under both of its names: grpc.reflection.v1, which new tools ask first, and v1alpha."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import grpc
+import grpc.aio
+from google.protobuf import descriptor_pb2, descriptor_pool, text_format
+from google.protobuf.descriptor_pool import DescriptorPool
+from grpc_health.v1 import health
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+from grpc_reflection.v1alpha._async import ReflectionServicer
+
+_NAME = "grpc.reflection.v1.ServerReflection"
+
+
+def add_reflection(services: Sequence[str], server: grpc.aio.Server) -> None:
+    """`services`: the full names of those that it tells of, beside health and itself."""
+    names = [*services, health.SERVICE_NAME, reflection.SERVICE_NAME, _NAME]
+    reflection.enable_server_reflection(names, server)
+    # grpcio-reflection serves v1alpha alone. The messages of v1 are the same on the wire.
+    handler = grpc.stream_stream_rpc_method_handler(
+        ReflectionServicer(names, _pool_with_v1()).ServerReflectionInfo,
+        reflection_pb2.ServerReflectionRequest.FromString,
+        reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    methods = {"ServerReflectionInfo": handler}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_NAME, methods),))
+
+
+def _pool_with_v1() -> DescriptorPool:
+    """The default pool, which also knows v1 then, so that tools can describe it."""
+    pool = descriptor_pool.Default()
+    try:
+        pool.FindServiceByName(_NAME)
+    except KeyError:
+        alpha = descriptor_pb2.FileDescriptorProto()
+        reflection_pb2.DESCRIPTOR.CopyToProto(alpha)
+        text = text_format.MessageToString(alpha).replace("v1alpha", "v1")
+        pool.AddSerializedFile(text_format.Parse(text, descriptor_pb2.FileDescriptorProto()).SerializeToString())
+    return pool
