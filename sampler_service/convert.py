@@ -134,6 +134,7 @@ def _sequence(sequence: SampledSequence) -> types.SampledSequence:
     stopped = sequence.stop_reason == "stop"
     return types.SampledSequence(
         stop_reason=types.STOP_REASON_STOP if stopped else types.STOP_REASON_LENGTH,
+        public_stop_reason=types.PUBLIC_STOP_REASON_STOP if stopped else types.PUBLIC_STOP_REASON_LENGTH,
         tokens=np.array(sequence.tokens, _INT32).tobytes(),
         logprobs=np.array(sequence.logprobs, _FLOAT32).tobytes(),
         topk_sampled_logprobs=None if sequence.topk is None else _table(sequence.topk),

@@ -25,7 +25,7 @@ Array = npt.NDArray[Any]
 
 _EMPTY_LOGPROB = np.float32(-99999.0)
 """Marks, with token 0, a cell of a top-k table that holds nothing."""
-_STOP_REASONS = {types_pb2.STOP_REASON_STOP: "stop", types_pb2.STOP_REASON_LENGTH: "length"}
+_STOP_REASONS = {types_pb2.PUBLIC_STOP_REASON_STOP: "stop", types_pb2.PUBLIC_STOP_REASON_LENGTH: "length"}
 _INT64 = np.dtype("<i8")
 _DTYPES = {
     "int64": (types_pb2.DTYPE_INT64, _INT64),
@@ -218,7 +218,7 @@ def sample_result(body: bytes) -> bytes:
 
 def _sequence(sequence: types_pb2.SampledSequence) -> dict[str, Any]:
     result: dict[str, Any] = {
-        "stop_reason": _STOP_REASONS[sequence.stop_reason],
+        "stop_reason": _STOP_REASONS[sequence.public_stop_reason],
         "tokens": np.frombuffer(sequence.tokens, "<i4"),
     }
     if sequence.HasField("logprobs"):

@@ -24,8 +24,14 @@ class Dtype(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 
 class StopReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
+    STOP_REASON_UNSPECIFIED: _ClassVar[StopReason]
     STOP_REASON_STOP: _ClassVar[StopReason]
     STOP_REASON_LENGTH: _ClassVar[StopReason]
+
+class PublicStopReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PUBLIC_STOP_REASON_STOP: _ClassVar[PublicStopReason]
+    PUBLIC_STOP_REASON_LENGTH: _ClassVar[PublicStopReason]
 
 class CheckpointKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -43,8 +49,11 @@ DTYPE_FLOAT32: Dtype
 DTYPE_INT64: Dtype
 DTYPE_INT32: Dtype
 DTYPE_BFLOAT16: Dtype
+STOP_REASON_UNSPECIFIED: StopReason
 STOP_REASON_STOP: StopReason
 STOP_REASON_LENGTH: StopReason
+PUBLIC_STOP_REASON_STOP: PublicStopReason
+PUBLIC_STOP_REASON_LENGTH: PublicStopReason
 CHECKPOINT_KIND_UNSPECIFIED: CheckpointKind
 CHECKPOINT_KIND_TRAINING: CheckpointKind
 CHECKPOINT_KIND_SAMPLER: CheckpointKind
@@ -200,18 +209,20 @@ class ArrayRecord(_message.Message):
     def __init__(self, type_tag: _Optional[str] = ..., fields: _Optional[_Mapping[str, BatchedTensor]] = ..., num_datums: _Optional[int] = ...) -> None: ...
 
 class SampledSequence(_message.Message):
-    __slots__ = ("stop_reason", "tokens", "logprobs", "topk_sampled_logprobs", "version_spans")
-    STOP_REASON_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("public_stop_reason", "tokens", "logprobs", "topk_sampled_logprobs", "version_spans", "stop_reason")
+    PUBLIC_STOP_REASON_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOPK_SAMPLED_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     VERSION_SPANS_FIELD_NUMBER: _ClassVar[int]
-    stop_reason: StopReason
+    STOP_REASON_FIELD_NUMBER: _ClassVar[int]
+    public_stop_reason: PublicStopReason
     tokens: bytes
     logprobs: bytes
     topk_sampled_logprobs: TopkLogprobs
     version_spans: _containers.RepeatedCompositeFieldContainer[VersionSpan]
-    def __init__(self, stop_reason: _Optional[_Union[StopReason, str]] = ..., tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., topk_sampled_logprobs: _Optional[_Union[TopkLogprobs, _Mapping]] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ...) -> None: ...
+    stop_reason: StopReason
+    def __init__(self, public_stop_reason: _Optional[_Union[PublicStopReason, str]] = ..., tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., topk_sampled_logprobs: _Optional[_Union[TopkLogprobs, _Mapping]] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., stop_reason: _Optional[_Union[StopReason, str]] = ...) -> None: ...
 
 class VersionSpan(_message.Message):
     __slots__ = ("version_id", "num_tokens")

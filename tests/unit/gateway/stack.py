@@ -431,6 +431,7 @@ class FakeSampler(sampler_pb2_grpc.SamplerServiceServicer):
         num_tokens = sum(len(chunk.encoded_text.tokens) // 4 for chunk in request.prompt)
         sequence = types_pb2.SampledSequence(
             stop_reason=types_pb2.STOP_REASON_LENGTH,
+            public_stop_reason=types_pb2.PUBLIC_STOP_REASON_LENGTH,
             tokens=struct.pack("<2i", 5, 6),
             logprobs=struct.pack("<2f", -0.5, -0.25),
             version_spans=[types_pb2.VersionSpan(version_id=request.version_id, num_tokens=2)]

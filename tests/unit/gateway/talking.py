@@ -114,6 +114,7 @@ class TalkingSampler(FakeSampler):
         prompt = [token for (token,) in struct.iter_unpack("<i", request.prompt[0].encoded_text.tokens)]
         sequence = types_pb2.SampledSequence(
             stop_reason=types_pb2.STOP_REASON_STOP if stopped else types_pb2.STOP_REASON_LENGTH,
+            public_stop_reason=types_pb2.PUBLIC_STOP_REASON_STOP if stopped else types_pb2.PUBLIC_STOP_REASON_LENGTH,
             tokens=_ints(tokens),
             logprobs=_floats([logprob(n) for n in range(len(tokens))]),
             topk_sampled_logprobs=self._table(tokens, request.topk_sample_logprobs),

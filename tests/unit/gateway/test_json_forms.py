@@ -171,7 +171,7 @@ def topk(cells: list[list[tuple[int, float]]]) -> types_pb2.TopkLogprobs:
 def test_sample_results_have_null_where_nothing_was_computed() -> None:
     empty = (0, -99999.0)
     sequence = types_pb2.SampledSequence(
-        stop_reason=types_pb2.STOP_REASON_LENGTH,
+        public_stop_reason=types_pb2.PUBLIC_STOP_REASON_LENGTH,
         tokens=np.array([5, 6], "<i4").tobytes(),
         logprobs=np.array([-0.5, -np.inf], "<f4").tobytes(),
         topk_sampled_logprobs=topk([[(5, -0.5)], [(6, -0.25)]]),

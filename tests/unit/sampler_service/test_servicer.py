@@ -71,6 +71,7 @@ async def test_a_sample_with_everything(service: Service, text_model_folder: Pat
     assert [len(ints(s.tokens)) for s in reply.sequences] == [5, 5]
     assert [len(floats(s.logprobs)) for s in reply.sequences] == [5, 5]
     assert all(s.stop_reason == types.STOP_REASON_LENGTH for s in reply.sequences)
+    assert all(s.public_stop_reason == types.PUBLIC_STOP_REASON_LENGTH for s in reply.sequences)
     assert [(s.topk_sampled_logprobs.length, s.topk_sampled_logprobs.k) for s in reply.sequences] == [(5, 3)] * 2
     assert (reply.topk_prompt_logprobs.length, reply.topk_prompt_logprobs.k) == (20, 2)
     assert floats(reply.topk_prompt_logprobs.logprobs)[:2].tolist() == [-99999.0] * 2
@@ -144,7 +145,8 @@ async def test_a_sample_says_when_it_was_computed(service: Service) -> None:
 async def test_a_stop_string_over_the_wire(service: Service) -> None:
     asked = sample(prompt(4, vocab_size=200), max_tokens=200, seed=1, stop=pb.StopCondition(strings=["a", "e", "t"]))
     reply = await service.stub.Sample(asked)
-    assert reply.sequences[0].stop_reason == types.STOP_REASON_STOP
+    assert reply.sequences[0].stop_reason == types.STOP_REASON_STOP != types.SampledSequence().stop_reason
+    assert reply.sequences[0].public_stop_reason == types.PUBLIC_STOP_REASON_STOP
 
 
 async def test_a_stream_gives_tokens_as_they_come_and_then_the_result(service: Service) -> None:
