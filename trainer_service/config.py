@@ -100,7 +100,8 @@ class TrainerConfig(GrpcTls, BaseSettings):
     """Most operations of one model that wait for their turn, and how far ahead of the next one a seq_id may be."""
     max_queued_bytes: int = Field(default=0, ge=0)
     """Memory for the operations of all models that wait or run, uncompressed, with their arrays and answers. A model
-    may have as much of it as is free, so one alone at most half. 0 means an eighth of what is free at start."""
+    may have as much of it as is free, so one alone at most half. Half as much again is for operations that are the
+    next of their models. 0 means an eighth of what is free at start."""
     missing_operation_timeout_s: float = Field(default=900.0, ge=0)
     """An operation that others wait for and that has not arrived is given up when nothing of its model has come for so
     long: the others run, and the next optim_step fails. 0 means never."""

@@ -70,11 +70,13 @@ class Acceptance:
                 f"{model_id}: {model.num_queued} operations are queued, this server's max_queued_operations"
             )
         self._check_near(model, seq_id)
-        # The one that everything of its model waits for is taken above the bound of memory, too. Another that closes a
-        # gap has one before it that will run: a small number behind many large ones must not let all of them in.
-        if not seq_id < min(model.operations, default=0):
+        # The next operation of a model may go above the bound of memory: others may wait for it that hold all of it.
+        is_next = seq_id == model.next_to_enter and model.has_settled_before(seq_id)
+        if is_next:
+            self._held.check_next(model_id, held_bytes)
+        else:
             self._held.check(model_id, held_bytes)
-        return await self._append(model, seq_id, body, build, held_bytes=held_bytes)
+        return await self._append(model, seq_id, body, build, held_bytes=held_bytes, is_next=is_next)
 
     def _check_near(self, model: ModelQueue, seq_id: int) -> None:
         """Raises InvalidRequest for a seq_id behind which more operations are missing than the queue could hold."""
@@ -98,7 +100,14 @@ class Acceptance:
         return operation
 
     async def _append(
-        self, model: ModelQueue, seq_id: int, body: Body, build: Callable[[], Awaitable[Work]], *, held_bytes: int
+        self,
+        model: ModelQueue,
+        seq_id: int,
+        body: Body,
+        build: Callable[[], Awaitable[Work]],
+        *,
+        held_bytes: int,
+        is_next: bool,
     ) -> Operation:
         loop = asyncio.get_running_loop()
         operation = Operation(
@@ -111,7 +120,7 @@ class Acceptance:
             founds=seq_id == 0,
         )
         model.operations[seq_id] = operation
-        self._held.hold(operation, held_bytes)
+        self._held.hold(operation, held_bytes, is_next=is_next)
         try:
             work, _ = await asyncio.gather(build(), self._journal.append(model.model_id, seq_id, body))
         except Exception as error:

@@ -22,6 +22,8 @@ class HeldBytes:
         self.max_bytes = max_bytes
         self.total = 0
         self._by_model: Counter[str] = Counter()
+        self._next: set[Operation] = set()
+        """Operations with nothing of their model before them."""
         self._released = asyncio.Event()
         metrics.operations.held_bytes.set_function(lambda: self.total)
         metrics.operations.held_limit_bytes.set(max_bytes)
@@ -40,13 +42,23 @@ class HeldBytes:
                 f"than its share of this server's max_queued_bytes {self.max_bytes}: all operations hold {self.total}"
             )
 
-    def hold(self, operation: Operation, num_bytes: int) -> None:
+    def check_next(self, model_id: str, num_bytes: int) -> None:
+        """`check` for an operation with nothing of its model before it. Half the bound is for such operations, beside
+        the bound itself: each of them runs without waiting for another, so there is room for every one in the end."""
+        held = sum(operation.held_bytes for operation in self._next if not operation.outcome.done())
+        if held + num_bytes > self.max_operation_bytes:
+            self.check(model_id, num_bytes)
+
+    def hold(self, operation: Operation, num_bytes: int, *, is_next: bool = False) -> None:
         """Counts so many bytes for an operation, instead of those that it had. Also above the bound."""
+        if is_next:
+            self._next.add(operation)
         self._add(operation.model_id, num_bytes - operation.held_bytes)
         operation.held_bytes = num_bytes
 
     def release(self, operation: Operation) -> None:
         self.hold(operation, 0)
+        self._next.discard(operation)
         self._released.set()
 
     async def next_release(self) -> None:

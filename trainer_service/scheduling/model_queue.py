@@ -63,6 +63,10 @@ class ModelQueue:
         """Operations that have been accepted and have not begun."""
         return sum(map(_waits, self.operations.values()))
 
+    def has_settled_before(self, seq_id: int) -> bool:
+        """Every operation before this one has its outcome."""
+        return all(one.outcome.done() for one in self.operations.values() if one.seq_id < seq_id)
+
     def in_turn(self) -> Iterator[Operation]:
         """The operations without a place on the compute thread, in order, up to the first that has not arrived."""
         seq_id = self.next_to_enter

@@ -100,7 +100,7 @@ class Scheduler:
         memory that the operation will hold, when that is more than its body. Raises
         ModelNotFound, ModelLost, SequenceConflict, ResultNotFound (a repeat whose result has expired), OutOfCapacity.
         """
-        held_bytes = body.num_bytes if held_bytes is None else held_bytes
+        held_bytes = min(body.num_bytes, self.max_operation_bytes) if held_bytes is None else held_bytes
         return await asyncio.shield(
             self.spawn(self._acceptance.accept(model_id, seq_id, body, build, held_bytes=held_bytes))
         )

@@ -71,6 +71,47 @@ async def test_the_operation_that_all_of_its_model_waits_for_is_taken_above_the_
     await (await bench.batch("a", 3, held_bytes=450)).wait()
 
 
+async def test_operations_in_reverse_behind_a_gap_are_bounded_too(make_bench: MakeBench) -> None:
+    """Each of them comes before all others that are there, and all wait for one that has not come."""
+    bench = await make_bench(max_queued_bytes=1000)
+    await bench.create("a")
+    waiting = []
+    for seq_id in range(40, 1, -1):
+        try:
+            waiting.append(await bench.batch("a", seq_id, held_bytes=100))
+        except OutOfCapacity:
+            continue
+    assert len(waiting) == 5
+    assert held(bench) == 500
+
+
+async def test_the_next_operations_of_all_models_go_above_the_bound_by_half_of_it_together(
+    make_bench: MakeBench,
+) -> None:
+    models = ["a", "b", "c", "d"]
+    bench = await make_bench(max_queued_bytes=1000)
+    await bench.create(*models, "e")
+    for model_id, held_bytes in zip(models, (500, 250, 120, 60), strict=True):
+        await bench.batch(model_id, 2, held_bytes=held_bytes)
+    await bench.hold("e", 1, held_bytes=10)  # so that what is taken stays
+    first = await bench.batch("a", 1, held_bytes=490)
+    for model_id in models[1:]:
+        with pytest.raises(OutOfCapacity, match="max_queued_bytes"):
+            await bench.batch(model_id, 1, held_bytes=500)
+    assert held(bench) <= 1500
+    bench.engine.gate.set()
+    await first.stored.wait()
+    for model_id in models[1:]:  # each closes its gap in the end
+        while True:
+            try:
+                await bench.batch(model_id, 1, held_bytes=500)
+                break
+            except OutOfCapacity:
+                await asyncio.sleep(0.01)
+    for model_id in models:
+        await (await bench.scheduler.find(model_id, 2)).wait()
+
+
 async def test_a_small_operation_ahead_of_many_large_ones_does_not_let_all_of_them_in(make_bench: MakeBench) -> None:
     bench = await make_bench(max_queued_bytes=1000)
     await bench.create("a")

@@ -309,6 +309,16 @@ async def test_compressible_batches_are_bounded_by_what_they_are_in_memory(servi
     await fails(stub.OptimStep(step(len(taken) + 3)), errors.FailedPrecondition, "bytes of memory")
 
 
+async def test_a_body_larger_than_the_memory_for_one_operation_fails_by_name(service: Service, stub: Any) -> None:
+    """A client that is told to try again would do so for ever."""
+    service.trainer.scheduler._held.max_bytes = 2**15
+    large = request([datum([1] * 60, target_tokens=[1] * 60)] * 200, model_id=MODEL, seq_id=1)
+    assert large.ByteSize() > 2**15
+    await fails(stub.ForwardBackward(large), errors.InvalidRequest, "half of its max_queued_bytes")
+    await fails(stub.OptimStep(step(2)), errors.FailedPrecondition, "bytes of memory")
+    await stub.ForwardBackward(batch(3))
+
+
 async def test_an_unknown_model_is_refused_before_the_journal(service: Service) -> None:
     await fails(service.stub.OptimStep(step(1)), errors.ModelNotFound, MODEL)
     await fails(service.stub.GetModel(pb.GetModelRequest(model_id="x")), errors.ModelNotFound, "'x'")
