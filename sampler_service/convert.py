@@ -10,6 +10,7 @@ from sampler_service.engine import (
     Floats,
     Ints,
     Params,
+    Penalties,
     QueueStatus,
     Request,
     Result,
@@ -57,6 +58,13 @@ def _params(params: pb.SamplingParams) -> Params:
         temperature=params.temperature if params.HasField("temperature") else 1.0,
         top_k=params.top_k,
         top_p=params.top_p if params.HasField("top_p") else 1.0,
+        min_p=params.min_p,
+        penalties=Penalties(
+            frequency=params.frequency_penalty,
+            presence=params.presence_penalty,
+            repetition=params.repetition_penalty if params.HasField("repetition_penalty") else 1.0,
+            logit_bias=tuple(sorted(params.logit_bias.items())),
+        ),
         stop=stop,
     )
 

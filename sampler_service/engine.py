@@ -35,6 +35,21 @@ class StopCondition:
 
 
 @dataclass(frozen=True, slots=True)
+class Penalties:
+    """What changes the logits of a sequence before each draw; `torch_engine/penalties.py` has the formulas."""
+
+    frequency: float = 0.0
+    presence: float = 0.0
+    repetition: float = 1.0
+    logit_bias: Sequence[tuple[int, float]] = ()
+    """Token ids, each once, and what is added to their logits."""
+
+    def __bool__(self) -> bool:
+        """Whether any logit changes."""
+        return bool(self.frequency or self.presence or self.repetition != 1 or self.logit_bias)
+
+
+@dataclass(frozen=True, slots=True)
 class Params:
     """How to draw."""
 
@@ -45,6 +60,9 @@ class Params:
     top_k: int = 0
     """0 or below: all."""
     top_p: float = 1.0
+    min_p: float = 0.0
+    """Tokens less probable than this share of the most probable one are not drawn."""
+    penalties: Penalties = field(default_factory=Penalties)
     stop: StopCondition | None = None
     """None: at the model's end-of-sequence tokens."""
 

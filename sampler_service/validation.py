@@ -7,9 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sampler_service.engine import Params, Request, Targets
+from sampler_service.engine import Params, Penalties, Request, Targets
 from tinsmith.rpc.errors import InvalidRequest
 from tinsmith.rpc.tensors import check_tokens
+
+MAX_BIASES = 1024
+"""Tokens in one logit_bias."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +69,34 @@ class Limits:
             )
         if not 0 < params.top_p <= 1:
             raise InvalidRequest(f"sampling_params.top_p: {params.top_p} is outside (0, 1]", field="top_p")
+        if not 0 <= params.min_p <= 1:
+            raise InvalidRequest(f"sampling_params.min_p: {params.min_p} is outside [0, 1]", field="min_p")
+        self._check_penalties(params.penalties)
         if params.stop is not None:
             if "" in params.stop.strings:
                 raise InvalidRequest("sampling_params.stop: an empty string would stop everything", field="stop")
             check_tokens(np.array(params.stop.token_ids, np.int64), self.vocab_size, field="sampling_params.stop")
+
+    def _check_penalties(self, penalties: Penalties) -> None:
+        for field, value, low, high in (
+            ("frequency_penalty", penalties.frequency, -2, 2),
+            ("presence_penalty", penalties.presence, -2, 2),
+            ("repetition_penalty", penalties.repetition, 0.01, 100),
+        ):
+            if not low <= value <= high:
+                raise InvalidRequest(f"sampling_params.{field}: {value} is outside [{low}, {high}]", field=field)
+        if len(penalties.logit_bias) > MAX_BIASES:
+            raise InvalidRequest(
+                f"sampling_params.logit_bias: {len(penalties.logit_bias)} tokens are above {MAX_BIASES}",
+                field="logit_bias",
+            )
+        tokens = np.array([token for token, _ in penalties.logit_bias], np.int64)
+        check_tokens(tokens, self.vocab_size, field="sampling_params.logit_bias")
+        for token, bias in penalties.logit_bias:
+            if not -100 <= bias <= 100:
+                raise InvalidRequest(
+                    f"sampling_params.logit_bias: {bias} for token {token} is outside [-100, 100]", field="logit_bias"
+                )
 
     def _check_scores(self, request: Request, length: int) -> None:
         last_n = request.prompt_logprobs_last_n

@@ -42,7 +42,10 @@ def draw(step: Step, logits_R_V: Tensor) -> Drawn:
             )
     logprobs_R_V = scaled_logprobs(logits_R_V, rows.rules.temperature_R_1)
     numbers_R = on_device(torch.from_numpy(uniforms(rows.keys, rows.counters)), device)
-    tokens_R = sampling.draw(logprobs_R_V, rows.rules, numbers_R)
+    drawn_from_R_V = logprobs_R_V
+    if rows.penalized is not None:
+        drawn_from_R_V = rows.penalized.logprobs(logits_R_V, logprobs_R_V, rows.rules.temperature_R_1)
+    tokens_R = sampling.draw(drawn_from_R_V, rows.rules, numbers_R)
     logprobs_R = logprobs_R_V.gather(-1, tokens_R[:, None])[:, 0]
     if rows.topk:
         _take_tables(rows, logprobs_R_V)

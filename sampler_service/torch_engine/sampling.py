@@ -1,4 +1,4 @@
-"""Pure functions on logits: temperature, top-k, top-p, and reproducible draws.
+"""Pure functions on logits: temperature, min-p, top-k, top-p, and reproducible draws.
 
 A draw is the inverse of the cumulative distribution at one uniform number, and that number is a hash of the sequence's
 key and of the token's index. So a row's tokens do not depend on the other rows of its batch.
@@ -48,6 +48,7 @@ class Rule:
     temperature: float
     top_k: int
     top_p: float
+    min_p: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,8 @@ class Rules:
     greedy_R: Tensor | None
     all_greedy: bool
     cut_C: Tensor | None
-    """Rows with a top-k or a top-p."""
+    """Rows with a min-p, a top-k or a top-p."""
+    min_p_C_1: Tensor | None
     top_k_C_1: Tensor | None
     top_p_C_1: Tensor | None
 
@@ -68,7 +70,11 @@ class Rules:
         greedy = [rule.temperature == 0 for rule in rules]
         temperatures = [max(rule.temperature, _TINY_TEMPERATURE) if rule.temperature else 1.0 for rule in rules]
         top_k = [rule.top_k if 0 < rule.top_k < vocab_size else vocab_size for rule in rules]
-        cut = [n for n, rule in enumerate(rules) if not greedy[n] and (top_k[n] < vocab_size or rule.top_p < 1.0)]
+        cut = [
+            n
+            for n, rule in enumerate(rules)
+            if not greedy[n] and (rule.min_p > 0 or top_k[n] < vocab_size or rule.top_p < 1.0)
+        ]
         return cls(
             temperature_R_1=None
             if all(temperature == 1.0 for temperature in temperatures)
@@ -76,6 +82,9 @@ class Rules:
             greedy_R=torch.tensor(greedy, device=device) if any(greedy) else None,
             all_greedy=all(greedy),
             cut_C=torch.tensor(cut, device=device) if cut else None,
+            min_p_C_1=torch.tensor([rules[n].min_p for n in cut], dtype=torch.float32, device=device)[:, None]
+            if cut
+            else None,
             top_k_C_1=torch.tensor([top_k[n] for n in cut], device=device)[:, None] if cut else None,
             # Above 1 when off: rounding must not cut the tail.
             top_p_C_1=torch.tensor([rules[n].top_p if rules[n].top_p < 1 else 2.0 for n in cut], device=device)[:, None]
@@ -116,14 +125,16 @@ def pick(weights_R_N: Tensor, uniforms_R_k: Tensor) -> Tensor:
 
 
 def _cut(weights_C_V: Tensor, rules: Rules) -> Tensor:
-    """Zeros all but the top_k, then all but the smallest set that reaches top_p of the rest. Ties at the border stay.
+    """Zeros what is below min_p of the largest, then all but the top_k, then all but the smallest set that reaches
+    top_p of the rest. Ties at the border stay.
 
     Only values are sorted, not ids: the draw goes through the vocabulary in its own order.
     """
+    assert rules.min_p_C_1 is not None
     assert rules.top_k_C_1 is not None
     assert rules.top_p_C_1 is not None
     tops = _sorted(weights_C_V)
-    least = tops.gather(-1, rules.top_k_C_1 - 1)
+    least = torch.maximum(tops.gather(-1, rules.top_k_C_1 - 1), rules.min_p_C_1 * tops[:, :1])
     tops.masked_fill_(tops < least, 0.0)
     mass = tops.cumsum(-1)
     kept = (mass - tops < rules.top_p_C_1 * mass[:, -1:]).sum(-1, keepdim=True)

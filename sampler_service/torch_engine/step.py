@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sampler_service.torch_engine import scheduler
+from sampler_service.torch_engine.penalties import Penalized
 from sampler_service.torch_engine.sampling import Rules, UInt64s
 from sampler_service.torch_engine.task import Task
 from tinsmith.modeling.adapter import Adapter
@@ -70,6 +71,8 @@ class Rows:
     """Index of the token that is drawn next."""
     topk: list[tuple[int, int]]
     """(row, k) of the rows that want a top-k table."""
+    penalized: Penalized | None
+    """Rows that draw from other logits than the model's; None when there are none."""
 
     @classmethod
     def of(cls, sequences: Sequence[TaskSequence], *, vocab_size: int, device: torch.device) -> Rows:
@@ -79,6 +82,14 @@ class Rows:
             keys=np.array([sequence.owner.keys[sequence.index] for sequence in sequences], np.uint64),
             counters=np.array([len(sequence.tokens) for sequence in sequences], np.uint64),
             topk=[(n, sequence.owner.topk) for n, sequence in enumerate(sequences) if sequence.owner.topk],
+            penalized=Penalized.of(
+                [
+                    (n, penalties, sequence.owner.history(sequence, vocab_size=vocab_size, device=device))
+                    for n, sequence in enumerate(sequences)
+                    if (penalties := sequence.owner.request.params.penalties)
+                ],
+                device=device,
+            ),
         )
 
 
@@ -150,6 +161,8 @@ class Decoding:
         self.tokens_B = tokens_B
         self.positions_B = self.positions_B + 1
         self.rows.counters += np.uint64(1)
+        if self.rows.penalized is not None:
+            self.rows.penalized.take(tokens_B)
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from sampler_service.engine import (
     Delta,
@@ -24,6 +25,7 @@ from sampler_service.engine import (
 )
 from sampler_service.stops import StopRule
 from sampler_service.torch_engine.adapters import Version
+from sampler_service.torch_engine.penalties import History
 from sampler_service.torch_engine.prefix_cache import digests_of
 from sampler_service.torch_engine.sampling import Rule, UInt64s
 from sampler_service.torch_engine.scheduler import Job, Sequence
@@ -162,7 +164,10 @@ class Task:
     @property
     def rule(self) -> Rule:
         params = self.request.params
-        return Rule(params.temperature, params.top_k, params.top_p)
+        return Rule(params.temperature, params.top_k, params.top_p, params.min_p)
+
+    def history(self, sequence: Sequence[Task], *, vocab_size: int, device: torch.device) -> History:
+        return History.of(self.request.prompt, sequence.tokens, vocab_size=vocab_size, device=device)
 
     @property
     def topk(self) -> int:

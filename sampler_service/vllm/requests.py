@@ -33,6 +33,8 @@ def sampling_params(sequence: Sequence[Task], version: Version | None, scores: S
         top_k=params.top_k,
         top_p=params.top_p,
         topk=topk,
+        min_p=params.min_p,
+        penalties=params.penalties,
     )
     # Every token at once where somebody waits for it, or it may be the last.
     interval = 1 if task.generation.stream or task.request.follow_run else 4 if task.stop.strings else 16

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 import numpy as np
 
-from sampler_service.engine import Params, Request, Targets
+from sampler_service.engine import Params, Penalties, Request, Targets
 from sampler_service.torch_engine.sampling import Rule
 
 _DRAWS, _SCORES, _BASE_WEIGHTS = "tinsmith_draws", "tinsmith_scores", "tinsmith_base_weights"
@@ -26,14 +26,17 @@ class Draws:
     top_p: float
     topk: int
     """Columns of its top-k table."""
+    min_p: float = 0.0
+    penalties: Penalties = field(default_factory=Penalties)
 
     @property
     def rule(self) -> Rule:
-        return Rule(self.temperature, self.top_k, self.top_p)
+        return Rule(self.temperature, self.top_k, self.top_p, self.min_p)
 
     @classmethod
     def read(cls, extra_args: dict[str, Any]) -> Self:
-        return cls(**extra_args[_DRAWS])
+        found = extra_args[_DRAWS]
+        return cls(**{**found, "penalties": Penalties(**found["penalties"])})
 
 
 @dataclass(frozen=True, slots=True)

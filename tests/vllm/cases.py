@@ -41,6 +41,11 @@ def requests() -> dict[str, pb.SampleRequest]:
         "greedy": sample(short, temperature=0.0, max_tokens=12),
         "plain": sample(short, seed=7, max_tokens=12, num_samples=3),
         "cut": sample(short, seed=8, max_tokens=12, num_samples=4, **cut),
+        "penalized": sample(
+            short, seed=14, max_tokens=24, num_samples=2, min_p=0.01, frequency_penalty=1.5, presence_penalty=0.5,
+            repetition_penalty=1.2, logit_bias={5: 6.0, 7: -100.0},
+        ),
+        "in pieces, penalized": sample(long, seed=15, max_tokens=12, temperature=1.2, repetition_penalty=1.5),
         "negative seed": sample(short, seed=-5, max_tokens=6, temperature=1.3),
         "in pieces": sample(long, seed=9, max_tokens=6, num_samples=2, **cut),
         "long, scored": sample(

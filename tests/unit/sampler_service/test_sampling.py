@@ -21,6 +21,7 @@ def expected(rule: Rule) -> torch.Tensor:
     """Step by step, on sorted probabilities."""
     order = LOGITS.argsort(descending=True)
     p = (LOGITS[order].double() / rule.temperature).softmax(-1)
+    p[p < rule.min_p * p[0]] = 0
     if 0 < rule.top_k < V:
         p[rule.top_k :] = 0
     p /= p.sum()
@@ -40,6 +41,9 @@ def expected(rule: Rule) -> torch.Tensor:
         Rule(0.8, 6, 0.8),
         Rule(1.0, V + 5, 1.0),
         Rule(1.0, 1, 0.5),
+        Rule(1.0, 0, 1.0, 0.2),
+        Rule(0.7, 5, 0.9, 0.1),
+        Rule(1.0, 0, 1.0, 1.0),
     ],
     ids=str,
 )

@@ -3,7 +3,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sampler_service.engine import Params, Request, StopCondition, Targets
+from sampler_service.engine import Params, Penalties, Request, StopCondition, Targets
 from sampler_service.validation import Limits
 from tinsmith.rpc.errors import InvalidRequest
 
@@ -34,6 +34,17 @@ def check(**fields: Any) -> None:
         ({"top_p": 0.0}, "top_p: 0.0 is outside"),
         ({"top_p": 1.1}, "top_p: 1.1 is outside"),
         ({"top_p": float("nan")}, "top_p: nan is outside"),
+        ({"min_p": -0.1}, "min_p: -0.1 is outside"),
+        ({"min_p": 1.5}, "min_p: 1.5 is outside"),
+        ({"penalties": Penalties(frequency=2.5)}, r"frequency_penalty: 2.5 is outside \[-2, 2\]"),
+        ({"penalties": Penalties(presence=float("nan"))}, "presence_penalty: nan is outside"),
+        ({"penalties": Penalties(repetition=0)}, r"repetition_penalty: 0 is outside \[0.01, 100\]"),
+        ({"penalties": Penalties(logit_bias=((3, 1.0), (100, 1.0)))}, r"logit_bias\[1\]: token id 100 is outside"),
+        ({"penalties": Penalties(logit_bias=((3, -100.5),))}, "logit_bias: -100.5 for token 3 is outside"),
+        (
+            {"penalties": Penalties(logit_bias=tuple((n, 1.0) for n in range(1025)))},
+            "logit_bias: 1025 tokens are above 1024",
+        ),
         ({"stop": StopCondition(strings=("a", ""))}, "stop: an empty string"),
         ({"stop": StopCondition(token_ids=(3, 100))}, r"stop\[1\]: token id 100"),
         ({"prompt_logprobs_last_n": 3}, "prompt_logprobs_last_n: 3 is given without prompt_logprobs"),
@@ -54,7 +65,17 @@ def test_what_is_wrong_is_named_with_its_value(fields: dict[str, Any], message: 
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"top_k": 10**6}, {"top_k": -1}, {"max_tokens": 38}, {"seed": -5}, {"temperature": 0.0}, {"num_samples": 16}],
+    [
+        {},
+        {"top_k": 10**6},
+        {"top_k": -1},
+        {"max_tokens": 38},
+        {"seed": -5},
+        {"temperature": 0.0},
+        {"num_samples": 16},
+        {"min_p": 1},
+        {"penalties": Penalties(-2, 2, 0.01, ((0, -100), (99, 100)))},
+    ],
     ids=str,
 )
 def test_what_is_right_passes(fields: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sampler_service.engine import Penalties
 from sampler_service.vllm.wire import Draws, extra_args
 
 
@@ -82,4 +83,41 @@ def test_all_workers_go_on_with_the_tokens_of_the_first_one_however_their_own_su
     other = sampler(logits, None)
     assert other.tokens.tolist() == first.tokens.tolist()
     assert other.tokens.dtype == first.tokens.dtype
+    sys.modules.pop("sampler_service.vllm.draw")
+
+
+def test_a_history_goes_on_when_the_batch_changes_and_leaves_out_what_vllm_threw_away(team: Team) -> None:
+    """vLLM lets a prompt that is computed in pieces draw after each piece, and here knows numbers of tokens only."""
+    one, other = (
+        Draws(key=n, first=first, temperature=0.0, top_k=0, top_p=1.0, topk=0, penalties=Penalties(frequency=1.0))
+        for n, first in ((0, 1), (1, 0))
+    )
+    requests = {
+        name: SimpleNamespace(
+            sampling_params=SimpleNamespace(extra_args=extra_args(draws, None)),
+            prompt_token_ids=[3, 3],
+            output_token_ids=[],
+        )
+        for name, draws in (("one", one), ("other", other))
+    }
+    batch = SimpleNamespace(num_tokens_no_spec=np.full(2, 5), num_prompt_tokens=np.full(2, 5))
+    sampler = importlib.import_module("sampler_service.vllm.draw").StreamSampler(
+        SimpleNamespace(requests=requests, input_batch=batch)
+    )
+
+    def draw(*names: str) -> list[int]:
+        batch.req_ids = list(names)
+        logits = torch.tensor([[0.0, 0.3, 0.6, 0.9]]).repeat(len(names), 1)
+        return sampler(logits, None).tokens[:, 0].tolist()
+
+    assert draw("one") == [2]  # its second 3 was drawn before it moved to another version
+    assert draw("one") == [2]  # thrown away: no token of it is there
+    requests["one"].output_token_ids.append(-1)  # taken, not yet known
+    assert draw("other", "one") == [3, 1]
+    requests["one"].output_token_ids.append(-1)
+    assert draw("one", "other") == [0, 3]
+    requests["other"].output_token_ids.append(-1)
+    del requests["one"]
+    assert draw("other") == [2]
+    assert list(sampler._histories) == ["other"]
     sys.modules.pop("sampler_service.vllm.draw")
