@@ -41,7 +41,13 @@ GRACE_S = 1.0
 
 def make_server(config: SamplerConfig, slot: EngineSlot, metrics: SamplerMetrics) -> Server:
     files = [sampler_pb2.DESCRIPTOR, weight_sync_pb2.DESCRIPTOR, metrics_pb2.DESCRIPTOR]
-    server = Server(config.listen, files, api_keys=config.accepted_keys, certificates=config.certificates)
+    server = Server(
+        config.listen,
+        files,
+        api_keys=config.accepted_keys,
+        admin_keys=config.admin_keys,
+        certificates=config.certificates,
+    )
     sampler_pb2_grpc.add_SamplerServiceServicer_to_server(
         SamplerServicer(
             slot,

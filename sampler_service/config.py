@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from tinsmith.rpc.auth import AnyKey, ServiceKey, accepted, host_of, require_keys
+from tinsmith.rpc.auth import AnyKey, ServiceKey, accepted, admins, host_of, require_keys
 from tinsmith.rpc.tls import GrpcTls
 
 
@@ -113,3 +113,7 @@ class SamplerConfig(GrpcTls, BaseSettings):
     @property
     def accepted_keys(self) -> list[str]:
         return accepted(self.api_keys, self.service_key)
+
+    @property
+    def admin_keys(self) -> list[str]:
+        return admins(self.api_keys, self.service_key)

@@ -28,7 +28,7 @@ from tinsmith.v1 import types_pb2 as types
 _INT32, _INT64, _FLOAT32 = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4")
 
 
-def request_from_proto(message: pb.SampleRequest) -> Request:
+def request_from_proto(message: pb.SampleRequest, *, on_probation: bool = False) -> Request:
     """Raises InvalidRequest for what is malformed."""
     prompt = text_tokens(message.prompt, field="prompt")
     last_n = message.prompt_logprobs_last_n if message.HasField("prompt_logprobs_last_n") else None
@@ -45,7 +45,7 @@ def request_from_proto(message: pb.SampleRequest) -> Request:
         targets=_targets(message.target_prompt_logprobs, length=len(prompt)) if has_targets else None,
         prompt_alt_tokens_k=message.prompt_alt_tokens_k,
         follow_run=message.follow_run,
-        on_probation=message.on_probation,
+        on_probation=on_probation,
         cache_salt=message.cache_salt,
     )
 

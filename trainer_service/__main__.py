@@ -19,10 +19,12 @@ from tinsmith.rpc.metrics import new_registry, serve_metrics
 from tinsmith.rpc.metrics_service import MetricsServicer
 from tinsmith.rpc.server import Server, stop_event
 from tinsmith.rpc.settings import read_settings
-from tinsmith.v1 import metrics_pb2, trainer_pb2
+from tinsmith.v1 import metrics_pb2, trainer_admin_pb2, trainer_pb2
 from tinsmith.v1.metrics_pb2_grpc import add_MetricsServiceServicer_to_server
+from tinsmith.v1.trainer_admin_pb2_grpc import add_TrainerAdminServiceServicer_to_server
 from tinsmith.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
 from tinsmith.weight_channel.ring_memory import gpu_uuid
+from trainer_service.admin_servicer import TrainerAdminServicer
 from trainer_service.config import TrainerConfig
 from trainer_service.durability import journal_file
 from trainer_service.durability.journal import Journal
@@ -88,12 +90,14 @@ async def serve(config: TrainerConfig, group: RankGroup | None) -> None:
     )
     server = Server(
         config.listen,
-        [trainer_pb2.DESCRIPTOR, metrics_pb2.DESCRIPTOR],
+        [trainer_pb2.DESCRIPTOR, trainer_admin_pb2.DESCRIPTOR, metrics_pb2.DESCRIPTOR],
         api_keys=config.accepted_keys,
+        admin_keys=config.admin_keys,
         certificates=config.certificates,
     )
     servicer = TrainerServicer()
     add_TrainerServiceServicer_to_server(servicer, server.grpc)
+    add_TrainerAdminServiceServicer_to_server(TrainerAdminServicer(servicer), server.grpc)
     add_MetricsServiceServicer_to_server(MetricsServicer(registry), server.grpc)
     async with stop_event() as stop:
         await server.start()

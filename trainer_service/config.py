@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from tinsmith.rpc.auth import AnyKey, ServiceKey, accepted, host_of, require_keys
+from tinsmith.rpc.auth import AnyKey, ServiceKey, accepted, admins, host_of, require_keys
 from tinsmith.rpc.paths import check_checkpoint_root
 from tinsmith.rpc.tls import GrpcTls
 
@@ -180,6 +180,10 @@ class TrainerConfig(GrpcTls, BaseSettings):
     @property
     def accepted_keys(self) -> list[str]:
         return accepted(self.api_keys, self.service_key)
+
+    @property
+    def admin_keys(self) -> list[str]:
+        return admins(self.api_keys, self.service_key)
 
     @property
     def fixed_token_budget(self) -> int:

@@ -7,7 +7,7 @@ import logging
 import secrets
 import sys
 from collections.abc import AsyncIterator, Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -73,6 +73,11 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         if self.trainer is None:
             raise NotReady("the base model is still being loaded")
         return self.trainer
+
+    @property
+    def journal(self) -> Journal:
+        """Raises NotReady before the models are restored from it."""
+        return self._ready.journal
 
     async def GetTrainerInfo(self, request: pb.GetTrainerInfoRequest, context: Context) -> pb.GetTrainerInfoResponse:
         trainer = self._ready
@@ -266,14 +271,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> pb.DescribeOperationResponse:
         status = await self._ready.scheduler.describe(request.model_id, request.seq_id)
         return pb.DescribeOperationResponse(status=status)
-
-    async def ListJournal(self, request: pb.ListJournalRequest, context: Context) -> pb.ListJournalResponse:
-        found = await self._ready.journal.summaries()
-        return pb.ListJournalResponse(models=[pb.JournalModel(**asdict(model)) for model in found])
-
-    async def PruneJournal(self, request: pb.PruneJournalRequest, context: Context) -> pb.PruneJournalResponse:
-        pruned = await self._ready.journal.prune(dry_run=request.dry_run)
-        return pb.PruneJournalResponse(**asdict(pruned))
 
     async def _submit(
         self,

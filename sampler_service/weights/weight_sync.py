@@ -20,12 +20,14 @@ import grpc.aio
 import torch
 from torch import Tensor
 
+from sampler_service import convert
 from sampler_service.engine import EngineSlot, SamplingEngine
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.threads import in_thread
 from sampler_service.weights.weight_links import Meetings, check_group, join
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, chosen_targets, num_elements
 from tinsmith.modeling.full_weights import Weights, config_of
+from tinsmith.rpc import logs
 from tinsmith.rpc.errors import DataCorrupted, FailedPrecondition, InvalidRequest, OutOfCapacity, ServiceError
 from tinsmith.v1 import types_pb2 as types
 from tinsmith.v1 import weight_sync_pb2 as pb
@@ -225,6 +227,15 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
         self.metrics.versions.publish_time.observe(time.perf_counter() - update.started)
         logger.info("version %s is here, on probation (%d bytes)", update.version_id, update.weights.num_bytes)
         return pb.FinishWeightUpdateResponse(version_id=update.version_id)
+
+    async def SampleOnProbation(
+        self, request: pb.SampleOnProbationRequest, context: Context
+    ) -> pb.SampleOnProbationResponse:
+        asked = convert.request_from_proto(request.request, on_probation=True)
+        generation = await self.slot.get().submit(asked, stream=False, request_id=logs.request_id.get())
+        return pb.SampleOnProbationResponse(
+            response=convert.response_to_proto(await generation.result(), request.request)
+        )
 
     async def ConfirmVersion(self, request: pb.ConfirmVersionRequest, context: Context) -> pb.ConfirmVersionResponse:
         self.slot.get().confirm(request.version_id)

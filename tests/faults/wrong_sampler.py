@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from sampler_service import servicer
 from sampler_service.__main__ import main
+from sampler_service.weights import weight_sync
 from tests.faults import faulty_sampler
-from tinsmith.v1 import sampler_pb2
+from tinsmith.v1 import weight_sync_pb2
 
 WRONG = Path(os.environ["WRONG_SCORES"])
 
@@ -24,10 +24,13 @@ def is_wrong() -> bool:
 
 
 def _wronged(sample: Any) -> Any:
-    async def call(self: Any, request: sampler_pb2.SampleRequest, context: Any) -> sampler_pb2.SampleResponse:
+    async def call(
+        self: Any, request: weight_sync_pb2.SampleOnProbationRequest, context: Any
+    ) -> weight_sync_pb2.SampleOnProbationResponse:
         reply = await sample(self, request, context)
-        if request.on_probation and is_wrong():
-            reply.prompt_logprobs = (np.frombuffer(reply.prompt_logprobs, "<f4") - 1).tobytes()
+        if is_wrong():
+            logprobs = np.frombuffer(reply.response.prompt_logprobs, "<f4") - 1
+            reply.response.prompt_logprobs = logprobs.tobytes()
         return reply
 
     return call
@@ -35,5 +38,5 @@ def _wronged(sample: Any) -> Any:
 
 if __name__ == "__main__":
     faulty_sampler.install()
-    servicer.SamplerServicer.Sample = _wronged(servicer.SamplerServicer.Sample)
+    weight_sync.WeightSyncServicer.SampleOnProbation = _wronged(weight_sync.WeightSyncServicer.SampleOnProbation)
     main()

@@ -150,6 +150,17 @@ def test_without_the_key_nothing_but_health_answers(keyed_stack: Stack) -> None:
         assert health.status == health_pb2.HealthCheckResponse.SERVING
 
 
+def test_the_key_of_a_client_reaches_no_admin_service(keyed_stack: Stack) -> None:
+    """Neither the journal of all runs, nor weights on probation, nor the weights themselves."""
+    trainer, sampler = keyed_stack.trainers[0], keyed_stack.samplers[0]
+    calls = [(trainer, "TrainerAdminService/ListJournal"), (trainer, "TrainerAdminService/PruneJournal")]
+    calls += [(sampler, f"WeightSyncService/{name}") for name in ("SampleOnProbation", "ConfirmVersion")]
+    for address, method in calls:
+        status, output = curl(address, method=f"tinsmith.v1.{method}", key=KEY)
+        assert status == grpc.StatusCode.PERMISSION_DENIED.value[0] * 8, output
+        assert "holds an ordinary key" in output
+
+
 def test_gateway_and_weight_channel_work_with_keys_and_so_does_the_sdk(keyed_stack: Stack) -> None:
     """The gateway's calls and the trainer's publishing carry the key that `tinsmith up` has made."""
     with tinker.ServiceClient(base_url=keyed_stack.base_url, api_key=KEY) as service:

@@ -18,7 +18,7 @@ from tinsmith.modeling.full_weights import Weights
 from tinsmith.rpc.errors import NotFound, VersionNotLoaded, from_rpc_error
 from tinsmith.rpc.tensors import to_numpy
 from tinsmith.v1 import sampler_pb2 as pb
-from tinsmith.v1 import sampler_pb2_grpc
+from tinsmith.v1 import sampler_pb2_grpc, weight_sync_pb2, weight_sync_pb2_grpc
 from tinsmith.v1 import types_pb2 as types
 from trainer_service.weight_sync.sender import Version, WeightSender
 
@@ -30,6 +30,7 @@ class Service:
 
     def __init__(self, channel: grpc.aio.Channel, sender: WeightSender) -> None:
         self.stub = sampler_pb2_grpc.SamplerServiceStub(channel)
+        self._weights: Any = weight_sync_pb2_grpc.WeightSyncServiceStub(channel)
         self._sender = sender
 
     async def call(self, method: str, request: Any, **options: Any) -> Any:
@@ -46,7 +47,9 @@ class Service:
         published = await self._sender.publish(Version(version_id, MODEL, adapter))
         with pytest.raises(VersionNotLoaded):
             await self.sample(tokens_of(5), version_id=version_id, max_tokens=1)
-        assert (await self.sample(tokens_of(5), version_id=version_id, max_tokens=1, on_probation=True)).sequences
+        asked = sample(tokens_of(5), version_id=version_id, max_tokens=1)
+        found = await self._weights.SampleOnProbation(weight_sync_pb2.SampleOnProbationRequest(request=asked))
+        assert found.response.sequences
         assert await self._sender.confirm(version_id, published.members) == published.members
 
     async def remove(self, version_id: str) -> None:

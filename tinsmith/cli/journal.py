@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinsmith.cli.base_models import UsageError
-from tinsmith.v1 import trainer_pb2 as pb
+from tinsmith.rpc.times import seconds_of
+from tinsmith.rpc.words import word_of
+from tinsmith.v1 import trainer_admin_pb2 as pb
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -66,7 +68,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api-key", default=os.environ.get("TRAINER_SERVICE_KEY", ""),
         help="key for a running trainer (default: TRAINER_SERVICE_KEY); a `tinsmith up` that needs keys makes one that "
-        "nobody sees, unless it was started with TINSMITH_SERVICE_KEY",
+        "nobody sees, unless it was started with TINSMITH_SERVICE_KEY. Another key needs \"admin\": true",
     )  # fmt: skip
     for name, what in (("ca", "authority"), ("cert", "certificate"), ("key", "private key")):
         parser.add_argument(
@@ -82,7 +84,7 @@ def run_show(arguments: argparse.Namespace) -> int:
 
     for path in _journals(arguments.state_dir):
         with _opened(path) as connection:
-            _print_models(str(path), [pb.JournalModel(**asdict(model)) for model in summaries(connection)])
+            _print_models(str(path), [model.to_proto() for model in summaries(connection)])
     return 0
 
 
@@ -137,8 +139,9 @@ def _delete_model(arguments: argparse.Namespace) -> int:
 def _print_models(where: str, models: Sequence[pb.JournalModel]) -> None:
     print(f"{where}: {len(models)} models, {_size(sum(one.request_bytes + one.result_bytes for one in models))}")
     for one in models:
+        state = word_of(pb.JournalState, one.state)
         print(
-            f"{one.model_id}  {one.state}, {_snapshot(one)}; {one.num_accepted} accepted, {one.num_done} done, "
+            f"{one.model_id}  {state}, {_snapshot(one)}; {one.num_accepted} accepted, {one.num_done} done, "
             f"{one.num_failed} failed; requests {_size(one.request_bytes)}, results {_size(one.result_bytes)}"
         )
         if one.reason:
@@ -150,7 +153,7 @@ def _snapshot(model: pb.JournalModel) -> str:
         if model.cut_seq_id >= 0:
             return f"no snapshot, and requests up to seq_id {model.cut_seq_id} are cut: a crash would lose it"
         return "no snapshot, all requests are there"
-    age_s = max(0.0, time.time() - model.snapshot_at)
+    age_s = max(0.0, time.time() - seconds_of(model.snapshot_at))
     return f"snapshot after seq_id {model.snapshot_seq_id}, {age_s:.0f} s old, {_size(model.snapshot_bytes)}"
 
 
@@ -202,7 +205,7 @@ def _call(arguments: argparse.Namespace, rpc: str, request: Any) -> Any:
     from tinsmith.rpc.channel import connect
     from tinsmith.rpc.errors import from_rpc_error
     from tinsmith.rpc.tls import Certificates
-    from tinsmith.v1.trainer_pb2_grpc import TrainerServiceStub
+    from tinsmith.v1.trainer_admin_pb2_grpc import TrainerAdminServiceStub
 
     async def call() -> Any:
         try:
@@ -210,7 +213,7 @@ def _call(arguments: argparse.Namespace, rpc: str, request: Any) -> Any:
         except ValueError as error:
             raise UsageError(str(error)) from None
         channel = connect(arguments.trainer, api_key=arguments.api_key, certificates=files)
-        stub: Any = TrainerServiceStub(channel)
+        stub: Any = TrainerAdminServiceStub(channel)
         method: Callable[..., Any] = getattr(stub, rpc)
         try:
             return await method(request, timeout=_TIMEOUT_S)

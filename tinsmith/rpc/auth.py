@@ -13,12 +13,16 @@ import grpc.aio
 from grpc_health.v1 import health
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, SecretStr, Tag
 
-from tinsmith.rpc.errors import Unauthenticated, to_status
+from tinsmith.rpc.errors import PermissionDenied, ServiceError, Unauthenticated, to_status
 
 KEY_HEADER = "x-api-key"
 
 _OPEN_METHODS = f"/{health.SERVICE_NAME}/"
 """Health checks tell nothing but that the service runs, and what asks for them (a container runtime) has no key."""
+
+
+ADMIN_SERVICES = frozenset({"tinsmith.v1.TrainerAdminService", "tinsmith.v1.WeightSyncService"})
+"""They take the service key, and keys with `admin`, alone: what they do is no caller's own business."""
 
 
 def _usable(key: SecretStr) -> SecretStr:
@@ -60,7 +64,7 @@ class ApiKey(BaseModel):
     owner: str = Field(default="", pattern=rf"{OWNER_PATTERN}|^$")
     """To whom belongs what is made with it; keys of one owner share everything. Empty: an owner of its own."""
     admin: bool = False
-    """Over HTTP it sees and changes what belongs to any owner."""
+    """Over HTTP it sees and changes what belongs to any owner; over gRPC it may call ADMIN_SERVICES."""
     requests_per_minute: int | None = Field(default=None, ge=1)
     """Most HTTP requests in a minute."""
     tokens_per_minute: int | None = Field(default=None, ge=1)
@@ -79,6 +83,11 @@ def accepted(api_keys: Iterable[SecretStr | ApiKey], service_key: SecretStr) -> 
     """What a gRPC service with these settings accepts; empty means everything."""
     texts = [key.key.get_secret_value() for key in named(api_keys)]
     return [*texts, *filter(None, [service_key.get_secret_value()])]
+
+
+def admins(api_keys: Iterable[SecretStr | ApiKey], service_key: SecretStr) -> list[str]:
+    """Those of `accepted` that ADMIN_SERVICES take."""
+    return accepted([key for key in named(api_keys) if key.admin], service_key)
 
 
 def is_loopback(host: str) -> bool:
@@ -134,10 +143,12 @@ def _digest(key: str) -> bytes:
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls without a key (UNAUTHENTICATED), before their body is read. Health checks need none."""
+    """Refuses calls without a key (UNAUTHENTICATED), and those of an admin service with an ordinary one
+    (PERMISSION_DENIED), before their body is read. Health checks need none."""
 
-    def __init__(self, keys: Sequence[str]) -> None:
+    def __init__(self, keys: Sequence[str], admin_keys: Sequence[str]) -> None:
         self._ring = KeyRing(keys)
+        self._admins = KeyRing(admin_keys)
 
     async def intercept_service(
         self,
@@ -146,13 +157,25 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
     ) -> Any:
         metadata: Any = handler_call_details.invocation_metadata or ()
         given = given_key({name: value for name, value in metadata if isinstance(value, str)})
-        if handler_call_details.method.startswith(_OPEN_METHODS) or self._ring.find(given) is not None:
+        error = self._error(handler_call_details.method, given)
+        if error is None:
             return await continuation(handler_call_details)
-        what = "holds no key of this service" if given else "is missing"
-        error = Unauthenticated(f"the metadata {KEY_HEADER} (or authorization: Bearer KEY) {what}")
 
         async def refuse(requests: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             await context.abort_with_status(to_status(error))
 
         # On the wire a unary call is a stream of one message, so that this refuses calls of every kind.
         return grpc.stream_stream_rpc_method_handler(refuse)
+
+    def _error(self, method: str, given: str) -> ServiceError | None:
+        if method.startswith(_OPEN_METHODS):
+            return None
+        header = f"the metadata {KEY_HEADER} (or authorization: Bearer KEY)"
+        if self._ring.find(given) is None:
+            return Unauthenticated(f"{header} {'holds no key of this service' if given else 'is missing'}")
+        service = method.split("/")[1]
+        if service in ADMIN_SERVICES and self._admins.find(given) is None:
+            return PermissionDenied(
+                f"{header} holds an ordinary key; {service} takes the service key, or one with admin"
+            )
+        return None

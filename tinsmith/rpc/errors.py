@@ -20,6 +20,7 @@ ServiceError                 INTERNAL             server
 │   ├── ModelLost                                          the trainer restarted and does not hold the model
 │   └── BudgetExceeded                                     an owner has used, or stores, what it may
 ├── Unauthenticated          UNAUTHENTICATED      server   a gRPC call without a key; the gateway's own, for the SDK
+├── PermissionDenied         PERMISSION_DENIED    user     a gRPC call that this key may not make
 ├── OutOfCapacity            RESOURCE_EXHAUSTED   server   a queue, a cache or a disk is full
 │   └── RateLimited                                        too much in this minute
 ├── NotReady                 UNAVAILABLE          server   loading or draining
@@ -130,6 +131,10 @@ class BudgetExceeded(FailedPrecondition):
 
 class Unauthenticated(ServiceError):
     code, reason = grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED"
+
+
+class PermissionDenied(ServiceError):
+    code, reason, category = grpc.StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED", "user"
 
 
 class OutOfCapacity(ServiceError):

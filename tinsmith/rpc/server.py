@@ -137,6 +137,7 @@ def _model_of(message: Any) -> str:
 
 class Server:
     """A grpc.aio server whose health is NOT_SERVING until set_serving(True). Without api_keys anyone may call it.
+    Those of them that are in `admin_keys` may call the admin services, too.
 
     With certificates only holders of one of the same authority get so far, and what travels is encrypted.
     """
@@ -147,10 +148,11 @@ class Server:
         file_descriptors: Sequence[FileDescriptor],
         *,
         api_keys: Sequence[str] = (),
+        admin_keys: Sequence[str] = (),
         certificates: Certificates | None = None,
     ) -> None:
         self.grpc = grpc.aio.server(
-            interceptors=[*([KeyInterceptor(api_keys)] if api_keys else []), ErrorInterceptor()],
+            interceptors=[*([KeyInterceptor(api_keys, admin_keys)] if api_keys else []), ErrorInterceptor()],
             options=[
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

@@ -44,7 +44,7 @@ class GetSamplerInfoResponse(_message.Message):
     def __init__(self, base_models: _Optional[_Iterable[str]] = ..., max_context_length: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., engine: _Optional[str] = ..., device: _Optional[str] = ..., boot_id: _Optional[str] = ..., adapter_groups: _Optional[_Iterable[str]] = ..., max_version_bytes: _Optional[int] = ..., vocab_size: _Optional[int] = ...) -> None: ...
 
 class SampleRequest(_message.Message):
-    __slots__ = ("version_id", "prompt", "num_samples", "sampling_params", "prompt_logprobs", "prompt_logprobs_last_n", "topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k", "follow_run", "on_probation", "cache_salt", "grammar")
+    __slots__ = ("version_id", "prompt", "num_samples", "sampling_params", "prompt_logprobs", "prompt_logprobs_last_n", "topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k", "follow_run", "cache_salt", "grammar")
     VERSION_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
@@ -56,7 +56,6 @@ class SampleRequest(_message.Message):
     TARGET_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_ALT_TOKENS_K_FIELD_NUMBER: _ClassVar[int]
     FOLLOW_RUN_FIELD_NUMBER: _ClassVar[int]
-    ON_PROBATION_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     version_id: str
@@ -70,10 +69,9 @@ class SampleRequest(_message.Message):
     target_prompt_logprobs: _types_pb2.Tensor
     prompt_alt_tokens_k: int
     follow_run: str
-    on_probation: bool
     cache_salt: str
     grammar: Grammar
-    def __init__(self, version_id: _Optional[str] = ..., prompt: _Optional[_Iterable[_Union[_types_pb2.Chunk, _Mapping]]] = ..., num_samples: _Optional[int] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., prompt_logprobs: _Optional[bool] = ..., prompt_logprobs_last_n: _Optional[int] = ..., topk_prompt_logprobs: _Optional[int] = ..., topk_sample_logprobs: _Optional[int] = ..., target_prompt_logprobs: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., prompt_alt_tokens_k: _Optional[int] = ..., follow_run: _Optional[str] = ..., on_probation: _Optional[bool] = ..., cache_salt: _Optional[str] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ...) -> None: ...
+    def __init__(self, version_id: _Optional[str] = ..., prompt: _Optional[_Iterable[_Union[_types_pb2.Chunk, _Mapping]]] = ..., num_samples: _Optional[int] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., prompt_logprobs: _Optional[bool] = ..., prompt_logprobs_last_n: _Optional[int] = ..., topk_prompt_logprobs: _Optional[int] = ..., topk_sample_logprobs: _Optional[int] = ..., target_prompt_logprobs: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., prompt_alt_tokens_k: _Optional[int] = ..., follow_run: _Optional[str] = ..., cache_salt: _Optional[str] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("max_tokens", "seed", "temperature", "top_k", "top_p", "stop", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_p", "logit_bias")

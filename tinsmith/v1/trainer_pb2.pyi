@@ -496,64 +496,6 @@ class WaitResultResponse(_message.Message):
     load_checkpoint: LoadCheckpointResponse
     def __init__(self, create_model: _Optional[_Union[CreateModelResponse, _Mapping]] = ..., forward_backward: _Optional[_Union[ForwardBackwardResponse, _Mapping]] = ..., optim_step: _Optional[_Union[OptimStepResponse, _Mapping]] = ..., save_checkpoint: _Optional[_Union[SaveCheckpointResponse, _Mapping]] = ..., load_checkpoint: _Optional[_Union[LoadCheckpointResponse, _Mapping]] = ...) -> None: ...
 
-class ListJournalRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class ListJournalResponse(_message.Message):
-    __slots__ = ("models",)
-    MODELS_FIELD_NUMBER: _ClassVar[int]
-    models: _containers.RepeatedCompositeFieldContainer[JournalModel]
-    def __init__(self, models: _Optional[_Iterable[_Union[JournalModel, _Mapping]]] = ...) -> None: ...
-
-class JournalModel(_message.Message):
-    __slots__ = ("model_id", "state", "reason", "created_at", "snapshot_seq_id", "snapshot_at", "snapshot_bytes", "cut_seq_id", "num_accepted", "num_done", "num_failed", "request_bytes", "result_bytes")
-    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
-    STATE_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    CREATED_AT_FIELD_NUMBER: _ClassVar[int]
-    SNAPSHOT_SEQ_ID_FIELD_NUMBER: _ClassVar[int]
-    SNAPSHOT_AT_FIELD_NUMBER: _ClassVar[int]
-    SNAPSHOT_BYTES_FIELD_NUMBER: _ClassVar[int]
-    CUT_SEQ_ID_FIELD_NUMBER: _ClassVar[int]
-    NUM_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
-    NUM_DONE_FIELD_NUMBER: _ClassVar[int]
-    NUM_FAILED_FIELD_NUMBER: _ClassVar[int]
-    REQUEST_BYTES_FIELD_NUMBER: _ClassVar[int]
-    RESULT_BYTES_FIELD_NUMBER: _ClassVar[int]
-    model_id: str
-    state: str
-    reason: str
-    created_at: float
-    snapshot_seq_id: int
-    snapshot_at: float
-    snapshot_bytes: int
-    cut_seq_id: int
-    num_accepted: int
-    num_done: int
-    num_failed: int
-    request_bytes: int
-    result_bytes: int
-    def __init__(self, model_id: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., created_at: _Optional[float] = ..., snapshot_seq_id: _Optional[int] = ..., snapshot_at: _Optional[float] = ..., snapshot_bytes: _Optional[int] = ..., cut_seq_id: _Optional[int] = ..., num_accepted: _Optional[int] = ..., num_done: _Optional[int] = ..., num_failed: _Optional[int] = ..., request_bytes: _Optional[int] = ..., result_bytes: _Optional[int] = ...) -> None: ...
-
-class PruneJournalRequest(_message.Message):
-    __slots__ = ("dry_run",)
-    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
-    dry_run: bool
-    def __init__(self, dry_run: _Optional[bool] = ...) -> None: ...
-
-class PruneJournalResponse(_message.Message):
-    __slots__ = ("num_results", "num_bodies", "model_ids", "num_bytes")
-    NUM_RESULTS_FIELD_NUMBER: _ClassVar[int]
-    NUM_BODIES_FIELD_NUMBER: _ClassVar[int]
-    MODEL_IDS_FIELD_NUMBER: _ClassVar[int]
-    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
-    num_results: int
-    num_bodies: int
-    model_ids: _containers.RepeatedScalarFieldContainer[str]
-    num_bytes: int
-    def __init__(self, num_results: _Optional[int] = ..., num_bodies: _Optional[int] = ..., model_ids: _Optional[_Iterable[str]] = ..., num_bytes: _Optional[int] = ...) -> None: ...
-
 class ModelInfo(_message.Message):
     __slots__ = ("model_id", "base_model", "lora_config", "optimizer", "step", "next_seq_id", "user_metadata")
     class UserMetadataEntry(_message.Message):

@@ -139,16 +139,6 @@ class TrainerServiceStub:
                 request_serializer=tinsmith_dot_v1_dot_trainer__pb2.WaitResultRequest.SerializeToString,
                 response_deserializer=tinsmith_dot_v1_dot_trainer__pb2.WaitResultResponse.FromString,
                 _registered_method=True)
-        self.ListJournal = channel.unary_unary(
-                '/tinsmith.v1.TrainerService/ListJournal',
-                request_serializer=tinsmith_dot_v1_dot_trainer__pb2.ListJournalRequest.SerializeToString,
-                response_deserializer=tinsmith_dot_v1_dot_trainer__pb2.ListJournalResponse.FromString,
-                _registered_method=True)
-        self.PruneJournal = channel.unary_unary(
-                '/tinsmith.v1.TrainerService/PruneJournal',
-                request_serializer=tinsmith_dot_v1_dot_trainer__pb2.PruneJournalRequest.SerializeToString,
-                response_deserializer=tinsmith_dot_v1_dot_trainer__pb2.PruneJournalResponse.FromString,
-                _registered_method=True)
 
 
 class TrainerServiceServicer:
@@ -301,21 +291,6 @@ class TrainerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ListJournal(self, request, context):
-        """ListJournal says what the journal holds of each model, for an operator.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def PruneJournal(self, request, context):
-        """PruneJournal deletes at once what may go: results and ended models whose retention is over, and requests that the
-        newest snapshots cover.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_TrainerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -418,16 +393,6 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.WaitResult,
                     request_deserializer=tinsmith_dot_v1_dot_trainer__pb2.WaitResultRequest.FromString,
                     response_serializer=tinsmith_dot_v1_dot_trainer__pb2.WaitResultResponse.SerializeToString,
-            ),
-            'ListJournal': grpc.unary_unary_rpc_method_handler(
-                    servicer.ListJournal,
-                    request_deserializer=tinsmith_dot_v1_dot_trainer__pb2.ListJournalRequest.FromString,
-                    response_serializer=tinsmith_dot_v1_dot_trainer__pb2.ListJournalResponse.SerializeToString,
-            ),
-            'PruneJournal': grpc.unary_unary_rpc_method_handler(
-                    servicer.PruneJournal,
-                    request_deserializer=tinsmith_dot_v1_dot_trainer__pb2.PruneJournalRequest.FromString,
-                    response_serializer=tinsmith_dot_v1_dot_trainer__pb2.PruneJournalResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -975,60 +940,6 @@ class TrainerService:
             '/tinsmith.v1.TrainerService/WaitResult',
             tinsmith_dot_v1_dot_trainer__pb2.WaitResultRequest.SerializeToString,
             tinsmith_dot_v1_dot_trainer__pb2.WaitResultResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ListJournal(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/tinsmith.v1.TrainerService/ListJournal',
-            tinsmith_dot_v1_dot_trainer__pb2.ListJournalRequest.SerializeToString,
-            tinsmith_dot_v1_dot_trainer__pb2.ListJournalResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def PruneJournal(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/tinsmith.v1.TrainerService/PruneJournal',
-            tinsmith_dot_v1_dot_trainer__pb2.PruneJournalRequest.SerializeToString,
-            tinsmith_dot_v1_dot_trainer__pb2.PruneJournalResponse.FromString,
             options,
             channel_credentials,
             insecure,

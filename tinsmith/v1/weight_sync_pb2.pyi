@@ -1,3 +1,4 @@
+from tinsmith.v1 import sampler_pb2 as _sampler_pb2
 from tinsmith.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -144,6 +145,18 @@ class FinishWeightUpdateResponse(_message.Message):
     VERSION_ID_FIELD_NUMBER: _ClassVar[int]
     version_id: str
     def __init__(self, version_id: _Optional[str] = ...) -> None: ...
+
+class SampleOnProbationRequest(_message.Message):
+    __slots__ = ("request",)
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    request: _sampler_pb2.SampleRequest
+    def __init__(self, request: _Optional[_Union[_sampler_pb2.SampleRequest, _Mapping]] = ...) -> None: ...
+
+class SampleOnProbationResponse(_message.Message):
+    __slots__ = ("response",)
+    RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    response: _sampler_pb2.SampleResponse
+    def __init__(self, response: _Optional[_Union[_sampler_pb2.SampleResponse, _Mapping]] = ...) -> None: ...
 
 class ConfirmVersionRequest(_message.Message):
     __slots__ = ("version_id",)

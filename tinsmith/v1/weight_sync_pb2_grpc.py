@@ -28,6 +28,7 @@ if _version_not_supported:
 class WeightSyncServiceStub:
     """WeightSyncService is the control side of the weight channel. A trainer calls it on every sampler; the bytes travel
     by one of the transports of docs/weight-channel.md. The names of the four verbs from Init to Finish are vLLM's.
+    Where keys are needed, it takes the service key and keys with `admin` alone.
     """
 
     def __init__(self, channel):
@@ -61,6 +62,11 @@ class WeightSyncServiceStub:
                 request_serializer=tinsmith_dot_v1_dot_weight__sync__pb2.FinishWeightUpdateRequest.SerializeToString,
                 response_deserializer=tinsmith_dot_v1_dot_weight__sync__pb2.FinishWeightUpdateResponse.FromString,
                 _registered_method=True)
+        self.SampleOnProbation = channel.unary_unary(
+                '/tinsmith.v1.WeightSyncService/SampleOnProbation',
+                request_serializer=tinsmith_dot_v1_dot_weight__sync__pb2.SampleOnProbationRequest.SerializeToString,
+                response_deserializer=tinsmith_dot_v1_dot_weight__sync__pb2.SampleOnProbationResponse.FromString,
+                _registered_method=True)
         self.ConfirmVersion = channel.unary_unary(
                 '/tinsmith.v1.WeightSyncService/ConfirmVersion',
                 request_serializer=tinsmith_dot_v1_dot_weight__sync__pb2.ConfirmVersionRequest.SerializeToString,
@@ -71,6 +77,7 @@ class WeightSyncServiceStub:
 class WeightSyncServiceServicer:
     """WeightSyncService is the control side of the weight channel. A trainer calls it on every sampler; the bytes travel
     by one of the transports of docs/weight-channel.md. The names of the four verbs from Init to Finish are vLLM's.
+    Where keys are needed, it takes the service key and keys with `admin` alone.
     """
 
     def ProbeWeightTransfer(self, request, context):
@@ -102,8 +109,15 @@ class WeightSyncServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def FinishWeightUpdate(self, request, context):
-        """FinishWeightUpdate checks the whole buffer and installs the version on probation: only a Sample with on_probation
-        finds it. One that is not confirmed within a minute is dropped, and so is one that is announced again.
+        """FinishWeightUpdate checks the whole buffer and installs the version on probation: only SampleOnProbation finds it. One that is not confirmed within a minute is dropped, and so is one that is announced again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SampleOnProbation(self, request, context):
+        """SampleOnProbation is SamplerService.Sample of a version that may be on probation, and that does not count towards
+        max_waiting: for the canary of a publish.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -144,6 +158,11 @@ def add_WeightSyncServiceServicer_to_server(servicer, server):
                     request_deserializer=tinsmith_dot_v1_dot_weight__sync__pb2.FinishWeightUpdateRequest.FromString,
                     response_serializer=tinsmith_dot_v1_dot_weight__sync__pb2.FinishWeightUpdateResponse.SerializeToString,
             ),
+            'SampleOnProbation': grpc.unary_unary_rpc_method_handler(
+                    servicer.SampleOnProbation,
+                    request_deserializer=tinsmith_dot_v1_dot_weight__sync__pb2.SampleOnProbationRequest.FromString,
+                    response_serializer=tinsmith_dot_v1_dot_weight__sync__pb2.SampleOnProbationResponse.SerializeToString,
+            ),
             'ConfirmVersion': grpc.unary_unary_rpc_method_handler(
                     servicer.ConfirmVersion,
                     request_deserializer=tinsmith_dot_v1_dot_weight__sync__pb2.ConfirmVersionRequest.FromString,
@@ -160,6 +179,7 @@ def add_WeightSyncServiceServicer_to_server(servicer, server):
 class WeightSyncService:
     """WeightSyncService is the control side of the weight channel. A trainer calls it on every sampler; the bytes travel
     by one of the transports of docs/weight-channel.md. The names of the four verbs from Init to Finish are vLLM's.
+    Where keys are needed, it takes the service key and keys with `admin` alone.
     """
 
     @staticmethod
@@ -287,6 +307,33 @@ class WeightSyncService:
             '/tinsmith.v1.WeightSyncService/FinishWeightUpdate',
             tinsmith_dot_v1_dot_weight__sync__pb2.FinishWeightUpdateRequest.SerializeToString,
             tinsmith_dot_v1_dot_weight__sync__pb2.FinishWeightUpdateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SampleOnProbation(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tinsmith.v1.WeightSyncService/SampleOnProbation',
+            tinsmith_dot_v1_dot_weight__sync__pb2.SampleOnProbationRequest.SerializeToString,
+            tinsmith_dot_v1_dot_weight__sync__pb2.SampleOnProbationResponse.FromString,
             options,
             channel_credentials,
             insecure,

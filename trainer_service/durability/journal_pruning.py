@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import sqlite3
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+
+from tinsmith.rpc.times import timestamp
+from tinsmith.rpc.words import value_of
+from tinsmith.v1 import trainer_admin_pb2 as pb
 
 _SIZES = (
     "SELECT coalesce(sum(coalesce(length(request), 0) + coalesce(length(result), 0)), 0), "
@@ -32,6 +36,16 @@ class Summary:
     num_failed: int
     request_bytes: int
     result_bytes: int
+
+    def to_proto(self) -> pb.JournalModel:
+        return pb.JournalModel(
+            **asdict(self)
+            | {
+                "state": value_of(pb.JournalState, self.state),
+                "created_at": timestamp(self.created_at),
+                "snapshot_at": None if self.snapshot_at is None else timestamp(self.snapshot_at),
+            }
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,11 +22,12 @@ import numpy as np
 import torch
 
 from tinsmith.rpc.errors import NotReady, OutOfCapacity, ServiceError, VersionNotLoaded, VersionRefused, from_rpc_error
-from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, types_pb2
+from tinsmith.v1 import sampler_pb2, types_pb2, weight_sync_pb2
 from tinsmith.v1.types_pb2 import PublishCertificate
 from trainer_service.metrics import Metrics
 from trainer_service.weight_sync import Published, Version, WeightSender
 from trainer_service.weight_sync.canary import Scores, Tokens
+from trainer_service.weight_sync.samplers import Sampler
 
 logger = logging.getLogger(__name__)
 
@@ -252,11 +253,11 @@ class Publisher:
 
     async def _measure(self, address: str, version_id: str) -> _Measured | None:
         """None for a sampler that does not answer, is too busy, or has let the version go by now."""
-        stub = self.sender.stub(address)
+        sampler = self.sender.sampler(address)
         try:
             async with asyncio.timeout(self._rule.timeout_s):
                 theirs, (engine, unadapted) = await asyncio.gather(
-                    self._scores(stub, version_id), self._score_unadapted(address, stub)
+                    self._scores(sampler, version_id), self._score_unadapted(sampler)
                 )
         except (NotReady, VersionNotLoaded, TimeoutError) as error:
             reason = str(error) or f"no answer within {self._rule.timeout_s:g} s"
@@ -264,20 +265,20 @@ class Publisher:
             return None
         return _Measured(address, engine, theirs, unadapted)
 
-    async def _score_unadapted(self, address: str, stub: sampler_pb2_grpc.SamplerServiceStub) -> tuple[str, Scores]:
+    async def _score_unadapted(self, sampler: Sampler) -> tuple[str, Scores]:
         """The sampler's engine, and what it gives the canary without any version."""
-        info = await _called(stub.GetSamplerInfo(sampler_pb2.GetSamplerInfoRequest()))
-        boot_id, scores = self._theirs_unadapted.get(address, ("", None))
+        info = await _called(sampler.versions.GetSamplerInfo(sampler_pb2.GetSamplerInfoRequest()))
+        boot_id, scores = self._theirs_unadapted.get(sampler.address, ("", None))
         if scores is None or boot_id != info.boot_id:
-            scores = await self._scores(stub, "")
-            self._theirs_unadapted[address] = info.boot_id, scores
+            scores = await self._scores(sampler, "")
+            self._theirs_unadapted[sampler.address] = info.boot_id, scores
         return info.engine, scores
 
-    async def _scores(self, stub: sampler_pb2_grpc.SamplerServiceStub, version_id: str) -> Scores:
+    async def _scores(self, sampler: Sampler, version_id: str) -> Scores:
         """Of all sequences."""
-        return np.concatenate(await asyncio.gather(*(self._score(stub, version_id, one) for one in self.sequences)))
+        return np.concatenate(await asyncio.gather(*(self._score(sampler, version_id, one) for one in self.sequences)))
 
-    async def _score(self, stub: sampler_pb2_grpc.SamplerServiceStub, version_id: str, tokens: Tokens) -> Scores:
+    async def _score(self, sampler: Sampler, version_id: str, tokens: Tokens) -> Scores:
         """Of all tokens but the first."""
         chunk = types_pb2.Chunk(encoded_text=types_pb2.EncodedText(tokens=tokens.astype("<i4").tobytes()))
         request = sampler_pb2.SampleRequest(
@@ -286,11 +287,10 @@ class Publisher:
             num_samples=1,
             sampling_params=sampler_pb2.SamplingParams(max_tokens=1, temperature=0, stop=sampler_pb2.StopCondition()),
             prompt_logprobs=True,
-            on_probation=bool(version_id),
         )
         while True:
             try:
-                answer = await _called(stub.Sample(request))
+                answer = await _called(_sample(sampler, request))
                 return np.frombuffer(answer.prompt_logprobs, "<f4")[1:]
             except OutOfCapacity:
                 await asyncio.sleep(_PAUSE_S)
@@ -299,6 +299,12 @@ class Publisher:
             except ServiceError as error:  # what it gives are no numbers, or it serves another vocabulary
                 logger.warning("scoring %s failed: %s", version_id, error)
                 return np.full(tokens.size - 1, np.nan, np.float32)
+
+
+async def _sample(sampler: Sampler, request: sampler_pb2.SampleRequest) -> sampler_pb2.SampleResponse:
+    if not request.version_id:
+        return await sampler.versions.Sample(request)
+    return (await sampler.weights.SampleOnProbation(weight_sync_pb2.SampleOnProbationRequest(request=request))).response
 
 
 async def _called(call: Awaitable[T]) -> T:

@@ -19,7 +19,7 @@ from tinsmith.modeling.full_weights import Weights
 from tinsmith.rpc import tracing
 from tinsmith.rpc.errors import AlreadyExists, NotReady, ServiceError, VersionConflict
 from tinsmith.rpc.tls import Certificates
-from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, types_pb2
+from tinsmith.v1 import sampler_pb2, types_pb2
 from tinsmith.v1 import weight_sync_pb2 as pb
 from tinsmith.weight_channel.buckets import bucket_slices, checksum, send
 from tinsmith.weight_channel.transport import bucket_timeout_s
@@ -178,9 +178,9 @@ class WeightSender:
         """Raises InvalidRequest for versions that could never be published to all samplers, as far as is known."""
         self._samplers.check_servable(rank=rank, num_bytes=num_bytes)
 
-    def stub(self, address: str) -> sampler_pb2_grpc.SamplerServiceStub:
-        """To ask one of `Published.members`."""
-        return next(sampler.versions for sampler in self._samplers.all if sampler.address == address)
+    def sampler(self, address: str) -> Sampler:
+        """One of `Published.members`."""
+        return next(sampler for sampler in self._samplers.all if sampler.address == address)
 
     async def confirm(self, version_id: str, addresses: Collection[str]) -> Sequence[str]:
         """Makes a version visible on these samplers, all at once. Returns those that have answered so."""

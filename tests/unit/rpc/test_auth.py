@@ -15,7 +15,17 @@ from pydantic import SecretStr, ValidationError
 
 from sampler_service.config import SamplerConfig
 from tinsmith.rpc import errors
-from tinsmith.rpc.auth import ApiKey, KeyRing, accepted, given_key, host_of, is_loopback, named, require_keys
+from tinsmith.rpc.auth import (
+    ADMIN_SERVICES,
+    ApiKey,
+    KeyRing,
+    accepted,
+    given_key,
+    host_of,
+    is_loopback,
+    named,
+    require_keys,
+)
 from tinsmith.rpc.channel import connect, is_serving
 from tinsmith.rpc.server import Server
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc
@@ -101,6 +111,31 @@ async def test_calls_of_every_kind_are_refused_without_one(address: str, key: st
             error = errors.from_rpc_error(result)
             assert type(error) is errors.Unauthenticated
             assert error.message == f"the metadata x-api-key (or authorization: Bearer KEY) {what}"
+
+
+@pytest.mark.parametrize("service", sorted(ADMIN_SERVICES))
+async def test_an_ordinary_key_cannot_call_an_admin_service(service: str) -> None:
+    keys: list[Any] = [KEYS[0], {"key": "tml-admin", "admin": True}]
+    config = TrainerConfig.model_validate({"base_model": "m", "api_keys": keys, "service_key": "tml-service"})
+    server = Server(
+        "127.0.0.1:0", [sampler_pb2.DESCRIPTOR], api_keys=config.accepted_keys, admin_keys=config.admin_keys
+    )
+    sampler_pb2_grpc.add_SamplerServiceServicer_to_server(Sampler(), server.grpc)
+    await server.start()
+    found: dict[str, grpc.StatusCode] = {}
+    for key in (KEYS[0], "tml-admin", "tml-service"):
+        async with connect(f"127.0.0.1:{server.port}", api_key=key) as channel:
+            assert await info(channel) == "fake"
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await channel.unary_unary(f"/{service}/Any")(b"", timeout=5)
+        found[key] = refused.value.code()
+        if key == KEYS[0]:
+            error = errors.from_rpc_error(refused.value)
+            assert type(error) is errors.PermissionDenied
+            assert f"{service} takes the service key, or one with admin" in error.message
+    await server.stop(0)
+    passed = grpc.StatusCode.UNIMPLEMENTED  # the call came through to a server without that service
+    assert found == {KEYS[0]: grpc.StatusCode.PERMISSION_DENIED, "tml-admin": passed, "tml-service": passed}
 
 
 async def test_an_unknown_method_tells_nothing_to_a_caller_without_a_key(address: str) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from tinsmith.rpc.channel import connect
 from tinsmith.rpc.errors import InvalidRequest, NotReady, OutOfCapacity, ServiceError, VersionNotLoaded, VersionRefused
 from tinsmith.rpc.server import Server
 from tinsmith.v1 import sampler_pb2 as pb
-from tinsmith.v1 import sampler_pb2_grpc, types_pb2
+from tinsmith.v1 import sampler_pb2_grpc, types_pb2, weight_sync_pb2, weight_sync_pb2_grpc
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.metrics import Metrics
 from trainer_service.weight_sync import Published, Version
@@ -38,7 +39,7 @@ from trainer_service.weight_sync.certificate import (
 
 
 @dataclass
-class Sampler(sampler_pb2_grpc.SamplerServiceServicer):
+class Sampler(sampler_pb2_grpc.SamplerServiceServicer, weight_sync_pb2_grpc.WeightSyncServiceServicer):
     """Scores as the trainer does, unless `wrong` changes the weights; `errors` come first, one for each call."""
 
     base: BaseModel
@@ -49,6 +50,7 @@ class Sampler(sampler_pb2_grpc.SamplerServiceServicer):
     confirms: bool = True
     boot_id: str = "first"
     asked: list[pb.SampleRequest] = field(default_factory=list)
+    on_probation: list[pb.SampleRequest] = field(default_factory=list)
     delay: asyncio.Event = field(default_factory=asyncio.Event)
     """Sample waits for it."""
 
@@ -57,6 +59,12 @@ class Sampler(sampler_pb2_grpc.SamplerServiceServicer):
 
     async def GetSamplerInfo(self, request: Any, context: Any) -> pb.GetSamplerInfoResponse:
         return pb.GetSamplerInfoResponse(engine="fake", boot_id=self.boot_id)
+
+    async def SampleOnProbation(
+        self, request: weight_sync_pb2.SampleOnProbationRequest, context: Any
+    ) -> weight_sync_pb2.SampleOnProbationResponse:
+        self.on_probation.append(request.request)
+        return weight_sync_pb2.SampleOnProbationResponse(response=await self.Sample(request.request, context))
 
     async def Sample(self, request: pb.SampleRequest, context: Any) -> pb.SampleResponse:
         self.asked.append(request)
@@ -98,7 +106,7 @@ class Sender:
             self.samplers[address].confirmed.add(version_id)
         return confirmed
 
-    def stub(self, address: str) -> Any:
+    def sampler(self, address: str) -> Any:
         return self.stubs[address]
 
 
@@ -153,11 +161,16 @@ async def make_bench(base: BaseModel) -> AsyncIterator[MakeBench]:
         for sampler in samplers:
             server = Server("127.0.0.1:0", [pb.DESCRIPTOR])
             sampler_pb2_grpc.add_SamplerServiceServicer_to_server(sampler, server.grpc)
+            weight_sync_pb2_grpc.add_WeightSyncServiceServicer_to_server(sampler, server.grpc)
             await server.start()
             servers.append(server)
             channels.append(connect(f"127.0.0.1:{server.port}"))
             by_address[f"127.0.0.1:{server.port}"] = sampler
-            stubs[f"127.0.0.1:{server.port}"] = sampler_pb2_grpc.SamplerServiceStub(channels[-1])
+            stubs[f"127.0.0.1:{server.port}"] = SimpleNamespace(
+                address=f"127.0.0.1:{server.port}",
+                versions=sampler_pb2_grpc.SamplerServiceStub(channels[-1]),
+                weights=weight_sync_pb2_grpc.WeightSyncServiceStub(channels[-1]),
+            )
         engine = TrainingEngine(base, max_tokens_per_microbatch=100)
         create(engine, "m")
         weights = engine.capture("m", with_optimizer=False).adapter
@@ -218,7 +231,7 @@ async def test_the_canary_is_scored_by_the_call_that_serves_clients(base: BaseMo
     assert len(of_version) == len(bench.publisher.sequences)
     assert {one.version_id for one in of_version} == {"m@1"}
     assert all(one.prompt_logprobs and one.sampling_params.max_tokens == 1 for one in asked)
-    assert all(one.on_probation == bool(one.version_id) for one in asked)
+    assert bench.samplers[0].on_probation == of_version
 
 
 async def test_the_base_model_alone_is_scored_once_for_each_start_of_a_sampler(

@@ -29,9 +29,11 @@ from tinsmith.modeling.full_weights import FULL, FullWeights
 from tinsmith.rpc import errors
 from tinsmith.rpc.channel import connect
 from tinsmith.rpc.server import Server
+from tinsmith.v1 import trainer_admin_pb2 as admin_pb
+from tinsmith.v1 import trainer_admin_pb2_grpc, trainer_pb2_grpc, types_pb2
 from tinsmith.v1 import trainer_pb2 as pb
-from tinsmith.v1 import trainer_pb2_grpc, types_pb2
 from trainer_service.__main__ import serve
+from trainer_service.admin_servicer import TrainerAdminServicer
 from trainer_service.config import TrainerConfig
 from trainer_service.durability.journal import Journal
 from trainer_service.durability.restore import Restorer
@@ -103,6 +105,7 @@ async def start(base: BaseModel, tmp_path: Path) -> AsyncIterator[StartService]:
         servicer.trainer = Trainer("boot", operations, scheduler, journal, checkpoints, importer)
         server = Server("127.0.0.1:0", [pb.DESCRIPTOR])
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server.grpc)
+        trainer_admin_pb2_grpc.add_TrainerAdminServiceServicer_to_server(TrainerAdminServicer(servicer), server.grpc)
         await server.start()
         channel = connect(f"127.0.0.1:{server.port}")
         service = Service(server, servicer.trainer, trainer_pb2_grpc.TrainerServiceStub(channel), channel)
@@ -472,7 +475,7 @@ async def test_no_version_id_is_made_twice_when_a_model_id_is_used_again(service
         saved = [await stub.SaveCheckpoint(save(seq_id, f"{name}-{seq_id}")) for seq_id in (1, 2)]
         versions += [reply.checkpoint.version_id for reply in saved]
         await stub.DeleteModel(pb.DeleteModelRequest(model_id=MODEL))
-        await stub.PruneJournal(pb.PruneJournalRequest())
+        await service.trainer.journal.prune(dry_run=False)
     assert len(set(versions)) == 6
     assert [version.partition(".")[2] for version in versions[::2]] == [v.partition(".")[2] for v in versions[1::2]]
     for name, version in zip(("one", "two", "three"), versions[::2], strict=True):
@@ -899,17 +902,20 @@ async def test_an_operator_sees_and_prunes_the_journal_of_a_running_trainer(
     service: Service, stub: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     await stub.ForwardBackward(batch(1))
-    (model,) = (await stub.ListJournal(pb.ListJournalRequest())).models
-    assert (model.model_id, model.state, model.cut_seq_id) == (MODEL, "live", -1)
+    admin: Any = trainer_admin_pb2_grpc.TrainerAdminServiceStub(service.channel)
+    (model,) = (await admin.ListJournal(admin_pb.ListJournalRequest())).models
+    assert (model.model_id, model.state, model.cut_seq_id) == (MODEL, admin_pb.JOURNAL_STATE_LIVE, -1)
+    assert 0 <= time.time() - model.created_at.ToNanoseconds() / 1e9 < 600
     assert model.num_accepted + model.num_done == 2
     assert not model.HasField("snapshot_seq_id")
+    assert not model.HasField("snapshot_at")
     address = f"127.0.0.1:{service.server.port}"
     assert await asyncio.to_thread(main, ["journal", "show", "--trainer", address]) == 0
     assert f"{MODEL}  live, no snapshot, all requests are there" in capsys.readouterr().out
     assert await asyncio.to_thread(main, ["journal", "prune", "--trainer", address]) == 0
     assert "would delete 0 bytes: 0 expired results" in capsys.readouterr().out
-    pruned = await stub.PruneJournal(pb.PruneJournalRequest())
-    assert pruned == pb.PruneJournalResponse()
+    pruned = await admin.PruneJournal(admin_pb.PruneJournalRequest())
+    assert pruned == admin_pb.PruneJournalResponse()
 
 
 async def test_before_the_base_model_is_loaded_calls_fail_as_not_ready() -> None:
