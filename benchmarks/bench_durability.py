@@ -33,6 +33,7 @@ from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Policy, Snapshots
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.metrics import Metrics
+from trainer_service.operations.models import LiveModels
 from trainer_service.operations.operations import Operations
 from trainer_service.scheduling.scheduler import Scheduler
 from trainer_service.scheduling.work import Operation, Work
@@ -62,8 +63,11 @@ class Trainer:
         rule = GapRule(0.01, 0.01, "refuse", timeout_s=5)
         publisher = Publisher(sender, sequences, rule, metrics, self.engine.score(None, sequences))
         checkpoints = CheckpointStore(folder / "checkpoints", metrics)
-        run_alone = self.scheduler.run_alone
-        self._operations = Operations(self.engine, checkpoints, publisher, run_alone, ["bench"], 256, self.snapshots)
+        run_alone, make_room = self.scheduler.run_alone, self.scheduler.parking.make_room
+        models = LiveModels(["bench"], base.weights_sum)
+        self._operations = Operations(
+            self.engine, checkpoints, publisher, run_alone, models, 256, self.snapshots, make_room
+        )
         self._restorer = Restorer(self._journal, self.snapshots, self._operations, self.scheduler, metrics)
 
     async def create(self, rank: int) -> None:

@@ -126,6 +126,8 @@ async def serve(config: TrainerConfig, group: RankGroup | None) -> None:
                 trainer.scheduler, trainer.operations.skip, timeout_s=config.missing_operation_timeout_s
             )
             background.add(asyncio.create_task(lost.run()))
+        if config.park_after_s:
+            background.add(asyncio.create_task(trainer.scheduler.parking.run(idle_s=config.park_after_s)))
         died = asyncio.create_task(trainer.scheduler.engine_died.wait())
         await asyncio.wait({stopping, died}, return_when=asyncio.FIRST_COMPLETED)
         await server.set_serving(False)
@@ -182,7 +184,8 @@ async def start(
         engine,
         journal,
         max_queued_operations=config.max_queued_operations,
-        max_models=config.max_models,
+        max_models=1 if config.full_training else config.max_models,
+        max_known_models=config.max_known_models,
         max_queued_bytes=config.max_queued_bytes or host_bytes() // _QUEUED_SHARE,
         metrics=metrics,
         alone=config.deterministic,
@@ -199,7 +202,14 @@ async def start(
     snapshots = Snapshots(snapshot_files, journal, snapshot_policy(config), metrics)
     models = LiveModels(config.public_names, base.weights_sum, allow_other_weights=config.allow_other_base_weights)
     operations = Operations(
-        engine, checkpoints, publisher, scheduler.run_alone, models, config.max_lora_rank, snapshots
+        engine,
+        checkpoints,
+        publisher,
+        scheduler.run_alone,
+        models,
+        config.max_lora_rank,
+        snapshots,
+        scheduler.parking.make_room,
     )
     importer = Importer(base, checkpoints, max_rank=config.max_lora_rank, max_bytes=config.max_import_bytes)
     try:

@@ -75,7 +75,12 @@ class TrainerConfig(GrpcTls, BaseSettings):
     full_training: bool = False
     """Train all parameters of the base model instead of adapters: one model at a time, made with lora_config.rank 0."""
     max_models: int = Field(default=64, ge=1)
-    """Most live models."""
+    """Most live models in memory. Where one more is wanted, the one that was used longest ago is parked: written to
+    state_dir and freed, until something is asked of it. With full_training it is one."""
+    max_known_models: int = Field(default=10_000, ge=1)
+    """Most live models, in memory or parked. Each that is parked takes its snapshots' room on the disk."""
+    park_after_s: float = Field(default=300.0, ge=0)
+    """A model without work for so many seconds is parked. 0 is never, but for those whose places are needed."""
     max_tokens_per_microbatch: int = Field(default=4096, ge=1)
     """Most tokens that go through the base model at once; at start the trainer measures how many it should be."""
     token_budget: int = Field(default=0, ge=0)

@@ -81,12 +81,17 @@ class Memory:
         self.out_of_memory = declare.counter(
             "out_of_memory", "Micro-batches that ran out of memory, and were tried smaller."
         )
-        self.models = declare.gauge("models", "Live models.")
+        self.models = declare.gauge("models", "Live models in memory.")
+        self.parked_models = declare.gauge("parked_models", "Live models that are parked: on the disk only.")
+        self.park_seconds = declare.seconds("park", "Parking a model: writing what is not on the disk, freeing it.")
+        self.unpark_seconds = declare.seconds(
+            "unpark", "Bringing a parked model back, from the first call that needs it; with the wait for a place."
+        )
         self.model_bytes = declare.gauge(
-            "model_bytes", "Weights, gradients and moments of the live models, by where they lie.", "place"
+            "model_bytes", "Weights, gradients and moments of the models in memory, by where they lie.", "place"
         )
         self.model_reserved_bytes = declare.gauge(
-            "model_reserved_bytes", "What the live models take once each has gradients and moments."
+            "model_reserved_bytes", "What the models in memory take once each has gradients and moments."
         )
         self.model_limit_bytes = declare.gauge(
             "model_limit_bytes", "Bound of the reserved bytes; infinite where none was set."

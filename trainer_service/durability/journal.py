@@ -32,6 +32,11 @@ from trainer_service.durability.journal_records import Body, Entry, LiveModel, R
 from trainer_service.durability.journal_writer import Writer
 from trainer_service.metrics import Metrics
 
+_LIVE_MODELS = (
+    "SELECT model_id, cut_seq_id, snapshot_seq_id, "
+    "(SELECT max(seq_id) FROM operations WHERE operations.model_id = models.model_id) FROM models WHERE state = 'live'"
+)
+
 
 class Journal:
     """Opened once. The coroutines may be called from one event loop; `close` waits for what was asked before it."""
@@ -169,11 +174,16 @@ class Journal:
     async def live_models(self) -> list[LiveModel]:
         """In the order of their creation."""
         rows = await self._writer.submit(
-            lambda connection: connection.execute(
-                "SELECT model_id, cut_seq_id, snapshot_seq_id FROM models WHERE state = 'live' ORDER BY created_at"
-            ).fetchall()
+            lambda connection: connection.execute(f"{_LIVE_MODELS} ORDER BY created_at").fetchall()
         )
         return [LiveModel(*row) for row in rows]
+
+    async def live_model(self, model_id: str) -> LiveModel | None:
+        """None for one that is not live."""
+        row = await self._writer.submit(
+            lambda connection: connection.execute(f"{_LIVE_MODELS} AND model_id = ?", (model_id,)).fetchone()
+        )
+        return None if row is None else LiveModel(*row)
 
     async def model_ids(self) -> set[str]:
         """Of all models, ended ones too."""

@@ -68,6 +68,13 @@ class LiveModel:
     model_id: str
     cut_seq_id: int
     snapshot_seq_id: int | None
+    last_seq_id: int | None
+    """Of its newest operation; None where no row of one is left."""
+
+    @property
+    def is_covered(self) -> bool:
+        """Its newest snapshot covers every operation: nothing has to run again, so it may stay parked."""
+        return self.snapshot_seq_id is not None and (self.last_seq_id or 0) <= self.snapshot_seq_id
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,7 @@
-"""After a restart: every live model of the journal comes back, from its newest snapshot and what followed it.
+"""How live models of the journal come back, from their newest snapshots and what followed those.
+
+After a restart those come back whose snapshots do not cover all that was accepted of them. The others stay parked until
+something is asked of them (scheduling/parking.py).
 
 For each model the newest intact snapshot is found that covers answered operations only; without one, and with a journal
 that goes back to the creation, that is executed again. Then the scheduler gets the history after it:
@@ -21,7 +24,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinsmith.rpc.errors import DataCorrupted, FailedPrecondition, InvalidRequest, NotFinite, ServiceError
+from tinsmith.rpc.errors import (
+    DataCorrupted,
+    FailedPrecondition,
+    InvalidRequest,
+    NotFinite,
+    OutOfCapacity,
+    ServiceError,
+)
 from tinsmith.rpc.paths import version_number
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
@@ -29,6 +39,7 @@ from trainer_service.durability.journal import Journal
 from trainer_service.durability.journal_records import Entry, LiveModel, State
 from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Snapshots
+from trainer_service.engine.engine import State as EngineState
 from trainer_service.engine.optimizers import params_from_proto
 from trainer_service.metrics import Metrics
 from trainer_service.operations.models import Model
@@ -69,20 +80,55 @@ class Restorer:
 
     async def run(self) -> None:
         """Returns when every model has its place in the scheduler, which goes on from there."""
+        self.scheduler.parking.shelf = self
         models = await self.journal.live_models()
         self.scheduler.executing.keep_models({model.model_id for model in models})
         await asyncio.to_thread(self.snapshots.files.delete_others, await self.journal.model_ids())
         for model in models:
-            try:
-                await self._restore(model)
-            except _Lost as error:
-                logger.error("%s is lost: %s", model.model_id, error)
-                await self.journal.lose(model.model_id, str(error))
-                self.metrics.durability.unrestored_models.inc()
-            except ServiceError as error:
-                self.scheduler.give_up(model.model_id, str(error))
+            if model.is_covered:
+                self.scheduler.leave_parked(model.model_id)
+            else:
+                await self._try_to_restore(model, unparks=False)
 
-    async def _restore(self, model: LiveModel) -> None:
+    async def put_away(self, model_id: str, seq_id: int) -> None:
+        """See Shelf.put_away."""
+        engine, model = self.operations.engine, self.operations.models.get(model_id)
+
+        async def capture() -> tuple[types_pb2.CheckpointInfo, EngineState]:
+            state = await self.scheduler.run_alone(
+                lambda: engine.capture(model_id, with_optimizer=True, with_accumulation=True)
+            )
+            return model.snapshot_info(seq_id, state), state
+
+        await self.snapshots.complete(model_id, seq_id, capture)
+        await self._forget(model_id)
+
+    async def bring_back(self, model_id: str) -> None:
+        """See Shelf.bring_back."""
+        model = await self.journal.live_model(model_id)
+        if model is not None:
+            await self._try_to_restore(model, unparks=True)
+            await self.scheduler.restored(model_id)
+
+    async def _try_to_restore(self, model: LiveModel, *, unparks: bool) -> None:
+        try:
+            await self._restore(model, unparks=unparks)
+        except _Lost as error:
+            logger.error("%s is lost: %s", model.model_id, error)
+            await self.journal.lose(model.model_id, str(error))
+            self.metrics.durability.unrestored_models.inc()
+        except ServiceError as error:
+            if unparks and isinstance(error, OutOfCapacity):  # of the journal's disk
+                raise
+            self.scheduler.give_up(model.model_id, str(error))
+
+    async def _forget(self, model_id: str) -> None:
+        """Frees what there is of it in memory."""
+        self.operations.models.drop(model_id)
+        self.snapshots.drop(model_id)
+        await self.scheduler.run_alone(lambda: self.operations.engine.delete_model(model_id))
+
+    async def _restore(self, model: LiveModel, *, unparks: bool) -> None:
         model_id = model.model_id
         history = await self.journal.history(model_id)
         info = await self._newest_snapshot(model, history)
@@ -106,12 +152,15 @@ class Restorer:
                 await self.journal.lose(model_id, str(error))
                 raise
 
-        async def forget() -> None:
-            self.operations.models.drop(model_id)
-            self.snapshots.drop(model_id)
-            await self.scheduler.run_alone(lambda: self.operations.engine.delete_model(model_id))
-
-        self.scheduler.restore(model_id, history, start=start, found=found, work_of=work_of, forget=forget)
+        self.scheduler.restore(
+            model_id,
+            history,
+            start=start,
+            found=found,
+            work_of=work_of,
+            forget=lambda: self._forget(model_id),
+            unparks=unparks,
+        )
 
     async def _newest_snapshot(self, model: LiveModel, history: Sequence[Entry]) -> types_pb2.CheckpointInfo | None:
         """Verified. Later ones are deleted: the model gets there by another way now."""
@@ -151,6 +200,7 @@ class Restorer:
             weights = self.operations.models.weights_of(state.config)
             model = Model.of_snapshot(info, state, base_weights=weights)
             engine.check_trainable(model.config.rank, model.optimizer)
+            await self.scheduler.parking.make_room(lambda: engine.has_room_for(model.config))
 
             def make() -> None:
                 engine.create_model(model_id, model.config, model.optimizer)
@@ -186,7 +236,7 @@ class Restorer:
     def _begin(self, model: Model, history: Sequence[Entry], *, after: int) -> None:
         self.operations.models.add(model)
         num_bytes = sum(entry.num_bytes for entry in history if entry.seq_id > after)
-        self.snapshots.add(model.model_id, replayed_bytes=num_bytes)
+        self.snapshots.add(model.model_id, replayed_bytes=num_bytes, newest=after)
 
     async def _work_of(self, model_id: str, entry: Entry) -> Work:
         if entry.state != State.ACCEPTED and not entry.num_bytes:  # it left the model as it was

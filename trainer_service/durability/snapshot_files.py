@@ -2,6 +2,8 @@
 
     adapter.npy            the adapter's, or the full model's, flat buffer, float32 [numel]
     optimizer.<name>.npy   the optimizer's tensors
+    gradient.npy           what has accumulated for the next step, where that is anything
+    accumulation.json      the batch that has failed since the last step; there where gradients or a failure are
     layout.json            name and shape of each tensor in the buffer
     manifest.json          as that of a checkpoint: what it is, size and SHA-256 of every file above
 
@@ -30,7 +32,7 @@ from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import FullWeights, Weights, config_of
 from tinsmith.rpc.errors import DataCorrupted
 from tinsmith.v1 import types_pb2 as pb
-from trainer_service.engine.engine import OptimizerState, State
+from trainer_service.engine.engine import Accumulation, OptimizerState, State
 from trainer_service.storage import manifest
 from trainer_service.storage.local import sync
 from trainer_service.storage.manifest import Manifest
@@ -38,6 +40,8 @@ from trainer_service.storage.space import least_free_bytes
 
 _ADAPTER = "adapter"
 _OPTIMIZER = "optimizer."
+_GRADIENT = "gradient"
+_ACCUMULATION = "accumulation.json"
 _LAYOUT = "layout.json"
 _TEMPORARY = "~tmp"
 _SEQ_ID = re.compile(r"0|[1-9][0-9]*", re.ASCII)
@@ -64,6 +68,11 @@ class SnapshotFiles:
             if state.optimizer is not None:
                 for name, tensor in state.optimizer.tensors.items():
                     _save(folder / f"{_OPTIMIZER}{name}.npy", tensor)
+            if (accumulation := state.accumulation) is not None:
+                tainted = {"tainted": accumulation.tainted, "tainted_by": accumulation.tainted_by}
+                (folder / _ACCUMULATION).write_text(json.dumps(tainted))
+                if accumulation.gradient is not None:
+                    _save(folder / f"{_GRADIENT}.npy", accumulation.gradient)
             (folder / _LAYOUT).write_text(json.dumps(_layout(state.adapter)))
             written = Manifest.of(info, [manifest.describe(path) for path in sorted(folder.iterdir())])
             written.write(folder)
@@ -115,17 +124,20 @@ class SnapshotFiles:
         info, folder = found.checkpoint, self._path(model_id, seq_id)
         config = config_of(info.lora_config, max_rank=info.lora_config.rank)
         try:
-            tensors = {name: _load(folder / name) for name in found.files if name != _LAYOUT}
-            flat = tensors.pop(f"{_ADAPTER}.npy")
+            tensors = {name: _load(folder / name) for name in found.files if name.endswith(".npy")}
+            flat, gradient = tensors.pop(f"{_ADAPTER}.npy"), tensors.pop(f"{_GRADIENT}.npy", None)
+            accumulation = None
+            if _ACCUMULATION in found.files:
+                accumulation = Accumulation(gradient, **json.loads((folder / _ACCUMULATION).read_text()))
             weights = Adapter(config, base.targets, flat) if config.rank else FullWeights(base, flat)
             fits = json.loads((folder / _LAYOUT).read_text()) == _layout(weights)
-        except (OSError, ValueError, RuntimeError, KeyError) as error:
+        except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
             raise DataCorrupted(f"the snapshot {model_id}/{seq_id} cannot be read: {error}") from None
         if not fits:
             raise DataCorrupted(f"the snapshot {model_id}/{seq_id} was made for other layers of a base model")
         optimizer = {name.removeprefix(_OPTIMIZER).removesuffix(".npy"): tensor for name, tensor in tensors.items()}
         state = OptimizerState(info.optimizer, optimizer) if optimizer else None
-        return info, State(config=config, adapter=weights, step=info.step, optimizer=state)
+        return info, State(config, weights, info.step, state, accumulation)
 
     def delete(self, model_id: str, seq_ids: Iterable[int]) -> None:
         """Unknown ones are no error."""
@@ -154,9 +166,10 @@ class SnapshotFiles:
 
 def _num_bytes(state: State) -> int:
     """Of the arrays; the other files are small."""
-    return state.adapter.flat.nbytes + sum(
-        tensor.nbytes for tensor in (state.optimizer.tensors.values() if state.optimizer is not None else ())
-    )
+    tensors = [state.adapter.flat, *(state.optimizer.tensors.values() if state.optimizer is not None else ())]
+    if state.accumulation is not None and state.accumulation.gradient is not None:
+        tensors.append(state.accumulation.gradient)
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _layout(weights: Weights) -> list[Any]:

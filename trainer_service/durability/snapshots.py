@@ -2,7 +2,8 @@
 
 It is captured in the call on the compute thread that makes an optimizer step, when there are no gradients: a copy in
 host memory, which another thread writes. It counts, and the journal is cut, once it is durable and every operation that
-it covers has its answer in the journal. The last two of each model are kept.
+it covers has its answer in the journal. The last two of each model are kept. A model that is parked gets one more
+(`complete`), with its gradients if it has any.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from tinsmith.rpc.errors import ServiceError
+from tinsmith.rpc.errors import FailedPrecondition, ServiceError
 from tinsmith.v1 import types_pb2 as pb
 from trainer_service.durability.journal import Journal
 from trainer_service.durability.snapshot_files import SnapshotFiles
@@ -50,6 +51,8 @@ class _Progress:
     """That the journal had taken of it then."""
     num_waiting: int = 0
     """Captured ones, of which the writing has not ended."""
+    newest: int = -1
+    """seq_id of the newest that counts, as far as this process knows; -1 is none."""
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -65,9 +68,11 @@ class Snapshots:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    def add(self, model_id: str, *, replayed_bytes: int = 0) -> None:
-        """A live model: from now on it has snapshots. `replayed_bytes`: what the journal held of it at a restart."""
-        self._models[model_id] = _Progress(bytes_before=self._journal.appended_bytes(model_id) - replayed_bytes)
+    def add(self, model_id: str, *, replayed_bytes: int = 0, newest: int = -1) -> None:
+        """A live model: from now on it has snapshots. `replayed_bytes`: what the journal held of it when it came back,
+        from its snapshot `newest`."""
+        bytes_before = self._journal.appended_bytes(model_id) - replayed_bytes
+        self._models[model_id] = _Progress(bytes_before=bytes_before, newest=newest)
 
     async def forget(self, model_id: str) -> None:
         """Deletes all of a model, also what is being written now."""
@@ -113,8 +118,24 @@ class Snapshots:
             self._take(info.model_id, progress)
             await self._write(turn, seq_id, info, state)
 
+    async def complete(
+        self, model_id: str, seq_id: int, capture: Callable[[], Awaitable[tuple[pb.CheckpointInfo, State]]]
+    ) -> None:
+        """Returns when a snapshot after `seq_id`, the model's last operation, counts; it is captured if there is none.
+
+        All of the model's answers are stored. Raises OSError and ServiceError where no snapshot can be had.
+        """
+        progress = self._models[model_id]
+        async with progress.writing:
+            if progress.newest == seq_id:
+                return
+            num_bytes = await self._store(seq_id, *await capture())
+            await self._count(model_id, seq_id, progress, num_bytes)
+        if progress.newest != seq_id:
+            raise FailedPrecondition(f"the journal does not take the snapshot of {model_id} after seq_id {seq_id}")
+
     def drop(self, model_id: str) -> None:
-        """The model is not live any more; its snapshots stay."""
+        """The model is not in memory any more; its snapshots stay."""
         self._models.pop(model_id, None)
 
     async def close(self) -> None:
@@ -134,12 +155,11 @@ class Snapshots:
         progress = self._models.get(model_id)
         if progress is None:
             return
-        started = time.perf_counter()
         try:
             async with progress.writing:
-                if self._models.get(model_id) is not progress:  # deleted meanwhile
+                if self._models.get(model_id) is not progress:  # deleted or parked meanwhile
                     return
-                num_bytes = await self._on_thread(self.files.write, seq_id, info, state)
+                num_bytes = await self._store(seq_id, info, state)
         except OSError as error:
             self._metrics.durability.snapshot_failures.inc()
             logger.warning(
@@ -151,22 +171,31 @@ class Snapshots:
             return
         finally:
             progress.num_waiting -= 1
-        self._metrics.durability.snapshot_seconds.observe(time.perf_counter() - started)
-        self._metrics.durability.snapshot_bytes.inc(num_bytes)
         self._spawn(self._enter(turn, model_id, seq_id, progress, num_bytes))
 
+    async def _store(self, seq_id: int, info: pb.CheckpointInfo, state: State) -> int:
+        """Returns its bytes once it is durable. Raises OSError."""
+        started = time.perf_counter()
+        num_bytes = await self._on_thread(self.files.write, seq_id, info, state)
+        self._metrics.durability.snapshot_seconds.observe(time.perf_counter() - started)
+        self._metrics.durability.snapshot_bytes.inc(num_bytes)
+        return num_bytes
+
     async def _enter(self, turn: Turn, model_id: str, seq_id: int, progress: _Progress, num_bytes: int) -> None:
-        """Into the journal, which is cut; then older snapshots go."""
         await turn.stored()
         try:
-            before = await self._journal.add_snapshot(model_id, seq_id, num_bytes=num_bytes)
+            async with progress.writing:
+                await self._count(model_id, seq_id, progress, num_bytes)
         except ServiceError as error:
             logger.warning("the journal does not take the snapshot of %s after seq_id %d: %s", model_id, seq_id, error)
-            return
+
+    async def _count(self, model_id: str, seq_id: int, progress: _Progress, num_bytes: int) -> None:
+        """Into the journal, which is cut; then older snapshots go. Called while nothing of the model is written."""
+        before = await self._journal.add_snapshot(model_id, seq_id, num_bytes=num_bytes)
         if before is not None and self._models.get(model_id) is progress:
-            async with progress.writing:
-                older = [one for one in await self._on_thread(self.files.seq_ids, model_id) if one < before]
-                await self._on_thread(self.files.delete, model_id, older)
+            progress.newest = seq_id
+            older = [one for one in await self._on_thread(self.files.seq_ids, model_id) if one < before]
+            await self._on_thread(self.files.delete, model_id, older)
 
     async def _on_thread(self, call: Any, *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)

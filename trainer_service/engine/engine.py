@@ -42,6 +42,17 @@ class OptimizerState:
 
 
 @dataclass(frozen=True, slots=True)
+class Accumulation:
+    """A copy, in host memory, of what a model has gathered for its next step."""
+
+    gradient: Tensor | None
+    """None where no batch has added anything."""
+    tainted: str
+    """As in ModelState."""
+    tainted_by: int
+
+
+@dataclass(frozen=True, slots=True)
 class State:
     """A copy, in host memory, of everything that a checkpoint holds."""
 
@@ -50,6 +61,8 @@ class State:
     step: int
     """Optimizer steps that the weights have seen."""
     optimizer: OptimizerState | None
+    accumulation: Accumulation | None = None
+    """Of a model that is parked in the middle of an accumulation. No checkpoint holds it."""
 
 
 class TrainingEngine:
@@ -131,10 +144,18 @@ class TrainingEngine:
         self.check_trainable(config.rank, check_kind(optimizer))
         if config.rank != 0:
             self.base.check_groups(config.groups)
-            numel = num_elements(config, chosen_targets(config, self.base.targets))
-            self._room.check_capacity(full_bytes(numel * torch.float32.itemsize), rank=config.rank)
+            self._room.check_capacity(self._bytes_in_training(config), rank=config.rank)
         weights = self._room.found(lambda: self._new_weights(config), what=f"a model of rank {config.rank}")
         self.add_model(model_id, ModelState(weights, optimizer))
+
+    def has_room_for(self, config: AdapterConfig) -> bool:
+        """Whether `create_model` would find memory for one more model, as far as that is planned. On any thread."""
+        return config.rank == 0 or self._bytes_in_training(config) <= self._room.bytes_left
+
+    def _bytes_in_training(self, config: AdapterConfig) -> int:
+        """Of an adapter with its gradient and its moments."""
+        numel = num_elements(config, chosen_targets(config, self.base.targets))
+        return full_bytes(numel * torch.float32.itemsize)
 
     def add_model(self, model_id: str, model: ModelState) -> None:
         self._models[model_id] = model
@@ -308,7 +329,7 @@ class TrainingEngine:
         torch.empty_like(model.adapter.flat)
         return gradient
 
-    def capture(self, model_id: str, *, with_optimizer: bool) -> State:
+    def capture(self, model_id: str, *, with_optimizer: bool, with_accumulation: bool = False) -> State:
         model = self._models[model_id]
         with self._metrics.compute.phases["capture"].time():
             return State(
@@ -316,7 +337,16 @@ class TrainingEngine:
                 adapter=model.adapter.like(model.adapter.flat.detach().to("cpu", copy=True)),
                 step=model.step,
                 optimizer=self._optimizer_state(model) if with_optimizer else None,
+                accumulation=_accumulation(model) if with_accumulation else None,
             )
+
+    def gather_gradient(self, model_id: str) -> None:
+        """Adds up over the ranks what they have accumulated, into the gradient of the first one."""
+        self._room.have_for_a_step(model_id)
+        gradient = self._models[model_id].need_gradient()
+        self._team.sum_(gradient.flat)
+        if not self._team.is_first:
+            gradient.flat.zero_()
 
     def version_bytes(self, config: AdapterConfig) -> int:
         """Size of a published version of a model of this configuration. Raises Unsupported for groups of layers that
@@ -340,7 +370,8 @@ class TrainingEngine:
         return OptimizerState(model.optimizer_kind, optimizer.state())
 
     def restore(self, model_id: str, state: State, *, with_optimizer: bool) -> None:
-        """Replaces the adapter's weights, drops its gradients, and restores the optimizer or starts it anew.
+        """Replaces the adapter's weights, its gradients by those of the state, and restores the optimizer or starts it
+        anew.
 
         Raises InvalidRequest when the state's configuration is another, or an optimizer is wanted but it holds none or
         one of another kind.
@@ -364,6 +395,19 @@ class TrainingEngine:
         model.optimizer = None
         if with_optimizer and state.optimizer is not None:
             model.need_optimizer().load(state.optimizer.tensors)
+        if (accumulation := state.accumulation) is not None:
+            model.tainted, model.tainted_by = accumulation.tainted, accumulation.tainted_by
+            if accumulation.gradient is not None and self._team.is_first:
+                model.need_gradient().flat.copy_(accumulation.gradient)
+
+
+def _accumulation(model: ModelState) -> Accumulation | None:
+    gradient = None
+    if model.gradient is not None and bool(model.gradient.flat.any()):
+        gradient = model.gradient.flat.to("cpu", copy=True)
+    if gradient is None and not model.tainted:
+        return None
+    return Accumulation(gradient, model.tainted, model.tainted_by)
 
 
 def _extent(config: AdapterConfig) -> str:

@@ -128,12 +128,17 @@ class Room:
         missing = full_bytes(self._models[model_id].adapter.num_bytes)
         self.residency.use([model_id], max_bytes=None if room is None else room - missing)
 
+    @property
+    def bytes_left(self) -> float:
+        """That more models may take. May be asked for on any thread."""
+        if self.plan.models_bytes is None:
+            return math.inf
+        taken = sum(full_bytes(model.adapter.num_bytes) for model in list(self._models.values()))
+        return self.plan.models_bytes - taken
+
     def check_capacity(self, needed: int, *, rank: int) -> None:
         """Raises OutOfCapacity when one more model could end the process, in the middle of somebody's training."""
-        if self.plan.models_bytes is None:
-            return
-        left = self.plan.models_bytes - sum(full_bytes(model.adapter.num_bytes) for model in self._models.values())
-        if needed > left:
+        if needed > (left := self.bytes_left):
             raise OutOfCapacity(
                 f"lora_config.rank: a model of rank {rank} takes {needed / 1e6:.1f} MB with its gradients and its "
                 f"optimizer, and {len(self._models)} live models leave {max(0, left) / 1e6:.1f} MB of this trainer's "

@@ -23,6 +23,11 @@ class Team(Protocol):
     def num_shares(self) -> int: ...
 
     @property
+    def is_first(self) -> bool:
+        """What exists once, such as gradients that have been added up, is with this rank."""
+        ...
+
+    @property
     def sees_all(self) -> bool:
         """False when what made a pass fail may be known to another rank only."""
         ...
@@ -56,6 +61,7 @@ class Alone:
     """A Team of one."""
 
     num_shares = 1
+    is_first = True
     sees_all = True
 
     def shares(self, items: Sequence[Item]) -> Sequence[Sequence[Item]]:

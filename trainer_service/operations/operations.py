@@ -5,7 +5,7 @@ Checkpoints are read before an operation's turn on the compute thread, and writt
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from google.protobuf.message import Message
 
@@ -30,6 +30,8 @@ from trainer_service.storage.checkpoints import CheckpointStore
 from trainer_service.storage.locations import Location
 from trainer_service.weight_sync.certificate import Publisher
 
+MakeRoom = Callable[[Callable[[], bool]], Awaitable[None]]
+
 
 class Operations:
     def __init__(
@@ -41,11 +43,13 @@ class Operations:
         models: LiveModels,
         max_lora_rank: int,
         snapshots: Snapshots,
+        make_room: MakeRoom,
     ) -> None:
-        """run_alone: of the scheduler."""
+        """run_alone: of the scheduler; make_room: of its parking."""
         self.engine = engine
         self.max_lora_rank = max_lora_rank
         self.snapshots = snapshots
+        self._make_room = make_room
         self.models = models
         self.loads = Loads(engine, checkpoints, self.models, snapshots)
         self.publishing = Publishing(engine, checkpoints, publisher, run_alone, self.models, self.loads)
@@ -121,6 +125,7 @@ class Operations:
                 self.engine.restore(model.model_id, state, with_optimizer=request.load_optimizer)
                 model.step = state.step
 
+        await self._make_room(lambda: self.engine.has_room_for(model.config))
         await turn.run(create)
         self.models.add(model)
         self.snapshots.add(model.model_id)

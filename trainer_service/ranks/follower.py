@@ -18,7 +18,7 @@ from tinsmith.rpc.errors import ServiceError
 from tinsmith.v1 import trainer_pb2
 from trainer_service.engine.batch import Batch
 from trainer_service.engine.budget import Footprint, Plan
-from trainer_service.engine.engine import OptimizerState, State, TrainingEngine
+from trainer_service.engine.engine import Accumulation, OptimizerState, State, TrainingEngine
 from trainer_service.engine.job import Job, Piece
 from trainer_service.engine.model_state import ModelState
 from trainer_service.engine.optimizers import AdamParams, DimuonParams
@@ -55,6 +55,7 @@ class Follower:
             "taint": lambda message: engine.taint(**message.fields),
             "optim_step": self._optim_step,
             "restore": self._restore,
+            "gather_gradient": lambda message: engine.gather_gradient(message.fields["model_id"]),
             "score": self._score,
         }
 
@@ -97,8 +98,12 @@ class Follower:
         optimizer = None
         if message.fields["optimizer"] is not None:
             kind, names = message.fields["optimizer"]
-            optimizer = OptimizerState(kind, dict(zip(names, tensors, strict=True)))
-        state = State(config, self._weights(config, flat), message.fields["step"], optimizer)
+            optimizer = OptimizerState(kind, dict(zip(names, tensors[: len(names)], strict=True)))
+            tensors = tensors[len(names) :]
+        accumulation = None
+        if message.fields["tainted"] is not None:
+            accumulation = Accumulation(tensors[0] if tensors else None, *message.fields["tainted"])
+        state = State(config, self._weights(config, flat), message.fields["step"], optimizer, accumulation)
         self._engine.restore(message.fields["model_id"], state, with_optimizer=message.fields["with_optimizer"])
 
     def _score(self, message: Message) -> None:

@@ -139,16 +139,26 @@ class LeadingEngine(TrainingEngine):
             lambda: super(LeadingEngine, self).optim_step(model_id, params, failure_seen=failure_seen),
         )
 
+    def capture(self, model_id: str, *, with_optimizer: bool, with_accumulation: bool = False) -> State:
+        if with_accumulation:
+            message = Message("gather_gradient", {"model_id": model_id})
+            self._everywhere(message, lambda: self.gather_gradient(model_id))
+        return super().capture(model_id, with_optimizer=with_optimizer, with_accumulation=with_accumulation)
+
     def restore(self, model_id: str, state: State, *, with_optimizer: bool) -> None:
         sent = state.optimizer if with_optimizer else None
+        accumulation = state.accumulation
+        gradient = None if accumulation is None else accumulation.gradient
         fields = {
             "model_id": model_id,
             "config": asdict(state.config),
             "step": state.step,
             "with_optimizer": with_optimizer,
             "optimizer": None if sent is None else [sent.kind, list(sent.tensors)],
+            "tainted": None if accumulation is None else [accumulation.tainted, accumulation.tainted_by],
         }
         tensors = [state.adapter.flat, *(sent.tensors.values() if sent is not None else ())]
+        tensors += [] if gradient is None else [gradient]
         self._everywhere(
             Message("restore", fields, tensors),
             lambda: super(LeadingEngine, self).restore(model_id, state, with_optimizer=with_optimizer),

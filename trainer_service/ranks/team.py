@@ -48,6 +48,10 @@ class RankTeam:
     def num_shares(self) -> int:
         return self._group.place.num_rows
 
+    @property
+    def is_first(self) -> bool:
+        return self._group.place.rank == 0
+
     def shares(self, items: Sequence[Item]) -> Sequence[Sequence[Item]]:
         numbers = balanced([item.datum.charge for item in items], self.num_shares)
         return [[items[n] for n in share] for share in numbers]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 
 from tinsmith.rpc.errors import (
@@ -19,6 +20,7 @@ from trainer_service.metrics import Metrics
 from trainer_service.scheduling.execution import Execution
 from trainer_service.scheduling.held import HeldBytes
 from trainer_service.scheduling.model_queue import ModelQueue, ModelQueues
+from trainer_service.scheduling.parking import Parking
 from trainer_service.scheduling.work import Operation, RunBatch, Work
 
 
@@ -27,6 +29,7 @@ class Acceptance:
         self,
         journal: Journal,
         models: ModelQueues,
+        parking: Parking,
         execution: Execution,
         held: HeldBytes,
         metrics: Metrics,
@@ -35,6 +38,7 @@ class Acceptance:
     ) -> None:
         self._journal = journal
         self._models = models
+        self._parking = parking
         self._execution = execution
         self._held = held
         self._metrics = metrics
@@ -44,6 +48,13 @@ class Acceptance:
         self, model_id: str, seq_id: int, body: Body, build: Callable[[], Awaitable[Work]], *, held_bytes: int
     ) -> Operation:
         """See Scheduler.accept."""
+        with self._parking.wanted(model_id):
+            return await self._accept(model_id, seq_id, body, build, held_bytes=held_bytes)
+
+    async def _accept(
+        self, model_id: str, seq_id: int, body: Body, build: Callable[[], Awaitable[Work]], *, held_bytes: int
+    ) -> Operation:
+        await self._parking.have(model_id)
         model = self._models.get(model_id)
         held = None if model is None else model.operations.get(seq_id)
         if held is not None and not held.replayed:
@@ -59,9 +70,11 @@ class Acceptance:
             await self._journal.check_not_lost(model_id)
             if seq_id != 0:
                 raise ModelNotFound(f"model_id: there is no model {model_id!r}", model_id=model_id)
-            if model_id in self._models:  # a repeat came meanwhile
-                return await self.accept(model_id, seq_id, body, build, held_bytes=held_bytes)
-            model = self._models.open(model_id)
+            async with self._parking.place():
+                if model_id not in self._models:
+                    model = self._models.open(model_id)
+            if model is None:  # a repeat came meanwhile
+                return await self._accept(model_id, seq_id, body, build, held_bytes=held_bytes)
         if model.gone is not None:
             raise model.gone
         # One that closes a gap is always taken, or what waits behind the gap would wait for ever.
@@ -120,6 +133,7 @@ class Acceptance:
             founds=seq_id == 0,
         )
         model.operations[seq_id] = operation
+        model.used_s = time.monotonic()
         self._held.hold(operation, held_bytes, is_next=is_next)
         try:
             work, _ = await asyncio.gather(build(), self._journal.append(model.model_id, seq_id, body))

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Outcome = Answer | ServiceError
-Spawn = Callable[[Coroutine[Any, Any, Any]], object]
+Spawn = Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
 """Starts a task that the scheduler waits for when it closes."""
 
 _LARGE_TOKENS = 8192

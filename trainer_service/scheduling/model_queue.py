@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 
-from tinsmith.rpc.errors import ModelLost, OutOfCapacity, ServiceError
+from tinsmith.rpc.errors import OutOfCapacity, ServiceError
 from trainer_service.metrics import Metrics
 from trainer_service.scheduling.work import Operation
 
@@ -16,12 +17,14 @@ _AHEAD = 16
 
 @dataclass(slots=True, eq=False)
 class Restoration:
-    """How a model comes back after a restart."""
+    """How a model comes back, after a restart or from being parked."""
 
     num_left: int
     """Operations that had run before, and have not run again."""
     forget: Callable[[], Awaitable[object]]
     """Frees what there is of it."""
+    unparks: bool = False
+    """It was parked, by this process or the one before."""
     feeder: asyncio.Task[None] | None = None
     """Gives the operations their works."""
     ahead: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_AHEAD))
@@ -30,6 +33,8 @@ class Restoration:
     is_over: asyncio.Event = field(default_factory=asyncio.Event)
     has_failed: bool = False
     """The model could not be restored: its operations stay in the journal as they are, for another try."""
+    forgetting: asyncio.Task[None] | None = None
+    """After a failure: what frees the rest of it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +51,18 @@ class ModelQueue:
     gone: ServiceError | None = None
     """Why nothing of this model runs any more."""
     restoration: Restoration | None = None
-    """Of a model from before a restart."""
+    """Of a model from before a restart, or that was parked."""
+    used_s: float = field(default_factory=time.monotonic)
+    """When its last operation came or was answered, of time.monotonic."""
+    stays_until_s: float = 0.0
+    """It could not be parked, and is not tried again before then."""
+
+    @property
+    def is_idle(self) -> bool:
+        """All that it has been asked for is done, and the answers are stored."""
+        if self.operations or self.unsettled or self.gone is not None:
+            return False
+        return self.restoration is None or self.restoration.is_over.is_set()
 
     @property
     def next_seq_id(self) -> int:
@@ -76,14 +92,26 @@ class ModelQueue:
 
 
 class ModelQueues:
-    """Of the live models, by model_id."""
+    """Of the live models in memory, by model_id, and the ids of the others."""
 
-    def __init__(self, metrics: Metrics, *, max_models: int) -> None:
+    def __init__(self, metrics: Metrics, *, max_models: int, max_known_models: int) -> None:
         self._queues: dict[str, ModelQueue] = {}
         self._metrics = metrics
-        self._max_models = max_models
-        self.unrestored: dict[str, ModelLost] = {}
+        self.max_models = max_models
+        self._max_known_models = max_known_models
+        self.unrestored: dict[str, ServiceError] = {}
         """Models that this process could not restore."""
+        self.parked: set[str] = set()
+        """Live models that are on the disk only (parking.py)."""
+        self.coming: set[str] = set()
+        """Those that are about to have a queue again: their places are taken."""
+        self.released = asyncio.Event()
+        """Set whenever a model may have become idle, or has gone: whoever waits for a place clears it and looks."""
+        metrics.memory.parked_models.set_function(lambda: len(self.parked))
+
+    def __len__(self) -> int:
+        """Of the models in memory, and of those that are on their way there."""
+        return len(self._queues) + sum(model_id not in self._queues for model_id in self.coming)
 
     def __contains__(self, model_id: str) -> bool:
         return model_id in self._queues
@@ -98,15 +126,16 @@ class ModelQueues:
         return self._queues.get(model_id)
 
     def open(self, model_id: str) -> ModelQueue:
-        """Of a new model. Raises OutOfCapacity."""
-        if len(self._queues) >= self._max_models:
+        """Of a new model, for which there is a place in memory. Raises OutOfCapacity."""
+        if (num_known := len(self) + len(self.parked)) >= self._max_known_models:
             raise OutOfCapacity(
-                f"{len(self._queues)} models are live, this server's max_models; close a session that is done"
+                f"{num_known} models are live, in memory or parked, this server's max_known_models "
+                f"({self._max_known_models}); close a session that is done"
             )
         return self.add(ModelQueue(model_id))
 
     def add(self, model: ModelQueue) -> ModelQueue:
-        """Also above max_models: it was live before a restart."""
+        """Also above max_models: it was in memory before a restart."""
         self._queues[model.model_id] = model
         self._metrics.memory.models.set(len(self._queues))
         return model
@@ -114,6 +143,7 @@ class ModelQueues:
     def remove(self, model_id: str) -> ModelQueue | None:
         model = self._queues.pop(model_id, None)
         self._metrics.memory.models.set(len(self._queues))
+        self.released.set()
         return model
 
 

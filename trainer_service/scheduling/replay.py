@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
-from tinsmith.rpc.errors import ServiceError
+from tinsmith.rpc.errors import OutOfCapacity, ServiceError
 from trainer_service.durability.journal_records import Entry, State, lost
 from trainer_service.metrics import Metrics
 from trainer_service.scheduling.execution import Execution, Outcome, Spawn
@@ -45,13 +45,14 @@ class Replay:
         found: Work,
         work_of: Callable[[Entry], Awaitable[Work]],
         forget: Callable[[], Awaitable[object]],
+        unparks: bool,
     ) -> None:
         """See Scheduler.restore."""
         loop = asyncio.get_running_loop()
         known = {entry.seq_id: entry for entry in history if entry.seq_id >= start}
         known.setdefault(start, Entry(start, "create_model", b"", State.DONE, 0))  # its row may be gone
         entries = sorted(known.values(), key=lambda entry: entry.seq_id)
-        restoration = Restoration(sum(entry.state != State.ACCEPTED for entry in entries), forget)
+        restoration = Restoration(sum(entry.state != State.ACCEPTED for entry in entries), forget, unparks)
         model = self._models.add(ModelQueue(model_id, next_to_enter=start, restoration=restoration))
         for entry in entries:
             operation = model.operations[entry.seq_id] = Operation(
@@ -79,18 +80,21 @@ class Replay:
             if model.restoration is not None and model.restoration.feeder is not None:
                 model.restoration.feeder.cancel()
 
-    def give_up(self, model_id: str, why: str) -> None:
-        """The model cannot be restored by this process; the journal keeps it for another."""
-        error = lost(model_id, why)
-        logger.error("%s", error)
-        self._metrics.durability.unrestored_models.inc()
-        self._models.unrestored[model_id] = error
+    def give_up(self, model_id: str, why: str, *, cause: ServiceError | None = None) -> None:
+        """The model cannot be restored by this process; the journal keeps it for another, or for another try."""
         model = self._models.remove(model_id)
+        if model is not None and model.restoration is not None and model.restoration.unparks:
+            error = cause if isinstance(cause, OutOfCapacity) else lost(model_id, why)
+        else:
+            error = lost(model_id, why)
+            self._metrics.durability.unrestored_models.inc()
+        logger.error("%s", error)
+        self._models.unrestored[model_id] = error
         if model is not None and model.restoration is not None:
             model.restoration.has_failed = True
             self._execution.abandon(model, error)
             model.restoration.is_over.set()
-            self._spawn(_forget(model, model.restoration))
+            model.restoration.forgetting = self._spawn(_forget(model, model.restoration))
 
     def has_settled(self, model: ModelQueue, operation: Operation) -> None:
         """Makes room for the next one to be read."""
@@ -109,18 +113,24 @@ class Replay:
             return
         if isinstance(outcome, ServiceError):
             self.give_up(
-                model.model_id, f"{operation.kind}, seq_id {operation.seq_id}, fails when it runs again: {outcome}"
+                model.model_id,
+                f"{operation.kind}, seq_id {operation.seq_id}, fails when it runs again: {outcome}",
+                cause=outcome,
             )
             return
-        self._metrics.durability.replayed_operations.labels(operation.kind).inc()
-        logger.debug("%s of %s, seq_id %d, has run again", operation.kind, model.model_id, operation.seq_id)
+        if not (restoration.unparks and operation.founds):  # the snapshot was read
+            self._metrics.durability.replayed_operations.labels(operation.kind).inc()
+            logger.debug("%s of %s, seq_id %d, has run again", operation.kind, model.model_id, operation.seq_id)
         if operation.founds:
             self._execution.advance(model)
         restoration.num_left -= 1
         if not restoration.num_left:
-            self._metrics.durability.restored_models.inc()
-            self._metrics.durability.restore_seconds.observe(time.monotonic() - self._started_at)
+            if not restoration.unparks:
+                self._metrics.durability.restored_models.inc()
+                self._metrics.durability.restore_seconds.observe(time.monotonic() - self._started_at)
+            model.used_s = time.monotonic()
             restoration.is_over.set()
+            self._models.released.set()
 
     def check_load(self, model: ModelQueue, operation: Operation, outcome: Outcome) -> None:
         """A load that fails now, before operations that have run after it, makes them something else."""

@@ -89,5 +89,7 @@ class Results:
         del model.operations[operation.seq_id]
         self._held.release(operation)
         operation.stored.set()
+        model.used_s = time.monotonic()
+        self._models.released.set()
         if operation.seq_id == 0 and model.gone and self._models.get(model.model_id) is model:
             self._models.remove(model.model_id)

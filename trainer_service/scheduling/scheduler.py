@@ -30,6 +30,7 @@ from trainer_service.scheduling.compute import ComputeThread
 from trainer_service.scheduling.execution import Execution, Outcome
 from trainer_service.scheduling.held import HeldBytes
 from trainer_service.scheduling.model_queue import ModelQueue, ModelQueues
+from trainer_service.scheduling.parking import Parking
 from trainer_service.scheduling.queue_status import FINISHED, status_of
 from trainer_service.scheduling.replay import Replay
 from trainer_service.scheduling.results import Results
@@ -57,6 +58,7 @@ class Scheduler:
         *,
         max_queued_operations: int,
         max_models: int,
+        max_known_models: int = 10_000,
         max_queued_bytes: int = 1024**3,
         metrics: Metrics,
         alone: bool = False,
@@ -64,13 +66,20 @@ class Scheduler:
         """`alone`: no two batches share a micro-batch."""
         self._journal = journal
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._models = ModelQueues(metrics, max_models=max_models)
+        self._models = ModelQueues(metrics, max_models=max_models, max_known_models=max_known_models)
+        self.parking = Parking(self._models, metrics, self.spawn)
         self._held = HeldBytes(metrics, max_bytes=max_queued_bytes)
         self.executing = Executing(journal.folder)
         self._compute = ComputeThread(engine, metrics, self.executing, alone=alone)
         self._execution = Execution(self._compute, metrics, self.executing, self.spawn, self._has_settled)
         self._acceptance = Acceptance(
-            journal, self._models, self._execution, self._held, metrics, max_queued_operations=max_queued_operations
+            journal,
+            self._models,
+            self.parking,
+            self._execution,
+            self._held,
+            metrics,
+            max_queued_operations=max_queued_operations,
         )
         self._replay = Replay(self._models, self._execution, self._held, metrics, self.spawn)
         self._results = Results(journal, self._models, self._held, metrics, self.executing, self.spawn)
@@ -137,7 +146,13 @@ class Scheduler:
         return self._models[model_id].next_seq_id
 
     async def check_held(self, model_id: str) -> None:
-        """Waits while the model is being made or restored. Raises ModelLost for one that could not be restored."""
+        """Waits while the model is being made or restored, and brings it back if it is parked. Raises ModelLost for one
+        that could not be restored, OutOfCapacity when there is no place for it."""
+        with self.parking.wanted(model_id):
+            await self.parking.have(model_id)
+            await self._check_held(model_id)
+
+    async def _check_held(self, model_id: str) -> None:
         if (model := self._models.get(model_id)) is not None:
             if model.restoration is not None:
                 await model.restoration.is_over.wait()
@@ -156,13 +171,28 @@ class Scheduler:
         found: Work,
         work_of: Callable[[Entry], Awaitable[Work]],
         forget: Callable[[], Awaitable[object]],
+        unparks: bool = False,
     ) -> None:
         """Brings a model back from the journal: `found` makes it as it was after operation `start`, or runs operation
         0 again, and the later ones follow. Those that had an answer keep it, and `work_of` makes what they do again.
 
         When one of those fails that had not, the model is given up, and `forget` frees what there is of it.
+        `unparks`: it was parked.
         """
-        self._replay.begin(model_id, history, start=start, found=found, work_of=work_of, forget=forget)
+        self._replay.begin(model_id, history, start=start, found=found, work_of=work_of, forget=forget, unparks=unparks)
+
+    async def restored(self, model_id: str) -> None:
+        """Returns when a model that `restore` brings back is as it was, or has been given up and is forgotten."""
+        model = self._models.get(model_id)
+        if model is None or (restoration := model.restoration) is None:
+            return
+        await restoration.is_over.wait()
+        if restoration.forgetting is not None:
+            await asyncio.wait([restoration.forgetting])
+
+    def leave_parked(self, model_id: str) -> None:
+        """A model of the journal that need not be restored before something is asked of it."""
+        self._models.parked.add(model_id)
 
     def give_up(self, model_id: str, why: str) -> None:
         """The model cannot be restored by this process; the journal keeps it for another."""
@@ -173,7 +203,9 @@ class Scheduler:
 
         What else runs is waited for, then `call` runs on the compute thread.
         """
+        await self.parking.settled(model_id)
         self._models.unrestored.pop(model_id, None)
+        self._models.parked.discard(model_id)
         model = self._models.remove(model_id)
         if model is not None:
             self._execution.abandon(model, ModelNotFound(f"model_id: {model_id!r} was deleted", model_id=model_id))

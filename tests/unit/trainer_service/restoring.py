@@ -64,15 +64,26 @@ class Process:
         allow_other_weights: bool = False,
         result_retention_s: float = 3600.0,
         min_free_bytes: int | None = None,
+        max_models: int = 4,
+        max_known_models: int = 1000,
+        deterministic: bool = True,
     ) -> Process:
-        """One that packs every batch alone. Everything that can be is restored, or goes on being so."""
+        """Everything that can be is restored, or goes on being so. `deterministic`: packs every batch alone."""
         registry = CollectorRegistry()
         metrics = Metrics(registry)
         path = folder / "journal.sqlite"
         journal = Journal(path, max_bytes=max_bytes, result_retention_s=result_retention_s, metrics=metrics)
-        engine = TrainingEngine(base, max_tokens_per_microbatch=24, deterministic=True, metrics=metrics)
+        engine = TrainingEngine(base, max_tokens_per_microbatch=24, deterministic=deterministic, metrics=metrics)
         sender = WeightSender([], trainer_id="t", host="127.0.0.1", timeout_s=5, metrics=metrics)
-        scheduler = Scheduler(engine, journal, max_queued_operations=99, max_models=4, metrics=metrics, alone=True)
+        scheduler = Scheduler(
+            engine,
+            journal,
+            max_queued_operations=99,
+            max_models=max_models,
+            max_known_models=max_known_models,
+            metrics=metrics,
+            alone=deterministic,
+        )
         files = SnapshotFiles(folder / "snapshots", min_free_bytes=min_free_bytes)
         snapshots = Snapshots(files, journal, policy, metrics)
         sequences = canary_of(base)
@@ -80,7 +91,8 @@ class Process:
         publisher = Publisher(sender, sequences, rule, metrics, engine.score(None, sequences))
         checkpoints = CheckpointStore(folder / "checkpoints", metrics)
         models = LiveModels(base_models, base.weights_sum, allow_other_weights=allow_other_weights)
-        operations = Operations(engine, checkpoints, publisher, scheduler.run_alone, models, 16, snapshots)
+        make_room = scheduler.parking.make_room
+        operations = Operations(engine, checkpoints, publisher, scheduler.run_alone, models, 16, snapshots, make_room)
         await Restorer(journal, snapshots, operations, scheduler, metrics).run()
         return cls(folder, registry, engine, journal, snapshots, operations, scheduler)
 

@@ -142,7 +142,8 @@ async def stack(base: BaseModel, model_folder: Path, tmp_path: Path) -> AsyncIte
         snapshots = Snapshots(SnapshotFiles(tmp_path / "snapshots"), journal, Policy(0, 0, 0), metrics)
         exits.push_async_callback(snapshots.close)
         models = LiveModels(["tiny"], base.weights_sum)
-        operations = Operations(training, checkpoints, publisher, scheduler.run_alone, models, 16, snapshots)
+        make_room = scheduler.parking.make_room
+        operations = Operations(training, checkpoints, publisher, scheduler.run_alone, models, 16, snapshots, make_room)
         servicer = TrainerServicer()
         importer = Importer(base, checkpoints, max_rank=16, max_bytes=1 << 22)
         servicer.trainer = Trainer("boot", operations, scheduler, journal, checkpoints, importer)

@@ -98,7 +98,8 @@ async def start(base: BaseModel, tmp_path: Path) -> AsyncIterator[StartService]:
         publisher = Publisher(sender, sequences, rule, metrics, engine.score(None, sequences))
         snapshots = Snapshots(SnapshotFiles(tmp_path / "snapshots"), journal, Policy(2, 0, 0), metrics)
         models = LiveModels(["tiny", "alias"], base.weights_sum)
-        operations = Operations(engine, checkpoints, publisher, scheduler.run_alone, models, 16, snapshots)
+        make_room = scheduler.parking.make_room
+        operations = Operations(engine, checkpoints, publisher, scheduler.run_alone, models, 16, snapshots, make_room)
         importer = Importer(base, checkpoints, max_rank=16, max_bytes=1 << 22)
         await Restorer(journal, snapshots, operations, scheduler, metrics).run()
         servicer = TrainerServicer()

@@ -1,0 +1,316 @@
+"""Models that are parked come back as they were, bit for bit, whenever something is asked of them."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.batches import random_datum, request
+from tests.models import VOCAB_SIZE
+from tests.unit.trainer_service.restoring import Process
+from tests.unit.trainer_service.test_restore import MODEL, SCRIPT, Start, assert_equal, load, outcomes, run, save
+from tests.unit.trainer_service.test_restore import start as start
+from tinsmith.modeling.adapter import AdapterConfig
+from tinsmith.modeling.base_model import BaseModel
+from tinsmith.rpc.errors import ModelLost, ModelNotFound, OutOfCapacity
+from tinsmith.v1 import trainer_pb2 as pb
+from tinsmith.v1 import types_pb2
+from trainer_service.durability.snapshots import Policy
+from trainer_service.engine.batch import Batch
+from trainer_service.engine.budget import Plan
+from trainer_service.engine.engine import TrainingEngine
+from trainer_service.engine.optimizers import params_from_proto
+from trainer_service.scheduling import parking
+from trainer_service.scheduling.work import Answer
+
+ADAM = pb.AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8)
+
+
+def creation(model_id: str, *, seed: int = 1) -> pb.CreateModelRequest:
+    lora = types_pb2.LoraConfig(rank=4, seed=seed, train_attn=True, train_mlp=True)
+    return pb.CreateModelRequest(model_id=model_id, base_model="tiny", lora_config=lora)
+
+
+def batch(model_id: str, seq_id: int, *, seed: int = 0) -> pb.ForwardBackwardRequest:
+    data = [random_datum(length, seed + length, vocab_size=VOCAB_SIZE) for length in (9, 5)]
+    return request(data, model_id=model_id, seq_id=seq_id)
+
+
+def step(model_id: str, seq_id: int) -> pb.OptimStepRequest:
+    return pb.OptimStepRequest(model_id=model_id, seq_id=seq_id, adam_params=ADAM)
+
+
+def in_memory(process: Process) -> set[str]:
+    return set(process.engine._models)
+
+
+async def park(process: Process) -> None:
+    """All that are idle."""
+    await asyncio.gather(*process.scheduler._tasks)  # answers are being stored
+    await process.scheduler.parking.park_idle(0)
+
+
+async def test_a_model_that_is_parked_after_each_operation_changes_no_bit_and_no_answer(
+    start: Start, tmp_path: Path
+) -> None:
+    plain, parked = await start(tmp_path / "plain"), await start(tmp_path / "parked")
+    for one in SCRIPT:
+        await run(plain, [one])
+        await run(parked, [one])
+        await park(parked)
+        assert in_memory(parked) == set()
+    assert await outcomes(parked) == await outcomes(plain)
+    assert_equal(await parked.weights(MODEL), await plain.weights(MODEL))
+    assert parked.count("unpark_seconds_count") == len(SCRIPT)
+    assert parked.count("replayed_operations_total", kind="forward_backward") == 0
+
+
+async def test_the_one_used_longest_ago_makes_place_for_another(start: Start, tmp_path: Path) -> None:
+    process = await start(tmp_path / "0", max_models=2)
+    for name in ("a", "b"):
+        await run(process, [creation(name)])
+    await run(process, [batch("a", 1), creation("c")])
+    assert in_memory(process) == {"a", "c"}
+    assert process.count("parked_models") == 1
+    await run(process, [batch("b", 1)])
+    assert in_memory(process) == {"b", "c"}
+    assert process.count("models") == 2
+
+
+async def alone(base: BaseModel, requests: Sequence[Any], *, seed: int) -> dict[str, Tensor]:
+    """What a run that has an engine for itself has at the end of these requests."""
+    engine = TrainingEngine(base, max_tokens_per_microbatch=24, deterministic=True)
+    config = AdapterConfig.from_proto(creation("alone", seed=seed).lora_config, max_rank=4)
+    engine.create_model("alone", config, "adamw")
+    for one in requests:
+        if isinstance(one, pb.ForwardBackwardRequest):
+            engine.forward_backward([("alone", Batch.from_proto(one, engine.limits))])
+        elif isinstance(one, pb.OptimStepRequest):
+            engine.optim_step("alone", params_from_proto(one))
+    state = engine.capture("alone", with_optimizer=True)
+    assert state.optimizer is not None
+    return {"adapter": state.adapter.flat, **state.optimizer.tensors}
+
+
+@pytest.mark.slow
+async def test_500_runs_in_16_places_have_the_weights_of_500_runs_alone(
+    start: Start, base: BaseModel, tmp_path: Path
+) -> None:
+    process = await start(tmp_path / "0", max_models=16, max_bytes=1 << 28)
+    names = [f"run-{n}" for n in range(500)]
+    scripts = {
+        name: [creation(name, seed=n), batch(name, 1, seed=n), step(name, 2), batch(name, 3, seed=2 * n), step(name, 4)]
+        for n, name in enumerate(names)
+    }
+    for turn in ((0, 3), (3, 5)):
+        for first in range(0, len(names), 16):
+            together = [run(process, scripts[name][slice(*turn)]) for name in names[first : first + 16]]
+            await asyncio.gather(*together)
+            assert len(in_memory(process)) <= 16
+    for n, name in enumerate(names):
+        assert_equal(await process.weights(name), await alone(base, scripts[name], seed=n))
+    assert process.count("parked_models") == len(names) - 16
+
+
+async def test_a_kill_at_any_moment_of_a_move_changes_no_bit(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = await start(tmp_path / "0", policy=Policy(1, 0, 0))
+    script = [creation(MODEL), batch(MODEL, 1), step(MODEL, 2), batch(MODEL, 3)]
+    await run(process, script)
+    folders: list[Path] = []
+
+    def copied_around(owner: Any, name: str) -> None:
+        """What a kill just before and just after this call would leave."""
+        call = getattr(owner, name)
+
+        async def around(*arguments: Any, **settings: Any) -> Any:
+            folders.append(await process.crash(tmp_path / f"{len(folders)}-before-{name}"))
+            result = await call(*arguments, **settings)
+            folders.append(await process.crash(tmp_path / f"{len(folders)}-after-{name}"))
+            return result
+
+        monkeypatch.setattr(owner, name, around)
+
+    for owner, name in (
+        (process.snapshots, "_store"),
+        (process.snapshots, "_count"),
+        (process.scheduler, "run_alone"),
+        (process.journal, "live_model"),
+        (process.scheduler, "restored"),
+    ):
+        copied_around(owner, name)
+    await park(process)
+    assert in_memory(process) == set()
+    await process.scheduler.check_held(MODEL)
+    assert len(folders) == 12  # run_alone twice: to capture, and to free the memory
+    expected = await process.weights(MODEL)
+    await run(process, [step(MODEL, 4)])
+    after = await process.weights(MODEL)
+    for folder in folders:
+        again = await start(folder)
+        assert_equal(await again.weights(MODEL), expected)
+        await run(again, [step(MODEL, 4)])
+        assert_equal(await again.weights(MODEL), after)
+
+
+async def test_after_a_restart_parked_models_stay_parked_until_something_is_asked_of_them(
+    start: Start, tmp_path: Path
+) -> None:
+    process = await start(tmp_path / "0", max_models=2)
+    names = [f"run-{n}" for n in range(6)]
+    for name in names:
+        await run(process, [creation(name), batch(name, 1), step(name, 2)])
+    await run(process, [batch("run-5", 3)])
+    again = await start(await process.crash(tmp_path / "1"), max_models=2)
+    assert again.count("parked_models") == 4
+    assert again.count("models") == 2
+    assert isinstance(await again.outcome("run-0", 2), Answer)
+    assert "run-0" not in in_memory(again)  # an answer needs no model
+    for name in names:
+        assert_equal(await again.weights(name), await process.weights(name))
+
+
+async def test_a_creation_waits_while_all_models_have_work_and_is_refused_in_the_end(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = await start(tmp_path / "0", max_models=1)
+    await run(process, [creation("a")])
+    await process.send(step("a", 2))  # waits for 1
+    monkeypatch.setattr(parking, "_PATIENCE_S", 0.05)
+    with pytest.raises(OutOfCapacity, match="1 models are in memory, this server's max_models, and none"):
+        await process.send(creation("b"))
+    assert in_memory(process) == {"a"}
+    monkeypatch.setattr(parking, "_PATIENCE_S", 60)
+    creating = asyncio.create_task(process.send(creation("b")))
+    await asyncio.sleep(0.01)
+    assert not creating.done()
+    await process.send(batch("a", 1))
+    await (await creating).wait()
+    assert in_memory(process) == {"b"}
+    assert isinstance(await process.outcome("a", 2), Answer)
+
+
+async def test_runs_that_share_one_place_all_come_to_their_turns(start: Start, base: BaseModel, tmp_path: Path) -> None:
+    process = await start(tmp_path / "0", max_models=1)
+    scripts = {
+        name: [creation(name, seed=n), batch(name, 1), step(name, 2), batch(name, 3), step(name, 4)]
+        for n, name in enumerate("abcd")
+    }
+    await asyncio.gather(*[run(process, script) for script in scripts.values()])
+    for n, (name, script) in enumerate(scripts.items()):
+        assert_equal(await process.weights(name), await alone(base, script, seed=n))
+
+
+async def test_more_models_than_max_known_models_are_refused(start: Start, tmp_path: Path) -> None:
+    process = await start(tmp_path / "0", max_models=1, max_known_models=3)
+    for name in "abc":
+        await run(process, [creation(name)])
+    with pytest.raises(OutOfCapacity, match=r"3 models are live, in memory or parked, .* max_known_models \(3\)"):
+        await process.send(creation("d"))
+    await run(process, [batch("a", 1)])  # one that is known has its place
+    await delete(process, "b")
+    await run(process, [creation("d")])
+    assert isinstance(await process.outcome("d", 0), Answer)
+
+
+async def delete(process: Process, model_id: str) -> None:
+    await process.scheduler.delete(model_id, lambda: process.engine.delete_model(model_id))
+    await process.operations.delete_files(model_id)
+
+
+async def test_a_parked_model_is_saved_loaded_described_and_deleted_as_any_other(start: Start, tmp_path: Path) -> None:
+    process = await start(tmp_path / "0")
+    await run(process, [creation(MODEL), batch(MODEL, 1), step(MODEL, 2)])
+    await park(process)
+    await process.scheduler.check_held(MODEL)
+    info = process.operations.models.get(MODEL).to_proto(next_seq_id=process.scheduler.next_seq_id(MODEL))
+    assert (info.step, info.next_seq_id, info.optimizer, info.lora_config.rank) == (1, 3, "adamw", 4)
+    for one in (save(3, "one"), batch(MODEL, 4), step(MODEL, 5), load(6, "one", load_optimizer=True)):
+        await park(process)
+        await run(process, [one])
+        assert isinstance(await process.outcome(MODEL, one.seq_id), Answer)
+    loaded = await process.weights(MODEL)
+    await park(process)
+    await delete(process, MODEL)
+    assert process.count("parked_models") == 0
+    assert process.snapshots.files.model_ids() == []
+    with pytest.raises(ModelNotFound):
+        await process.send(batch(MODEL, 7))
+    await run(process, [creation(MODEL, seed=2)])
+    assert not torch.equal((await process.weights(MODEL))["adapter"], loaded["adapter"])
+
+
+async def test_a_model_that_is_deleted_while_it_moves_is_gone(start: Start, tmp_path: Path) -> None:
+    process = await start(tmp_path / "0")
+    await run(process, [creation("a"), creation("b")])
+    await asyncio.gather(*process.scheduler._tasks)
+    parking = asyncio.create_task(process.scheduler.parking.park_idle(0))
+    await asyncio.sleep(0)
+    await delete(process, "a")
+    await parking
+    coming = asyncio.create_task(process.scheduler.check_held("b"))
+    await asyncio.sleep(0)
+    await delete(process, "b")
+    await coming
+    assert (in_memory(process), process.count("models"), process.count("parked_models")) == (set(), 0, 0)
+    assert process.snapshots.files.model_ids() == []
+
+
+async def test_a_model_for_which_the_disk_has_no_room_stays_in_memory(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = await start(tmp_path / "0", max_models=1)
+    await run(process, [creation("a"), batch("a", 1)])
+    await asyncio.gather(*process.scheduler._tasks)
+    monkeypatch.setattr(parking, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(parking, "_TRY_AGAIN_S", 0)
+    with monkeypatch.context() as full:
+        full.setattr(process.snapshots.files, "_min_free_bytes", 1 << 60)
+        with pytest.raises(OutOfCapacity, match="or their disk is full"):
+            await process.send(creation("b"))
+    await run(process, [step("a", 2)])
+    assert isinstance(await process.outcome("a", 2), Answer)
+    await run(process, [creation("b")])
+    assert in_memory(process) == {"b"}
+
+
+async def test_a_parked_model_whose_snapshot_is_damaged_comes_back_from_the_one_before(
+    start: Start, tmp_path: Path
+) -> None:
+    process = await start(tmp_path / "0", policy=Policy(1, 0, 0))
+    await run(process, [creation("a"), batch("a", 1), step("a", 2), batch("a", 3)])
+    expected = await process.weights("a")
+    await park(process)
+    files = process.snapshots.files
+    assert files.seq_ids("a") == [3, 2]
+    (files.root / "a" / "3" / "adapter.npy").write_bytes(b"")
+    assert_equal(await process.weights("a"), expected)
+    assert process.num_replayed("forward_backward") == 1  # with the gradients of 3
+    await run(process, [step("a", 4)])
+    await park(process)
+    for seq_id in files.seq_ids("a"):
+        (files.root / "a" / str(seq_id) / "adapter.npy").write_bytes(b"")
+    with pytest.raises(ModelLost, match="no snapshot from there on is intact"):
+        await process.send(batch("a", 5))
+    assert process.count("unrestored_models_total") == 1
+
+
+async def test_models_are_parked_where_memory_for_another_is_short(start: Start, tmp_path: Path) -> None:
+    process = await start(tmp_path / "0")
+    await run(process, [creation("a")])
+    one = process.engine._bytes_in_training(process.operations.models.get("a").config)
+    process.engine.follow(Plan(token_budget=24, models_bytes=2 * one))
+    await run(process, [creation("b"), creation("c"), batch("a", 1)])
+    assert in_memory(process) == {"c", "a"}
+    await process.send(step("a", 3))  # waits for 2: it has work
+    await process.send(step("c", 2))
+    with pytest.raises(OutOfCapacity, match="this trainer's memory for models"):
+        await process.send(batch("b", 1))
+    await run(process, [batch("c", 1)])
+    await run(process, [batch("b", 1)])  # tried again
+    assert isinstance(await process.outcome("b", 1), Answer)

@@ -1,0 +1,190 @@
+"""Which live models are in memory. The others are parked: they are on the disk, and nothing of them is here but an id.
+
+A model is parked when it has had no work for a while, or when another one needs its place and it is the one that was
+used longest ago. It comes back when something is asked of it. Only a model that is idle is parked: all that was
+accepted of it is answered, the answers are stored, and nobody is about to ask more.
+
+A parked model is what a model is after the end of the trainer: a snapshot in the journal, which covers its last
+operation. So a trainer that is killed in the middle of a move finds the model as it was, and one that starts leaves
+those that are covered where they are (durability/restore.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Any, Protocol
+
+from tinsmith.rpc.errors import OutOfCapacity, ServiceError
+from trainer_service.metrics import Metrics
+from trainer_service.scheduling.execution import Spawn
+from trainer_service.scheduling.model_queue import ModelQueue, ModelQueues
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE_S = 5.0
+"""How long a model waits for a place while all others have work."""
+_TRY_AGAIN_S = 30.0
+"""After which a model that could not be parked is tried again."""
+_LOOKS = 10
+"""For idle models, in the time after which they are parked."""
+_LONGEST_PAUSE_S = 30.0
+
+
+class Shelf(Protocol):
+    """Where parked models lie."""
+
+    async def put_away(self, model_id: str, seq_id: int) -> None:
+        """Makes the model durable, as it is after `seq_id`, its last operation, and frees its memory.
+
+        Raises OSError and ServiceError where that cannot be, and the model is as it was.
+        """
+        ...
+
+    async def bring_back(self, model_id: str) -> None:
+        """Returns when the model is restored, or has been given up or lost.
+
+        Raises OSError and ServiceError for what may pass.
+        """
+        ...
+
+
+class Parking:
+    """All methods run on one event loop."""
+
+    def __init__(self, models: ModelQueues, metrics: Metrics, spawn: Spawn) -> None:
+        self.shelf: Shelf | None = None
+        """Without one nothing is parked."""
+        self._models = models
+        self._metrics = metrics
+        self._spawn = spawn
+        self._moves: dict[str, asyncio.Task[Any]] = {}
+        """By model_id, to the disk or back."""
+        self._wanted: Counter[str] = Counter()
+        """Calls in work, by model_id, that are about to use the model."""
+        self._door = asyncio.Lock()
+        """Whoever makes room holds it: places are given in the order in which they are asked for."""
+
+    async def run(self, *, idle_s: float) -> None:
+        """Parks models that have had no work for so long. Until it is cancelled."""
+        while True:
+            await asyncio.sleep(min(idle_s / _LOOKS, _LONGEST_PAUSE_S))
+            await self.park_idle(idle_s)
+
+    async def park_idle(self, idle_s: float) -> None:
+        for model in [model for model in self._models if time.monotonic() - model.used_s >= idle_s]:
+            if self._may_go(model):
+                await self._park(model)
+
+    @contextmanager
+    def wanted(self, model_id: str) -> Iterator[None]:
+        """Meanwhile the model is not parked."""
+        self._wanted[model_id] += 1
+        try:
+            yield
+        finally:
+            self._wanted[model_id] -= 1
+            if not self._wanted[model_id]:
+                del self._wanted[model_id]
+                self._models.released.set()
+
+    async def settled(self, model_id: str) -> None:
+        """Returns when the model is in memory or parked, and not on its way."""
+        while (move := self._moves.get(model_id)) is not None:
+            await asyncio.wait([move])
+
+    async def have(self, model_id: str) -> None:
+        """Brings the model back if it is parked. To be called while it is `wanted`. Raises OutOfCapacity when there is
+        no place for it, and ModelLost when it cannot be restored."""
+        while (move := self._moves.get(model_id)) is not None or model_id in self._models.parked:
+            if move is None:
+                move = self._begin(model_id, self._unpark(model_id))
+            await asyncio.shield(move)
+
+    @asynccontextmanager
+    async def place(self) -> AsyncIterator[None]:
+        """Within it there is a place for one more model in memory. Raises OutOfCapacity."""
+        deadline = time.monotonic() + _PATIENCE_S
+        async with self._door:
+            while len(self._models) >= self._models.max_models:
+                self._models.released.clear()
+                if await self._park_one():
+                    continue
+                left = deadline - time.monotonic()
+                if left <= 0 or self.shelf is None:
+                    raise OutOfCapacity(
+                        f"{len(self._models)} models are in memory, this server's max_models, and none of them can be "
+                        "parked at this moment: they have work, or their disk is full; try again"
+                    )
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(left):
+                        await self._models.released.wait()
+            yield
+
+    async def make_room(self, suffices: Callable[[], bool]) -> None:
+        """Parks models until that is so, or none can be parked."""
+        while not suffices() and await self._park_one():
+            pass
+
+    async def _park_one(self) -> bool:
+        """The one used longest ago. False when there is none that may go."""
+        for model in sorted(filter(self._may_go, self._models), key=lambda model: model.used_s):
+            if self._may_go(model) and await self._park(model):
+                return True
+        return False
+
+    def _may_go(self, model: ModelQueue) -> bool:
+        if self.shelf is None or not model.is_idle or self._models.get(model.model_id) is not model:
+            return False
+        is_used = model.model_id in self._wanted or model.model_id in self._moves
+        return not is_used and time.monotonic() >= model.stays_until_s
+
+    async def _park(self, model: ModelQueue) -> bool:
+        return await asyncio.shield(self._begin(model.model_id, self._put_away(model)))
+
+    def _begin(self, model_id: str, move: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = self._moves[model_id] = self._spawn(move)
+        task.add_done_callback(lambda _: self._moves.pop(model_id))
+        return task
+
+    async def _put_away(self, model: ModelQueue) -> bool:
+        assert self.shelf is not None
+        started = time.perf_counter()
+        try:
+            await self.shelf.put_away(model.model_id, model.next_seq_id - 1)
+        except Exception as error:
+            unexpected = not isinstance(error, ServiceError | OSError | MemoryError)
+            logger.warning("%s is not parked: %s", model.model_id, error, exc_info=unexpected)
+            model.stays_until_s = time.monotonic() + _TRY_AGAIN_S
+            return False
+        self._models.parked.add(model.model_id)
+        self._models.remove(model.model_id)
+        self._metrics.memory.park_seconds.observe(time.perf_counter() - started)
+        logger.info("%s is parked", model.model_id)
+        return True
+
+    async def _unpark(self, model_id: str) -> None:
+        assert self.shelf is not None
+        started = time.perf_counter()
+        async with self.place():
+            self._models.parked.remove(model_id)
+            self._models.coming.add(model_id)
+        try:
+            await self.shelf.bring_back(model_id)
+            if isinstance(error := self._models.unrestored.get(model_id), OutOfCapacity):
+                del self._models.unrestored[model_id]
+                raise error
+        except BaseException:  # it is where it was, and the next call tries again
+            self._models.parked.add(model_id)
+            raise
+        finally:
+            self._models.coming.remove(model_id)
+            self._models.released.set()
+        if model_id not in self._models:
+            return
+        self._metrics.memory.unpark_seconds.observe(time.perf_counter() - started)
+        logger.info("%s is in memory again", model_id)
