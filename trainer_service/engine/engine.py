@@ -149,8 +149,14 @@ class TrainingEngine:
         self.add_model(model_id, ModelState(weights, optimizer))
 
     def has_room_for(self, config: AdapterConfig) -> bool:
-        """Whether `create_model` would find memory for one more model, as far as that is planned. On any thread."""
-        return config.rank == 0 or self._bytes_in_training(config) <= self._room.bytes_left
+        """False when `create_model` would find no memory now, and would find it if other models were gone.
+
+        May be asked for on any thread.
+        """
+        if config.rank == 0:
+            return True
+        needed, most = self._bytes_in_training(config), self.plan.models_bytes
+        return needed <= self._room.bytes_left or (most is not None and needed > most)
 
     def _bytes_in_training(self, config: AdapterConfig) -> int:
         """Of an adapter with its gradient and its moments."""

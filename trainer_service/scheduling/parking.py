@@ -110,25 +110,29 @@ class Parking:
         """Within it there is a place for one more model in memory. Raises OutOfCapacity."""
         deadline = time.monotonic() + _PATIENCE_S
         async with self._door:
-            while len(self._models) >= self._models.max_models:
-                self._models.released.clear()
-                if await self._park_one():
-                    continue
-                left = deadline - time.monotonic()
-                if left <= 0 or self.shelf is None:
-                    raise OutOfCapacity(
-                        f"{len(self._models)} models are in memory, this server's max_models, and none of them can be "
-                        "parked at this moment: they have work, or their disk is full; try again"
-                    )
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(left):
-                        await self._models.released.wait()
+            await self._park_until(lambda: len(self._models) < self._models.max_models, deadline=deadline)
+            if len(self._models) >= self._models.max_models:
+                raise OutOfCapacity(
+                    f"{len(self._models)} models are in memory, this server's max_models, and none of them can be "
+                    "parked at this moment: they have work, or their disk is full; try again"
+                )
             yield
 
     async def make_room(self, suffices: Callable[[], bool]) -> None:
-        """Parks models until that is so, or none can be parked."""
-        while not suffices() and await self._park_one():
-            pass
+        """Parks models until that is so. Returns also when nothing can be parked for long."""
+        await self._park_until(suffices, deadline=time.monotonic() + _PATIENCE_S)
+
+    async def _park_until(self, suffices: Callable[[], bool], *, deadline: float) -> None:
+        while not suffices():
+            self._models.released.clear()
+            if await self._park_one():
+                continue
+            left = deadline - time.monotonic()
+            if left <= 0 or self.shelf is None:
+                return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await self._models.released.wait()
 
     async def _park_one(self) -> bool:
         """The one used longest ago. False when there is none that may go."""

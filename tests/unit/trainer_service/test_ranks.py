@@ -153,7 +153,8 @@ def test_whatever_changes_an_engine_is_done_on_every_rank() -> None:
         "create_model",  # ends in add_model
         "begin",  # computes nothing
         "forward_backward",  # begin, run and finish
-        "capture",  # reads
+        "gather_gradient",  # `capture` tells the others
+        "has_room_for",  # reads
         "weights",
         "is_dead",  # reads
         "is_tainted",
