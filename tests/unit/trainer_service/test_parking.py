@@ -12,7 +12,17 @@ from torch import Tensor
 from tests.batches import random_datum, request
 from tests.models import VOCAB_SIZE
 from tests.unit.trainer_service.restoring import Process
-from tests.unit.trainer_service.test_restore import MODEL, SCRIPT, Start, assert_equal, load, outcomes, run, save, settled
+from tests.unit.trainer_service.test_restore import (
+    MODEL,
+    SCRIPT,
+    Start,
+    assert_equal,
+    load,
+    outcomes,
+    run,
+    save,
+    settled,
+)
 from tests.unit.trainer_service.test_restore import start as start
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
