@@ -6,18 +6,20 @@ from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-import psutil
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from gateway.database import urls
 from gateway.http.connections import Limits
 from gateway.storage.retention_rules import Policy
+from tinsmith.memory import total_bytes
 from tinsmith.rpc.auth import AnyKey, ServiceKey
 from tinsmith.rpc.tls import GrpcTls, check_pair
 
 DATABASE = "gateway.db"
 """Name of the default database's file in state_dir."""
+
+_BODY_BYTES = 64 * 2**20
 
 TokenKind = Literal["training", "sampling_prefill", "sampling_prefill_cached", "sampling_sample"]
 
@@ -91,12 +93,12 @@ class GatewayConfig(GrpcTls, BaseSettings):
     """Slowest rate, in bytes per second, of bodies that come and of answers that are read."""
     max_sessions: int = Field(default=4096, gt=0)
     """Sessions of one owner that have not ended; above it create_session is answered 429."""
-    max_body_bytes: int = Field(default=64 * 2**20, gt=0)
+    max_body_bytes: int = Field(default=_BODY_BYTES, gt=0)
     """Largest request body, also after decompression; a larger one is answered 413."""
-    max_held_body_bytes: int = Field(default_factory=lambda: psutil.virtual_memory().total // 4, gt=0)
-    """Bytes of request bodies that are held at once, of all clients together; a quarter of the machine's memory unless
-    given. A body for which there is no room is answered 429. Bodies up to 64 KiB, as of heartbeats and polls, do not
-    count. At least max_body_bytes."""
+    max_held_body_bytes: int = Field(default_factory=lambda: max(_BODY_BYTES, total_bytes() // 4), gt=0)
+    """Bytes of request bodies that are held at once, of all clients together; a quarter of the machine's memory, or of
+    the limit of the process's cgroup, unless given. A body for which there is no room is answered 429. Bodies up to
+    64 KiB, as of heartbeats and polls, do not count. At least max_body_bytes."""
     max_body_values: int = Field(default=1_000_000, ge=1000)
     """Most values in a request body; in JSON a list or an object counts as 10, a member of an object as 3 more than its
     value, and punctuation within texts counts too. A body with more is answered 413: parsing it would hold up all other

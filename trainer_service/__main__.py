@@ -13,6 +13,7 @@ import torch
 
 from tinsmith.allocator import keep_freed_memory
 from tinsmith.cli.stack import usable_cores
+from tinsmith.memory import host_bytes
 from tinsmith.modeling.base_model import BaseModel, UnsupportedModel
 from tinsmith.rpc import tracing
 from tinsmith.rpc.metrics import new_registry, serve_metrics
@@ -34,7 +35,6 @@ from trainer_service.durability.snapshots import Policy, Snapshots
 from trainer_service.engine.budget import Plan
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.engine.measure import Bounds, measure
-from trainer_service.engine.memory import host_bytes
 from trainer_service.metrics import Metrics
 from trainer_service.operations.lost import LostOperations
 from trainer_service.operations.models import LiveModels

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import psutil
 import torch
 
 from sampler_service.config import SamplerConfig
+from tinsmith.memory import host_bytes
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.kernels.prepacked import COMPILED_BYTES
 from tinsmith.modeling.kv_cache import MAX_KEPT_BYTES, Cached, KVCache, Prefill
@@ -79,4 +79,4 @@ def _to_divide(free_bytes: int, base: BaseModel) -> int:
 def free_bytes_of(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return psutil.virtual_memory().available
+    return host_bytes()

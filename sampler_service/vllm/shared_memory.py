@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import Self
 
-import psutil
 import torch
 from torch import Tensor
 
+from tinsmith.memory import host_bytes
 from tinsmith.rpc.errors import OutOfCapacity
 
 
@@ -42,7 +42,7 @@ class SharedTensor:
     def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Zeros. Raises OutOfCapacity when there is no memory."""
         num_bytes = dtype.itemsize * prod(shape)
-        available = psutil.virtual_memory().available
+        available = host_bytes()
         if num_bytes > available:  # the kernel would hand out pages until it ends some process
             raise OutOfCapacity(
                 f"there is no memory on this sampler for {num_bytes} bytes of weights ({available} are available)"

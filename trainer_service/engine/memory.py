@@ -5,16 +5,15 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-_CGROUPS = Path("/sys/fs/cgroup")
+from tinsmith.memory import host_bytes
+
 _CPU_MESSAGES = ("can't allocate memory", "not enough memory", "std::bad_alloc")
 """Of the RuntimeError that torch's CPU allocator raises."""
 _CUDA_MESSAGES = (
@@ -94,38 +93,6 @@ def available_bytes(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return host_bytes()
-
-
-def host_bytes() -> int:
-    """Of the machine's memory, what this process could still allocate."""
-    return min([psutil.virtual_memory().available, *_cgroup_rooms(_CGROUPS, Path("/proc/self/cgroup"))])
-
-
-def _cgroup_rooms(root: Path, membership: Path) -> Iterator[int]:
-    """Limit less use, in each memory cgroup (version 1 or 2) that holds the process. Cached files count as free."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:  # no Linux
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            folder, limit, use, cached = root, "memory.max", "memory.current", "inactive_file"
-        elif "memory" in controllers.split(","):
-            folder, limit, use = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-            cached = "total_inactive_file"
-        else:
-            continue
-        here = folder / path.lstrip("/")
-        # In a container the path may be the host's, of which nothing is mounted: then the root is the own group.
-        for group in [group for group in (here, *here.parents) if group.is_relative_to(folder)]:
-            try:
-                max_bytes = int((group / limit).read_text())
-                used_bytes = int((group / use).read_text())
-                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            except (OSError, ValueError):  # not there, or "max"
-                continue
-            yield max(0, max_bytes - used_bytes + int(stat.get(cached, 0)))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -1,6 +1,5 @@
 """What is counted as memory, what may be used of it, and which errors say that there is none."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,7 @@ from tinsmith.modeling import logprobs
 from tinsmith.modeling.base_model import BaseModel
 from trainer_service.engine import measure
 from trainer_service.engine.engine import TrainingEngine
-from trainer_service.engine.memory import Allocations, _cgroup_rooms, drop_caches, host_bytes, is_out_of_memory
+from trainer_service.engine.memory import Allocations, drop_caches, is_out_of_memory
 
 
 def test_storages_count_once_from_their_making_to_their_end() -> None:
@@ -38,32 +37,6 @@ def test_what_backward_makes_counts_too() -> None:
         (gradient,) = torch.autograd.grad((x * x * 3).sum(), x)
     assert allocations.live_bytes == 400 == gradient.nbytes
     assert allocations.peak_bytes >= 800
-
-
-def test_the_room_of_a_cgroup_is_its_limit_less_what_cannot_be_reclaimed(tmp_path: Path) -> None:
-    group = tmp_path / "a" / "b"
-    group.mkdir(parents=True)
-    (group / "memory.max").write_text("max\n")
-    (group / "memory.current").write_text("500\n")
-    (group / "memory.stat").write_text("anon 300\ninactive_file 150\n")
-    for name, text in (("max", "1000"), ("current", "700"), ("stat", "inactive_file 200")):
-        (group.parent / f"memory.{name}").write_text(text)
-    membership = tmp_path / "cgroup"
-    membership.write_text("0::/a/b\n")
-    assert list(_cgroup_rooms(tmp_path, membership)) == [500]
-
-
-def test_version_1_of_cgroups_is_read_too_and_none_is_no_limit(tmp_path: Path) -> None:
-    group = tmp_path / "memory"  # as in a container: the path below it is the host's, and not there
-    group.mkdir()
-    (group / "memory.limit_in_bytes").write_text("1000")
-    (group / "memory.usage_in_bytes").write_text("900")
-    (group / "memory.stat").write_text("total_inactive_file 50")
-    membership = tmp_path / "cgroup"
-    membership.write_text("5:cpu:/\n4:memory:/docker/xyz\n")
-    assert list(_cgroup_rooms(tmp_path, membership)) == [150]
-    assert list(_cgroup_rooms(tmp_path, tmp_path / "absent")) == []
-    assert host_bytes() > 0
 
 
 def test_errors_of_allocation_are_known_and_others_are_not_taken_for_them() -> None:

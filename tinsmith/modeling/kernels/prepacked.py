@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import psutil
 import torch
 from torch import Tensor
+
+from tinsmith.memory import host_bytes
 
 _TYPICAL_ROWS = 64
 """For which the layout is chosen; it serves every number."""
@@ -96,4 +97,4 @@ def works(dtype: torch.dtype, device: torch.device) -> bool:
 
 def have_room(num_bytes: int) -> bool:
     """Whether a copy of so many bytes leaves most of the free memory to others."""
-    return num_bytes <= _MAX_SHARE_OF_FREE * psutil.virtual_memory().available
+    return num_bytes <= _MAX_SHARE_OF_FREE * host_bytes()

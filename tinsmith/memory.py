@@ -1,0 +1,49 @@
+"""Memory of this machine, within the limits of the cgroups (version 1 or 2) that hold this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_MEMBERSHIP = Path("/proc/self/cgroup")
+
+
+def host_bytes() -> int:
+    """What this process could still allocate. Cached files count as free."""
+    rooms = [max(0, limit - used) for limit, used in _cgroups(_CGROUPS, _MEMBERSHIP)]
+    return min([psutil.virtual_memory().available, *rooms])
+
+
+def total_bytes() -> int:
+    """All that processes like this one may use together."""
+    return min([psutil.virtual_memory().total, *(limit for limit, _ in _cgroups(_CGROUPS, _MEMBERSHIP))])
+
+
+def _cgroups(root: Path, membership: Path) -> Iterator[tuple[int, int]]:
+    """Limit and use of each group that has a limit. Use is without cached files."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:  # no Linux
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            folder, limit, use, cached = root, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            folder, limit, use = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            cached = "total_inactive_file"
+        else:
+            continue
+        here = folder / path.lstrip("/")
+        # In a container the path may be the host's, of which nothing is mounted: then the root is the own group.
+        for group in [group for group in (here, *here.parents) if group.is_relative_to(folder)]:
+            try:
+                max_bytes = int((group / limit).read_text())
+                used_bytes = int((group / use).read_text())
+                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            except (OSError, ValueError):  # not there, or "max"
+                continue
+            yield max_bytes, used_bytes - int(stat.get(cached, 0))
