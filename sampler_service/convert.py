@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from sampler_service.engine import (
     AltTokens,
     Delta,
     Floats,
+    Grammar,
     Ints,
     Params,
     Penalties,
@@ -19,13 +22,20 @@ from sampler_service.engine import (
     Targets,
     TopkTable,
 )
-from sampler_service.tokenizer import Chat
+from sampler_service.tokenizer import Chat, ToolCallFormat
 from tinsmith.rpc.errors import InvalidRequest
 from tinsmith.rpc.tensors import from_numpy, text_tokens, to_numpy
 from tinsmith.v1 import sampler_pb2 as pb
 from tinsmith.v1 import types_pb2 as types
 
 _INT32, _INT64, _FLOAT32 = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4")
+
+
+TOOL_CALL_FORMATS: Mapping[ToolCallFormat | None, pb.ToolCallFormat] = {
+    None: pb.TOOL_CALL_FORMAT_UNSPECIFIED,
+    "hermes": pb.TOOL_CALL_FORMAT_HERMES,
+    "llama3": pb.TOOL_CALL_FORMAT_LLAMA3,
+}
 
 
 def request_from_proto(message: pb.SampleRequest, *, on_probation: bool = False) -> Request:
@@ -47,7 +57,15 @@ def request_from_proto(message: pb.SampleRequest, *, on_probation: bool = False)
         follow_run=message.follow_run,
         on_probation=on_probation,
         cache_salt=message.cache_salt,
+        grammar=_grammar(message.grammar) if message.HasField("grammar") else None,
     )
+
+
+def _grammar(grammar: pb.Grammar) -> Grammar:
+    form = grammar.WhichOneof("form")
+    if form is None or not getattr(grammar, form):
+        raise InvalidRequest("grammar: is empty; set json_schema or lark, or leave grammar out", field="grammar")
+    return Grammar(form, getattr(grammar, form))
 
 
 def _params(params: pb.SamplingParams) -> Params:

@@ -68,6 +68,14 @@ class Params:
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """Which texts a sequence may be."""
+
+    form: Literal["json_schema", "lark"]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Targets:
     """Cells to score: token tokens_M[m] at prompt position rows_M[m] + 1. rows_M does not fall; a token -1 scores 0."""
 
@@ -94,6 +102,8 @@ class Request:
     """The version may be on probation, and a full queue is no reason to refuse the request."""
     cache_salt: str = ""
     """It reuses what requests with the same one have computed, and nothing else."""
+    grammar: Grammar | None = None
+    """What each sequence has to be; None: anything. Logprobs are those of the model without it."""
 
 
 @dataclass(frozen=True, slots=True)

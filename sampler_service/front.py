@@ -10,9 +10,11 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from sampler_service.config import SamplerConfig
 from sampler_service.engine import Generation, Request, Result, VersionInfo
+from sampler_service.grammars import Grammars
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.stops import StopRules
 from sampler_service.torch_engine.adapters import AdapterStore, Version
@@ -40,6 +42,7 @@ class Front(ABC):
         """Set when the engine cannot go on."""
         self._config = config
         self._stops = stops
+        self._grammars = Grammars(stops.path, vocab_size=limits.vocab_size, eos_token_ids=sorted(stops.eos_token_ids))
         self._store = AdapterStore(max_bytes=config.adapter_memory_bytes, on_gone=self._forget)
         self._leads = Leads(self._store.__contains__)
         self._tasks: dict[Task, None] = {}
@@ -89,6 +92,10 @@ class Front(ABC):
         """A request that waits from now on. Raises what submit does."""
         self.limits.check(request)
         stop = await self._stops.rule(request.params.stop)
+        grammar = None
+        if request.grammar is not None:
+            grammar = await self._grammars.compiled(request.grammar)
+            stop = replace(stop, token_ids=stop.token_ids | grammar.eos_token_ids)  # nothing can follow them
         self._check_alive()
         if self._num_waiting >= self._config.max_waiting and not request.on_probation:
             raise OutOfCapacity(f"{self._num_waiting} requests wait already, the most that max_waiting allows")
@@ -103,6 +110,7 @@ class Front(ABC):
             stop=stop,
             keys=stream_keys(seed, SAMPLE_STREAM, request.num_samples),
             scorer=scorer,
+            grammar=grammar,
             request_id=request_id,
         )
         length, max_tokens, order = len(request.prompt), request.params.max_tokens, next(self._orders)

@@ -45,19 +45,19 @@ class StopRules:
     """Makes the rules of one model's requests; its tokenizer is loaded when a request has a stop string."""
 
     def __init__(self, path: str, eos_token_ids: frozenset[int]) -> None:
-        self._path = path
-        self._eos_token_ids = eos_token_ids
+        self.path = path
+        self.eos_token_ids = eos_token_ids
         self._decode: Decode | None = None
 
     async def rule(self, stop: StopCondition | None) -> StopRule:
         """Raises Unsupported for strings without a tokenizer."""
         if stop is None:
-            return StopRule(self._eos_token_ids)
+            return StopRule(self.eos_token_ids)
         token_ids = frozenset(stop.token_ids)
         if not stop.strings:
             return StopRule(token_ids)
         if self._decode is None:
-            self._decode = await in_thread(lambda: load_decode(self._path))
+            self._decode = await in_thread(lambda: load_decode(self.path))
         return StopRule.of_strings(stop.strings, token_ids, self._decode)
 
 

@@ -7,7 +7,7 @@ import inspect
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 from jinja2 import Environment, nodes
@@ -23,6 +23,7 @@ from sampler_service.threads import in_thread
 from tinsmith.rpc.errors import FailedPrecondition, InvalidRequest, Unsupported
 
 T = TypeVar("T")
+ToolCallFormat = Literal["hermes", "llama3"]
 
 MAX_TEXT_BYTES = 4 * 1024 * 1024
 """Longest text, and longest rendered chat: some seconds of one core."""
@@ -94,6 +95,17 @@ class ChatTokenizer:
     @property
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
+
+    @property
+    def tool_call_format(self) -> ToolCallFormat | None:
+        """How the chat template has the model write a call of a tool; None when it does not, or in a form that is not
+        known here."""
+        if not self.has_chat_template:
+            return None
+        template = self._tokenizer.get_chat_template(tools=[{}])
+        if "<tool_call>" in template and "<function=" not in template:  # with it: XML, as Qwen3-Coder writes it
+            return "hermes"
+        return "llama3" if '"parameters": ' in template and "ipython" in template else None
 
     def to_json(self) -> str:
         return self._backend.to_str()

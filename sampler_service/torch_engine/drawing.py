@@ -1,19 +1,22 @@
 """The draw of a step: a token for each of its sequences, from its logits.
 
-Shapes: R rows that sample, V vocabulary.
+Shapes: R rows that sample, M rows with a grammar, V vocabulary.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from sampler_service.grammars import Bools
 from sampler_service.torch_engine import sampling
 from sampler_service.torch_engine.sampling import scaled_logprobs, uniforms
 from sampler_service.torch_engine.step import Rows, Step
 from tinsmith.modeling.kernels.transfer import on_device
+from tinsmith.rpc.errors import ServiceError
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +43,48 @@ def draw(step: Step, logits_R_V: Tensor) -> Drawn:
             logits_R_V = logits_R_V.repeat_interleave(
                 torch.tensor(counts, device=device), 0, output_size=len(sequences)
             )
+    masks = _masks(rows, logits_R_V) if rows.with_grammar else None  # first: a GPU computes the logits meanwhile
     logprobs_R_V = scaled_logprobs(logits_R_V, rows.rules.temperature_R_1)
     numbers_R = on_device(torch.from_numpy(uniforms(rows.keys, rows.counters)), device)
     drawn_from_R_V = logprobs_R_V
     if rows.penalized is not None:
         drawn_from_R_V = rows.penalized.logprobs(logits_R_V, logprobs_R_V, rows.rules.temperature_R_1)
-    tokens_R = sampling.draw(drawn_from_R_V, rows.rules, numbers_R)
+    if masks is None:
+        tokens_R = sampling.draw(drawn_from_R_V, rows.rules, numbers_R)
+    else:
+        tokens_R = _draw_masked(drawn_from_R_V, rows, numbers_R, *masks)
     logprobs_R = logprobs_R_V.gather(-1, tokens_R[:, None])[:, 0]
     if rows.topk:
         _take_tables(rows, logprobs_R_V)
     if decoding is not None:
         decoding.advance(tokens_R[: len(running)])
     return Drawn(tokens_R.tolist(), logprobs_R.tolist())
+
+
+def _masks(rows: Rows, logits_R_V: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The rows with a grammar, and which tokens may come next there, bool [M, V]. A request whose grammar fails draws
+    without it in this step, which is its last."""
+    masks: dict[int, Bools] = {}
+    for row in rows.with_grammar:
+        sequence = rows.sequences[row]
+        try:
+            matcher = sequence.owner.matcher_of(sequence)
+            masks[row] = matcher.allowed(logits_R_V.shape[1])
+        except ServiceError as error:
+            sequence.owner.failure = sequence.owner.failure or error
+    if not masks:
+        return None
+    device = logits_R_V.device
+    return torch.tensor(list(masks), device=device), on_device(torch.from_numpy(np.stack([*masks.values()])), device)
+
+
+def _draw_masked(logprobs_R_V: Tensor, rows: Rows, numbers_R: Tensor, rows_M: Tensor, allowed_M_V: Tensor) -> Tensor:
+    """Leaves the logprobs as they are: those of the model without a grammar are what is told of the tokens."""
+    logprobs_M_V = logprobs_R_V[rows_M]
+    logprobs_R_V[rows_M] = sampling.masked(logprobs_M_V, allowed_M_V)
+    tokens_R = sampling.draw(logprobs_R_V, rows.rules, numbers_R)
+    logprobs_R_V[rows_M] = logprobs_M_V
+    return tokens_R
 
 
 def _take_tables(rows: Rows, logprobs_R_V: Tensor) -> None:

@@ -101,6 +101,13 @@ def scaled_logprobs(logits_R_V: Tensor, temperature_R_1: Tensor | None) -> Tenso
     return logits_R_V.log_softmax(-1)
 
 
+def masked(logprobs_M_V: Tensor, allowed_M_V: Tensor) -> Tensor:
+    """Without the tokens that are not allowed, and the most probable of the others at 0, so that some can be drawn
+    however improbable all of them were."""
+    logprobs_M_V = logprobs_M_V.masked_fill(~allowed_M_V, float("-inf"))
+    return logprobs_M_V - logprobs_M_V.amax(-1, keepdim=True)
+
+
 def draw(logprobs_R_V: Tensor, rules: Rules, uniforms_R: Tensor) -> Tensor:
     """int64 [R]: one token for each row. A row of NaN gets some token of the vocabulary."""
     if rules.all_greedy:

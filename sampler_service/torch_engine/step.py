@@ -73,6 +73,8 @@ class Rows:
     """(row, k) of the rows that want a top-k table."""
     penalized: Penalized | None
     """Rows that draw from other logits than the model's; None when there are none."""
+    with_grammar: list[int]
+    """Rows that draw only what their grammar allows."""
 
     @classmethod
     def of(cls, sequences: Sequence[TaskSequence], *, vocab_size: int, device: torch.device) -> Rows:
@@ -90,6 +92,7 @@ class Rows:
                 ],
                 device=device,
             ),
+            with_grammar=[n for n, sequence in enumerate(sequences) if sequence.owner.grammar is not None],
         )
 
 

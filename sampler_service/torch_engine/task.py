@@ -23,6 +23,7 @@ from sampler_service.engine import (
     TopkTable,
     VersionSpan,
 )
+from sampler_service.grammars import Compiled, Matcher
 from sampler_service.stops import StopRule
 from sampler_service.torch_engine.adapters import Version
 from sampler_service.torch_engine.penalties import History
@@ -59,6 +60,8 @@ class Task:
     keys: UInt64s
     """Of each sequence's random stream."""
     scorer: PromptScorer | None
+    grammar: Compiled | None = None
+    """What its sequences have to be."""
     request_id: str = ""
     sequences: list[Sequence[Task]] = field(default_factory=list)
     """All num_samples, by index."""
@@ -79,6 +82,8 @@ class Task:
     """By index."""
     tables: dict[int, list[TopkRow]] = field(default_factory=dict)
     """Rows of topk_sample_logprobs, by index."""
+    matchers: dict[int, Matcher] = field(default_factory=dict)
+    """Where its sequences stand in the grammar, by index: for the compute thread."""
     held: list[Version] = field(default_factory=list)
     """Versions that it keeps resident, the newest last: for the event loop."""
     mixed: set[int] = field(default_factory=set)
@@ -214,12 +219,22 @@ class Task:
             self._finish(sequence, "length")
         return sequence.index in self.finished
 
+    def matcher_of(self, sequence: Sequence[Task]) -> Matcher:
+        """Where a sequence stands in the request's grammar. Raises ServiceError when the grammar fails."""
+        assert self.grammar is not None
+        matcher = self.matchers.get(sequence.index)
+        if matcher is None:
+            matcher = self.matchers[sequence.index] = self.grammar.matcher()
+        matcher.take(sequence.tokens[matcher.num_taken :])
+        return matcher
+
     def take_table(self, sequence: Sequence[Task], token_ids: Ints, logprobs: Floats) -> None:
         """Adds a row of the sequence's top-k table, before its token is taken."""
         self.tables.setdefault(sequence.index, []).append((token_ids, logprobs))
 
     def _finish(self, sequence: Sequence[Task], reason: StopReason) -> None:
         topk = self._table(self.tables.pop(sequence.index)) if self.topk else None
+        self.matchers.pop(sequence.index, None)
         spans = self._spans(sequence) if self.request.follow_run else ()
         self.finished[sequence.index] = SampledSequence(sequence.tokens, sequence.logprobs, reason, topk, spans)
 

@@ -156,3 +156,20 @@ def test_settings_that_cut_or_fill_up_are_left_out(tmp_path: Path, stock: PreTra
     whole = ChatTokenizer(str(tmp_path))
     assert whole.tokens("the cat sat", add_special_tokens=False).tolist() == stock.encode("the cat sat")
     assert Tokenizer.from_str(whole.to_json()).encode("the cat sat").ids == stock.encode("the cat sat")
+
+
+HERMES_TEMPLATE = "{% if tools %}<tool_call>{{ tools | tojson }}</tool_call>{% endif %}{{ messages[0].content }}"
+LLAMA3_TEMPLATE = '{% if tools %}Environment: ipython {"name": x, "parameters": y}{% endif %}{{ messages[0].content }}'
+CODER_TEMPLATE = "{% if tools %}<tool_call><function={{ tools }}></tool_call>{% endif %}{{ messages[0].content }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "known"),
+    [(HERMES_TEMPLATE, "hermes"), (LLAMA3_TEMPLATE, "llama3"), (CODER_TEMPLATE, None), (None, None)],
+)
+def test_the_form_of_tool_calls_is_known_by_the_chat_template(
+    text_model_folder: Path, template: str | None, known: str | None
+) -> None:
+    tokenizer = ChatTokenizer(str(text_model_folder))
+    tokenizer._tokenizer.chat_template = template
+    assert tokenizer.tool_call_format == known
