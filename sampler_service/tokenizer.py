@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import json
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast
@@ -129,21 +131,27 @@ class ChatTokenizer:
             raise InvalidRequest("messages: is empty; a chat has at least one message", field="messages")
         kwargs = _object(chat.template_kwargs or "{}", "template_kwargs")
         self._check_variables(tools, kwargs)
-        try:
-            text = self._tokenizer.apply_chat_template(
-                messages,
-                tools=tools,
-                add_generation_prompt=chat.add_generation_prompt,
-                continue_final_message=chat.continue_final_message,
-                tokenize=False,
-                **kwargs,
-            )
-        except Exception as error:  # a template is a program, and what it raises is its answer to these messages
-            raise InvalidRequest(
-                f"messages: the model's chat template does not render them: {error or type(error).__name__}",
-                field="messages",
-            ) from error
-        return self.tokens(cast(str, text), add_special_tokens=False, field="messages")
+
+        def render(messages: list[dict[str, Any]]) -> str:
+            try:
+                text = self._tokenizer.apply_chat_template(
+                    messages,
+                    tools=tools,
+                    add_generation_prompt=chat.add_generation_prompt,
+                    continue_final_message=chat.continue_final_message,
+                    tokenize=False,
+                    **kwargs,
+                )
+            except Exception as error:  # a template is a program, and what it raises is its answer to these messages
+                raise InvalidRequest(
+                    f"messages: the model's chat template does not render them: {error or type(error).__name__}",
+                    field="messages",
+                ) from error
+            return cast(str, text)
+
+        text = render(messages)
+        _check_calls(messages, render)
+        return self.tokens(text, add_special_tokens=False, field="messages")
 
     def _check_variables(self, tools: Any, kwargs: dict[str, Any]) -> None:
         """Refuses what the template would drop without a word."""
@@ -158,6 +166,34 @@ class ChatTokenizer:
                     f"template_kwargs: {name!r} is not a variable of the model's chat template; it has {known}",
                     field="template_kwargs",
                 )
+
+
+def _check_calls(messages: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str]) -> None:
+    """Refuses calls of tools in messages that the template would drop without a word: it is given the messages with
+    names that occur nowhere else in place of the tools' own."""
+    if not any(message.get("tool_calls") for message in messages):
+        return
+    marked = copy.deepcopy(messages)
+    marks: dict[str, int] = {}
+    for index, message in enumerate(marked):
+        calls = message.get("tool_calls") or []
+        functions: list[Any] = [call.get("function", call) for call in calls] if _are_objects(calls) else [None]
+        if not _are_objects(functions):
+            raise InvalidRequest(
+                f"messages[{index}].tool_calls: is not a list of objects with a function each", field="messages"
+            )
+        for function in functions:
+            mark = f"call_{secrets.token_hex(8)}"
+            function["name"] = mark
+            marks[mark] = index
+    shown = render(marked)
+    for mark, index in marks.items():
+        if mark not in shown:
+            raise InvalidRequest(
+                f"messages[{index}].tool_calls: the model's chat template does not show them; put what the model is to "
+                "know of them into the content",
+                field="messages",
+            )
 
 
 class TokenizerSlot:
@@ -210,9 +246,13 @@ def _load(text: str, field: str) -> Any:
         raise InvalidRequest(f"{field}: is not JSON ({error})", field=field) from error
 
 
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, dict) for one in value)
+
+
 def _objects(text: str, field: str) -> list[dict[str, Any]]:
     value = _load(text, field)
-    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+    if not _are_objects(value):
         raise InvalidRequest(f"{field}: is not a JSON list of objects", field=field)
     return value
 

@@ -90,9 +90,12 @@ class Limits:
                 f"sampling_params.logit_bias: {len(penalties.logit_bias)} tokens are above {MAX_BIASES}",
                 field="logit_bias",
             )
-        tokens = np.array([token for token, _ in penalties.logit_bias], np.int64)
-        check_tokens(tokens, self.vocab_size, field="sampling_params.logit_bias")
         for token, bias in penalties.logit_bias:
+            if not 0 <= token < self.vocab_size:
+                raise InvalidRequest(
+                    f"sampling_params.logit_bias: token id {token} is outside the vocabulary [0, {self.vocab_size})",
+                    field="logit_bias",
+                )
             if not -100 <= bias <= 100:
                 raise InvalidRequest(
                     f"sampling_params.logit_bias: {bias} for token {token} is outside [-100, 100]", field="logit_bias"

@@ -68,6 +68,15 @@ async def _prompt(gateway: Gateway, source: Source, body: Chat) -> bytes:
     return await gateway.sampling.generator.tokenize(source, pb.TokenizeRequest(chat=chat_of(body)))
 
 
+def default_max_tokens(gateway: Gateway, source: Source, prompt: bytes) -> int | None:
+    """Of an answer whose request names no maximum; None: to the end of the context. `prompt`: int32 tokens."""
+    default = gateway.config.openai_default_max_tokens
+    if not default:
+        return None
+    room = gateway.clients.context_length(source.base_model) - len(prompt) // 4
+    return min(default, room) if room > 0 else None  # the sampler refuses a prompt that fills the context
+
+
 async def chat(gateway: Gateway, request: Request, body: Chat, *, caller: Caller) -> Response:
     """Raises ServiceError, and ClientDisconnect when the client has left."""
     limit = gateway.config.max_num_samples
@@ -83,14 +92,10 @@ async def _answer(
 ) -> Response:
     source = await find_source(gateway, body.model, caller=caller)
     tokenizer = await gateway.sampling.generator.tokenizer(source)
-    sample = sample_request(
-        body,
-        source,
-        tokenizer,
-        await _prompt(gateway, source, body),
-        max_tokens=body.limit,
-        topk=body.top_logprobs or 0,
-    )
+    prompt_tokens = await _prompt(gateway, source, body)
+    max_tokens = default_max_tokens(gateway, source, prompt_tokens) if body.limit is None else body.limit
+    topk = body.top_logprobs or 0
+    sample = sample_request(body, source, tokenizer, prompt_tokens, max_tokens=max_tokens, topk=topk)
     request_id = f"chatcmpl-{uuid4().hex}"
     log_begin(request_id, source, user=body.user)
     draw = Draw(gateway.sampling.generator, source, tokenizer, sample, request_id=request_id)

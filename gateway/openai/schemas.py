@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from gateway.http.schemas import Known, Listed, Stops
@@ -16,7 +24,7 @@ UNSUPPORTED = "unsupported"
 """Type of the validation errors that say that this server cannot honour a value."""
 
 DEFAULT_MAX_TOKENS = 16
-"""Of a completion, as OpenAI has it; a chat goes on to the end of the context."""
+"""Of a completion, as OpenAI has it; that of a chat is a setting."""
 
 
 class _Only:
@@ -44,6 +52,31 @@ class _Only:
 class Body(Known):
     model_config = ConfigDict(strict=True, protected_namespaces=(), use_attribute_docstrings=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, content: Any) -> Any:
+        if not isinstance(content, dict) or None not in content.values():
+            return content
+        return {name: value for name, value in content.items() if value is not None}
+
+
+MAX_BIASES = 1024
+"""Tokens in one logit_bias."""
+
+
+def _biases(value: dict[str, Any]) -> dict[str, Any]:
+    """Ends at the first wrong entry."""
+    for token, bias in value.items():
+        if not (token.isascii() and token.isdecimal() and len(token) < 10):
+            raise PydanticCustomError(
+                "logit_bias", "{token} is no token id: whole numbers from 0, as text", {"token": repr(token[:100])}
+            )
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+            raise PydanticCustomError(
+                "logit_bias", "the bias of token {token} is no number of -100 .. 100", {"token": token}
+            )
+    return value
+
 
 class StreamOptions(Body):
     include_usage: bool | None = None
@@ -51,8 +84,25 @@ class StreamOptions(Body):
     include_obfuscation: Annotated[Any, _Only(False)] = None
 
 
+HARMLESS = frozenset(
+    {
+        "metadata",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "reasoning_effort",
+        "safety_identifier",
+        "service_tier",
+        "verbosity",
+    }
+)
+"""Fields that say how OpenAI is to run, bill or store a request, or how its own models are to think: nothing of that
+changes what is sampled here."""
+
+
 class Generate(Body):
     """What both endpoints take."""
+
+    HARMLESS = HARMLESS
 
     model: str = Field(min_length=1, max_length=1000)
     """Public name of a base model, or tinker:// path of a checkpoint."""
@@ -78,9 +128,19 @@ class Generate(Body):
     """Goes into the log."""
     return_token_ids: bool | None = None
     """Extension: answer with prompt_token_ids and, in each choice, token_ids."""
-    frequency_penalty: Annotated[Any, _Only(0)] = None
-    presence_penalty: Annotated[Any, _Only(0)] = None
-    logit_bias: Annotated[Any, _Only({})] = None
+    store: Annotated[Any, _Only(False)] = None
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    """Subtracted from a token's logit for each time that the output has it so far."""
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    """Subtracted once from the logits of tokens that the output has."""
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
+    """Extension: divides positive and multiplies negative logits of tokens that prompt or output have; 1 unless
+    given."""
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    """Extension: leave out tokens that are less probable than this share of the most probable one."""
+    logit_bias: Annotated[dict[str, Any], Field(max_length=MAX_BIASES), AfterValidator(_biases)] | None = None
+    """Token id -> what is added to its logit, -100 .. 100. None of these five changes log-probabilities, which are the
+    model's."""
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> Generate:
@@ -107,7 +167,7 @@ class Completion(Generate):
     max_tokens: int | None = Field(default=None, ge=0)
     """Longest output; 16 unless given. 0 scores the prompt, with echo and logprobs."""
     logprobs: int | None = Field(default=None, ge=0)
-    """Log-probability of each token, and of so many most probable ones."""
+    """Log-probability of each token, and of so many most probable ones; true means 1."""
     echo: bool | None = None
     """Begin the text with the prompt."""
     best_of: int | None = None
@@ -115,6 +175,12 @@ class Completion(Generate):
     add_special_tokens: bool | None = None
     """Extension: put the tokenizer's own tokens around a prompt of text; true unless given."""
     suffix: Annotated[Any, _Only("")] = None
+
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def _true_is_one(cls, value: Any) -> Any:
+        """false means none."""
+        return (1 if value else None) if isinstance(value, bool) else value
 
     @model_validator(mode="after")
     def _best_of_is_n(self) -> Completion:
@@ -162,6 +228,15 @@ class FunctionTool(Body):
     type: Literal["function"]
     function: dict[str, Any]
 
+    @field_validator("function")
+    @classmethod
+    def _is_not_strict(cls, function: dict[str, Any]) -> dict[str, Any]:
+        if function.get("strict"):
+            raise PydanticCustomError(
+                UNSUPPORTED, "strict is not supported by this server: calls are not held to the schema; leave it out"
+            )
+        return function
+
 
 class TextFormat(Body):
     type: Literal["text"]
@@ -173,7 +248,7 @@ class Chat(Generate):
     prompt_token_ids: Listed[int] | None = None
     """Extension: the prompt as tokens; then messages is []."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """Longest output; to the end of the context unless given."""
+    """Longest output; this server's openai_default_max_tokens unless given, and no further than the context."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
     """The newer name of max_tokens."""
     logprobs: bool | None = None
@@ -184,12 +259,9 @@ class Chat(Generate):
     """Given to the chat template. Calls are not parsed: they stay in the content as the model wrote them."""
     tool_choice: Annotated[Any, _Only("auto", "none")] = None
     """"none" does not show the tools to the model."""
-    parallel_tool_calls: Annotated[Any, _Only(True)] = None
     response_format: TextFormat | None = None
     """Only text."""
     modalities: Annotated[Any, _Only(["text"])] = None
-    service_tier: Annotated[Any, _Only("auto", "default")] = None
-    store: Annotated[Any, _Only(False)] = None
     add_generation_prompt: bool | None = None
     """Extension: open the assistant's next message; true unless given, or continue_final_message."""
     continue_final_message: bool | None = None

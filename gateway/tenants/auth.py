@@ -207,7 +207,10 @@ class Authentication:
             return await _refusal(scope, str(error), challenge="invalid_token")(scope, receive, send)
         if caller is None:
             what = "holds no key of this server (it may be revoked or expired)" if credential else "is missing"
-            text = f"the header X-API-Key (or Authorization: Bearer KEY) {what}; set TINKER_API_KEY"
+            if scope["path"].startswith(_OPENAI):
+                text = f"the header Authorization: Bearer KEY (or X-API-Key) {what}; set OPENAI_API_KEY"
+            else:
+                text = f"the header X-API-Key (or Authorization: Bearer KEY) {what}; set TINKER_API_KEY"
             return await _refusal(scope, text)(scope, receive, send)
         try:
             self._limits.request(caller, scope["path"])

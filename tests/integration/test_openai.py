@@ -159,7 +159,7 @@ def test_errors_are_those_of_the_client_library(client: openai.OpenAI, path: str
         complete(client, BASE_MODEL, max_tokens=10**6)
     assert too_long.value.param == "max_tokens"
     with pytest.raises(openai.BadRequestError, match="presence_penalty"):
-        complete(client, BASE_MODEL, presence_penalty=1.0)
+        complete(client, BASE_MODEL, presence_penalty=3.0)
     with pytest.raises(openai.BadRequestError, match="500") as too_many:
         client.chat.completions.create(model=BASE_MODEL, messages=MESSAGES, logprobs=True, top_logprobs=500)  # type: ignore[arg-type]
     assert too_many.value.param == "top_logprobs"

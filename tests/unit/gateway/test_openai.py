@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.openai import schemas as openai_schemas
 from tests.unit.gateway.stack import ALIAS, BASE_MODEL, Client, Stack
 from tests.unit.gateway.talking import END, START, TalkingSampler, logprob
 from tinsmith.rpc.errors import InvalidRequest, OutOfCapacity, ServiceError
@@ -19,6 +20,8 @@ from tinsmith.rpc.errors import InvalidRequest, OutOfCapacity, ServiceError
 CHAT: dict[str, Any] = {"model": BASE_MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 COMPLETION: dict[str, Any] = {"model": BASE_MODEL, "prompt": "Hi", "max_tokens": 100}
 OWNERS = ("ada", "bob", "eve")
+CONTEXT = 2048
+"""Of the stack's sampler, in tokens."""
 SAYS = "the snow ❄ and the sand"
 
 
@@ -132,6 +135,12 @@ async def test_a_key_is_needed_where_there_are_keys(stack: Stack) -> None:
         reply = await client.get("/v1/models")
         assert reply.status_code == 401
         assert reply.json()["error"]["code"] == "invalid_api_key"
+        assert "set OPENAI_API_KEY" in reply.json()["error"]["message"]
+        for headers in ({"authorization": "Bearer wrong"}, {"x-api-key": "wrong"}):
+            wrong = await client.get("/oai/api/v1/models", headers=headers)
+            assert wrong.status_code == 401
+            assert "set OPENAI_API_KEY" in wrong.json()["error"]["message"]
+            assert "TINKER_API_KEY" in (await client.get("/api/v1/sessions", headers=headers)).text
         for headers in ({"authorization": "Bearer tml-one"}, {"x-api-key": "tml-one"}):
             assert (await client.get("/v1/models", headers=headers)).status_code == 200
 
@@ -157,7 +166,6 @@ async def test_a_chat(client: Client, sampler: TalkingSampler) -> None:
         "prompt_tokens_details": {"cached_tokens": 2},
     }
     assert sampler.chat.add_generation_prompt
-    assert not sampler.requests[-1].sampling_params.HasField("max_tokens")
 
 
 async def test_every_sampling_field_reaches_the_sampler(client: Client, sampler: TalkingSampler) -> None:
@@ -417,15 +425,23 @@ async def test_a_failure_in_the_middle_of_a_stream_is_an_event(client: Client, s
 
 
 REFUSED_IN_A_CHAT: list[tuple[dict[str, Any], str | None, str]] = [
-    ({"frequency_penalty": 0.5}, "frequency_penalty", "supports only 0"),
+    ({"frequency_penalty": 2.5}, "frequency_penalty", "2.5"),
     ({"presence_penalty": True}, "presence_penalty", "True"),
-    ({"logit_bias": {"5": 1}}, "logit_bias", "supports only"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "0.01"),
+    ({"min_p": 1.5}, "min_p", "1.5"),
+    ({"logit_bias": {"5": 101}}, "logit_bias", "bias of token 5 is no number of -100 .. 100"),
+    ({"logit_bias": {"5": True}}, "logit_bias", "bias of token 5"),
+    ({"logit_bias": {"the": 1}}, "logit_bias", "'the' is no token id"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias", "'-1' is no token id"),
+    ({"logit_bias": {"²": 1}}, "logit_bias", "'²' is no token id"),
+    ({"logit_bias": {"99999999999": 1}}, "logit_bias", "99999999999"),
+    ({"logit_bias": {str(n): 1 for n in range(1025)}}, "logit_bias", "1024"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, None, "strict"),
+    ({"messages": None}, "messages", "Field required"),
     ({"response_format": {"type": "json_object"}}, "response_format.type", "json_object"),
     ({"tools": [], "tool_choice": "required"}, "tool_choice", "required"),
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "supports only"),
-    ({"parallel_tool_calls": False}, "parallel_tool_calls", "False"),
     ({"functions": []}, "functions", "not supported"),
-    ({"reasoning_effort": "low"}, "reasoning_effort", "not supported"),
     ({"store": True}, "store", "True"),
     ({"wrong": 1}, "wrong", "not supported"),
     ({"temperature": -1}, "temperature", "-1"),
@@ -468,7 +484,8 @@ REFUSED_IN_A_COMPLETION: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": ["a"] * 600, "n": 2}, "prompt", "1024"),
     ({"prompt": [2**31]}, "prompt", "2147483648"),
     ({"prompt": [[5], [5, 100_000]]}, "prompt", "[1]: token id 100000 is outside the vocabulary [0, 100000)"),
-    ({"prompt": None}, None, "prompt"),
+    ({"prompt": None}, "prompt", "Field required"),
+    ({"best_of": 1, "n": 2}, "best_of", "equals n"),
     ({"prompt": [1, "a"]}, None, "prompt"),
     ({"logprobs": -1}, "logprobs", "-1"),
     ({"logprobs": 2**31}, "logprobs", "2147483648"),
@@ -484,10 +501,100 @@ async def test_what_a_completion_cannot_have_is_refused_by_name(client: Client) 
 
 
 async def test_what_changes_nothing_is_accepted(client: Client) -> None:
-    nothing = {"frequency_penalty": 0.0, "presence_penalty": 0, "logit_bias": {}, "user": "me", "n": 1}
+    nothing = {
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1,
+        "min_p": 0,
+        "presence_penalty": 0,
+        "logit_bias": {},
+        "user": "me",
+        "n": 1,
+    }
     await ask(client, "completions", COMPLETION, **nothing, best_of=1, suffix=None)
     chat = {"response_format": {"type": "text"}, "tool_choice": "auto", "store": False, "modalities": ["text"]}
-    await ask(client, "chat/completions", CHAT, **nothing, **chat, parallel_tool_calls=True, service_tier="auto")
+    await ask(client, "chat/completions", CHAT, **nothing, **chat)
+
+
+async def test_null_is_absent_everywhere(client: Client, sampler: TalkingSampler) -> None:
+    """Clients of typed languages send all fields that they know."""
+    schemas = ((openai_schemas.Chat, CHAT, "chat/completions"), (openai_schemas.Completion, COMPLETION, "completions"))
+    for schema, body, endpoint in schemas:
+        nulls = dict.fromkeys([*schema.model_fields, "unknown", *openai_schemas.HARMLESS])
+        await ask(client, endpoint, nulls | body)
+    call = {"type": None, "id": None, "function": {"name": "f", "arguments": "{}"}}
+    messages = [{"role": "assistant", "content": None, "name": None, "tool_calls": [call], "audio": None}]
+    await ask(client, "chat/completions", CHAT, messages=messages, stream_options=None)
+    (sent,) = json.loads(sampler.chat.messages)
+    assert sent == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
+    }
+
+
+async def test_what_asks_for_nothing_of_the_model_is_accepted_and_ignored(
+    client: Client, sampler: TalkingSampler
+) -> None:
+    harmless = {
+        "metadata": {"a": "b"},
+        "parallel_tool_calls": False,
+        "prompt_cache_key": "k",
+        "reasoning_effort": "low",
+        "safety_identifier": "s",
+        "service_tier": "flex",
+        "verbosity": "high",
+    }
+    assert harmless.keys() == openai_schemas.HARMLESS
+    for endpoint, body in (("completions", COMPLETION), ("chat/completions", CHAT)):
+        await ask(client, endpoint, body, seed=1)
+        await ask(client, endpoint, body, seed=1, **harmless, store=False)
+        assert sampler.requests[-1] == sampler.requests[-2]
+        assert (await refusal(client, endpoint, body, store=True))["param"] == "store"
+
+
+async def test_penalties_and_biases_reach_the_sampler(client: Client, sampler: TalkingSampler) -> None:
+    fields = {
+        "frequency_penalty": -0.5,
+        "presence_penalty": 2,
+        "repetition_penalty": 1.25,
+        "min_p": 0.125,
+        "logit_bias": {"5": -100, "17": 0.5},
+    }
+    for endpoint, body in (("completions", COMPLETION), ("chat/completions", CHAT)):
+        await ask(client, endpoint, body, **fields)
+        params = sampler.requests[-1].sampling_params
+        assert {name: getattr(params, name) for name in fields if name != "logit_bias"} == {
+            name: value for name, value in fields.items() if name != "logit_bias"
+        }
+        assert dict(params.logit_bias) == {5: -100, 17: 0.5}
+        await ask(client, endpoint, body)
+        assert not sampler.requests[-1].sampling_params.HasField("repetition_penalty")
+
+
+async def test_logprobs_true_of_a_completion_is_1(client: Client) -> None:
+    (one,) = (await ask(client, "completions", COMPLETION, logprobs=1))["choices"]
+    (true,) = (await ask(client, "completions", COMPLETION, logprobs=True))["choices"]
+    assert one["logprobs"] is not None
+    assert true == one
+    (none,) = (await ask(client, "completions", COMPLETION, logprobs=False))["choices"]
+    assert none["logprobs"] is None
+
+
+async def test_a_chat_without_a_maximum_ends_at_the_servers_default(stack: Stack, sampler: TalkingSampler) -> None:
+    async def maximum(**fields: Any) -> int | None:
+        async with Client(base_url=stack.url, headers={"authorization": "Bearer tml-test"}) as client:
+            await ask(client, "chat/completions", CHAT, **fields)
+        params = sampler.requests[-1].sampling_params
+        return params.max_tokens if params.HasField("max_tokens") else None
+
+    assert await maximum(max_tokens=None, max_completion_tokens=7) == 7
+    room = CONTEXT - len(sampler.requests[-1].prompt[0].encoded_text.tokens) // 4
+    assert await maximum() == room  # the default is above the context
+    await stack.restart_gateway(openai_default_max_tokens=9)
+    assert await maximum() == 9
+    assert await maximum(max_tokens=10) == 10
+    await stack.restart_gateway(openai_default_max_tokens=0)
+    assert await maximum() is None
 
 
 async def test_the_user_goes_into_the_log(client: Client, caplog: pytest.LogCaptureFixture) -> None:

@@ -67,7 +67,7 @@ def test_every_field_of_a_path_is_a_parameter(made: dict[str, Any]) -> None:
 def test_what_an_openai_client_cannot_have_shows_in_the_schema(made: dict[str, Any]) -> None:
     chat = made["components"]["schemas"]["Chat"]
     assert chat["additionalProperties"] is False
-    assert chat["properties"]["frequency_penalty"]["enum"] == [None, 0]
+    assert chat["properties"]["store"]["enum"] == [None, False]
     assert "Extension" in chat["properties"]["prompt_token_ids"]["description"]
 
 

@@ -173,3 +173,24 @@ def test_the_form_of_tool_calls_is_known_by_the_chat_template(
     tokenizer = ChatTokenizer(str(text_model_folder))
     tokenizer._tokenizer.chat_template = template
     assert tokenizer.tool_call_format == known
+
+
+CALLS = (
+    "{% for call in message.tool_calls %}{{ call.function.name }}({{ call.function.arguments | tojson }}){% endfor %}"
+)
+
+
+def test_calls_of_tools_that_the_template_would_drop_are_refused(
+    tokenizer: ChatTokenizer, tmp_path: Path, stock: PreTrainedTokenizerBase
+) -> None:
+    call = {"type": "function", "function": {"name": "log", "arguments": {"a": 1}}}
+    # A name that is in the text anyway shows nothing.
+    messages = [{"role": "user", "content": "the log"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    with pytest.raises(InvalidRequest, match=r"messages\[1\].tool_calls: the model's chat template does not show them"):
+        tokenizer.chat_tokens(chat(messages))
+    stock.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE.replace("{% endfor %}", CALLS + "{% endfor %}", 1))
+    shown = ChatTokenizer(str(tmp_path))
+    assert 'log({"a": 1})' in stock.decode(shown.chat_tokens(chat(messages)).tolist())
+    with pytest.raises(InvalidRequest, match=r"messages\[0\].tool_calls: is not a list of objects"):
+        tokenizer.chat_tokens(chat([{"role": "assistant", "content": "", "tool_calls": ["log"]}]))
