@@ -70,6 +70,7 @@ class Acceptance:
             await self._journal.check_not_lost(model_id)
             if seq_id != 0:
                 raise ModelNotFound(f"model_id: there is no model {model_id!r}", model_id=model_id)
+            self._held.check_next(model_id, held_bytes)
             async with self._parking.place():
                 if model_id not in self._models:
                     model = self._models.open(model_id)
@@ -85,9 +86,9 @@ class Acceptance:
         self._check_near(model, seq_id)
         # The next operation of a model may go above the bound of memory: others may wait for it that hold all of it.
         is_next = seq_id == model.next_to_enter and model.has_settled_before(seq_id)
-        if is_next:
+        if is_next and seq_id:
             self._held.check_next(model_id, held_bytes)
-        else:
+        elif seq_id:
             self._held.check(model_id, held_bytes)
         return await self._append(model, seq_id, body, build, held_bytes=held_bytes, is_next=is_next)
 

@@ -32,7 +32,7 @@ from tinsmith.v1 import types_pb2
 from trainer_service.durability.snapshots import Policy
 from trainer_service.engine.batch import Batch
 from trainer_service.engine.budget import Plan
-from trainer_service.engine.engine import TrainingEngine
+from trainer_service.engine.engine import State, TrainingEngine
 from trainer_service.engine.optimizers import params_from_proto
 from trainer_service.scheduling import parking
 from trainer_service.scheduling.work import Answer
@@ -91,9 +91,8 @@ async def test_the_one_used_longest_ago_makes_place_for_another(start: Start, tm
     assert process.count("models") == 2
 
 
-async def alone(base: BaseModel, requests: Sequence[Any], *, seed: int) -> dict[str, Tensor]:
-    """What a run that has an engine for itself has at the end of these requests."""
-    engine = TrainingEngine(base, max_tokens_per_microbatch=24, deterministic=True)
+def alone(engine: TrainingEngine, requests: Sequence[Any], *, seed: int) -> dict[str, Tensor]:
+    """What a run that has this engine for itself has at the end of these requests."""
     config = AdapterConfig.from_proto(creation("alone", seed=seed).lora_config, max_rank=4)
     engine.create_model("alone", config, "adamw")
     for one in requests:
@@ -102,13 +101,23 @@ async def alone(base: BaseModel, requests: Sequence[Any], *, seed: int) -> dict[
         elif isinstance(one, pb.OptimStepRequest):
             engine.optim_step("alone", params_from_proto(one))
     state = engine.capture("alone", with_optimizer=True)
+    engine.delete_model("alone")
+    return tensors_of(state)
+
+
+def tensors_of(state: State) -> dict[str, Tensor]:
     assert state.optimizer is not None
     return {"adapter": state.adapter.flat, **state.optimizer.tensors}
 
 
+@pytest.fixture(scope="module")
+def lonely(base: BaseModel) -> TrainingEngine:
+    return TrainingEngine(base, max_tokens_per_microbatch=24, deterministic=True)
+
+
 @pytest.mark.slow
 async def test_500_runs_in_16_places_have_the_weights_of_500_runs_alone(
-    start: Start, base: BaseModel, tmp_path: Path
+    start: Start, lonely: TrainingEngine, tmp_path: Path
 ) -> None:
     process = await start(tmp_path / "0", max_models=16, max_bytes=1 << 28)
     names = [f"run-{n}" for n in range(500)]
@@ -121,9 +130,12 @@ async def test_500_runs_in_16_places_have_the_weights_of_500_runs_alone(
             together = [run(process, scripts[name][slice(*turn)]) for name in names[first : first + 16]]
             await asyncio.gather(*together)
             assert len(in_memory(process)) <= 16
-    for n, name in enumerate(names):
-        assert_equal(await process.weights(name), await alone(base, scripts[name], seed=n))
     assert process.count("parked_models") == len(names) - 16
+    assert process.count("unpark_seconds_count") >= len(names) - 16
+    await park(process)
+    for n, name in enumerate(names):
+        _, state = process.snapshots.files.read(name, 4, process.engine.base)
+        assert_equal(tensors_of(state), alone(lonely, scripts[name], seed=n))
 
 
 async def test_a_kill_at_any_moment_of_a_move_changes_no_bit(
@@ -207,7 +219,9 @@ async def test_a_creation_waits_while_all_models_have_work_and_is_refused_in_the
     assert isinstance(await process.outcome("a", 2), Answer)
 
 
-async def test_runs_that_share_one_place_all_come_to_their_turns(start: Start, base: BaseModel, tmp_path: Path) -> None:
+async def test_runs_that_share_one_place_all_come_to_their_turns(
+    start: Start, lonely: TrainingEngine, tmp_path: Path
+) -> None:
     process = await start(tmp_path / "0", max_models=1)
     scripts = {
         name: [creation(name, seed=n), batch(name, 1), step(name, 2), batch(name, 3), step(name, 4)]
@@ -215,7 +229,7 @@ async def test_runs_that_share_one_place_all_come_to_their_turns(start: Start, b
     }
     await asyncio.gather(*[run(process, script) for script in scripts.values()])
     for n, (name, script) in enumerate(scripts.items()):
-        assert_equal(await process.weights(name), await alone(base, script, seed=n))
+        assert_equal(await process.weights(name), alone(lonely, script, seed=n))
 
 
 async def test_more_models_than_max_known_models_are_refused(start: Start, tmp_path: Path) -> None:

@@ -1,0 +1,74 @@
+"""A trainer with 500 known runs: the memory of one with 16, also after a kill, and every run comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+
+from tests.batches import random_datum, request
+from tests.faults.lone_trainer import Trainer
+from tests.models import VOCAB_SIZE, make_model
+from tinsmith.v1 import metrics_pb2, metrics_pb2_grpc, types_pb2
+from tinsmith.v1 import trainer_pb2 as pb
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+ADAM = pb.AdamParams(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-8)
+PLACES, KNOWN = 16, 500
+FLAGS = ("--max-models", str(PLACES), "--token-budget", "40")
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Iterator[Trainer]:
+    trainer = Trainer(tmp_path / "trainer", make_model(tmp_path / "model"), flags=FLAGS)
+    yield trainer
+    trainer.kill()
+
+
+def create(stub: Any, name: str) -> None:
+    lora = types_pb2.LoraConfig(rank=4, seed=1, train_attn=True, train_mlp=True, train_unembed=True)
+    stub.CreateModel(pb.CreateModelRequest(model_id=name, base_model="m", lora_config=lora))
+
+
+def train(stub: Any, name: str, seq_id: int) -> dict[str, float]:
+    data = [random_datum(length, length, vocab_size=VOCAB_SIZE) for length in (9, 17)]
+    answer = stub.ForwardBackward(request(data, model_id=name, seq_id=seq_id))
+    stub.OptimStep(pb.OptimStepRequest(model_id=name, seq_id=seq_id + 1, adam_params=ADAM))
+    return dict(answer.metrics)
+
+
+def figure(trainer: Trainer, name: str) -> float:
+    with grpc.insecure_channel(trainer.address) as channel:
+        reply = metrics_pb2_grpc.MetricsServiceStub(channel).GetMetrics(metrics_pb2.GetMetricsRequest())
+    return next(float(line.split()[1]) for line in reply.exposition.splitlines() if line.startswith(f"{name} "))
+
+
+def test_a_trainer_that_knows_500_runs_takes_no_more_memory_than_with_16(trainer: Trainer) -> None:
+    names = [f"run-{n}" for n in range(KNOWN)]
+    with trainer.stub() as stub, ThreadPoolExecutor(PLACES) as pool:
+
+        def live(name: str) -> dict[str, float]:
+            create(stub, name)
+            return train(stub, name, 1)
+
+        for _ in range(2):  # what a process takes once, such as threads and the allocator's pools, is there
+            first = [*pool.map(live, names[:PLACES])]
+            with_16 = psutil.Process(trainer.pid).memory_info().rss
+        list(pool.map(live, names[PLACES:]))
+        with_500 = psutil.Process(trainer.pid).memory_info().rss
+        assert figure(trainer, "trainer_models") == PLACES
+        assert figure(trainer, "trainer_parked_models") == KNOWN - PLACES
+        print(f"{with_16 / 1e6:.1f} MB with {PLACES} runs, {with_500 / 1e6:.1f} MB with {KNOWN}")
+        assert with_500 <= 1.05 * with_16
+        trainer.kill()
+    with trainer.stub() as stub:
+        assert figure(trainer, "trainer_parked_models") >= KNOWN - PLACES
+        second = train(stub, names[0], 3)
+        assert second == train(stub, names[-1], 3)  # equal runs, and another than the first batch
+        assert second != first[0]
