@@ -72,3 +72,39 @@ def test_a_trainer_that_knows_500_runs_takes_no_more_memory_than_with_16(trainer
         second = train(stub, names[0], 3)
         assert second == train(stub, names[-1], 3)  # equal runs, and another than the first batch
         assert second != first[0]
+
+
+def test_runs_of_several_ranks_are_parked_with_the_gradients_of_all(tmp_path: Path) -> None:
+    flags = ("--max-models", "1", "--token-budget", "40", "--deterministic", "true")
+    trainer = Trainer(tmp_path / "trainer", make_model(tmp_path / "model"), 2, flags=flags)
+
+    def accumulate(stub: Any, name: str, seq_id: int) -> None:
+        data = [random_datum(length, seq_id + length, vocab_size=VOCAB_SIZE) for length in (9, 17, 12, 5)]
+        stub.ForwardBackward(request(data, model_id=name, seq_id=seq_id))
+
+    def step(stub: Any, name: str, seq_id: int) -> float:
+        answer = stub.OptimStep(pb.OptimStepRequest(model_id=name, seq_id=seq_id, adam_params=ADAM))
+        return answer.metrics["grad_norm:mean"]
+
+    try:
+        with trainer.stub() as stub:
+            create(stub, "plain")
+            expected = []
+            for seq_id in (1, 4):
+                accumulate(stub, "plain", seq_id)
+                accumulate(stub, "plain", seq_id + 1)
+                expected.append(step(stub, "plain", seq_id + 2))
+            found: dict[str, list[float]] = {"one": [], "other": []}
+            for name in found:
+                create(stub, name)
+            for seq_id in (1, 4):
+                for call in (accumulate, accumulate, step):
+                    for name, norms in found.items():
+                        norm = call(stub, name, seq_id)
+                        norms += [] if norm is None else [norm]
+                    seq_id += 1
+            assert found["one"] == found["other"]
+            assert found["one"] == pytest.approx(expected, rel=1e-5)
+            assert figure(trainer, "trainer_park_seconds_count") >= 12
+    finally:
+        trainer.kill()

@@ -86,10 +86,9 @@ class Acceptance:
         self._check_near(model, seq_id)
         # The next operation of a model may go above the bound of memory: others may wait for it that hold all of it.
         is_next = seq_id == model.next_to_enter and model.has_settled_before(seq_id)
-        if is_next and seq_id:
-            self._held.check_next(model_id, held_bytes)
-        elif seq_id:
-            self._held.check(model_id, held_bytes)
+        if seq_id:  # a creation was looked at before it had a place
+            check = self._held.check_next if is_next else self._held.check
+            check(model_id, held_bytes)
         return await self._append(model, seq_id, body, build, held_bytes=held_bytes, is_next=is_next)
 
     def _check_near(self, model: ModelQueue, seq_id: int) -> None:

@@ -76,8 +76,8 @@ class Parking:
             await self.park_idle(idle_s)
 
     async def park_idle(self, idle_s: float) -> None:
-        for model in [model for model in self._models if time.monotonic() - model.used_s >= idle_s]:
-            if self._may_go(model):
+        for model in list(self._models):
+            if time.monotonic() - model.used_s >= idle_s and self._may_go(model):
                 await self._park(model)
 
     @contextmanager

@@ -83,10 +83,11 @@ class Replay:
     def give_up(self, model_id: str, why: str, *, cause: ServiceError | None = None) -> None:
         """The model cannot be restored by this process; the journal keeps it for another, or for another try."""
         model = self._models.remove(model_id)
-        if model is not None and model.restoration is not None and model.restoration.unparks:
-            error = cause if isinstance(cause, OutOfCapacity) else lost(model_id, why)
+        error: ServiceError = lost(model_id, why)
+        unparks = model is not None and model.restoration is not None and model.restoration.unparks
+        if unparks and isinstance(cause, OutOfCapacity):
+            error = cause  # it is parked again
         else:
-            error = lost(model_id, why)
             self._metrics.durability.unrestored_models.inc()
         logger.error("%s", error)
         self._models.unrestored[model_id] = error

@@ -24,6 +24,13 @@ def held(bench: Bench) -> float:
     return bench.registry.get_sample_value("trainer_held_bytes") or 0.0
 
 
+async def test_a_creation_that_finds_no_memory_leaves_no_model(make_bench: MakeBench) -> None:
+    bench = await make_bench(max_queued_bytes=1000)
+    with pytest.raises(OutOfCapacity, match="max_queued_bytes 1000"):
+        await bench.batch("a", 0, held_bytes=600)
+    assert not bench.registry.get_sample_value("trainer_models")
+
+
 async def test_what_is_queued_is_bounded_by_its_memory_and_taken_when_others_are_done(make_bench: MakeBench) -> None:
     bench = await make_bench(max_queued_bytes=1000)
     await bench.create("a")

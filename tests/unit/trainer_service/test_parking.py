@@ -79,6 +79,23 @@ async def test_a_model_that_is_parked_after_each_operation_changes_no_bit_and_no
     assert parked.count("replayed_operations_total", kind="forward_backward") == 0
 
 
+async def test_a_model_without_work_is_parked_after_the_idle_time_and_one_with_work_is_not(
+    start: Start, tmp_path: Path
+) -> None:
+    process = await start(tmp_path / "0")
+    await run(process, [creation("idle"), creation("busy")])
+    await process.send(step("busy", 2))  # waits for 1
+    looking = asyncio.create_task(process.scheduler.parking.run(idle_s=0.05))
+    for _ in range(1000):
+        if in_memory(process) == {"busy"}:
+            break
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    looking.cancel()
+    assert in_memory(process) == {"busy"}
+    assert process.count("parked_models") == 1
+
+
 async def test_the_one_used_longest_ago_makes_place_for_another(start: Start, tmp_path: Path) -> None:
     process = await start(tmp_path / "0", max_models=2)
     for name in ("a", "b"):
@@ -344,3 +361,36 @@ async def test_models_are_parked_where_memory_for_another_is_short(
     await run(process, [batch("c", 1)])
     await run(process, [batch("b", 1)])  # tried again
     assert isinstance(await process.outcome("b", 1), Answer)
+
+
+async def test_a_second_run_that_trains_all_parameters_parks_the_first(
+    start: Start, model_folder: Path, tmp_path: Path
+) -> None:
+    def full() -> BaseModel:
+        return BaseModel.load(model_folder, device=torch.device("cpu"), dtype=torch.float32, trainable=True)
+
+    def script(name: str, *, seed: int) -> list[Any]:
+        everything = types_pb2.LoraConfig(rank=0, train_attn=True, train_mlp=True, train_unembed=True)
+        made = pb.CreateModelRequest(model_id=name, base_model="tiny", lora_config=everything)
+        return [made, batch(name, 1, seed=seed), step(name, 2), batch(name, 3, seed=2 * seed), step(name, 4)]
+
+    async def trained(process: Process, name: str) -> dict[str, Tensor]:
+        await asyncio.gather(*process.scheduler._tasks)
+        return {key: tensor.clone() for key, tensor in (await process.weights(name)).items()}
+
+    expected = {}
+    for seed, name in enumerate(("a", "b")):
+        process = await Process.start(tmp_path / name, full(), max_models=1)
+        await run(process, script(name, seed=seed))
+        expected[name] = await trained(process, name)
+        await delete(process, name)
+        await process.stop()
+    together = await Process.start(tmp_path / "together", full(), max_models=1)
+    try:
+        for one, other in zip(script("a", seed=0), script("b", seed=1), strict=True):
+            await run(together, [one, other])
+        for name in ("a", "b"):
+            assert_equal(await trained(together, name), expected[name])
+        assert together.count("parked_models") == 1
+    finally:
+        await together.stop()
