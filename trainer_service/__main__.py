@@ -28,6 +28,7 @@ from tinsmith.weight_channel.ring_memory import gpu_uuid
 from trainer_service.admin_servicer import TrainerAdminServicer
 from trainer_service.config import TrainerConfig
 from trainer_service.durability import journal_file
+from trainer_service.durability.executing import Executing
 from trainer_service.durability.journal import Journal
 from trainer_service.durability.restore import Restorer, check_journal
 from trainer_service.durability.snapshot_files import SnapshotFiles
@@ -88,6 +89,7 @@ async def serve(config: TrainerConfig, group: RankGroup | None) -> None:
         result_retention_s=config.result_retention_s,
         metrics=metrics,
     )
+    executing = Executing(journal.folder)
     server = Server(
         config.listen,
         [trainer_pb2.DESCRIPTOR, trainer_admin_pb2.DESCRIPTOR, metrics_pb2.DESCRIPTOR],
@@ -103,9 +105,10 @@ async def serve(config: TrainerConfig, group: RankGroup | None) -> None:
         await server.start()
         logger.info("listening on port %d", server.port)
         stopping = asyncio.create_task(stop.wait())
-        starting = asyncio.create_task(start(config, journal, metrics, group, port=server.port))
+        starting = asyncio.create_task(start(config, journal, executing, metrics, group, port=server.port))
         await asyncio.wait({stopping, starting}, return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
+            executing.close()  # the first models may be running again already
             _leave("stopped while the base model was loading")
         try:
             servicer.trainer = trainer = starting.result()
@@ -143,12 +146,18 @@ async def serve(config: TrainerConfig, group: RankGroup | None) -> None:
         if died.done():
             _leave("ended, because the engine has died", status=1)
         if group is None or ended or not await asyncio.to_thread(group.lacks_a_rank):
-            trainer.scheduler.executing.close()
+            executing.close()
         _leave("stopped" if ended else "stopped in the middle of a step")
 
 
 async def start(
-    config: TrainerConfig, journal: Journal, metrics: Metrics, group: RankGroup | None, *, port: int
+    config: TrainerConfig,
+    journal: Journal,
+    executing: Executing,
+    metrics: Metrics,
+    group: RankGroup | None,
+    *,
+    port: int,
 ) -> Trainer:
     """Loads the base model and puts the parts together.
 
@@ -189,6 +198,7 @@ async def start(
         max_queued_bytes=config.max_queued_bytes or host_bytes() // _QUEUED_SHARE,
         metrics=metrics,
         alone=config.deterministic,
+        executing=executing,
     )
     sequences = canary_of(base)
     unadapted = await asyncio.to_thread(engine.score, None, sequences)

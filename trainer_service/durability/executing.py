@@ -2,13 +2,16 @@
 
 An operation is being executed while its request becomes a batch, while the compute thread works at it, and while its
 answer becomes a message. Meanwhile its name lies in a slot of a file beside the journal. Writing a slot is one `pwrite`
-without a sync: the slot survives the end of the process, and need not survive that of the machine, because no operation
-cuts the power.
+without a sync: the slot survives the end of the process. It need not survive that of the machine, and does not count
+then: no operation cuts the power. So the file begins with the kernel's id of its boot.
 
 Each operation that was being executed when the process ended is a suspect. A suspect runs again while nothing else
 does. Once its answer is stored it is a suspect no longer. If the process ends before, the suspect alone was being
 executed: it is condemned, and does not run a third time. An operation with an answer, which runs again for what it does
 to its model, has run through before, and without it the model is lost: it is condemned after more deaths.
+
+An operation that reads or writes a checkpoint may do so for minutes, and a store that does not answer must not keep all
+others waiting. So deaths in that time make no suspect. They are counted apart, and condemn after more of them.
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from tinsmith.rpc.errors import ServiceError
@@ -29,6 +33,8 @@ logger = logging.getLogger(__name__)
 NAME = "executing"
 MOST_DEATHS = 2
 MOST_DEATHS_ANSWERED = 5
+MOST_DEATHS_STORING = 5
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SLOT_BYTES = 256
 """A model id has 200 at most."""
 _POLL_S = 0.005
@@ -37,16 +43,27 @@ _POLL_S = 0.005
 Name = tuple[str, int]
 """model_id and seq_id."""
 
+_IDLE, _EXECUTING, _STORING = "idle", "executing", "storing"
+"""What an operation does, in its slot."""
+
+
+@dataclass(slots=True)
+class Deaths:
+    """How often the process has ended in the middle of one operation."""
+
+    executing: int = 0
+    storing: int = 0
+
 
 class Executing:
-    """Thread safe. A file that cannot be written is logged once: the next process then suspects nobody."""
+    """Thread safe. A slot that cannot be written, as on a full disk, is logged once: a death then counts for nobody."""
 
     def __init__(self, folder: Path) -> None:
         """Reads what the process before has left in the folder of the journal, and counts its death."""
         self._path = folder / NAME
         self._lock = threading.Lock()
-        self._num_deaths: dict[Name, int] = {}
-        """How often the process has ended in the execution of each suspect or condemned operation."""
+        self._deaths: dict[Name, Deaths] = {}
+        """Of each operation in which the process has ended."""
         self._slots: dict[Name, int] = {}
         self._free: list[int] = []
         self._num_entered = 0
@@ -54,35 +71,44 @@ class Executing:
         self._alone: Name | None = None
         """The suspect that is being executed, or that waits until nothing else is."""
         self._file: int | None = None
+        self._has_failed = False
         try:
-            self._num_deaths = _counted(self._path)
+            self._deaths = _counted(self._path)
             self._file = self._rewritten()
         except OSError as error:
-            self._give_up(error)
-        for (model_id, seq_id), count in self._num_deaths.items():
-            logger.warning("the trainer has ended %d times while it ran %s, seq_id %d", count, model_id, seq_id)
+            self._warn(error)
+        for (model_id, seq_id), deaths in self._deaths.items():
+            logger.warning(
+                "the trainer has ended %d times while it ran %s, seq_id %d, and %d times while it read or wrote its "
+                "checkpoint",
+                *(deaths.executing, model_id, seq_id, deaths.storing),
+            )
 
     def close(self) -> None:
         """Forgets what is being executed: the process is about to end by no fault of an operation."""
         with self._lock:
             for name in list(self._slots):
-                self._write(name, is_executing=False)
+                self._write(name, _IDLE)
             if self._file is not None:
                 os.close(self._file)
                 self._file = None
 
     def is_suspect(self, model_id: str, seq_id: int) -> bool:
         """True for an operation that is to be executed while nothing else is."""
-        return (model_id, seq_id) in self._num_deaths
+        return self._deaths.get((model_id, seq_id), Deaths()).executing > 0
 
     def check(self, model_id: str, seq_id: int, *, answered: bool = False) -> None:
         """Raises the error of an operation that is not executed any more. `answered`: it has an answer."""
-        num_deaths = self._num_deaths.get((model_id, seq_id), 0)
-        if num_deaths < (MOST_DEATHS_ANSWERED if answered else MOST_DEATHS):
+        deaths = self._deaths.get((model_id, seq_id), Deaths())
+        if deaths.executing >= (MOST_DEATHS_ANSWERED if answered else MOST_DEATHS):
+            times, what = deaths.executing, "ran this"
+        elif deaths.storing >= MOST_DEATHS_STORING:
+            times, what = deaths.storing, "read or wrote the checkpoint of this"
+        else:
             return
-        times = "twice" if num_deaths == 2 else f"{num_deaths} times"
+        often = "twice" if times == 2 else f"{times} times"
         raise ServiceError(
-            f"the trainer ended {times} while it ran this; the log of the trainer, before it was started again, has "
+            f"the trainer ended {often} while it {what}; the log of the trainer, before it was started again, has "
             "the cause",
             model_id=model_id,
             seq_id=seq_id,
@@ -114,6 +140,18 @@ class Executing:
         finally:
             self.end(names)
 
+    @contextmanager
+    def storing(self, model_id: str, seq_id: int) -> Iterator[None]:
+        """Around the reading or writing of a checkpoint. Waits for nobody, and keeps nobody waiting."""
+        name = (model_id, seq_id)
+        with self._lock:
+            self._write(name, _STORING)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._write(name, _IDLE)
+
     def begin(self, names: Sequence[Name]) -> None:
         """Of the compute thread, which waits here for a suspect, or with a suspect for the others."""
         while not self._enter(names):
@@ -125,11 +163,11 @@ class Executing:
             if self._alone in names:
                 self._alone = None
             for name in names:
-                self._write(name, is_executing=False)
+                self._write(name, _IDLE)
 
     def _enter(self, names: Sequence[Name]) -> bool:
         with self._lock:
-            suspect = next((name for name in names if name in self._num_deaths), None)
+            suspect = next((name for name in names if self.is_suspect(*name)), None)
             if self._alone is not None and self._alone != suspect:
                 return False
             self._alone = suspect  # from here on nobody else enters
@@ -137,7 +175,7 @@ class Executing:
                 return False
             self._num_entered += 1
             for name in names:
-                self._write(name, is_executing=True)
+                self._write(name, _EXECUTING)
             return True
 
     def _stand_back(self, names: Sequence[Name]) -> None:
@@ -146,69 +184,90 @@ class Executing:
                 self._alone = None
 
     def _forget(self, which: Callable[[Name], bool]) -> None:
-        if not self._num_deaths:  # as nearly always
+        if not self._deaths:  # as nearly always
             return
         with self._lock:
-            for name in [name for name in self._num_deaths if which(name)]:
-                del self._num_deaths[name]
+            for name in [name for name in self._deaths if which(name)]:
+                del self._deaths[name]
                 if self._alone == name:
                     self._alone = None
-                self._write(name, is_executing=False)
+                self._write(name, _IDLE)
 
     # The file
 
-    def _write(self, name: Name, *, is_executing: bool) -> None:
-        """Called with the lock. A suspect keeps its slot, in which its deaths are counted."""
+    def _write(self, name: Name, doing: str) -> None:
+        """Called with the lock. An operation with deaths keeps its slot, in which they are counted."""
         if self._file is None:
             return
-        deaths = self._num_deaths.get(name, 0)
-        if not is_executing and not deaths and name not in self._slots:
+        deaths = self._deaths.get(name)
+        is_kept = doing != _IDLE or deaths is not None
+        if not is_kept and name not in self._slots:
             return
         slot = self._slots.get(name)
         if slot is None:
             slot = self._slots[name] = self._free.pop() if self._free else len(self._slots)
-        data = _packed(name, deaths, is_executing=is_executing) if is_executing or deaths else b""
-        if not data:
+        if not is_kept:
             self._free.append(self._slots.pop(name))
         try:
-            os.pwrite(self._file, data.ljust(_SLOT_BYTES, b"\0"), slot * _SLOT_BYTES)
+            _put(self._file, slot, _packed(name, deaths or Deaths(), doing) if is_kept else "")
         except OSError as error:
-            self._give_up(error)
+            self._warn(error)
 
     def _rewritten(self) -> int:
         """The file with the suspects, on the disk before any of them runs again."""
         new = self._path.with_name(f"{NAME}.new")
         file = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-        for slot, (name, count) in enumerate(self._num_deaths.items()):
+        _put(file, -1, _boot_id())
+        for slot, (name, deaths) in enumerate(self._deaths.items()):
             self._slots[name] = slot
-            os.pwrite(file, _packed(name, count, is_executing=False).ljust(_SLOT_BYTES, b"\0"), slot * _SLOT_BYTES)
+            _put(file, slot, _packed(name, deaths, _IDLE))
         os.fsync(file)
         new.rename(self._path)
         return file
 
-    def _give_up(self, error: OSError) -> None:
-        self._file = None
-        logger.warning(
-            "%s cannot be written, so that an operation which ends the trainer again and again will not be noticed: %s",
-            *(self._path, error),
-        )
+    def _warn(self, error: OSError) -> None:
+        if not self._has_failed:
+            logger.warning(
+                "%s cannot be written, so that an operation which ends the trainer again and again may go unnoticed: "
+                "%s",
+                *(self._path, error),
+            )
+        self._has_failed = True
 
 
-def _packed(name: Name, deaths: int, *, is_executing: bool) -> bytes:
+def _boot_id() -> str:
+    """Of the machine; empty where the kernel has none."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _put(file: int, slot: int, text: str) -> None:
+    """Slot -1 is that of the boot."""
+    os.pwrite(file, text.encode().ljust(_SLOT_BYTES, b"\0"), (slot + 1) * _SLOT_BYTES)
+
+
+def _packed(name: Name, deaths: Deaths, doing: str) -> str:
     model_id, seq_id = name
-    return f"{int(is_executing)} {deaths} {seq_id} {model_id}".encode()
+    return f"{doing} {deaths.executing} {deaths.storing} {seq_id} {model_id}"
 
 
-def _counted(path: Path) -> dict[Name, int]:
-    """For each operation in the file, the deaths in whose moment it was being executed."""
+def _counted(path: Path) -> dict[Name, Deaths]:
+    """For each operation in the file, the deaths in the middle of it. The process has not died, if the machine has."""
     if not path.exists():
         return {}
-    counted: dict[Name, int] = {}
+    counted: dict[Name, Deaths] = {}
     data = path.read_bytes()
-    for start in range(0, len(data), _SLOT_BYTES):
-        fields = data[start : start + _SLOT_BYTES].rstrip(b"\0").decode(errors="replace").split(" ", 3)
-        if len(fields) != 4 or not all(field.isdecimal() for field in fields[:3]):
+    slots = [data[start : start + _SLOT_BYTES] for start in range(0, len(data), _SLOT_BYTES)]
+    boot, *others = (slot.rstrip(b"\0").decode(errors="replace") for slot in slots or [b""])
+    has_died = boot == _boot_id()
+    for text in others:
+        doing, *numbers, model_id = text.split(" ", 4) if text.count(" ") >= 4 else ("", "")
+        if doing not in (_IDLE, _EXECUTING, _STORING) or not all(number.isdecimal() for number in numbers):
             continue  # empty, or damaged: nobody is suspected for that
-        is_executing, deaths, seq_id = map(int, fields[:3])
-        counted[fields[3], seq_id] = deaths + is_executing
+        executing, storing, seq_id = map(int, numbers)
+        deaths = Deaths(executing + (has_died and doing == _EXECUTING), storing + (has_died and doing == _STORING))
+        if deaths != Deaths():
+            counted[model_id, seq_id] = deaths
     return counted

@@ -33,7 +33,8 @@ class Loads:
 
     async def _load(self, turn: Turn, request: pb.LoadCheckpointRequest, location: Location) -> pb.WaitResultResponse:
         await turn.settled()  # it may be the checkpoint that the operation before is writing
-        info, state = await self.read_to_train(location, with_optimizer=request.load_optimizer, field="location")
+        with turn.storing():
+            info, state = await self.read_to_train(location, with_optimizer=request.load_optimizer, field="location")
         await turn.run(lambda: self.engine.restore(request.model_id, state, with_optimizer=request.load_optimizer))
         model = self.models.get(request.model_id)
         model.step = state.step

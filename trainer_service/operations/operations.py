@@ -105,9 +105,10 @@ class Operations:
         base_model, state = request.base_model, None
         optimizer = request.optimizer or DEFAULT_OPTIMIZER
         if location is not None:
-            info, state = await self.loads.read_to_train(
-                location, with_optimizer=request.load_optimizer, field="from_location"
-            )
+            with turn.storing():
+                info, state = await self.loads.read_to_train(
+                    location, with_optimizer=request.load_optimizer, field="from_location"
+                )
             base_model = base_model or info.base_model
             if state.optimizer is not None:
                 optimizer = request.optimizer or state.optimizer.kind

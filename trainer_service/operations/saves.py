@@ -87,7 +87,8 @@ class Saves:
         version_id = model.version(request.seq_id)
         written = await self.checkpoints.reads(self._written, location, version_id) if again else None
         if written is not None:
-            return await self._finish(written, location)
+            with turn.storing():
+                return await self._finish(written, location)
         scores: asyncio.Future[Scores] | None = None
         if self.publishing.sends(request.kind):
             state, scores = await self.publishing.capture_and_score(turn, request.model_id)
@@ -109,9 +110,14 @@ class Saves:
         )
         if request.overwrite:
             await self.checkpoints.writes(self.publishing.keep_replaced, location)
-        saving = self.checkpoints.writes(
-            self.checkpoints.save, info, state, overwrite=request.overwrite, recipients=recipients
-        )
+
+        async def save() -> types_pb2.CheckpointInfo:
+            with turn.storing():
+                return await self.checkpoints.writes(
+                    self.checkpoints.save, info, state, overwrite=request.overwrite, recipients=recipients
+                )
+
+        saving = save()
         if scores is not None:
             stored, certified = await self.publishing.with_save(saving, info, state, scores)
         else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -48,6 +49,9 @@ class _Turn:
         self._execution.advance(self._model)
         return await result
 
+    def storing(self) -> AbstractContextManager[None]:
+        return self._execution.executing.storing(self._model.model_id, self._operation.seq_id)
+
     async def settled(self) -> None:
         own = self._operation.seq_id
         if earlier := [operation.outcome for operation in self._model.unsettled if operation.seq_id < own]:
@@ -76,7 +80,7 @@ class Execution:
         """has_settled: is told of each outcome, once it is set."""
         self._compute = compute
         self._metrics = metrics
-        self._executing = executing
+        self.executing = executing
         self._spawn = spawn
         self._has_settled = has_settled
         self._closed = False
@@ -97,7 +101,7 @@ class Execution:
             model.unsettled.add(operation)
             if isinstance(operation.work, RunBatch):
                 result: asyncio.Future[Output] = asyncio.get_running_loop().create_future()
-                alone = self._executing.is_suspect(model.model_id, operation.seq_id)
+                alone = self.executing.is_suspect(model.model_id, operation.seq_id)
                 run = BatchRun.of(operation, operation.work.batch, result, alone=alone)
                 self.enter(model, run)
                 self._spawn(self._run_batch(model, run))
@@ -141,7 +145,7 @@ class Execution:
             if run.operation.replayed:
                 outcome = Answer()
             else:
-                async with self._executing.stage(model.model_id, run.operation.seq_id):
+                async with self.executing.stage(model.model_id, run.operation.seq_id):
                     large = sum(run.load.lengths) > _LARGE_TOKENS
                     outcome = await asyncio.to_thread(_answer, output) if large else _answer(output)
         except ServiceError as error:

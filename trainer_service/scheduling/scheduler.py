@@ -62,14 +62,15 @@ class Scheduler:
         max_queued_bytes: int = 1024**3,
         metrics: Metrics,
         alone: bool = False,
+        executing: Executing | None = None,
     ) -> None:
-        """`alone`: no two batches share a micro-batch."""
+        """`alone`: no two batches share a micro-batch. `executing`: of the journal's folder; made here unless given."""
         self._journal = journal
         self._tasks: set[asyncio.Task[Any]] = set()
         self._models = ModelQueues(metrics, max_models=max_models, max_known_models=max_known_models)
         self.parking = Parking(self._models, metrics, self.spawn)
         self._held = HeldBytes(metrics, max_bytes=max_queued_bytes)
-        self.executing = Executing(journal.folder)
+        self.executing = Executing(journal.folder) if executing is None else executing
         self._compute = ComputeThread(engine, metrics, self.executing, alone=alone)
         self._execution = Execution(self._compute, metrics, self.executing, self.spawn, self._has_settled)
         self._acceptance = Acceptance(

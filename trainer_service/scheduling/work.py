@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -109,6 +110,11 @@ class Turn(Protocol):
 
         Once for each operation. The model's next operation may start as soon as this call waits for its turn.
         """
+        ...
+
+    def storing(self) -> AbstractContextManager[None]:
+        """Around the reading or writing of a checkpoint: should the process die of it too often, it is not tried
+        again."""
         ...
 
     async def settled(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import shutil
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 
 from tests.unit.trainer_service.scheduling import Bench, MakeBench
 from tinsmith.rpc.errors import ServiceError
-from trainer_service.durability.executing import MOST_DEATHS_ANSWERED, NAME, Executing
+from trainer_service.durability.executing import MOST_DEATHS_ANSWERED, MOST_DEATHS_STORING, NAME, Deaths, Executing
 
 A, B = ("a:train:0", 7), ("b:train:0", 3)
 
@@ -65,7 +66,7 @@ def test_what_has_ended_leaves_no_trace_and_its_place_is_used_again(tmp_path: Pa
         executing.begin([(f"m{n}", n)])
         executing.end([(f"m{n}", n)])
     assert (tmp_path / NAME).stat().st_size <= 1024
-    assert not died(tmp_path)._num_deaths
+    assert not died(tmp_path)._deaths
 
 
 def test_a_graceful_end_in_the_middle_of_an_operation_is_no_death_and_keeps_the_count_of_a_suspect(
@@ -102,7 +103,7 @@ def test_operations_of_models_that_are_gone_are_forgotten(tmp_path: Path) -> Non
     assert again.is_suspect(*A)
     assert not again.is_suspect(*B)
     again.forget_model(A[0])
-    assert not died(tmp_path)._num_deaths
+    assert not died(tmp_path)._deaths
 
 
 def test_a_process_that_is_really_killed_leaves_what_it_was_executing(tmp_path: Path) -> None:
@@ -116,10 +117,13 @@ def test_a_process_that_is_really_killed_leaves_what_it_was_executing(tmp_path: 
     assert died(tmp_path).is_suspect(*A)
 
 
-@pytest.mark.parametrize("damage", [b"\xff\x00 nonsense" * 99, b"1 x 3 m", b"", b"1 1"])
+@pytest.mark.parametrize("damage", [b"\xff\x00 nonsense" * 99, b"executing x 0 3 m", b"", b"1 1", b"running 1 0 3 m"])
 def test_a_damaged_file_condemns_nobody(tmp_path: Path, damage: bytes) -> None:
-    (tmp_path / NAME).write_bytes(damage)
-    assert not Executing(tmp_path)._num_deaths
+    Executing(tmp_path).begin([A])
+    boot = (tmp_path / NAME).read_bytes()[:256]
+    for file in (boot + damage, damage):
+        (tmp_path / NAME).write_bytes(file)
+        assert not Executing(tmp_path)._deaths
 
 
 def test_a_file_that_cannot_be_written_is_told_once_and_stops_nobody(
@@ -137,6 +141,58 @@ def test_a_file_that_cannot_be_written_is_told_once_and_stops_nobody(
     ]
     (tmp_path / "file").touch()
     Executing(tmp_path / "file").begin([A])  # no folder at all
+
+
+def test_a_disk_that_was_full_for_a_while_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What had begun before it was full is not suspected for ever, and what begins later is noted."""
+    executing = Executing(tmp_path)
+    executing.begin([A])
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        executing.end([A])
+    executing.begin([A, B])
+    executing.end([A])
+    assert list(died(tmp_path)._deaths) == [B]
+
+
+def test_the_end_of_the_machine_counts_for_nobody_and_takes_nothing_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power cut the file may be as it was, or not. Nor does a copy on another machine count."""
+    Executing(tmp_path).begin([A])
+    died(tmp_path).begin([A, B])
+    (tmp_path / "boot_id").write_text("another\n")
+    monkeypatch.setattr("trainer_service.durability.executing._BOOT_ID", tmp_path / "boot_id")
+    rebooted = died(tmp_path)
+    assert rebooted.is_suspect(*A)
+    assert not is_condemned(rebooted, A)
+    assert not rebooted.is_suspect(*B)
+    rebooted.begin([A])
+    assert is_condemned(died(tmp_path), A)
+
+
+def test_what_reads_or_writes_a_checkpoint_is_condemned_by_more_deaths_and_is_never_alone(tmp_path: Path) -> None:
+    executing = Executing(tmp_path)
+    for _ in range(MOST_DEATHS_STORING):
+        assert not is_condemned(executing, A)
+        assert not executing.is_suspect(*A)
+        with executing.storing(*B):
+            pass
+        with executing.storing(*A):
+            executing.begin([B])  # waits for nobody
+            executing.end([B])
+            executing = died(tmp_path)
+    assert is_condemned(executing, A)
+    assert is_condemned(executing, A, answered=True)
+    with pytest.raises(ServiceError, match="ended 5 times while it read or wrote the checkpoint of this"):
+        executing.check(*A)
+    assert not is_condemned(executing, B)
+    executing.forget(*A)
+    assert not died(tmp_path)._deaths
 
 
 async def test_a_suspect_waits_until_nothing_else_is_executed_and_then_nothing_else_is(tmp_path: Path) -> None:
@@ -193,7 +249,7 @@ async def test_after_a_death_the_suspects_share_no_micro_batch_and_the_others_do
     executing = bench.scheduler.executing
     names = ("a", "b", "c", "d")
     await bench.create(*names)
-    executing._num_deaths = {("a", 1): 1, ("b", 1): 1}
+    executing._deaths = {("a", 1): Deaths(executing=1), ("b", 1): Deaths(executing=1)}
     blocker = await bench.hold("d", 1)
     operations = [await bench.batch(name, 1, lengths=[10, 10]) for name in names[:3]]
     operations.append(await bench.batch("d", 2, lengths=[10, 10]))
@@ -202,7 +258,7 @@ async def test_after_a_death_the_suspects_share_no_micro_batch_and_the_others_do
         await operation.wait()
         await operation.stored.wait()
     assert sorted(map(sorted, bench.engine.sizes[1:])) == [["a1"], ["b1"], ["c1", "d2"]]
-    assert not executing._num_deaths
+    assert not executing._deaths
 
 
 async def test_a_crash_suspects_the_operations_of_the_micro_batch_that_ran(bench: Bench, tmp_path: Path) -> None:
@@ -211,7 +267,7 @@ async def test_a_crash_suspects_the_operations_of_the_micro_batch_that_ran(bench
     waiting = await bench.batch("b", 1)
     (tmp_path / "copy").mkdir()
     shutil.copy(tmp_path / NAME, tmp_path / "copy" / NAME)
-    assert list(died(tmp_path / "copy")._num_deaths) == [("a", 1)]
+    assert list(died(tmp_path / "copy")._deaths) == [("a", 1)]
     bench.engine.gate.set()
     await running.wait()
     await waiting.wait()

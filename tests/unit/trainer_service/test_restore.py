@@ -22,13 +22,21 @@ from tinsmith.rpc.errors import ModelLost
 from tinsmith.rpc.tensors import to_numpy
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
-from trainer_service.durability.executing import MOST_DEATHS, MOST_DEATHS_ANSWERED, NAME, Executing
+from trainer_service.durability.executing import (
+    MOST_DEATHS,
+    MOST_DEATHS_ANSWERED,
+    MOST_DEATHS_STORING,
+    NAME,
+    Deaths,
+    Executing,
+)
 from trainer_service.durability.journal_file import sum_of
 from trainer_service.durability.journal_records import Body, State
 from trainer_service.durability.restore import check_journal
 from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Policy
 from trainer_service.scheduling.work import Answer
+from trainer_service.storage.checkpoints import CheckpointStore
 from trainer_service.storage.locations import Location
 
 MODEL = "s:train:0"
@@ -708,7 +716,7 @@ async def test_an_operation_that_was_executed_at_two_deaths_fails_with_the_step_
     await process.journal.append(MODEL, 3, Body.pack("forward_backward", batch(3)))
     await process.stop()
     executing = Executing(tmp_path / "0")
-    executing._num_deaths[MODEL, 3] = MOST_DEATHS - 1
+    executing._deaths[MODEL, 3] = Deaths(executing=MOST_DEATHS - 1)
     executing.begin([(MODEL, 3)])
 
     again = await start(tmp_path / "0")
@@ -730,7 +738,7 @@ async def test_an_operation_with_an_answer_that_was_executed_at_five_deaths_leav
     answer = await process.outcome(MODEL, 1)
     await process.stop()
     executing = Executing(tmp_path / "0")
-    executing._num_deaths[MODEL, 1] = MOST_DEATHS_ANSWERED - 1
+    executing._deaths[MODEL, 1] = Deaths(executing=MOST_DEATHS_ANSWERED - 1)
     executing.begin([(MODEL, 1)])
 
     again = await start(tmp_path / "0")
@@ -742,3 +750,45 @@ async def test_an_operation_with_an_answer_that_was_executed_at_five_deaths_leav
     third = await start(tmp_path / "0")
     await third.scheduler.check_held(MODEL)
     await run(third, [batch(3), step(4)])
+
+
+async def test_an_operation_whose_checkpoint_ends_the_trainer_each_time_it_is_read_or_written_fails_in_the_end(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted: dict[str, bytes] = {}
+    folder = tmp_path / "0"
+
+    def noting(call: str) -> None:
+        plain = getattr(CheckpointStore, call)
+
+        def noted_call(*arguments: Any, **settings: Any) -> Any:
+            noted[call] = (folder / NAME).read_bytes()  # as it would be found after a death in this moment
+            return plain(*arguments, **settings)
+
+        monkeypatch.setattr(CheckpointStore, call, noted_call)
+
+    noting("load")
+    noting("save")
+    process = await start(folder)
+    await run(process, [creation(), batch(1), step(2), save(3, "one"), load(4, "one")])
+    assert isinstance(await process.outcome(MODEL, 4), Answer)
+    assert f"storing 0 0 3 {MODEL}".encode() in noted["save"]
+    assert f"storing 0 0 4 {MODEL}".encode() in noted["load"]
+    other = creation("other:train:0", from_location=f"{MODEL}/weights/one")
+    other.ClearField("lora_config")
+    await process.send(other)
+    assert isinstance(await process.outcome("other:train:0", 0), Answer)
+    assert b"storing 0 0 0 other:train:0" in noted["load"]
+
+    await process.journal.append(MODEL, 5, Body.pack("save_checkpoint", save(5, "two")))
+    await process.journal.append(MODEL, 6, Body.pack("load_checkpoint", load(6, "one")))
+    await process.stop()
+    executing = Executing(folder)
+    for seq_id in (5, 6):
+        executing._deaths[MODEL, seq_id] = Deaths(storing=MOST_DEATHS_STORING - 1)
+        executing._write((MODEL, seq_id), "storing")
+    again = await start(folder)
+    for seq_id in (5, 6):
+        assert "ended 5 times while it read or wrote the checkpoint of this" in str(await again.outcome(MODEL, seq_id))
+    await run(again, [batch(7), step(8)])
+    assert isinstance(await again.outcome(MODEL, 8), Answer)
