@@ -101,7 +101,7 @@ class GatewayConfig(GrpcTls, BaseSettings):
     64 KiB, as of heartbeats and polls, do not count. At least max_body_bytes."""
     max_body_values: int = Field(default=1_000_000, ge=1000)
     """Most values in a request body; in JSON a list or an object counts as 10, a member of an object as 3 more than its
-    value, and punctuation within texts counts too. A body with more is answered 413: parsing it would hold up all other
+    value. A body with more is answered 413: parsing it would hold up all other
     requests, and take many times its size in memory."""
     max_import_bytes: int = Field(default=4 * 2**30, gt=0)
     """Largest archive of an adapter to import; a larger one is answered 413. The trainer has a bound of its own."""

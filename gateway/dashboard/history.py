@@ -26,6 +26,8 @@ from tinsmith.v1 import trainer_pb2 as pb
 _TABLE = cast(Table, MetricPoint.__table__)
 _MAX_WAITING = 20_000
 """Points that may wait for a database that cannot be written, about 1 kB each; older ones are forgotten."""
+_PER_WRITE = 1000
+"""Points of one transaction."""
 _PER_QUERY = 500
 _MAX_UNCHECKED = 10_000
 """Runs of which this process knows how many rows they have at most; what it forgets is counted again."""
@@ -79,14 +81,14 @@ class History:
     async def flush(self) -> None:
         """Writes what has gathered; it stays gathered when that fails."""
         async with self._flushing:
-            points = list(self._waiting)
+            points = sorted(self._waiting, key=lambda point: point.run_id)
             self._waiting.clear()
-            if not points:
-                return
             try:
-                await self._write(points)
+                while points:  # after an outage all at once would hold up the event loop for seconds
+                    await self._write(points[:_PER_WRITE])
+                    del points[:_PER_WRITE]
             except BaseException:
-                self._waiting.extendleft(reversed(points))
+                self._waiting.extendleft(sorted(points, key=lambda point: point.at, reverse=True))
                 self._forget_oldest()
                 raise
 

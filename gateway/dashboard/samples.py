@@ -10,9 +10,10 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from sqlalchemy import delete, select
+from sqlalchemy import delete, insert, select
 
 from gateway.database.store import Store
 from gateway.database.tables.samples import RecentSample
@@ -28,16 +29,14 @@ _INT32 = 4
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """One sequence as it passes through the gateway."""
+    """What is kept of one sequence; the request and the answer may be a thousand times larger."""
 
     run_id: str
-    request_id: str
-    request: sampler_pb2.SampleRequest
-    sequence: types_pb2.SampledSequence
-    base_model: str
     session_id: str
     owner: str
-    at: float
+    """Empty: that of the session."""
+    row: dict[str, Any]
+    """Its columns, without the owner."""
 
 
 class RecentSamples:
@@ -62,9 +61,18 @@ class RecentSamples:
         belong to no run, and are not kept."""
         run_id = request.version_id.rpartition("@")[0]
         if self._keep and run_id:
-            now = time.time()
+            prompt = b"".join(chunk.encoded_text.tokens for chunk in request.prompt)
+            about = {
+                "run_id": run_id,
+                "base_model": base_model,
+                "at": time.time(),
+                "request_id": request_id,
+                "num_prompt_tokens": len(prompt) // _INT32,
+                "prompt": prompt[-MAX_PROMPT_TOKENS * _INT32 :],
+            }
             for sequence in sequences[: self._keep]:
-                self._drawn.append(Drawn(run_id, request_id, request, sequence, base_model, session_id, owner, now))
+                row = {**about, **_row(sequence), "version_id": _version(sequence) or request.version_id}
+                self._drawn.append(Drawn(run_id, session_id, owner, row))
 
     async def flush(self) -> None:
         """Writes what has gathered. It is not tried again when that fails: newer ones come."""
@@ -84,8 +92,8 @@ class RecentSamples:
             for each in drawn:
                 owner = each.owner or owners[each.session_id]
                 newest.setdefault((each.run_id, owner), deque(maxlen=self._keep)).append(each)
-            db.add_all(_row(each, owner) for (_, owner), some in newest.items() for each in some)
-            await db.flush()
+            rows = [{**each.row, "owner": owner} for (_, owner), some in newest.items() for each in some]
+            await db.execute(insert(RecentSample), rows)
             for run_id, owner in newest:
                 mine = (RecentSample.run_id == run_id, RecentSample.owner == owner)
                 ids = select(RecentSample.sample_id).where(*mine).order_by(RecentSample.sample_id.desc())
@@ -108,26 +116,21 @@ class RecentSamples:
             return list(await db.scalars(query.order_by(RecentSample.sample_id.desc()).limit(limit)))
 
 
-def _row(drawn: Drawn, owner: str) -> RecentSample:
-    prompt = b"".join(chunk.encoded_text.tokens for chunk in drawn.request.prompt)
-    sequence = drawn.sequence
-    tokens = sequence.tokens[: MAX_TOKENS * _INT32]
+def _version(sequence: types_pb2.SampledSequence) -> str:
+    """Of its last tokens; empty where the sampler did not say."""
     spans = sequence.version_spans
-    return RecentSample(
-        run_id=drawn.run_id,
-        owner=owner,
-        base_model=drawn.base_model,
-        at=drawn.at,
-        request_id=drawn.request_id,
-        version_id=spans[-1].version_id if spans else drawn.request.version_id,
-        num_prompt_tokens=len(prompt) // _INT32,
-        prompt=prompt[-MAX_PROMPT_TOKENS * _INT32 :],
-        num_tokens=len(sequence.tokens) // _INT32,
-        tokens=tokens,
-        logprobs=sequence.logprobs[: len(tokens)],
-        ranks=_ranks(tokens, sequence.topk_sampled_logprobs) if sequence.topk_sampled_logprobs.k else b"",
-        is_finished=sequence.stop_reason == types_pb2.STOP_REASON_STOP,
-    )
+    return spans[-1].version_id if spans else ""
+
+
+def _row(sequence: types_pb2.SampledSequence) -> dict[str, Any]:
+    tokens = sequence.tokens[: MAX_TOKENS * _INT32]
+    return {
+        "num_tokens": len(sequence.tokens) // _INT32,
+        "tokens": tokens,
+        "logprobs": sequence.logprobs[: len(tokens)],
+        "ranks": _ranks(tokens, sequence.topk_sampled_logprobs) if sequence.topk_sampled_logprobs.k else b"",
+        "is_finished": sequence.stop_reason == types_pb2.STOP_REASON_STOP,
+    }
 
 
 def _ranks(tokens: bytes, table: types_pb2.TopkLogprobs) -> bytes:

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -29,8 +30,12 @@ from tinsmith.v1 import trainer_pb2
 _IDS_BYTES = 4096
 """Enough of a forward_backward to hold its ids, which are its first fields in protobuf and its last ones in JSON."""
 _MAX_DRAINED_BYTES = 2**30
+_MAX_KEY_CHARACTERS = 300
 _MAX_WINDOW_BYTES = 2**23
 """Of a zstd frame that is read piece by piece: what RFC 8878 asks decoders for."""
+
+_PARSER = ThreadPoolExecutor(1, "bodies")
+"""One body at a time: a parser keeps the interpreter's lock, and the event loop would wait for several in turn."""
 
 T = TypeVar("T")
 Schema = TypeVar("Schema", bound=BaseModel)
@@ -95,9 +100,22 @@ def fingerprint(*parts: bytes | str | None) -> str:
     return digest.hexdigest()
 
 
+def idempotency_key(request: Request) -> str | None:
+    """What tells a repeat of this request from another one; the database has an index of them."""
+    key = request.headers.get("x-idempotency-key")
+    if key is not None and len(key) > _MAX_KEY_CHARACTERS:
+        raise InvalidRequest(
+            f"x-idempotency-key: has {len(key)} characters, and may have at most {_MAX_KEY_CHARACTERS}",
+            field="x-idempotency-key",
+        )
+    return key
+
+
 async def off_loop(work: Callable[[], T], *, num_bytes: int, config: GatewayConfig) -> T:
     """Does the work that so many bytes cause, in a thread when they are many."""
-    return await asyncio.to_thread(work) if num_bytes > config.thread_body_bytes else work()
+    if num_bytes <= config.thread_body_bytes:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(_PARSER, work)
 
 
 async def read_json(request: Request, config: GatewayConfig) -> tuple[dict[str, Any], bytes]:
@@ -119,7 +137,7 @@ def _check_values(number: int, body: bytes, config: GatewayConfig) -> None:
 
 
 def _object(body: bytes, config: GatewayConfig) -> dict[str, Any]:
-    _check_values(counting.json_values(body), body, config)
+    _check_values(counting.json_values(body, limit=config.max_body_values), body, config)
     try:
         parsed = from_json(body)
     except ValueError as error:

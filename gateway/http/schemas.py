@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from datetime import date
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic import AfterValidator, AwareDatetime, ConfigDict, Field, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema
 
+from gateway.known import Known
 from gateway.sampling.completions import LAST_CLONE_ID
 from gateway.storage.retention_rules import Policy
 
@@ -29,6 +30,8 @@ RequestId = Annotated[str, Field(max_length=20_000), AfterValidator(_storable)]
 
 _MAX_ENTRIES = 1024
 """Tags, or notes, of one session, run or checkpoint."""
+_MAX_NOTE_CHARACTERS = 64 * 2**10
+"""Of all of them together, and of other texts that are kept: lists and searches read them, by the thousand."""
 
 
 def _as_text(value: Any) -> str:
@@ -38,7 +41,17 @@ def _as_text(value: Any) -> str:
 
 Note = Annotated[Any, AfterValidator(_as_text)]
 """Any JSON, kept as text."""
-Metadata = Annotated[dict[Text, Note], Field(max_length=_MAX_ENTRIES)]
+
+
+def _short_together(notes: Any) -> Any:
+    texts = [*notes, *notes.values()] if isinstance(notes, dict) else notes
+    if (number := sum(map(len, texts))) > _MAX_NOTE_CHARACTERS:
+        raise ValueError(f"holds {number} characters in all, and this server keeps at most {_MAX_NOTE_CHARACTERS}")
+    return notes
+
+
+Metadata = Annotated[dict[Text, Note], Field(max_length=_MAX_ENTRIES), AfterValidator(_short_together)]
+Tags = Annotated[list[Text], Field(max_length=_MAX_ENTRIES), AfterValidator(_short_together)]
 
 
 class _UpToOneError:
@@ -57,28 +70,6 @@ _MAX_STOPS = 1024
 Stops = Annotated[list[Item], _UpToOneError(), Field(max_length=_MAX_STOPS)]
 
 
-class Known(BaseModel):
-    """Something of a client's whose every field is applied or refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    HARMLESS: ClassVar[frozenset[str]] = frozenset()
-    """Fields that may be sent though no schema has them, because they ask for nothing."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_what_is_set(cls, content: Any) -> Any:
-        """Leaves out unknown fields that are null or harmless. One of the others stays, for pydantic to refuse: an
-        error for each of a hundred thousand would hold up the event loop."""
-        fields = cls.model_fields
-        if not isinstance(content, dict) or all(name in fields for name in content):
-            return content
-        known = {name: content[name] for name in fields if name in content}
-        for name, value in content.items():
-            if value is not None and name not in fields and name not in cls.HARMLESS:
-                return {**known, name: value}
-        return known
-
-
 class Body(Known):
     model_config = ConfigDict(strict=True, protected_namespaces=())
     HARMLESS = frozenset({"type"})
@@ -86,9 +77,9 @@ class Body(Known):
 
 
 class CreateSession(Body):
-    tags: list[Text] = Field(default=[], max_length=_MAX_ENTRIES)
-    user_metadata: Metadata = {}
-    sdk_version: Text | None = None
+    tags: Tags = Field(default=[])
+    user_metadata: Metadata = Field(default={})
+    sdk_version: Id | None = None
     project_id: Id | None = None
     display_name: Id | None = None
 
@@ -103,7 +94,7 @@ class FinishReason(Body):
 
 class FinishSession(Body):
     reason: FinishReason
-    detail: Text | None = None
+    detail: Annotated[Text | None, Field(max_length=_MAX_NOTE_CHARACTERS)] = None
 
 
 class LoraConfig(Body):
@@ -192,7 +183,7 @@ class SaveWeights(OperationIds):
 
 class SaveWeightsForSampler(OperationIds):
     path: Id | None = None
-    sampling_session_seq_id: int | None = Field(default=None, ge=0)
+    sampling_session_seq_id: int | None = Field(default=None, ge=0, lt=2**63)
     kind: Literal["snapshot", "inflight"] = "snapshot"
     ttl_seconds: int | None = None
     user_metadata: Metadata | None = None
@@ -223,7 +214,7 @@ class WeightsInfo(Body):
 
 class CreateSamplingSession(Body):
     session_id: Id
-    sampling_session_seq_id: int = Field(ge=0)
+    sampling_session_seq_id: int = Field(ge=0, lt=2**63)
     base_model: Id | None = None
     model_path: Id | None = None
 
@@ -304,7 +295,7 @@ class RetrieveFutures(Body):
     target: FuturesTarget
     prev_cursor: int = Field(default=0, ge=0, lt=2**53)
     timeout: float | None = Field(default=None, ge=0)
-    retrieved_request_ids: Listed[str] = []
+    retrieved_request_ids: Listed[str] = Field(default=[])
 
 
 class JoinSamplingSession(Body):
@@ -348,7 +339,7 @@ class SetTtl(Body):
 
 class CopyWeights(Body):
     source_path: Id
-    destination_project_id: Text | None = None
+    destination_project_id: Id | None = None
     session_id: Id | None = None
     model_seq_id: int | None = Field(default=None, ge=0, lt=2**31)
     ttl_seconds: int | None = None
@@ -356,7 +347,7 @@ class CopyWeights(Body):
 
 
 class AssignProject(Body):
-    project_id: Text = Field(min_length=1)
+    project_id: Id = Field(min_length=1)
 
 
 class Query(Known):
@@ -445,7 +436,7 @@ class SearchCursor(Body):
 class SearchSessions(Body):
     session_id: Id | None = None
     project_ids: Listed[Text] | None = Field(default=None, max_length=100)
-    user_metadata: Metadata = {}
+    user_metadata: Metadata = Field(default={})
     display_name: Id | None = Field(default=None, min_length=1)
     owner: Annotated[OwnSearch | AccessibleSearch | UserSearch, Field(discriminator="type")] = OwnSearch(type="own")
     statuses: list[Annotated[StatusQuery, Field(discriminator="type")]] | None = Field(

@@ -18,7 +18,8 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from gateway.http.schemas import Known, Listed, Stops
+from gateway.http.schemas import Id, Listed, Stops
+from gateway.known import Known
 
 UNSUPPORTED = "unsupported"
 """Type of the validation errors that say that this server cannot honour a value."""
@@ -124,7 +125,7 @@ class Generate(Body):
     """Send server-sent events, token by token."""
     stream_options: StreamOptions | None = None
     """Only with stream."""
-    user: str | None = None
+    user: Id | None = None
     """Goes into the log."""
     return_token_ids: bool | None = None
     """Extension: answer with prompt_token_ids and, in each choice, token_ids."""

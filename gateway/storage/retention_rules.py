@@ -5,24 +5,25 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from gateway.database.tables.checkpoints import Checkpoint
+from gateway.known import Known
 
 KINDS = {"training": "weights", "sampler": "sampler_weights"}
 """Kind of a path, for each part of a policy. Checkpoints for download have no rules."""
 
 
-class Rules(BaseModel):
+class Rules(Known):
     """Each rule names checkpoints that are kept; those that none names are deleted. Without a rule all are kept."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(use_attribute_docstrings=True)
 
-    keep_last: int | None = Field(default=None, ge=1)
+    keep_last: int | None = Field(default=None, ge=1, lt=2**31)
     """The newest so many."""
-    keep_every_steps: int | None = Field(default=None, ge=1)
+    keep_every_steps: int | None = Field(default=None, ge=1, lt=2**31)
     """The first one at or after each multiple of so many optimizer steps."""
-    keep_within_seconds: int | None = Field(default=None, ge=1)
+    keep_within_seconds: int | None = Field(default=None, ge=1, lt=2**31)
     """All that are not older."""
 
     @property
@@ -30,10 +31,10 @@ class Rules(BaseModel):
         return self.keep_last is None and self.keep_every_steps is None and self.keep_within_seconds is None
 
 
-class Policy(BaseModel):
+class Policy(Known):
     """Of a training run."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(use_attribute_docstrings=True)
 
     training: Rules = Rules()
     """Of checkpoints that training resumes from."""

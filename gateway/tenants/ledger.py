@@ -52,6 +52,8 @@ _MAX_ROWS = 50_000
 """Spans and audit events that may wait for a database that cannot be written; further spans are dropped."""
 _MAX_TRAINED = 50_000
 """Training operations whose tokens may wait for it; further ones are not accepted, so that none goes unbilled."""
+PER_STATEMENT = 1000
+"""Rows that one statement writes; between two of them the event loop goes on."""
 _PER_QUERY = 500
 """Owners in one query: databases limit its parameters."""
 _USAGE, _COUNTS = cast(Table, Usage.__table__), cast(Table, TokenCount.__table__)
@@ -302,8 +304,10 @@ async def _add_rows(db: AsyncSession, batch: _Gathered) -> None:
         touch = update(_MODELS).where(_MODELS.c.model_id == bindparam("id")).values(last_request_at=bindparam("at"))
         await db.execute(touch, [{"id": model_id, "at": at} for model_id, at in sorted(batch.touched.items())])
     for kind in (AuditEvent, Span):
-        if some := [_values(row) for row in batch.rows if isinstance(row, kind)]:
-            await db.execute(insert(kind), some)  # not as objects: a thousand would hold up the event loop
+        rows = [row for row in batch.rows if isinstance(row, kind)]
+        for start in range(0, len(rows), PER_STATEMENT):
+            # Not as objects, and not all at once: after an outage they would hold up the event loop for seconds.
+            await db.execute(insert(kind), [_values(row) for row in rows[start : start + PER_STATEMENT]])
 
 
 async def _counts(db: AsyncSession, whose: Iterable[Whose]) -> dict[Whose, int]:

@@ -7,6 +7,7 @@ with numpy, and only what the wire can carry is checked here: what the numbers m
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -63,7 +64,7 @@ def forward_backward(
     for name, value in _object(batch.get("loss_fn_config") or {}, field=f"{key}.loss_fn_config").items():
         if isinstance(value, str):
             message.loss_fn_config_v2[name].text = value
-        elif isinstance(value, int | float) and math.isfinite(value):
+        elif isinstance(value, int | float) and abs(value) <= sys.float_info.max:  # false for NaN
             message.loss_fn_config_v2[name].number = value
         else:
             raise InvalidRequest(f"loss_fn_config.{name}: {_shown(value)} is neither a number nor a text")
@@ -94,7 +95,7 @@ def _datum(value: Mapping[str, Any], *, field: str) -> types_pb2.Datum:
 def _tensor(value: Mapping[str, Any], *, field: str) -> types_pb2.Tensor:
     convert.check_fields(value, _TENSOR_FIELDS, field=field)
     dtype = value.get("dtype")
-    if dtype not in _DTYPES:
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise InvalidRequest(f"{field}.dtype: {_shown(dtype)} is not one of {', '.join(_DTYPES)}", field=field)
     number, kind = _DTYPES[dtype]
     data = _numbers(value.get("data"), kind, field=f"{field}.data")

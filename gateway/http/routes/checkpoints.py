@@ -14,7 +14,7 @@ from gateway.convert import check_ttl
 from gateway.database.tables.checkpoints import Checkpoint
 from gateway.gateway import caller_of, gateway_of, owner_of
 from gateway.http import schemas
-from gateway.http.body import parse, read_json
+from gateway.http.body import idempotency_key, parse, read_json
 from gateway.http.errors import json_response
 from gateway.views import certificate_view, checkpoint_details, file_view, time_text
 from tinsmith.rpc.errors import CheckpointNotFound, DataCorrupted, InvalidRequest
@@ -39,7 +39,7 @@ async def _find_own(request: Request) -> Checkpoint:
 
 async def delete(request: Request) -> Response:
     await gateway_of(request).storage.checkpoints.delete(
-        _path(request), caller=caller_of(request), idempotency_key=request.headers.get("x-idempotency-key")
+        _path(request), caller=caller_of(request), idempotency_key=idempotency_key(request)
     )
     return json_response({})
 

@@ -10,7 +10,7 @@ from starlette.routing import Route
 from gateway.database.tables.sessions import Session
 from gateway.gateway import caller_of, gateway_of, owner_of
 from gateway.http import schemas
-from gateway.http.body import parse, read_json
+from gateway.http.body import idempotency_key, parse, read_json
 from gateway.http.errors import json_response
 from gateway.http.routes.runs import owner_in_scope
 from gateway.views import session_view, time_text
@@ -22,15 +22,15 @@ async def create_session(request: Request) -> Response:
     gateway = gateway_of(request)
     content, _ = await read_json(request, gateway.config)
     body = parse(schemas.CreateSession, content)
-    owner, idempotency_key = owner_of(request), request.headers.get("x-idempotency-key")
+    owner, key = owner_of(request), idempotency_key(request)
     limit = gateway.config.max_sessions
     is_full = await gateway.store.sessions.count(owner=owner) >= limit
-    if is_full and await gateway.store.sessions.of_key(owner, idempotency_key) is None:
+    if is_full and await gateway.store.sessions.of_key(owner, key) is None:
         raise OutOfCapacity(f"{limit} sessions of this key have not ended, and max_sessions is {limit}; end some first")
     session = await gateway.store.sessions.create(
         owner=owner,
         key_id=caller_of(request).key_id,
-        idempotency_key=idempotency_key,
+        idempotency_key=key,
         project_id=body.project_id,
         display_name=body.display_name,
         sdk_version=body.sdk_version,

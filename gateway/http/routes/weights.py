@@ -13,7 +13,7 @@ from starlette.routing import Route
 from gateway.convert import check_ttl
 from gateway.gateway import caller_of, gateway_of
 from gateway.http import schemas
-from gateway.http.body import Schema, parse, read_json
+from gateway.http.body import Schema, idempotency_key, parse, read_json
 from gateway.http.errors import json_response
 from gateway.http.routes.models import check_session, create_from_checkpoint
 from gateway.training.submissions import Rpc, rpc_of, submit_json
@@ -168,7 +168,7 @@ async def copy_weights(request: Request) -> Response:
             body.destination_project_id,
             ttl_seconds=ttl_seconds,
             caller=caller,
-            idempotency_key=request.headers.get("x-idempotency-key"),
+            idempotency_key=idempotency_key(request),
         )
     else:
         run_id = f"{body.session_id}:train:{body.model_seq_id}"

@@ -24,7 +24,7 @@ from gateway.database.tables.samples import RecentSample
 from gateway.database.tables.sessions import Model
 from gateway.gateway import Gateway
 from gateway.http.routes.dashboard import STATIC
-from tests.unit.gateway.commits import Statements
+from tests.unit.gateway.commits import Statements, commits, lost
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, sample_body
 from tests.unit.gateway.talking import END, TalkingSampler
 from tinsmith.rpc.metrics import new_registry
@@ -168,6 +168,30 @@ async def test_a_reader_whose_points_were_merged_gets_all_anew(stack: Stack) -> 
     assert (more["reset"], more["step"][-1]) == (True, 50)
 
 
+async def test_many_points_are_written_in_portions_and_none_is_lost_between_them(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """20,000 points of one run, as after an outage, kept the event loop from others for 2.5 s."""
+    monkeypatch.setattr("gateway.dashboard.history._PER_WRITE", 10)
+    store, commits_seen = gateway_of(stack).store, 0
+    history = History(store, max_points=64)
+
+    def fail() -> None:
+        nonlocal commits_seen
+        commits_seen += 1
+        if commits_seen == 3:
+            lost()
+
+    for seq_id in range(1, 26):
+        observe(history, seq_id)
+    with commits(store, fail, of=asyncio.current_task()), pytest.raises(DatabaseUnusable):
+        await history.flush()
+    assert commits_seen == 3
+    await history.flush()
+    assert (await history.read(RUN))["step"] == list(range(1, 13))
+    assert await num_rows(gateway_of(stack), MetricPoint) == 25
+
+
 async def test_without_points_nothing_is_kept(stack: Stack) -> None:
     gateway = gateway_of(stack)
     history = History(gateway.store, max_points=0)
@@ -236,6 +260,18 @@ async def keep(
         samples.add(f"r{n}", request, [sequence], base_model=BASE_MODEL, owner=owner)
         await samples.flush()
     return await samples.read(RUN, owner=owner)
+
+
+async def test_no_whole_request_waits_to_be_written(stack: Stack) -> None:
+    samples = RecentSamples(gateway_of(stack).store, keep=64)
+    prompt = types_pb2.Chunk(encoded_text=types_pb2.EncodedText(tokens=bytes(4 * 10**6)))
+    request = sampler_pb2.SampleRequest(version_id=f"{RUN}@1", prompt=[prompt])
+    samples.add("r", request, [drawn(10**5)] * 4, base_model=BASE_MODEL, owner="a")
+    waiting = [value for each in samples._drawn for value in each.row.values()]
+    assert sum(len(value) for value in waiting if isinstance(value, bytes)) < 10**5
+    await samples.flush()
+    (row, *_) = found = await samples.read(RUN, owner="a")
+    assert (len(found), row.num_prompt_tokens, row.num_tokens) == (4, 10**6, 10**5)
 
 
 async def test_only_the_newest_samples_stay_of_each_owner(stack: Stack) -> None:

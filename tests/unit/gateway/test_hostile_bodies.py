@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -13,6 +14,9 @@ import orjson
 import pytest
 import zstandard
 
+from gateway.config import GatewayConfig
+from gateway.http import counting
+from gateway.http.body import off_loop
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, batch
 from tests.unit.gateway.talking import TalkingSampler
 
@@ -253,3 +257,93 @@ async def test_no_body_blocks_the_event_loop(stack: Stack, client: Client, path:
         assert len(answer) < 1000, name
         longest[name] = gaps.longest_s
     assert {name: gap for name, gap in longest.items() if gap >= LONGEST_GAP_S} == {}
+
+
+async def test_large_bodies_are_parsed_one_at_a_time() -> None:
+    """Each parser keeps the interpreter's lock, so the event loop would wait for as many as there are threads: twelve
+    bodies of a million token ids kept it from others for a second."""
+    at_work = threading.Semaphore(1)
+
+    def parse() -> bool:
+        is_alone = at_work.acquire(blocking=False)
+        time.sleep(0.01)
+        at_work.release()
+        return is_alone
+
+    config = GatewayConfig()
+    alone = await asyncio.gather(*(off_loop(parse, num_bytes=2**30, config=config) for _ in range(8)))
+    assert all(alone)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        (b'{"prompt": "%s", "n": 1}' % (b"[,:{" * 100_000), 18),
+        (b'{"prompt": "\\\\", "a": "%s"}' % (b'\\"[,' * 100_000), 18),
+        (b'["%s", 1]' % (b"[" * (2**16 - 3) + b'\\"' + b"," * 2**16), 12),
+        (b'["\\\\\\"%s", [1]]' % (b"," * 10**5), 22),
+    ],
+)
+def test_punctuation_within_texts_is_no_value(text: bytes, number: int) -> None:
+    """A long prompt of code or of JSON is one value."""
+    orjson.loads(text)
+    assert counting.json_values(text, limit=1000) == number
+
+
+@pytest.mark.parametrize("ahead", range(8))
+def test_a_text_is_told_wherever_its_pieces_end(ahead: int) -> None:
+    """Pieces of a body end before, in and behind each escape and quotation mark."""
+    text = b"[" + b" " * (2**16 - 5 + ahead) + b'"\\\\\\"[[[[\\\\", "%s"]' % (b"," * 2000)
+    assert len(orjson.loads(text)) == 2
+    assert counting.json_values(text, limit=1000) == 12
+
+
+async def test_texts_that_are_kept_have_bounds(client: Client) -> None:
+    """Searches and the dashboard read them by the thousand: six of 60 MB made an answer of 360 MB."""
+    long = "x" * 70_000
+    for fields, named in (
+        ({"user_metadata": {"a": long}}, "user_metadata: "),
+        ({"user_metadata": {"a": ["x" * 40_000], "b": "y" * 40_000}}, "user_metadata: "),
+        ({"tags": ["a", long]}, "tags: "),
+        ({"sdk_version": long}, "sdk_version: "),
+    ):
+        error = (await client.call("create_session", fields, status=400))["detail"]
+        assert error.startswith(named), error
+        assert len(error) < 500
+    session_id = await client.session()
+    ended = {"reason": {"type": "success"}, "detail": long}
+    assert (await client.call(f"sessions/{session_id}/finish", ended, status=400))["detail"].startswith("detail: ")
+    project = await client.put(f"/api/v1/sessions/{session_id}/project", json={"project_id": long})
+    assert (project.status_code, project.json()["detail"][:12]) == (400, "project_id: ")
+    copy = {"source_path": "tinker://a:train:0/weights/b", "destination_project_id": long}
+    error = (await client.call("copy_weights", copy, status=400))["detail"]
+    assert error.startswith("destination_project_id: ")
+    reply = await client.post("/v1/completions", json={"model": BASE_MODEL, "prompt": "a", "user": long})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "user")
+    model_id = await client.model(session_id)
+    save = {"model_id": model_id, "seq_id": 1, "path": "a", "user_metadata": {"a": long}}
+    assert "user_metadata: " in (await client.result(await client.call("save_weights", save)))["error"]
+    assert (await client.call("create_session", {"user_metadata": {"a": "x" * 60_000}}))["session_id"]
+
+
+async def test_what_an_index_cannot_hold_is_refused_by_name(client: Client) -> None:
+    """PostgreSQL answered with an error of its own: 500."""
+    session_id = await client.session()
+    key = {"x-idempotency-key": "k" * 301}
+    run = f"/api/v1/training_runs/{await client.model(session_id)}"
+    for reply in (
+        await client.post("/api/v1/create_session", json={}, headers=key),
+        await client.delete(f"{run}/checkpoints/weights/a", headers=key),
+        await client.post(
+            "/api/v1/copy_weights",
+            json={"source_path": "tinker://a:train:0/weights/b", "destination_project_id": "p"},
+            headers=key,
+        ),
+    ):
+        assert (reply.status_code, reply.json()["detail"][:32]) == (400, "x-idempotency-key: has 301 chara")
+    body = {"session_id": session_id, "sampling_session_seq_id": 2**63, "base_model": BASE_MODEL}
+    error = (await client.call("create_sampling_session", body, status=400))["detail"]
+    assert error.startswith("sampling_session_seq_id: ")
+    save = {"model_id": f"{session_id}:train:0", "seq_id": 1, "sampling_session_seq_id": 2**63}
+    error = (await client.result(await client.call("save_weights_for_sampler", save)))["error"]
+    assert error.startswith("sampling_session_seq_id: ")

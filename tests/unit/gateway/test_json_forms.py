@@ -94,6 +94,9 @@ def test_two_dimensional_and_sparse_tensors_keep_their_shape() -> None:
         (batch(datum(weights=tensor([1.0], sparse_crow_indices=[0, 1]))), "go together"),
         (batch(loss_fn_config={"a": None}), "loss_fn_config.a: nothing"),
         (batch(loss_fn_config={"a": math.inf}), "loss_fn_config.a: inf"),
+        (batch(loss_fn_config={"a": 10**400}), "loss_fn_config.a: 1000"),
+        (batch(datum(weights=tensor([1.0], []))), "data[0].loss_fn_inputs.weights.dtype: []"),  # type: ignore[arg-type]
+        (batch(datum(weights=tensor([1.0], {}))), "data[0].loss_fn_inputs.weights.dtype: {}"),  # type: ignore[arg-type]
         (batch(loss_fn_config=[1]), "loss_fn_config: [1] is not an object"),
         (batch(datum() | {"model_input_spans": [{}]}), "data[0].model_input_spans"),
         (batch({"model_input": {"chunks": [{"type": "song"}]}, "loss_fn_inputs": {}}), "chunks[0].type: 'song'"),

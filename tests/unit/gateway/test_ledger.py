@@ -16,7 +16,7 @@ from gateway.database.tables.base import Base
 from gateway.database.tables.sessions import Model, Session
 from gateway.database.tables.tenants import AuditEvent, LedgerBatch, Usage
 from gateway.metrics import Metrics
-from gateway.tenants.ledger import Ledger
+from gateway.tenants.ledger import PER_STATEMENT, Ledger
 from tests.postgres import Postgres, postgres  # noqa: F401 - a fixture
 from tests.unit.gateway.commits import Statements, commits, lost
 
@@ -106,6 +106,16 @@ async def test_a_flush_of_500_sessions_takes_few_statements_and_loses_no_row(sto
         async with store.begin() as db:
             touched = select(func.count()).where(Model.last_request_at.is_not(None))
             assert await db.scalar(touched) == num_sessions
+
+
+async def test_many_rows_are_written_in_portions(store: Store) -> None:
+    """50,000 spans, as after an outage, kept the event loop from others for 1.2 s."""
+    ledger, statements = Ledger(store), Statements(store)
+    for _ in range(2 * PER_STATEMENT + 1):
+        ledger.audit("key_create", owner="ada")
+    await ledger.flush()
+    assert sum(statement.startswith("INSERT INTO audit") for statement in statements.of_all) >= 3
+    assert await rows(store, AuditEvent) == 2 * PER_STATEMENT + 1
 
 
 def session_row(session_id: str, *, owner: str) -> Session:

@@ -199,6 +199,9 @@ async def test_a_prune_on_demand_deletes_what_was_shown_and_nothing_else(stack: 
     assert (await prune(client, run_id))["deleted"] == []  # by the run's own policy, which is to keep all
     assert "keep_last" in (await prune(client, run_id, policy={"training": {"keep_last": 0}}, status=400))["detail"]
     await retention(client, run_id, "PUT", status=400, training={"keep_some": 1})
+    for rule in ("keep_last", "keep_every_steps", "keep_within_seconds"):
+        refused = await retention(client, run_id, "PUT", status=400, training={rule: 2**64})
+        assert refused["detail"].startswith(f"training.{rule}: ")
 
 
 async def test_foreign_and_unknown_runs_have_no_retention(stack: Stack, client: Client) -> None:

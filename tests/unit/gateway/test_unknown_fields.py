@@ -13,13 +13,14 @@ from tinker.proto import tinker_public_pb2
 from gateway.http import schemas
 from gateway.http.openapi.bodies import LoadWeights
 from gateway.openai import schemas as openai_schemas
+from gateway.storage import retention_rules
 from tests.unit.gateway.stack import BASE_MODEL, Client, batch, sample_body
 from tinsmith.v1 import trainer_pb2
 
 SCHEMAS = sorted(
     {
         schema
-        for module in (schemas, openai_schemas)
+        for module in (schemas, openai_schemas, retention_rules)
         for _, schema in inspect.getmembers(module, inspect.isclass)
         if issubclass(schema, BaseModel) and schema.__module__ == module.__name__
     },

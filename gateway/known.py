@@ -1,0 +1,29 @@
+"""The one rule for fields that no schema has: refused by name, unless they are null."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+
+class Known(BaseModel):
+    """Something of a client's whose every field is applied or refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    HARMLESS: ClassVar[frozenset[str]] = frozenset()
+    """Fields that may be sent though no schema has them, because they ask for nothing."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_what_is_set(cls, content: Any) -> Any:
+        """Leaves out unknown fields that are null or harmless. One of the others stays, for pydantic to refuse: an
+        error for each of a hundred thousand would hold up the event loop."""
+        fields = cls.model_fields
+        if not isinstance(content, dict) or all(name in fields for name in content):
+            return content
+        known = {name: content[name] for name in fields if name in content}
+        for name, value in content.items():
+            if value is not None and name not in fields and name not in cls.HARMLESS:
+                return {**known, name: value}
+        return known
