@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from functools import cache
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, model_validator
@@ -19,7 +21,7 @@ class Known(BaseModel):
     def _only_what_is_set(cls, content: Any) -> Any:
         """Leaves out unknown fields that are null or harmless. One of the others stays, for pydantic to refuse: an
         error for each of a hundred thousand would hold up the event loop."""
-        fields = cls.model_fields
+        fields = _names(cls)
         if not isinstance(content, dict) or all(name in fields for name in content):
             return content
         known = {name: content[name] for name in fields if name in content}
@@ -27,3 +29,9 @@ class Known(BaseModel):
             if value is not None and name not in fields and name not in cls.HARMLESS:
                 return {**known, name: value}
         return known
+
+
+@cache
+def _names(schema: type[Known]) -> Collection[str]:
+    """Of its fields, as clients write them, in their order."""
+    return {field.alias or name: None for name, field in schema.model_fields.items()}

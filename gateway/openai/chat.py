@@ -18,8 +18,10 @@ from gateway.openai.completions import checked_tokens
 from gateway.openai.draws import Draw, Update, sample_request
 from gateway.openai.events import event_stream, while_connected
 from gateway.openai.generator import Source
+from gateway.openai.messages import Messages
 from gateway.openai.schemas import Chat, Message
 from gateway.openai.sources import find_source
+from gateway.openai.structured import structure_of
 from gateway.tenants.caller import Caller
 from tinsmith.rpc.errors import InvalidRequest
 from tinsmith.v1 import sampler_pb2 as pb
@@ -98,7 +100,17 @@ async def _answer(
     sample = sample_request(body, source, tokenizer, prompt_tokens, max_tokens=max_tokens, topk=topk)
     request_id = f"chatcmpl-{uuid4().hex}"
     log_begin(request_id, source, user=body.user)
-    draw = Draw(gateway.sampling.generator, source, tokenizer, sample, request_id=request_id)
+    structure = structure_of(
+        tokenizer,
+        response_format=body.response_format,
+        tools=body.tools or (),
+        tool_choice=body.tool_choice,
+        parallel=body.parallel_tool_calls is not False,
+    )
+    if structure.grammar is not None:
+        sample.grammar.CopyFrom(structure.grammar)
+    draw = Draw(gateway.sampling.generator, source, tokenizer, sample, request_id=request_id, shown=structure.shown)
+    messages = Messages(structure)
     prompt = {"prompt_token_ids": draw.prompt} if body.return_token_ids else {}
 
     def choice(update: Update, **content: Json) -> Json:
@@ -108,16 +120,15 @@ async def _answer(
             "index": update.index,
             **content,
             "logprobs": logprobs,
-            "finish_reason": update.finish_reason,
+            "finish_reason": messages.finish_reason(update),
             **token_ids,
             **extension(update),
         }
 
     if not body.stream:
-        updates = await while_connected(request, draw.result())
-        made = [
-            choice(update, message={"role": "assistant", "content": update.text, "refusal": None}) for update in updates
-        ]
+        with structure.blaming():
+            updates = await while_connected(request, draw.result())
+        made = [choice(update, message=messages.message(update)) for update in updates]
         head = head_of(request_id, source, kind="chat.completion")
         return json_response(head | prompt | {"choices": made, "usage": draw.usage.to_json()})
 
@@ -128,20 +139,25 @@ async def _answer(
         if update.index not in begun:
             begun.add(update.index)
             made.append(choice(Update(update.index), delta={"role": "assistant", "content": ""}))
-        if update.text or (update.entries and (body.logprobs or body.return_token_ids)):
-            part = Update(update.index, update.text, update.tokens, update.entries)
-            made.append(choice(part, delta={"content": update.text}))
+        deltas = messages.deltas(update)
+        if not deltas and update.entries and (body.logprobs or body.return_token_ids):
+            deltas = [{"content": ""}]
+        part = Update(update.index, update.text, update.tokens, update.entries)  # its tokens are in the first chunk
+        for delta in deltas:
+            made.append(choice(part, delta=delta))
+            part = Update(update.index)
         if update.finish_reason is not None:
             end = Update(update.index, finish_reason=update.finish_reason, spans=update.spans)
             made.append(choice(end, delta={}))
         return made
 
     head = head_of(request_id, source, kind="chat.completion.chunk")
-    return await event_stream(
-        request,
-        [draw],
-        lambda updates: chunks_of(
-            updates, head=head, choices=choices, draws=[draw], include_usage=body.include_usage, first=prompt
-        ),
-        places=places.pop_all(),
-    )
+    with structure.blaming():
+        return await event_stream(
+            request,
+            [draw],
+            lambda updates: chunks_of(
+                updates, head=head, choices=choices, draws=[draw], include_usage=body.include_usage, first=prompt
+            ),
+            places=places.pop_all(),
+        )

@@ -178,9 +178,10 @@ class Draw:
         scores_only: bool = False,
         echo: bool = False,
         prompt_text: str = "",
+        shown: Sequence[int] = (),
     ) -> None:
         """`scores_only`: what is drawn is thrown away. `echo`: the prompt is part of the text; of its special tokens
-        those that `prompt_text` holds."""
+        those that `prompt_text` holds. `shown`: special tokens that have a text in what is drawn."""
         self.usage = Usage()
         """Once it is over."""
         self.prompt: list[int] = np.frombuffer(request.prompt[0].encoded_text.tokens, _INT32).tolist()
@@ -194,12 +195,12 @@ class Draw:
         vocabulary = tokenizer.vocabulary
         stop = request.sampling_params.stop
         hidden = {*tokenizer.eos_token_ids, *stop.token_ids}
-        shown = [token for token in vocabulary.special if echo and vocabulary.text_of(token) in prompt_text]
+        in_prompt = [token for token in vocabulary.special if echo and vocabulary.text_of(token) in prompt_text]
         self._choices = [
             _Choice(
                 first_index + n,
-                TextStream(vocabulary, stops=stop.strings, hidden=hidden),
-                TextStream(vocabulary, shown=shown) if echo else None,
+                TextStream(vocabulary, stops=stop.strings, hidden=hidden, shown=shown),
+                TextStream(vocabulary, shown=in_prompt) if echo else None,
             )
             for n in range(request.num_samples)
         ]

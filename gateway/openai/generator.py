@@ -29,6 +29,7 @@ from gateway.futures import Progress
 from gateway.metrics import Metrics
 from gateway.openai.resumption import resumed, with_seed
 from gateway.openai.text import Vocabulary
+from gateway.openai.tool_calls import Form
 from gateway.sampling.publishing import Publishing
 from gateway.sampling.replicas import Replica
 from gateway.sampling.samples import check_pending
@@ -41,6 +42,7 @@ from tinsmith.rpc.logs import REQUEST_ID_METADATA
 from tinsmith.v1 import sampler_pb2 as pb
 
 T = TypeVar("T")
+_FORMS: Mapping[int, Form] = {pb.TOOL_CALL_FORMAT_HERMES: "hermes", pb.TOOL_CALL_FORMAT_LLAMA3: "llama3"}
 _MAX_SAMPLED = 100_000
 """Versions and owners of which the audit log is known to have the reading; of others it has it once more."""
 
@@ -72,6 +74,8 @@ class Source:
 class TokenizerInfo:
     vocabulary: Vocabulary
     eos_token_ids: tuple[int, ...]
+    tool_calls: Form | None = None
+    """How the model writes calls of tools; None: not, or in a form that is not known."""
 
 
 class Generator:
@@ -132,7 +136,7 @@ class Generator:
         living = {replica.info.boot_id for replica in self._clients.samplers.all if replica.info is not None}
         for boot_id in self._tokenizers.keys() - living:
             del self._tokenizers[boot_id]
-        return TokenizerInfo(vocabulary, tuple(reply.eos_token_ids))
+        return TokenizerInfo(vocabulary, tuple(reply.eos_token_ids), _FORMS.get(reply.tool_call_format))
 
     async def tokenize(self, source: Source, request: pb.TokenizeRequest) -> bytes:
         """int32 tokens, little endian."""

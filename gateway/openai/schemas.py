@@ -5,6 +5,8 @@ Fields that OpenAI does not have are marked as extensions.
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -23,6 +25,9 @@ from gateway.known import Known
 
 UNSUPPORTED = "unsupported"
 """Type of the validation errors that say that this server cannot honour a value."""
+
+_TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_WHITESPACE = r"( |\r?\n[ \t]{0,40})"
 
 DEFAULT_MAX_TOKENS = 16
 """Of a completion, as OpenAI has it; that of a chat is a setting."""
@@ -88,7 +93,6 @@ class StreamOptions(Body):
 HARMLESS = frozenset(
     {
         "metadata",
-        "parallel_tool_calls",
         "prompt_cache_key",
         "reasoning_effort",
         "safety_identifier",
@@ -228,19 +232,80 @@ class Message(Body):
 class FunctionTool(Body):
     type: Literal["function"]
     function: dict[str, Any]
+    """As the chat template gets it: `name`, `description`, and `parameters`, a JSON Schema; `strict` holds calls to
+    it."""
 
     @field_validator("function")
     @classmethod
-    def _is_not_strict(cls, function: dict[str, Any]) -> dict[str, Any]:
-        if function.get("strict"):
-            raise PydanticCustomError(
-                UNSUPPORTED, "strict is not supported by this server: calls are not held to the schema; leave it out"
-            )
+    def _has_a_name(cls, function: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(name := function.get("name"), str) or not _TOOL_NAME.fullmatch(name):
+            raise PydanticCustomError("tool_name", "name must be 1 to 64 letters, digits, '_', '-' or '.'")
+        parameters = function.get("parameters")
+        if not isinstance(parameters, dict | None) or (parameters or {}).get("type", "object") != "object":
+            raise PydanticCustomError("tool_parameters", "parameters must be the JSON Schema of an object")
+        if not isinstance(function.get("strict"), bool | None):
+            raise PydanticCustomError("tool_strict", "strict must be true or false")
         return function
 
+    @property
+    def name(self) -> str:
+        return self.function["name"]
 
-class TextFormat(Body):
-    type: Literal["text"]
+    @property
+    def is_strict(self) -> bool:
+        return bool(self.function.get("strict"))
+
+    def schema_text(self) -> str:
+        """Of its arguments, which are an object."""
+        return compiled_text({"type": "object", **(self.function.get("parameters") or {})}, strict=self.is_strict)
+
+
+class ToolName(Body):
+    name: str
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: ToolName
+
+
+ToolChoice = Literal["auto", "none", "required"] | NamedTool
+
+
+class JsonSchema(Body):
+    name: str = Field(min_length=1)
+    """Only for the client's own use."""
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    """JSON Schema of the answer; any object unless given."""
+    strict: bool | None = None
+    """Refuse a schema with keywords that cannot be enforced; without it they are left to the model."""
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+    """Only with type json_schema."""
+
+    @model_validator(mode="after")
+    def _schema_with_its_type(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise PydanticCustomError("json_schema", "json_schema is needed with type 'json_schema', and only with it")
+        return self
+
+    def schema_text(self) -> str | None:
+        """What an answer has to be; None: anything."""
+        if self.type == "text":
+            return None
+        if self.json_schema is None or self.json_schema.schema_ is None:
+            return compiled_text({"type": "object"}, strict=True)
+        return compiled_text(self.json_schema.schema_, strict=bool(self.json_schema.strict))
+
+
+def compiled_text(schema: dict[str, Any], *, strict: bool) -> str:
+    """A JSON Schema for the sampler's compiler. Without a bound on the space between two parts of JSON, a model may go
+    on with it until max_tokens."""
+    return json.dumps({**schema, "x-guidance": {"lenient": not strict, "whitespace_pattern": _WHITESPACE}})
 
 
 class Chat(Generate):
@@ -257,11 +322,13 @@ class Chat(Generate):
     top_logprobs: int | None = Field(default=None, ge=0)
     """And of so many most probable ones; only with logprobs."""
     tools: Listed[FunctionTool] | None = None
-    """Given to the chat template. Calls are not parsed: they stay in the content as the model wrote them."""
-    tool_choice: Annotated[Any, _Only("auto", "none")] = None
-    """"none" does not show the tools to the model."""
-    response_format: TextFormat | None = None
-    """Only text."""
+    """Given to the chat template. Calls are read from the answer where the template has a known form for them."""
+    tool_choice: ToolChoice | None = None
+    """"none" does not show the tools to the model; "required" and a named one make the answer a call."""
+    parallel_tool_calls: bool | None = None
+    """False: no more than one call."""
+    response_format: ResponseFormat | None = None
+    """Make the answer JSON, of a schema or any object."""
     modalities: Annotated[Any, _Only(["text"])] = None
     add_generation_prompt: bool | None = None
     """Extension: open the assistant's next message; true unless given, or continue_final_message."""
@@ -280,6 +347,17 @@ class Chat(Generate):
     def _top_logprobs_need_logprobs(self) -> Chat:
         if self.top_logprobs is not None and not self.logprobs:
             raise PydanticCustomError("top_logprobs", "top_logprobs is only allowed when logprobs is true")
+        return self
+
+    @model_validator(mode="after")
+    def _chosen_tools_are_there(self) -> Chat:
+        names = [tool.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise PydanticCustomError("tools", "tools: two of them have one name")
+        if self.tool_choice == "required" and not names:
+            raise PydanticCustomError("tool_choice", "tool_choice: 'required' needs tools, and there are none")
+        if isinstance(self.tool_choice, NamedTool) and (name := self.tool_choice.function.name) not in names:
+            raise PydanticCustomError("tool_choice", "tool_choice: {name} is none of the tools", {"name": repr(name)})
         return self
 
     @model_validator(mode="after")

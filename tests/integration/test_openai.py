@@ -163,10 +163,6 @@ def test_errors_are_those_of_the_client_library(client: openai.OpenAI, path: str
     with pytest.raises(openai.BadRequestError, match="500") as too_many:
         client.chat.completions.create(model=BASE_MODEL, messages=MESSAGES, logprobs=True, top_logprobs=500)  # type: ignore[arg-type]
     assert too_many.value.param == "top_logprobs"
-    tool = {"type": "function", "function": {"name": "add"}}
-    with pytest.raises(openai.BadRequestError, match="tools") as no_tools:
-        client.chat.completions.create(model=BASE_MODEL, messages=MESSAGES, tools=[tool])  # type: ignore[arg-type,list-item]
-    assert no_tools.value.param == "tools"  # the toy's template has no place for them
 
 
 def test_leaving_a_stream_stops_the_generation(client: openai.OpenAI, stack: Stack, wire: Wire) -> None:

@@ -30,8 +30,20 @@ _SPLIT = (
 )
 
 CHAT_TEMPLATE = """\
+{%- if tools -%}
+{{ '<|im_start|>system\\nTools, to be called as <tool_call>{"name": ..., "arguments": {...}}</tool_call>:\\n' }}
+{%- for tool in tools -%}
+{{ tool | tojson + '\\n' }}
+{%- endfor -%}
+{{ '<|im_end|>\\n' }}
+{%- endif -%}
 {%- for message in messages -%}
-{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
+{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] }}
+{%- for call in message['tool_calls'] or [] -%}
+{{ '<tool_call>\\n{"name": ' + call['function']['name'] | tojson + ', "arguments": ' }}
+{{- call['function']['arguments'] | tojson + '}\\n</tool_call>' }}
+{%- endfor -%}
+{{ '<|im_end|>\\n' }}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
 {{ '<|im_start|>assistant\\n' }}

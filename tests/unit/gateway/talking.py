@@ -62,11 +62,15 @@ class TalkingSampler(FakeSampler):
         self.pauses = False
         """Streams wait after the third token."""
         self.num_tokenizers = 0
+        self.tool_call_format = pb.TOOL_CALL_FORMAT_UNSPECIFIED
 
     async def GetTokenizer(self, request: Any, context: Any) -> Any:
         self.num_tokenizers += 1
         return pb.GetTokenizerResponse(
-            tokenizer_json=self.tokenizer.to_str(), has_chat_template=True, eos_token_ids=[self.end]
+            tokenizer_json=self.tokenizer.to_str(),
+            has_chat_template=True,
+            eos_token_ids=[self.end],
+            tool_call_format=self.tool_call_format,
         )
 
     async def Tokenize(self, request: Any, context: Any) -> Any:

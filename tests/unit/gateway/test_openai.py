@@ -16,6 +16,7 @@ from gateway.openai import schemas as openai_schemas
 from tests.unit.gateway.stack import ALIAS, BASE_MODEL, Client, Stack
 from tests.unit.gateway.talking import END, START, TalkingSampler, logprob
 from tinsmith.rpc.errors import InvalidRequest, OutOfCapacity, ServiceError
+from tinsmith.v1 import sampler_pb2 as pb
 
 CHAT: dict[str, Any] = {"model": BASE_MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 COMPLETION: dict[str, Any] = {"model": BASE_MODEL, "prompt": "Hi", "max_tokens": 100}
@@ -436,11 +437,21 @@ REFUSED_IN_A_CHAT: list[tuple[dict[str, Any], str | None, str]] = [
     ({"logit_bias": {"²": 1}}, "logit_bias", "'²' is no token id"),
     ({"logit_bias": {"99999999999": 1}}, "logit_bias", "99999999999"),
     ({"logit_bias": {str(n): 1 for n in range(1025)}}, "logit_bias", "1024"),
-    ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, None, "strict"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools.0.function.strict", "form"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]}, "tools.0.function", "strict"),
+    ({"tools": [{"type": "function", "function": {"name": "f g"}}]}, "tools.0.function", "letters"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools.0.function", "object"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}] * 2}, "tools", "one name"),
     ({"messages": None}, "messages", "Field required"),
-    ({"response_format": {"type": "json_object"}}, "response_format.type", "json_object"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "json_object"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema is needed"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {}, "wrong": 1}}},
+        "response_format.json_schema.wrong",
+        "not supported",
+    ),
     ({"tools": [], "tool_choice": "required"}, "tool_choice", "required"),
-    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "supports only"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "none of the tools"),
     ({"functions": []}, "functions", "not supported"),
     ({"store": True}, "store", "True"),
     ({"wrong": 1}, "wrong", "not supported"),
@@ -537,7 +548,6 @@ async def test_what_asks_for_nothing_of_the_model_is_accepted_and_ignored(
 ) -> None:
     harmless = {
         "metadata": {"a": "b"},
-        "parallel_tool_calls": False,
         "prompt_cache_key": "k",
         "reasoning_effort": "low",
         "safety_identifier": "s",
@@ -776,3 +786,51 @@ async def test_tokens_are_counted_also_for_clients_that_leave(
     num_sampled = len(sampler.tokenizer.encode(SAYS).ids) + 1
     assert gateway.metrics.submissions.sampled_tokens._value.get() >= num_sampled + 1
     assert gateway.metrics.submissions.prompt_tokens._value.get() == 6
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("says", [CALL, f"I add.\n{CALL}\n{CALL}", "I do not."], ids=["call", "text and calls", "text"])
+async def test_calls_that_the_model_chooses_to_make_are_read(client: Client, sampler: TalkingSampler, says: str) -> None:
+    sampler.tool_call_format, sampler.says = pb.TOOL_CALL_FORMAT_HERMES, says
+    (choice,) = (await ask(client, "chat/completions", CHAT, tools=TOOLS))["choices"]
+    message = choice["message"]
+    assert message["content"] == (says.split("<tool_call>")[0].rstrip() or None)
+    calls = message.get("tool_calls", [])
+    assert len(calls) == says.count(CALL)
+    assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
+    assert len({call["id"] for call in calls}) == len(calls)
+    for call in calls:
+        assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    assert not sampler.requests[-1].HasField("grammar")  # it may say anything
+    content, streamed, reasons = "", [""] * len(calls), []
+    for chunk in await events(client, "chat/completions", CHAT, tools=TOOLS):
+        (choice,) = chunk["choices"]
+        content += choice["delta"].get("content") or ""
+        reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
+        for part in choice["delta"].get("tool_calls", ()):
+            streamed[part["index"]] += part["function"]["arguments"]
+    assert content == (message["content"] or "")
+    assert streamed == [call["function"]["arguments"] for call in calls]
+    assert reasons == ["tool_calls" if calls else "stop"]
+
+
+async def test_calls_stay_text_where_their_form_is_not_known(client: Client, sampler: TalkingSampler) -> None:
+    sampler.says = CALL
+    (choice,) = (await ask(client, "chat/completions", CHAT, tools=TOOLS))["choices"]
+    assert choice["message"]["content"] == CALL
+    assert choice["finish_reason"] == "stop"
+
+
+async def test_a_schema_that_the_sampler_refuses_is_refused_with_its_place(
+    client: Client, sampler: TalkingSampler
+) -> None:
+    shape = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "strong"}}}
+    sampler.error = InvalidRequest("grammar.json_schema: Invalid type: strong", field="grammar.json_schema")
+    for stream in (False, True):
+        error = await refusal(client, "chat/completions", CHAT, response_format=shape, stream=stream)
+        assert error["param"] == "response_format.json_schema.schema"
+        assert error["message"] == "response_format.json_schema.schema: Invalid type: strong"
+    assert json.loads(sampler.requests[-1].grammar.json_schema)["type"] == "strong"

@@ -1,0 +1,65 @@
+"""The choices of a chat as messages: text, and calls of tools."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+from gateway.openai.draws import Update
+from gateway.openai.structured import Structure
+from gateway.openai.tool_calls import Call, Piece, ToolCallReader
+
+Json: TypeAlias = dict[str, Any]
+
+
+class Messages:
+    """Reads the choices of one request as they come."""
+
+    def __init__(self, structure: Structure) -> None:
+        self._structure = structure
+        self._readers: dict[int, ToolCallReader | None] = {}
+        """By the index of the choice; None where calls are not read."""
+
+    def read(self, update: Update) -> list[Piece]:
+        """What is new in a choice."""
+        if update.index not in self._readers:
+            self._readers[update.index] = self._structure.reader()
+        reader = self._readers[update.index]
+        if reader is None:
+            return [Piece(update.text)] if update.text else []
+        pieces = reader.push(update.text)
+        return pieces + reader.end() if update.finish_reason is not None else pieces
+
+    def calls(self, update: Update) -> list[Call]:
+        """Those of the choice so far."""
+        reader = self._readers.get(update.index)
+        return [] if reader is None else reader.calls
+
+    def finish_reason(self, update: Update) -> str | None:
+        """Of the choice, once all of it has been read."""
+        return "tool_calls" if update.finish_reason == "stop" and self.calls(update) else update.finish_reason
+
+    def message(self, update: Update) -> Json:
+        """A whole one."""
+        pieces = self.read(update)
+        content = "".join(piece.text for piece in pieces if piece.call is None)
+        message: Json = {"role": "assistant", "content": content, "refusal": None}
+        if calls := self.calls(update):
+            message["content"] = content or None
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in calls
+            ]
+        return message
+
+    def deltas(self, update: Update) -> list[Json]:
+        return [_delta(piece) for piece in self.read(update)]
+
+
+def _delta(piece: Piece) -> Json:
+    call = piece.call
+    if call is None:
+        return {"content": piece.text}
+    if not piece.begins:
+        return {"tool_calls": [{"index": call.index, "function": {"arguments": piece.text}}]}
+    function = {"name": call.name, "arguments": ""}
+    return {"tool_calls": [{"index": call.index, "id": call.id, "type": "function", "function": function}]}

@@ -1,0 +1,161 @@
+"""What an answer has to be: JSON of a schema, or calls of tools, as a grammar for the sampler.
+
+A tool's `parameters` and a `response_format` are JSON Schema. What the sampler's compiler cannot enforce of a schema is
+refused when the schema is strict, and left to the model when it is not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from gateway.openai.generator import TokenizerInfo
+from gateway.openai.schemas import FunctionTool, ResponseFormat, ToolChoice
+from gateway.openai.text import Vocabulary
+from gateway.openai.tool_calls import CLOSE, OPEN, Form, ToolCallReader
+from tinsmith.rpc.errors import InvalidRequest, Unsupported
+from tinsmith.v1 import sampler_pb2 as pb
+
+_PLACE = re.compile(r"\bat (\d+)\(\d+\)")
+"""Line and column of what a compiler does not like."""
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """What an answer has to be, and how it is read."""
+
+    grammar: pb.Grammar | None = None
+    """None: anything."""
+    form: Form | None = None
+    """How calls of tools are written; None: they are not read."""
+    names: Sequence[str] = ()
+    """Tools that may be called."""
+    shown: Sequence[int] = ()
+    """Special tokens that mark calls, whose text is needed to read them."""
+    fields: Sequence[str] = ()
+    """Field of the request in each line of the grammar, for errors."""
+
+    def reader(self) -> ToolCallReader | None:
+        return None if self.form is None else ToolCallReader(self.form, self.names)
+
+    @contextlib.contextmanager
+    def blaming(self) -> Iterator[None]:
+        """What is wrong with the grammar is wrong with a field of the request, which the error names."""
+        try:
+            yield
+        except InvalidRequest as error:
+            field = error.metadata.get("field", "")
+            if self.grammar is None or not field.startswith("grammar"):
+                raise
+            reason = error.message.removeprefix(f"{field}: ")
+            place = _PLACE.search(reason)
+            line = int(place[1]) - 1 if place else 0
+            mine = self.fields[line] if line < len(self.fields) and self.fields[line] else self.fields[0]
+            raise InvalidRequest(f"{mine}: {reason}", field=mine) from error
+
+
+def structure_of(
+    tokenizer: TokenizerInfo,
+    *,
+    response_format: ResponseFormat | None = None,
+    tools: Sequence[FunctionTool] = (),
+    tool_choice: ToolChoice | None = None,
+    parallel: bool = True,
+) -> Structure:
+    """`parallel`: several calls are allowed. Raises Unsupported for a strict tool whose calls cannot be told from
+    text."""
+    schema = None if response_format is None else response_format.schema_text()
+    if not tools or tool_choice == "none":
+        if schema is None:
+            return Structure()
+        return Structure(pb.Grammar(json_schema=schema), fields=["response_format.json_schema.schema"])
+    names = [tool.name for tool in tools]
+    chosen = tool_choice if isinstance(tool_choice, str | None) else tool_choice.function.name
+    forced = chosen not in (None, "auto")
+    strict = [n for n, tool in enumerate(tools) if tool.is_strict]
+    form = tokenizer.tool_calls
+    if form is None and strict and not forced:
+        field = f"tools.{strict[0]}.function.strict"
+        raise Unsupported(
+            f"{field}: this model's chat template shows calls in a form that is not known here, so nothing can hold it "
+            'to the schema; leave strict out, or set tool_choice to "required"',
+            field=field,
+        )
+    form = form or ("hermes" if forced else None)
+    if form is None or not (forced or strict or schema is not None or (not parallel and form == "hermes")):
+        return Structure(form=form, names=names, shown=_shown(tokenizer.vocabulary))
+    only = [n for n, name in enumerate(names) if chosen in (None, "auto", "required", name)]
+    rules = _Rules(form, tokenizer.vocabulary, tools, only, parallel=parallel and form == "hermes")
+    lines, fields = rules.lines(schema, forced=forced)
+    return Structure(pb.Grammar(lark="\n".join(lines)), form, names, _shown(tokenizer.vocabulary), fields)
+
+
+def _shown(vocabulary: Vocabulary) -> list[int]:
+    return [token for token in vocabulary.special if vocabulary.text_of(token) in (OPEN, CLOSE)]
+
+
+class _Rules:
+    """Calls of tools in Lark's form. Each schema has a line of its own, by which an error finds it."""
+
+    def __init__(
+        self, form: Form, vocabulary: Vocabulary, tools: Sequence[FunctionTool], only: Sequence[int], *, parallel: bool
+    ) -> None:
+        self._form: Form = form
+        self._vocabulary = vocabulary
+        self._tools = tools
+        self._only = only
+        self._parallel = parallel
+
+    def lines(self, schema: str | None, *, forced: bool) -> tuple[list[str], list[str]]:
+        """Of the grammar, and the field that each comes from. `schema`: what an answer without calls has to be."""
+        lines, fields = ["%llguidance {}", f"start: {self._start(schema, forced=forced)}"], ["tools", ""]
+        tool = " | ".join(f"tool_{n}" for n in self._only)
+        if self._form == "hermes":
+            body = f'"\\n" ({tool}) "\\n" {self._tag(CLOSE)}'
+            lines += [f"body: {body}", f"call: {self._tag(OPEN)} body", f"more: {self._more()}"]
+        else:
+            lines += [f"call: {tool}", 'more: ""', ""]
+        lines += [
+            "TEXT: /(.|\\n)*/",
+            f"text: {self._text()}",
+            'head[lazy]: TEXT "<tool_call>"',
+            "PLAIN: /[^{](.|\\n)*/",
+        ]
+        if schema is not None:
+            fields += [""] * (len(lines) - len(fields)) + ["response_format.json_schema.schema"]
+            lines.append(f"answer: %json {schema}")
+        for n in self._only:
+            fields += [""] * (len(lines) - len(fields)) + [f"tools.{n}.function.parameters"]
+            lines.append(self._tool(n))
+        return lines, fields
+
+    def _start(self, schema: str | None, *, forced: bool) -> str:
+        if forced:
+            return "call more"
+        if schema is not None:
+            return "answer | call more"
+        if self._form == "llama3":
+            return "PLAIN | call"
+        return "text | text call more" if self._is_token(OPEN) else "TEXT | head body more"
+
+    def _more(self) -> str:
+        return '("\\n" call)*' if self._parallel else '""'
+
+    def _text(self) -> str:
+        """With the marks of a thought, if they are tokens: a pattern matches no token of this kind."""
+        marks = [mark for mark in ("<think>", "</think>") if self._is_token(mark)]
+        return f"TEXT (({' | '.join(marks)}) TEXT)*" if marks else "TEXT"
+
+    def _tool(self, n: int) -> str:
+        called = "arguments" if self._form == "hermes" else "parameters"
+        head = f'{{"name": {json.dumps(self._tools[n].name)}, "{called}": '
+        return f'tool_{n}: {json.dumps(head)} %json {self._tools[n].schema_text()} "}}"'
+
+    def _tag(self, tag: str) -> str:
+        return tag if self._is_token(tag) else json.dumps(tag)
+
+    def _is_token(self, text: str) -> bool:
+        return text in self._vocabulary.added

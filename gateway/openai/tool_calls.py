@@ -1,0 +1,180 @@
+"""Calls of tools in what a model writes: read from its text as it comes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Literal
+from uuid import uuid4
+
+Form = Literal["hermes", "llama3"]
+"""hermes: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, once for each call, after any text. llama3:
+{"name": ..., "parameters": {...}}, which is the whole message."""
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_HEAD_BEGINS = '{"name":"'
+_CALLED = {"hermes": "arguments", "llama3": "parameters"}
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    index: int
+    """Of the calls of one message."""
+    name: str
+    id: str
+    arguments: str = ""
+    """JSON, as the model wrote it; unfinished when the text is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What is new: text of the message, or of a call's arguments."""
+
+    text: str
+    call: Call | None = None
+    begins: bool = False
+    """The call is new."""
+
+
+class ToolCallReader:
+    """Reads one message. What is no call, or a broken one, is text."""
+
+    def __init__(self, form: Form, names: Collection[str]) -> None:
+        """`names`: the tools that there are."""
+        self.calls: list[Call] = []
+        self._form: Form = form
+        self._names = names
+        self._state: Literal["text", "head", "arguments", "tail", "plain"] = "text"
+        self._rest = ""
+        """Has been read and not been told yet."""
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+
+    def push(self, text: str) -> list[Piece]:
+        self._rest += text
+        pieces: list[Piece] = []
+        while True:
+            before = (self._state, len(self._rest))
+            match self._state:
+                case "text":
+                    pieces += self._text()
+                case "head":
+                    pieces += self._head()
+                case "arguments":
+                    pieces += self._arguments()
+                case "tail":
+                    self._tail()
+                case "plain":
+                    pieces += self._take(len(self._rest))
+            if before == (self._state, len(self._rest)):
+                return pieces
+
+    def end(self) -> list[Piece]:
+        """After the last text."""
+        if self._state == "head":
+            return self._whole(self._rest, closed=False)
+        return self._take(len(self._rest)) if self._state == "text" else []
+
+    def _take(self, size: int) -> list[Piece]:
+        text, self._rest = self._rest[:size], self._rest[size:]
+        return [Piece(text)] if text else []
+
+    def _text(self) -> list[Piece]:
+        if self.calls:
+            self._rest = self._rest.lstrip(" \n;" if self._form == "llama3" else None)
+        if self._form == "llama3":
+            start = self._rest.lstrip()
+            if start:
+                self._state = "head" if start.startswith("{") else "plain"
+            return []
+        at = self._rest.find(OPEN)
+        if at < 0:
+            return self._take(len(self._rest) - _num_held(self._rest))
+        pieces = self._take(len(self._rest[:at].rstrip()))
+        self._rest = self._rest.lstrip()[len(OPEN) :]
+        self._state = "head"
+        return pieces
+
+    def _head(self) -> list[Piece]:
+        found = _HEAD.match(self._rest)
+        if found is not None and (name := _name(found[1])) and (self._form == "hermes" or name in self._names):
+            self._rest = self._rest[found.end() :]
+            self._state = "arguments"
+            return [self._begin(name)]
+        if self._form == "hermes":
+            at = self._rest.find(CLOSE)
+            return [] if at < 0 else self._whole(self._rest[:at], closed=True)
+        start = "".join(self._rest.split())
+        if found is not None or not (start.startswith(_HEAD_BEGINS) or _HEAD_BEGINS.startswith(start)):
+            self._state = "plain"
+        return []
+
+    def _begin(self, name: str) -> Piece:
+        call = Call(len(self.calls), name, f"call_{uuid4().hex[:24]}")
+        self.calls.append(call)
+        return Piece("", call, begins=True)
+
+    def _arguments(self) -> list[Piece]:
+        """Up to the brace that closes the first one."""
+        size = 0
+        for char in self._rest:
+            size += 1
+            if self._in_string:
+                self._in_string = self._escaped or char != '"'
+                self._escaped = char == "\\" and not self._escaped
+            elif char == '"':
+                self._in_string = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
+                if not self._depth:
+                    self._state = "tail"
+                    break
+        text, self._rest = self._rest[:size], self._rest[size:]
+        call = self.calls[-1]
+        call.arguments += text
+        return [Piece(text, call)] if text else []
+
+    def _tail(self) -> None:
+        """What follows the arguments is the end of the call."""
+        end = CLOSE if self._form == "hermes" else "}"
+        at = self._rest.find(end)
+        if at >= 0:
+            self._rest = self._rest[at + len(end) :]
+            self._state = "text"
+
+    def _whole(self, text: str, *, closed: bool) -> list[Piece]:
+        """A call in another order than the usual one."""
+        self._rest = self._rest[len(text) + len(CLOSE) * closed :]
+        self._state = "text"
+        try:
+            value: Any = json.loads(text)
+            name, arguments = value["name"], value.get(_CALLED[self._form], {})
+        except (ValueError, RecursionError, TypeError, KeyError):
+            name, arguments = None, None
+        if not isinstance(name, str) or not name or not isinstance(arguments, dict | str):
+            return [Piece(f"{OPEN}{text}{CLOSE * closed}" if self._form == "hermes" else text)]
+        begun = self._begin(name)
+        assert begun.call is not None
+        begun.call.arguments = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        return [begun, Piece(begun.call.arguments, begun.call)]
+
+
+def _name(quoted: str) -> str:
+    try:
+        return json.loads(quoted, strict=False)
+    except ValueError:
+        return ""
+
+
+def _num_held(text: str) -> int:
+    """Characters at the end that may be spaces before a call, or its beginning."""
+    for size in range(min(len(OPEN) - 1, len(text)), 0, -1):
+        if text.endswith(OPEN[:size]):
+            return len(text) - len(text[:-size].rstrip())
+    return len(text) - len(text.rstrip())

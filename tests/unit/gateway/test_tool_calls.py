@@ -1,0 +1,88 @@
+"""Calls of tools, read from text in pieces of any size."""
+
+import json
+
+import pytest
+
+from gateway.openai.tool_calls import Form, ToolCallReader
+
+
+def read(text: str, *, form: Form, size: int) -> tuple[str, list[tuple[str, str]]]:
+    reader = ToolCallReader(form, ["add", "get"])
+    pieces = [piece for n in range(0, len(text), size) for piece in reader.push(text[n : n + size])] + reader.end()
+    content = "".join(piece.text for piece in pieces if piece.call is None)
+    for call in reader.calls:
+        told = [piece for piece in pieces if piece.call is call]
+        assert told[0].begins
+        assert not any(piece.begins for piece in told[1:])
+        assert "".join(piece.text for piece in told) == call.arguments
+    return content, [(call.name, call.arguments) for call in reader.calls]
+
+
+ADD, GET = '{"name": "add", "arguments": {"a": [1, 2]}}', '{"name": "get", "arguments": {"q": "a } \\" <tool_call>"}}'
+ADD_ARGS, GET_ARGS = '{"a": [1, 2]}', '{"q": "a } \\" <tool_call>"}'
+
+HERMES = {
+    "text alone": ("  some text \n", "  some text \n", []),
+    "nothing": ("", "", []),
+    "one call": (f"<tool_call>\n{ADD}\n</tool_call>", "", [("add", ADD_ARGS)]),
+    "text and two calls": (
+        f"I think.\n<tool_call>\n{ADD}\n</tool_call>\n<tool_call>\n{GET}\n</tool_call>",
+        "I think.",
+        [("add", ADD_ARGS), ("get", GET_ARGS)],
+    ),
+    "the arguments first": (
+        '<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>',
+        "",
+        [("add", '{"a": 1}')],
+    ),
+    "arguments as text": (
+        '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>',
+        "",
+        [("add", '{"a": 1}')],
+    ),
+    "no arguments": ('<tool_call>{"name": "add"}</tool_call>', "", [("add", "{}")]),
+    "a broken call": ("<tool_call>nonsense</tool_call> x", "<tool_call>nonsense</tool_call> x", []),
+    "cut in the arguments": ('<tool_call>\n{"name": "add", "arguments": {"a": [1', "", [("add", '{"a": [1')]),
+    "cut in the name": ('x <tool_call>\n{"name": "ad', 'x<tool_call>\n{"name": "ad', []),
+    "cut in the mark": ("x <tool_ca", "x <tool_ca", []),
+    "nearly a mark": ("a <tool_box> b", "a <tool_box> b", []),
+}
+LLAMA = {
+    "text alone": ("some text", "some text", []),
+    "one call": ('{"name": "add", "parameters": {"a": 1}}', "", [("add", '{"a": 1}')]),
+    "two calls": (
+        '{"name": "add", "parameters": {"a": 1}}; {"name": "get", "parameters": {}}',
+        "",
+        [("add", '{"a": 1}'), ("get", "{}")],
+    ),
+    "other JSON": ('{"answer": 42}', '{"answer": 42}', []),
+    "no tool": ('{"name": "Bob", "parameters": {"a": 1}}', '{"name": "Bob", "parameters": {"a": 1}}', []),
+    "cut": ('{"name": "add", "parameters": {"a', "", [("add", '{"a')]),
+}
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(("text", "content", "calls"), HERMES.values(), ids=HERMES)
+def test_calls_in_hermes_form_are_read(text: str, content: str, calls: list[tuple[str, str]], size: int) -> None:
+    assert read(text, form="hermes", size=size) == (content, calls)
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(("text", "content", "calls"), LLAMA.values(), ids=LLAMA)
+def test_calls_in_llamas_form_are_read(text: str, content: str, calls: list[tuple[str, str]], size: int) -> None:
+    assert read(text, form="llama3", size=size) == (content, calls)
+
+
+def test_text_is_told_as_soon_as_it_cannot_be_a_call() -> None:
+    reader = ToolCallReader("hermes", [])
+    told = [[piece.text for piece in reader.push(part)] for part in ("Hello", " ", "wor", "ld <", "b>")]
+    assert told == [["Hello"], [], [" wor"], ["ld"], [" <b>"]]
+
+
+def test_arguments_are_told_as_they_come() -> None:
+    reader = ToolCallReader("hermes", [])
+    for part in '<tool_call>{"name": "add", "arguments": {"text": "':
+        reader.push(part)
+    assert [piece.text for piece in reader.push("long text")] == ["long text"]
+    assert json.loads(reader.calls[0].arguments + '"}') == {"text": "long text"}
