@@ -24,6 +24,7 @@ PARAMETERS = {
 }
 WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "...", "parameters": PARAMETERS}}
 CLOCK = {"type": "function", "function": {"name": "get_time"}}
+BROKEN = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "strong"}}}}}
 
 
 class Colour(BaseModel):
@@ -134,17 +135,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "response_format.json_schema.schema",
         "uniqueItems",
     ),
-    "tool": (
-        {
-            "tools": [
-                CLOCK,
-                {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "strong"}}}}},
-            ],
-            "tool_choice": "required",
-        },
-        "tools.1.function.parameters",
-        "strong",
-    ),
+    "tool": ({"tools": [CLOCK, BROKEN], "tool_choice": "required"}, "tools.1.function.parameters", "strong"),
     "no object": (
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
         "tools.0.function",

@@ -792,8 +792,8 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 
-@pytest.mark.parametrize("says", [CALL, f"I add.\n{CALL}\n{CALL}", "I do not."], ids=["call", "text and calls", "text"])
-async def test_calls_that_the_model_chooses_to_make_are_read(client: Client, sampler: TalkingSampler, says: str) -> None:
+@pytest.mark.parametrize("says", [CALL, f"I add.\n{CALL}\n{CALL}", "I do not."], ids=["call", "both", "text"])
+async def test_calls_of_the_models_own_choice_are_read(client: Client, sampler: TalkingSampler, says: str) -> None:
     sampler.tool_call_format, sampler.says = pb.TOOL_CALL_FORMAT_HERMES, says
     (choice,) = (await ask(client, "chat/completions", CHAT, tools=TOOLS))["choices"]
     message = choice["message"]
