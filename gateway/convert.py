@@ -9,12 +9,15 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from google.protobuf.duration_pb2 import Duration
 
 from gateway.database.tables.checkpoints import Checkpoint
 from gateway.http import schemas
 from gateway.shown import shown, shown_name
 from tinsmith.rpc.errors import InvalidRequest, Unsupported
 from tinsmith.rpc.paths import SCHEME
+from tinsmith.rpc.times import duration, seconds_of
+from tinsmith.rpc.words import value_of, word_of
 from tinsmith.v1 import sampler_pb2, trainer_pb2, types_pb2
 
 MIN_TTL_S = 3600
@@ -37,6 +40,20 @@ def check_int32(value: int, *, field: str) -> int:
     if not _INT32.min <= value <= _INT32.max:
         raise InvalidRequest(f"{field}: {value} does not fit into 32 bits", field=field)
     return value
+
+
+def optimizer(kind: str) -> types_pb2.Optimizer:
+    """Raises InvalidRequest for a kind that there is not."""
+    try:
+        return value_of(types_pb2.Optimizer, kind)
+    except ValueError:
+        known = ", ".join(word_of(types_pb2.Optimizer, value) for value in types_pb2.Optimizer.values() if value)
+        raise InvalidRequest(f"optimizer_config.type: {shown(kind)} is not one of {known}") from None
+
+
+def ttl_of(ttl_seconds: int | None) -> Duration | None:
+    """As the services have it."""
+    return None if ttl_seconds is None else duration(ttl_seconds)
 
 
 def check_ttl(ttl_seconds: int | None) -> int | None:
@@ -252,7 +269,7 @@ def checkpoint_row(info: types_pb2.CheckpointInfo, *, owner: str) -> Checkpoint:
         kind=kind,
         owner=owner,
         base_model=info.base_model,
-        optimizer=info.optimizer or "adamw",
+        optimizer=word_of(types_pb2.Optimizer, info.optimizer) or "adamw",
         version_id=info.version_id,
         lora_rank=info.lora_config.rank,
         train_unembed=info.lora_config.train_unembed,
@@ -261,7 +278,7 @@ def checkpoint_row(info: types_pb2.CheckpointInfo, *, owner: str) -> Checkpoint:
         has_optimizer=info.has_optimizer,
         step=info.step,
         size_bytes=info.size_bytes,
-        created_at=info.created_at,
-        expires_at=info.created_at + info.ttl_seconds if info.HasField("ttl_seconds") else None,
+        created_at=seconds_of(info.created_at),
+        expires_at=seconds_of(info.created_at) + seconds_of(info.ttl) if info.HasField("ttl") else None,
         user_metadata=dict(info.user_metadata),
     )

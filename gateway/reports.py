@@ -10,6 +10,7 @@ import grpc.aio
 
 from gateway.futures import Pending, Progress
 from tinsmith.rpc.server import RAN
+from tinsmith.rpc.times import seconds_of
 from tinsmith.v1 import types_pb2
 
 logger = logging.getLogger(__name__)
@@ -46,8 +47,8 @@ def in_words(status: types_pb2.QueueStatus) -> Progress:
     """The service's own words, with the place in the queue and the time that it may take. Only what waits behind other
     work is paused: what waits for its client is not."""
     facts = [f"position {status.position + 1}"] if status.position else []
-    if status.HasField("expected_seconds"):
-        facts.append(f"done in about {_duration(status.expected_seconds)}")
+    if status.HasField("expected_time"):
+        facts.append(f"done in about {_duration(seconds_of(status.expected_time))}")
     reason = f"{status.reason} ({', '.join(facts)})" if facts else status.reason
     return Progress("paused_capacity" if status.position else "active", reason)
 

@@ -10,6 +10,7 @@ from typing import Any
 from gateway.database.tables.checkpoints import Checkpoint
 from gateway.database.tables.sessions import Model, Session
 from tinsmith.rpc.paths import KINDS
+from tinsmith.rpc.times import seconds_of
 from tinsmith.v1 import types_pb2
 
 Json = dict[str, Any]
@@ -91,8 +92,8 @@ def certificate_view(certificate: types_pb2.PublishCertificate) -> Json:
         ],
         "weights_hash": certificate.weights_hash,
         "num_bytes": certificate.num_bytes,
-        "publish_seconds": certificate.publish_seconds,
-        "issued_at": time_text(certificate.issued_at),
+        "publish_seconds": seconds_of(certificate.publish_time),
+        "issued_at": time_text(seconds_of(certificate.issued_at)),
     }
 
 

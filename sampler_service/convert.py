@@ -25,6 +25,7 @@ from sampler_service.engine import (
 from sampler_service.tokenizer import Chat, ToolCallFormat
 from tinsmith.rpc.errors import InvalidRequest
 from tinsmith.rpc.tensors import from_numpy, text_tokens, to_numpy
+from tinsmith.rpc.times import duration
 from tinsmith.v1 import sampler_pb2 as pb
 from tinsmith.v1 import types_pb2 as types
 
@@ -128,7 +129,7 @@ def status_to_proto(status: QueueStatus) -> types.QueueStatus:
         running=status.running,
         position=status.position,
         tokens_ahead=status.tokens_ahead,
-        expected_seconds=status.expected_seconds,
+        expected_time=None if status.expected_seconds is None else duration(status.expected_seconds),
         reason=status.reason,
     )
 

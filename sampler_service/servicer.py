@@ -20,8 +20,9 @@ from tinsmith.modeling.adapter import GROUPS
 from tinsmith.rpc import logs, tracing
 from tinsmith.rpc.errors import InvalidRequest, NotFound, ServiceError
 from tinsmith.rpc.server import RAN
+from tinsmith.rpc.words import value_of
 from tinsmith.v1 import sampler_pb2 as pb
-from tinsmith.v1 import sampler_pb2_grpc
+from tinsmith.v1 import sampler_pb2_grpc, types_pb2
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -58,7 +59,11 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
             engine=engine.name,
             device=engine.device,
             boot_id=self.boot_id,
-            adapter_groups=[group for group in GROUPS if any(target.group == group for target in engine.targets)],
+            adapter_groups=[
+                value_of(types_pb2.AdapterGroup, group)
+                for group in GROUPS
+                if any(target.group == group for target in engine.targets)
+            ],
         )
 
     async def Sample(self, request: pb.SampleRequest, context: Context) -> pb.SampleResponse:

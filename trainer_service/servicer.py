@@ -18,9 +18,11 @@ from tinsmith.modeling.adapter import GROUPS
 from tinsmith.rpc.errors import InvalidRequest, NotReady, ServiceError
 from tinsmith.rpc.paths import check_model_id
 from tinsmith.rpc.server import ACCEPTED, RAN
+from tinsmith.rpc.times import check_ttl
+from tinsmith.rpc.words import value_of
 from tinsmith.told import Told
 from tinsmith.v1 import trainer_pb2 as pb
-from tinsmith.v1 import trainer_pb2_grpc
+from tinsmith.v1 import trainer_pb2_grpc, types_pb2
 from trainer_service.durability.journal import Journal
 from trainer_service.durability.journal_records import Body
 from trainer_service.engine.batch import LOSS_FN_NAMES, Batch
@@ -90,14 +92,18 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             vocab_size=engine.limits.vocab_size,
             architecture=engine.base.architecture,
             loss_fns=LOSS_FN_NAMES,
-            optimizers=list(OPTIMIZERS),
+            optimizers=[value_of(types_pb2.Optimizer, kind) for kind in OPTIMIZERS],
             device=engine.base.device.type,
             boot_id=trainer.boot_id,
             full_training=full,
             trainable=full or bool(groups),
             base_weights=trainer.operations.models.base_weights,
-            trainable_groups=[] if full else groups,
-            refused_groups={} if full else {one: engine.base.why_not(one) for one in GROUPS if one not in groups},
+            trainable_groups=[] if full else [value_of(types_pb2.AdapterGroup, one) for one in groups],
+            refused_groups=[
+                pb.RefusedGroup(group=value_of(types_pb2.AdapterGroup, one), reason=engine.base.why_not(one))
+                for one in GROUPS
+                if one not in groups and not full
+            ],
         )
 
     async def CreateModel(self, request: pb.CreateModelRequest, context: Context) -> pb.CreateModelResponse:
@@ -240,12 +246,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return await trainer.importer.run(first.header, pieces(), last=last)
 
     async def CopyCheckpoint(self, request: pb.CopyCheckpointRequest, context: Context) -> pb.CopyCheckpointResponse:
+        if request.HasField("ttl"):
+            check_ttl(request.ttl, field="ttl")
         checkpoints = self._ready.checkpoints
         copied = await checkpoints.writes(
             checkpoints.copy,
             Location.parse(request.source, field="source"),
             Location.parse(request.destination, field="destination"),
-            ttl_seconds=request.ttl_seconds if request.HasField("ttl_seconds") else None,
+            ttl=request.ttl if request.HasField("ttl") else None,
         )
         return pb.CopyCheckpointResponse(checkpoint=copied)
 

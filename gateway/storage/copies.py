@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc.aio
 
 from gateway.clients import Clients, Trainer, meaning
-from gateway.convert import checkpoint_row
+from gateway.convert import checkpoint_row, ttl_of
 from gateway.database.operations import COPY
 from gateway.database.store import Store
 from gateway.database.tables.checkpoints import Checkpoint
@@ -101,7 +101,7 @@ class Copies:
         owner: str,
     ) -> Checkpoint:
         request = trainer_pb2.CopyCheckpointRequest(
-            source=source.location, destination=path.location, ttl_seconds=ttl_seconds
+            source=source.location, destination=path.location, ttl=ttl_of(ttl_seconds)
         )
         operation = self._arrivals.operation(COPY, path, source=source.path, mark=_mark(ttl_seconds))
         async with self._arrivals.noted(operation):

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 
 from gateway.clients import Clients, Trainer, meaning
 from gateway.config import GatewayConfig
-from gateway.convert import checkpoint_row
+from gateway.convert import checkpoint_row, ttl_of
 from gateway.database.operations import IMPORT
 from gateway.database.store import Store
 from gateway.database.tables.checkpoints import Checkpoint
@@ -79,7 +79,7 @@ class Imports:
         header = trainer_pb2.ImportCheckpointHeader(
             location=path.location,
             base_model=base_model,
-            ttl_seconds=ttl_seconds,
+            ttl=ttl_of(ttl_seconds),
             archive_bytes=num_bytes or None,
         )
         reason, detail = "errored", "the import did not come to its end"

@@ -21,7 +21,10 @@ from gateway.storage.checkpoints import event_of
 from gateway.tenants.ledger import Ledger
 from gateway.training import json_forms
 from tinsmith.rpc.errors import InvalidRequest, ServiceError
+from tinsmith.rpc.times import seconds_of
+from tinsmith.rpc.words import word_of
 from tinsmith.v1 import trainer_pb2 as pb
+from tinsmith.v1 import types_pb2
 
 
 def _finite(value: float) -> float | str:
@@ -54,7 +57,7 @@ class Results:
         lora = reply.model.lora_config
         await self._store.models.complete(
             model_id,
-            optimizer=reply.model.optimizer or "adamw",
+            optimizer=word_of(types_pb2.Optimizer, reply.model.optimizer) or "adamw",
             lora_rank=lora.rank,
             train_unembed=lora.train_unembed,
             train_mlp=lora.train_mlp,
@@ -98,7 +101,7 @@ class Results:
                 model_path=None,
                 version_id=reply.checkpoint.version_id,
                 location=reply.checkpoint.location,
-                created_at=reply.checkpoint.created_at,
+                created_at=seconds_of(reply.checkpoint.created_at),
                 inflight_run_id=model_id if operation.inflight else None,
             )
         )

@@ -60,7 +60,7 @@ def test_trainer_and_sampler_say_what_their_checks_at_load_have_found(
     trained = trainer.GetTrainerInfo(trainer_pb2.GetTrainerInfoRequest())
     sampled = sampler.GetSamplerInfo(sampler_pb2.GetSamplerInfoRequest())
     assert trained.trainable
-    assert list(trained.trainable_groups) == list(sampled.adapter_groups) == ["attn", "mlp", "unembed"]
+    assert list(trained.trainable_groups) == list(sampled.adapter_groups) == [1, 2, 3]  # AdapterGroup
     assert not trained.refused_groups
     assert 0 < trained.max_context_length <= 32_768
     assert 0 < sampled.max_context_length <= 32_768

@@ -64,7 +64,7 @@ def test_the_trainer_names_every_loss_and_optimizer(trainer: trainer_pb2_grpc.Tr
     assert {*info.loss_fns} == {
         *("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "stable_reinforce", "custom")
     }
-    assert [*info.optimizers] == ["adamw", "dimuon"]
+    assert [*info.optimizers] == [types_pb2.OPTIMIZER_ADAMW, types_pb2.OPTIMIZER_DIMUON]
 
 
 def test_gspo_is_its_formula(client: tinker.TrainingClient) -> None:
@@ -199,9 +199,10 @@ def test_dimuon_trains_and_its_state_is_restored_with_its_kind(
 
     location = path.removeprefix("tinker://")
     create = pb.CreateModelRequest(
-        model_id="kinds:train:0", from_location=location, load_optimizer=True, optimizer="adamw"
+        model_id="kinds:train:0", from_location=location, load_optimizer=True, optimizer=types_pb2.OPTIMIZER_ADAMW
     )
     with pytest.raises(grpc.RpcError) as failed:
         trainer.CreateModel(create)
     assert "the checkpoint's optimizer is 'dimuon', the model's 'adamw'" in refusal(failed.value)[1]
-    assert trainer.GetCheckpoint(pb.GetCheckpointRequest(location=location)).checkpoint.optimizer == "dimuon"
+    stored = trainer.GetCheckpoint(pb.GetCheckpointRequest(location=location)).checkpoint
+    assert stored.optimizer == types_pb2.OPTIMIZER_DIMUON

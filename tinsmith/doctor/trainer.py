@@ -206,7 +206,7 @@ def _save_and_reload(
         location = Location("doctor:train:0", KINDS[pb.CHECKPOINT_KIND_TRAINING], "checked")
         info = pb.CheckpointInfo(
             location=str(location), kind=pb.CHECKPOINT_KIND_TRAINING, model_id=location.run_id,
-            lora_config=state.config.to_proto(), has_optimizer=True, optimizer="adamw",
+            lora_config=state.config.to_proto(), has_optimizer=True, optimizer=pb.OPTIMIZER_ADAMW,
         )  # fmt: skip
         store.save(info, state, overwrite=False)
         _, loaded = store.load(location, engine.base, with_optimizer=True)

@@ -6,6 +6,7 @@ OPTIMIZER_ADAMW of Optimizer is "adamw"; OPTIMIZER_UNSPECIFIED is the empty word
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 
@@ -20,7 +21,7 @@ def word_of(enum: EnumTypeWrapper, value: int) -> str:
     return enum.Name(value).removeprefix(prefix).lower() if value else ""
 
 
-def value_of(enum: EnumTypeWrapper, word: str) -> int:
+def value_of(enum: EnumTypeWrapper, word: str) -> Any:  # the stubs have a type for each enum
     """Raises ValueError for a word that has none."""
     return enum.Value(_prefix(enum) + word.upper()) if word else 0
 

@@ -38,10 +38,10 @@ class GetSamplerInfoResponse(_message.Message):
     engine: str
     device: str
     boot_id: str
-    adapter_groups: _containers.RepeatedScalarFieldContainer[str]
+    adapter_groups: _containers.RepeatedScalarFieldContainer[_types_pb2.AdapterGroup]
     max_version_bytes: int
     vocab_size: int
-    def __init__(self, base_models: _Optional[_Iterable[str]] = ..., max_context_length: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., engine: _Optional[str] = ..., device: _Optional[str] = ..., boot_id: _Optional[str] = ..., adapter_groups: _Optional[_Iterable[str]] = ..., max_version_bytes: _Optional[int] = ..., vocab_size: _Optional[int] = ...) -> None: ...
+    def __init__(self, base_models: _Optional[_Iterable[str]] = ..., max_context_length: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., engine: _Optional[str] = ..., device: _Optional[str] = ..., boot_id: _Optional[str] = ..., adapter_groups: _Optional[_Iterable[_Union[_types_pb2.AdapterGroup, str]]] = ..., max_version_bytes: _Optional[int] = ..., vocab_size: _Optional[int] = ...) -> None: ...
 
 class SampleRequest(_message.Message):
     __slots__ = ("version_id", "prompt", "num_samples", "sampling_params", "prompt_logprobs", "prompt_logprobs_last_n", "topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k", "follow_run", "cache_salt", "grammar")

@@ -1,3 +1,6 @@
+import datetime
+
+from google.protobuf import duration_pb2 as _duration_pb2
 from tinsmith.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -13,13 +16,6 @@ class GetTrainerInfoRequest(_message.Message):
 
 class GetTrainerInfoResponse(_message.Message):
     __slots__ = ("base_models", "max_context_length", "max_lora_rank", "vocab_size", "architecture", "loss_fns", "device", "boot_id", "optimizers", "full_training", "trainable", "trainable_groups", "refused_groups", "base_weights")
-    class RefusedGroupsEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: str
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     BASE_MODELS_FIELD_NUMBER: _ClassVar[int]
     MAX_CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     MAX_LORA_RANK_FIELD_NUMBER: _ClassVar[int]
@@ -42,13 +38,21 @@ class GetTrainerInfoResponse(_message.Message):
     loss_fns: _containers.RepeatedScalarFieldContainer[str]
     device: str
     boot_id: str
-    optimizers: _containers.RepeatedScalarFieldContainer[str]
+    optimizers: _containers.RepeatedScalarFieldContainer[_types_pb2.Optimizer]
     full_training: bool
     trainable: bool
-    trainable_groups: _containers.RepeatedScalarFieldContainer[str]
-    refused_groups: _containers.ScalarMap[str, str]
+    trainable_groups: _containers.RepeatedScalarFieldContainer[_types_pb2.AdapterGroup]
+    refused_groups: _containers.RepeatedCompositeFieldContainer[RefusedGroup]
     base_weights: str
-    def __init__(self, base_models: _Optional[_Iterable[str]] = ..., max_context_length: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., vocab_size: _Optional[int] = ..., architecture: _Optional[str] = ..., loss_fns: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., boot_id: _Optional[str] = ..., optimizers: _Optional[_Iterable[str]] = ..., full_training: _Optional[bool] = ..., trainable: _Optional[bool] = ..., trainable_groups: _Optional[_Iterable[str]] = ..., refused_groups: _Optional[_Mapping[str, str]] = ..., base_weights: _Optional[str] = ...) -> None: ...
+    def __init__(self, base_models: _Optional[_Iterable[str]] = ..., max_context_length: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., vocab_size: _Optional[int] = ..., architecture: _Optional[str] = ..., loss_fns: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., boot_id: _Optional[str] = ..., optimizers: _Optional[_Iterable[_Union[_types_pb2.Optimizer, str]]] = ..., full_training: _Optional[bool] = ..., trainable: _Optional[bool] = ..., trainable_groups: _Optional[_Iterable[_Union[_types_pb2.AdapterGroup, str]]] = ..., refused_groups: _Optional[_Iterable[_Union[RefusedGroup, _Mapping]]] = ..., base_weights: _Optional[str] = ...) -> None: ...
+
+class RefusedGroup(_message.Message):
+    __slots__ = ("group", "reason")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    group: _types_pb2.AdapterGroup
+    reason: str
+    def __init__(self, group: _Optional[_Union[_types_pb2.AdapterGroup, str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class CreateModelRequest(_message.Message):
     __slots__ = ("model_id", "base_model", "lora_config", "optimizer", "from_location", "load_optimizer", "user_metadata", "base_weights", "creation_id")
@@ -71,13 +75,13 @@ class CreateModelRequest(_message.Message):
     model_id: str
     base_model: str
     lora_config: _types_pb2.LoraConfig
-    optimizer: str
+    optimizer: _types_pb2.Optimizer
     from_location: str
     load_optimizer: bool
     user_metadata: _containers.ScalarMap[str, str]
     base_weights: str
     creation_id: str
-    def __init__(self, model_id: _Optional[str] = ..., base_model: _Optional[str] = ..., lora_config: _Optional[_Union[_types_pb2.LoraConfig, _Mapping]] = ..., optimizer: _Optional[str] = ..., from_location: _Optional[str] = ..., load_optimizer: _Optional[bool] = ..., user_metadata: _Optional[_Mapping[str, str]] = ..., base_weights: _Optional[str] = ..., creation_id: _Optional[str] = ...) -> None: ...
+    def __init__(self, model_id: _Optional[str] = ..., base_model: _Optional[str] = ..., lora_config: _Optional[_Union[_types_pb2.LoraConfig, _Mapping]] = ..., optimizer: _Optional[_Union[_types_pb2.Optimizer, str]] = ..., from_location: _Optional[str] = ..., load_optimizer: _Optional[bool] = ..., user_metadata: _Optional[_Mapping[str, str]] = ..., base_weights: _Optional[str] = ..., creation_id: _Optional[str] = ...) -> None: ...
 
 class CreateModelResponse(_message.Message):
     __slots__ = ("model",)
@@ -246,7 +250,7 @@ class SkipOperationResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class SaveCheckpointRequest(_message.Message):
-    __slots__ = ("model_id", "seq_id", "kind", "name", "overwrite", "ttl_seconds", "user_metadata", "age_recipients")
+    __slots__ = ("model_id", "seq_id", "kind", "name", "overwrite", "ttl", "user_metadata", "age_recipients")
     class UserMetadataEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -259,7 +263,7 @@ class SaveCheckpointRequest(_message.Message):
     KIND_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     OVERWRITE_FIELD_NUMBER: _ClassVar[int]
-    TTL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TTL_FIELD_NUMBER: _ClassVar[int]
     USER_METADATA_FIELD_NUMBER: _ClassVar[int]
     AGE_RECIPIENTS_FIELD_NUMBER: _ClassVar[int]
     model_id: str
@@ -267,10 +271,10 @@ class SaveCheckpointRequest(_message.Message):
     kind: _types_pb2.CheckpointKind
     name: str
     overwrite: bool
-    ttl_seconds: int
+    ttl: _duration_pb2.Duration
     user_metadata: _containers.ScalarMap[str, str]
     age_recipients: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, model_id: _Optional[str] = ..., seq_id: _Optional[int] = ..., kind: _Optional[_Union[_types_pb2.CheckpointKind, str]] = ..., name: _Optional[str] = ..., overwrite: _Optional[bool] = ..., ttl_seconds: _Optional[int] = ..., user_metadata: _Optional[_Mapping[str, str]] = ..., age_recipients: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, model_id: _Optional[str] = ..., seq_id: _Optional[int] = ..., kind: _Optional[_Union[_types_pb2.CheckpointKind, str]] = ..., name: _Optional[str] = ..., overwrite: _Optional[bool] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., user_metadata: _Optional[_Mapping[str, str]] = ..., age_recipients: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SaveCheckpointResponse(_message.Message):
     __slots__ = ("checkpoint", "num_samplers", "certificate")
@@ -376,14 +380,14 @@ class DeleteCheckpointResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class CopyCheckpointRequest(_message.Message):
-    __slots__ = ("source", "destination", "ttl_seconds")
+    __slots__ = ("source", "destination", "ttl")
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     DESTINATION_FIELD_NUMBER: _ClassVar[int]
-    TTL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TTL_FIELD_NUMBER: _ClassVar[int]
     source: str
     destination: str
-    ttl_seconds: int
-    def __init__(self, source: _Optional[str] = ..., destination: _Optional[str] = ..., ttl_seconds: _Optional[int] = ...) -> None: ...
+    ttl: _duration_pb2.Duration
+    def __init__(self, source: _Optional[str] = ..., destination: _Optional[str] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class CopyCheckpointResponse(_message.Message):
     __slots__ = ("checkpoint",)
@@ -422,7 +426,7 @@ class ImportCheckpointRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[ImportCheckpointHeader, _Mapping]] = ..., archive: _Optional[bytes] = ..., complete: _Optional[bool] = ..., max_checkpoint_bytes: _Optional[int] = ...) -> None: ...
 
 class ImportCheckpointHeader(_message.Message):
-    __slots__ = ("location", "base_model", "ttl_seconds", "user_metadata", "archive_bytes")
+    __slots__ = ("location", "base_model", "ttl", "user_metadata", "archive_bytes")
     class UserMetadataEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -432,15 +436,15 @@ class ImportCheckpointHeader(_message.Message):
         def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     LOCATION_FIELD_NUMBER: _ClassVar[int]
     BASE_MODEL_FIELD_NUMBER: _ClassVar[int]
-    TTL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TTL_FIELD_NUMBER: _ClassVar[int]
     USER_METADATA_FIELD_NUMBER: _ClassVar[int]
     ARCHIVE_BYTES_FIELD_NUMBER: _ClassVar[int]
     location: str
     base_model: str
-    ttl_seconds: int
+    ttl: _duration_pb2.Duration
     user_metadata: _containers.ScalarMap[str, str]
     archive_bytes: int
-    def __init__(self, location: _Optional[str] = ..., base_model: _Optional[str] = ..., ttl_seconds: _Optional[int] = ..., user_metadata: _Optional[_Mapping[str, str]] = ..., archive_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, location: _Optional[str] = ..., base_model: _Optional[str] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., user_metadata: _Optional[_Mapping[str, str]] = ..., archive_bytes: _Optional[int] = ...) -> None: ...
 
 class ImportCheckpointResponse(_message.Message):
     __slots__ = ("checkpoint", "notes")
@@ -515,8 +519,8 @@ class ModelInfo(_message.Message):
     model_id: str
     base_model: str
     lora_config: _types_pb2.LoraConfig
-    optimizer: str
+    optimizer: _types_pb2.Optimizer
     step: int
     next_seq_id: int
     user_metadata: _containers.ScalarMap[str, str]
-    def __init__(self, model_id: _Optional[str] = ..., base_model: _Optional[str] = ..., lora_config: _Optional[_Union[_types_pb2.LoraConfig, _Mapping]] = ..., optimizer: _Optional[str] = ..., step: _Optional[int] = ..., next_seq_id: _Optional[int] = ..., user_metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    def __init__(self, model_id: _Optional[str] = ..., base_model: _Optional[str] = ..., lora_config: _Optional[_Union[_types_pb2.LoraConfig, _Mapping]] = ..., optimizer: _Optional[_Union[_types_pb2.Optimizer, str]] = ..., step: _Optional[int] = ..., next_seq_id: _Optional[int] = ..., user_metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...

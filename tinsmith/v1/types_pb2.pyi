@@ -1,3 +1,7 @@
+import datetime
+
+from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -33,6 +37,19 @@ class PublicStopReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PUBLIC_STOP_REASON_STOP: _ClassVar[PublicStopReason]
     PUBLIC_STOP_REASON_LENGTH: _ClassVar[PublicStopReason]
 
+class Optimizer(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    OPTIMIZER_UNSPECIFIED: _ClassVar[Optimizer]
+    OPTIMIZER_ADAMW: _ClassVar[Optimizer]
+    OPTIMIZER_DIMUON: _ClassVar[Optimizer]
+
+class AdapterGroup(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ADAPTER_GROUP_UNSPECIFIED: _ClassVar[AdapterGroup]
+    ADAPTER_GROUP_ATTN: _ClassVar[AdapterGroup]
+    ADAPTER_GROUP_MLP: _ClassVar[AdapterGroup]
+    ADAPTER_GROUP_UNEMBED: _ClassVar[AdapterGroup]
+
 class CheckpointKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     CHECKPOINT_KIND_UNSPECIFIED: _ClassVar[CheckpointKind]
@@ -54,6 +71,13 @@ STOP_REASON_STOP: StopReason
 STOP_REASON_LENGTH: StopReason
 PUBLIC_STOP_REASON_STOP: PublicStopReason
 PUBLIC_STOP_REASON_LENGTH: PublicStopReason
+OPTIMIZER_UNSPECIFIED: Optimizer
+OPTIMIZER_ADAMW: Optimizer
+OPTIMIZER_DIMUON: Optimizer
+ADAPTER_GROUP_UNSPECIFIED: AdapterGroup
+ADAPTER_GROUP_ATTN: AdapterGroup
+ADAPTER_GROUP_MLP: AdapterGroup
+ADAPTER_GROUP_UNEMBED: AdapterGroup
 CHECKPOINT_KIND_UNSPECIFIED: CheckpointKind
 CHECKPOINT_KIND_TRAINING: CheckpointKind
 CHECKPOINT_KIND_SAMPLER: CheckpointKind
@@ -233,11 +257,11 @@ class VersionSpan(_message.Message):
     def __init__(self, version_id: _Optional[str] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class PublishCertificate(_message.Message):
-    __slots__ = ("version_id", "weights_hash", "num_bytes", "publish_seconds", "limit", "passed", "samplers", "issued_at", "mean_limit", "change")
+    __slots__ = ("version_id", "weights_hash", "num_bytes", "publish_time", "limit", "passed", "samplers", "issued_at", "mean_limit", "change")
     VERSION_ID_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_HASH_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
-    PUBLISH_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PUBLISH_TIME_FIELD_NUMBER: _ClassVar[int]
     LIMIT_FIELD_NUMBER: _ClassVar[int]
     PASSED_FIELD_NUMBER: _ClassVar[int]
     SAMPLERS_FIELD_NUMBER: _ClassVar[int]
@@ -247,14 +271,14 @@ class PublishCertificate(_message.Message):
     version_id: str
     weights_hash: str
     num_bytes: int
-    publish_seconds: float
+    publish_time: _duration_pb2.Duration
     limit: float
     passed: bool
     samplers: _containers.RepeatedCompositeFieldContainer[SamplerGap]
-    issued_at: float
+    issued_at: _timestamp_pb2.Timestamp
     mean_limit: float
     change: float
-    def __init__(self, version_id: _Optional[str] = ..., weights_hash: _Optional[str] = ..., num_bytes: _Optional[int] = ..., publish_seconds: _Optional[float] = ..., limit: _Optional[float] = ..., passed: _Optional[bool] = ..., samplers: _Optional[_Iterable[_Union[SamplerGap, _Mapping]]] = ..., issued_at: _Optional[float] = ..., mean_limit: _Optional[float] = ..., change: _Optional[float] = ...) -> None: ...
+    def __init__(self, version_id: _Optional[str] = ..., weights_hash: _Optional[str] = ..., num_bytes: _Optional[int] = ..., publish_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., limit: _Optional[float] = ..., passed: _Optional[bool] = ..., samplers: _Optional[_Iterable[_Union[SamplerGap, _Mapping]]] = ..., issued_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., mean_limit: _Optional[float] = ..., change: _Optional[float] = ...) -> None: ...
 
 class SamplerGap(_message.Message):
     __slots__ = ("address", "engine", "max_gap", "mean_gap", "num_tokens", "applied")
@@ -307,7 +331,7 @@ class LoraConfig(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., seed: _Optional[int] = ..., train_unembed: _Optional[bool] = ..., train_mlp: _Optional[bool] = ..., train_attn: _Optional[bool] = ...) -> None: ...
 
 class CheckpointInfo(_message.Message):
-    __slots__ = ("location", "kind", "model_id", "base_model", "lora_config", "version_id", "size_bytes", "created_at", "step", "has_optimizer", "ttl_seconds", "user_metadata", "optimizer", "encrypted", "base_weights")
+    __slots__ = ("location", "kind", "model_id", "base_model", "lora_config", "version_id", "size_bytes", "created_at", "step", "has_optimizer", "ttl", "user_metadata", "optimizer", "encrypted", "base_weights")
     class UserMetadataEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -325,7 +349,7 @@ class CheckpointInfo(_message.Message):
     CREATED_AT_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     HAS_OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
-    TTL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TTL_FIELD_NUMBER: _ClassVar[int]
     USER_METADATA_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     ENCRYPTED_FIELD_NUMBER: _ClassVar[int]
@@ -337,15 +361,15 @@ class CheckpointInfo(_message.Message):
     lora_config: LoraConfig
     version_id: str
     size_bytes: int
-    created_at: float
+    created_at: _timestamp_pb2.Timestamp
     step: int
     has_optimizer: bool
-    ttl_seconds: int
+    ttl: _duration_pb2.Duration
     user_metadata: _containers.ScalarMap[str, str]
-    optimizer: str
+    optimizer: Optimizer
     encrypted: bool
     base_weights: str
-    def __init__(self, location: _Optional[str] = ..., kind: _Optional[_Union[CheckpointKind, str]] = ..., model_id: _Optional[str] = ..., base_model: _Optional[str] = ..., lora_config: _Optional[_Union[LoraConfig, _Mapping]] = ..., version_id: _Optional[str] = ..., size_bytes: _Optional[int] = ..., created_at: _Optional[float] = ..., step: _Optional[int] = ..., has_optimizer: _Optional[bool] = ..., ttl_seconds: _Optional[int] = ..., user_metadata: _Optional[_Mapping[str, str]] = ..., optimizer: _Optional[str] = ..., encrypted: _Optional[bool] = ..., base_weights: _Optional[str] = ...) -> None: ...
+    def __init__(self, location: _Optional[str] = ..., kind: _Optional[_Union[CheckpointKind, str]] = ..., model_id: _Optional[str] = ..., base_model: _Optional[str] = ..., lora_config: _Optional[_Union[LoraConfig, _Mapping]] = ..., version_id: _Optional[str] = ..., size_bytes: _Optional[int] = ..., created_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., step: _Optional[int] = ..., has_optimizer: _Optional[bool] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., user_metadata: _Optional[_Mapping[str, str]] = ..., optimizer: _Optional[_Union[Optimizer, str]] = ..., encrypted: _Optional[bool] = ..., base_weights: _Optional[str] = ...) -> None: ...
 
 class CheckpointFile(_message.Message):
     __slots__ = ("name", "size_bytes", "sha256")
@@ -358,15 +382,15 @@ class CheckpointFile(_message.Message):
     def __init__(self, name: _Optional[str] = ..., size_bytes: _Optional[int] = ..., sha256: _Optional[str] = ...) -> None: ...
 
 class QueueStatus(_message.Message):
-    __slots__ = ("running", "position", "tokens_ahead", "expected_seconds", "reason")
+    __slots__ = ("running", "position", "tokens_ahead", "expected_time", "reason")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     TOKENS_AHEAD_FIELD_NUMBER: _ClassVar[int]
-    EXPECTED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_TIME_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     running: bool
     position: int
     tokens_ahead: int
-    expected_seconds: float
+    expected_time: _duration_pb2.Duration
     reason: str
-    def __init__(self, running: _Optional[bool] = ..., position: _Optional[int] = ..., tokens_ahead: _Optional[int] = ..., expected_seconds: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
+    def __init__(self, running: _Optional[bool] = ..., position: _Optional[int] = ..., tokens_ahead: _Optional[int] = ..., expected_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...

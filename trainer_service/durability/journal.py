@@ -31,6 +31,7 @@ from trainer_service.durability.journal_pruning import Pruned, Sizes, Summary, p
 from trainer_service.durability.journal_records import Body, Entry, LiveModel, Record, State, lost, result_sum
 from trainer_service.durability.journal_writer import Writer
 from trainer_service.metrics import Metrics
+from trainer_service.older_forms import carried_over
 
 _LIVE_MODELS = (
     "SELECT model_id, cut_seq_id, snapshot_seq_id, "
@@ -164,7 +165,7 @@ class Journal:
             if number == State.FAILED:
                 outcome = errors.from_proto(status_pb2.Status.FromString(result))
             else:
-                outcome = trainer_pb2.WaitResultResponse.FromString(result)
+                outcome = carried_over(trainer_pb2.WaitResultResponse.FromString(result))
         except DecodeError as error:
             outcome = self._damaged("answer", model_id, seq_id, str(error))
         return Record(kind, digest, State(number), outcome)

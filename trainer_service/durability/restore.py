@@ -42,6 +42,7 @@ from trainer_service.durability.snapshots import Snapshots
 from trainer_service.engine.engine import State as EngineState
 from trainer_service.engine.optimizers import params_from_proto
 from trainer_service.metrics import Metrics
+from trainer_service.older_forms import carried_over
 from trainer_service.operations.models import Model
 from trainer_service.operations.operations import Operations, refused
 from trainer_service.scheduling.scheduler import Scheduler
@@ -217,7 +218,7 @@ class Restorer:
         if not history or history[0].seq_id != 0 or not history[0].num_bytes:
             raise _Lost("its creation is not in the journal")
         try:
-            request = pb.CreateModelRequest.FromString(await self.journal.unpacked(model.model_id, 0))
+            request = carried_over(pb.CreateModelRequest.FromString(await self.journal.unpacked(model.model_id, 0)))
         except DataCorrupted as error:
             raise _Lost(str(error)) from None
         done = history[0].state == State.DONE
@@ -337,4 +338,4 @@ def _source(answer: Answer) -> str:
     if answer.HasField("create_model"):
         return f"a checkpoint of step {answer.create_model.model.step}"
     checkpoint = answer.load_checkpoint.checkpoint
-    return f"{checkpoint.version_id} of {checkpoint.created_at:.6f}"
+    return f"{checkpoint.version_id} of {checkpoint.created_at.ToJsonString()}"

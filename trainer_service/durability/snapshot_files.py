@@ -31,6 +31,7 @@ from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import FullWeights, Weights, config_of
 from tinsmith.rpc.errors import DataCorrupted
+from tinsmith.rpc.words import word_of
 from tinsmith.v1 import types_pb2 as pb
 from trainer_service.engine.engine import Accumulation, OptimizerState, State
 from trainer_service.storage import manifest
@@ -136,7 +137,7 @@ class SnapshotFiles:
         if not fits:
             raise DataCorrupted(f"the snapshot {model_id}/{seq_id} was made for other layers of a base model")
         optimizer = {name.removeprefix(_OPTIMIZER).removesuffix(".npy"): tensor for name, tensor in tensors.items()}
-        state = OptimizerState(info.optimizer, optimizer) if optimizer else None
+        state = OptimizerState(word_of(pb.Optimizer, info.optimizer), optimizer) if optimizer else None
         return info, State(config, weights, info.step, state, accumulation)
 
     def delete(self, model_id: str, seq_ids: Iterable[int]) -> None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.rpc.errors import InvalidRequest, ModelNotFound
 from tinsmith.rpc.paths import creation_of, version_of
+from tinsmith.rpc.times import timestamp
+from tinsmith.rpc.words import value_of, word_of
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 from trainer_service.engine.engine import State
@@ -32,6 +34,10 @@ class Model:
     """Tells it from other models that have had its id; empty for one that an earlier version of Tinsmith has made."""
     step: int = 0
 
+    @property
+    def optimizer_kind(self) -> types_pb2.Optimizer:
+        return value_of(types_pb2.Optimizer, self.optimizer)
+
     def version(self, seq_id: int) -> str:
         """The id of its version after that operation."""
         return version_of(self.model_id, seq_id, self.creation_id)
@@ -41,7 +47,7 @@ class Model:
             model_id=self.model_id,
             base_model=self.base_model,
             lora_config=self.config.to_proto(),
-            optimizer=self.optimizer,
+            optimizer=self.optimizer_kind,
             step=self.step,
             next_seq_id=next_seq_id,
             user_metadata=self.user_metadata,
@@ -59,16 +65,16 @@ class Model:
             version_id=self.version(seq_id),
             step=state.step,
             has_optimizer=state.optimizer is not None,
-            optimizer=self.optimizer,
+            optimizer=self.optimizer_kind,
             user_metadata=self.user_metadata,
-            created_at=time.time(),
+            created_at=timestamp(time.time()),
         )
 
     @classmethod
     def of_snapshot(cls, info: types_pb2.CheckpointInfo, state: State, *, base_weights: str) -> Model:
         """base_weights: of the trainer that it goes on with."""
         metadata, creation_id = dict(info.user_metadata), creation_of(info.version_id)
-        optimizer = info.optimizer
+        optimizer = word_of(types_pb2.Optimizer, info.optimizer)
         return cls(
             info.model_id, info.base_model, base_weights, state.config, optimizer, metadata, creation_id, info.step
         )

@@ -13,14 +13,16 @@ from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.full_weights import config_of
 from tinsmith.rpc.errors import InvalidRequest, ServiceError
 from tinsmith.rpc.paths import check_model_id
+from tinsmith.rpc.words import check_known, word_of
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 from trainer_service.durability.snapshots import Snapshots
 from trainer_service.engine.batch import Batch
 from trainer_service.engine.engine import State, TrainingEngine
 from trainer_service.engine.faults import is_device_fault
-from trainer_service.engine.optimizers import DEFAULT_OPTIMIZER, check_kind, params_from_proto
+from trainer_service.engine.optimizers import DEFAULT_OPTIMIZER, params_from_proto
 from trainer_service.objectives.custom_loss import CustomLoss
+from trainer_service.older_forms import carried_over
 from trainer_service.operations.loads import Loads
 from trainer_service.operations.models import LiveModels, Model
 from trainer_service.operations.publishing import Publishing, RunAlone
@@ -58,8 +60,7 @@ class Operations:
     def create_model(self, request: pb.CreateModelRequest) -> Work:
         """Raises InvalidRequest for what is wrong on the face of it; a checkpoint is looked at in the work."""
         check_model_id(request.model_id, field="model_id")
-        if request.optimizer:
-            check_kind(request.optimizer)
+        check_known(types_pb2.Optimizer, request.optimizer, field="optimizer")
         if request.base_model or not request.from_location:
             self.models.check_base_model(request.base_model, field="base_model")
         self.models.check_base_weights(request.base_weights, field="base_weights")
@@ -72,7 +73,7 @@ class Operations:
             raise InvalidRequest("load_optimizer: true needs from_location", field="load_optimizer")
         if not request.HasField("lora_config"):
             raise InvalidRequest("lora_config: missing; a new model needs one", field="lora_config")
-        config = self._config(request.lora_config, optimizer=request.optimizer or DEFAULT_OPTIMIZER)
+        config = self._config(request.lora_config, optimizer=_kind_of(request) or DEFAULT_OPTIMIZER)
         return lambda turn: self._create(turn, request, location=None, config=config)
 
     async def check_servable(self, request: pb.CreateModelRequest) -> None:
@@ -103,7 +104,7 @@ class Operations:
         config: AdapterConfig | None,
     ) -> pb.WaitResultResponse:
         base_model, state = request.base_model, None
-        optimizer = request.optimizer or DEFAULT_OPTIMIZER
+        optimizer = _kind_of(request) or DEFAULT_OPTIMIZER
         if location is not None:
             with turn.storing():
                 info, state = await self.loads.read_to_train(
@@ -111,7 +112,7 @@ class Operations:
                 )
             base_model = base_model or info.base_model
             if state.optimizer is not None:
-                optimizer = request.optimizer or state.optimizer.kind
+                optimizer = _kind_of(request) or state.optimizer.kind
             config = self._config(info.lora_config, optimizer=optimizer)
         assert config is not None
         base_weights = self.models.weights_of(config)
@@ -153,7 +154,7 @@ class Operations:
         try:
             match kind:
                 case "create_model":
-                    return self.create_model(pb.CreateModelRequest.FromString(data))
+                    return self.create_model(carried_over(pb.CreateModelRequest.FromString(data)))
                 case "forward_backward":
                     return self.forward_backward(pb.ForwardBackwardRequest.FromString(data))
                 case "optim_step":
@@ -161,7 +162,7 @@ class Operations:
                 case "skip":
                     return self.skip(pb.SkipOperationRequest.FromString(data))
                 case "save_checkpoint":
-                    return self.save_checkpoint(pb.SaveCheckpointRequest.FromString(data), again=True)
+                    return self.save_checkpoint(carried_over(pb.SaveCheckpointRequest.FromString(data)), again=True)
                 case "load_checkpoint":
                     return self.load_checkpoint(pb.LoadCheckpointRequest.FromString(data))
                 case _:
@@ -226,6 +227,11 @@ class Operations:
         self.models.drop(model_id)
         await self.snapshots.forget(model_id)
         await self.publishing.forget(model_id)
+
+
+def _kind_of(request: pb.CreateModelRequest) -> str:
+    """Of the optimizer that it asks for; empty where it asks for none."""
+    return word_of(types_pb2.Optimizer, request.optimizer)
 
 
 def refused(error: ServiceError) -> Work:

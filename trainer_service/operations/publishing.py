@@ -133,7 +133,7 @@ class Publishing:
             info = self.checkpoints.info(location)
             hidden = _hidden(location, info.version_id)
             if hidden is not None and (info.kind in _SENT_KINDS or self._was_asked_for(info, location)):
-                self.checkpoints.copy(location, hidden, ttl_seconds=None)
+                self.checkpoints.copy(location, hidden, ttl=None)
 
     async def forget(self, model_id: str) -> None:
         """The model has ended: its ephemeral checkpoints and its hidden copies go, and its versions in the samplers."""

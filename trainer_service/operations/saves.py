@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from tinsmith.rpc.errors import CheckpointNotFound, DataCorrupted, InvalidRequest, NotReady, OutOfCapacity
 from tinsmith.rpc.paths import check_name
+from tinsmith.rpc.times import check_ttl
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 from trainer_service.engine.engine import TrainingEngine
@@ -39,8 +40,8 @@ class Saves:
             raise InvalidRequest(
                 f"kind: {request.kind} is not one of TRAINING, SAMPLER, EPHEMERAL, EXTERNAL", field="kind"
             )
-        if request.HasField("ttl_seconds") and request.ttl_seconds < 1:
-            raise InvalidRequest(f"ttl_seconds: {request.ttl_seconds} must be positive", field="ttl_seconds")
+        if request.HasField("ttl"):
+            check_ttl(request.ttl, field="ttl")
         if request.kind != types_pb2.CHECKPOINT_KIND_EPHEMERAL:
             name = check_name(request.name, field="name")
         elif request.name:
@@ -104,8 +105,8 @@ class Saves:
             version_id=version_id,
             step=state.step,
             has_optimizer=with_optimizer,
-            optimizer=model.optimizer,
-            ttl_seconds=request.ttl_seconds if request.HasField("ttl_seconds") else None,
+            optimizer=model.optimizer_kind,
+            ttl=request.ttl if request.HasField("ttl") else None,
             user_metadata=request.user_metadata,
         )
         if request.overwrite:

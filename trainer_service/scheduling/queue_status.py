@@ -10,13 +10,14 @@ import time
 from collections.abc import Iterator
 from itertools import islice
 
+from tinsmith.rpc.times import duration
 from tinsmith.v1.types_pb2 import QueueStatus
 from trainer_service.scheduling.compute import Backlog, Running
 from trainer_service.scheduling.model_queue import ModelQueue
 from trainer_service.scheduling.speed import Speed
 from trainer_service.scheduling.work import Operation, RunBatch
 
-FINISHED = QueueStatus(expected_seconds=0.0, reason="has finished")
+FINISHED = QueueStatus(expected_time=duration(0), reason="has finished")
 
 _BEFORE = {
     "create_model": "the checkpoint is being read",
@@ -54,7 +55,7 @@ def status_of(operation: Operation, model: ModelQueue, *, backlog: Backlog, spee
         num_calls = sum(tokens == 0 for _, tokens in works) + (running is not None and not now)
         expected = speed.seconds(num_tokens=now + sum(tokens for _, tokens in works), num_calls=num_calls)
         if expected is not None:
-            status.expected_seconds = max(0.0, expected - elapsed_s)
+            status.expected_time.CopyFrom(duration(max(0.0, expected - elapsed_s)))
     if operation.has_begun:
         status.running, status.reason = True, "is being computed"
         return status

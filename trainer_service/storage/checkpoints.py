@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,7 @@ from typing import Any, BinaryIO, TypeVar
 
 import torch
 from google.protobuf import json_format
+from google.protobuf.duration_pb2 import Duration
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -35,10 +37,13 @@ from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import FullWeights, config_of
 from tinsmith.rpc.errors import BudgetExceeded, DataCorrupted, InvalidRequest, NotFound, OutOfCapacity, ServiceError
+from tinsmith.rpc.times import timestamp
+from tinsmith.rpc.words import word_of
 from tinsmith.v1 import types_pb2 as pb
 from trainer_service.engine.engine import OptimizerState, State
 from trainer_service.engine.optimizers import DEFAULT_OPTIMIZER
 from trainer_service.metrics import Metrics
+from trainer_service.older_forms import certificate_of_any_age
 from trainer_service.storage import manifest
 from trainer_service.storage.encryption import Recipient, encrypt_folder
 from trainer_service.storage.local import LocalStorage
@@ -110,7 +115,7 @@ class CheckpointStore:
         location = Location.parse(info.location, field="location")
         stored = pb.CheckpointInfo()
         stored.CopyFrom(info)
-        stored.created_at = time.time()
+        stored.created_at.CopyFrom(timestamp(time.time()))
         stored.encrypted = bool(recipients)
         num_bytes = _num_bytes(state) * (2 if recipients else 1)
         with self._new(location, overwrite=overwrite, num_bytes=num_bytes) as draft:
@@ -129,7 +134,7 @@ class CheckpointStore:
         self._metrics.storage.checkpoint_bytes.inc(written.checkpoint.size_bytes)
         return written.checkpoint
 
-    def copy(self, source: Location, destination: Location, *, ttl_seconds: int | None) -> pb.CheckpointInfo:
+    def copy(self, source: Location, destination: Location, *, ttl: Duration | None) -> pb.CheckpointInfo:
         """Makes the same weights available at a second location, which does not change when the first one does.
 
         Of kind EPHEMERAL, which any kind can be copied to, it has no optimizer. The bytes are shared where the file
@@ -157,11 +162,11 @@ class CheckpointStore:
             copied.CopyFrom(found.checkpoint)
             copied.location = str(destination)
             copied.kind = destination.kind_number
-            copied.created_at = time.time()
+            copied.created_at.CopyFrom(timestamp(time.time()))
             copied.has_optimizer = any(file.name == _OPTIMIZER for file in files)
-            copied.ClearField("ttl_seconds")
-            if ttl_seconds is not None:
-                copied.ttl_seconds = ttl_seconds
+            copied.ClearField("ttl")
+            if ttl is not None:
+                copied.ttl.CopyFrom(ttl)
             written = Manifest.of(copied, files)
             draft.install(written)
         return written.checkpoint
@@ -233,7 +238,8 @@ class CheckpointStore:
                 )
                 optimizer = None
                 if with_optimizer:
-                    optimizer = OptimizerState(info.optimizer or DEFAULT_OPTIMIZER, load_file(folder / _OPTIMIZER))
+                    kind = word_of(pb.Optimizer, info.optimizer) or DEFAULT_OPTIMIZER
+                    optimizer = OptimizerState(kind, load_file(folder / _OPTIMIZER))
         return info, State(config=config, adapter=adapter, step=info.step, optimizer=optimizer)
 
     @contextlib.contextmanager
@@ -258,8 +264,8 @@ class CheckpointStore:
             except FileNotFoundError:
                 raise NotFound(f"{location}: its version was never published, so it has no certificate") from None
         try:
-            return json_format.Parse(content, pb.PublishCertificate())
-        except (json_format.ParseError, UnicodeDecodeError) as error:
+            return json_format.ParseDict(certificate_of_any_age(json.loads(content)), pb.PublishCertificate())
+        except (json_format.ParseError, ValueError, TypeError) as error:
             raise found.damaged(CERTIFICATE, str(error), location=str(location)) from None
 
     def delete(self, location: Location, *, version_id: str = "") -> None:

@@ -21,10 +21,10 @@ from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.peft_files import CONFIG, PICKLE, SAFETENSORS
 from tinsmith.modeling.peft_import import import_peft
 from tinsmith.rpc.errors import CheckpointExists, InvalidRequest, OutOfCapacity
+from tinsmith.rpc.times import check_ttl
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 from trainer_service.engine.engine import State
-from trainer_service.engine.optimizers import DEFAULT_OPTIMIZER
 from trainer_service.storage.checkpoints import CheckpointStore
 from trainer_service.storage.locations import KINDS, Location
 
@@ -66,8 +66,8 @@ class Importer:
         location = Location.parse(header.location, field="location")
         if location.kind != KINDS[types_pb2.CHECKPOINT_KIND_TRAINING]:
             raise InvalidRequest(f"location: {header.location!r} is not of kind 'weights'", field="location")
-        if header.HasField("ttl_seconds") and header.ttl_seconds < 1:
-            raise InvalidRequest(f"ttl_seconds: {header.ttl_seconds} must be positive", field="ttl_seconds")
+        if header.HasField("ttl"):
+            check_ttl(header.ttl, field="header.ttl")
         if await self.checkpoints.reads(self.checkpoints.exists, location):
             raise CheckpointExists(f"checkpoint {location} exists; use another name", location=location)
         if self._num_uploads == _MAX_UPLOADS:
@@ -117,9 +117,9 @@ class Importer:
             base_model=header.base_model,
             lora_config=config.to_proto(),
             version_id=f"{run_id}@{uuid.uuid4().hex}",
-            ttl_seconds=header.ttl_seconds if header.HasField("ttl_seconds") else None,
+            ttl=header.ttl if header.HasField("ttl") else None,
             user_metadata=header.user_metadata,
-            optimizer=DEFAULT_OPTIMIZER,
+            optimizer=types_pb2.OPTIMIZER_ADAMW,
         )
         state = State(config=config, adapter=imported.adapter, step=0, optimizer=None)
         stored = self.checkpoints.save(info, state, overwrite=False, max_bytes=max_checkpoint_bytes)

@@ -15,8 +15,9 @@ from google.protobuf import json_format
 
 from tinsmith.rpc.errors import DataCorrupted, NotFound, Unsupported
 from tinsmith.v1 import types_pb2 as pb
+from trainer_service.older_forms import checkpoint_of_format_1
 
-FORMAT = 1
+FORMAT = 2
 NAME = "manifest.json"
 
 
@@ -44,11 +45,14 @@ class Manifest:
             content = json.loads(data)
             if content.pop("sha256") != _digest_of(content):
                 raise ValueError("its SHA-256 does not match")
-            if content["format"] != FORMAT:
+            if content["format"] not in (1, FORMAT):
                 raise Unsupported(
-                    f"{location}: format {content['format']} of the manifest; this trainer reads {FORMAT}"
+                    f"{location}: format {content['format']} of the manifest; this trainer reads 1 and {FORMAT}"
                 )
-            checkpoint = json_format.ParseDict(content["checkpoint"], pb.CheckpointInfo())
+            info = content["checkpoint"]
+            if content["format"] == 1:
+                info = checkpoint_of_format_1(info)
+            checkpoint = json_format.ParseDict(info, pb.CheckpointInfo())
             files = {name: pb.CheckpointFile(name=name, **facts) for name, facts in content["files"].items()}
             return cls(checkpoint, files, content.get("folder", ""))
         except (ValueError, KeyError, AttributeError, TypeError, json_format.ParseError) as error:

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from tinsmith.rpc.errors import NotReady, OutOfCapacity, ServiceError, VersionNotLoaded, VersionRefused, from_rpc_error
+from tinsmith.rpc.times import duration, timestamp
 from tinsmith.v1 import sampler_pb2, types_pb2, weight_sync_pb2
 from tinsmith.v1.types_pb2 import PublishCertificate
 from trainer_service.metrics import Metrics
@@ -217,11 +218,11 @@ class Publisher:
             version_id=version_id,
             weights_hash=published.checksum,
             num_bytes=published.num_bytes,
-            publish_seconds=published.seconds,
+            publish_time=duration(published.seconds),
             limit=limit,
             passed=bool(gaps) and not any(self._is_wrong(gap) for gap in gaps),
             samplers=gaps,
-            issued_at=time.time(),
+            issued_at=timestamp(time.time()),
             mean_limit=self._rule.mean_limit if limit else 0,
             change=change,
         )

@@ -35,7 +35,8 @@ from tinsmith.rpc.errors import (
     Unsupported,
     from_rpc_error,
 )
-from tinsmith.v1 import trainer_pb2
+from tinsmith.rpc.words import word_of
+from tinsmith.v1 import trainer_pb2, types_pb2
 
 
 async def check_session(gateway: Gateway, session_id: str, *, caller: Caller) -> None:
@@ -57,7 +58,7 @@ async def create_model(request: Request) -> Response:
             model_id=model_id,
             base_model=asked.base_model,
             lora_config=convert.lora_config(asked.lora_config or schemas.LoraConfig()),
-            optimizer=asked.optimizer_config.type,
+            optimizer=convert.optimizer(asked.optimizer_config.type),
             user_metadata=asked.user_metadata,
         )
         return message, None
@@ -83,7 +84,7 @@ async def create_from_checkpoint(gateway: Gateway, content: dict[str, Any], body
         message = trainer_pb2.CreateModelRequest(
             model_id=model_id,
             base_model=base_model,
-            optimizer=asked.optimizer_config.type if asked.optimizer_config is not None else "",
+            optimizer=convert.optimizer(asked.optimizer_config.type if asked.optimizer_config is not None else ""),
             from_location=checkpoint.location,
             load_optimizer=asked.optimizer,
             user_metadata=asked.user_metadata,
@@ -132,7 +133,7 @@ async def _create(
             model_id=model_id,
             session_id=ids.session_id,
             base_model=message.base_model,
-            optimizer=message.optimizer or "adamw",
+            optimizer=word_of(types_pb2.Optimizer, message.optimizer) or "adamw",
             user_metadata=dict(message.user_metadata),
             created_at=time.time(),
         )

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.convert import check_ttl
+from gateway.convert import check_ttl, ttl_of
 from gateway.gateway import caller_of, gateway_of
 from gateway.http import schemas
 from gateway.http.body import Schema, idempotency_key, parse, read_json
@@ -87,7 +87,7 @@ def _saving(
         seq_id=body.seq_id,
         kind=kind,
         name=path.name if path is not None else "",
-        ttl_seconds=check_ttl(body.ttl_seconds),
+        ttl=ttl_of(check_ttl(body.ttl_seconds)),
         **fields,
     )
     return rpc_of("SaveCheckpoint", message, path=str(path) if path is not None else None)

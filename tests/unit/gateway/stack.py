@@ -33,6 +33,7 @@ from tinsmith.rpc.errors import (
     VersionNotLoaded,
 )
 from tinsmith.rpc.server import Server
+from tinsmith.rpc.times import timestamp
 from tinsmith.rpc.tls import Certificates
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc, types_pb2
 
@@ -101,7 +102,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         """Names of the custom losses that were checked; one of the name "bad" is refused."""
         self.is_loading = False
         self.is_full = False
-        self.trainable_groups = ["attn", "mlp", "unembed"]
+        self.trainable_groups = types_pb2.AdapterGroup.values()[1:]
 
     async def GetTrainerInfo(self, request: Any, context: Any) -> Any:
         return trainer_pb2.GetTrainerInfoResponse(
@@ -164,13 +165,11 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             lora = self._checkpoint(request.from_location).lora_config
         elif not 0 <= lora.rank <= 64:
             raise InvalidRequest(f"lora_config.rank: {lora.rank} is outside 0 .. 64")
-        if request.optimizer not in ("", "adamw", "dimuon"):
-            raise InvalidRequest(f"optimizer: {request.optimizer!r} is not one of adamw, dimuon")
         info = trainer_pb2.ModelInfo(
             model_id=request.model_id,
             base_model=request.base_model,
             lora_config=lora,
-            optimizer=request.optimizer or "adamw",
+            optimizer=request.optimizer or types_pb2.OPTIMIZER_ADAMW,
             user_metadata=request.user_metadata,
         )
         self.models.setdefault(request.model_id, FakeModel(info))
@@ -248,10 +247,10 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
                 encrypted=bool(request.age_recipients),
                 version_id=f"{request.model_id}@{request.seq_id}",
                 size_bytes=100,
-                created_at=time.time(),
+                created_at=timestamp(time.time()),
                 step=1,
                 has_optimizer=True,
-                ttl_seconds=request.ttl_seconds if request.HasField("ttl_seconds") else None,
+                ttl=request.ttl if request.HasField("ttl") else None,
                 user_metadata=request.user_metadata,
             )
             self.checkpoints[location] = info
@@ -320,10 +319,11 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             raise CheckpointExists(f"{request.destination} is taken")
         info = types_pb2.CheckpointInfo()
         info.CopyFrom(self._checkpoint(request.source))
-        info.location, info.created_at = request.destination, time.time()
-        info.ClearField("ttl_seconds")
-        if request.HasField("ttl_seconds"):
-            info.ttl_seconds = request.ttl_seconds
+        info.location = request.destination
+        info.created_at.CopyFrom(timestamp(time.time()))
+        info.ClearField("ttl")
+        if request.HasField("ttl"):
+            info.ttl.CopyFrom(request.ttl)
         self.checkpoints[request.destination] = info
         return trainer_pb2.CopyCheckpointResponse(checkpoint=info)
 
@@ -348,8 +348,8 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             lora_config=types_pb2.LoraConfig(rank=8, train_attn=True),
             version_id=f"{header.location}@1",
             size_bytes=self.import_bytes,
-            created_at=time.time(),
-            ttl_seconds=header.ttl_seconds if header.HasField("ttl_seconds") else None,
+            created_at=timestamp(time.time()),
+            ttl=header.ttl if header.HasField("ttl") else None,
         )
         self.checkpoints[header.location] = info
         return trainer_pb2.ImportCheckpointResponse(checkpoint=info, notes=["bfloat16 was converted to float32"])

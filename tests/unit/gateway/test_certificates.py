@@ -10,6 +10,7 @@ import pytest
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack
 from tests.unit.gateway.test_checkpoints import ask, save_for_sampler
 from tests.unit.gateway.test_weights import save
+from tinsmith.rpc.times import duration, timestamp
 from tinsmith.v1 import types_pb2
 
 
@@ -21,13 +22,13 @@ def issue(stack: Stack, version_id: str, *, max_gap: float = 2.5e-6) -> None:
         version_id=version_id,
         weights_hash="c0ffee",
         num_bytes=4096,
-        publish_seconds=0.02,
+        publish_time=duration(0.02),
         limit=0.01,
         mean_limit=0.003,
         change=0.5,
         passed=max_gap <= 0.01,
         samplers=[gap],
-        issued_at=1_700_000_000.5,
+        issued_at=timestamp(1_700_000_000.5),
     )
 
 

@@ -224,7 +224,7 @@ async def test_an_external_save_names_its_size_and_passes_on_its_recipients(stac
     assert saved == {"type": "save_weights_external", "path": path, "size_bytes": 100}
     info = stack.trainer.checkpoints[f"{run_id}/external_weights/x"]
     assert info.encrypted
-    assert info.ttl_seconds == 3600
+    assert info.ttl.seconds == 3600
     load = {"session_id": session_id, "model_seq_id": 1, "path": path, "optimizer": False}
     assert "made for download" in (await client.result(await client.call("load_weights", load)))["error"]
     sampler = {"session_id": session_id, "sampling_session_seq_id": 0, "model_path": path}

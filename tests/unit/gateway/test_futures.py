@@ -9,6 +9,7 @@ from sqlalchemy import select
 from gateway.database.tables.history import Span
 from gateway.database.tables.samples import SampleMark
 from tests.unit.gateway.stack import Client, Stack, sample_body
+from tinsmith.rpc.times import duration
 from tinsmith.v1 import sampler_pb2, types_pb2
 
 
@@ -20,7 +21,7 @@ async def completions(client: Client, sampler_id: str, cursor: int, *, status: i
 
 
 def finished(receipt: Any) -> dict[str, Any]:
-    return {"state": "finished", "request_id": receipt["request_id"], "response_payload_uncompressed_size": 48}
+    return {"state": "finished", "request_id": receipt["request_id"], "response_payload_uncompressed_size": 54}
 
 
 async def sampler_of(client: Client) -> str:
@@ -307,18 +308,18 @@ async def test_only_samples_in_work_can_be_cancelled(stack: Stack, client: Clien
     [
         (types_pb2.QueueStatus(running=True, reason="is computed"), "active", "is computed"),
         (
-            types_pb2.QueueStatus(running=True, reason="generates", expected_seconds=0.2),
+            types_pb2.QueueStatus(running=True, reason="generates", expected_time=duration(0.2)),
             "active",
             "generates (done in about 1 s)",
         ),
         (
-            types_pb2.QueueStatus(position=3, expected_seconds=12.3, reason="waits: 5120 tokens are before it"),
+            types_pb2.QueueStatus(position=3, expected_time=duration(12.3), reason="waits: 5120 tokens are before it"),
             "paused_capacity",
             "waits: 5120 tokens are before it (position 4, done in about 12 s)",
         ),
         (types_pb2.QueueStatus(reason="seq_id 1 has not arrived"), "active", "seq_id 1 has not arrived"),
         (
-            types_pb2.QueueStatus(position=1, expected_seconds=600, reason="waits"),
+            types_pb2.QueueStatus(position=1, expected_time=duration(600), reason="waits"),
             "paused_capacity",
             "waits (position 2, done in about 10 min)",
         ),

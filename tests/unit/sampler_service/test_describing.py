@@ -16,6 +16,7 @@ from sampler_service.torch_engine.batcher import Deliveries
 from tests.unit.sampler_service.conftest import Service
 from tests.unit.sampler_service.serving import ints, make_adapter, metric, prompt, sample, until
 from tinsmith.rpc.errors import InvalidRequest, NotFound, from_rpc_error
+from tinsmith.rpc.times import seconds_of
 from tinsmith.v1 import sampler_pb2 as pb
 from tinsmith.v1 import types_pb2 as types
 
@@ -47,8 +48,8 @@ async def test_a_request_says_what_it_waits_for_and_how_far_it_is(service: Servi
     assert third.reason == "waits for a place: 2 requests are before it, 1 of them wait too; 3 sequences run"
     assert 0 < second.tokens_ahead < 720
     assert third.tokens_ahead > 2 * 240 + 6
-    assert 0 < first.expected_seconds < second.expected_seconds < 600
-    assert first.expected_seconds < third.expected_seconds < 600
+    assert 0 < seconds_of(first.expected_time) < seconds_of(second.expected_time) < 600
+    assert seconds_of(first.expected_time) < seconds_of(third.expected_time) < 600
 
     for call in calls:
         call.cancel()

@@ -46,7 +46,7 @@ async def test_info(service: Service) -> None:
     info = await service.stub.GetSamplerInfo(pb.GetSamplerInfoRequest())
     assert list(info.base_models) == ["one", "two"]
     assert (info.max_context_length, info.max_lora_rank, info.engine, info.device) == (256, 16, "torch", "cpu")
-    assert list(info.adapter_groups) == ["attn", "mlp", "unembed"]
+    assert list(info.adapter_groups) == types.AdapterGroup.values()[1:]
     assert info.vocab_size == service.engine.vocab_size > 0
     assert info.boot_id
 

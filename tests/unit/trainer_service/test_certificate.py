@@ -21,6 +21,7 @@ from tinsmith.modeling.full_weights import Weights
 from tinsmith.rpc.channel import connect
 from tinsmith.rpc.errors import InvalidRequest, NotReady, OutOfCapacity, ServiceError, VersionNotLoaded, VersionRefused
 from tinsmith.rpc.server import Server
+from tinsmith.rpc.times import seconds_of
 from tinsmith.v1 import sampler_pb2 as pb
 from tinsmith.v1 import sampler_pb2_grpc, types_pb2, weight_sync_pb2, weight_sync_pb2_grpc
 from trainer_service.engine.engine import TrainingEngine
@@ -211,7 +212,7 @@ async def test_samplers_that_compute_the_same_pass(base: BaseModel, make_bench: 
     certificate = await bench.publish()
     assert certificate.passed
     assert (certificate.version_id, certificate.weights_hash, certificate.limit) == ("m@1", "c0ffee", 0.01)
-    assert (certificate.num_bytes, certificate.publish_seconds) == (bench.version.sent_bytes, 0.25)
+    assert (certificate.num_bytes, seconds_of(certificate.publish_time)) == (bench.version.sent_bytes, 0.25)
     assert [gap.engine for gap in certificate.samplers] == ["fake", "fake"]
     assert len({gap.address for gap in certificate.samplers}) == 2
     for gap in certificate.samplers:

@@ -29,6 +29,7 @@ from tinsmith.rpc.errors import (
     OutOfCapacity,
     ServiceError,
 )
+from tinsmith.rpc.times import duration, seconds_of
 from tinsmith.v1 import types_pb2 as pb
 from trainer_service.engine.engine import OptimizerState, State
 from trainer_service.metrics import Metrics
@@ -62,7 +63,7 @@ def make_info(state: State, name: str = "one") -> pb.CheckpointInfo:
         version_id=f"{RUN}@7",
         step=state.step,
         has_optimizer=state.optimizer is not None,
-        ttl_seconds=3600,
+        ttl=duration(3600),
         user_metadata={"note": "first"},
     )
 
@@ -103,7 +104,7 @@ def test_a_checkpoint_comes_back_bit_for_bit(store: CheckpointStore, base: BaseM
     info, loaded = store.load(at("one"), base, with_optimizer=True)
     assert info == saved == store.info(at("one"))
     assert info.size_bytes > 3 * state.adapter.num_bytes
-    assert info.created_at > 0
+    assert seconds_of(info.created_at) > 0
     assert loaded.config == state.config
     assert loaded.step == 3
     assert torch.equal(loaded.adapter.flat, state.adapter.flat)
@@ -176,8 +177,8 @@ def test_recipients_may_be_ssh_keys_and_a_malformed_one_is_named() -> None:
 def test_a_copy_shares_the_bytes_and_outlives_its_source(store: CheckpointStore, place: Place, base: BaseModel) -> None:
     state, other = make_state(base, value=0.1), make_state(base, value=0.2)
     saved = store.save(make_info(state), state, overwrite=False)
-    copied = store.copy(at("one"), Location("t:train:0", "weights", "two"), ttl_seconds=7200)
-    kept = store.copy(at("one"), at("7", "ephemeral"), ttl_seconds=None)
+    copied = store.copy(at("one"), Location("t:train:0", "weights", "two"), ttl=duration(7200))
+    kept = store.copy(at("one"), at("7", "ephemeral"), ttl=None)
     if not place.in_objects:
         paths = [place.path(store, one, "adapter_model.safetensors") for one in (at("one"), at("7", "ephemeral"))]
         assert os.path.samestat(*(os.stat(path) for path in paths))
@@ -187,15 +188,15 @@ def test_a_copy_shares_the_bytes_and_outlives_its_source(store: CheckpointStore,
     info, loaded = store.load(Location("t:train:0", "weights", "two"), base, with_optimizer=True)
     assert torch.equal(loaded.adapter.flat, state.adapter.flat)
     assert info == copied
-    assert (copied.location, copied.ttl_seconds) == ("t:train:0/weights/two", 7200)
-    assert copied.created_at > saved.created_at
+    assert (copied.location, copied.ttl.seconds) == ("t:train:0/weights/two", 7200)
+    assert seconds_of(copied.created_at) > seconds_of(saved.created_at)
     for field in ("model_id", "version_id", "step", "user_metadata", "lora_config", "optimizer", "size_bytes"):
         assert getattr(copied, field) == getattr(saved, field)
 
     info, loaded = store.load(at("7", "ephemeral"), base, with_optimizer=False)
     assert torch.equal(loaded.adapter.flat, state.adapter.flat)
     assert info == kept
-    assert (kept.kind, kept.has_optimizer, kept.HasField("ttl_seconds")) == (pb.CHECKPOINT_KIND_EPHEMERAL, False, False)
+    assert (kept.kind, kept.has_optimizer, kept.HasField("ttl")) == (pb.CHECKPOINT_KIND_EPHEMERAL, False, False)
     assert kept.size_bytes < copied.size_bytes  # without the optimizer
 
 
@@ -210,23 +211,23 @@ def test_a_copy_works_where_the_file_system_has_no_links(
     state = make_state(base)
     store.save(make_info(state), state, overwrite=False)
     monkeypatch.setattr(os, "link", link)
-    store.copy(at("one"), at("two"), ttl_seconds=None)
+    store.copy(at("one"), at("two"), ttl=None)
     assert torch.equal(store.load(at("two"), base, with_optimizer=True)[1].adapter.flat, state.adapter.flat)
 
 
 def test_a_copy_is_refused_by_name(store: CheckpointStore, place: Place, base: BaseModel) -> None:
     state = make_state(base)
     store.save(make_info(state), state, overwrite=False)
-    store.copy(at("one"), at("two"), ttl_seconds=None)
+    store.copy(at("one"), at("two"), ttl=None)
     with pytest.raises(CheckpointExists, match="weights/two"):
-        store.copy(at("one"), at("two"), ttl_seconds=None)
+        store.copy(at("one"), at("two"), ttl=None)
     with pytest.raises(InvalidRequest, match=r"'sampler_weights' .* is not that of the source"):
-        store.copy(at("one"), at("three", "sampler_weights"), ttl_seconds=None)
+        store.copy(at("one"), at("three", "sampler_weights"), ttl=None)
     with pytest.raises(CheckpointNotFound, match="weights/none"):
-        store.copy(at("none"), at("three"), ttl_seconds=None)
+        store.copy(at("none"), at("three"), ttl=None)
     place.remove(store, at("one"), "optimizer.safetensors")
     with pytest.raises(DataCorrupted, match=r"optimizer\.safetensors .* missing"):
-        store.copy(at("one"), at("three"), ttl_seconds=None)
+        store.copy(at("one"), at("three"), ttl=None)
     assert not store.exists(at("three"))
 
 

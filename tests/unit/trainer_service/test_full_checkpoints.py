@@ -125,7 +125,7 @@ def test_a_full_checkpoint_has_the_tokenizer_of_its_base_model_and_can_be_encryp
 def test_a_copy_without_the_optimizer_loads(store: CheckpointStore, base: BaseModel) -> None:
     state = make_state(base, optimizer=True)
     store.save(info_of(TRAINING, state), state, overwrite=False)
-    copied = store.copy(at(TRAINING), at(pb.CHECKPOINT_KIND_EPHEMERAL, "7"), ttl_seconds=None)
+    copied = store.copy(at(TRAINING), at(pb.CHECKPOINT_KIND_EPHEMERAL, "7"), ttl=None)
     assert not copied.has_optimizer
     _, loaded = store.load(at(pb.CHECKPOINT_KIND_EPHEMERAL, "7"), base, with_optimizer=False)
     assert torch.equal(loaded.adapter.flat, state.adapter.flat)

@@ -160,7 +160,7 @@ def test_a_copy_is_made_by_the_store(objects: Place, base: BaseModel, monkeypatc
     with monkeypatch.context() as patch:
         for method in ("get_file", "put_file", "open"):
             patch.setattr(file_system_of(store), method, travels)
-        store.copy(at("one"), at("two"), ttl_seconds=None)
+        store.copy(at("one"), at("two"), ttl=None)
     store.delete(at("one"))
     assert torch.equal(store.load(at("two"), base, with_optimizer=True)[1].adapter.flat, flat)
     with pytest.raises(CheckpointExists, match="weights/two exists"):
@@ -209,7 +209,7 @@ def test_checkpoints_move_between_the_stores_by_copying_files(objects: Place, ba
     shutil.rmtree(Path(here.root) / RUN)
     objects.fs.get(f"{objects.root}/{RUN}", f"{here.root}/{RUN}", recursive=True)
     assert torch.equal(loaded(store, base), new)
-    copied = store.copy(at("one"), at("two"), ttl_seconds=None)
+    copied = store.copy(at("one"), at("two"), ttl=None)
     assert store.verify(at("two"))[1] == {}
     assert copied.size_bytes == store.info(at("one")).size_bytes
 

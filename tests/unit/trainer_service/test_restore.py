@@ -130,7 +130,8 @@ async def outcomes(process: Process) -> list[Any]:
     found = [await process.outcome(MODEL, seq_id) for seq_id in range(len(SCRIPT))]
     for outcome in found:
         if isinstance(outcome, Answer):
-            outcome.save_checkpoint.checkpoint.created_at = outcome.load_checkpoint.checkpoint.created_at = 0
+            outcome.save_checkpoint.checkpoint.ClearField("created_at")
+            outcome.load_checkpoint.checkpoint.ClearField("created_at")
     return found
 
 

@@ -29,6 +29,7 @@ from tinsmith.modeling.full_weights import FULL, FullWeights
 from tinsmith.rpc import errors
 from tinsmith.rpc.channel import connect
 from tinsmith.rpc.server import Server
+from tinsmith.rpc.times import duration, seconds_of
 from tinsmith.v1 import trainer_admin_pb2 as admin_pb
 from tinsmith.v1 import trainer_admin_pb2_grpc, trainer_pb2_grpc, types_pb2
 from tinsmith.v1 import trainer_pb2 as pb
@@ -195,7 +196,8 @@ async def test_a_training_step_lowers_the_loss_and_is_described(stub: Any) -> No
     assert second.metrics["loss:sum"] < first.metrics["loss:sum"]
     assert "grad_norm:mean" in stepped.metrics
     model = (await stub.GetModel(pb.GetModelRequest(model_id=MODEL))).model
-    assert (model.step, model.next_seq_id, model.base_model, model.optimizer) == (1, 4, "tiny", "adamw")
+    assert (model.step, model.next_seq_id, model.base_model) == (1, 4, "tiny")
+    assert model.optimizer == types_pb2.OPTIMIZER_ADAMW
     assert model.lora_config == LORA
 
 
@@ -424,7 +426,9 @@ def save_by_hand(service: Service, state: State) -> None:
 
 
 async def test_an_unknown_optimizer_is_refused(service: Service) -> None:
-    await fails(service.stub.CreateModel(creation(optimizer="sgd")), errors.InvalidRequest, "'sgd'")
+    await fails(
+        service.stub.CreateModel(creation(optimizer=7)), errors.InvalidRequest, "7 is not one of OPTIMIZER_ADAMW, "
+    )
 
 
 async def test_wrong_seq_ids_and_settings_are_named(stub: Any) -> None:
@@ -450,7 +454,7 @@ async def test_a_save_and_the_load_behind_it_can_be_pipelined(stub: Any) -> None
     await stub.ForwardBackward(batch(1))
     await stub.OptimStep(step(2))
     before = await stub.ForwardBackward(batch(3, forward_only=True))
-    saving = stub.SaveCheckpoint(save(4, user_metadata={"note": "x"}, ttl_seconds=3600))
+    saving = stub.SaveCheckpoint(save(4, user_metadata={"note": "x"}, ttl=duration(3600)))
     rest = [stub.ForwardBackward(batch(5)), stub.OptimStep(step(6))]
     loading = stub.LoadCheckpoint(
         pb.LoadCheckpointRequest(model_id=MODEL, seq_id=7, location=f"{MODEL}/weights/one", load_optimizer=True)
@@ -602,9 +606,11 @@ async def test_checkpoint_calls_refuse_paths_and_deleting_is_idempotent(stub: An
 
 async def test_an_external_checkpoint_is_not_published_and_its_files_can_be_read(stub: Any) -> None:
     identity = age.x25519.Identity.generate()
-    saved = await stub.SaveCheckpoint(save(1, kind=EXTERNAL, age_recipients=[str(identity.to_public())], ttl_seconds=9))
+    saved = await stub.SaveCheckpoint(
+        save(1, kind=EXTERNAL, age_recipients=[str(identity.to_public())], ttl=duration(9))
+    )
     info = saved.checkpoint
-    assert (info.location, info.encrypted, info.ttl_seconds) == (f"{MODEL}/external_weights/one", True, 9)
+    assert (info.location, info.encrypted, info.ttl.seconds) == (f"{MODEL}/external_weights/one", True, 9)
     got = await stub.GetCheckpoint(pb.GetCheckpointRequest(location=info.location))
     assert got.checkpoint == info
     assert [file.name for file in got.files] == ["adapter_config.json.age", "adapter_model.safetensors.age"]
@@ -669,7 +675,7 @@ async def test_a_part_of_a_file_is_that_part_and_damage_elsewhere_is_found(stub:
 
 async def test_a_copy_stays_when_its_source_goes(stub: Any) -> None:
     saved = (await stub.SaveCheckpoint(save(1))).checkpoint
-    request = pb.CopyCheckpointRequest(source=saved.location, destination="t:train:0/weights/two", ttl_seconds=7200)
+    request = pb.CopyCheckpointRequest(source=saved.location, destination="t:train:0/weights/two", ttl=duration(7200))
     copied = (await stub.CopyCheckpoint(request)).checkpoint
     await stub.DeleteCheckpoint(pb.DeleteCheckpointRequest(location=saved.location))
     got = await stub.GetCheckpoint(pb.GetCheckpointRequest(location=copied.location))
@@ -749,7 +755,9 @@ async def import_pieces(
 
 
 IMPORTED = "i:train:0/weights/made-elsewhere"
-HEADER = pb.ImportCheckpointHeader(location=IMPORTED, base_model="tiny", ttl_seconds=3600, user_metadata={"from": "x"})
+HEADER = pb.ImportCheckpointHeader(
+    location=IMPORTED, base_model="tiny", ttl=duration(3600), user_metadata={"from": "x"}
+)
 
 
 @pytest.fixture
@@ -767,7 +775,7 @@ async def test_an_imported_adapter_is_trained_on(stub: Any, peft_archive: bytes)
     info = reply.checkpoint
     assert (info.location, info.kind) == (IMPORTED, types_pb2.CHECKPOINT_KIND_TRAINING)
     assert info.lora_config == types_pb2.LoraConfig(rank=4, train_attn=True)
-    assert (info.base_model, info.ttl_seconds, dict(info.user_metadata)) == ("tiny", 3600, {"from": "x"})
+    assert (info.base_model, info.ttl.seconds, dict(info.user_metadata)) == ("tiny", 3600, {"from": "x"})
     assert list(reply.notes) == ["the adapter says that it was made for 'elsewhere'; it was imported for 'tiny'"]
     start = pb.CreateModelRequest(model_id="s:train:1", from_location=IMPORTED)
     assert (await stub.CreateModel(start)).model.lora_config == info.lora_config
@@ -812,7 +820,7 @@ async def test_an_archive_that_is_cut_off_is_not_imported(stub: Any, peft_archiv
         ([pb.ImportCheckpointHeader(location=IMPORTED, base_model="huge")], "'huge' is not served"),
         ([pb.ImportCheckpointHeader(location="i:train:0/weights/..", base_model="tiny")], "location"),
         ([pb.ImportCheckpointHeader(location="i:train:0/ephemeral/1", base_model="tiny")], "not of kind 'weights'"),
-        ([pb.ImportCheckpointHeader(location=IMPORTED, base_model="tiny", ttl_seconds=0)], "ttl_seconds: 0"),
+        ([pb.ImportCheckpointHeader(location=IMPORTED, base_model="tiny", ttl=duration(0))], "header.ttl: 0 s is not"),
     ],
 )
 async def test_a_wrong_import_names_what_is_wrong_and_leaves_nothing(
@@ -906,7 +914,7 @@ async def test_an_operator_sees_and_prunes_the_journal_of_a_running_trainer(
     admin: Any = trainer_admin_pb2_grpc.TrainerAdminServiceStub(service.channel)
     (model,) = (await admin.ListJournal(admin_pb.ListJournalRequest())).models
     assert (model.model_id, model.state, model.cut_seq_id) == (MODEL, admin_pb.JOURNAL_STATE_LIVE, -1)
-    assert 0 <= time.time() - model.created_at.ToNanoseconds() / 1e9 < 600
+    assert 0 <= time.time() - seconds_of(model.created_at) < 600
     assert model.num_accepted + model.num_done == 2
     assert not model.HasField("snapshot_seq_id")
     assert not model.HasField("snapshot_at")
@@ -943,15 +951,17 @@ async def test_a_group_that_failed_the_check_at_load_is_refused_with_the_reason_
     service = await start()
     info = await service.stub.GetTrainerInfo(pb.GetTrainerInfoRequest())
     assert info.trainable
-    assert list(info.trainable_groups) == ["attn", "mlp", "unembed"]
+    assert list(info.trainable_groups) == types_pb2.AdapterGroup.values()[1:]
     assert not info.refused_groups
     targets = [target for target in base.targets if target.group != "mlp"]
     partly = dataclasses.replace(base, targets=targets, refused_groups={"mlp": "its adapters are wrong by 3"})
     monkeypatch.setattr(service.trainer.operations.engine, "base", partly)
     info = await service.stub.GetTrainerInfo(pb.GetTrainerInfoRequest())
     assert info.trainable
-    assert list(info.trainable_groups) == ["attn", "unembed"]
-    assert dict(info.refused_groups) == {"mlp": "its adapters are wrong by 3"}
+    assert list(info.trainable_groups) == [types_pb2.ADAPTER_GROUP_ATTN, types_pb2.ADAPTER_GROUP_UNEMBED]
+    assert list(info.refused_groups) == [
+        pb.RefusedGroup(group=types_pb2.ADAPTER_GROUP_MLP, reason="its adapters are wrong by 3")
+    ]
     await fails(
         service.stub.CreateModel(creation()),
         errors.Unsupported,
@@ -967,5 +977,5 @@ async def test_a_base_model_without_anything_to_adapt_is_not_trainable(
     monkeypatch.setattr(service.trainer.operations.engine, "base", dataclasses.replace(base, targets=[]))
     info = await service.stub.GetTrainerInfo(pb.GetTrainerInfoRequest())
     assert not info.trainable
-    assert set(info.refused_groups) == {"attn", "mlp", "unembed"}
+    assert [one.group for one in info.refused_groups] == types_pb2.AdapterGroup.values()[1:]
     await fails(service.stub.CreateModel(creation()), errors.Unsupported, "no such layers")

@@ -119,7 +119,7 @@ def test_reading_one_checkpoint_holds_up_no_other(place: Place, base: BaseModel,
         state = make_state(base, value=0.7)
         store.info(at("one"))
         store.save(make_info(state, "two"), state, overwrite=True)
-        store.copy(at("one"), at("three"), ttl_seconds=None)
+        store.copy(at("one"), at("three"), ttl=None)
         store.put_certificate(at("two"), types_pb2.PublishCertificate(version_id="x"))
         store.delete(at("two"))
         done.append("all")

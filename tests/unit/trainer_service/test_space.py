@@ -99,14 +99,14 @@ def test_a_copy_without_links_is_refused_too(tmp_path: Path, base: BaseModel, mo
     state = make_state(base)
     store.save(make_info(state), state, overwrite=False)
     has_free(monkeypatch, 1010)
-    store.copy(at("one"), at("linked"), ttl_seconds=None)
+    store.copy(at("one"), at("linked"), ttl=None)
 
     def no_link(source: Path, destination: Path) -> None:
         raise OSError(errno.EXDEV, "Invalid cross-device link")
 
     monkeypatch.setattr(os, "link", no_link)
     with pytest.raises(OutOfCapacity, match=r"weights/two was not saved: .* 1010 are free"):
-        store.copy(at("one"), at("two"), ttl_seconds=None)
+        store.copy(at("one"), at("two"), ttl=None)
     assert not store.exists(at("two"))
 
 

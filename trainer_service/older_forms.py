@@ -1,0 +1,96 @@
+"""What earlier versions wrote, in the form of this one: fields whose type has changed since have other numbers.
+
+The journal holds messages in protobuf, manifests and certificates are JSON. Nothing is rewritten: what is read is
+carried over each time.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from tinsmith.rpc.times import duration, timestamp
+from tinsmith.rpc.words import value_of
+from tinsmith.v1 import types_pb2
+
+M = TypeVar("M", bound=Message)
+Json = dict[str, Any]
+
+
+def _optimizer(word: str) -> int:
+    """Of a word that never was a kind, a number that is refused as one."""
+    try:
+        return value_of(types_pb2.Optimizer, word)
+    except ValueError:
+        return -1
+
+
+def _time(fixed64: int) -> Message:
+    return timestamp(_double(fixed64))
+
+
+def _lasting(fixed64: int) -> Message:
+    return duration(_double(fixed64))
+
+
+def _double(fixed64: int) -> float:
+    return struct.unpack("<d", struct.pack("<Q", fixed64))[0]
+
+
+def _kind(utf8: bytes) -> int:
+    return _optimizer(utf8.decode(errors="replace"))
+
+
+_MOVED: Mapping[str, Mapping[int, tuple[str, Callable[[Any], Any]]]] = {
+    "tinsmith.v1.CreateModelRequest": {4: ("optimizer", _kind)},
+    "tinsmith.v1.SaveCheckpointRequest": {6: ("ttl", duration)},
+    "tinsmith.v1.ModelInfo": {4: ("optimizer", _kind)},
+    "tinsmith.v1.CheckpointInfo": {8: ("created_at", _time), 11: ("ttl", duration), 13: ("optimizer", _kind)},
+    "tinsmith.v1.PublishCertificate": {4: ("publish_time", _lasting), 8: ("issued_at", _time)},
+}
+"""By message and former number: the field of today, and how it comes from the value on the wire."""
+
+
+def carried_over(message: M) -> M:
+    """The same message, and those in it, with what lay under former numbers in the fields of today."""
+    moved = _MOVED.get(message.DESCRIPTOR.full_name)
+    if moved is not None:
+        for unknown in UnknownFieldSet(message):
+            if unknown.field_number in moved:
+                name, convert = moved[unknown.field_number]
+                value = convert(unknown.data)
+                if isinstance(value, Message):
+                    getattr(message, name).CopyFrom(value)
+                else:
+                    setattr(message, name, value)
+        message.DiscardUnknownFields()
+    for field, value in message.ListFields():
+        if field.message_type is not None and not field.is_repeated:
+            carried_over(value)
+    return message
+
+
+def checkpoint_of_format_1(content: Json) -> Json:
+    """CheckpointInfo in JSON, as manifests of format 1 have it."""
+    content = dict(content)
+    if "created_at" in content:
+        content["created_at"] = timestamp(content["created_at"]).ToJsonString()
+    if "ttl_seconds" in content:
+        content["ttl"] = duration(int(content.pop("ttl_seconds"))).ToJsonString()
+    if "optimizer" in content:
+        content["optimizer"] = _optimizer(content["optimizer"])
+    return content
+
+
+def certificate_of_any_age(content: Json) -> Json:
+    """PublishCertificate in JSON; earlier ones have numbers of seconds."""
+    content = dict(content)
+    if "publish_seconds" in content:
+        content["publish_time"] = duration(content.pop("publish_seconds")).ToJsonString()
+    if isinstance(content.get("issued_at"), float | int):
+        content["issued_at"] = timestamp(content["issued_at"]).ToJsonString()
+    return content
