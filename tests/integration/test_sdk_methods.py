@@ -235,7 +235,7 @@ def test_a_checkpoint_remembers_its_notes_and_lifetime(service: tinker.ServiceCl
         (weights, types_pb2.CHECKPOINT_KIND_SAMPLER, 3600, "b"),
     ):
         info = checkpoint(stack, path)
-        assert (info.kind, info.ttl_seconds, dict(info.user_metadata)) == (kind, ttl_seconds, {"run": run})
+        assert (info.kind, info.ttl.seconds, dict(info.user_metadata)) == (kind, ttl_seconds, {"run": run})
         assert (info.lora_config.rank, info.step, info.base_model) == (4, 2, BASE_MODEL)
         assert info.has_optimizer == (kind == types_pb2.CHECKPOINT_KIND_TRAINING)
 

@@ -8,6 +8,7 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack
+from tinsmith.rpc.times import timestamp
 from tinsmith.v1 import types_pb2
 
 
@@ -142,13 +143,13 @@ async def test_an_expired_checkpoint_is_not_found_and_then_deleted(stack: Stack,
     model_id = await client.model(session_id)
     path = (await save(client, model_id, 1, ttl_seconds=3600))["path"]
     location = path.removeprefix("tinker://")
-    assert stack.trainer.checkpoints[location].ttl_seconds == 3600
+    assert stack.trainer.checkpoints[location].ttl.seconds == 3600
     await client.call("weights_info", {"tinker_path": path})
 
     old = types_pb2.CheckpointInfo()
     old.CopyFrom(stack.trainer.checkpoints[location])
     old.location = location.replace("/one", "/old")
-    old.created_at = time.time() - 4000
+    old.created_at.CopyFrom(timestamp(time.time() - 4000))
     stack.trainer.checkpoints[old.location] = old
     old_path = path.replace("/one", "/old")
     assert "expired" in (await client.call("weights_info", {"tinker_path": old_path}, status=404))["detail"]
