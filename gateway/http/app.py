@@ -8,6 +8,7 @@ import itertools
 import re
 import secrets
 import time
+from collections.abc import Iterable
 
 import orjson
 from starlette.applications import Starlette
@@ -21,10 +22,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.config import GatewayConfig
 from gateway.database.outages import DatabaseUnusable
 from gateway.gateway import Gateway
-from gateway.http import errors
+from gateway.http import errors, schemas
+from gateway.http.body import parse
 from gateway.http.browsers import OwnHost, SecurityHeaders
 from gateway.http.held import HoldBodies
 from gateway.http.openapi.document import document
+from gateway.http.openapi.operations import OPERATIONS
 from gateway.http.routes import (
     admin,
     checkpoints,
@@ -91,6 +94,30 @@ ROUTES: list[BaseRoute] = [
     *dashboard.page_routes,
 ]
 
+
+def _without_parameters(app: ASGIApp) -> ASGIApp:
+    """Refuses each parameter of the URL, by name, as a schema does for routes that have parameters."""
+
+    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["query_string"]:
+            parse(schemas.Query, dict(Request(scope).query_params))
+        await app(scope, receive, send)
+
+    return checked
+
+
+def _check_parameters(routes: Iterable[BaseRoute]) -> None:
+    """Of the documented routes that need a key: health and metrics are asked by machines that add their own."""
+    for route in routes:
+        if isinstance(route, Mount):
+            _check_parameters(route.routes)
+        elif isinstance(route, Route):
+            operation = OPERATIONS.get(route.endpoint)
+            if operation is not None and operation.needs_key and operation.query is None:
+                route.app = _without_parameters(route.app)
+
+
+_check_parameters(ROUTES)
 
 _ID_HEADER = logs.REQUEST_ID_METADATA.encode()
 _ID = re.compile(rb"[\w.:-]{1,128}")

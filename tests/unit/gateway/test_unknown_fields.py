@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ from pydantic import BaseModel, ValidationError
 from tinker.proto import tinker_public_pb2
 
 from gateway.http import schemas
+from gateway.http.app import ROUTES
 from gateway.http.openapi.bodies import LoadWeights
 from gateway.openai import schemas as openai_schemas
 from gateway.storage import retention_rules
 from tests.unit.gateway.stack import BASE_MODEL, Client, batch, sample_body
+from tests.unit.gateway.test_isolation import walk
 from tinsmith.v1 import trainer_pb2
 
 SCHEMAS = sorted(
@@ -55,6 +58,23 @@ async def test_a_parameter_of_a_url_is_refused(client: Client) -> None:
     assert reply.status_code == 400
     assert "ofset" in reply.json()["detail"]
     assert "'7'" in reply.json()["detail"]
+
+
+async def test_every_route_refuses_a_parameter_that_it_does_not_know(client: Client) -> None:
+    """`prune?dry_run=true` deleted: the body says whether it is only looked."""
+    needed = "base_model=b&name=n&starting_on=2026-01-01T00:00:00Z&ending_before=2026-01-02T00:00:00Z"
+    asked, open_to_all = 0, ("/metrics", "/openapi.json", "/api/v1/healthz", "/dashboard", "/download")
+    for each in walk(ROUTES):
+        method, _, path = each.partition(" ")
+        is_refused_anyway = each.startswith("DELETE") and path.endswith("/checkpoints/{name}")
+        if path == "/" or path.startswith(open_to_all) or is_refused_anyway:
+            continue
+        url = re.sub(r"\{\w+(?::path)?\}", "x", path)
+        reply = await client.request(method, f"{url}?colour=red&{needed}", json={})
+        assert reply.status_code == 400, (each, reply.text)
+        assert "colour: this server knows no such field and cannot apply 'red'" in reply.text, each
+        asked += 1
+    assert asked > 50
 
 
 @pytest.mark.parametrize(
