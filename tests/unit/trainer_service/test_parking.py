@@ -1,6 +1,7 @@
 """Models that are parked come back as they were, bit for bit, whenever something is asked of them."""
 
 import asyncio
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -247,6 +248,46 @@ async def test_runs_that_share_one_place_all_come_to_their_turns(
     await asyncio.gather(*[run(process, script) for script in scripts.values()])
     for n, (name, script) in enumerate(scripts.items()):
         assert_equal(await process.weights(name), alone(lonely, script, seed=n))
+
+
+async def test_runs_that_are_parked_at_every_moment_end_where_those_alone_end(
+    start: Start, lonely: TrainingEngine, tmp_path: Path
+) -> None:
+    """Batches are pipelined, asked about and deleted, while everything idle is parked all the time."""
+    process = await start(tmp_path / "0", max_models=2, policy=Policy(2, 0, 0))
+    scripts: dict[str, list[Any]] = {}
+    for n in range(6):
+        name = f"run-{n}"
+        batches = [one for k in range(1, 13, 3) for one in (batch(name, k), batch(name, k + 1), step(name, k + 2))]
+        scripts[name] = [creation(name, seed=n), *batches]
+
+    async def client(name: str, *, seed: int) -> None:
+        chance = random.Random(seed)
+        for one in scripts[name]:
+            operation = await process.send(one)
+            if chance.random() < 0.6:
+                await asyncio.wait([operation.outcome])
+            if chance.random() < 0.3:
+                await process.scheduler.check_held(name)
+            if chance.random() < 0.3:
+                await asyncio.sleep(chance.random() / 50)
+
+    async def passer_by(n: int) -> None:
+        await run(process, [creation(f"short-{n}"), batch(f"short-{n}", 1)])
+        await delete(process, f"short-{n}")
+
+    parker = asyncio.create_task(process.scheduler.parking.run(idle_s=0.001))
+    clients = [client(name, seed=n) for n, name in enumerate(scripts)]
+    await asyncio.gather(*clients, *(passer_by(n) for n in range(6)))
+    parker.cancel()
+    await asyncio.gather(*process.scheduler._tasks)
+    again = await start(await process.crash(tmp_path / "1"), max_models=2)
+    for n, (name, script) in enumerate(scripts.items()):
+        expected = alone(lonely, script, seed=n)
+        assert_equal(await process.weights(name), expected)
+        assert_equal(await again.weights(name), expected)
+    assert process.count("models") + process.count("parked_models") == len(scripts)
+    assert process.snapshots.files.model_ids() == sorted(scripts)
 
 
 async def test_more_models_than_max_known_models_are_refused(start: Start, tmp_path: Path) -> None:
