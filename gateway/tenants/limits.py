@@ -20,7 +20,7 @@ import asyncio
 import math
 import time
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -33,6 +33,9 @@ from gateway.tenants.keys import Keys
 from gateway.tenants.ledger import Ledger
 from tinsmith.rpc.errors import BudgetExceeded, RateLimited, ServiceError
 from tinsmith.v1 import sampler_pb2
+
+Size = int | None | Callable[[], Awaitable[int | None]]
+"""Bytes of a checkpoint; None where nobody knows them yet."""
 
 PATIENCE_S = 120.0
 _MAX_WAITING = 100_000
@@ -275,14 +278,17 @@ class Limits:
         budget = self._budgets.get(owner)
         return budget is not None and budget.storage_bytes is not None
 
-    async def store(self, hold: Hold, path: str, *, num_bytes: int | None, request_id: str | None = None) -> int | None:
+    async def store(self, hold: Hold, path: str, *, num_bytes: Size, request_id: str | None = None) -> int | None:
         """For a checkpoint of the owner at this path, which will have about so many bytes, or None where nobody knows;
         what the hold had before is forgotten. The bytes that there are for it; None where there is no quota.
+        `num_bytes` is asked, if it is a function, when nothing else is let in any more: another save may tell the size.
 
         Raises RateLimited, on which the same one is to be sent again, and BudgetExceeded; that, too, when the training
         operation `request_id` has come again for long enough.
         """
         async with self._storing[hold.owner]:  # so that nothing is let in while the sum is read
+            if callable(num_bytes):
+                num_bytes = await num_bytes()
             try:
                 room = await self._check_room(hold, path, num_bytes)
             except RateLimited as error:

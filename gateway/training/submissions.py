@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from google.protobuf.message import Message
@@ -20,7 +21,7 @@ from gateway.http.body import Schema, fingerprint, parse, parse_ids
 from gateway.http.errors import json_response
 from gateway.tenants.access import refused_id
 from gateway.tenants.caller import Caller
-from gateway.tenants.limits import Hold
+from gateway.tenants.limits import Hold, Size
 from gateway.training.operations import Submission, refusal_body, request_id_of
 from tinsmith.rpc.errors import BudgetExceeded, ModelNotFound, NotReady, ServiceError
 from tinsmith.rpc.paths import TinkerPath
@@ -120,11 +121,11 @@ async def _admit(gateway: Gateway, caller: Caller, model: Model, request_id: str
     hold = gateway.tenants.limits.start(whose.owner)
     try:
         if rpc.name == "SaveCheckpoint" and rpc.path is not None:
-            size = None
+            size: Size = None
             if gateway.tenants.limits.has_quota(whose.owner):
                 kind = TinkerPath.parse(rpc.path, field="path").kind
                 names = gateway.clients.names_of(model.base_model)
-                size = await gateway.catalog.size_of_save(model, kind=kind, base_models=names)
+                size = partial(gateway.catalog.size_of_save, model, kind=kind, base_models=names)
             await gateway.tenants.limits.store(hold, rpc.path, num_bytes=size, request_id=request_id)
         return gateway.tenants.limits.operation(caller, request_id, owner=whose.owner, tokens=num_tokens, hold=hold)
     except BaseException:

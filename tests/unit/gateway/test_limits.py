@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from sqlalchemy import select
+from sqlalchemy import func, select
 
 from gateway.database.catalog import Catalog
 from gateway.database.outages import DatabaseUnusable
@@ -378,6 +378,24 @@ async def test_a_save_of_unknown_size_takes_all_the_room_until_it_is_over(
     with pytest.raises(RateLimited, match="those in work may need 60, and this one needs about 60"):
         await made.store(made.start("ada"), "tinker://d", num_bytes=60)
     await made.store(made.start("ada"), "tinker://b", num_bytes=60)  # the same checkpoint needs its room once
+
+
+async def test_a_size_that_becomes_known_while_a_save_waits_to_be_let_in_counts(store: Store) -> None:
+    """Several first saves at once: one whose size had been asked for before the first was stored came in when there
+    was room for half of it."""
+    made, _, _ = await limited(store, storage_bytes=250)
+
+    async def size() -> int | None:
+        async with store.begin() as db:
+            return await db.scalar(select(func.max(Checkpoint.size_bytes)))
+
+    async with made._storing["ada"]:
+        saving = asyncio.create_task(made.store(made.start("ada"), "tinker://c", num_bytes=size))
+        await asyncio.sleep(0)
+        for name in ("a", "b"):
+            await store.checkpoints.put(stored("ada", name))
+    with pytest.raises(BudgetExceeded, match="200 of 250 bytes are used, and it needs about 100"):
+        await saving
 
 
 async def test_a_save_that_is_stored_while_the_sum_is_read_counts_once(
