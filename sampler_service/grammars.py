@@ -14,7 +14,7 @@ import logging
 import sys
 from asyncio.subprocess import PIPE
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -96,7 +96,7 @@ class Matcher:
 class Compiler:
     """Compiles for one model; its tokenizer is loaded at the first grammar. Blocking."""
 
-    def __init__(self, path: str, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, path: str, *, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         """Raises Unsupported when the model has no tokenizer, or no end-of-sequence token."""
         try:
             tokenizer = load_tokenizer(path)
@@ -142,6 +142,14 @@ def _shortened(reason: str) -> str:
     return text if len(text) <= 400 else text[:400] + "..."
 
 
+def keep(kept: OrderedDict[Grammar, Compiled], compiled: Compiled) -> None:
+    """Puts a grammar among those that are kept, the least recently used one first."""
+    kept[compiled.grammar] = compiled
+    kept.move_to_end(compiled.grammar)
+    while len(kept) > MAX_KEPT or sum(len(one.text) for one in kept) > MAX_KEPT_BYTES:
+        kept.popitem(last=False)
+
+
 class Grammars:
     """Compiled grammars of one model, the most recently used ones. Belongs to the event loop."""
 
@@ -180,17 +188,11 @@ class Grammars:
             if reason := await _checked(grammar, compiler.special):
                 raise refused(grammar, reason)
             compiled = await in_thread(lambda: compiler.compile(grammar))
-        self._keep(grammar, compiled)
+        keep(self._kept, compiled)
         return compiled
 
     def _load(self) -> Compiler:
         return Compiler(self._path, vocab_size=self._vocab_size, eos_token_ids=self._eos_token_ids)
-
-    def _keep(self, grammar: Grammar, compiled: Compiled) -> None:
-        self._kept[grammar] = compiled
-        self._kept.move_to_end(grammar)
-        while len(self._kept) > MAX_KEPT or sum(len(one.text) for one in self._kept) > MAX_KEPT_BYTES:
-            self._kept.popitem(last=False)
 
 
 async def _checked(grammar: Grammar, special: Sequence[str]) -> str:

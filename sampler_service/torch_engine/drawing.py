@@ -52,7 +52,7 @@ def draw(step: Step, logits_R_V: Tensor) -> Drawn:
     if masks is None:
         tokens_R = sampling.draw(drawn_from_R_V, rows.rules, numbers_R)
     else:
-        tokens_R = _draw_masked(drawn_from_R_V, rows, numbers_R, *masks)
+        tokens_R = sampling.draw_masked(drawn_from_R_V, rows.rules, numbers_R, *masks)
     logprobs_R = logprobs_R_V.gather(-1, tokens_R[:, None])[:, 0]
     if rows.topk:
         _take_tables(rows, logprobs_R_V)
@@ -76,15 +76,6 @@ def _masks(rows: Rows, logits_R_V: Tensor) -> tuple[Tensor, Tensor] | None:
         return None
     device = logits_R_V.device
     return torch.tensor(list(masks), device=device), on_device(torch.from_numpy(np.stack([*masks.values()])), device)
-
-
-def _draw_masked(logprobs_R_V: Tensor, rows: Rows, numbers_R: Tensor, rows_M: Tensor, allowed_M_V: Tensor) -> Tensor:
-    """Leaves the logprobs as they are: those of the model without a grammar are what is told of the tokens."""
-    logprobs_M_V = logprobs_R_V[rows_M]
-    logprobs_R_V[rows_M] = sampling.masked(logprobs_M_V, allowed_M_V)
-    tokens_R = sampling.draw(logprobs_R_V, rows.rules, numbers_R)
-    logprobs_R_V[rows_M] = logprobs_M_V
-    return tokens_R
 
 
 def _take_tables(rows: Rows, logprobs_R_V: Tensor) -> None:

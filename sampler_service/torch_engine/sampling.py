@@ -121,6 +121,16 @@ def draw(logprobs_R_V: Tensor, rules: Rules, uniforms_R: Tensor) -> Tensor:
     return tokens_R
 
 
+def draw_masked(logprobs_R_V: Tensor, rules: Rules, uniforms_R: Tensor, rows_M: Tensor, allowed_M_V: Tensor) -> Tensor:
+    """As draw, with only the allowed tokens in the rows that have a grammar. Leaves the logprobs as they are: those of
+    the model without a grammar are told of the tokens."""
+    logprobs_M_V = logprobs_R_V[rows_M]
+    logprobs_R_V[rows_M] = masked(logprobs_M_V, allowed_M_V)
+    tokens_R = draw(logprobs_R_V, rules, uniforms_R)
+    logprobs_R_V[rows_M] = logprobs_M_V
+    return tokens_R
+
+
 def pick(weights_R_N: Tensor, uniforms_R_k: Tensor) -> Tensor:
     """int64 [R, k]: columns drawn in proportion to their weights; one of weight 0 is never drawn."""
     cumulative_R_N = weights_R_N.cumsum(-1)

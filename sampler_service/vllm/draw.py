@@ -8,6 +8,8 @@ Shapes: R rows, V vocabulary, k columns.
 
 from __future__ import annotations
 
+import logging
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +21,14 @@ from vllm.distributed import get_tp_group  # pyright: ignore[reportMissingImport
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput  # pyright: ignore[reportMissingImports]
 from vllm.v1.sample.sampler import Sampler  # pyright: ignore[reportMissingImports]
 
+from sampler_service.engine import Grammar
+from sampler_service.grammars import Bools, Compiled, Compiler, Matcher, keep
 from sampler_service.torch_engine.penalties import History, Penalized
-from sampler_service.torch_engine.sampling import Rules, UInt64s, draw, scaled_logprobs, uniforms
+from sampler_service.torch_engine.sampling import Rules, UInt64s, draw, draw_masked, scaled_logprobs, uniforms
 from sampler_service.vllm.wire import Draws
+from tinsmith.rpc.errors import ServiceError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +45,8 @@ class Rows:
     penalized: Penalized | None
     penalized_ids: Sequence[str]
     """Of its rows."""
+    with_grammar: Mapping[int, Draws]
+    """Rows that draw only what their grammar allows."""
 
     @classmethod
     def of(
@@ -60,7 +69,71 @@ class Rows:
                 [(row, draws[row].penalties, histories[one]) for row, one in changed], device=device
             ),
             penalized_ids=[one for _, one in changed],
+            with_grammar={row: one for row, one in enumerate(draws) if one.grammar is not None},
         )
+
+
+class RowGrammars:
+    """Where the requests with a grammar stand in it. Only in the first worker, which draws."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._compiler: Compiler | None = None
+        self._kept: OrderedDict[Grammar, Compiled] = OrderedDict()
+        self._matchers: dict[str, Matcher] = {}
+        self._newest: dict[str, int] = {}
+        """What a request drew last; whether vLLM has taken it is known at the next draw."""
+
+    def draw(self, rows: Rows, logprobs_R_V: Tensor, numbers_R: Tensor) -> tuple[Tensor, list[int]]:
+        """A token for each row, and the rows whose grammar has failed."""
+        for one in self._matchers.keys() - self._runner.requests.keys():
+            del self._matchers[one]
+            self._newest.pop(one, None)
+        masks: dict[int, Bools] = {}
+        failed = []
+        for row, how in rows.with_grammar.items():
+            try:
+                masks[row] = self._matcher(rows.request_ids[row], how, logprobs_R_V.shape[1]).allowed(
+                    logprobs_R_V.shape[1]
+                )
+            except ServiceError as error:
+                logger.error("request %s: %s", rows.request_ids[row], error.message)
+                failed.append(row)
+        if masks:
+            allowed_M_V = torch.from_numpy(np.stack([*masks.values()])).to(logprobs_R_V.device)
+            rows_M = torch.tensor(list(masks), device=logprobs_R_V.device)
+            tokens_R = draw_masked(logprobs_R_V, rows.rules, numbers_R, rows_M, allowed_M_V)
+        else:
+            tokens_R = draw(logprobs_R_V, rows.rules, numbers_R)
+        newest = tokens_R[list(rows.with_grammar)].tolist()
+        self._newest.update(zip((rows.request_ids[row] for row in rows.with_grammar), newest, strict=True))
+        return tokens_R, failed
+
+    def _matcher(self, name: str, how: Draws, vocab_size: int) -> Matcher:
+        """At the end of what vLLM has taken: it lets a prompt that is computed in pieces draw after each piece, and
+        knows how many tokens it took before it has them here."""
+        request = self._runner.requests[name]
+        num_output = len(request.output_token_ids)
+        matcher = self._matchers.get(name)
+        if matcher is None:
+            matcher = self._matchers[name] = self._compiled(how, vocab_size).matcher()
+            prompt = request.prompt_token_ids
+            # What was drawn before a move to another version, or before a preemption.
+            matcher.take([*prompt[len(prompt) - how.first :], *request.output_token_ids])
+        elif how.first + num_output > matcher.num_taken:
+            matcher.take([self._newest[name]])
+        return matcher
+
+    def _compiled(self, how: Draws, vocab_size: int) -> Compiled:
+        assert how.grammar is not None
+        compiled = self._kept.get(how.grammar)
+        if compiled is None or compiled.broken:
+            if self._compiler is None:
+                path = self._runner.model_config.model
+                self._compiler = Compiler(path, vocab_size=vocab_size, eos_token_ids=how.grammar_eos)
+            compiled = self._compiler.compile(how.grammar)
+        keep(self._kept, compiled)
+        return compiled
 
 
 class StreamSampler(Sampler):
@@ -74,6 +147,7 @@ class StreamSampler(Sampler):
         """By request id, of those with penalties."""
         self._counted: dict[str, int] = {}
         """How many tokens of a request's own output are in its history."""
+        self._grammars = RowGrammars(runner)
         self._newest_R: Tensor | None = None
         """What the rows drew last; whether vLLM has taken it is known at the next draw."""
 
@@ -94,9 +168,15 @@ class StreamSampler(Sampler):
         drawn_from_R_V = logprobs_R_V
         if rows.penalized is not None:
             drawn_from_R_V = rows.penalized.logprobs(logits, logprobs_R_V, rows.rules.temperature_R_1)
-        tokens_R_1 = workers.broadcast(draw(drawn_from_R_V, rows.rules, numbers_R)[:, None])
+        failed: list[int] = []
+        if rows.with_grammar:
+            tokens_R, failed = self._grammars.draw(rows, drawn_from_R_V, numbers_R)
+        else:
+            tokens_R = draw(drawn_from_R_V, rows.rules, numbers_R)
+        tokens_R_1 = workers.broadcast(tokens_R[:, None])
         self._newest_R = tokens_R_1[:, 0]
         ids, logprobs = tokens_R_1, logprobs_R_V.gather(-1, tokens_R_1)
+        logprobs[failed] = float("nan")  # by which the front knows
         if rows.columns:
             best, best_ids = logprobs_R_V.topk(rows.columns)
             ids, logprobs = torch.cat([ids, best_ids], 1), torch.cat([logprobs, best], 1)

@@ -35,6 +35,8 @@ def sampling_params(sequence: Sequence[Task], version: Version | None, scores: S
         topk=topk,
         min_p=params.min_p,
         penalties=params.penalties,
+        grammar=task.request.grammar,
+        grammar_eos=[] if task.grammar is None else sorted(task.grammar.eos_token_ids),
     )
     # Every token at once where somebody waits for it, or it may be the last.
     interval = 1 if task.generation.stream or task.request.follow_run else 4 if task.stop.strings else 16

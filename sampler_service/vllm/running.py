@@ -153,7 +153,8 @@ class RunningFront(Front):
         ended = False
         for drawn in drawn_tokens(output.outputs[0], topk):
             if not math.isfinite(drawn.logprob):
-                self._end(task, not_finite(task.version_id_of(sequence)))
+                broken = ServiceError("the grammar library failed in this request; the log has the cause")
+                self._end(task, broken if task.grammar is not None else not_finite(task.version_id_of(sequence)))
                 return True
             if task.topk:
                 task.take_table(sequence, drawn.table_ids, drawn.table_logprobs)

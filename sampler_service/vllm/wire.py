@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 import numpy as np
 
-from sampler_service.engine import Params, Penalties, Request, Targets
+from sampler_service.engine import Grammar, Params, Penalties, Request, Targets
 from sampler_service.torch_engine.sampling import Rule
 
 _DRAWS, _SCORES, _BASE_WEIGHTS = "tinsmith_draws", "tinsmith_scores", "tinsmith_base_weights"
@@ -28,6 +29,9 @@ class Draws:
     """Columns of its top-k table."""
     min_p: float = 0.0
     penalties: Penalties = field(default_factory=Penalties)
+    grammar: Grammar | None = None
+    grammar_eos: Sequence[int] = ()
+    """Tokens that may come after a complete text of it."""
 
     @property
     def rule(self) -> Rule:
@@ -36,7 +40,12 @@ class Draws:
     @classmethod
     def read(cls, extra_args: dict[str, Any]) -> Self:
         found = extra_args[_DRAWS]
-        return cls(**{**found, "penalties": Penalties(**found["penalties"])})
+        grammar = found["grammar"]
+        nested = {
+            "penalties": Penalties(**found["penalties"]),
+            "grammar": None if grammar is None else Grammar(**grammar),
+        }
+        return cls(**{**found, **nested})
 
 
 @dataclass(frozen=True, slots=True)

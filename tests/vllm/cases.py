@@ -32,6 +32,11 @@ FLAGS = {
 """Of the servers that are asked all of it."""
 
 
+SCHEMA = '{"properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": false}'
+    '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": false}'
+)
+
+
 def requests() -> dict[str, pb.SampleRequest]:
     """Every option, on the base model and on versions, short prompts and such as are computed in pieces."""
     short, long = tokens_of(20, 1), tokens_of(3 * CHUNK + 7, 2)
@@ -46,6 +51,11 @@ def requests() -> dict[str, pb.SampleRequest]:
             repetition_penalty=1.2, logit_bias={5: 6.0, 7: -100.0},
         ),
         "in pieces, penalized": sample(long, seed=15, max_tokens=12, temperature=1.2, repetition_penalty=1.5),
+        "json": sample(short, seed=16, max_tokens=40, num_samples=3, grammar=pb.Grammar(json_schema=SCHEMA)),
+        "in pieces, json": sample(
+            long, version_id="all", seed=17, max_tokens=30, top_p=0.9, topk_sample_logprobs=2,
+            grammar=pb.Grammar(json_schema=SCHEMA),
+        ),
         "negative seed": sample(short, seed=-5, max_tokens=6, temperature=1.3),
         "in pieces": sample(long, seed=9, max_tokens=6, num_samples=2, **cut),
         "long, scored": sample(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -11,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoTokenizer
 
-from sampler_service.engine import Penalties
+from sampler_service.engine import Grammar, Penalties
 from sampler_service.vllm.wire import Draws, extra_args
 
 
@@ -120,4 +122,53 @@ def test_a_history_goes_on_when_the_batch_changes_and_leaves_out_what_vllm_threw
     del requests["one"]
     assert draw("other") == [2]
     assert list(sampler._histories) == ["other"]
+    sys.modules.pop("sampler_service.vllm.draw")
+
+
+def test_a_grammar_goes_on_from_what_vllm_has_taken(team: Team, text_model_folder: Path) -> None:
+    """Also for a sequence that has moved to another version, whose earlier tokens are in the prompt."""
+    grammar = Grammar("lark", 'start: "ab" "cd"')
+    names = AutoTokenizer.from_pretrained(text_model_folder)
+    a, b, c = (names.convert_tokens_to_ids(char) for char in "abc")
+    one, moved = (
+        Draws(key=n, first=first, temperature=0.0, top_k=0, top_p=1.0, topk=0, grammar=grammar, grammar_eos=[0])
+        for n, first in ((0, 0), (1, 1))
+    )
+    free = Draws(key=2, first=0, temperature=0.0, top_k=0, top_p=1.0, topk=0)
+    requests = {
+        name: SimpleNamespace(
+            sampling_params=SimpleNamespace(extra_args=extra_args(draws, None)),
+            prompt_token_ids=[3, a],
+            output_token_ids=[],
+        )
+        for name, draws in (("one", one), ("moved", moved), ("free", free))
+    }
+    batch = SimpleNamespace(num_tokens_no_spec=np.full(3, 5), num_prompt_tokens=np.full(3, 5))
+    sampler = importlib.import_module("sampler_service.vllm.draw").StreamSampler(
+        SimpleNamespace(
+            requests=requests, input_batch=batch, model_config=SimpleNamespace(model=str(text_model_folder))
+        )
+    )
+    logits_V = torch.zeros(300)
+    logits_V[[a, b, c, 7]] = torch.tensor([1.0, 2.0, 3.0, 9.0])
+
+    def draw(*rows: str) -> Any:
+        batch.req_ids = list(rows)
+        return sampler(logits_V.repeat(len(rows), 1), None)
+
+    drawn = draw("one", "free")
+    assert drawn.tokens[:, 0].tolist() == [a, 7]
+    np.testing.assert_allclose(drawn.logprobs[1][0, 0], logits_V.log_softmax(-1)[a], rtol=1e-5)
+    assert draw("one").tokens.tolist() == [[a]]  # the first one was thrown away
+    requests["one"].output_token_ids.append(-1)  # taken, not yet known
+    assert draw("moved", "one").tokens[:, 0].tolist() == [b, b]
+    requests["one"].output_token_ids.append(-1)
+    requests["moved"].output_token_ids.append(-1)
+    assert draw("one", "free", "moved").tokens[:, 0].tolist() == [c, 7, c]
+    del requests["one"]
+    draw("moved")
+    assert list(sampler._grammars._matchers) == ["moved"]
+    requests["moved"].output_token_ids += [-1]
+    sampler._grammars._newest["moved"] = 7  # what the grammar forbids: the library says so, and the row is marked
+    assert torch.isnan(draw("moved").logprobs[1]).all()
     sys.modules.pop("sampler_service.vllm.draw")
