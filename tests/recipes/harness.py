@@ -19,9 +19,9 @@ TEACHER = "Qwen/Qwen3.6-35B-A3B"
 """The name that prompt_distillation has in its code; the weights answer its prompt."""
 
 
-def run_module(name: str, settings: dict[str, object], *, base_url: str, output: Path) -> subprocess.Popen[bytes]:
-    """Starts `python -m tinker_cookbook.recipes.NAME`; its output goes to a file."""
-    environment = {
+def environment(base_url: str) -> dict[str, str]:
+    """Of a process of the cookbook: its hub is offline."""
+    return {
         **{name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))},
         "HF_HOME": str(HUB / "hf_home"),
         "HF_HUB_OFFLINE": "1",
@@ -32,10 +32,14 @@ def run_module(name: str, settings: dict[str, object], *, base_url: str, output:
         "TINKER_API_KEY": "tml-recipes",
         "TINKER_BASE_URL": base_url,
     }
+
+
+def run_module(name: str, settings: dict[str, object], *, base_url: str, output: Path) -> subprocess.Popen[bytes]:
+    """Starts `python -m tinker_cookbook.recipes.NAME`; its output goes to a file."""
     with output.open("wb") as log:
         return subprocess.Popen(
             [PYTHON, "-m", f"tinker_cookbook.recipes.{name}", *(f"{key}={value}" for key, value in settings.items())],
-            env=environment,
+            env=environment(base_url),
             cwd=HUB / "work",
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -34,7 +34,7 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
 RANK = 8
-LOCATION = "s:train:0/external_weights/one"
+LOCATION = "s:train:0/sampler_weights/one"
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +59,11 @@ def adapter(base: BaseModel) -> Adapter:
 
 @pytest.fixture(scope="module")
 def exported(adapter: Adapter, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a checkpoint of kind EXTERNAL."""
+    """The folder of a checkpoint of kind SAMPLER."""
     root = tmp_path_factory.mktemp("checkpoints")
     info = types_pb2.CheckpointInfo(
         location=LOCATION,
-        kind=types_pb2.CHECKPOINT_KIND_EXTERNAL,
+        kind=types_pb2.CHECKPOINT_KIND_SAMPLER,
         model_id="s:train:0",
         base_model="tests/tiny",
         lora_config=adapter.config.to_proto(),

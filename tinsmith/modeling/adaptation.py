@@ -20,12 +20,17 @@ def decoder_layers(decoder: nn.Module, count: int) -> Sequence[nn.Module]:
     return []
 
 
+_TIED_HEAD = "model.unembed_tokens"
+"""The name of the output layer in the files of the hosted service."""
+
+
 def adapt(model: PreTrainedModel, active: ActiveRuns, *, replace: bool) -> tuple[Sequence[Target], dict[Group, str]]:
     """Puts a LoraLinear or LoraExperts in the place of every layer that Tinker's train_* flags speak of.
 
     Returns them, and groups that cannot be adapted, with the reason. Without `replace` it only lists the linear layers.
     """
     output = model.get_output_embeddings()
+    is_tied = output is not None and output.weight is model.get_input_embeddings().weight
     of_text = set(model.get_decoder().modules())  # an encoder of images beside it is not run here
     targets: list[Target] = []
     unknown: set[str] = set()
@@ -37,7 +42,8 @@ def adapt(model: PreTrainedModel, active: ActiveRuns, *, replace: bool) -> tuple
         if type(module) is nn.Linear:
             group = "unembed" if module is output else _group(model, name)
             if group is not None:
-                targets.append(Target(name, group, module.in_features, module.out_features))
+                tinker_name = _TIED_HEAD if module is output and is_tied else None
+                targets.append(Target(name, group, module.in_features, module.out_features, tinker_name=tinker_name))
             if replace and group in ("attn", "mlp"):  # the head is run by logprobs.py, in chunks
                 model.set_submodule(name, LoraLinear(module, name, active))
         elif is_fused_experts(module):

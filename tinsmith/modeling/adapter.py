@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Literal
@@ -93,6 +93,9 @@ class Target:
     """Which of A and B all experts have in common; the other one has an expert dimension in front."""
     peft_name: str | None = None
     """The module that PEFT's names speak of, where it is not `name`."""
+    tinker_name: str | None = None
+    """The module that the hosted service's files speak of, for an output layer whose weight is the embedding's. Tools
+    that merge such files look for this name: the base model's file has no weight of the name that PEFT uses."""
 
     def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Of A and B."""
@@ -100,6 +103,9 @@ class Target:
         if self.num_experts is None:
             return a, b
         return (a, (self.num_experts, *b)) if self.shared == "A" else ((self.num_experts, *a), b)
+
+    def with_tinker_name(self) -> Target:
+        return self if self.tinker_name is None else replace(self, name=self.tinker_name, tinker_name=None)
 
     @property
     def peft_names(self) -> tuple[str, str]:
@@ -225,6 +231,10 @@ class Adapter:
             for target in self.targets
             for tensor in (self.weights[target.name].a_R_I, self.weights[target.name].b_O_R)
         )
+
+    def with_tinker_names(self) -> Adapter:
+        """These weights under the names of the hosted service's files."""
+        return Adapter(self.config, [target.with_tinker_name() for target in self.targets], self.flat)
 
     def save_peft(self, folder: Path, *, base_model: str) -> None:
         """Writes adapter_config.json and adapter_model.safetensors, which stock PEFT loads unchanged."""

@@ -56,7 +56,8 @@ def import_peft(
     """
     config = PeftConfig.read(folder / CONFIG)
     with open_tensors(folder) as file:
-        pairs = _pairs(file, {target.peft_name or target.name: target for target in targets}, frozen)
+        theirs = [target.with_tinker_name() if _speaks_tinker(file, target) else target for target in targets]
+        pairs = _pairs(file, {target.peft_name or target.name: target for target in theirs}, frozen)
         lows = config.lows([target.name for target in pairs])
         for target in pairs:
             _check_pair(file, target, lows[target.name].rank)
@@ -67,14 +68,18 @@ def import_peft(
         ours = AdapterConfig(
             rank, train_attn="attn" in groups, train_mlp="mlp" in groups, train_unembed="unembed" in groups
         )
-        adapter = Adapter.create(ours, targets, torch.device("cpu"))
+        adapter = Adapter.create(ours, theirs, torch.device("cpu"))
         for target in pairs:
             _copy(file, target, lows[target.name], adapter.weights[target.name])
         dtypes = {file.dtype(name) for target in pairs for name in target.peft_names} - {torch.float32}
     notes = list(config.notes)
     if config.made_for not in ("", base_model):
         notes.append(f"the adapter says that it was made for {config.made_for!r}; it was imported for {base_model!r}")
-    return Imported(adapter, [*notes, *_notes(adapter, lows, dtypes)])
+    return Imported(Adapter(ours, targets, adapter.flat), [*notes, *_notes(adapter, lows, dtypes)])
+
+
+def _speaks_tinker(file: TensorFile, target: Target) -> bool:
+    return target.tinker_name is not None and target.with_tinker_name().peft_names[0] in file.names
 
 
 def _pairs(file: TensorFile, targets: Mapping[str, Target], frozen: Mapping[str, Tensor]) -> list[Target]:

@@ -119,7 +119,7 @@ class CheckpointStore:
         stored.encrypted = bool(recipients)
         num_bytes = _num_bytes(state) * (2 if recipients else 1)
         with self._new(location, overwrite=overwrite, num_bytes=num_bytes) as draft:
-            _write_files(draft.folder, state, base_model=info.base_model)
+            _write_files(draft.folder, state, info)
             if recipients:
                 encrypt_folder(draft.folder, recipients)
             written = Manifest.of(stored, [manifest.describe(path) for path in sorted(draft.folder.iterdir())])
@@ -296,10 +296,12 @@ def _stored_dtype(state: State, weights: FullWeights) -> torch.dtype:
     return weights.flat.dtype if state.optimizer is not None else weights.sent_dtype
 
 
-def _write_files(folder: Path, state: State, *, base_model: str) -> None:
+def _write_files(folder: Path, state: State, info: pb.CheckpointInfo) -> None:
     if isinstance(state.adapter, FullWeights):
         state.adapter.save_model(folder, dtype=_stored_dtype(state, state.adapter))
     else:
-        state.adapter.save_peft(folder, base_model=base_model)
+        is_external = info.kind == pb.CHECKPOINT_KIND_EXTERNAL
+        adapter = state.adapter.with_tinker_names() if is_external else state.adapter
+        adapter.save_peft(folder, base_model=info.base_model)
     if state.optimizer is not None:
         save_file(state.optimizer.tensors, folder / _OPTIMIZER)

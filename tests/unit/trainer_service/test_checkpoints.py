@@ -17,9 +17,11 @@ from prometheus_client import CollectorRegistry
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
+from tests.models import make_model
 from tests.stores import Place
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
+from tinsmith.modeling.peft_import import import_peft
 from tinsmith.rpc.errors import (
     CheckpointExists,
     CheckpointNotFound,
@@ -140,6 +142,29 @@ def test_external_weights_are_a_plain_peft_folder_too(
     assert all(name.startswith("base_model.model.") for name in tensors)
     assert_same_in_peft(state, model_folder, place.fetch(store, EXTERNAL, tmp_path / "fetched"))
     assert torch.equal(store.load(EXTERNAL, base, with_optimizer=False)[1].adapter.flat, state.adapter.flat)
+
+
+def test_external_weights_name_a_tied_head_as_the_hosted_service_does(
+    store: CheckpointStore, place: Place, tmp_path: Path
+) -> None:
+    """The cookbook's merge finds no lm_head.weight in the base model's file, and stock PEFT no unembed_tokens."""
+    folder = make_model(tmp_path / "tied", tie_word_embeddings=True)
+    base = BaseModel.load(folder, device=torch.device("cpu"), dtype=torch.float32)
+    config = AdapterConfig(rank=4, seed=3)
+    adapter = Adapter.create(config, base.targets, base.device)
+    adapter.flat.normal_()
+    state = State(config=config, adapter=adapter, step=3, optimizer=None)
+    info = external_info(base)
+    info.lora_config.CopyFrom(config.to_proto())
+    store.save(info, state, overwrite=False)
+    names = set(safetensors.torch.load(content(store, "adapter_model.safetensors")))
+    heads = {name for name in names if ".layers." not in name}
+    assert heads == {f"base_model.model.model.unembed_tokens.lora_{side}.weight" for side in "AB"}
+    assert "lm_head" not in json.loads(content(store, "adapter_config.json"))["target_modules"]
+    folder = place.fetch(store, EXTERNAL, tmp_path / "fetched")
+    imported = import_peft(folder, base.targets, {}, base_model="tiny", max_rank=4).adapter
+    assert torch.equal(imported.flat, adapter.flat)
+    assert set(imported.weights) == set(adapter.weights)
 
 
 def test_encrypted_weights_can_be_read_by_each_recipient_and_not_by_the_trainer(
