@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 ADAM = pb.AdamParams(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-8)
 PLACES, KNOWN = 16, 500
-FLAGS = ("--max-models", str(PLACES), "--token-budget", "40")
+FLAGS = ("--max-models", str(PLACES), "--token-budget", "40", "--deterministic", "true")
 
 
 @pytest.fixture
