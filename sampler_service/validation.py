@@ -42,39 +42,43 @@ class Limits:
         if params.max_tokens is not None and params.max_tokens < 1:
             raise InvalidRequest(
                 f"sampling_params.max_tokens: {params.max_tokens} is below 1; leave it out for no limit of your own",
-                field="max_tokens",
+                field="sampling_params.max_tokens",
             )
         wanted = 1 if params.max_tokens is None else params.max_tokens
         if length + wanted > self.max_context_length:
             raise InvalidRequest(
                 "Prompt length plus max_tokens exceeds the model's context window: "
                 f"{length} + {wanted} > {self.max_context_length}",
-                field="max_tokens",
+                field="sampling_params.max_tokens",
             )
         if length + wanted > self.max_kv_tokens:
             raise InvalidRequest(
                 "Prompt length plus max_tokens exceeds this sampler's key/value cache (max_kv_tokens): "
                 f"{length} + {wanted} > {self.max_kv_tokens}",
-                field="max_tokens",
+                field="sampling_params.max_tokens",
             )
         if not (math.isfinite(params.temperature) and params.temperature >= 0):
             raise InvalidRequest(
                 f"sampling_params.temperature: {params.temperature} is not a finite number of at least 0",
-                field="temperature",
+                field="sampling_params.temperature",
             )
         if params.top_k < -1:
             raise InvalidRequest(
                 f"sampling_params.top_k: {params.top_k} is neither a number of tokens nor -1 or 0, all of them",
-                field="top_k",
+                field="sampling_params.top_k",
             )
         if not 0 < params.top_p <= 1:
-            raise InvalidRequest(f"sampling_params.top_p: {params.top_p} is outside (0, 1]", field="top_p")
+            raise InvalidRequest(
+                f"sampling_params.top_p: {params.top_p} is outside (0, 1]", field="sampling_params.top_p"
+            )
         if not 0 <= params.min_p <= 1:
             raise InvalidRequest(f"sampling_params.min_p: {params.min_p} is outside [0, 1]", field="min_p")
         self._check_penalties(params.penalties)
         if params.stop is not None:
             if "" in params.stop.strings:
-                raise InvalidRequest("sampling_params.stop: an empty string would stop everything", field="stop")
+                raise InvalidRequest(
+                    "sampling_params.stop: an empty string would stop everything", field="sampling_params.stop.strings"
+                )
             check_tokens(np.array(params.stop.token_ids, np.int64), self.vocab_size, field="sampling_params.stop")
 
     def _check_penalties(self, penalties: Penalties) -> None:

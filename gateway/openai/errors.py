@@ -34,7 +34,7 @@ def body_of(error: ServiceError) -> tuple[int, dict[str, Any]]:
     """Status and body. What cannot be honoured is the caller's mistake: 400."""
     status = 400 if isinstance(error, Unsupported) else status_of(error)
     field = error.metadata.get("field")
-    param = None if field is None else _PARAMS.get(field, field)
+    param = None if field is None else _PARAMS.get(field, field.removeprefix("sampling_params."))
     code = "model_not_found" if status == 404 else error.reason.lower()
     return status, error_body(status, error.message, param=param, code=code)
 

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 from tinsmith.cli.base_models import BaseModel, UsageError
@@ -144,6 +145,10 @@ class Stack:
     """Processes of each trainer, which share its threads."""
     num_samplers: int = 1
     """Of each trainer."""
+    trainer_port: int = 0
+    """Of the first trainer; further ones have those after it. 0: free ones."""
+    sampler_port: int = 0
+    """Of the first sampler, likewise."""
     log_format: str = "json"
     tracing: bool = False
     tls: Tls = Tls()
@@ -160,15 +165,17 @@ class Stack:
         return self.state_dir / "logs"
 
     def groups(self) -> list[Group]:
-        """With ports that the kernel says are free."""
+        """With the ports that were asked for, one after the other, and others that the kernel says are free."""
         free = iter(free_ports((1 + 2 * (1 + self.num_samplers)) * len(self.models)))
+        trainer_ports = count(self.trainer_port) if self.trainer_port else free
+        sampler_ports = count(self.sampler_port) if self.sampler_port else free
         groups = []
         for number, model in enumerate(self.models, start=1):
             suffix = f"-{number}" if len(self.models) > 1 else ""
             several = self.num_samplers > 1
-            trainer = Instance(suffix, next(free), next(free))
+            trainer = Instance(suffix, next(trainer_ports), next(free))
             samplers = [
-                Instance(f"{suffix}-{replica}" if several else suffix, next(free), next(free))
+                Instance(f"{suffix}-{replica}" if several else suffix, next(sampler_ports), next(free))
                 for replica in range(1, self.num_samplers + 1)
             ]
             groups.append(Group(model, trainer, samplers, next(free)))

@@ -61,6 +61,11 @@ def _add_models_and_folders(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models-file", type=Path, metavar="FILE", help='more of them, as JSON: {"name": "path", ...}')
     parser.add_argument("--host", default="127.0.0.1", help="address of the HTTP API (default %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="its port; 0 takes any free one (default %(default)s)")
+    for service in ("trainer", "sampler"):
+        parser.add_argument(
+            f"--{service}-port", type=_port, default=0, metavar="PORT",
+            help=f"gRPC port of the first {service}; further ones have those after it (default: any free ones)",
+        )  # fmt: skip
     parser.add_argument(
         "--state-dir", type=Path, default=Path("~/.tinsmith"), metavar="DIR",
         help="checkpoints, journals, database and logs (default %(default)s)",
@@ -189,6 +194,8 @@ def run(arguments: argparse.Namespace) -> int:
             max_lora_rank=arguments.max_lora_rank,
             trainer_ranks=arguments.trainer_ranks,
             num_samplers=arguments.samplers,
+            trainer_port=arguments.trainer_port,
+            sampler_port=arguments.sampler_port,
             tls=tls,
             supervised=arguments.supervise,
         )
@@ -266,6 +273,12 @@ def _tls(arguments: argparse.Namespace) -> Tls:
         made = f"; `tinsmith make-certificates {folder}` makes what --certificates needs" if folder else ""
         raise UsageError(f"{error}{made}") from None
     return tls
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 0 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text} is no port: 1 to 65535, or 0 for any free one")
+    return int(text)
 
 
 def _check_port(host: str, port: int) -> int:

@@ -46,7 +46,8 @@ class AdapterConfig:
         """Raises InvalidRequest for a rank outside 1..max_rank, and when nothing would be trained."""
         if not 1 <= config.rank <= max_rank:
             raise InvalidRequest(
-                f"lora_config.rank: {config.rank} is outside 1..{max_rank}, this server's max_lora_rank", field="rank"
+                f"lora_config.rank: {config.rank} is outside 1..{max_rank}, this server's max_lora_rank",
+                field="lora_config.rank",
             )
         if not (config.train_attn or config.train_mlp or config.train_unembed):
             raise InvalidRequest(

@@ -33,17 +33,24 @@ Category is what the Tinker SDK shows: "user" for the caller's mistake, "server"
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 import grpc
 import grpc.aio
 from google.protobuf import any_pb2
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 Category = Literal["user", "server", "unknown"]
 
 DOMAIN = "tinsmith"
+_KEY = re.compile(r"\['([^']*)'\]")
+"""A key of a map, as messages show it."""
+_RETRY_S = 1
+"""After which another try is worth while, where nothing is known."""
 
 
 class ServiceError(Exception):
@@ -55,6 +62,9 @@ class ServiceError(Exception):
         super().__init__(message)
         self.message = message
         self.metadata = {key: str(value) for key, value in metadata.items()}
+        """`field` is the path of what is wrong from the root of the request: "data[3].loss_fn_inputs.target_tokens"."""
+        if "field" in self.metadata:
+            self.metadata["field"] = _KEY.sub(r".\1", self.metadata["field"])
 
 
 class InvalidRequest(ServiceError):
@@ -174,6 +184,7 @@ _CODE_NUMBERS = {code: code.value[0] for code in grpc.StatusCode}
 # A status travels in trailing metadata, its message twice. gRPC drops what is above 8 KiB of them, status and all.
 _MAX_MESSAGE_BYTES = 1200
 _MAX_METADATA_BYTES = 200
+_MAX_DESCRIPTION_BYTES = 400
 
 
 def _shortened(text: str, *, limit: int) -> str:
@@ -187,15 +198,28 @@ def _shortened(text: str, *, limit: int) -> str:
 
 
 def to_proto(error: ServiceError) -> status_pb2.Status:
-    """google.rpc.Status with one ErrorInfo: the form in which errors travel and lie in the journal.
+    """google.rpc.Status with an ErrorInfo: the form in which errors travel and lie in the journal. A request's mistake
+    has a BadRequest beside it, and what another try may mend a RetryInfo.
 
     Messages that quote a long value are cut in the middle.
     """
-    detail = any_pb2.Any()
     metadata = {key: _shortened(value, limit=_MAX_METADATA_BYTES) for key, value in error.metadata.items()}
-    detail.Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata))
+    details: list[Message] = [error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata)]
+    if "field" in metadata and error.code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED):
+        text = _shortened(error.message, limit=_MAX_DESCRIPTION_BYTES)
+        violation = error_details_pb2.BadRequest.FieldViolation(field=metadata["field"], description=text)
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if error.code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE):
+        delay = Duration(seconds=int(metadata.get("retry_after_s", _RETRY_S)))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
     message = _shortened(error.message, limit=_MAX_MESSAGE_BYTES)
-    return status_pb2.Status(code=_CODE_NUMBERS[error.code], message=message, details=[detail])
+    return status_pb2.Status(code=_CODE_NUMBERS[error.code], message=message, details=[_packed(one) for one in details])
+
+
+def _packed(message: Message) -> any_pb2.Any:
+    detail = any_pb2.Any()
+    detail.Pack(message)
+    return detail
 
 
 def from_proto(status: status_pb2.Status) -> ServiceError:

@@ -30,7 +30,11 @@ def check_name(name: str, *, field: str) -> str:
 def check_run_id(run_id: str, *, field: str) -> str:
     """Refuses a training run id that could not be a folder name."""
     if not _RUN_ID.fullmatch(run_id) or len(run_id) > 200 or any(set(part) <= {"."} for part in run_id.split(":")):
-        raise InvalidRequest(f"{field}: {run_id!r} is not a training run id", field=field)
+        raise InvalidRequest(
+            f"{field}: {run_id!r} is not a training run id, which is 1 to 200 of A-Z a-z 0-9 . _ - in parts that are "
+            "joined by ':' (and no part only dots), such as 5f0c:train:0",
+            field=field,
+        )
     return run_id
 
 

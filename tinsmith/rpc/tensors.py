@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tinsmith.rpc.errors import InvalidRequest
+from tinsmith.rpc.words import choices
 from tinsmith.v1 import types_pb2 as pb
 
 Array = npt.NDArray[Any]
@@ -68,7 +69,7 @@ def _values(data: bytes, dtype: pb.Dtype, *, field: str) -> Array:
         halves = _frombuffer(data, np.dtype("<u2"), field=field)
         return (halves.astype(np.uint32) << 16).view(np.float32)
     if dtype not in _NUMPY:
-        raise InvalidRequest(f"{field}: dtype {dtype} is not one of {sorted(pb.Dtype.keys())}", field=field)
+        raise InvalidRequest(f"{field}: dtype {dtype} is not one of {choices(pb.Dtype)}", field=f"{field}.dtype")
     return _frombuffer(data, _NUMPY[dtype], field=field)
 
 

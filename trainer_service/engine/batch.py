@@ -122,7 +122,9 @@ class Batch:
         """Raises InvalidRequest or UnknownLossFn, naming the field and the value. `max_bytes`: of its memory."""
         if request.loss_fn not in LOSS_FN_NAMES:
             raise UnknownLossFn(
-                f"loss_fn: {request.loss_fn!r} is not one of {', '.join(LOSS_FN_NAMES)}", loss_fn=request.loss_fn
+                f"loss_fn: {request.loss_fn!r} is not one of {', '.join(LOSS_FN_NAMES)}",
+                field="loss_fn",
+                loss_fn=request.loss_fn,
             )
         if not 1 <= len(request.data) <= limits.max_datums:
             raise InvalidRequest(f"data: {len(request.data)} datums are outside 1..{limits.max_datums}", field="data")
@@ -191,7 +193,7 @@ def _check_targets(request: trainer_pb2.ForwardBackwardRequest, limits: Limits) 
             raise InvalidRequest(
                 f"data[{index}].loss_fn_inputs['target_tokens']: {targets.shape[1]} targets for a token are above this "
                 f"server's max_targets_per_token {limits.max_targets_per_token}",
-                field="target_tokens",
+                field=f"data[{index}].loss_fn_inputs.target_tokens",
             )
         num_targets += tensors.num_elements(targets)
     num_bytes = num_targets * np.dtype(np.float32).itemsize
@@ -220,7 +222,7 @@ def _check_sparse_inputs(request: trainer_pb2.ForwardBackwardRequest) -> None:
                     raise InvalidRequest(
                         f"data[{index}].loss_fn_inputs[{name!r}]: sparse inputs of a custom loss are {used} bytes when "
                         f"they are {what} this server allows {limit}",
-                        field=name,
+                        field=f"data[{index}].loss_fn_inputs.{name}",
                     )
 
 
@@ -254,7 +256,8 @@ def _datum(
     if unknown:
         name = min(unknown)
         raise InvalidRequest(
-            f"{field}.loss_fn_inputs[{name!r}]: {loss_fn} takes target_tokens, {', '.join(loss.arrays)}", field=name
+            f"{field}.loss_fn_inputs[{name!r}]: {loss_fn} takes target_tokens, {', '.join(loss.arrays)}",
+            field=f"{field}.loss_fn_inputs.{name}",
         )
     targets = _targets(datum, tokens.size, loss_fn, tuple(range(1, loss.max_dims + 1)), limits, field=field)
     inputs: dict[str, Floats] = {}
@@ -283,7 +286,7 @@ def _custom_datum(datum: types_pb2.Datum, loss: CustomLoss, limits: Limits, *, f
     for declared in others:
         where = f"{field}.loss_fn_inputs[{declared.name!r}]"
         if declared.name not in datum.loss_fn_inputs:
-            raise InvalidRequest(f"{where}: missing; loss {loss.name!r} reads it", field=declared.name)
+            raise InvalidRequest(f"{where}: missing; loss {loss.name!r} reads it", field=where)
         tensor = datum.loss_fn_inputs[declared.name]
         values = tensors.to_numpy(tensor, field=where)
         if declared.rank == 0 and values.size == 1 and not tensor.shape:  # on the wire a scalar has no shape
@@ -292,7 +295,7 @@ def _custom_datum(datum: types_pb2.Datum, loss: CustomLoss, limits: Limits, *, f
             raise InvalidRequest(
                 f"{where}: shape {list(values.shape)} has {values.ndim} dimensions, "
                 f"but loss {loss.name!r} declares rank {declared.rank}",
-                field=declared.name,
+                field=where,
             )
         inputs[declared.name] = values
     return _fitting(Datum(tokens, targets, inputs), limits, field=field)
@@ -315,15 +318,17 @@ def _targets(
 ) -> npt.NDArray[np.int64]:
     where = f"{field}.loss_fn_inputs['target_tokens']"
     if "target_tokens" not in datum.loss_fn_inputs:
-        raise InvalidRequest(f"{where}: missing; {reader} needs it", field="target_tokens")
+        raise InvalidRequest(f"{where}: missing; {reader} needs it", field=f"{field}.loss_fn_inputs.target_tokens")
     targets = tensors.to_numpy(datum.loss_fn_inputs["target_tokens"], field=where)
     if targets.dtype.kind != "i":
-        raise InvalidRequest(f"{where}: dtype {targets.dtype} must be int64", field="target_tokens")
+        raise InvalidRequest(
+            f"{where}: dtype {targets.dtype} must be int64", field=f"{field}.loss_fn_inputs.target_tokens"
+        )
     if targets.ndim not in ranks or targets.shape[0] != num_tokens or 0 in targets.shape:
         shapes = " or ".join(f"[{num_tokens}{', K' * (rank - 1)}]" for rank in ranks)
         raise InvalidRequest(
             f"{where}: shape {list(targets.shape)} must be {shapes}, one row for each token of the model input",
-            field="target_tokens",
+            field=f"{field}.loss_fn_inputs.target_tokens",
         )
     tensors.check_tokens(targets, limits.vocab_size, field=where)
     return targets.astype(np.int64, copy=False)
@@ -335,7 +340,7 @@ def _fitting(datum: Datum, limits: Limits, *, field: str) -> Datum:
         raise InvalidRequest(
             f"{field}.loss_fn_inputs['target_tokens']: shape {list(datum.targets.shape)} counts as {datum.charge} "
             f"tokens, with all that belongs to it, which is above {limits.longest_datum}, {_FITS_MEMORY}",
-            field="target_tokens",
+            field=f"{field}.loss_fn_inputs.target_tokens",
         )
     return datum
 
@@ -343,12 +348,12 @@ def _fitting(datum: Datum, limits: Limits, *, field: str) -> Datum:
 def _floats(datum: types_pb2.Datum, name: str, targets: npt.NDArray[np.int64], *, field: str) -> Floats:
     where = f"{field}.loss_fn_inputs[{name!r}]"
     if name not in datum.loss_fn_inputs:
-        raise InvalidRequest(f"{where}: missing", field=name)
+        raise InvalidRequest(f"{where}: missing", field=where)
 
     def check(shape: tuple[int, ...]) -> None:
         if shape != targets.shape:
             raise InvalidRequest(
-                f"{where}: shape {list(shape)} is not that of target_tokens, {list(targets.shape)}", field=name
+                f"{where}: shape {list(shape)} is not that of target_tokens, {list(targets.shape)}", field=where
             )
 
     sent = datum.loss_fn_inputs[name]
@@ -359,7 +364,7 @@ def _floats(datum: types_pb2.Datum, name: str, targets: npt.NDArray[np.int64], *
     values = values.astype(np.float32, copy=False)
     if not np.isfinite(values).all():
         position = [int(i) for i in np.argwhere(~np.isfinite(values))[0]]
-        raise InvalidRequest(f"{where}{position}: {values[tuple(position)]} is not finite", field=name)
+        raise InvalidRequest(f"{where}{position}: {values[tuple(position)]} is not finite", field=where)
     return values
 
 

@@ -174,13 +174,13 @@ class TrainingEngine:
             raise InvalidRequest(
                 "lora_config.rank: 0 means full-parameter training, and this server was started without "
                 "--full-training; send a rank of 1 or more",
-                field="rank",
+                field="lora_config.rank",
             )
         if rank != 0 and self.base.trainable:
             raise InvalidRequest(
                 f"lora_config.rank: {rank} asks for an adapter, and this server was started with "
                 "--full-training: it trains all parameters, of one model at a time; send rank 0",
-                field="rank",
+                field="lora_config.rank",
             )
         if rank == 0 and optimizer != "adamw":
             raise InvalidRequest(

@@ -123,10 +123,10 @@ def _checked(
     values: dict[str, float] = {}
     for name, (low, high) in ranges.items():
         if name not in given and name not in defaults:
-            raise InvalidRequest(f"{field}.{name}: is missing", field=name)
+            raise InvalidRequest(f"{field}.{name}: is missing", field=f"{field}.{name}")
         values[name] = value = given.get(name, defaults.get(name, 0.0))
         if not (math.isfinite(value) and low <= value < high):
-            raise InvalidRequest(f"{field}.{name}: {value} is outside [{low}, {high})", field=name)
+            raise InvalidRequest(f"{field}.{name}: {value} is outside [{low}, {high})", field=f"{field}.{name}")
     return values
 
 

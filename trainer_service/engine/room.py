@@ -143,7 +143,7 @@ class Room:
                 f"lora_config.rank: a model of rank {rank} takes {needed / 1e6:.1f} MB with its gradients and its "
                 f"optimizer, and {len(self._models)} live models leave {max(0, left) / 1e6:.1f} MB of this trainer's "
                 "memory for models; end one, or ask for a smaller rank",
-                field="rank",
+                field="lora_config.rank",
             )
 
     def ran_out(self, tokens: int, *, keep: Sequence[str]) -> None:

@@ -86,13 +86,13 @@ class Samplers:
                 raise InvalidRequest(
                     f"lora_config.rank: {rank} could be trained, but never published: the sampler at {sampler.address} "
                     f"serves ranks up to {info.max_lora_rank} (its max_lora_rank)",
-                    field="rank",
+                    field="lora_config.rank",
                 )
             if info.max_version_bytes and num_bytes > info.max_version_bytes:
                 raise InvalidRequest(
                     f"lora_config.rank: {rank} could be trained, but never published: a version has {num_bytes} bytes, "
                     f"and the sampler at {sampler.address} holds {info.max_version_bytes} (its adapter_memory_bytes)",
-                    field="rank",
+                    field="lora_config.rank",
                 )
 
     def start(self) -> None:

@@ -236,3 +236,11 @@ async def test_waiting_for_the_gateway_ends_when_it_answers_200() -> None:
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         await _wait_http("127.0.0.1", server.sockets[0].getsockname()[1])
     assert asked == [b"GET /api/v1/healthz HTTP/1.1\r\n"] * 2
+
+
+def test_fixed_ports_are_those_of_the_first_services_and_further_ones_follow() -> None:
+    models = [BaseModel(f"/models/{name}", (name,)) for name in ("a", "b")]
+    stack = replace(make_stack(models), num_samplers=2, trainer_port=8001, sampler_port=8101)
+    groups = stack.groups()
+    assert [group.trainer.port for group in groups] == [8001, 8002]
+    assert [sampler.port for group in groups for sampler in group.samplers] == [8101, 8102, 8103, 8104]

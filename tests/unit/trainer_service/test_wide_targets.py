@@ -51,7 +51,7 @@ def test_too_many_columns_are_refused_with_their_number_and_the_limit_before_the
     assert message.ByteSize() < 300
     with takes_little_memory(), pytest.raises(InvalidRequest, match=r"67108864 targets for a token.*1024") as caught:
         Batch.from_proto(message, LIMITS)
-    assert caught.value.metadata["field"] == "target_tokens"
+    assert caught.value.metadata["field"] == "data[0].loss_fn_inputs.target_tokens"
     assert "data[0].loss_fn_inputs['target_tokens']" in caught.value.message
     assert "max_targets_per_token" in caught.value.message
 

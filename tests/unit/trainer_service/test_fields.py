@@ -1,0 +1,104 @@
+"""How refusals name what is wrong: one path from the root of the request, for programs as for people."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from google.rpc import error_details_pb2
+
+from sampler_service.engine import Params, Request, StopCondition
+from sampler_service.validation import Limits as SamplingLimits
+from tests.batches import datum, request
+from tinsmith.modeling.full_weights import config_of
+from tinsmith.rpc.errors import NotReady, RateLimited, ServiceError, Unsupported, to_proto
+from tinsmith.rpc.paths import check_run_id
+from tinsmith.v1 import trainer_pb2 as pb
+from tinsmith.v1 import types_pb2
+from trainer_service.engine.batch import Batch, Limits
+from trainer_service.engine.optimizers import params_from_proto
+
+LIMITS = Limits(vocab_size=100, max_context_length=64)
+SAMPLING = SamplingLimits(100, max_context_length=64, max_kv_tokens=64, max_num_samples=8, max_topk_logprobs=4)
+
+
+def batch(change: Callable[[types_pb2.Datum], Any]) -> None:
+    message = request([datum([1, 2, 3], target_tokens=[2, 3, 4], weights=np.ones(3, np.float32)) for _ in range(2)])
+    change(message.data[1])
+    Batch.from_proto(message, LIMITS)
+
+
+def step(**fields: float) -> None:
+    params_from_proto(pb.OptimStepRequest(adam_params=pb.AdamParams(**fields)))  # type: ignore[arg-type]
+
+
+def sample(**fields: Any) -> None:
+    SAMPLING.check(Request(prompt=np.array([1, 2], np.int32), params=Params(**fields)))
+
+
+def targets(one: types_pb2.Datum) -> types_pb2.Tensor:
+    return one.loss_fn_inputs["target_tokens"]
+
+
+REFUSED: list[tuple[str, Callable[[], Any]]] = [
+    ("adam_params.eps", lambda: step(eps=0)),
+    ("adam_params.beta1", lambda: step(beta1=1)),
+    ("adam_params.learning_rate", lambda: step(learning_rate=-1)),
+    ("data", lambda: Batch.from_proto(pb.ForwardBackwardRequest(loss_fn="cross_entropy"), LIMITS)),
+    ("loss_fn", lambda: Batch.from_proto(pb.ForwardBackwardRequest(loss_fn="none"), LIMITS)),
+    ("data[1].model_input", lambda: batch(lambda one: one.ClearField("model_input"))),
+    ("data[1].loss_fn_inputs.target_tokens", lambda: batch(lambda one: one.loss_fn_inputs.pop("target_tokens"))),
+    (
+        "data[1].loss_fn_inputs.target_tokens.dtype",
+        lambda: batch(lambda one: targets(one).ClearField("dtype")),
+    ),
+    ("sampling_params.temperature", lambda: sample(temperature=-1)),
+    ("sampling_params.top_p", lambda: sample(top_p=2)),
+    ("sampling_params.top_k", lambda: sample(top_k=-2)),
+    ("sampling_params.max_tokens", lambda: sample(max_tokens=0)),
+    ("sampling_params.max_tokens", lambda: sample(max_tokens=100)),
+    ("sampling_params.stop.strings", lambda: sample(stop=StopCondition(("",), ()))),
+    ("lora_config.rank", lambda: config_of(types_pb2.LoraConfig(rank=99, train_mlp=True), max_rank=8)),
+    ("model_id", lambda: check_run_id("a/b", field="model_id")),
+]
+
+
+@pytest.mark.parametrize(("path", "refused"), REFUSED)
+def test_a_refusal_names_its_field_by_one_path_from_the_root_of_the_request(
+    path: str, refused: Callable[[], Any]
+) -> None:
+    with pytest.raises(ServiceError) as caught:
+        refused()
+    status = to_proto(caught.value)
+    info, bad = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+    assert status.details[0].Unpack(info)
+    assert status.details[1].Unpack(bad)
+    (violation,) = bad.field_violations
+    assert info.metadata["field"] == violation.field == path
+    assert violation.description == status.message
+    assert re.fullmatch(r"[a-z_]\w*(\[\d+\])?(\.[a-z_]\w*(\[\d+\])?)*", path)
+
+
+def test_no_refusal_offers_the_unspecified_value_of_an_enum() -> None:
+    with pytest.raises(ServiceError, match="dtype 0 is not one of DTYPE_FLOAT32, ") as caught:
+        batch(lambda one: targets(one).ClearField("dtype"))
+    assert "UNSPECIFIED" not in caught.value.message
+
+
+def test_a_refused_run_id_tells_the_whole_rule() -> None:
+    with pytest.raises(ServiceError, match=r"not a training run id, which is 1 to 200 of A-Z a-z 0-9 \. _ - in parts"):
+        check_run_id("..", field="run_id")
+
+
+def test_what_may_succeed_later_says_when_and_other_errors_do_not() -> None:
+    delays = []
+    for error in (NotReady("loading"), RateLimited("too much", retry_after_s=7)):
+        retry = error_details_pb2.RetryInfo()
+        assert to_proto(error).details[1].Unpack(retry)
+        delays.append(retry.retry_delay.seconds)
+    assert delays == [1, 7]
+    unsupported = to_proto(Unsupported("audio: no", field="prompt[0].dmel"))
+    assert [detail.TypeName() for detail in unsupported.details] == ["google.rpc.ErrorInfo", "google.rpc.BadRequest"]
