@@ -68,6 +68,8 @@ class Datum:
     """[N] or [N, K]."""
     inputs: Arrays
     """What the loss reads beside the targets."""
+    loss_s: float = 0.0
+    """Expected time of its custom loss; 0 for other losses, whose time is in the price of a token."""
 
     @property
     def length(self) -> int:
@@ -170,7 +172,8 @@ class Batch:
         loss = CustomLoss.from_proto(request.custom_loss)
         _check_sparse_inputs(request)
         datums = [_custom_datum(one, loss, limits, field=f"data[{index}]") for index, one in enumerate(request.data)]
-        loss.check_shapes([(datum.targets.shape, datum.inputs) for datum in datums])
+        expected = loss.check_shapes([(datum.targets.shape, datum.inputs) for datum in datums])
+        datums = [replace(datum, loss_s=seconds) for datum, seconds in zip(datums, expected, strict=True)]
         return cls(
             loss_fn=request.loss_fn,
             loss=loss,

@@ -58,35 +58,37 @@ class CustomLoss:
     inputs: Sequence[Input]
     """"logprobs", then the loss_fn_inputs that it reads."""
     graph: Graph
-    _checked: set[Any] = field(default_factory=set, repr=False, compare=False)
-    """Kinds of datums that check_shapes has seen."""
+    _seconds: dict[Any, float] = field(default_factory=dict, repr=False, compare=False)
+    """Expected time of each kind of datum that check_shapes has seen."""
 
     @classmethod
     def from_proto(cls, loss: trainer_pb2.CustomLoss) -> CustomLoss:
         """Raises InvalidRequest for whatever can be seen without data."""
         return _build(loss.name[:100], tuple(Input(one.name, one.rank) for one in loss.inputs), loss.graph)
 
-    def check_shapes(self, datums: Sequence[tuple[Shape, Arrays]]) -> None:
+    def check_shapes(self, datums: Sequence[tuple[Shape, Arrays]]) -> list[float]:
         """Runs the graph without data for every kind of datum: shapes of the targets, and of the other inputs.
 
-        What it does depends on shapes and types alone, so that afterwards its memory is known to be bounded. Raises
-        InvalidRequest.
+        What it does depends on shapes and types alone, so that afterwards its memory is known to be bounded. Returns
+        the seconds that each datum is expected to take. Raises InvalidRequest.
         """
         _load_shape_functions()
         deadline = self._deadline()
-        if len(self._checked) > _MAX_KINDS:
-            self._checked.clear()
+        if len(self._seconds) > _MAX_KINDS:
+            self._seconds.clear()
+        expected: list[float] = []
         for logprobs, arrays in datums:
             others = [arrays[one.name] for one in self.inputs[1:]]
             kind = (logprobs, *((array.shape, array.dtype.str) for array in others))
-            if kind in self._checked:
-                continue
-            p = torch.empty(logprobs, device="meta", requires_grad=True)
-            empty = [torch.empty(array.shape, dtype=_dtype(array), device="meta") for array in others]
-            self._check([p, *empty], deadline=deadline)
-            self._checked.add(kind)
+            if kind not in self._seconds:
+                p = torch.empty(logprobs, device="meta", requires_grad=True)
+                empty = [torch.empty(array.shape, dtype=_dtype(array), device="meta") for array in others]
+                self._seconds[kind] = self._check([p, *empty], deadline=deadline)
+            expected.append(self._seconds[kind])
+        return expected
 
-    def _check(self, inputs: Sequence[Tensor], *, deadline: Deadline) -> None:
+    def _check(self, inputs: Sequence[Tensor], *, deadline: Deadline) -> float:
+        """Returns the expected seconds."""
         num_bytes = 0
 
         def bounded(result: Any) -> None:
@@ -111,6 +113,7 @@ class CustomLoss:
             with cost:
                 self._gradient(loss, inputs[0])
         deadline(None)
+        return cost.seconds
 
     def evaluate(self, logprobs: Sequence[Tensor], inputs: Sequence[Arrays], config: Mapping[str, float]) -> Term:
         deadline = self._deadline()

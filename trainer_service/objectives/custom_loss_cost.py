@@ -21,6 +21,8 @@ MAX_STEP_ELEMENTS = 2**24
 MAX_ELEMENTS = 2**28
 """Of all operations for one datum, the gradient's included. Their results are all that torch allocates, and no
 operation on the list takes much longer than some 10 ns for an element (those of _SLOW: for an eighth of one)."""
+SECONDS_PER_ELEMENT = 2e-9
+"""Of a typical operation, on one core. The scheduler learns how far this machine is from it."""
 _MULTIPLY_ADDS_PER_ELEMENT = 64
 """A matrix product does about as many in the time of an elementwise operation on one element."""
 
@@ -53,6 +55,11 @@ class CostLimit(TorchDispatchMode):
         if not func.is_view:
             self._count(func.overloadpacket, inputs, results)
         return result
+
+    @property
+    def seconds(self) -> float:
+        """Expected, of what has run under this."""
+        return self._total * SECONDS_PER_ELEMENT
 
     def gradient_is_small(self, num_nodes: int) -> bool:
         """Of a graph that ran under this: whether its gradient is within the limits without running it too."""

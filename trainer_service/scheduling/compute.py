@@ -62,6 +62,7 @@ class ComputeThread:
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
         self._lanes = Lanes(alone=alone)
+        self._alone = alone
         self._stopped: list[BatchRun] = []  # begun, and to end without the rest
         self._running: Running | None = None
         self._closed = False
@@ -123,6 +124,11 @@ class ComputeThread:
     def backlog(self) -> Backlog:
         with self._changed:
             return Backlog(self._running, self._lanes.waiting())
+
+    @property
+    def loss_speed(self) -> Speed | None:
+        """None where micro-batches must not depend on what was measured."""
+        return None if self._alone else self.speed
 
     # Asked by the thread that serves the metrics
 
@@ -191,7 +197,7 @@ class ComputeThread:
             num_tokens = 0
         else:
             operations = [run.operation for run, _ in work]
-            num_tokens = sum(run.load.lengths[index] for run, indices in work for index in indices)
+            num_tokens = sum(run.num_charged(indices) for run, indices in work)
         for operation in operations:
             if not operation.has_begun:
                 operation.has_begun = True
@@ -232,20 +238,23 @@ class ComputeThread:
         for run, indices in work:
             run.operation.ran = run.operation.ran[0] if run.operation.ran else started_at, ended_at
             if (trace := run.operation.trace) is not None:
-                own = sum(run.load.lengths[index] for index in indices)
-                facts = {"tokens": own, "datums": len(indices), "other_operations": len(work) - 1}
+                facts = {"tokens": run.num_charged(indices), "datums": len(indices), "other_operations": len(work) - 1}
                 tracing.record("micro_batch", trace, start=started_at, end=ended_at, **facts)
         self._end([run for run, _ in work if run.has_ended])
         with self._changed:
             self._lanes.end_micro_batch()
         self._metrics.compute.micro_batches.inc()
         self._metrics.compute.micro_batch_models.observe(len({run.operation.model_id for run, _ in work}))
-        jobs = [(run.operation.model_id, run.job) for run, _ in work if run.job is not None]
-        self._measure("forward_backward", loss_seconds=sum(job.loss_seconds for _, job in jobs))
+        expected_s = sum(run.loss_s[index] for run, indices in work for index in indices)
+        loss_seconds = sum(run.job.loss_seconds for run, _ in work if run.job is not None)
+        self._measure("forward_backward", loss_seconds=loss_seconds, expected_loss_seconds=expected_s)
         with self._changed:
-            for model_id, job in jobs:
-                self._lanes.charge(model_id, self.speed.tokens_in(job.loss_seconds))
-                job.loss_seconds = 0.0
+            for run, indices in work:
+                if run.job is None:
+                    continue
+                charged = sum(run.load.lengths[index] for index in indices) - run.num_charged(indices)
+                self._lanes.charge(run.operation.model_id, max(0, self.speed.tokens_in(run.job.loss_seconds) - charged))
+                run.job.loss_seconds = 0.0
 
     def _begin_job(self, run: BatchRun) -> None:
         try:
@@ -286,12 +295,17 @@ class ComputeThread:
         if self._engine.is_dead(error):
             raise EngineDead(f"the engine has died: {error}") from error
 
-    def _measure(self, kind: str, *, loss_seconds: float = 0.0) -> None:
+    def _measure(self, kind: str, *, loss_seconds: float = 0.0, expected_loss_seconds: float = 0.0) -> None:
         """What has run until now. `loss_seconds`: of custom losses in it."""
         running = self._running
         assert running is not None
         seconds = time.perf_counter() - running.started_s
-        self.speed.observe(seconds, num_tokens=running.num_tokens, loss_seconds=loss_seconds)
+        self.speed.observe(
+            seconds,
+            num_tokens=running.num_tokens,
+            loss_seconds=loss_seconds,
+            expected_loss_seconds=expected_loss_seconds,
+        )
         self._metrics.compute.step_seconds.labels(kind).observe(seconds)
         if running.num_tokens:
             self._metrics.compute.tokens.inc(running.num_tokens)

@@ -102,7 +102,7 @@ class Execution:
             if isinstance(operation.work, RunBatch):
                 result: asyncio.Future[Output] = asyncio.get_running_loop().create_future()
                 alone = self.executing.is_suspect(model.model_id, operation.seq_id)
-                run = BatchRun.of(operation, operation.work.batch, result, alone=alone)
+                run = BatchRun.of(operation, operation.work.batch, result, speed=self._compute.loss_speed, alone=alone)
                 self.enter(model, run)
                 self._spawn(self._run_batch(model, run))
             else:

@@ -17,8 +17,9 @@ A micro-batch of at most `budget` tokens is filled in two passes:
 Forward-only datums and those with a gradient never share a micro-batch. While models are owed that wait with either,
 the kinds alternate.
 
-A model may be charged for more than the tokens that were taken (`charge`): the compute thread does so for the time that
-a custom loss took, when it is known. Such a charge is a debt like any other.
+The expected time of a custom loss counts as tokens of its datum, so that datums whose losses take long go apart, and
+others wait for one of them only. A model may also be charged for more than what was taken (`charge`): the compute
+thread does so for what such a loss took beyond that, when it is known. Such a charge is a debt like any other.
 
 A model that has nothing left leaves the ring: what it was owed is dropped, so that nobody saves up for later. A debt
 stays until the others have caught up, or submitting in small portions would pay. A new model begins with deficit 0.

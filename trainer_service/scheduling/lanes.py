@@ -18,6 +18,7 @@ from typing import Any
 
 from tinsmith.rpc.errors import ServiceError
 from trainer_service.scheduling.fairness import DeficitRoundRobin, Load
+from trainer_service.scheduling.speed import Speed
 from trainer_service.scheduling.work import Batch, Job, Operation, Output
 
 
@@ -47,6 +48,10 @@ class BatchRun:
     operation: Operation
     batch: Batch
     load: Load
+    charges: Sequence[int]
+    """Tokens that each datum counts for, without the time of its loss."""
+    loss_s: Sequence[float]
+    """Expected time of each datum's custom loss."""
     result: asyncio.Future[Output]
     job: Job | None = None
     """None until its first micro-batch, and when the engine did not take it."""
@@ -55,10 +60,26 @@ class BatchRun:
     is_over: bool = False
 
     @classmethod
-    def of(cls, operation: Operation, batch: Batch, result: asyncio.Future[Output], *, alone: bool = False) -> BatchRun:
-        """`alone`: it shares no micro-batch."""
-        load = Load([datum.charge for datum in batch.datums], batch.forward_only, alone=alone)
-        return cls(operation, batch, load, result)
+    def of(
+        cls,
+        operation: Operation,
+        batch: Batch,
+        result: asyncio.Future[Output],
+        *,
+        speed: Speed | None = None,
+        alone: bool = False,
+    ) -> BatchRun:
+        """`speed`: tells what the time of custom losses is in tokens; without it they count for none. `alone`: it
+        shares no micro-batch."""
+        datums = batch.datums
+        charges, loss_s = [datum.charge for datum in datums], [datum.loss_s for datum in datums]
+        more = [0 if speed is None or not seconds else speed.loss_tokens(seconds) for seconds in loss_s]
+        load = Load([a + b for a, b in zip(charges, more, strict=True)], batch.forward_only, alone=alone)
+        return cls(operation, batch, load, charges, loss_s, result)
+
+    def num_charged(self, indices: Sequence[int]) -> int:
+        """Tokens that these datums count for, without the time of their losses."""
+        return sum(self.charges[index] for index in indices)
 
     @property
     def num_tokens(self) -> int:

@@ -16,16 +16,21 @@ class Speed:
     _token_seconds: float = 0.0
     _loss_seconds: float = 0.0
     """The part of them that custom losses took."""
+    _expected_loss_seconds: float = 0.0
+    """What that part was expected to be."""
     _calls: float = 0.0
     _call_seconds: float = 0.0
 
-    def observe(self, seconds: float, *, num_tokens: int, loss_seconds: float = 0.0) -> None:
+    def observe(
+        self, seconds: float, *, num_tokens: int, loss_seconds: float = 0.0, expected_loss_seconds: float = 0.0
+    ) -> None:
         """A micro-batch of so many tokens, or a call when there are none. `loss_seconds`: of custom losses in it."""
         if num_tokens:
             self._tokens = _KEPT * self._tokens + num_tokens
             self._token_seconds = _KEPT * self._token_seconds + seconds
             # Those of several ranks run at once, and may be longer together than the micro-batch.
             self._loss_seconds = _KEPT * self._loss_seconds + min(loss_seconds, 0.999 * seconds)
+            self._expected_loss_seconds = _KEPT * self._expected_loss_seconds + expected_loss_seconds
         else:
             self._calls = _KEPT * self._calls + 1
             self._call_seconds = _KEPT * self._call_seconds + seconds
@@ -34,6 +39,11 @@ class Speed:
         """Tokens that micro-batches without custom losses have in so many seconds, as far as that is known."""
         without = self._token_seconds - self._loss_seconds
         return round(seconds * self._tokens / without) if without > 0 else 0
+
+    def loss_tokens(self, expected_seconds: float) -> int:
+        """Tokens in the time that a custom loss will take, by how far earlier ones were from what was expected."""
+        known = self._expected_loss_seconds > 0 < self._loss_seconds
+        return self.tokens_in(expected_seconds * (self._loss_seconds / self._expected_loss_seconds if known else 1.0))
 
     def seconds(self, *, num_tokens: int, num_calls: int) -> float | None:
         """Expected time of so many tokens in micro-batches and of so many calls; None when one is not known yet."""

@@ -29,6 +29,11 @@ class Datum(Protocol):
         """Tokens that it counts for in its model's turns and in a micro-batch."""
         ...
 
+    @property
+    def loss_s(self) -> float:
+        """Expected time of its custom loss, in seconds; 0 for other losses."""
+        ...
+
 
 class Batch(Protocol):
     """What the scheduler must know of a batch."""

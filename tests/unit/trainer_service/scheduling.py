@@ -23,6 +23,7 @@ from trainer_service.scheduling.work import Answer, Operation, RunBatch, Turn, W
 @dataclass(frozen=True)
 class FakeDatum:
     length: int
+    loss_s: float = 0.0
 
     @property
     def charge(self) -> int:
@@ -38,10 +39,12 @@ class FakeBatch:
     forward_only: bool = False
     lengths: Sequence[int] = ()
     held_bytes: int = 0
+    loss_s: float = 0.0
+    """Expected of each datum."""
 
     @property
     def datums(self) -> Sequence[FakeDatum]:
-        return [FakeDatum(length) for length in self.lengths or [self.num_tokens]]
+        return [FakeDatum(length, self.loss_s) for length in self.lengths or [self.num_tokens]]
 
 
 @dataclass(frozen=True)

@@ -565,3 +565,13 @@ async def test_the_time_of_a_models_loss_is_charged_to_that_model(bench: Bench) 
     await cheap.wait()
     assert sum("costly" in sizes for sizes in bench.engine.sizes) <= 10  # by tokens it would be through
     await costly.wait()
+
+
+async def test_datums_whose_losses_will_take_long_do_not_share_a_micro_batch(bench: Bench) -> None:
+    """Otherwise everybody else would wait for all of them, ten seconds at most, before the first is charged."""
+    await bench.create("a", "b")
+    await (await bench.batch("b", 1, lengths=[100] * 3)).wait()  # so the speed is known
+    await (await bench.batch("a", 1, "slow", lengths=[5] * 10, loss_s=60.0)).wait()
+    assert [sizes["slow"] for sizes in bench.engine.sizes if "slow" in sizes] == [1] * 10
+    await (await bench.batch("a", 2, "fast", lengths=[5] * 10, loss_s=1e-9)).wait()
+    assert [sizes["fast"] for sizes in bench.engine.sizes if "fast" in sizes] == [10]
