@@ -1,1 +1,1 @@
-"""The OpenAI API's models, completions and chat completions, on the same samplers as the Tinker API."""
+"""The OpenAI API's models, completions, chat completions and responses, on the same samplers as the Tinker API."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any, Protocol
 from uuid import uuid4
 
 import orjson
@@ -79,18 +80,34 @@ def default_max_tokens(gateway: Gateway, source: Source, prompt: bytes) -> int |
     return min(default, room) if room > 0 else None  # the sampler refuses a prompt that fills the context
 
 
-async def chat(gateway: Gateway, request: Request, body: Chat, *, caller: Caller) -> Response:
+class Form(Protocol):
+    """Another API's words for what a chat answers."""
+
+    def whole(self, answer: Json) -> Json: ...
+
+    def events(self, chunks: AsyncIterator[Json]) -> AsyncGenerator[Json, None]:
+        """Each with its name in `type`. Failures of the chunks are events, too."""
+        ...
+
+
+async def chat(gateway: Gateway, request: Request, body: Chat, *, caller: Caller, form: Form | None = None) -> Response:
     """Raises ServiceError, and ClientDisconnect when the client has left."""
     limit = gateway.config.max_num_samples
     if body.num_choices > limit:
         raise InvalidRequest(f"n: {body.num_choices} is above this server's max_num_samples {limit}", field="n")
     with contextlib.ExitStack() as places:
         places.enter_context(gateway.sampling.generator.place(caller.owner))
-        return await _answer(gateway, request, body, caller=caller, places=places)
+        return await _answer(gateway, request, body, caller=caller, places=places, form=form)
 
 
 async def _answer(
-    gateway: Gateway, request: Request, body: Chat, *, caller: Caller, places: contextlib.ExitStack
+    gateway: Gateway,
+    request: Request,
+    body: Chat,
+    *,
+    caller: Caller,
+    places: contextlib.ExitStack,
+    form: Form | None,
 ) -> Response:
     source = await find_source(gateway, body.model, caller=caller)
     tokenizer = await gateway.sampling.generator.tokenizer(source)
@@ -130,7 +147,8 @@ async def _answer(
             updates = await while_connected(request, draw.result())
         made = [choice(update, message=messages.message(update)) for update in updates]
         head = head_of(request_id, source, kind="chat.completion")
-        return json_response(head | prompt | {"choices": made, "usage": draw.usage.to_json()})
+        answer = head | prompt | {"choices": made, "usage": draw.usage.to_json()}
+        return json_response(answer if form is None else form.whole(answer))
 
     begun: set[int] = set()
 
@@ -152,12 +170,11 @@ async def _answer(
         return made
 
     head = head_of(request_id, source, kind="chat.completion.chunk")
+
+    def parts(updates: AsyncIterator[Update]) -> AsyncGenerator[Json, None]:
+        include_usage = body.include_usage
+        chunks = chunks_of(updates, head=head, choices=choices, draws=[draw], include_usage=include_usage, first=prompt)
+        return chunks if form is None else form.events(chunks)
+
     with structure.blaming():
-        return await event_stream(
-            request,
-            [draw],
-            lambda updates: chunks_of(
-                updates, head=head, choices=choices, draws=[draw], include_usage=body.include_usage, first=prompt
-            ),
-            places=places.pop_all(),
-        )
+        return await event_stream(request, [draw], parts, places=places.pop_all(), are_named=form is not None)

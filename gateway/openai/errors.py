@@ -49,11 +49,16 @@ def http_error(error: HTTPException) -> Response:
     return json_response(error_body(error.status_code, error.detail), status=error.status_code, headers=headers)
 
 
+def _is_branch(part: str | int) -> bool:
+    """pydantic's name of a branch of a union, which stands in a place beside the fields."""
+    return isinstance(part, str) and part.endswith("]") and part.startswith(("list[", "tagged-union["))
+
+
 def invalid(error: ValidationError) -> ServiceError:
     """Names the first field that is wrong, its value, and what would be right."""
     # Of a union, the branches that do not fit at all come first: the deepest location says most.
     found = max(error.errors(include_url=False), key=lambda each: len(each["loc"]))
-    field = name_of(found["loc"]) or None
+    field = name_of(part for part in found["loc"] if not _is_branch(part)) or None
     message, value = found["msg"], shown(found["input"])
     if found["type"] == "extra_forbidden":
         return Unsupported(f"{field}: is not supported by this server; leave it out", field=field)

@@ -50,9 +50,10 @@ async def event_stream(
     chunks: Callable[[AsyncIterator[Update]], AsyncGenerator[dict[str, Any], None]],
     *,
     places: contextlib.ExitStack,
+    are_named: bool = False,
 ) -> StreamingResponse:
     """Begins all draws; then a response that sends what `chunks` makes of their updates, as they come. `places` is
-    closed at its end.
+    closed at its end. `are_named`: each chunk is an event with a `type`, the last one tells the end.
 
     Raises what a draw fails with before its first token. A later failure is sent as an event, because the status has
     been sent.
@@ -70,11 +71,14 @@ async def event_stream(
         try:
             async with aclosing(_merge(sources)) as updates, aclosing(chunks(updates)) as parts:
                 async for part in parts:
+                    if are_named:
+                        yield b"event: " + part["type"].encode() + b"\n"
                     yield b"data: " + orjson.dumps(part) + b"\n\n"
         except ServiceError as error:
             yield b"data: " + orjson.dumps(body_of(error)[1]) + b"\n\n"
         else:
-            yield b"data: [DONE]\n\n"
+            if not are_named:
+                yield b"data: [DONE]\n\n"
 
     return _Stream(events(), stack)
 

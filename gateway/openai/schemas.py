@@ -12,9 +12,11 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     ConfigDict,
+    Discriminator,
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    Tag,
     field_validator,
     model_validator,
 )
@@ -34,10 +36,12 @@ DEFAULT_MAX_TOKENS = 16
 
 
 class _Only:
-    """Marks a field that may be sent as long as it changes nothing: with one of these values, or null."""
+    """Marks a field that may be sent as long as it changes nothing: with one of these values, or null. `why`: what to
+    say of all others instead of these values."""
 
-    def __init__(self, *values: Any) -> None:
+    def __init__(self, *values: Any, why: str = "") -> None:
         self._values = values
+        self._why = why
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(self._check)
@@ -50,6 +54,8 @@ class _Only:
         if value is not None and not any(
             value == known and isinstance(value, bool) == isinstance(known, bool) for known in self._values
         ):
+            if self._why:
+                raise PydanticCustomError(UNSUPPORTED, "{why}", {"why": self._why})
             accepted = " or ".join(repr(known) for known in self._values)
             raise PydanticCustomError(UNSUPPORTED, "this server supports only {accepted} here", {"accepted": accepted})
         return value
@@ -377,3 +383,128 @@ class Chat(Generate):
     @property
     def limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class OutputPart(Body):
+    """Text of a message, as a client sends it or as a response had it."""
+
+    HARMLESS = frozenset({"annotations", "logprobs"})
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+class InputMessage(Body):
+    HARMLESS = frozenset({"id", "status", "phase"})
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    """A developer's message is given to the chat template as the system's."""
+    content: str | list[OutputPart]
+    """Text; parts are put together."""
+
+
+class FunctionCall(Body):
+    HARMLESS = frozenset({"id", "status"})
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class FunctionCallOutput(Body):
+    HARMLESS = frozenset({"id", "status", "name"})
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[OutputPart]
+
+
+def _item_kind(item: Any) -> str:
+    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    return "message" if kind is None else str(kind)
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[FunctionCall, Tag("function_call")]
+    | Annotated[FunctionCallOutput, Tag("function_call_output")],
+    Discriminator(
+        _item_kind,
+        custom_error_type=UNSUPPORTED,
+        custom_error_message="this server knows only items of the types message, function_call and "
+        "function_call_output",
+    ),
+]
+
+
+class ResponseTool(Body):
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseToolChoice(Body):
+    type: Literal["function"]
+    name: str
+
+
+class ResponseText(Body):
+    HARMLESS = frozenset({"verbosity"})
+    format: dict[str, Any] | None = None
+    """As response_format of a chat, with the fields of json_schema beside type."""
+
+
+class ResponseStreamOptions(Body):
+    include_obfuscation: Annotated[Any, _Only(False)] = None
+
+
+_NOTHING_KEPT = "this server keeps nothing of earlier requests; leave it out, and send the conversation as input"
+
+
+class Respond(Body):
+    HARMLESS = (HARMLESS - {"metadata", "parallel_tool_calls"}) | {"prompt_cache_retention", "prompt_cache_options"}
+
+    model: str = Field(min_length=1, max_length=1000)
+    """Public name of a base model, or tinker:// path of a checkpoint."""
+    input: str | Listed[InputItem]
+    """Text of the user, or items: messages, calls of functions and their outputs."""
+    instructions: str | None = None
+    """A system message before the input."""
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    """Longest output; this server's openai_default_max_tokens unless given, and no further than the context."""
+    temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Divides the logits; 0 is greedy; 1 unless given."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Draw from the most probable tokens that together reach this probability."""
+    top_logprobs: int | None = Field(default=None, ge=0)
+    """Log-probability of each token, and of so many most probable ones."""
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    """Log-probabilities; there is no reasoning that could be encrypted."""
+    stream: bool | None = None
+    """Send server-sent events, token by token."""
+    stream_options: ResponseStreamOptions | None = None
+    tools: Listed[ResponseTool] | None = None
+    """Functions that the model may call."""
+    tool_choice: Literal["auto", "none", "required"] | ResponseToolChoice | None = None
+    """As in a chat."""
+    parallel_tool_calls: bool | None = None
+    text: ResponseText | None = None
+    metadata: dict[str, str] | None = None
+    """Comes back in the response."""
+    reasoning: dict[str, Any] | None = None
+    """Ignored."""
+    user: str | None = None
+    """Goes into the log."""
+    seed: int | None = None
+    """Extension: makes the draws reproducible."""
+    top_k: int | None = None
+    """Extension: draw from the k most probable tokens; 0 or -1 means all."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Extension: further variables of the chat template."""
+    store: Annotated[Any, _Only(False)] = None
+    """Nothing is stored, also where this is left out."""
+    background: Annotated[Any, _Only(False)] = None
+    truncation: Annotated[Any, _Only("disabled")] = None
+    previous_response_id: Annotated[Any, _Only(why=_NOTHING_KEPT)] = None
+    conversation: Annotated[Any, _Only(why=_NOTHING_KEPT)] = None
+    prompt: Annotated[Any, _Only(why=_NOTHING_KEPT)] = None

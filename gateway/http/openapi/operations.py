@@ -286,4 +286,11 @@ OPERATIONS: dict[Callable[..., Any], Operation] = {
         errors=(404, 429, 503),
         also_answers={"text/event-stream": {}},
     ),
+    openai.responses: Operation(
+        "Answer items of a conversation",
+        answers.openai.Response,
+        openai_schemas.Respond,
+        errors=(404, 429, 503),
+        also_answers={"text/event-stream": {}},
+    ),
 }

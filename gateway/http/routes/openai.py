@@ -1,4 +1,4 @@
-"""The OpenAI API: models, completions, chat completions."""
+"""The OpenAI API: models, completions, chat completions, responses."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from gateway.http.errors import json_response
 from gateway.openai import errors, schemas, sources
 from gateway.openai.chat import chat
 from gateway.openai.completions import complete
+from gateway.openai.responses import respond
 from tinsmith.rpc.errors import ServiceError
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -79,6 +80,12 @@ async def chat_completions(request: Request) -> Response:
 
 
 @_openai
+async def responses(request: Request) -> Response:
+    body = await _body(request, schemas.Respond)
+    return await respond(gateway_of(request), request, body, caller=caller_of(request))
+
+
+@_openai
 async def no_such_path(request: Request) -> Response:
     """Everything else below /v1: 405 where another method is answered, 404 otherwise."""
     others = [route for route in _ROUTES if route.matches(request.scope)[0] is Match.PARTIAL]
@@ -94,6 +101,7 @@ _ROUTES = [
     Route("/models/{model:path}", get_model),
     Route("/completions", completions, methods=["POST"]),
     Route("/chat/completions", chat_completions, methods=["POST"]),
+    Route("/responses", responses, methods=["POST"]),
 ]
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 routes: list[BaseRoute] = [*_ROUTES, Route("/{path:path}", no_such_path, methods=_METHODS, include_in_schema=False)]

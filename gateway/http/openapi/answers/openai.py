@@ -99,3 +99,81 @@ class ChatCompletion(TypedDict):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: NotRequired[list[int]]
+
+
+class OutputText(TypedDict):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[dict[str, Any]]
+
+
+class OutputMessage(TypedDict):
+    id: str
+    type: Literal["message"]
+    status: Literal["completed", "incomplete"]
+    role: Literal["assistant"]
+    content: list[OutputText]
+
+
+class OutputCall(TypedDict):
+    """A call of a function."""
+
+    id: str
+    type: Literal["function_call"]
+    status: Literal["completed", "incomplete"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class IncompleteDetails(TypedDict):
+    reason: Literal["max_output_tokens"]
+
+
+class InputTokensDetails(TypedDict):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputTokensDetails(TypedDict):
+    reasoning_tokens: int
+
+
+class ResponseUsage(TypedDict):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class Response(TypedDict):
+    """With what was asked for."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete"]
+    error: None
+    incomplete_details: IncompleteDetails | None
+    model: str
+    version: str | None
+    output: list[OutputMessage | OutputCall]
+    usage: ResponseUsage
+    instructions: str | None
+    max_output_tokens: int | None
+    temperature: float
+    top_p: float
+    top_logprobs: int
+    tools: list[dict[str, Any]]
+    tool_choice: str | dict[str, Any]
+    parallel_tool_calls: bool
+    text: dict[str, Any]
+    metadata: dict[str, str]
+    user: str | None
+    store: Literal[False]
+    background: Literal[False]
+    previous_response_id: None
+    truncation: Literal["disabled"]
+    tinsmith: NotRequired[ChoiceExtension]

@@ -1,0 +1,300 @@
+"""POST /v1/responses: a chat in the words of OpenAI's Responses API. Nothing is kept between requests.
+
+A request becomes a chat, and what the chat answers becomes a response. So limits, usage, tools and errors are those of
+chats.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from typing import Any
+from uuid import uuid4
+
+from pydantic import ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.gateway import Gateway
+from gateway.openai.answers import Json
+from gateway.openai.chat import chat
+from gateway.openai.errors import body_of, invalid
+from gateway.openai.schemas import Chat, Respond
+from gateway.tenants.caller import Caller
+from tinsmith.rpc.errors import InvalidRequest, ServiceError
+
+LOGPROBS = "message.output_text.logprobs"
+
+_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+}
+"""Fields of a chat -> those of a response."""
+
+
+@contextlib.contextmanager
+def _named() -> Iterator[None]:
+    """Errors about a field of the chat name the field that it came from."""
+    try:
+        yield
+    except ServiceError as error:
+        field = error.metadata.get("field", "")
+        first, *rest = field.split(".")
+        if first in _NAMES:
+            field = ".".join([_NAMES[first], *rest])
+            message = _NAMES[first] + error.message.removeprefix(first) if error.message.startswith(first) else None
+            raise type(error)(message or error.message, field=field) from error
+        raise
+
+
+def _parts(content: str | list[Any] | None) -> str:
+    return "".join(part.text for part in content) if isinstance(content, list) else content or ""
+
+
+def _messages(body: Respond) -> list[Json]:
+    """Calls of tools belong to the assistant's message before them."""
+    messages: list[Json] = []
+    if body.instructions is not None:
+        messages.append({"role": "system", "content": body.instructions})
+    if isinstance(body.input, str):
+        return [*messages, {"role": "user", "content": body.input}]
+    for item in body.input:
+        if item.type == "function_call":
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            function = {"name": item.name, "arguments": item.arguments}
+            messages[-1].setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
+        elif item.type == "function_call_output":
+            messages.append({"role": "tool", "content": _parts(item.output), "tool_call_id": item.call_id})
+        else:
+            role = "system" if item.role == "developer" else item.role  # most templates know no developer
+            messages.append({"role": role, "content": _parts(item.content)})
+    return messages
+
+
+def chat_of(body: Respond) -> Chat:
+    """Raises InvalidRequest and Unsupported."""
+    asked: Json = {
+        "model": body.model,
+        "messages": _messages(body),
+        "max_tokens": body.max_output_tokens,
+        "user": body.user,
+        "parallel_tool_calls": body.parallel_tool_calls,
+        **{name: getattr(body, name) for name in ("temperature", "top_p", "top_k", "seed", "chat_template_kwargs")},
+    }
+    if body.top_logprobs is not None or LOGPROBS in (body.include or ()):
+        asked |= {"logprobs": True, "top_logprobs": body.top_logprobs}
+    if body.tools:
+        asked["tools"] = [
+            {"type": "function", "function": tool.model_dump(exclude_none=True, exclude={"type"})}
+            for tool in body.tools
+        ]
+    choice = body.tool_choice
+    if isinstance(choice, str):
+        asked["tool_choice"] = choice
+    elif choice is not None:
+        asked["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    if body.text is not None and body.text.format is not None:
+        form = dict(body.text.format)
+        kind = form.pop("type", None)
+        asked["response_format"] = {"type": kind, "json_schema": form} if kind == "json_schema" else {"type": kind}
+    if body.stream:
+        asked |= {"stream": True, "stream_options": {"include_usage": True}}
+    try:
+        return Chat.model_validate(asked)
+    except ValidationError as error:
+        raise invalid(error) from None
+
+
+async def respond(gateway: Gateway, request: Request, body: Respond, *, caller: Caller) -> Response:
+    """Raises ServiceError, and ClientDisconnect when the client has left."""
+    if not body.input:
+        raise InvalidRequest("input: is empty; send text or at least one item", field="input")
+    with _named():
+        return await chat(gateway, request, chat_of(body), caller=caller, form=ResponseForm(body))
+
+
+class ResponseForm:
+    """One response, which grows with what its chat brings, and the events that tell of it."""
+
+    def __init__(self, body: Respond) -> None:
+        self._response = _opening(body)
+        self._text: Json | None = None
+        """The part of the message's text, while it is open; it is in `_item` then."""
+        self._item: Json | None = None
+        """The output item that is still open."""
+        self._call = -1
+        """The chat's index of the open call."""
+        self._reason: str | None = None
+        self._number = 0
+
+    def whole(self, answer: Json) -> Json:
+        """The response that a chat's answer makes."""
+        self._begin(answer)
+        (choice,) = answer["choices"]
+        list(self._take(choice["message"], choice))
+        list(self._end(answer["usage"]))
+        return self._response
+
+    async def events(self, chunks: AsyncIterator[Json]) -> AsyncGenerator[Json, None]:
+        """Those of a stream, from the chunks of a chat. A failure in the middle is an event, too."""
+        usage: Json = {}
+        try:
+            async for chunk in chunks:
+                if not self._number:
+                    self._begin(chunk)
+                    yield self._event("created", response=self._shown())
+                    yield self._event("in_progress", response=self._shown())
+                for choice in chunk["choices"]:
+                    for event in self._take(choice["delta"], choice):
+                        yield event
+                usage = chunk["usage"] or usage
+        except ServiceError as error:
+            found = body_of(error)[1]["error"]
+            yield self._event("error", **{name: found[name] for name in ("code", "message", "param")})
+            self._response["status"] = "failed"
+            self._response["error"] = {"code": "server_error", "message": found["message"]}
+            yield self._event("failed", response=self._shown())
+            return
+        for event in self._end(usage):
+            yield event
+
+    def _begin(self, answer: Json) -> None:
+        """`answer`: the chat's, or a chunk of it."""
+        self._response["id"] = answer["id"].replace("chatcmpl-", "resp_", 1)
+        self._response["created_at"] = answer["created"]
+        self._response["version"] = answer["version"]
+
+    def _event(self, kind: str, /, **fields: Any) -> Json:
+        self._number += 1
+        if kind != "error":
+            kind = f"response.{kind}"
+        return {"type": kind, "sequence_number": self._number - 1, **fields}
+
+    def _shown(self) -> Json:
+        """As it is now: what is yielded may be read later."""
+        return {**self._response, "output": [*self._response["output"]]}
+
+    @property
+    def _place(self) -> Json:
+        """Where the open item is."""
+        assert self._item is not None
+        return {"item_id": self._item["id"], "output_index": len(self._response["output"])}
+
+    def _take(self, said: Json, choice: Json) -> Iterator[Json]:
+        """`said`: the chat's message, or a delta of it."""
+        logprobs = (choice.get("logprobs") or {}).get("content") or []
+        if said.get("content") or logprobs:
+            if self._text is None:
+                yield from self._close("completed")
+                yield from self._open_text()
+            yield from self._add_text(said.get("content") or "", logprobs)
+        for n, call in enumerate(said.get("tool_calls") or ()):
+            index = call.get("index", n)
+            if index != self._call or self._text is not None:
+                yield from self._close("completed")
+                self._call = index
+                yield from self._open_call(call)
+            if more := call["function"].get("arguments"):
+                assert self._item is not None
+                self._item["arguments"] += more
+                yield self._event("function_call_arguments.delta", **self._place, delta=more)
+        self._reason = choice["finish_reason"] or self._reason
+        if "tinsmith" in choice:
+            self._response["tinsmith"] = choice["tinsmith"]
+
+    def _open_text(self) -> Iterator[Json]:
+        self._item = {
+            "id": f"msg_{uuid4().hex}",
+            "type": "message",
+            "status": "in_progress",
+            "role": "assistant",
+            "content": [],
+        }
+        self._text = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        yield self._event("output_item.added", output_index=len(self._response["output"]), item=dict(self._item))
+        yield self._event("content_part.added", **self._place, content_index=0, part=dict(self._text))
+
+    def _add_text(self, text: str, logprobs: list[Json]) -> Iterator[Json]:
+        assert self._text is not None
+        self._text["text"] += text
+        self._text["logprobs"] = [*self._text["logprobs"], *logprobs]
+        yield self._event("output_text.delta", **self._place, content_index=0, delta=text, logprobs=logprobs)
+
+    def _open_call(self, call: Json) -> Iterator[Json]:
+        self._item = {
+            "id": f"fc_{uuid4().hex}",
+            "type": "function_call",
+            "status": "in_progress",
+            "call_id": call["id"],
+            "name": call["function"]["name"],
+            "arguments": "",
+        }
+        yield self._event("output_item.added", output_index=len(self._response["output"]), item=dict(self._item))
+
+    def _close(self, status: str) -> Iterator[Json]:
+        """Ends the open item; there may be none."""
+        item, text = self._item, self._text
+        if item is None:
+            return
+        if text is not None:
+            place = {**self._place, "content_index": 0}
+            yield self._event("output_text.done", **place, text=text["text"], logprobs=text["logprobs"])
+            yield self._event("content_part.done", **place, part=text)
+            item["content"] = [text]
+        else:
+            done = {"name": item["name"], "arguments": item["arguments"]}
+            yield self._event("function_call_arguments.done", **self._place, **done)
+        item["status"] = status
+        output_index = len(self._response["output"])
+        self._response["output"].append(item)
+        self._item = self._text = None
+        yield self._event("output_item.done", output_index=output_index, item=item)
+
+    def _end(self, usage: Json) -> Iterator[Json]:
+        status = "incomplete" if self._reason == "length" else "completed"
+        if self._item is None and not self._response["output"]:
+            yield from self._open_text()  # the model has said nothing
+        yield from self._close(status)
+        self._response["status"] = status
+        if status == "incomplete":
+            self._response["incomplete_details"] = {"reason": "max_output_tokens"}
+        self._response["usage"] = {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+        }
+        yield self._event(status, response=self._shown())
+
+
+def _opening(body: Respond) -> Json:
+    """The response before anything is drawn; OpenAI's repeats what was asked."""
+    choice = body.tool_choice
+    return {
+        "object": "response",
+        "status": "in_progress",
+        "error": None,
+        "incomplete_details": None,
+        "model": body.model,
+        "output": [],
+        "usage": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "top_logprobs": body.top_logprobs or 0,
+        "tools": [tool.model_dump() for tool in body.tools or ()],
+        "tool_choice": "auto" if choice is None else choice if isinstance(choice, str) else choice.model_dump(),
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "text": {"format": (body.text and body.text.format) or {"type": "text"}},
+        "metadata": body.metadata or {},
+        "user": body.user,
+        "store": False,
+        "background": False,
+        "previous_response_id": None,
+        "truncation": "disabled",
+    }
