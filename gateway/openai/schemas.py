@@ -398,7 +398,7 @@ class InputMessage(Body):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     """A developer's message is given to the chat template as the system's."""
-    content: str | list[OutputPart]
+    content: str | Listed[OutputPart]
     """Text; parts are put together."""
 
 
@@ -414,7 +414,7 @@ class FunctionCallOutput(Body):
     HARMLESS = frozenset({"id", "status", "name"})
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[OutputPart]
+    output: str | Listed[OutputPart]
 
 
 def _item_kind(item: Any) -> str:
@@ -478,7 +478,7 @@ class Respond(Body):
     """Draw from the most probable tokens that together reach this probability."""
     top_logprobs: int | None = Field(default=None, ge=0)
     """Log-probability of each token, and of so many most probable ones."""
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    include: Listed[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     """Log-probabilities; there is no reasoning that could be encrypted."""
     stream: bool | None = None
     """Send server-sent events, token by token."""
@@ -489,7 +489,7 @@ class Respond(Body):
     """As in a chat."""
     parallel_tool_calls: bool | None = None
     text: ResponseText | None = None
-    metadata: dict[str, str] | None = None
+    metadata: dict[str, Any] | None = None
     """Comes back in the response."""
     reasoning: dict[str, Any] | None = None
     """Ignored."""

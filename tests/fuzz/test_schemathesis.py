@@ -79,6 +79,8 @@ def attack(case: Any, url: str, known: dict[str, str], seed: int) -> None:
         limits = ("max_tokens", "max_completion_tokens")
         if all(case.body.get(name) is None for name in limits):  # a random model hardly ends by itself
             case.body["max_tokens"] = 8
+    if case.path == "/v1/responses" and isinstance(case.body, dict) and case.body.get("max_output_tokens") is None:
+        case.body["max_output_tokens"] = 8
     try:
         case.call_and_validate(base_url=url, headers=KEY, checks=CHECKS, timeout=TIMEOUT_S, allow_redirects=False)
     except requests.Timeout:

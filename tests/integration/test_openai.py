@@ -130,6 +130,36 @@ def test_a_streamed_chat(client: openai.OpenAI) -> None:
     assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
 
 
+def test_a_response_says_what_a_chat_says(client: openai.OpenAI) -> None:
+    """POST /v1/responses, whole and as a stream."""
+    asked = {"model": BASE_MODEL, "messages": MESSAGES, "max_tokens": 12, "seed": 3}
+    chat = client.chat.completions.create(**asked)  # type: ignore[call-overload]
+    fields = {"model": BASE_MODEL, "input": MESSAGES, "max_output_tokens": 12, "extra_body": {"seed": 3}}
+    response = client.responses.create(**fields)  # type: ignore[call-overload]
+    assert response.output_text == chat.choices[0].message.content
+    assert response.usage.output_tokens == chat.usage.completion_tokens
+    assert (response.status == "incomplete") == (chat.choices[0].finish_reason == "length")
+    events = list(client.responses.create(**fields, stream=True))  # type: ignore[call-overload]
+    assert (
+        "".join(event.delta for event in events if event.type == "response.output_text.delta") == response.output_text
+    )
+    assert events[-1].response.output_text == response.output_text
+
+
+def test_penalties_and_biases_change_the_text_and_no_log_probability(client: openai.OpenAI) -> None:
+    asked = {"temperature": 0, "max_tokens": 20, "logprobs": 0, "extra_body": {"return_token_ids": True}}
+    plain = complete(client, BASE_MODEL, **asked).choices[0]
+    biased = complete(client, BASE_MODEL, **asked, logit_bias={"17": 100}).choices[0]
+    assert set(biased.token_ids) == {17}  # type: ignore[attr-defined]
+    assert biased.logprobs is not None
+    assert biased.logprobs.token_logprobs is not None
+    assert max(biased.logprobs.token_logprobs) < 0  # type: ignore[type-var]
+    assert complete(client, BASE_MODEL, **asked, frequency_penalty=2).choices[0].text != plain.text
+    with pytest.raises(openai.BadRequestError, match="logit_bias: token id 99999999") as outside:
+        complete(client, BASE_MODEL, logit_bias={"99999999": 1})
+    assert outside.value.param == "logit_bias"
+
+
 def test_a_stop_string_ends_the_text(client: openai.OpenAI) -> None:
     text = complete(client, BASE_MODEL, max_tokens=30).choices[0].text
     stop = text[len(text) // 2 :][:3]

@@ -232,6 +232,7 @@ ENDPOINTS: dict[str, str] = {
     "GET /dashboard/api/sessions": f"{_DASHBOARD}test_sessions_count_what_they_have",
     "GET /openapi.json": "unit/gateway/test_openapi.py::test_it_is_served_without_a_key_and_tells_who_needs_one",
     "POST /v1/chat/completions": f"{_OPENAI}test_a_chat_is_rendered_by_the_models_template",
+    "POST /v1/responses": f"{_OPENAI}test_a_response_says_what_a_chat_says",
     "POST /v1/completions": f"{_OPENAI}test_a_completion_is_what_the_sdk_samples",
     "GET /v1/models": f"{_OPENAI}test_models",
     "GET /v1/models/{model:path}": f"{_OPENAI}test_models",

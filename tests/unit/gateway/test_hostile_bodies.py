@@ -139,6 +139,15 @@ HOSTILE: dict[str, tuple[str, Make]] = {
         "/v1/chat/completions",
         lambda m, s: head(model=BASE_MODEL, messages=TEXT) + b'"tools":' + many(b'{"type":1}', 90_000) + b"}",
     ),
+    "biases": (
+        "/v1/completions",
+        lambda m, s: COMPLETION + b'"prompt":"a","logit_bias":{' + keys(_NUM_KEYS) + b'"1":1}}',
+    ),
+    "items of nothing": ("/v1/responses", lambda m, s: COMPLETION + b'"input":' + many(b"{}", 90_000) + b"}"),
+    "items": (
+        "/v1/responses",
+        lambda m, s: COMPLETION + b'"input":' + many(b'{"role":"user","content":[{"type":1}]}', 30_000) + b"}",
+    ),
     "a session's keys": ("/api/v1/create_session", lambda m, s: b"{" + keys(_NUM_KEYS) + b'"tags":[]}'),
     "a session's tags": ("/api/v1/create_session", lambda m, s: b'{"tags":' + ids(900_000) + b"}"),
     "a session's metadata": (

@@ -171,6 +171,7 @@ CASES = [
     Case("GET /v1/models/{model:path}", path={"model": _SAMPLED}),
     Case("POST /v1/completions", {"model": _SAMPLED, "prompt": "the", "max_tokens": 2}),
     Case("POST /v1/chat/completions", {"model": _SAMPLED, "messages": [{"role": "user", "content": "the"}]}),
+    Case("POST /v1/responses", {"model": _SAMPLED, "input": "the"}),
     Case("GET /dashboard/api/overview", lists=True),
     Case("GET /dashboard/api/services", lists=True),
     Case("GET /dashboard/api/sessions", lists=True),

@@ -170,7 +170,7 @@ class Response(TypedDict):
     tool_choice: str | dict[str, Any]
     parallel_tool_calls: bool
     text: dict[str, Any]
-    metadata: dict[str, str]
+    metadata: dict[str, Any]
     user: str | None
     store: Literal[False]
     background: Literal[False]
