@@ -7,6 +7,7 @@ chats.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import Any
 from uuid import uuid4
@@ -25,12 +26,12 @@ from tinsmith.rpc.errors import InvalidRequest, ServiceError
 
 LOGPROBS = "message.output_text.logprobs"
 
-_NAMES = {
-    "messages": "input",
-    "max_tokens": "max_output_tokens",
-    "max_completion_tokens": "max_output_tokens",
-    "response_format": "text.format",
-}
+_NAMES = (
+    (re.compile(r"messages\b"), "input"),
+    (re.compile(r"max_tokens\b"), "max_output_tokens"),
+    (re.compile(r"response_format(\.json_schema)?\b"), "text.format"),
+    (re.compile(r"(tools\.\d+)\.function\b"), r"\1"),
+)
 """Fields of a chat -> those of a response."""
 
 
@@ -41,12 +42,17 @@ def _named() -> Iterator[None]:
         yield
     except ServiceError as error:
         field = error.metadata.get("field", "")
-        first, *rest = field.split(".")
-        if first in _NAMES:
-            field = ".".join([_NAMES[first], *rest])
-            message = _NAMES[first] + error.message.removeprefix(first) if error.message.startswith(first) else None
-            raise type(error)(message or error.message, field=field) from error
+        for before, after in _NAMES:
+            if before.match(field):
+                message = _renamed(before, after, error.message)
+                raise type(error)(message, field=_renamed(before, after, field)) from error
         raise
+
+
+def _renamed(pattern: re.Pattern[str], name: str, text: str) -> str:
+    """The text with another name at its beginning, if that is the name of the field."""
+    found = pattern.match(text)
+    return found.expand(name) + text[found.end() :] if found else text
 
 
 def _parts(content: str | list[Any] | None) -> str:

@@ -15,6 +15,7 @@ from gateway.openai.schemas import Respond
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack
 from tests.unit.gateway.talking import TalkingSampler
 from tinsmith.rpc.errors import ServiceError
+from tinsmith.v1 import sampler_pb2 as pb
 
 SAYS = "the snow ❄ and the sand"
 ASKED: dict[str, Any] = {"model": BASE_MODEL, "input": "Hi"}
@@ -180,6 +181,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"top_logprobs": 2**31}, "", "2147483648"),
     ({"include": ["web_search_call.results"]}, "include.0", "web_search_call.results"),
     ({"tools": [{"type": "web_search"}]}, "", "web_search"),
+    ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+    ({"text": {"format": {"type": "xml"}}}, "text.format.type", "text.format.type"),
+    ({"tools": [{"type": "function", "name": "a b"}]}, "tools.0", "a b"),
     ({"frequency_penalty": 1}, "frequency_penalty", "not supported"),
     ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}]}, "input", "not JSON"),
 ]
@@ -218,6 +222,27 @@ async def test_a_response_counts_as_a_chat_does(stack: Stack, http: Client, samp
 
 
 # What a chat with tools brings
+
+
+async def test_a_schema_and_calls_of_tools_are_those_of_chats(
+    client: openai.AsyncOpenAI, sampler: TalkingSampler
+) -> None:
+    sampler.tool_call_format = pb.TOOL_CALL_FORMAT_HERMES
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    form: Any = {"type": "json_schema", "name": "one", "schema": schema, "strict": True}
+    await client.responses.create(**ASKED, text={"format": form})
+    assert json.loads(sampler.requests[-1].grammar.json_schema)["properties"] == schema["properties"]
+    sampler.says = 'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    tools: Any = [{"type": "function", "name": "add", "parameters": schema, "strict": True}]
+    for choice in ("auto", {"type": "function", "name": "add"}):
+        response = await client.responses.create(**ASKED, tools=tools, tool_choice=choice)  # type: ignore[call-overload]
+        assert sampler.requests[-1].grammar.lark
+        assert [item.type for item in response.output] == ["message", "function_call"]
+        called = response.output[1]
+        assert (called.name, json.loads(called.arguments), called.status) == ("add", {"a": 1}, "completed")
+        async with client.responses.stream(**ASKED, tools=tools) as stream:
+            streamed = (await stream.get_final_response()).output[1]
+        assert (streamed.name, json.loads(streamed.arguments)) == ("add", {"a": 1})  # type: ignore[union-attr]
 
 
 def chunk(**choice: Any) -> dict[str, Any]:
