@@ -88,7 +88,8 @@ class History:
                     await self._write(points[:_PER_WRITE])
                     del points[:_PER_WRITE]
             except BaseException:
-                self._waiting.extendleft(sorted(points, key=lambda point: point.at, reverse=True))
+                points.sort(key=lambda point: point.at)  # those of equal moments stay in order
+                self._waiting.extendleft(reversed(points))
                 self._forget_oldest()
                 raise
 

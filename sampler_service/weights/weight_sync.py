@@ -233,9 +233,9 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
     ) -> pb.SampleOnProbationResponse:
         asked = convert.request_from_proto(request.request, on_probation=True)
         generation = await self.slot.get().submit(asked, stream=False, request_id=logs.request_id.get())
-        return pb.SampleOnProbationResponse(
-            response=convert.response_to_proto(await generation.result(), request.request)
-        )
+        response = convert.response_to_proto(await generation.result(), request.request)
+        logger.info("sample of version %s, which is on probation: ok", asked.version_id)
+        return pb.SampleOnProbationResponse(response=response)
 
     async def ConfirmVersion(self, request: pb.ConfirmVersionRequest, context: Context) -> pb.ConfirmVersionResponse:
         self.slot.get().confirm(request.version_id)

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
@@ -22,6 +23,7 @@ import peft
 import pytest
 import tinker
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.integration.examples import BASE_MODEL, PROMPT, batch, forward, new_model, sample, train
@@ -133,6 +135,17 @@ def test_changes_to_a_checkpoint(
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")  # of peft: it is about merging
+def name_the_tied_head_as_peft_does(folder: Path) -> None:
+    """The command downloads external weights (docs/checkpoints.md)."""
+    tensors = load_file(folder / "adapter_model.safetensors")
+    assert any("model.unembed_tokens" in name for name in tensors)
+    renamed = {name.replace("model.unembed_tokens", "lm_head"): tensor for name, tensor in tensors.items()}
+    save_file(renamed, folder / "adapter_model.safetensors")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["target_modules"] = sorted({name.split(".")[-3] for name in renamed})
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
 def test_a_downloaded_checkpoint_is_a_folder_of_peft(
     cli: Cli, trained: tinker.TrainingClient, rest: tinker.RestClient, toy: Path, tmp_path: Path
 ) -> None:
@@ -146,7 +159,10 @@ def test_a_downloaded_checkpoint_is_a_folder_of_peft(
     for name in ("weights_kept", "external_weights_files"):
         folder = tmp_path / f"{run_id}_{name}"
         assert {file.name for file in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
-        model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(toy, dtype=torch.float32), folder)
+        name_the_tied_head_as_peft_does(folder)
+        model = AutoModelForCausalLM.from_pretrained(toy, dtype=torch.float32)
+        with warnings.catch_warnings(action="ignore"):  # PEFT speaks of the tied head
+            model = peft.PeftModel.from_pretrained(model, folder)
         with torch.no_grad():
             logits = model(torch.tensor([PROMPT])).logits[0, :-1]
         found = logits.log_softmax(-1)[torch.arange(len(PROMPT) - 1), PROMPT[1:]]

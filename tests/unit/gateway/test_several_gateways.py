@@ -94,7 +94,7 @@ async def test_a_repeat_at_the_other_is_the_same_and_another_body_conflicts(seve
 async def test_samples_have_one_home_and_any_gateway_answers_for_it(several: Several, client: Client) -> None:
     sampler_id = await client.sampling_session(await client.session())
     receipts = [await client.call("asample", sample_body(sampler_id, seq_id)) for seq_id in range(6)]
-    assert [len(await client.result(receipt)) for receipt in receipts for _ in range(2)] == [48] * 12
+    assert [len(await client.result(receipt)) for receipt in receipts for _ in range(2)] == [54] * 12
     assert len(several.backends.sampler.requests) == 6
     again = await client.call("asample", sample_body(sampler_id, 5))
     assert again == receipts[5]

@@ -67,7 +67,7 @@ async def test_requests_come_back_whole_and_in_order(tmp_path: Path) -> None:
         for seq_id in (3, 1, 2):
             await journal.append(MODEL, seq_id, bodies[seq_id])
         assert await requests(journal) == list(enumerate(bodies))
-        assert await journal.live_models() == [LiveModel(MODEL, cut_seq_id=-1, snapshot_seq_id=None)]
+        assert await journal.live_models() == [LiveModel(MODEL, cut_seq_id=-1, snapshot_seq_id=None, last_seq_id=3)]
     assert pb.CreateModelRequest.FromString(bodies[0].unpack()).base_model == "tiny"
     assert pb.ForwardBackwardRequest.FromString(bodies[2].unpack()).seq_id == 2
 
@@ -159,7 +159,7 @@ async def test_bodies_are_cut_behind_the_snapshot_before_the_newest(tmp_path: Pa
         assert [seq_id for seq_id, _ in await requests(journal)] == [0, 1, 2, 3, 4]
         assert await journal.add_snapshot(MODEL, 4, num_bytes=10) == 2
         assert [seq_id for seq_id, _ in await requests(journal)] == [3, 4]
-        assert await journal.live_models() == [LiveModel(MODEL, cut_seq_id=2, snapshot_seq_id=4)]
+        assert await journal.live_models() == [LiveModel(MODEL, cut_seq_id=2, snapshot_seq_id=4, last_seq_id=4)]
         assert await journal.add_snapshot(MODEL, 4, num_bytes=10) is None, "it is no newer one"
         assert await journal.add_snapshot("another", 4, num_bytes=10) is None
         record = await journal.find(MODEL, 1)
@@ -196,7 +196,7 @@ async def test_at_its_bound_the_journal_cuts_what_the_newest_snapshot_covers(tmp
         assert await journal.add_snapshot(MODEL, 8, num_bytes=10) == -1
         await executed(journal, range(9, 17), length=512)
         assert [seq_id for seq_id, _ in await requests(journal)] == list(range(9, 17))
-        assert await journal.live_models() == [LiveModel(MODEL, cut_seq_id=8, snapshot_seq_id=8)]
+        assert await journal.live_models() == [LiveModel(MODEL, cut_seq_id=8, snapshot_seq_id=8, last_seq_id=16)]
 
 
 async def test_without_a_snapshot_the_oldest_bodies_are_cut_and_the_model_needs_its_next_one(tmp_path: Path) -> None:
@@ -349,7 +349,7 @@ async def test_a_journal_of_format_1_is_brought_up_to_this_one(tmp_path: Path) -
     old.close()
     for _ in range(2):
         async with opened(tmp_path) as journal:
-            assert await journal.live_models() == [LiveModel("whole", -1, None), LiveModel("cut", 7, None)]
+            assert await journal.live_models() == [LiveModel("whole", -1, None, 7), LiveModel("cut", 7, None, 7)]
             with pytest.raises(ModelLost, match="a trainer that restored none"):
                 await journal.check_not_lost("gone")
             record = await journal.find("gone", 7)
