@@ -16,6 +16,7 @@ from tests.models import CONTEXT, VOCAB_SIZE
 from tests.unit.trainer_service.custom_losses import custom_loss, graph, node, ref
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.rpc.errors import NotFinite, ServiceError
+from tinsmith.rpc.words import value_of
 from tinsmith.v1 import types_pb2
 from trainer_service.engine.batch import Batch, Output
 from trainer_service.engine.engine import TrainingEngine
@@ -196,7 +197,7 @@ def info(model_id: str, step: int, optimizer: str, config: AdapterConfig) -> typ
         version_id=f"{model_id}@9",
         step=step,
         has_optimizer=True,
-        optimizer=optimizer,
+        optimizer=value_of(types_pb2.Optimizer, optimizer),
     )
 
 
