@@ -20,6 +20,7 @@ class Living(Generic[_Row]):
         self._database = database
         self._table = table
         self._rows: dict[str, _Row] = {}
+        self._num_changes = 0
 
     def __contains__(self, key: str) -> bool:
         return key in self._rows
@@ -32,15 +33,19 @@ class Living(Generic[_Row]):
 
     async def get_newest(self, key: str) -> _Row | None:
         """The row as the database has it now."""
+        seen = self._num_changes
         async with self._database.begin() as db:
             row = await db.get(self._table, key)
             live = row is not None and await is_live(db, row.session_id)
-        if row is not None and live:
+        if row is not None and live and seen == self._num_changes:  # else it may be older than what was forgotten
             self._rows[key] = row
+        else:
+            self._rows.pop(key, None)
         return row
 
     def forget(self, key: str) -> None:
         """It has changed."""
+        self._num_changes += 1
         self._rows.pop(key, None)
 
     def session_ids(self) -> set[str]:
@@ -48,6 +53,7 @@ class Living(Generic[_Row]):
         return {row.session_id for row in self._rows.values()}
 
     def forget_sessions(self, session_ids: set[str]) -> None:
+        self._num_changes += 1
         self._rows = {key: row for key, row in self._rows.items() if row.session_id not in session_ids}
 
 

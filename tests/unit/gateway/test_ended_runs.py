@@ -7,8 +7,11 @@ import json
 from typing import Any
 
 import pytest
+from sqlalchemy.ext.asyncio import AsyncSession
 
+from gateway.database import living
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, sample_body
+from tests.unit.gateway.test_outages import gateway_of
 from tinsmith.cli import main
 
 
@@ -113,3 +116,24 @@ async def test_the_command_lists_and_ends_sessions_and_runs(
         status, text = await command(capsys, "sessions", "end", f"{second}:train:7")
         assert (status, "there is no model" in text) == (2, True)
         await ada.call("session_heartbeat", {"session_id": second})
+
+
+async def test_a_run_that_ends_while_its_row_is_read_is_not_taken_for_live(
+    stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """unload_model waited for ever for a run that was freed while the row was read that says so."""
+    models = gateway_of(stack).store.models
+    model_id = await client.model(await client.session())
+
+    async def ends_meanwhile(db: AsyncSession, session_id: str) -> bool:
+        await db.commit()  # what was read is as old as that
+        await models.end(model_id)
+        return True
+
+    with monkeypatch.context() as patch:
+        patch.setattr(living, "is_live", ends_meanwhile)
+        await models.complete(model_id, ended_at=None)  # so that it is read again
+        await models.get(model_id)
+    seen = await models.get(model_id)
+    assert seen is not None
+    assert seen.ended_at is not None
