@@ -275,6 +275,8 @@ async def test_a_save_is_written_down_though_its_gateway_is_gone_and_nobody_asks
     several: Several, client: Client, fails: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also where the database fails in the middle of that."""
+    for port in several.servers:
+        await several.gateway(port).peers.beat()  # whom nobody has seen, nobody misses
     model_id = await client.model(await client.session())
     several.backends.trainer.go.clear()
     receipt = await client.call("save_weights", {"model_id": model_id, "seq_id": 1, "path": "one"})
