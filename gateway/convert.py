@@ -48,7 +48,8 @@ def optimizer(kind: str) -> types_pb2.Optimizer:
         return value_of(types_pb2.Optimizer, kind)
     except ValueError:
         known = ", ".join(word_of(types_pb2.Optimizer, value) for value in types_pb2.Optimizer.values() if value)
-        raise InvalidRequest(f"optimizer_config.type: {shown(kind)} is not one of {known}") from None
+        field = "optimizer_config.type"
+        raise InvalidRequest(f"{field}: {shown(kind)} is not one of {known}", field=field) from None
 
 
 def ttl_of(ttl_seconds: int | None) -> Duration | None:

@@ -72,7 +72,9 @@ class Limits:
                 f"sampling_params.top_p: {params.top_p} is outside (0, 1]", field="sampling_params.top_p"
             )
         if not 0 <= params.min_p <= 1:
-            raise InvalidRequest(f"sampling_params.min_p: {params.min_p} is outside [0, 1]", field="min_p")
+            raise InvalidRequest(
+                f"sampling_params.min_p: {params.min_p} is outside [0, 1]", field="sampling_params.min_p"
+            )
         self._check_penalties(params.penalties)
         if params.stop is not None:
             if "" in params.stop.strings:
@@ -82,27 +84,29 @@ class Limits:
             check_tokens(np.array(params.stop.token_ids, np.int64), self.vocab_size, field="sampling_params.stop")
 
     def _check_penalties(self, penalties: Penalties) -> None:
-        for field, value, low, high in (
+        for name, value, low, high in (
             ("frequency_penalty", penalties.frequency, -2, 2),
             ("presence_penalty", penalties.presence, -2, 2),
             ("repetition_penalty", penalties.repetition, 0.01, 100),
         ):
             if not low <= value <= high:
-                raise InvalidRequest(f"sampling_params.{field}: {value} is outside [{low}, {high}]", field=field)
+                field = f"sampling_params.{name}"
+                raise InvalidRequest(f"{field}: {value} is outside [{low}, {high}]", field=field)
         if len(penalties.logit_bias) > MAX_BIASES:
             raise InvalidRequest(
                 f"sampling_params.logit_bias: {len(penalties.logit_bias)} tokens are above {MAX_BIASES}",
-                field="logit_bias",
+                field="sampling_params.logit_bias",
             )
         for token, bias in penalties.logit_bias:
             if not 0 <= token < self.vocab_size:
                 raise InvalidRequest(
                     f"sampling_params.logit_bias: token id {token} is outside the vocabulary [0, {self.vocab_size})",
-                    field="logit_bias",
+                    field="sampling_params.logit_bias",
                 )
             if not -100 <= bias <= 100:
                 raise InvalidRequest(
-                    f"sampling_params.logit_bias: {bias} for token {token} is outside [-100, 100]", field="logit_bias"
+                    f"sampling_params.logit_bias: {bias} for token {token} is outside [-100, 100]",
+                    field="sampling_params.logit_bias",
                 )
 
     def _check_scores(self, request: Request, length: int) -> None:

@@ -47,7 +47,8 @@ def _resolve_datum(datum: types_pb2.Datum, records: Mapping[str, SequenceRecord]
     if "sampled_mask" in inputs:
         raise InvalidRequest(f"{where}.loss_fn_inputs.sampled_mask: is made by the server, from the spans")
     if "target_tokens" not in inputs:
-        raise InvalidRequest(f"{where}.loss_fn_inputs.target_tokens: is missing", field="target_tokens")
+        field = f"{where}.loss_fn_inputs.target_tokens"
+        raise InvalidRequest(f"{field}: is missing", field=field)
     targets = _flat(inputs["target_tokens"], field=f"{where}.loss_fn_inputs.target_tokens")
     tokens = _model_input(datum, where=where)
     _runs(datum.model_input_spans, tokens, records, padded=False, where=f"{where}.model_input_spans")
@@ -166,11 +167,11 @@ def _check_same(
     sent: npt.NDArray[Any], recorded: npt.NDArray[np.float32], mask: npt.NDArray[np.float32], *, where: str
 ) -> None:
     if sent.shape != recorded.shape:
-        raise InvalidRequest(f"{where}: shape {list(sent.shape)} is not [{len(recorded)}]", field="logprobs")
+        raise InvalidRequest(f"{where}: shape {list(sent.shape)} is not [{len(recorded)}]", field=where)
     differs = (mask != 0) & ~(np.abs(sent - recorded) <= _TOLERANCE)
     if differs.any():
         at = int(np.argmax(differs))
         raise InvalidRequest(
             f"{where}[{at}]: {sent[at]:g} is not {recorded[at]:g}, which the sampler recorded; leave logprobs out",
-            field="logprobs",
+            field=where,
         )

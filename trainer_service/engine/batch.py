@@ -271,7 +271,7 @@ def _datum(
             # An absent cell is token 0, which ones would train towards; a target of token 0 is an absent cell, too.
             raise InvalidRequest(
                 f"{field}.loss_fn_inputs['weights']: missing; sparse target_tokens do not say which cells count",
-                field="weights",
+                field=f"{field}.loss_fn_inputs.weights",
             )
         else:
             inputs[name] = np.full(targets.shape, config.get(name, 1.0), np.float32)

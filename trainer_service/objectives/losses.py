@@ -160,7 +160,7 @@ def _ordered_thresholds(arrays: Arrays, where: str) -> None:
         raise InvalidRequest(
             f"{where}: clip_low_threshold[{n}] {low[n]} is above clip_high_threshold[{n}] {high[n]}; "
             "both bound the ratio",
-            field="clip_low_threshold",
+            field=f"{where}.clip_low_threshold",
         )
 
 
@@ -169,7 +169,7 @@ def _sequence_ratio(arrays: Arrays, where: str) -> None:
     if not arrays["sequence_ratio_mask"].any():
         raise InvalidRequest(
             f"{where}['sequence_ratio_mask']: is zero everywhere; gspo needs a target to take the ratio from",
-            field="sequence_ratio_mask",
+            field=f"{where}.sequence_ratio_mask",
         )
 
 
@@ -181,7 +181,7 @@ def _only_sampled_targets(arrays: Arrays, where: str) -> None:
         raise InvalidRequest(
             f"{where}['advantages'][{n}]: {advantages[n]} is at a target that was not sampled (sampled_mask is 0); "
             "stable_reinforce trains sampled targets only",
-            field="advantages",
+            field=f"{where}.advantages",
         )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from google.rpc import error_details_pb2
 
-from sampler_service.engine import Params, Request, StopCondition
+from sampler_service.engine import Params, Penalties, Request, StopCondition
 from sampler_service.validation import Limits as SamplingLimits
 from tests.batches import datum, request
 from tinsmith.modeling.full_weights import config_of
@@ -23,12 +23,18 @@ from trainer_service.engine.optimizers import params_from_proto
 
 LIMITS = Limits(vocab_size=100, max_context_length=64)
 SAMPLING = SamplingLimits(100, max_context_length=64, max_kv_tokens=64, max_num_samples=8, max_topk_logprobs=4)
+ONES = np.ones(3, np.float32)
 
 
 def batch(change: Callable[[types_pb2.Datum], Any]) -> None:
     message = request([datum([1, 2, 3], target_tokens=[2, 3, 4], weights=np.ones(3, np.float32)) for _ in range(2)])
     change(message.data[1])
     Batch.from_proto(message, LIMITS)
+
+
+def loss(name: str, **inputs: np.ndarray) -> None:
+    one = datum([1, 2, 3], target_tokens=[2, 3, 4], logprobs=-ONES, advantages=ONES, **inputs)
+    Batch.from_proto(request([one], name), LIMITS)
 
 
 def step(**fields: float) -> None:
@@ -55,9 +61,19 @@ REFUSED: list[tuple[str, Callable[[], Any]]] = [
         "data[1].loss_fn_inputs.target_tokens.dtype",
         lambda: batch(lambda one: targets(one).ClearField("dtype")),
     ),
+    ("data[0].loss_fn_inputs.advantages", lambda: loss("stable_reinforce", sampled_mask=0 * ONES)),
+    ("data[0].loss_fn_inputs.sequence_ratio_mask", lambda: loss("gspo", sequence_ratio_mask=0 * ONES)),
+    (
+        "data[0].loss_fn_inputs.clip_low_threshold",
+        lambda: loss("ppo", clip_low_threshold=2 * ONES, clip_high_threshold=ONES),
+    ),
     ("sampling_params.temperature", lambda: sample(temperature=-1)),
     ("sampling_params.top_p", lambda: sample(top_p=2)),
     ("sampling_params.top_k", lambda: sample(top_k=-2)),
+    ("sampling_params.min_p", lambda: sample(min_p=2)),
+    ("sampling_params.frequency_penalty", lambda: sample(penalties=Penalties(frequency=3))),
+    ("sampling_params.logit_bias", lambda: sample(penalties=Penalties(logit_bias=[(1, 101)]))),
+    ("sampling_params.logit_bias", lambda: sample(penalties=Penalties(logit_bias=[(100, 1)]))),
     ("sampling_params.max_tokens", lambda: sample(max_tokens=0)),
     ("sampling_params.max_tokens", lambda: sample(max_tokens=100)),
     ("sampling_params.stop.strings", lambda: sample(stop=StopCondition(("",), ()))),
