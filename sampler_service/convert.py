@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from sampler_service.engine import (
@@ -22,7 +20,7 @@ from sampler_service.engine import (
     Targets,
     TopkTable,
 )
-from sampler_service.tokenizer import Chat, ToolCallFormat
+from sampler_service.tokenizer import Chat
 from tinsmith.rpc.errors import InvalidRequest
 from tinsmith.rpc.tensors import from_numpy, text_tokens, to_numpy
 from tinsmith.rpc.times import duration
@@ -30,13 +28,6 @@ from tinsmith.v1 import sampler_pb2 as pb
 from tinsmith.v1 import types_pb2 as types
 
 _INT32, _INT64, _FLOAT32 = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4")
-
-
-TOOL_CALL_FORMATS: Mapping[ToolCallFormat | None, pb.ToolCallFormat] = {
-    None: pb.TOOL_CALL_FORMAT_UNSPECIFIED,
-    "hermes": pb.TOOL_CALL_FORMAT_HERMES,
-    "llama3": pb.TOOL_CALL_FORMAT_LLAMA3,
-}
 
 
 def request_from_proto(message: pb.SampleRequest, *, on_probation: bool = False) -> Request:

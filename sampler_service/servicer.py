@@ -107,7 +107,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
                 tokenizer_json=tokenizer.to_json(),
                 has_chat_template=tokenizer.has_chat_template,
                 eos_token_ids=eos_token_ids,
-                tool_call_format=convert.TOOL_CALL_FORMATS[tokenizer.tool_call_format],
+                tool_call_format=value_of(pb.ToolCallFormat, tokenizer.tool_call_format or ""),
             )
         )
 

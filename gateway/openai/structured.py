@@ -94,7 +94,8 @@ def structure_of(
 
 
 def _shown(vocabulary: Vocabulary) -> list[int]:
-    return [token for token in vocabulary.special if vocabulary.text_of(token) in (OPEN, CLOSE)]
+    marks = [vocabulary.added[mark] for mark in (OPEN, CLOSE) if mark in vocabulary.added]
+    return [token for token in marks if token in vocabulary.special]
 
 
 class _Rules:

@@ -55,9 +55,10 @@ class Vocabulary:
                 "answers with tokens",
                 field="model",
             )
-        self.added = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
-        """Names of the tokens that stand beside the vocabulary of text."""
-        self.special = {number for number, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.added = {token.content: number for number, token in added.items()}
+        """Tokens that stand beside the vocabulary of text, by name."""
+        self.special = {number for number, token in added.items() if token.special}
         self._bytes: dict[int, bytes] = {}
 
     def is_special(self, token: int) -> bool:
