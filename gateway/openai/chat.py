@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 from uuid import uuid4
 
@@ -20,19 +21,24 @@ from gateway.openai.draws import Draw, Update, sample_request
 from gateway.openai.events import event_stream, while_connected
 from gateway.openai.generator import Source
 from gateway.openai.messages import Messages
-from gateway.openai.schemas import Chat, Message
+from gateway.openai.schemas import Chat, Message, OutputPart, TextPart
 from gateway.openai.sources import find_source
 from gateway.openai.structured import structure_of
+from gateway.openai.text import Vocabulary
 from gateway.tenants.caller import Caller
 from tinsmith.rpc.errors import InvalidRequest
 from tinsmith.v1 import sampler_pb2 as pb
 
 
+def put_together(content: str | Sequence[TextPart | OutputPart] | None) -> str:
+    """The text of a message's content."""
+    return content or "" if isinstance(content, str | None) else "".join(part.text for part in content)
+
+
 def _message(message: Message) -> dict[str, Any]:
     """As chat templates want it: content is text, arguments of tool calls are objects."""
     made = message.model_dump(exclude_none=True)
-    content = message.content
-    made["content"] = "".join(part.text for part in content) if isinstance(content, list) else content or ""
+    made["content"] = put_together(message.content)
     for call in made.get("tool_calls", ()):
         arguments = call["function"]["arguments"]
         if isinstance(arguments, str):
@@ -127,54 +133,69 @@ async def _answer(
     if structure.grammar is not None:
         sample.grammar.CopyFrom(structure.grammar)
     draw = Draw(gateway.sampling.generator, source, tokenizer, sample, request_id=request_id, shown=structure.shown)
-    messages = Messages(structure)
+    choices = _Choices(body, tokenizer.vocabulary, Messages(structure))
     prompt = {"prompt_token_ids": draw.prompt} if body.return_token_ids else {}
-
-    def choice(update: Update, **content: Json) -> Json:
-        logprobs = chat_logprobs(update.entries, tokenizer.vocabulary) if body.logprobs else None
-        token_ids = {"token_ids": update.tokens} if body.return_token_ids else {}
-        return {
-            "index": update.index,
-            **content,
-            "logprobs": logprobs,
-            "finish_reason": messages.finish_reason(update),
-            **token_ids,
-            **extension(update),
-        }
 
     if not body.stream:
         with structure.blaming():
             updates = await while_connected(request, draw.result())
-        made = [choice(update, message=messages.message(update)) for update in updates]
         head = head_of(request_id, source, kind="chat.completion")
-        answer = head | prompt | {"choices": made, "usage": draw.usage.to_json()}
+        answer = head | prompt | {"choices": [*map(choices.whole, updates)], "usage": draw.usage.to_json()}
         return json_response(answer if form is None else form.whole(answer))
-
-    begun: set[int] = set()
-
-    def choices(update: Update) -> list[Json]:
-        made = []
-        if update.index not in begun:
-            begun.add(update.index)
-            made.append(choice(Update(update.index), delta={"role": "assistant", "content": ""}))
-        deltas = messages.deltas(update)
-        if not deltas and update.entries and (body.logprobs or body.return_token_ids):
-            deltas = [{"content": ""}]
-        part = Update(update.index, update.text, update.tokens, update.entries)  # its tokens are in the first chunk
-        for delta in deltas:
-            made.append(choice(part, delta=delta))
-            part = Update(update.index)
-        if update.finish_reason is not None:
-            end = Update(update.index, finish_reason=update.finish_reason, spans=update.spans)
-            made.append(choice(end, delta={}))
-        return made
 
     head = head_of(request_id, source, kind="chat.completion.chunk")
 
     def parts(updates: AsyncIterator[Update]) -> AsyncGenerator[Json, None]:
-        include_usage = body.include_usage
-        chunks = chunks_of(updates, head=head, choices=choices, draws=[draw], include_usage=include_usage, first=prompt)
+        chunks = chunks_of(
+            updates,
+            head=head,
+            choices=choices.of,
+            draws=[draw],
+            include_usage=body.include_usage,
+            first=prompt,
+        )
         return chunks if form is None else form.events(chunks)
 
     with structure.blaming():
         return await event_stream(request, [draw], parts, places=places.pop_all(), are_named=form is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Choices:
+    body: Chat
+    vocabulary: Vocabulary
+    messages: Messages
+    _begun: set[int] = field(default_factory=set)
+    """Those of which a chunk has been sent."""
+
+    def whole(self, update: Update) -> Json:
+        return self._make(update, message=self.messages.message(update))
+
+    def of(self, update: Update) -> list[Json]:
+        """Those of the chunks that an update makes."""
+        made = []
+        if update.index not in self._begun:
+            self._begun.add(update.index)
+            made.append(self._make(Update(update.index), delta={"role": "assistant", "content": ""}))
+        deltas = self.messages.deltas(update)
+        if not deltas and update.entries and (self.body.logprobs or self.body.return_token_ids):
+            deltas = [{"content": ""}]
+        part = Update(update.index, update.text, update.tokens, update.entries)  # its tokens are in the first chunk
+        for delta in deltas:
+            made.append(self._make(part, delta=delta))
+            part = Update(update.index)
+        if update.finish_reason is not None:
+            end = Update(update.index, finish_reason=update.finish_reason, spans=update.spans)
+            made.append(self._make(end, delta={}))
+        return made
+
+    def _make(self, update: Update, **content: Json) -> Json:
+        token_ids = {"token_ids": update.tokens} if self.body.return_token_ids else {}
+        return {
+            "index": update.index,
+            **content,
+            "logprobs": chat_logprobs(update.entries, self.vocabulary) if self.body.logprobs else None,
+            "finish_reason": self.messages.finish_reason(update),
+            **token_ids,
+            **extension(update),
+        }

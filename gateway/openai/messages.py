@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
-
+from gateway.openai.answers import Json
 from gateway.openai.draws import Update
 from gateway.openai.structured import Structure
 from gateway.openai.tool_calls import Call, Piece, ToolCallReader
-
-Json: TypeAlias = dict[str, Any]
 
 
 class Messages:

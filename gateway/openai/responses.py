@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from gateway.gateway import Gateway
 from gateway.openai.answers import Json
-from gateway.openai.chat import chat
+from gateway.openai.chat import chat, put_together
 from gateway.openai.errors import body_of, invalid
 from gateway.openai.schemas import Chat, Respond
 from gateway.tenants.caller import Caller
@@ -55,10 +55,6 @@ def _renamed(pattern: re.Pattern[str], name: str, text: str) -> str:
     return found.expand(name) + text[found.end() :] if found else text
 
 
-def _parts(content: str | list[Any] | None) -> str:
-    return "".join(part.text for part in content) if isinstance(content, list) else content or ""
-
-
 def _messages(body: Respond) -> list[Json]:
     """Calls of tools belong to the assistant's message before them."""
     messages: list[Json] = []
@@ -73,10 +69,10 @@ def _messages(body: Respond) -> list[Json]:
             function = {"name": item.name, "arguments": item.arguments}
             messages[-1].setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
         elif item.type == "function_call_output":
-            messages.append({"role": "tool", "content": _parts(item.output), "tool_call_id": item.call_id})
+            messages.append({"role": "tool", "content": put_together(item.output), "tool_call_id": item.call_id})
         else:
             role = "system" if item.role == "developer" else item.role  # most templates know no developer
-            messages.append({"role": role, "content": _parts(item.content)})
+            messages.append({"role": role, "content": put_together(item.content)})
     return messages
 
 
@@ -88,7 +84,7 @@ def chat_of(body: Respond) -> Chat:
         "max_tokens": body.max_output_tokens,
         "user": body.user,
         "parallel_tool_calls": body.parallel_tool_calls,
-        **{name: getattr(body, name) for name in ("temperature", "top_p", "top_k", "seed", "chat_template_kwargs")},
+        **body.model_dump(include={"temperature", "top_p", "top_k", "seed", "chat_template_kwargs"}),
     }
     if body.top_logprobs is not None or LOGPROBS in (body.include or ()):
         asked |= {"logprobs": True, "top_logprobs": body.top_logprobs}

@@ -462,7 +462,7 @@ _NOTHING_KEPT = "this server keeps nothing of earlier requests; leave it out, an
 
 
 class Respond(Body):
-    HARMLESS = (HARMLESS - {"metadata", "parallel_tool_calls"}) | {"prompt_cache_retention", "prompt_cache_options"}
+    HARMLESS = (HARMLESS - {"metadata"}) | {"prompt_cache_retention", "prompt_cache_options"}
 
     model: str = Field(min_length=1, max_length=1000)
     """Public name of a base model, or tinker:// path of a checkpoint."""
