@@ -86,9 +86,9 @@ class RowGrammars:
 
     def draw(self, rows: Rows, logprobs_R_V: Tensor, numbers_R: Tensor) -> tuple[Tensor, list[int]]:
         """A token for each row, and the rows whose grammar has failed."""
-        for one in self._matchers.keys() - self._runner.requests.keys():
-            del self._matchers[one]
-            self._newest.pop(one, None)
+        for one in self._newest.keys() - self._runner.requests.keys():
+            del self._newest[one]
+            self._matchers.pop(one, None)  # there is none when the grammar could not be compiled
         masks: dict[int, Bools] = {}
         failed = []
         for row, how in rows.with_grammar.items():
@@ -163,8 +163,6 @@ class StreamSampler(Sampler):
         drawn = batch.num_tokens_no_spec[:count] - batch.num_prompt_tokens[:count]
         logprobs_R_V = scaled_logprobs(logits.float(), rows.rules.temperature_R_1)
         numbers_R = torch.from_numpy(uniforms(rows.keys, rows.first + drawn.astype(np.uint64))).to(logits.device)
-        # Each worker has all logits. Were a sum rounded otherwise in one of them, it would draw another token, and go
-        # on with other keys and values than the rest.
         drawn_from_R_V = logprobs_R_V
         if rows.penalized is not None:
             drawn_from_R_V = rows.penalized.logprobs(logits, logprobs_R_V, rows.rules.temperature_R_1)
@@ -173,6 +171,8 @@ class StreamSampler(Sampler):
             tokens_R, failed = self._grammars.draw(rows, drawn_from_R_V, numbers_R)
         else:
             tokens_R = draw(drawn_from_R_V, rows.rules, numbers_R)
+        # Each worker has all logits. Were a sum rounded otherwise in one of them, it would draw another token, and go
+        # on with other keys and values than the rest.
         tokens_R_1 = workers.broadcast(tokens_R[:, None])
         self._newest_R = tokens_R_1[:, 0]
         ids, logprobs = tokens_R_1, logprobs_R_V.gather(-1, tokens_R_1)
