@@ -245,7 +245,7 @@ class ComputeThread:
             self._lanes.end_micro_batch()
         self._metrics.compute.micro_batches.inc()
         self._metrics.compute.micro_batch_models.observe(len({run.operation.model_id for run, _ in work}))
-        expected_s = sum(run.loss_s[index] for run, indices in work for index in indices)
+        expected_s = sum(run.batch.datums[index].loss_s for run, indices in work for index in indices)
         loss_seconds = sum(run.job.loss_seconds for run, _ in work if run.job is not None)
         self._measure("forward_backward", loss_seconds=loss_seconds, expected_loss_seconds=expected_s)
         with self._changed:

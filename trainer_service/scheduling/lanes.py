@@ -48,10 +48,7 @@ class BatchRun:
     operation: Operation
     batch: Batch
     load: Load
-    charges: Sequence[int]
-    """Tokens that each datum counts for, without the time of its loss."""
-    loss_s: Sequence[float]
-    """Expected time of each datum's custom loss."""
+    """Tokens that each datum counts for, with those for the time of its loss."""
     result: asyncio.Future[Output]
     job: Job | None = None
     """None until its first micro-batch, and when the engine did not take it."""
@@ -71,15 +68,13 @@ class BatchRun:
     ) -> BatchRun:
         """`speed`: tells what the time of custom losses is in tokens; without it they count for none. `alone`: it
         shares no micro-batch."""
-        datums = batch.datums
-        charges, loss_s = [datum.charge for datum in datums], [datum.loss_s for datum in datums]
-        more = [0 if speed is None or not seconds else speed.loss_tokens(seconds) for seconds in loss_s]
-        load = Load([a + b for a, b in zip(charges, more, strict=True)], batch.forward_only, alone=alone)
-        return cls(operation, batch, load, charges, loss_s, result)
+        more = [0 if speed is None or not one.loss_s else speed.loss_tokens(one.loss_s) for one in batch.datums]
+        lengths = [one.charge + tokens for one, tokens in zip(batch.datums, more, strict=True)]
+        return cls(operation, batch, Load(lengths, batch.forward_only, alone=alone), result)
 
     def num_charged(self, indices: Sequence[int]) -> int:
         """Tokens that these datums count for, without the time of their losses."""
-        return sum(self.charges[index] for index in indices)
+        return sum(self.batch.datums[index].charge for index in indices)
 
     @property
     def num_tokens(self) -> int:
