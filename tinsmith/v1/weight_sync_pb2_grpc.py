@@ -109,15 +109,16 @@ class WeightSyncServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def FinishWeightUpdate(self, request, context):
-        """FinishWeightUpdate checks the whole buffer and installs the version on probation: only SampleOnProbation finds it. One that is not confirmed within a minute is dropped, and so is one that is announced again.
+        """FinishWeightUpdate checks the whole buffer and installs the version on probation: only SampleOnProbation finds it.
+        A version that is not confirmed within a minute is dropped, and so is one that is announced again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SampleOnProbation(self, request, context):
-        """SampleOnProbation is SamplerService.Sample of a version that may be on probation, and that does not count towards
-        max_waiting: for the canary of a publish.
+        """SampleOnProbation is SamplerService.Sample for the canary of a publish: the version may be on probation, and the
+        request does not count towards max_waiting.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
