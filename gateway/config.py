@@ -116,8 +116,8 @@ class GatewayConfig(GrpcTls, BaseSettings):
     openai_wait_s: float = Field(default=60.0, ge=0)
     """How long a request to /v1 waits for a sampler that is unreachable or full, before a 503 or a 429."""
     openai_default_max_tokens: int = Field(default=4096, ge=0)
-    """Longest output, in tokens, of a chat of /v1 that names no maximum. It ends with the context in any case. 0: only
-    there."""
+    """Longest output of a chat or a response of /v1 that names no maximum, in tokens. The context bounds every output.
+    0 means that nothing else does."""
     session_timeout_s: float = Field(default=1800.0, gt=0)
     """A session without a heartbeat for so long is ended."""
     reap_interval_s: float = Field(default=30.0, gt=0)

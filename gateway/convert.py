@@ -43,7 +43,7 @@ def check_int32(value: int, *, field: str) -> int:
 
 
 def optimizer(kind: str) -> types_pb2.Optimizer:
-    """Raises InvalidRequest for a kind that there is not."""
+    """The enum's value for the name of an optimizer. Raises InvalidRequest for an unknown name."""
     try:
         return value_of(types_pb2.Optimizer, kind)
     except ValueError:
@@ -53,7 +53,7 @@ def optimizer(kind: str) -> types_pb2.Optimizer:
 
 
 def ttl_of(ttl_seconds: int | None) -> Duration | None:
-    """As the services have it."""
+    """A lifetime in seconds as the Duration that the services take; None for none."""
     return None if ttl_seconds is None else duration(ttl_seconds)
 
 

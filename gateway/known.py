@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 
 class Known(BaseModel):
-    """Something of a client's whose every field is applied or refused."""
+    """An object from a client. Each of its fields is applied or refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     HARMLESS: ClassVar[frozenset[str]] = frozenset()
@@ -33,5 +33,5 @@ class Known(BaseModel):
 
 @cache
 def _names(schema: type[Known]) -> Collection[str]:
-    """Of its fields, as clients write them, in their order."""
+    """Names of the schema's fields, as clients write them, in their order."""
     return {field.alias or name: None for name, field in schema.model_fields.items()}

@@ -36,13 +36,13 @@ class StopCondition:
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """What changes the logits of a sequence before each draw; `torch_engine/penalties.py` has the formulas."""
+    """Changes to the logits of a sequence before each draw; `torch_engine/penalties.py` has the formulas."""
 
     frequency: float = 0.0
     presence: float = 0.0
     repetition: float = 1.0
     logit_bias: Sequence[tuple[int, float]] = ()
-    """Token ids, each once, and what is added to their logits."""
+    """(token id, bias that is added to its logit); each token once."""
 
     def __bool__(self) -> bool:
         """Whether any logit changes."""
@@ -69,7 +69,7 @@ class Params:
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """Which texts a sequence may be."""
+    """Grammar of a sequence: JSON Schema, or Lark in the dialect of llguidance."""
 
     form: Literal["json_schema", "lark"]
     text: str
@@ -103,7 +103,7 @@ class Request:
     cache_salt: str = ""
     """It reuses what requests with the same one have computed, and nothing else."""
     grammar: Grammar | None = None
-    """What each sequence has to be; None: anything. Logprobs are those of the model without it."""
+    """Grammar that each sequence has to follow; None means any text. Logprobs are those of the model without it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,7 +95,7 @@ class Front(ABC):
         grammar = None
         if request.grammar is not None:
             grammar = await self._grammars.compiled(request.grammar)
-            stop = replace(stop, token_ids=stop.token_ids | grammar.eos_token_ids)  # nothing can follow them
+            stop = replace(stop, token_ids=stop.token_ids | grammar.eos_token_ids)  # they end the text
         self._check_alive()
         if self._num_waiting >= self._config.max_waiting and not request.on_probation:
             raise OutOfCapacity(f"{self._num_waiting} requests wait already, the most that max_waiting allows")

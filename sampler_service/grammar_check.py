@@ -1,7 +1,7 @@
 """python -m sampler_service.grammar_check: compiles one grammar and says what is wrong with it.
 
-Grammars come from clients, and a short one can take minutes and gigabytes. This process may be killed for it; the
-sampler, which compiles only what has gone through here, may not. It reads JSON on its standard input and writes JSON.
+Grammars come from clients, and a short one can take minutes and gigabytes. This process may be killed for that. The
+sampler may not, so it compiles only grammars that have passed here. Standard input and output are JSON.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from collections.abc import Sequence
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 CPU_S = 2
-"""Most CPU time."""
+"""Most CPU time of a check, in seconds."""
 MEMORY_BYTES = 512 * 1024 * 1024
-"""Most memory."""
+"""Most memory of a check, in bytes."""
 WHITESPACE = r"( |\r?\n[ \t]{0,40})"
-"""Between two parts of JSON. Without a bound a model may go on with spaces until max_tokens."""
+"""Pattern of the space between two parts of JSON. Without a bound a model may go on with spaces until max_tokens."""
 
 
 def limits() -> LLParserLimits:
-    """Tighter than the library's where its own would let one token take tens of milliseconds, or a grammar half a
-    gigabyte."""
+    """Limits of the library's parser. They are tighter than its own where those would let one token take tens of
+    milliseconds, or a grammar half a gigabyte."""
     return LLParserLimits(step_lexer_fuel=100_000, step_max_items=20_000, max_lexer_states=20_000, verbose_errors=False)
 
 
 def source_of(form: str, text: str) -> str:
-    """What the library compiles. Raises ValueError for what is no JSON object."""
+    """A grammar in the library's own form. Raises ValueError for a JSON Schema that is no JSON object."""
     if form == "json_schema":
         return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE})
     return LLMatcher.grammar_from_lark(text)
@@ -47,7 +47,7 @@ class _Bytes:
 
 
 def error_of(form: str, text: str, special: Sequence[str]) -> str:
-    """Empty for a grammar that can be used."""
+    """Why the grammar cannot be used; empty when it can. `special`: names of the tokenizer's special tokens."""
     tokenizer = LLTokenizer(TokenizerWrapper(_Bytes(["<|end|>", *special])))
     try:
         matcher = LLMatcher(tokenizer, source_of(form, text), log_level=0, limits=limits())

@@ -33,42 +33,44 @@ Bools = npt.NDArray[np.bool_]
 logger = logging.getLogger(__name__)
 
 MAX_TEXT_BYTES = 256 * 1024
-"""Longest grammar. A list of 10,000 names is as long."""
+"""Longest text of a grammar, in bytes. A list of 10,000 names is as long."""
 MAX_KEPT = 32
-"""Compiled grammars that are kept; the least recently used one goes first. Each takes up to some 40 MB."""
+"""Most compiled grammars that are kept; the least recently used one goes first. Each takes up to some 40 MB."""
 MAX_KEPT_BYTES = 2 * 1024 * 1024
-"""And the length of their texts together."""
+"""Longest texts of the kept grammars together."""
 CHECKS_AT_ONCE = 2
-"""Grammars that are compiled at the same time."""
+"""Most grammars that are checked and compiled at the same time."""
 CHECK_S = 20.0
-"""Longest wait for a check, on a machine that is busy with other work."""
+"""Longest wait for a check, on a machine that is busy with other work, in seconds."""
 
 
 @dataclass(slots=True, eq=False)
 class Compiled:
-    """A grammar in the words of one tokenizer. Its copies, one for each sequence, share what they find out."""
+    """A grammar, compiled for one tokenizer. The matchers of all sequences share the states that they find."""
 
     grammar: Grammar
     start: LLMatcher
     eos_token_ids: frozenset[int]
-    """One of them comes after a complete text."""
+    """Tokens of which one ends a complete text."""
     broken: bool = False
-    """The library has failed in it, and all its copies are lost."""
+    """True when the library has failed in this grammar, which makes all its matchers useless."""
 
     def matcher(self) -> Matcher:
+        """The matcher of a new sequence."""
         return Matcher(self)
 
 
 class Matcher:
-    """Where one sequence stands in its grammar. Belongs to the thread that draws."""
+    """Position of one sequence in its grammar. Belongs to the thread that draws."""
 
     def __init__(self, compiled: Compiled) -> None:
         self._compiled = compiled
         self._matcher = compiled.start.deep_copy()
         self.num_taken = 0
+        """Tokens of the sequence before this position."""
 
     def allowed(self, vocab_size: int) -> Bools:
-        """Which tokens may come next, bool [V]. Raises ServiceError."""
+        """bool [V]: the tokens that may come next. Raises ServiceError when the grammar fails."""
         bits = np.zeros(-(-vocab_size // 32), np.int32)
         self._run(lambda: self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes))
         if not bits.any():
@@ -76,7 +78,7 @@ class Matcher:
         return np.unpackbits(bits.view(np.uint8), count=vocab_size, bitorder="little").view(np.bool_)
 
     def take(self, tokens: Sequence[int]) -> None:
-        """The sequence goes on with these tokens. Raises ServiceError."""
+        """Moves on by these tokens of the sequence. Raises ServiceError when the grammar fails."""
         if tokens:
             self._run(lambda: self._matcher.consume_tokens(list(tokens)))
             self.num_taken += len(tokens)
@@ -118,13 +120,13 @@ class Compiler:
             ) from error
 
     def compile(self, grammar: Grammar) -> Compiled:
-        """Raises InvalidRequest."""
+        """Compiles a grammar. Raises InvalidRequest for one with a mistake."""
         try:
             start = LLMatcher(self._tokenizer, source_of(grammar.form, grammar.text), log_level=0, limits=limits())
         except ValueError as error:
             raise refused(grammar, str(error)) from error
         compiled = Compiled(grammar, start, self._eos_token_ids)
-        if not start.is_error():  # the first token's cost is part of it
+        if not start.is_error():  # the cost of the first token counts, too
             start.compute_bitmask()
         if start.is_error():
             raise refused(grammar, start.get_error())
@@ -132,6 +134,7 @@ class Compiler:
 
 
 def refused(grammar: Grammar, reason: str) -> InvalidRequest:
+    """The error for a grammar that cannot be used."""
     field = f"grammar.{grammar.form}"
     return InvalidRequest(f"{field}: {_shortened(reason)}", field=field)
 
@@ -163,7 +166,11 @@ class Grammars:
         self._turns = asyncio.Semaphore(CHECKS_AT_ONCE)
 
     async def compiled(self, grammar: Grammar) -> Compiled:
-        """Raises InvalidRequest for what cannot be compiled, or not with little; and Unsupported."""
+        """The compiled grammar, from the kept ones or new.
+
+        Raises InvalidRequest for a grammar with a mistake, or one that takes too much to compile; Unsupported for a
+        model without a fitting tokenizer; and OutOfCapacity when the machine is too busy.
+        """
         kept = self._kept.get(grammar)
         if kept is not None and not kept.broken:
             self._kept.move_to_end(grammar)
@@ -196,7 +203,7 @@ class Grammars:
 
 
 async def _checked(grammar: Grammar, special: Sequence[str]) -> str:
-    """Why it cannot be used; empty when it can. Raises OutOfCapacity when the machine is too busy to tell."""
+    """Why a grammar cannot be used; empty when it can. Raises OutOfCapacity when the machine is too busy to tell."""
     asked = json.dumps({"form": grammar.form, "text": grammar.text, "special": special})
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "sampler_service.grammar_check", stdin=PIPE, stdout=PIPE, stderr=PIPE

@@ -100,12 +100,12 @@ class ChatTokenizer:
 
     @property
     def tool_call_format(self) -> ToolCallFormat | None:
-        """How the chat template has the model write a call of a tool; None when it does not, or in a form that is not
-        known here."""
+        """Form in which the chat template has the model write a call of a tool; None when it shows none that is known
+        here."""
         if not self.has_chat_template:
             return None
         template = self._tokenizer.get_chat_template(tools=[{}])
-        if "<tool_call>" in template and "<function=" not in template:  # with it: XML, as Qwen3-Coder writes it
+        if "<tool_call>" in template and "<function=" not in template:  # <function= is XML, as Qwen3-Coder writes it
             return "hermes"
         return "llama3" if '"parameters": ' in template and "ipython" in template else None
 
@@ -169,8 +169,8 @@ class ChatTokenizer:
 
 
 def _check_calls(messages: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str]) -> None:
-    """Refuses calls of tools in messages that the template would drop without a word: it is given the messages with
-    names that occur nowhere else in place of the tools' own."""
+    """Refuses calls of tools in messages that the template would drop without a word. To find such calls, `render` gets
+    the messages with a random name in place of each tool's own."""
     if not any(message.get("tool_calls") for message in messages):
         return
     marked = copy.deepcopy(messages)

@@ -12,7 +12,7 @@ from tinsmith.rpc.errors import InvalidRequest
 from tinsmith.rpc.tensors import check_tokens
 
 MAX_BIASES = 1024
-"""Tokens in one logit_bias."""
+"""Most tokens in one logit_bias."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,18 +12,18 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def host_bytes() -> int:
-    """What this process could still allocate. Cached files count as free."""
+    """Memory that this process could still allocate, in bytes. Cached files count as free."""
     rooms = [max(0, limit - used) for limit, used in _cgroups(_CGROUPS, _MEMBERSHIP)]
     return min([psutil.virtual_memory().available, *rooms])
 
 
 def total_bytes() -> int:
-    """All that processes like this one may use together."""
+    """Memory of the machine, or the lowest limit of this process's cgroups where that is less, in bytes."""
     return min([psutil.virtual_memory().total, *(limit for limit, _ in _cgroups(_CGROUPS, _MEMBERSHIP))])
 
 
 def _cgroups(root: Path, membership: Path) -> Iterator[tuple[int, int]]:
-    """Limit and use of each group that has a limit. Use is without cached files."""
+    """Limit and use of each cgroup that has a limit, in bytes. Use is without cached files."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:  # no Linux
@@ -38,7 +38,7 @@ def _cgroups(root: Path, membership: Path) -> Iterator[tuple[int, int]]:
         else:
             continue
         here = folder / path.lstrip("/")
-        # In a container the path may be the host's, of which nothing is mounted: then the root is the own group.
+        # In a container the path may be the host's, which is not mounted. Then the root is the container's cgroup.
         for group in [group for group in (here, *here.parents) if group.is_relative_to(folder)]:
             try:
                 max_bytes = int((group / limit).read_text())

@@ -75,12 +75,13 @@ class TrainerConfig(GrpcTls, BaseSettings):
     full_training: bool = False
     """Train all parameters of the base model instead of adapters: one model at a time, made with lora_config.rank 0."""
     max_models: int = Field(default=64, ge=1)
-    """Most live models in memory. Where one more is wanted, the one that was used longest ago is parked: written to
-    state_dir and freed, until something is asked of it. With full_training it is one."""
+    """Most live models in memory. When another one needs a place, the model that was used longest ago is parked:
+    written to state_dir and freed, until a request needs it. full_training means 1."""
     max_known_models: int = Field(default=10_000, ge=1)
-    """Most live models, in memory or parked. Each that is parked takes its snapshots' room on the disk."""
+    """Most live models, in memory or parked. A parked model takes the room of its snapshots on the disk."""
     park_after_s: float = Field(default=300.0, ge=0)
-    """A model without work for so many seconds is parked. 0 is never, but for those whose places are needed."""
+    """Time without work after which a model is parked, in seconds. 0 means that a model is parked only when its place
+    is needed."""
     max_tokens_per_microbatch: int = Field(default=4096, ge=1)
     """Most tokens that go through the base model at once; at start the trainer measures how many it should be."""
     token_budget: int = Field(default=0, ge=0)
@@ -105,8 +106,8 @@ class TrainerConfig(GrpcTls, BaseSettings):
     """Most operations of one model that wait for their turn, and how far ahead of the next one a seq_id may be."""
     max_queued_bytes: int = Field(default=0, ge=0)
     """Memory for the operations of all models that wait or run, uncompressed, with their arrays and answers. A model
-    may have as much of it as is free, so one alone at most half. Half as much again is for operations that are the
-    next of their models. 0 means an eighth of what is free at start."""
+    may have as much of it as is free, so one alone at most half. Half as much again is reserved for operations that
+    are the next of their models. 0 means an eighth of the memory that is free at start."""
     missing_operation_timeout_s: float = Field(default=900.0, ge=0)
     """An operation that others wait for and that has not arrived is given up when nothing of its model has come for so
     long: the others run, and the next optim_step fails. 0 means never."""

@@ -1,7 +1,7 @@
-"""What earlier versions wrote, in the form of this one: fields whose type has changed since have other numbers.
+"""Messages that earlier versions wrote, in the form of this one. Fields whose type has changed have new numbers.
 
-The journal holds messages in protobuf, manifests and certificates are JSON. Nothing is rewritten: what is read is
-carried over each time.
+The journal holds messages in protobuf; manifests and certificates are JSON. No file is rewritten: a message is carried
+over each time it is read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Json = dict[str, Any]
 
 
 def _optimizer(word: str) -> int:
-    """Of a word that never was a kind, a number that is refused as one."""
+    """Enum value of an optimizer's name. An unknown name becomes -1, which is refused later."""
     try:
         return value_of(types_pb2.Optimizer, word)
     except ValueError:
@@ -52,11 +52,11 @@ _MOVED: Mapping[str, Mapping[int, tuple[str, Callable[[Any], Any]]]] = {
     "tinsmith.v1.CheckpointInfo": {8: ("created_at", _time), 11: ("ttl", duration), 13: ("optimizer", _kind)},
     "tinsmith.v1.PublishCertificate": {4: ("publish_time", _lasting), 8: ("issued_at", _time)},
 }
-"""By message and former number: the field of today, and how it comes from the value on the wire."""
+"""By message and former number: the field of today, and the conversion of the value on the wire."""
 
 
 def carried_over(message: M) -> M:
-    """The same message, and those in it, with what lay under former numbers in the fields of today."""
+    """Moves values of former fields to those of today, in a message and those within it. Returns the message."""
     moved = _MOVED.get(message.DESCRIPTOR.full_name)
     if moved is not None:
         for unknown in UnknownFieldSet(message):
@@ -75,7 +75,7 @@ def carried_over(message: M) -> M:
 
 
 def checkpoint_of_format_1(content: Json) -> Json:
-    """CheckpointInfo in JSON, as manifests of format 1 have it."""
+    """CheckpointInfo as JSON of today. `content`: from a manifest of format 1."""
     content = dict(content)
     if "created_at" in content:
         content["created_at"] = timestamp(content["created_at"]).ToJsonString()
@@ -87,7 +87,7 @@ def checkpoint_of_format_1(content: Json) -> Json:
 
 
 def certificate_of_any_age(content: Json) -> Json:
-    """PublishCertificate in JSON; earlier ones have numbers of seconds."""
+    """PublishCertificate as JSON of today. `content`: of any version; earlier ones wrote times in seconds."""
     content = dict(content)
     if "publish_seconds" in content:
         content["publish_time"] = duration(content.pop("publish_seconds")).ToJsonString()

@@ -78,7 +78,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     @property
     def journal(self) -> Journal:
-        """Raises NotReady before the models are restored from it."""
+        """The trainer's journal. Raises NotReady before the models are restored from it."""
         return self._ready.journal
 
     async def GetTrainerInfo(self, request: pb.GetTrainerInfoRequest, context: Context) -> pb.GetTrainerInfoResponse:

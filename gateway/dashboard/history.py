@@ -27,7 +27,7 @@ _TABLE = cast(Table, MetricPoint.__table__)
 _MAX_WAITING = 20_000
 """Points that may wait for a database that cannot be written, about 1 kB each; older ones are forgotten."""
 _PER_WRITE = 1000
-"""Points of one transaction."""
+"""Most points that one transaction writes."""
 _PER_QUERY = 500
 _MAX_UNCHECKED = 10_000
 """Runs of which this process knows how many rows they have at most; what it forgets is counted again."""
@@ -84,11 +84,11 @@ class History:
             points = sorted(self._waiting, key=lambda point: point.run_id)
             self._waiting.clear()
             try:
-                while points:  # after an outage all at once would hold up the event loop for seconds
+                while points:  # all points of an outage at once would hold up the event loop for seconds
                     await self._write(points[:_PER_WRITE])
                     del points[:_PER_WRITE]
             except BaseException:
-                points.sort(key=lambda point: point.at)  # those of equal moments stay in order
+                points.sort(key=lambda point: point.at)  # points of the same moment keep their order
                 self._waiting.extendleft(reversed(points))
                 self._forget_oldest()
                 raise

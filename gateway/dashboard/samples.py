@@ -29,14 +29,14 @@ _INT32 = 4
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What is kept of one sequence; the request and the answer may be a thousand times larger."""
+    """The part of one sequence that is kept. Its request and its answer may be a thousand times larger."""
 
     run_id: str
     session_id: str
     owner: str
-    """Empty: that of the session."""
+    """Owner of the sample; empty means the owner of the session."""
     row: dict[str, Any]
-    """Its columns, without the owner."""
+    """Columns of the RecentSample row, without the owner."""
 
 
 class RecentSamples:
@@ -117,7 +117,7 @@ class RecentSamples:
 
 
 def _version(sequence: types_pb2.SampledSequence) -> str:
-    """Of its last tokens; empty where the sampler did not say."""
+    """Id of the version that drew the last tokens; empty where the sampler did not say."""
     spans = sequence.version_spans
     return spans[-1].version_id if spans else ""
 

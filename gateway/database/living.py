@@ -37,14 +37,14 @@ class Living(Generic[_Row]):
         async with self._database.begin() as db:
             row = await db.get(self._table, key)
             live = row is not None and await is_live(db, row.session_id)
-        if row is not None and live and seen == self._num_changes:  # else it may be older than what was forgotten
+        if row is not None and live and seen == self._num_changes:  # after a change the row that was read may be old
             self._rows[key] = row
         else:
             self._rows.pop(key, None)
         return row
 
     def forget(self, key: str) -> None:
-        """It has changed."""
+        """Drops the kept row, because the database's has changed."""
         self._num_changes += 1
         self._rows.pop(key, None)
 

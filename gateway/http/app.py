@@ -107,7 +107,8 @@ def _without_parameters(app: ASGIApp) -> ASGIApp:
 
 
 def _check_parameters(routes: Iterable[BaseRoute]) -> None:
-    """Of the documented routes that need a key: health and metrics are asked by machines that add their own."""
+    """Makes documented routes that have no parameters refuse all of them. Routes that need no key, such as health and
+    metrics, are left out: machines that call them may add parameters of their own."""
     for route in routes:
         if isinstance(route, Mount):
             _check_parameters(route.routes)

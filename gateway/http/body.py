@@ -35,7 +35,8 @@ _MAX_WINDOW_BYTES = 2**23
 """Of a zstd frame that is read piece by piece: what RFC 8878 asks decoders for."""
 
 _PARSER = ThreadPoolExecutor(1, "bodies")
-"""One body at a time: a parser keeps the interpreter's lock, and the event loop would wait for several in turn."""
+"""One thread, which parses one body at a time. A parser keeps the interpreter's lock, so the event loop would wait for
+several parsers in turn."""
 
 T = TypeVar("T")
 Schema = TypeVar("Schema", bound=BaseModel)
@@ -101,7 +102,8 @@ def fingerprint(*parts: bytes | str | None) -> str:
 
 
 def idempotency_key(request: Request) -> str | None:
-    """What tells a repeat of this request from another one; the database has an index of them."""
+    """The client's key for this request and its repeats; None without one. Raises InvalidRequest for a key that is too
+    long for the database's index."""
     key = request.headers.get("x-idempotency-key")
     if key is not None and len(key) > _MAX_KEY_CHARACTERS:
         raise InvalidRequest(

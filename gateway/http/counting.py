@@ -15,21 +15,21 @@ _CONTAINER_COST = 10
 _MEMBER_COST = 3
 """What a list or an object, and each member of an object, costs beside its value; a number costs 1."""
 _PIECE_BYTES = 2**16
-"""Of a body that is looked at; between two pieces the event loop goes on."""
+"""Bytes of a body that are looked at in one go. The event loop may go on between two pieces."""
 _VARINT, _FIXED64, _SIZED, _FIXED32 = 0, 1, 2, 5
 
 
 def json_values(body: bytes, *, limit: int) -> int:
-    """Values of a JSON text, at most: each but the last ends with a comma, or contains others. A list or an object
-    counts as 10, and a member of an object as 3 more than its value."""
+    """Upper bound of the values in a JSON text: each but the last ends with a comma, or contains others. A list or an
+    object counts as 10, and a member of an object as 3 more than its value. Counting ends above `limit`."""
     if (at_most := 1 + _punctuation(body)) <= limit:
         return at_most
-    # Only now is it worth to tell punctuation within texts, which is no value.
+    # The quick count is too high. Count again without punctuation within texts, which is no value.
     count, is_text, rest = 1, False, b""
     for start in range(0, len(body), _PIECE_BYTES):
         piece = rest + body[start : start + _PIECE_BYTES]
         num_backslashes = len(piece) - len(piece.rstrip(b"\\"))
-        rest = piece[len(piece) - num_backslashes % 2 :]  # it belongs to the next byte
+        rest = piece[len(piece) - num_backslashes % 2 :]  # a lone backslash, which belongs to the next byte
         piece = piece[: len(piece) - len(rest)].replace(b"\\\\", b"").replace(b'\\"', b"")
         parts = piece.split(b'"')
         count += _punctuation(b"".join(parts[is_text::2]))

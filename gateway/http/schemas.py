@@ -31,7 +31,8 @@ RequestId = Annotated[str, Field(max_length=20_000), AfterValidator(_storable)]
 _MAX_ENTRIES = 1024
 """Tags, or notes, of one session, run or checkpoint."""
 _MAX_NOTE_CHARACTERS = 64 * 2**10
-"""Of all of them together, and of other texts that are kept: lists and searches read them, by the thousand."""
+"""Most characters of all tags, or all notes, of one object, and of other texts that are kept. Lists and searches read
+such texts by the thousand."""
 
 
 def _as_text(value: Any) -> str:

@@ -78,7 +78,8 @@ async def _prompt(gateway: Gateway, source: Source, body: Chat) -> bytes:
 
 
 def default_max_tokens(gateway: Gateway, source: Source, prompt: bytes) -> int | None:
-    """Of an answer whose request names no maximum; None: to the end of the context. `prompt`: int32 tokens."""
+    """Longest answer to a request that names no maximum, in tokens; None means to the end of the context. `prompt`:
+    int32 tokens, little endian."""
     default = gateway.config.openai_default_max_tokens
     if not default:
         return None
@@ -87,12 +88,15 @@ def default_max_tokens(gateway: Gateway, source: Source, prompt: bytes) -> int |
 
 
 class Form(Protocol):
-    """Another API's words for what a chat answers."""
+    """Turns the answer of a chat into the answer of another API."""
 
-    def whole(self, answer: Json) -> Json: ...
+    def whole(self, answer: Json) -> Json:
+        """The other API's answer, from a whole chat completion."""
+        ...
 
     def events(self, chunks: AsyncIterator[Json]) -> AsyncGenerator[Json, None]:
-        """Each with its name in `type`. Failures of the chunks are events, too."""
+        """The other API's events, each with its name in `type`, from the chunks of a chat. A failure becomes an event,
+        too."""
         ...
 
 
@@ -166,13 +170,13 @@ class _Choices:
     vocabulary: Vocabulary
     messages: Messages
     _begun: set[int] = field(default_factory=set)
-    """Those of which a chunk has been sent."""
+    """Indices of the choices of which a chunk has been sent."""
 
     def whole(self, update: Update) -> Json:
         return self._make(update, message=self.messages.message(update))
 
     def of(self, update: Update) -> list[Json]:
-        """Those of the chunks that an update makes."""
+        """Choices of the chunks that an update makes."""
         made = []
         if update.index not in self._begun:
             self._begun.add(update.index)
@@ -180,7 +184,7 @@ class _Choices:
         deltas = self.messages.deltas(update)
         if not deltas and update.entries and (self.body.logprobs or self.body.return_token_ids):
             deltas = [{"content": ""}]
-        part = Update(update.index, update.text, update.tokens, update.entries)  # its tokens are in the first chunk
+        part = Update(update.index, update.text, update.tokens, update.entries)  # the first delta has the tokens
         for delta in deltas:
             made.append(self._make(part, delta=delta))
             part = Update(update.index)

@@ -180,8 +180,8 @@ class Draw:
         prompt_text: str = "",
         shown: Sequence[int] = (),
     ) -> None:
-        """`scores_only`: what is drawn is thrown away. `echo`: the prompt is part of the text; of its special tokens
-        those that `prompt_text` holds. `shown`: special tokens that have a text in what is drawn."""
+        """`scores_only`: drawn tokens are thrown away. `echo`: the text begins with the prompt, and with those of its
+        special tokens that `prompt_text` holds. `shown`: special tokens whose text is part of the output."""
         self.usage = Usage()
         """Once it is over."""
         self.prompt: list[int] = np.frombuffer(request.prompt[0].encoded_text.tokens, _INT32).tolist()

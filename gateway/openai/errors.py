@@ -50,7 +50,7 @@ def http_error(error: HTTPException) -> Response:
 
 
 def _is_branch(part: str | int) -> bool:
-    """pydantic's name of a branch of a union, which stands in a place beside the fields."""
+    """True for pydantic's name of a branch of a union, which an error's place holds beside the names of fields."""
     return isinstance(part, str) and part.endswith("]") and part.startswith(("list[", "tagged-union["))
 
 

@@ -53,7 +53,7 @@ async def event_stream(
     are_named: bool = False,
 ) -> StreamingResponse:
     """Begins all draws; then a response that sends what `chunks` makes of their updates, as they come. `places` is
-    closed at its end. `are_named`: each chunk is an event with a `type`, the last one tells the end.
+    closed at its end. `are_named`: each chunk's `type` is the name of its event, and no [DONE] follows the last one.
 
     Raises what a draw fails with before its first token. A later failure is sent as an event, because the status has
     been sent.

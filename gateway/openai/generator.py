@@ -75,7 +75,7 @@ class TokenizerInfo:
     vocabulary: Vocabulary
     eos_token_ids: tuple[int, ...]
     tool_calls: Form | None = None
-    """How the model writes calls of tools; None: not, or in a form that is not known."""
+    """Form in which the model writes calls of tools; None when its chat template has no form that is known."""
 
 
 class Generator:

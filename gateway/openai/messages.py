@@ -14,10 +14,10 @@ class Messages:
     def __init__(self, structure: Structure) -> None:
         self._structure = structure
         self._readers: dict[int, ToolCallReader | None] = {}
-        """By the index of the choice; None where calls are not read."""
+        """Reader of each choice, by its index; None where calls are not read."""
 
     def read(self, update: Update) -> list[Piece]:
-        """What is new in a choice."""
+        """Pieces that an update adds to its choice."""
         if update.index not in self._readers:
             self._readers[update.index] = self._structure.reader()
         reader = self._readers[update.index]
@@ -27,16 +27,16 @@ class Messages:
         return pieces + reader.end() if update.finish_reason is not None else pieces
 
     def calls(self, update: Update) -> list[Call]:
-        """Those of the choice so far."""
+        """Calls of tools in the update's choice so far."""
         reader = self._readers.get(update.index)
         return [] if reader is None else reader.calls
 
     def finish_reason(self, update: Update) -> str | None:
-        """Of the choice, once all of it has been read."""
+        """Finish reason of the update's choice, once all of the choice has been read."""
         return "tool_calls" if update.finish_reason == "stop" and self.calls(update) else update.finish_reason
 
     def message(self, update: Update) -> Json:
-        """A whole one."""
+        """Message of a choice, from an update that holds all of it."""
         pieces = self.read(update)
         content = "".join(piece.text for piece in pieces if piece.call is None)
         message: Json = {"role": "assistant", "content": content, "refusal": None}
@@ -49,6 +49,7 @@ class Messages:
         return message
 
     def deltas(self, update: Update) -> list[Json]:
+        """Deltas of a stream's chunks, from an update."""
         return [_delta(piece) for piece in self.read(update)]
 
 

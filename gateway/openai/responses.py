@@ -1,6 +1,6 @@
 """POST /v1/responses: a chat in the words of OpenAI's Responses API. Nothing is kept between requests.
 
-A request becomes a chat, and what the chat answers becomes a response. So limits, usage, tools and errors are those of
+A request becomes a chat, and the answer of the chat becomes a response. So limits, usage, tools and errors are those of
 chats.
 """
 
@@ -56,7 +56,7 @@ def _renamed(pattern: re.Pattern[str], name: str, text: str) -> str:
 
 
 def _messages(body: Respond) -> list[Json]:
-    """Calls of tools belong to the assistant's message before them."""
+    """Messages of the chat. Calls of tools join the assistant's message before them."""
     messages: list[Json] = []
     if body.instructions is not None:
         messages.append({"role": "system", "content": body.instructions})
@@ -77,7 +77,7 @@ def _messages(body: Respond) -> list[Json]:
 
 
 def chat_of(body: Respond) -> Chat:
-    """Raises InvalidRequest and Unsupported."""
+    """The chat that answers the request. Raises InvalidRequest and Unsupported."""
     asked: Json = {
         "model": body.model,
         "messages": _messages(body),
@@ -119,14 +119,14 @@ async def respond(gateway: Gateway, request: Request, body: Respond, *, caller: 
 
 
 class ResponseForm:
-    """One response, which grows with what its chat brings, and the events that tell of it."""
+    """Builds one response from the answer of its chat, at once or as a stream of events."""
 
     def __init__(self, body: Respond) -> None:
         self._response = _opening(body)
         self._text: Json | None = None
-        """The part of the message's text, while it is open; it is in `_item` then."""
+        """Text part of the message in `_item`; None while no text is open."""
         self._item: Json | None = None
-        """The output item that is still open."""
+        """Output item that is still open; None between two items."""
         self._call = -1
         """The chat's index of the open call."""
         self._reason: str | None = None
@@ -141,7 +141,7 @@ class ResponseForm:
         return self._response
 
     async def events(self, chunks: AsyncIterator[Json]) -> AsyncGenerator[Json, None]:
-        """Those of a stream, from the chunks of a chat. A failure in the middle is an event, too."""
+        """Events of a stream, from the chunks of a chat. A failure in the middle becomes an event, too."""
         usage: Json = {}
         try:
             async for chunk in chunks:
@@ -176,12 +176,12 @@ class ResponseForm:
         return {"type": kind, "sequence_number": self._number - 1, **fields}
 
     def _shown(self) -> Json:
-        """As it is now: what is yielded may be read later."""
+        """Copy of the response as it is now: an event may be read after the response has changed."""
         return {**self._response, "output": [*self._response["output"]]}
 
     @property
     def _place(self) -> Json:
-        """Where the open item is."""
+        """Id and index of the open item, for its events."""
         assert self._item is not None
         return {"item_id": self._item["id"], "output_index": len(self._response["output"])}
 
@@ -274,7 +274,7 @@ class ResponseForm:
 
 
 def _opening(body: Respond) -> Json:
-    """The response before anything is drawn; OpenAI's repeats what was asked."""
+    """The response before anything is drawn. Like OpenAI's, it repeats the settings of its request."""
     choice = body.tool_choice
     return {
         "object": "response",

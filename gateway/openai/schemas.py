@@ -32,12 +32,12 @@ _TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 _WHITESPACE = r"( |\r?\n[ \t]{0,40})"
 
 DEFAULT_MAX_TOKENS = 16
-"""Of a completion, as OpenAI has it; that of a chat is a setting."""
+"""Longest output of a completion that names no maximum, in tokens, as in OpenAI's API. For chats a setting says it."""
 
 
 class _Only:
-    """Marks a field that may be sent as long as it changes nothing: with one of these values, or null. `why`: what to
-    say of all others instead of these values."""
+    """Marks a field that may be sent as long as it changes nothing: with one of these values, or null. `why`: error for
+    all other values; unless given, the error lists these values."""
 
     def __init__(self, *values: Any, why: str = "") -> None:
         self._values = values
@@ -73,11 +73,11 @@ class Body(Known):
 
 
 MAX_BIASES = 1024
-"""Tokens in one logit_bias."""
+"""Most tokens in one logit_bias."""
 
 
 def _biases(value: dict[str, Any]) -> dict[str, Any]:
-    """Ends at the first wrong entry."""
+    """Checks token ids and biases, up to the first wrong entry."""
     for token, bias in value.items():
         if not (token.isascii() and token.isdecimal() and len(token) < 10):
             raise PydanticCustomError(
@@ -106,12 +106,12 @@ HARMLESS = frozenset(
         "verbosity",
     }
 )
-"""Fields that say how OpenAI is to run, bill or store a request, or how its own models are to think: nothing of that
-changes what is sampled here."""
+"""Fields that say how OpenAI is to run, bill or store a request, or how its own models are to think. They are
+ignored, because none of them changes what is sampled here."""
 
 
 class Generate(Body):
-    """What both endpoints take."""
+    """Fields of completions and of chats."""
 
     HARMLESS = HARMLESS
 
@@ -150,8 +150,8 @@ class Generate(Body):
     min_p: float | None = Field(default=None, ge=0, le=1)
     """Extension: leave out tokens that are less probable than this share of the most probable one."""
     logit_bias: Annotated[dict[str, Any], Field(max_length=MAX_BIASES), AfterValidator(_biases)] | None = None
-    """Token id -> what is added to its logit, -100 .. 100. None of these five changes log-probabilities, which are the
-    model's."""
+    """Token id -> bias that is added to the token's logit, -100 .. 100. Log-probabilities stay the model's: neither
+    penalties nor min_p nor logit_bias change them."""
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> Generate:
@@ -190,7 +190,7 @@ class Completion(Generate):
     @field_validator("logprobs", mode="before")
     @classmethod
     def _true_is_one(cls, value: Any) -> Any:
-        """false means none."""
+        """true asks for 1, false for none."""
         return (1 if value else None) if isinstance(value, bool) else value
 
     @model_validator(mode="after")
@@ -238,8 +238,8 @@ class Message(Body):
 class FunctionTool(Body):
     type: Literal["function"]
     function: dict[str, Any]
-    """As the chat template gets it: `name`, `description`, and `parameters`, a JSON Schema; `strict` holds calls to
-    it."""
+    """The function, as the chat template gets it: `name`, `description`, and `parameters`, a JSON Schema. `strict`
+    holds calls to that schema."""
 
     @field_validator("function")
     @classmethod
@@ -262,7 +262,7 @@ class FunctionTool(Body):
         return bool(self.function.get("strict"))
 
     def schema_text(self) -> str:
-        """Of its arguments, which are an object."""
+        """Schema of a call's arguments, which are an object, for the sampler's compiler."""
         return compiled_text({"type": "object", **(self.function.get("parameters") or {})}, strict=self.is_strict)
 
 
@@ -300,7 +300,7 @@ class ResponseFormat(Body):
         return self
 
     def schema_text(self) -> str | None:
-        """What an answer has to be; None: anything."""
+        """Schema of the answer, for the sampler's compiler; None means any text."""
         if self.type == "text":
             return None
         if self.json_schema is None or self.json_schema.schema_ is None:
@@ -451,7 +451,7 @@ class ResponseToolChoice(Body):
 class ResponseText(Body):
     HARMLESS = frozenset({"verbosity"})
     format: dict[str, Any] | None = None
-    """As response_format of a chat, with the fields of json_schema beside type."""
+    """Form of the text: response_format of a chat, with the fields of json_schema beside type."""
 
 
 class ResponseStreamOptions(Body):
@@ -479,18 +479,18 @@ class Respond(Body):
     top_logprobs: int | None = Field(default=None, ge=0)
     """Log-probability of each token, and of so many most probable ones."""
     include: Listed[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
-    """Log-probabilities; there is no reasoning that could be encrypted."""
+    """message.output_text.logprobs asks for log-probabilities. The other value is ignored: there is no reasoning."""
     stream: bool | None = None
     """Send server-sent events, token by token."""
     stream_options: ResponseStreamOptions | None = None
     tools: Listed[ResponseTool] | None = None
     """Functions that the model may call."""
     tool_choice: Literal["auto", "none", "required"] | ResponseToolChoice | None = None
-    """As in a chat."""
+    """Whether the model may call a tool, or which one it has to call, as in a chat."""
     parallel_tool_calls: bool | None = None
     text: ResponseText | None = None
     metadata: dict[str, Any] | None = None
-    """Comes back in the response."""
+    """Notes that come back in the response."""
     reasoning: dict[str, Any] | None = None
     """Ignored."""
     user: str | None = None

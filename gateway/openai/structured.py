@@ -1,6 +1,6 @@
-"""What an answer has to be: JSON of a schema, or calls of tools, as a grammar for the sampler.
+"""Grammars for the sampler, by which an answer has to be JSON of a schema, or calls of tools.
 
-A tool's `parameters` and a `response_format` are JSON Schema. What the sampler's compiler cannot enforce of a schema is
+A tool's `parameters` and a `response_format` are JSON Schema. Keywords that the sampler's compiler cannot enforce are
 refused when the schema is strict, and left to the model when it is not.
 """
 
@@ -20,17 +20,17 @@ from tinsmith.rpc.errors import InvalidRequest, Unsupported
 from tinsmith.v1 import sampler_pb2 as pb
 
 _PLACE = re.compile(r"\bat (\d+)\(\d+\)")
-"""Line and column of what a compiler does not like."""
+"""Line and column of a mistake, in the message of the sampler's compiler."""
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """What an answer has to be, and how it is read."""
+    """Grammar of an answer, and the form in which calls of tools are read from it."""
 
     grammar: pb.Grammar | None = None
-    """None: anything."""
+    """Grammar for the sampler; None means any text."""
     form: Form | None = None
-    """How calls of tools are written; None: they are not read."""
+    """Form in which calls of tools are written; None means that they are not read."""
     names: Sequence[str] = ()
     """Tools that may be called."""
     shown: Sequence[int] = ()
@@ -43,7 +43,7 @@ class Structure:
 
     @contextlib.contextmanager
     def blaming(self) -> Iterator[None]:
-        """What is wrong with the grammar is wrong with a field of the request, which the error names."""
+        """Turns an error in the grammar into one that names the field of the request which it comes from."""
         try:
             yield
         except InvalidRequest as error:
@@ -65,8 +65,10 @@ def structure_of(
     tool_choice: ToolChoice | None = None,
     parallel: bool = True,
 ) -> Structure:
-    """`parallel`: several calls are allowed. Raises Unsupported for a strict tool whose calls cannot be told from
-    text."""
+    """The structure that response_format and tools of a request ask for. `parallel`: several calls are allowed.
+
+    Raises Unsupported for a strict tool whose calls cannot be told from text.
+    """
     schema = None if response_format is None else response_format.schema_text()
     if not tools or tool_choice == "none":
         if schema is None:
@@ -99,7 +101,7 @@ def _shown(vocabulary: Vocabulary) -> list[int]:
 
 
 class _Rules:
-    """Calls of tools in Lark's form. Each schema has a line of its own, by which an error finds it."""
+    """Grammar of calls of tools, in Lark's form. Each schema has a line of its own, which an error names."""
 
     def __init__(
         self, form: Form, vocabulary: Vocabulary, tools: Sequence[FunctionTool], only: Sequence[int], *, parallel: bool
@@ -111,7 +113,8 @@ class _Rules:
         self._parallel = parallel
 
     def lines(self, schema: str | None, *, forced: bool) -> tuple[list[str], list[str]]:
-        """Of the grammar, and the field that each comes from. `schema`: what an answer without calls has to be."""
+        """Lines of the grammar, and the field of the request that each comes from, empty for most. `schema`: JSON
+        Schema of an answer without calls. `forced`: the answer has to be a call."""
         lines, fields = ["%llguidance {}", f"start: {self._start(schema, forced=forced)}"], ["tools", ""]
         tool = " | ".join(f"tool_{n}" for n in self._only)
         if self._form == "hermes":
@@ -146,7 +149,7 @@ class _Rules:
         return '("\\n" call)*' if self._parallel else '""'
 
     def _text(self) -> str:
-        """With the marks of a thought, if they are tokens: a pattern matches no token of this kind."""
+        """Rule for text without calls. Marks of a thought that are tokens are named: a pattern does not match them."""
         marks = [mark for mark in ("<think>", "</think>") if self._is_token(mark)]
         return f"TEXT (({' | '.join(marks)}) TEXT)*" if marks else "TEXT"
 

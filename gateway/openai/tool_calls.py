@@ -22,39 +22,41 @@ _CALLED = {"hermes": "arguments", "llama3": "parameters"}
 @dataclass(slots=True, eq=False)
 class Call:
     index: int
-    """Of the calls of one message."""
+    """Place among the calls of its message, from 0."""
     name: str
     id: str
     arguments: str = ""
-    """JSON, as the model wrote it; unfinished when the text is."""
+    """JSON, as the model wrote it; incomplete when the model's text is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What is new: text of the message, or of a call's arguments."""
+    """New text of a message, or of a call's arguments."""
 
     text: str
     call: Call | None = None
+    """Call that the arguments belong to; None for text of the message."""
     begins: bool = False
-    """The call is new."""
+    """True for the first piece of a call."""
 
 
 class ToolCallReader:
-    """Reads one message. What is no call, or a broken one, is text."""
+    """Splits one message into text and calls of tools. A broken call is text."""
 
     def __init__(self, form: Form, names: Collection[str]) -> None:
-        """`names`: the tools that there are."""
+        """`names`: of the request's tools."""
         self.calls: list[Call] = []
         self._form: Form = form
         self._names = names
         self._state: Literal["text", "head", "arguments", "tail", "plain"] = "text"
         self._rest = ""
-        """Has been read and not been told yet."""
+        """Text that was pushed, and is not in any piece yet."""
         self._depth = 0
         self._in_string = False
         self._escaped = False
 
     def push(self, text: str) -> list[Piece]:
+        """Pieces that can be told apart with this text after all earlier ones."""
         self._rest += text
         pieces: list[Piece] = []
         while True:
@@ -74,7 +76,7 @@ class ToolCallReader:
                 return pieces
 
     def end(self) -> list[Piece]:
-        """After the last text."""
+        """Pieces that are left after the last text."""
         if self._state == "head":
             return self._whole(self._rest, closed=False)
         return self._take(len(self._rest)) if self._state == "text" else []
@@ -119,7 +121,7 @@ class ToolCallReader:
         return Piece("", call, begins=True)
 
     def _arguments(self) -> list[Piece]:
-        """Up to the brace that closes the first one."""
+        """Takes text up to the brace that closes the arguments."""
         size = 0
         for char in self._rest:
             size += 1
@@ -141,7 +143,7 @@ class ToolCallReader:
         return [Piece(text, call)] if text else []
 
     def _tail(self) -> None:
-        """What follows the arguments is the end of the call."""
+        """Skips what the model wrote from the end of the arguments to the end of the call."""
         end = CLOSE if self._form == "hermes" else "}"
         at = self._rest.find(end)
         if at >= 0:
@@ -149,7 +151,7 @@ class ToolCallReader:
             self._state = "text"
 
     def _whole(self, text: str, *, closed: bool) -> list[Piece]:
-        """A call in another order than the usual one."""
+        """Takes a call whose members stand in another order than usual. A broken one becomes text."""
         self._rest = self._rest[len(text) + len(CLOSE) * closed :]
         self._state = "text"
         try:
@@ -173,7 +175,7 @@ def _name(quoted: str) -> str:
 
 
 def _num_held(text: str) -> int:
-    """Characters at the end that may be spaces before a call, or its beginning."""
+    """Number of characters at the end that may be the beginning of a call, or spaces before it."""
     for size in range(min(len(OPEN) - 1, len(text)), 0, -1):
         if text.endswith(OPEN[:size]):
             return len(text) - len(text[:-size].rstrip())

@@ -53,7 +53,7 @@ _MAX_ROWS = 50_000
 _MAX_TRAINED = 50_000
 """Training operations whose tokens may wait for it; further ones are not accepted, so that none goes unbilled."""
 PER_STATEMENT = 1000
-"""Rows that one statement writes; between two of them the event loop goes on."""
+"""Most rows that one statement writes. The event loop goes on between two statements."""
 _PER_QUERY = 500
 """Owners in one query: databases limit its parameters."""
 _USAGE, _COUNTS = cast(Table, Usage.__table__), cast(Table, TokenCount.__table__)

@@ -35,7 +35,7 @@ from tinsmith.rpc.errors import BudgetExceeded, RateLimited, ServiceError
 from tinsmith.v1 import sampler_pb2
 
 Size = int | None | Callable[[], Awaitable[int | None]]
-"""Bytes of a checkpoint; None where nobody knows them yet."""
+"""Bytes of a checkpoint, or a function that returns them; None where they are not known yet."""
 
 PATIENCE_S = 120.0
 _MAX_WAITING = 100_000
@@ -281,7 +281,7 @@ class Limits:
     async def store(self, hold: Hold, path: str, *, num_bytes: Size, request_id: str | None = None) -> int | None:
         """For a checkpoint of the owner at this path, which will have about so many bytes, or None where nobody knows;
         what the hold had before is forgotten. The bytes that there are for it; None where there is no quota.
-        `num_bytes` is asked, if it is a function, when nothing else is let in any more: another save may tell the size.
+        A function `num_bytes` is called once no other save can be let in: an earlier save may tell the size.
 
         Raises RateLimited, on which the same one is to be sent again, and BudgetExceeded; that, too, when the training
         operation `request_id` has come again for long enough.

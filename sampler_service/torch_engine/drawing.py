@@ -62,8 +62,8 @@ def draw(step: Step, logits_R_V: Tensor) -> Drawn:
 
 
 def _masks(rows: Rows, logits_R_V: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The rows with a grammar, and which tokens may come next there, bool [M, V]. A request whose grammar fails draws
-    without it in this step, which is its last."""
+    """Indices of the rows with a grammar, int64 [M], and the tokens that may come next there, bool [M, V]; None without
+    such rows. A request whose grammar fails draws without it in this step, which is its last."""
     masks: dict[int, Bools] = {}
     for row in rows.with_grammar:
         sequence = rows.sequences[row]

@@ -31,7 +31,7 @@ from sampler_service.torch_engine.sampling import scaled_logprobs
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What a sequence has so far."""
+    """Tokens of a sequence so far."""
 
     prompt_V: Tensor
     """bool: the prompt has the token."""
@@ -51,20 +51,21 @@ class Penalized:
     """The rows of a batch whose logits are changed."""
 
     rows_A: Tensor
-    """int64, ascending."""
+    """Indices of these rows, int64, ascending."""
     repetition_A_1: Tensor
     frequency_A_1: Tensor
     presence_A_1: Tensor
     prompt_A_V: Tensor
     counts_A_V: Tensor
-    """Goes on with each token that is drawn."""
+    """float32: how often the output has each token. `take` counts each drawn token."""
     biased: tuple[Tensor, Tensor]
-    """Cells of [A, V] with a bias."""
+    """Row and token, int64, of each cell of [A, V] with a bias."""
     biases: Tensor
+    """float32: the bias of each of these cells."""
 
     @classmethod
     def of(cls, changed: Sequence[tuple[int, Penalties, History]], *, device: torch.device) -> Self | None:
-        """From (row, penalties, history); None when there are none."""
+        """`changed`: (row, penalties, history) of each such row. None when there are none."""
         if not changed:
             return None
 
@@ -91,7 +92,7 @@ class Penalized:
         return logprobs_R_V.index_copy(0, self.rows_A, changed_A_V)
 
     def change(self, logits_A_V: Tensor) -> Tensor:
-        """In place."""
+        """Logits with biases and penalties. May overwrite its argument."""
         # Each cell is there once, so there is nothing to add up.
         logits_A_V[self.biased] += self.biases
         drawn_A_V = self.counts_A_V > 0
@@ -102,7 +103,7 @@ class Penalized:
         return logits_A_V
 
     def take(self, tokens_R: Tensor, *, counted_A: Tensor | None = None) -> None:
-        """Each row has drawn one more token. `counted_A`: 0 for the rows whose token was thrown away, 1 for others."""
+        """Counts one more token of each row. `counted_A`: 0 for rows whose token was thrown away, 1 for others."""
         tokens_A = tokens_R[self.rows_A]
         ones_A = torch.ones_like(tokens_A) if counted_A is None else counted_A
         self.counts_A_V.scatter_add_(1, tokens_A[:, None], ones_A[:, None].to(self.counts_A_V.dtype))

@@ -102,8 +102,8 @@ def scaled_logprobs(logits_R_V: Tensor, temperature_R_1: Tensor | None) -> Tenso
 
 
 def masked(logprobs_M_V: Tensor, allowed_M_V: Tensor) -> Tensor:
-    """Without the tokens that are not allowed, and the most probable of the others at 0, so that some can be drawn
-    however improbable all of them were."""
+    """float [M, V]: the logprobs without the tokens that are not allowed. The most probable of the others gets 0, so
+    that one can be drawn however improbable all of them were."""
     logprobs_M_V = logprobs_M_V.masked_fill(~allowed_M_V, float("-inf"))
     return logprobs_M_V - logprobs_M_V.amax(-1, keepdim=True)
 
@@ -122,8 +122,8 @@ def draw(logprobs_R_V: Tensor, rules: Rules, uniforms_R: Tensor) -> Tensor:
 
 
 def draw_masked(logprobs_R_V: Tensor, rules: Rules, uniforms_R: Tensor, rows_M: Tensor, allowed_M_V: Tensor) -> Tensor:
-    """As draw, with only the allowed tokens in the rows that have a grammar. Leaves the logprobs as they are: those of
-    the model without a grammar are told of the tokens."""
+    """int64 [R]: one token for each row, and an allowed one in `rows_M`, the rows with a grammar. Leaves the logprobs
+    as they are: a token is reported with its logprob without the grammar."""
     logprobs_M_V = logprobs_R_V[rows_M]
     logprobs_R_V[rows_M] = masked(logprobs_M_V, allowed_M_V)
     tokens_R = draw(logprobs_R_V, rules, uniforms_R)
@@ -142,7 +142,7 @@ def pick(weights_R_N: Tensor, uniforms_R_k: Tensor) -> Tensor:
 
 
 def _cut(weights_C_V: Tensor, rules: Rules) -> Tensor:
-    """Zeros what is below min_p of the largest, then all but the top_k, then all but the smallest set that reaches
+    """Zeros weights below min_p of the largest, then all but the top_k, then all but the smallest set that reaches
     top_p of the rest. Ties at the border stay.
 
     Only values are sorted, not ids: the draw goes through the vocabulary in its own order.

@@ -72,9 +72,9 @@ class Rows:
     topk: list[tuple[int, int]]
     """(row, k) of the rows that want a top-k table."""
     penalized: Penalized | None
-    """Rows that draw from other logits than the model's; None when there are none."""
+    """The rows with penalties or biases; None when there are none."""
     with_grammar: list[int]
-    """Rows that draw only what their grammar allows."""
+    """Indices of the rows that draw only tokens which their grammar allows."""
 
     @classmethod
     def of(cls, sequences: Sequence[TaskSequence], *, vocab_size: int, device: torch.device) -> Rows:

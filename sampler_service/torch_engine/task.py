@@ -61,7 +61,7 @@ class Task:
     """Of each sequence's random stream."""
     scorer: PromptScorer | None
     grammar: Compiled | None = None
-    """What its sequences have to be."""
+    """Grammar that the sequences have to follow; None means any text."""
     request_id: str = ""
     sequences: list[Sequence[Task]] = field(default_factory=list)
     """All num_samples, by index."""
@@ -83,7 +83,7 @@ class Task:
     tables: dict[int, list[TopkRow]] = field(default_factory=dict)
     """Rows of topk_sample_logprobs, by index."""
     matchers: dict[int, Matcher] = field(default_factory=dict)
-    """Where its sequences stand in the grammar, by index: for the compute thread."""
+    """Position of each sequence in the grammar, by index: for the compute thread."""
     held: list[Version] = field(default_factory=list)
     """Versions that it keeps resident, the newest last: for the event loop."""
     mixed: set[int] = field(default_factory=set)
@@ -220,7 +220,7 @@ class Task:
         return sequence.index in self.finished
 
     def matcher_of(self, sequence: Sequence[Task]) -> Matcher:
-        """Where a sequence stands in the request's grammar. Raises ServiceError when the grammar fails."""
+        """Position of a sequence in the request's grammar. Raises ServiceError when the grammar fails."""
         assert self.grammar is not None
         matcher = self.matchers.get(sequence.index)
         if matcher is None:

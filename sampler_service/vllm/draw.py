@@ -44,9 +44,9 @@ class Rows:
     """Of the widest top-k table."""
     penalized: Penalized | None
     penalized_ids: Sequence[str]
-    """Of its rows."""
+    """Request id of each row of `penalized`."""
     with_grammar: Mapping[int, Draws]
-    """Rows that draw only what their grammar allows."""
+    """By row: the draws of requests with a grammar."""
 
     @classmethod
     def of(
@@ -74,7 +74,7 @@ class Rows:
 
 
 class RowGrammars:
-    """Where the requests with a grammar stand in it. Only in the first worker, which draws."""
+    """Positions of requests in their grammars. Only in the first worker, which draws."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
@@ -82,13 +82,13 @@ class RowGrammars:
         self._kept: OrderedDict[Grammar, Compiled] = OrderedDict()
         self._matchers: dict[str, Matcher] = {}
         self._newest: dict[str, int] = {}
-        """What a request drew last; whether vLLM has taken it is known at the next draw."""
+        """By request id: the token that was drawn last. Whether vLLM has taken it is known at the next draw."""
 
     def draw(self, rows: Rows, logprobs_R_V: Tensor, numbers_R: Tensor) -> tuple[Tensor, list[int]]:
-        """A token for each row, and the rows whose grammar has failed."""
+        """A token for each row, int64 [R], and the rows whose grammar has failed."""
         for one in self._newest.keys() - self._runner.requests.keys():
             del self._newest[one]
-            self._matchers.pop(one, None)  # there is none when the grammar could not be compiled
+            self._matchers.pop(one, None)  # no matcher is there when the grammar could not be compiled
         masks: dict[int, Bools] = {}
         failed = []
         for row, how in rows.with_grammar.items():
@@ -110,15 +110,18 @@ class RowGrammars:
         return tokens_R, failed
 
     def _matcher(self, name: str, how: Draws, vocab_size: int) -> Matcher:
-        """At the end of what vLLM has taken: it lets a prompt that is computed in pieces draw after each piece, and
-        knows how many tokens it took before it has them here."""
+        """Position of a request after the tokens that vLLM has taken.
+
+        vLLM lets a prompt that is computed in pieces draw after each piece, and throws those tokens away. It knows how
+        many tokens it took before it has them here.
+        """
         request = self._runner.requests[name]
         num_output = len(request.output_token_ids)
         matcher = self._matchers.get(name)
         if matcher is None:
             matcher = self._matchers[name] = self._compiled(how, vocab_size).matcher()
             prompt = request.prompt_token_ids
-            # What was drawn before a move to another version, or before a preemption.
+            # The prompt ends with the tokens that were drawn before a move to another version, or before a preemption.
             matcher.take([*prompt[len(prompt) - how.first :], *request.output_token_ids])
         elif how.first + num_output > matcher.num_taken:
             matcher.take([self._newest[name]])
@@ -144,12 +147,12 @@ class StreamSampler(Sampler):
         self._runner = [runner]  # in a list: no submodule
         self._rows: Rows | None = None
         self._histories: dict[str, History] = {}
-        """By request id, of those with penalties."""
+        """By request id: the history of each request with penalties."""
         self._counted: dict[str, int] = {}
-        """How many tokens of a request's own output are in its history."""
+        """By request id: the number of tokens of its own output that are in its history."""
         self._grammars = RowGrammars(runner)
         self._newest_R: Tensor | None = None
-        """What the rows drew last; whether vLLM has taken it is known at the next draw."""
+        """Token that each row drew last. Whether vLLM has taken it is known at the next draw."""
 
     @torch.inference_mode()
     def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> SamplerOutput:
@@ -176,7 +179,7 @@ class StreamSampler(Sampler):
         tokens_R_1 = workers.broadcast(tokens_R[:, None])
         self._newest_R = tokens_R_1[:, 0]
         ids, logprobs = tokens_R_1, logprobs_R_V.gather(-1, tokens_R_1)
-        logprobs[failed] = float("nan")  # by which the front knows
+        logprobs[failed] = float("nan")  # tells the front that the grammar failed
         if rows.columns:
             best, best_ids = logprobs_R_V.topk(rows.columns)
             ids, logprobs = torch.cat([ids, best_ids], 1), torch.cat([logprobs, best], 1)
@@ -195,8 +198,11 @@ class StreamSampler(Sampler):
         return self._rows
 
     def _count(self, rows: Rows) -> None:
-        """Puts the newest tokens into the histories, but for those that vLLM threw away: it lets a prompt that is
-        computed in pieces draw after each piece. It knows how many tokens it took, and may not have them here yet."""
+        """Puts the newest tokens into the histories, but for those that vLLM threw away.
+
+        vLLM lets a prompt that is computed in pieces draw after each piece. It knows how many tokens it took, and may
+        not have them here yet.
+        """
         if rows.penalized is None or self._newest_R is None:
             return
         requests = self._runner[0].requests
@@ -210,7 +216,8 @@ class StreamSampler(Sampler):
     def _keep_histories(
         self, before: Rows | None, draws: Mapping[str, Draws], vocab_size: int, device: torch.device
     ) -> None:
-        """The histories of the requests that vLLM has, with those of a batch that is to come."""
+        """Drops the histories of requests that vLLM no longer has, and makes those of the next batch. `before`: the
+        last batch. `draws`: of the next one, by request id."""
         requests = self._runner[0].requests
         if before is not None and before.penalized is not None:
             for one, counts_V in zip(before.penalized_ids, before.penalized.counts_A_V, strict=True):
@@ -220,6 +227,6 @@ class StreamSampler(Sampler):
         for one, how in draws.items():
             if how.penalties and one not in self._histories:
                 prompt = requests[one].prompt_token_ids
-                begin = len(prompt) - how.first  # what was drawn before a move to another version is output
+                begin = len(prompt) - how.first  # tokens drawn before a move to another version are output
                 self._histories[one] = History.of(prompt[:begin], prompt[begin:], vocab_size=vocab_size, device=device)
                 self._counted[one] = 0

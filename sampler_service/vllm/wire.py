@@ -31,7 +31,7 @@ class Draws:
     penalties: Penalties = field(default_factory=Penalties)
     grammar: Grammar | None = None
     grammar_eos: Sequence[int] = ()
-    """Tokens that may come after a complete text of it."""
+    """Tokens that may come after a complete text of the grammar."""
 
     @property
     def rule(self) -> Rule:

@@ -146,9 +146,9 @@ class Stack:
     num_samplers: int = 1
     """Of each trainer."""
     trainer_port: int = 0
-    """Of the first trainer; further ones have those after it. 0: free ones."""
+    """gRPC port of the first trainer; further trainers have the ports after it. 0 means free ports."""
     sampler_port: int = 0
-    """Of the first sampler, likewise."""
+    """gRPC port of the first sampler; further samplers have the ports after it. 0 means free ports."""
     log_format: str = "json"
     tracing: bool = False
     tls: Tls = Tls()
@@ -165,7 +165,7 @@ class Stack:
         return self.state_dir / "logs"
 
     def groups(self) -> list[Group]:
-        """With the ports that were asked for, one after the other, and others that the kernel says are free."""
+        """Trainer and samplers of each model. Ports without a setting are ones that the kernel says are free."""
         free = iter(free_ports((1 + 2 * (1 + self.num_samplers)) * len(self.models)))
         trainer_ports = count(self.trainer_port) if self.trainer_port else free
         sampler_ports = count(self.sampler_port) if self.sampler_port else free

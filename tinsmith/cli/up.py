@@ -64,7 +64,7 @@ def _add_models_and_folders(parser: argparse.ArgumentParser) -> None:
     for service in ("trainer", "sampler"):
         parser.add_argument(
             f"--{service}-port", type=_port, default=0, metavar="PORT",
-            help=f"gRPC port of the first {service}; further ones have those after it (default: any free ones)",
+            help=f"gRPC port of the first {service}; further ones have the ports after it (default: any free ports)",
         )  # fmt: skip
     parser.add_argument(
         "--state-dir", type=Path, default=Path("~/.tinsmith"), metavar="DIR",

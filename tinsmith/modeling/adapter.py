@@ -95,7 +95,7 @@ class Target:
     peft_name: str | None = None
     """The module that PEFT's names speak of, where it is not `name`."""
     tinker_name: str | None = None
-    """The module that the hosted service's files speak of, for an output layer whose weight is the embedding's. Tools
+    """Name of the module in the hosted service's files, for an output layer whose weight is the embedding's. Tools
     that merge such files look for this name: the base model's file has no weight of the name that PEFT uses."""
 
     def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -106,6 +106,7 @@ class Target:
         return (a, (self.num_experts, *b)) if self.shared == "A" else ((self.num_experts, *a), b)
 
     def with_tinker_name(self) -> Target:
+        """This target under the name of the hosted service's files."""
         return self if self.tinker_name is None else replace(self, name=self.tinker_name, tinker_name=None)
 
     @property
@@ -234,7 +235,7 @@ class Adapter:
         )
 
     def with_tinker_names(self) -> Adapter:
-        """These weights under the names of the hosted service's files."""
+        """An adapter of the same weights, under the names of the hosted service's files."""
         return Adapter(self.config, [target.with_tinker_name() for target in self.targets], self.flat)
 
     def save_peft(self, folder: Path, *, base_model: str) -> None:

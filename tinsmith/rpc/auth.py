@@ -22,7 +22,7 @@ _OPEN_METHODS = f"/{health.SERVICE_NAME}/"
 
 
 ADMIN_SERVICES = frozenset({"tinsmith.v1.TrainerAdminService", "tinsmith.v1.WeightSyncService"})
-"""They take the service key, and keys with `admin`, alone: what they do is no caller's own business."""
+"""Services that take only the service key, and keys with `admin`, because their calls concern all callers."""
 
 
 def _usable(key: SecretStr) -> SecretStr:
@@ -86,7 +86,7 @@ def accepted(api_keys: Iterable[SecretStr | ApiKey], service_key: SecretStr) -> 
 
 
 def admins(api_keys: Iterable[SecretStr | ApiKey], service_key: SecretStr) -> list[str]:
-    """Those of `accepted` that ADMIN_SERVICES take."""
+    """Keys that ADMIN_SERVICES take: the service key, and those with `admin`."""
     return accepted([key for key in named(api_keys) if key.admin], service_key)
 
 
@@ -143,8 +143,8 @@ def _digest(key: str) -> bytes:
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls without a key (UNAUTHENTICATED), and those of an admin service with an ordinary one
-    (PERMISSION_DENIED), before their body is read. Health checks need none."""
+    """Refuses calls without a key (UNAUTHENTICATED), and calls of an admin service with an ordinary key
+    (PERMISSION_DENIED), before their body is read. Health checks need no key."""
 
     def __init__(self, keys: Sequence[str], admin_keys: Sequence[str]) -> None:
         self._ring = KeyRing(keys)

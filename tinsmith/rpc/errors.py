@@ -50,7 +50,7 @@ DOMAIN = "tinsmith"
 _KEY = re.compile(r"\['([^']*)'\]")
 """A key of a map, as messages show it."""
 _RETRY_S = 1
-"""After which another try is worth while, where nothing is known."""
+"""Time after which another try is worth while, where the error names none, in seconds."""
 
 
 class ServiceError(Exception):
@@ -62,7 +62,7 @@ class ServiceError(Exception):
         super().__init__(message)
         self.message = message
         self.metadata = {key: str(value) for key, value in metadata.items()}
-        """`field` is the path of what is wrong from the root of the request: "data[3].loss_fn_inputs.target_tokens"."""
+        """`field`: path of the wrong value from the root of the request: "data[3].loss_fn_inputs.target_tokens"."""
         if "field" in self.metadata:
             self.metadata["field"] = _KEY.sub(r".\1", self.metadata["field"])
 
@@ -198,8 +198,8 @@ def _shortened(text: str, *, limit: int) -> str:
 
 
 def to_proto(error: ServiceError) -> status_pb2.Status:
-    """google.rpc.Status with an ErrorInfo: the form in which errors travel and lie in the journal. A request's mistake
-    has a BadRequest beside it, and what another try may mend a RetryInfo.
+    """google.rpc.Status with an ErrorInfo: the form in which errors travel and lie in the journal. A mistake in
+    the request also has a BadRequest. An error that another try may mend also has a RetryInfo.
 
     Messages that quote a long value are cut in the middle.
     """

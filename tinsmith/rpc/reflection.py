@@ -16,7 +16,7 @@ _NAME = "grpc.reflection.v1.ServerReflection"
 
 
 def add_reflection(services: Sequence[str], server: grpc.aio.Server) -> None:
-    """`services`: the full names of those that it tells of, beside health and itself."""
+    """Adds reflection to a server. `services`: full names of the services to list, beside health and reflection."""
     names = [*services, health.SERVICE_NAME, reflection.SERVICE_NAME, _NAME]
     reflection.enable_server_reflection(names, server)
     # grpcio-reflection serves v1alpha alone. The messages of v1 are the same on the wire.
@@ -30,7 +30,7 @@ def add_reflection(services: Sequence[str], server: grpc.aio.Server) -> None:
 
 
 def _pool_with_v1() -> DescriptorPool:
-    """The default pool, which also knows v1 then, so that tools can describe it."""
+    """The default descriptor pool, after adding v1 to it, so that tools can describe v1."""
     pool = descriptor_pool.Default()
     try:
         pool.FindServiceByName(_NAME)

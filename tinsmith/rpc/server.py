@@ -137,7 +137,7 @@ def _model_of(message: Any) -> str:
 
 class Server:
     """A grpc.aio server whose health is NOT_SERVING until set_serving(True). Without api_keys anyone may call it.
-    Those of them that are in `admin_keys` may call the admin services, too.
+    `admin_keys`: those of the api_keys with which the admin services may be called, too.
 
     With certificates only holders of one of the same authority get so far, and what travels is encrypted.
     """

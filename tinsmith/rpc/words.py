@@ -14,7 +14,7 @@ from tinsmith.rpc.errors import InvalidRequest
 
 
 def word_of(enum: EnumTypeWrapper, value: int) -> str:
-    """Of a value that this version does not know, its number."""
+    """Word of an enum's value; empty for UNSPECIFIED. A value that this version does not know becomes its number."""
     prefix = _prefix(enum)
     if value not in enum.values():
         return str(value)
@@ -22,7 +22,7 @@ def word_of(enum: EnumTypeWrapper, value: int) -> str:
 
 
 def value_of(enum: EnumTypeWrapper, word: str) -> Any:  # the stubs have a type for each enum
-    """Raises ValueError for a word that has none."""
+    """Value of an enum's word; UNSPECIFIED for the empty word. Raises ValueError for an unknown word."""
     return enum.Value(_prefix(enum) + word.upper()) if word else 0
 
 
@@ -31,7 +31,7 @@ def _prefix(enum: EnumTypeWrapper) -> str:
 
 
 def choices(enum: EnumTypeWrapper, values: Iterable[int] = ()) -> str:
-    """What a request may say: the names of these values, or of all, without UNSPECIFIED."""
+    """Names of these values, or of all values of the enum, without UNSPECIFIED, for an error's text."""
     return ", ".join(enum.Name(value) for value in (values or enum.values()) if value)
 
 

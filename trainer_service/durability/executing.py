@@ -2,8 +2,8 @@
 
 An operation is being executed while its request becomes a batch, while the compute thread works at it, and while its
 answer becomes a message. Meanwhile its name lies in a slot of a file beside the journal. Writing a slot is one `pwrite`
-without a sync: the slot survives the end of the process. It need not survive that of the machine, and does not count
-then: no operation cuts the power. So the file begins with the kernel's id of its boot.
+without a sync: the slot survives the end of the process. The end of the machine makes no suspect, because no operation
+cuts the power. So the file begins with the kernel's boot id, and slots of an earlier boot do not count.
 
 Each operation that was being executed when the process ended is a suspect. A suspect runs again while nothing else
 does. Once its answer is stored it is a suspect no longer. If the process ends before, the suspect alone was being
@@ -11,7 +11,7 @@ executed: it is condemned, and does not run a third time. An operation with an a
 to its model, has run through before, and without it the model is lost: it is condemned after more deaths.
 
 An operation that reads or writes a checkpoint may do so for minutes, and a store that does not answer must not keep all
-others waiting. So deaths in that time make no suspect. They are counted apart, and condemn after more of them.
+others waiting. So deaths in that time make no suspect. They are counted apart, and more of them are needed to condemn.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Name = tuple[str, int]
 """model_id and seq_id."""
 
 _IDLE, _EXECUTING, _STORING = "idle", "executing", "storing"
-"""What an operation does, in its slot."""
+"""State of an operation in its slot."""
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class Executing:
         self._path = folder / NAME
         self._lock = threading.Lock()
         self._deaths: dict[Name, Deaths] = {}
-        """Of each operation in which the process has ended."""
+        """Deaths of the process in each operation that had any."""
         self._slots: dict[Name, int] = {}
         self._free: list[int] = []
         self._num_entered = 0
@@ -142,7 +142,7 @@ class Executing:
 
     @contextmanager
     def storing(self, model_id: str, seq_id: int) -> Iterator[None]:
-        """Around the reading or writing of a checkpoint. Waits for nobody, and keeps nobody waiting."""
+        """Notes that an operation reads or writes a checkpoint. Waits for no suspect, and holds up no operation."""
         name = (model_id, seq_id)
         with self._lock:
             self._write(name, _STORING)
@@ -236,7 +236,7 @@ class Executing:
 
 
 def _boot_id() -> str:
-    """Of the machine; empty where the kernel has none."""
+    """The kernel's id of this boot of the machine; empty where the kernel has none."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
@@ -244,7 +244,7 @@ def _boot_id() -> str:
 
 
 def _put(file: int, slot: int, text: str) -> None:
-    """Slot -1 is that of the boot."""
+    """Writes a slot of the file. Slot -1 holds the boot id."""
     os.pwrite(file, text.encode().ljust(_SLOT_BYTES, b"\0"), (slot + 1) * _SLOT_BYTES)
 
 
@@ -254,7 +254,7 @@ def _packed(name: Name, deaths: Deaths, doing: str) -> str:
 
 
 def _counted(path: Path) -> dict[Name, Deaths]:
-    """For each operation in the file, the deaths in the middle of it. The process has not died, if the machine has."""
+    """Deaths in the middle of each operation in the file. After a new boot the machine has ended, not the process."""
     if not path.exists():
         return {}
     counted: dict[Name, Deaths] = {}

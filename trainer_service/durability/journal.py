@@ -180,7 +180,7 @@ class Journal:
         return [LiveModel(*row) for row in rows]
 
     async def live_model(self, model_id: str) -> LiveModel | None:
-        """None for one that is not live."""
+        """A live model; None when the journal has no live model of this id."""
         row = await self._writer.submit(
             lambda connection: connection.execute(f"{_LIVE_MODELS} AND model_id = ?", (model_id,)).fetchone()
         )

@@ -69,11 +69,11 @@ class LiveModel:
     cut_seq_id: int
     snapshot_seq_id: int | None
     last_seq_id: int | None
-    """Of its newest operation; None where no row of one is left."""
+    """seq_id of the newest operation; None where no row of an operation is left."""
 
     @property
     def is_covered(self) -> bool:
-        """Its newest snapshot covers every operation: nothing has to run again, so it may stay parked."""
+        """True when the newest snapshot covers every operation. Then nothing has to run again."""
         return self.snapshot_seq_id is not None and (self.last_seq_id or 0) <= self.snapshot_seq_id
 
 

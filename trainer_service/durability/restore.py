@@ -1,7 +1,7 @@
 """How live models of the journal come back, from their newest snapshots and what followed those.
 
-After a restart those come back whose snapshots do not cover all that was accepted of them. The others stay parked until
-something is asked of them (scheduling/parking.py).
+After a restart, models with accepted operations that no snapshot covers come back. The others stay parked until a
+request needs them (scheduling/parking.py).
 
 For each model the newest intact snapshot is found that covers answered operations only; without one, and with a journal
 that goes back to the creation, that is executed again. Then the scheduler gets the history after it:
@@ -119,12 +119,12 @@ class Restorer:
             await self.journal.lose(model.model_id, str(error))
             self.metrics.durability.unrestored_models.inc()
         except ServiceError as error:
-            if unparks and isinstance(error, OutOfCapacity):  # of the journal's disk
+            if unparks and isinstance(error, OutOfCapacity):  # such as a full disk of the journal
                 raise
             self.scheduler.give_up(model.model_id, str(error))
 
     async def _forget(self, model_id: str) -> None:
-        """Frees what there is of it in memory."""
+        """Frees what this process holds of a model in memory."""
         self.operations.models.drop(model_id)
         self.snapshots.drop(model_id)
         await self.scheduler.run_alone(lambda: self.operations.engine.delete_model(model_id))

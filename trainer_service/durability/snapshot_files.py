@@ -2,8 +2,8 @@
 
     adapter.npy            the adapter's, or the full model's, flat buffer, float32 [numel]
     optimizer.<name>.npy   the optimizer's tensors
-    gradient.npy           what has accumulated for the next step, where that is anything
-    accumulation.json      the batch that has failed since the last step; there where gradients or a failure are
+    gradient.npy           the gradients accumulated for the next step, where there are any
+    accumulation.json      the batch that has failed since the last step, where there is one or a gradient.npy
     layout.json            name and shape of each tensor in the buffer
     manifest.json          as that of a checkpoint: what it is, size and SHA-256 of every file above
 

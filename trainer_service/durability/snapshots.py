@@ -52,7 +52,7 @@ class _Progress:
     num_waiting: int = 0
     """Captured ones, of which the writing has not ended."""
     newest: int = -1
-    """seq_id of the newest that counts, as far as this process knows; -1 is none."""
+    """seq_id of the newest snapshot that counts, as far as this process knows; -1 means none."""
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -69,8 +69,8 @@ class Snapshots:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def add(self, model_id: str, *, replayed_bytes: int = 0, newest: int = -1) -> None:
-        """A live model: from now on it has snapshots. `replayed_bytes`: what the journal held of it when it came back,
-        from its snapshot `newest`."""
+        """Begins to take snapshots of a live model. `replayed_bytes`: bytes that the journal held of the model when it
+        came back from its snapshot `newest`."""
         bytes_before = self._journal.appended_bytes(model_id) - replayed_bytes
         self._models[model_id] = _Progress(bytes_before=bytes_before, newest=newest)
 
@@ -121,9 +121,9 @@ class Snapshots:
     async def complete(
         self, model_id: str, seq_id: int, capture: Callable[[], Awaitable[tuple[pb.CheckpointInfo, State]]]
     ) -> None:
-        """Returns when a snapshot after `seq_id`, the model's last operation, counts; it is captured if there is none.
+        """Returns when a snapshot after `seq_id`, the model's last operation, counts. `capture` makes one if need be.
 
-        All of the model's answers are stored. Raises OSError and ServiceError where no snapshot can be had.
+        To be called when all of the model's answers are stored. Raises OSError and ServiceError when it fails.
         """
         progress = self._models[model_id]
         async with progress.writing:
@@ -174,7 +174,7 @@ class Snapshots:
         self._spawn(self._enter(turn, model_id, seq_id, progress, num_bytes))
 
     async def _store(self, seq_id: int, info: pb.CheckpointInfo, state: State) -> int:
-        """Returns its bytes once it is durable. Raises OSError."""
+        """Writes a snapshot. Returns its size in bytes once it is durable. Raises OSError."""
         started = time.perf_counter()
         num_bytes = await self._on_thread(self.files.write, seq_id, info, state)
         self._metrics.durability.snapshot_seconds.observe(time.perf_counter() - started)
@@ -190,7 +190,10 @@ class Snapshots:
             logger.warning("the journal does not take the snapshot of %s after seq_id %d: %s", model_id, seq_id, error)
 
     async def _count(self, model_id: str, seq_id: int, progress: _Progress, num_bytes: int) -> None:
-        """Into the journal, which is cut; then older snapshots go. Called while nothing of the model is written."""
+        """Enters a durable snapshot into the journal, which is cut; then deletes older snapshots. Raises ServiceError.
+
+        Called with the lock `progress.writing`.
+        """
         before = await self._journal.add_snapshot(model_id, seq_id, num_bytes=num_bytes)
         if before is not None and self._models.get(model_id) is progress:
             progress.newest = seq_id

@@ -69,7 +69,7 @@ class Datum:
     inputs: Arrays
     """What the loss reads beside the targets."""
     loss_s: float = 0.0
-    """Expected time of its custom loss; 0 for other losses, whose time is in the price of a token."""
+    """Expected time of the custom loss, in seconds; 0 for other losses, whose time counts as that of the tokens."""
 
     @property
     def length(self) -> int:

@@ -43,13 +43,14 @@ class OptimizerState:
 
 @dataclass(frozen=True, slots=True)
 class Accumulation:
-    """A copy, in host memory, of what a model has gathered for its next step."""
+    """A copy, in host memory, of a model's gradients for its next step, and of a failure among its batches."""
 
     gradient: Tensor | None
-    """None where no batch has added anything."""
+    """Sum of the gradients, flat; None where no batch has added any."""
     tainted: str
-    """As in ModelState."""
+    """Why the gradients are not those that the client thinks; empty when they are."""
     tainted_by: int
+    """seq_id of the newest batch that has failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class State:
     """Optimizer steps that the weights have seen."""
     optimizer: OptimizerState | None
     accumulation: Accumulation | None = None
-    """Of a model that is parked in the middle of an accumulation. No checkpoint holds it."""
+    """Gradients and failure of a model that is parked between two steps. No checkpoint holds them."""
 
 
 class TrainingEngine:
@@ -151,7 +152,7 @@ class TrainingEngine:
     def has_room_for(self, config: AdapterConfig) -> bool:
         """False when `create_model` would find no memory now, and would find it if other models were gone.
 
-        May be asked for on any thread.
+        May be called on any thread.
         """
         if config.rank == 0:
             return True
@@ -159,7 +160,7 @@ class TrainingEngine:
         return needed <= self._room.bytes_left or (most is not None and needed > most)
 
     def _bytes_in_training(self, config: AdapterConfig) -> int:
-        """Of an adapter with its gradient and its moments."""
+        """Bytes of an adapter with its gradient and its moments."""
         numel = num_elements(config, chosen_targets(config, self.base.targets))
         return full_bytes(numel * torch.float32.itemsize)
 
@@ -347,7 +348,7 @@ class TrainingEngine:
             )
 
     def gather_gradient(self, model_id: str) -> None:
-        """Adds up over the ranks what they have accumulated, into the gradient of the first one."""
+        """Adds up the accumulated gradients of all ranks into that of the first rank, and clears the others."""
         self._room.have_for_a_step(model_id)
         gradient = self._models[model_id].need_gradient()
         self._team.sum_(gradient.flat)

@@ -130,7 +130,7 @@ class Room:
 
     @property
     def bytes_left(self) -> float:
-        """That more models may take. May be asked for on any thread."""
+        """Bytes that further models may take; infinite without a bound. May be read on any thread."""
         if self.plan.models_bytes is None:
             return math.inf
         taken = sum(full_bytes(model.adapter.num_bytes) for model in list(self._models.values()))

@@ -24,7 +24,7 @@ class Team(Protocol):
 
     @property
     def is_first(self) -> bool:
-        """What exists once, such as gradients that have been added up, is with this rank."""
+        """True on the rank that holds what exists once, such as gradients that have been added up."""
         ...
 
     @property

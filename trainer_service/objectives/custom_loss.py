@@ -59,7 +59,7 @@ class CustomLoss:
     """"logprobs", then the loss_fn_inputs that it reads."""
     graph: Graph
     _seconds: dict[Any, float] = field(default_factory=dict, repr=False, compare=False)
-    """Expected time of each kind of datum that check_shapes has seen."""
+    """Expected time of each kind of datum that check_shapes has seen, in seconds."""
 
     @classmethod
     def from_proto(cls, loss: trainer_pb2.CustomLoss) -> CustomLoss:
@@ -88,7 +88,7 @@ class CustomLoss:
         return expected
 
     def _check(self, inputs: Sequence[Tensor], *, deadline: Deadline) -> float:
-        """Returns the expected seconds."""
+        """Runs the graph on inputs without data. Returns the seconds that it is expected to take with data."""
         num_bytes = 0
 
         def bounded(result: Any) -> None:

@@ -22,7 +22,7 @@ MAX_ELEMENTS = 2**28
 """Of all operations for one datum, the gradient's included. Their results are all that torch allocates, and no
 operation on the list takes much longer than some 10 ns for an element (those of _SLOW: for an eighth of one)."""
 SECONDS_PER_ELEMENT = 2e-9
-"""Of a typical operation, on one core. The scheduler learns how far this machine is from it."""
+"""Time of a typical operation for each element, on one core. The scheduler learns how far this machine is from it."""
 _MULTIPLY_ADDS_PER_ELEMENT = 64
 """A matrix product does about as many in the time of an elementwise operation on one element."""
 
@@ -58,7 +58,7 @@ class CostLimit(TorchDispatchMode):
 
     @property
     def seconds(self) -> float:
-        """Expected, of what has run under this."""
+        """Expected time of the operations that have run under this, in seconds."""
         return self._total * SECONDS_PER_ELEMENT
 
     def gradient_is_small(self, num_nodes: int) -> bool:

@@ -47,7 +47,7 @@ class Operations:
         snapshots: Snapshots,
         make_room: MakeRoom,
     ) -> None:
-        """run_alone: of the scheduler; make_room: of its parking."""
+        """`run_alone`: the scheduler's method. `make_room`: the method of its parking."""
         self.engine = engine
         self.max_lora_rank = max_lora_rank
         self.snapshots = snapshots
@@ -230,7 +230,7 @@ class Operations:
 
 
 def _kind_of(request: pb.CreateModelRequest) -> str:
-    """Of the optimizer that it asks for; empty where it asks for none."""
+    """Name of the optimizer that a request asks for; empty where it asks for none."""
     return word_of(types_pb2.Optimizer, request.optimizer)
 
 

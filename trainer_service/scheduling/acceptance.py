@@ -74,7 +74,7 @@ class Acceptance:
             async with self._parking.place():
                 if model_id not in self._models:
                     model = self._models.open(model_id)
-            if model is None:  # a repeat came meanwhile
+            if model is None:  # a repeat of this creation came meanwhile
                 return await self._accept(model_id, seq_id, body, build, held_bytes=held_bytes)
         if model.gone is not None:
             raise model.gone
@@ -84,9 +84,9 @@ class Acceptance:
                 f"{model_id}: {model.num_queued} operations are queued, this server's max_queued_operations"
             )
         self._check_near(model, seq_id)
-        # The next operation of a model may go above the bound of memory: others may wait for it that hold all of it.
+        # The next operation of a model may go above the bound of memory: those that fill it may wait for this one.
         is_next = seq_id == model.next_to_enter and model.has_settled_before(seq_id)
-        if seq_id:  # a creation was looked at before it had a place
+        if seq_id:  # a creation was checked before it got a place
             check = self._held.check_next if is_next else self._held.check
             check(model_id, held_bytes)
         return await self._append(model, seq_id, body, build, held_bytes=held_bytes, is_next=is_next)

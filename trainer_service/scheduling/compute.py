@@ -127,7 +127,8 @@ class ComputeThread:
 
     @property
     def loss_speed(self) -> Speed | None:
-        """None where micro-batches must not depend on what was measured."""
+        """Measured speed, by which the time of custom losses counts as tokens; None where micro-batches must not depend
+        on measurements."""
         return None if self._alone else self.speed
 
     # Asked by the thread that serves the metrics
@@ -296,7 +297,7 @@ class ComputeThread:
             raise EngineDead(f"the engine has died: {error}") from error
 
     def _measure(self, kind: str, *, loss_seconds: float = 0.0, expected_loss_seconds: float = 0.0) -> None:
-        """What has run until now. `loss_seconds`: of custom losses in it."""
+        """Records the time of the work that has just run. `loss_seconds`: the part that custom losses took."""
         running = self._running
         assert running is not None
         seconds = time.perf_counter() - running.started_s

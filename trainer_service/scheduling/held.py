@@ -43,8 +43,11 @@ class HeldBytes:
             )
 
     def check_next(self, model_id: str, num_bytes: int) -> None:
-        """`check` for an operation with nothing of its model before it. Half the bound is for such operations, beside
-        the bound itself: each of them runs without waiting for another, so there is room for every one in the end."""
+        """Like `check`, for an operation with nothing of its model before it.
+
+        Half as much memory as the bound is reserved for such operations, beside the bound itself. Each of them runs
+        without waiting for another, so there is room for every one in the end.
+        """
         held = sum(operation.held_bytes for operation in self._next if not operation.outcome.done())
         if held + num_bytes > self.max_operation_bytes:
             self.check(model_id, num_bytes)

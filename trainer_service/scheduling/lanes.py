@@ -66,8 +66,8 @@ class BatchRun:
         speed: Speed | None = None,
         alone: bool = False,
     ) -> BatchRun:
-        """`speed`: tells what the time of custom losses is in tokens; without it they count for none. `alone`: it
-        shares no micro-batch."""
+        """`speed`: converts the time of custom losses into tokens; without it that time counts for none. `alone`: the
+        batch shares no micro-batch."""
         more = [0 if speed is None or not one.loss_s else speed.loss_tokens(one.loss_s) for one in batch.datums]
         lengths = [one.charge + tokens for one, tokens in zip(batch.datums, more, strict=True)]
         return cls(operation, batch, Load(lengths, batch.forward_only, alone=alone), result)

@@ -22,9 +22,9 @@ class Restoration:
     num_left: int
     """Operations that had run before, and have not run again."""
     forget: Callable[[], Awaitable[object]]
-    """Frees what there is of it."""
+    """Frees what there is of the model."""
     unparks: bool = False
-    """It was parked, by this process or the one before."""
+    """True when the model was parked, by this process or by the one before."""
     feeder: asyncio.Task[None] | None = None
     """Gives the operations their works."""
     ahead: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_AHEAD))
@@ -34,7 +34,7 @@ class Restoration:
     has_failed: bool = False
     """The model could not be restored: its operations stay in the journal as they are, for another try."""
     forgetting: asyncio.Task[None] | None = None
-    """After a failure: what frees the rest of it."""
+    """Task that frees the rest of the model after a failure."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,15 +51,15 @@ class ModelQueue:
     gone: ServiceError | None = None
     """Why nothing of this model runs any more."""
     restoration: Restoration | None = None
-    """Of a model from before a restart, or that was parked."""
+    """How the model came back, if it is from before a restart or was parked."""
     used_s: float = field(default_factory=time.monotonic)
-    """When its last operation came or was answered, of time.monotonic."""
+    """Time at which the last operation came or was answered, by time.monotonic."""
     stays_until_s: float = 0.0
-    """It could not be parked, and is not tried again before then."""
+    """Time before which the model is not parked, after an attempt that failed, by time.monotonic."""
 
     @property
     def is_idle(self) -> bool:
-        """All that it has been asked for is done, and the answers are stored."""
+        """True when everything that was asked of the model is done, and the answers are stored."""
         if self.operations or self.unsettled or self.gone is not None:
             return False
         return self.restoration is None or self.restoration.is_over.is_set()
@@ -80,7 +80,7 @@ class ModelQueue:
         return sum(map(_waits, self.operations.values()))
 
     def has_settled_before(self, seq_id: int) -> bool:
-        """Every operation before this one has its outcome."""
+        """True when every operation before this one has its outcome."""
         return all(one.outcome.done() for one in self.operations.values() if one.seq_id < seq_id)
 
     def in_turn(self) -> Iterator[Operation]:
@@ -92,7 +92,7 @@ class ModelQueue:
 
 
 class ModelQueues:
-    """Of the live models in memory, by model_id, and the ids of the others."""
+    """Queues of the live models in memory, by model_id, and the ids of the other models."""
 
     def __init__(self, metrics: Metrics, *, max_models: int, max_known_models: int) -> None:
         self._queues: dict[str, ModelQueue] = {}
@@ -104,13 +104,13 @@ class ModelQueues:
         self.parked: set[str] = set()
         """Live models that are on the disk only (parking.py)."""
         self.coming: set[str] = set()
-        """Those that are about to have a queue again: their places are taken."""
+        """Ids of models on their way back into memory. Each of them has its place already."""
         self.released = asyncio.Event()
-        """Set whenever a model may have become idle, or has gone: whoever waits for a place clears it and looks."""
+        """Set whenever a model may have become idle, or has gone. A task that waits for a place clears it."""
         metrics.memory.parked_models.set_function(lambda: len(self.parked))
 
     def __len__(self) -> int:
-        """Of the models in memory, and of those that are on their way there."""
+        """Number of models in memory or on their way there."""
         return len(self._queues) + sum(model_id not in self._queues for model_id in self.coming)
 
     def __contains__(self, model_id: str) -> bool:
@@ -126,7 +126,8 @@ class ModelQueues:
         return self._queues.get(model_id)
 
     def open(self, model_id: str) -> ModelQueue:
-        """Of a new model, for which there is a place in memory. Raises OutOfCapacity."""
+        """Makes the queue of a new model, for which there is a place in memory. Raises OutOfCapacity above
+        max_known_models."""
         if (num_known := len(self) + len(self.parked)) >= self._max_known_models:
             raise OutOfCapacity(
                 f"{num_known} models are live, in memory or parked, this server's max_known_models "
@@ -135,7 +136,7 @@ class ModelQueues:
         return self.add(ModelQueue(model_id))
 
     def add(self, model: ModelQueue) -> ModelQueue:
-        """Also above max_models: it was in memory before a restart."""
+        """Adds a queue, also above max_models: the model may have been in memory before a restart."""
         self._queues[model.model_id] = model
         self._metrics.memory.models.set(len(self._queues))
         return model

@@ -1,8 +1,8 @@
-"""Which live models are in memory. The others are parked: they are on the disk, and nothing of them is here but an id.
+"""Parking of live models: a parked model is on the disk, and only its id is in memory.
 
 A model is parked when it has had no work for a while, or when another one needs its place and it is the one that was
-used longest ago. It comes back when something is asked of it. Only a model that is idle is parked: all that was
-accepted of it is answered, the answers are stored, and nobody is about to ask more.
+used longest ago. A parked model comes back when a request needs it. Only an idle model is parked: all its accepted
+operations are answered, the answers are stored, and no call is about to use it.
 
 A parked model is what a model is after the end of the trainer: a snapshot in the journal, which covers its last
 operation. So a trainer that is killed in the middle of a move finds the model as it was, and one that starts leaves
@@ -27,28 +27,28 @@ from trainer_service.scheduling.model_queue import ModelQueue, ModelQueues
 logger = logging.getLogger(__name__)
 
 _PATIENCE_S = 5.0
-"""How long a model waits for a place while all others have work."""
+"""Longest wait of a model for a place while all others have work, in seconds."""
 _TRY_AGAIN_S = 30.0
-"""After which a model that could not be parked is tried again."""
+"""Time after which a model that could not be parked is tried again, in seconds."""
 _LOOKS = 10
-"""For idle models, in the time after which they are parked."""
+"""Looks for idle models within the time after which they are parked."""
 _LONGEST_PAUSE_S = 30.0
 
 
 class Shelf(Protocol):
-    """Where parked models lie."""
+    """Storage of parked models."""
 
     async def put_away(self, model_id: str, seq_id: int) -> None:
         """Makes the model durable, as it is after `seq_id`, its last operation, and frees its memory.
 
-        Raises OSError and ServiceError where that cannot be, and the model is as it was.
+        Raises OSError and ServiceError when that fails; the model then stays as it was.
         """
         ...
 
     async def bring_back(self, model_id: str) -> None:
         """Returns when the model is restored, or has been given up or lost.
 
-        Raises OSError and ServiceError for what may pass.
+        Raises OSError and ServiceError for a cause that may pass.
         """
         ...
 
@@ -58,31 +58,32 @@ class Parking:
 
     def __init__(self, models: ModelQueues, metrics: Metrics, spawn: Spawn) -> None:
         self.shelf: Shelf | None = None
-        """Without one nothing is parked."""
+        """Storage of parked models; None means that no model is parked."""
         self._models = models
         self._metrics = metrics
         self._spawn = spawn
         self._moves: dict[str, asyncio.Task[Any]] = {}
-        """By model_id, to the disk or back."""
+        """Tasks that bring a model to the disk or back, by model_id."""
         self._wanted: Counter[str] = Counter()
-        """Calls in work, by model_id, that are about to use the model."""
+        """Number of calls that are about to use a model, by model_id."""
         self._door = asyncio.Lock()
-        """Whoever makes room holds it: places are given in the order in which they are asked for."""
+        """Held while room is made, so that places are given in the order in which they are asked for."""
 
     async def run(self, *, idle_s: float) -> None:
-        """Parks models that have had no work for so long. Until it is cancelled."""
+        """Parks models that have had no work for `idle_s` seconds, until cancelled."""
         while True:
             await asyncio.sleep(min(idle_s / _LOOKS, _LONGEST_PAUSE_S))
             await self.park_idle(idle_s)
 
     async def park_idle(self, idle_s: float) -> None:
+        """Parks each model that has had no work for `idle_s` seconds."""
         for model in list(self._models):
             if time.monotonic() - model.used_s >= idle_s and self._may_go(model):
                 await self._park(model)
 
     @contextmanager
     def wanted(self, model_id: str) -> Iterator[None]:
-        """Meanwhile the model is not parked."""
+        """Keeps a model from being parked within the context."""
         self._wanted[model_id] += 1
         try:
             yield
@@ -93,7 +94,7 @@ class Parking:
                 self._models.released.set()
 
     async def settled(self, model_id: str) -> None:
-        """Returns when the model is in memory or parked, and not on its way."""
+        """Returns when the model is not on its way to the disk or back."""
         while (move := self._moves.get(model_id)) is not None:
             await asyncio.wait([move])
 
@@ -107,7 +108,7 @@ class Parking:
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
-        """Within it there is a place for one more model in memory. Raises OutOfCapacity."""
+        """A context in which there is a place for one more model in memory. Raises OutOfCapacity."""
         deadline = time.monotonic() + _PATIENCE_S
         async with self._door:
             await self._park_until(lambda: len(self._models) < self._models.max_models, deadline=deadline)
@@ -119,7 +120,7 @@ class Parking:
             yield
 
     async def make_room(self, suffices: Callable[[], bool]) -> None:
-        """Parks models until that is so. Returns also when nothing can be parked for long."""
+        """Parks models until `suffices()` is true. Returns, too, when no model can be parked for some seconds."""
         await self._park_until(suffices, deadline=time.monotonic() + _PATIENCE_S)
 
     async def _park_until(self, suffices: Callable[[], bool], *, deadline: float) -> None:
@@ -135,7 +136,7 @@ class Parking:
                     await self._models.released.wait()
 
     async def _park_one(self) -> bool:
-        """The one used longest ago. False when there is none that may go."""
+        """Parks the model that was used longest ago. False when no model may be parked."""
         for model in sorted(filter(self._may_go, self._models), key=lambda model: model.used_s):
             if self._may_go(model) and await self._park(model):
                 return True
@@ -182,7 +183,7 @@ class Parking:
             if isinstance(error := self._models.unrestored.get(model_id), OutOfCapacity):
                 del self._models.unrestored[model_id]
                 raise error
-        except BaseException:  # it is where it was, and the next call tries again
+        except BaseException:  # the model is on the disk as before, and the next call tries again
             self._models.parked.add(model_id)
             raise
         finally:

@@ -86,7 +86,7 @@ class Replay:
         error: ServiceError = lost(model_id, why)
         unparks = model is not None and model.restoration is not None and model.restoration.unparks
         if unparks and isinstance(cause, OutOfCapacity):
-            error = cause  # it is parked again
+            error = cause  # the model is parked again
         else:
             self._metrics.durability.unrestored_models.inc()
         logger.error("%s", error)
@@ -119,7 +119,7 @@ class Replay:
                 cause=outcome,
             )
             return
-        if not (restoration.unparks and operation.founds):  # the snapshot was read
+        if not (restoration.unparks and operation.founds):  # then a snapshot was read, and nothing ran
             self._metrics.durability.replayed_operations.labels(operation.kind).inc()
             logger.debug("%s of %s, seq_id %d, has run again", operation.kind, model.model_id, operation.seq_id)
         if operation.founds:

@@ -64,7 +64,8 @@ class Scheduler:
         alone: bool = False,
         executing: Executing | None = None,
     ) -> None:
-        """`alone`: no two batches share a micro-batch. `executing`: of the journal's folder; made here unless given."""
+        """`alone`: no two batches share a micro-batch. `executing`: that of the journal's folder; made
+        here unless given."""
         self._journal = journal
         self._tasks: set[asyncio.Task[Any]] = set()
         self._models = ModelQueues(metrics, max_models=max_models, max_known_models=max_known_models)
@@ -178,12 +179,12 @@ class Scheduler:
         0 again, and the later ones follow. Those that had an answer keep it, and `work_of` makes what they do again.
 
         When one of those fails that had not, the model is given up, and `forget` frees what there is of it.
-        `unparks`: it was parked.
+        `unparks`: the model was parked.
         """
         self._replay.begin(model_id, history, start=start, found=found, work_of=work_of, forget=forget, unparks=unparks)
 
     async def restored(self, model_id: str) -> None:
-        """Returns when a model that `restore` brings back is as it was, or has been given up and is forgotten."""
+        """Returns when a model that `restore` brings back is there, or has been given up and is forgotten."""
         model = self._models.get(model_id)
         if model is None or (restoration := model.restoration) is None:
             return
@@ -192,7 +193,7 @@ class Scheduler:
             await asyncio.wait([restoration.forgetting])
 
     def leave_parked(self, model_id: str) -> None:
-        """A model of the journal that need not be restored before something is asked of it."""
+        """Notes a model of the journal as parked. The model is restored when a request needs it."""
         self._models.parked.add(model_id)
 
     def give_up(self, model_id: str, why: str) -> None:

@@ -17,14 +17,15 @@ class Speed:
     _loss_seconds: float = 0.0
     """The part of them that custom losses took."""
     _expected_loss_seconds: float = 0.0
-    """What that part was expected to be."""
+    """Time that was expected for custom losses."""
     _calls: float = 0.0
     _call_seconds: float = 0.0
 
     def observe(
         self, seconds: float, *, num_tokens: int, loss_seconds: float = 0.0, expected_loss_seconds: float = 0.0
     ) -> None:
-        """A micro-batch of so many tokens, or a call when there are none. `loss_seconds`: of custom losses in it."""
+        """Notes the time of a micro-batch of so many tokens, or of a call when there are none. `loss_seconds`: the part
+        that custom losses took."""
         if num_tokens:
             self._tokens = _KEPT * self._tokens + num_tokens
             self._token_seconds = _KEPT * self._token_seconds + seconds
@@ -41,7 +42,7 @@ class Speed:
         return round(seconds * self._tokens / without) if without > 0 else 0
 
     def loss_tokens(self, expected_seconds: float) -> int:
-        """Tokens in the time that a custom loss will take, by how far earlier ones were from what was expected."""
+        """Tokens that are computed in the time of a custom loss. Earlier losses correct the expected time."""
         known = self._expected_loss_seconds > 0 < self._loss_seconds
         return self.tokens_in(expected_seconds * (self._loss_seconds / self._expected_loss_seconds if known else 1.0))
 

@@ -118,7 +118,7 @@ class Turn(Protocol):
         ...
 
     def storing(self) -> AbstractContextManager[None]:
-        """Around the reading or writing of a checkpoint: should the process die of it too often, it is not tried
+        """A context for reading or writing a checkpoint. An operation in which the process dies too often is not tried
         again."""
         ...
 

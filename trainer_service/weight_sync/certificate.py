@@ -276,11 +276,11 @@ class Publisher:
         return info.engine, scores
 
     async def _scores(self, sampler: Sampler, version_id: str) -> Scores:
-        """Of all sequences."""
+        """A sampler's logprobs of all canary sequences, one after the other."""
         return np.concatenate(await asyncio.gather(*(self._score(sampler, version_id, one) for one in self.sequences)))
 
     async def _score(self, sampler: Sampler, version_id: str, tokens: Tokens) -> Scores:
-        """Of all tokens but the first."""
+        """A sampler's logprobs of all tokens but the first."""
         chunk = types_pb2.Chunk(encoded_text=types_pb2.EncodedText(tokens=tokens.astype("<i4").tobytes()))
         request = sampler_pb2.SampleRequest(
             version_id=version_id,

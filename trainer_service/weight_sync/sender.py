@@ -179,7 +179,7 @@ class WeightSender:
         self._samplers.check_servable(rank=rank, num_bytes=num_bytes)
 
     def sampler(self, address: str) -> Sampler:
-        """One of `Published.members`."""
+        """The sampler at an address, one of `Published.members`."""
         return next(sampler for sampler in self._samplers.all if sampler.address == address)
 
     async def confirm(self, version_id: str, addresses: Collection[str]) -> Sequence[str]:

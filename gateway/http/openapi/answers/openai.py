@@ -149,7 +149,7 @@ class ResponseUsage(TypedDict):
 
 
 class Response(TypedDict):
-    """With what was asked for."""
+    """A response, which repeats the settings of its request."""
 
     id: str
     object: Literal["response"]
