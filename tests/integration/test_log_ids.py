@@ -34,8 +34,8 @@ def model_id(stack: Stack, service: tinker.ServiceClient) -> str:
 
 
 def lines(stack: Stack, service: str, *, session_id: str) -> list[dict[str, Any]]:
-    """Those that name something of the session, in whatever field. Without the base model's part of a publish, which
-    the first one measures for all."""
+    """Log lines that name something of the session, in whatever field. The score of the base model is left out: the
+    first publish measures it for all."""
     (log,) = stack.logs.glob(f"{service}*.log")
     found = [json.loads(line) for line in log.read_text().splitlines() if session_id in line]
     of_base = f"{session_id}:train:", "sample of the base model"

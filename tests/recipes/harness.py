@@ -20,7 +20,7 @@ TEACHER = "Qwen/Qwen3.6-35B-A3B"
 
 
 def environment(base_url: str) -> dict[str, str]:
-    """Of a process of the cookbook: its hub is offline."""
+    """Environment of a process of the cookbook, whose hub is offline."""
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))},
         "HF_HOME": str(HUB / "hf_home"),

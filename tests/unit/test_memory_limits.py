@@ -1,4 +1,4 @@
-"""What a process may use of the machine's memory."""
+"""Memory of the machine that a process may use."""
 
 from __future__ import annotations
 

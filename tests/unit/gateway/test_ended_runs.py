@@ -126,7 +126,7 @@ async def test_a_run_that_ends_while_its_row_is_read_is_not_taken_for_live(
     model_id = await client.model(await client.session())
 
     async def ends_meanwhile(db: AsyncSession, session_id: str) -> bool:
-        await db.commit()  # what was read is as old as that
+        await db.commit()  # the row that was read is older than this
         await models.end(model_id)
         return True
 

@@ -22,7 +22,7 @@ CHAT: dict[str, Any] = {"model": BASE_MODEL, "messages": [{"role": "user", "cont
 COMPLETION: dict[str, Any] = {"model": BASE_MODEL, "prompt": "Hi", "max_tokens": 100}
 OWNERS = ("ada", "bob", "eve")
 CONTEXT = 2048
-"""Of the stack's sampler, in tokens."""
+"""Context length of the stack's sampler, in tokens."""
 SAYS = "the snow ❄ and the sand"
 
 

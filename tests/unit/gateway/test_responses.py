@@ -221,7 +221,7 @@ async def test_a_response_counts_as_a_chat_does(stack: Stack, http: Client, samp
     assert await counted() - before == reply.json()["usage"]["output_tokens"]
 
 
-# What a chat with tools brings
+# Schemas and calls of tools
 
 
 async def test_a_schema_and_calls_of_tools_are_those_of_chats(

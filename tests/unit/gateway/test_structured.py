@@ -23,7 +23,7 @@ GET = {"type": "object", "properties": {"q": {"enum": ["x", "y"]}}, "required": 
 
 
 def info(form: Form | None, *, marks: Sequence[str] = MARKS) -> TokenizerInfo:
-    """Of a tokenizer of bytes and marks."""
+    """A tokenizer of bytes and marks."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({char: n for n, char in enumerate(alphabet)}, []))
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]

@@ -289,7 +289,7 @@ def many_matrices(logprobs, matrix) -> Result:
 
 
 def test_the_time_that_a_loss_will_take_is_foreseen_from_its_graph() -> None:
-    """So that datums which take long together are not in one micro-batch, for which everybody waits."""
+    """Datums that take long together can then go into several micro-batches, so that others wait for less."""
 
     def foreseen(size: int) -> float:
         data = [
@@ -297,7 +297,7 @@ def test_the_time_that_a_loss_will_take_is_foreseen_from_its_graph() -> None:
         ]
         message = custom(data, sent(traced(many_matrices, matrix=2)))
         first, second = Batch.from_proto(message, Limits(VOCAB_SIZE, 64)).datums
-        assert first.loss_s == second.loss_s  # whose shapes were known
+        assert first.loss_s == second.loss_s  # the second one's shapes were known
         return first.loss_s
 
     assert foreseen(4) < 1e-4

@@ -144,7 +144,7 @@ def test_a_file_that_cannot_be_written_is_told_once_and_stops_nobody(
 
 
 def test_a_disk_that_was_full_for_a_while_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What had begun before it was full is not suspected for ever, and what begins later is noted."""
+    """Operations that began before the disk was full are not suspected for ever. Later ones are noted."""
     executing = Executing(tmp_path)
     executing.begin([A])
 
@@ -162,7 +162,7 @@ def test_a_disk_that_was_full_for_a_while_is_written_again(tmp_path: Path, monke
 def test_the_end_of_the_machine_counts_for_nobody_and_takes_nothing_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a power cut the file may be as it was, or not. Nor does a copy on another machine count."""
+    """A power cut may leave the file as it was. Deaths of another boot do not count, nor those of another machine."""
     Executing(tmp_path).begin([A])
     died(tmp_path).begin([A, B])
     (tmp_path / "boot_id").write_text("another\n")

@@ -1,4 +1,4 @@
-"""What earlier versions wrote is read as it was meant: their journals, manifests and certificates."""
+"""Journals, manifests and certificates of earlier versions are read as they were meant."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def in_memory(process: Process) -> set[str]:
 
 
 async def park(process: Process) -> None:
-    """All that are idle."""
+    """Parks all models that are idle."""
     await asyncio.gather(*process.scheduler._tasks)  # answers are being stored
     await process.scheduler.parking.park_idle(0)
 
@@ -110,7 +110,7 @@ async def test_the_one_used_longest_ago_makes_place_for_another(start: Start, tm
 
 
 def alone(engine: TrainingEngine, requests: Sequence[Any], *, seed: int) -> dict[str, Tensor]:
-    """What a run that has this engine for itself has at the end of these requests."""
+    """Tensors of a run after these requests, when the run has this engine for itself."""
     config = AdapterConfig.from_proto(creation("alone", seed=seed).lora_config, max_rank=4)
     engine.create_model("alone", config, "adamw")
     for one in requests:
@@ -166,7 +166,7 @@ async def test_a_kill_at_any_moment_of_a_move_changes_no_bit(
     folders: list[Path] = []
 
     def copied_around(owner: Any, name: str) -> None:
-        """What a kill just before and just after this call would leave."""
+        """Copies the folder that a kill just before, and just after, this call would leave."""
         call = getattr(owner, name)
 
         async def around(*arguments: Any, **settings: Any) -> Any:

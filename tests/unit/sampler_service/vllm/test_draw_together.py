@@ -126,7 +126,7 @@ def test_a_history_goes_on_when_the_batch_changes_and_leaves_out_what_vllm_threw
 
 
 def test_a_grammar_goes_on_from_what_vllm_has_taken(team: Team, text_model_folder: Path) -> None:
-    """Also for a sequence that has moved to another version, whose earlier tokens are in the prompt."""
+    """A sequence that has moved to another version has its earlier tokens in the prompt."""
     grammar = Grammar("lark", 'start: "ab" "cd"')
     names = AutoTokenizer.from_pretrained(text_model_folder)
     a, b, c = (names.convert_tokens_to_ids(char) for char in "abc")
@@ -169,6 +169,6 @@ def test_a_grammar_goes_on_from_what_vllm_has_taken(team: Team, text_model_folde
     draw("moved")
     assert list(sampler._grammars._matchers) == ["moved"]
     requests["moved"].output_token_ids += [-1]
-    sampler._grammars._newest["moved"] = 7  # what the grammar forbids: the library says so, and the row is marked
+    sampler._grammars._newest["moved"] = 7  # a token that the grammar forbids
     assert torch.isnan(draw("moved").logprobs[1]).all()
     sys.modules.pop("sampler_service.vllm.draw")
