@@ -27,9 +27,7 @@ class FakeServer:
 
     async def _run(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        stack = Stack(self._state_dir)
-        stack.sampler = stack.sampler_backend.servicer = TalkingSampler()
-        stack.trainer.samplers[:] = [stack.sampler]
+        stack = Stack(self._state_dir, TalkingSampler())
         try:
             await stack.trainer_backend.start()
             await stack.sampler_backend.start()

@@ -14,14 +14,8 @@ _OF_AN_EARLIER_LOOP = "PollerCompletionQueue._handle_events"
 @pytest.fixture
 async def stack(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> AsyncIterator[Stack]:
     """No test may leave an error in the log: a bug in a handler can hide behind an answer."""
-    stack = Stack(tmp_path)
-    await stack.trainer_backend.start()
-    await stack.sampler_backend.start()
-    await stack.start_gateway()
-    yield stack
-    await stack.stop_gateway()
-    await stack.trainer_backend.stop()
-    await stack.sampler_backend.stop()
+    async with Stack(tmp_path).serving() as stack:
+        yield stack
     errors = [record.getMessage() for record in caplog.get_records("call") if record.levelname == "ERROR"]
     assert [error for error in errors if _OF_AN_EARLIER_LOOP not in error] == []
 

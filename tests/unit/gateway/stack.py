@@ -6,14 +6,16 @@ import asyncio
 import struct
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 
 from gateway.config import GatewayConfig
+from gateway.gateway import Gateway
 from gateway.http.server import GatewayServer
 from tinsmith.rpc.errors import (
     BudgetExceeded,
@@ -498,10 +500,10 @@ class Backend:
 class Stack:
     """One gateway, one trainer, one sampler; and more samplers where a test adds them."""
 
-    def __init__(self, state_dir: Path) -> None:
+    def __init__(self, state_dir: Path, sampler: FakeSampler | None = None) -> None:
         self.state_dir = state_dir
         self.trainer = FakeTrainer()
-        self.sampler = FakeSampler()
+        self.sampler = sampler or FakeSampler()
         self.trainer.samplers.append(self.sampler)
         self.trainer_backend = Backend(self.trainer, "trainer")
         self.sampler_backend = Backend(self.sampler, "sampler")
@@ -511,6 +513,21 @@ class Stack:
         self.server: GatewayServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self.port = 0
+
+    @asynccontextmanager
+    async def serving(self, **settings: Any) -> AsyncIterator[Self]:
+        await self.trainer_backend.start()
+        await self.sampler_backend.start()
+        await self.start_gateway(**settings)
+        yield self
+        await self.stop_gateway()
+        await self.trainer_backend.stop()
+        await self.sampler_backend.stop()
+
+    @property
+    def gateway(self) -> Gateway:
+        assert self.server is not None
+        return self.server.app.state.gateway
 
     async def start_gateway(self, **settings: Any) -> None:
         self.settings |= settings
@@ -522,22 +539,21 @@ class Stack:
             **self.settings,
         )
         self.server = GatewayServer(config)
-        await self.server.app.state.gateway.start()
+        await self.gateway.start()
         self._serving = asyncio.create_task(self.server.serve())
         while not self.server.started:
             assert not self._serving.done(), self._serving.result()
             await asyncio.sleep(0.01)
         self.port = self.server.bound_port
         if self.trainer_backend.server is not None and self.sampler_backend.server is not None:
-            clients = self.server.app.state.gateway.clients
-            await clients.trainer(BASE_MODEL)
-            await clients.sampler(BASE_MODEL)
+            await self.gateway.clients.trainer(BASE_MODEL)
+            await self.gateway.clients.sampler(BASE_MODEL)
 
     async def stop_gateway(self) -> None:
         if self.server is not None and self._serving is not None:
             self.server.stop()
             await self._serving
-            await self.server.app.state.gateway.stop()
+            await self.gateway.stop()
             self.server = None
 
     async def restart_gateway(self, **settings: Any) -> None:

@@ -19,7 +19,6 @@ from gateway.database.tables.sessions import Model
 from gateway.database.tables.tenants import AuditEvent
 from gateway.storage import arrivals
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack
-from tests.unit.gateway.test_checkpoints import gateway_of
 from tinsmith.rpc.paths import TinkerPath
 
 Ask = Callable[[Client], Coroutine[Any, Any, httpx.Response]]
@@ -111,8 +110,8 @@ async def test_what_the_trainer_made_and_nobody_indexed_is_found(
 
 async def lose(stack: Stack, path: str) -> None:
     """As if the gateway had ended between the trainer's copy and its row."""
-    store = gateway_of(stack).store
-    await gateway_of(stack).ledger.flush()
+    store = stack.gateway.store
+    await stack.gateway.ledger.flush()
     async with store.begin() as db:
         await db.execute(delete(Checkpoint).where(Checkpoint.path == path))
     async with store.begin() as db:
@@ -132,10 +131,10 @@ async def test_a_copy_that_was_left_is_in_the_audit_log_once_whoever_finds_it(
     if finder == "a reader":
         assert (await client.post("/api/v1/weights_info", json={"tinker_path": path})).status_code == 200
     if finder != "a repeat":
-        await gateway_of(stack).storage.arrivals.finish_left()
+        await stack.gateway.storage.arrivals.finish_left()
     assert (await ask(client)).json() == {"tinker_path": path}
     assert (await ask(client)).json() == {"tinker_path": path}
-    await gateway_of(stack).storage.arrivals.finish_left()
+    await stack.gateway.storage.arrivals.finish_left()
     assert await entries(client, "checkpoint_copy") == 1
     run_id = path.removeprefix("tinker://").partition("/")[0]
     assert (await client.get(f"/api/v1/training_runs/{run_id}")).status_code == 200
@@ -151,7 +150,7 @@ async def test_what_was_answered_is_in_the_audit_log(
 ) -> None:
     ask = await make(client)
     assert (await ask(client)).status_code == 200
-    async with gateway_of(stack).store.begin() as db:
+    async with stack.gateway.store.begin() as db:
         query = select(func.count()).select_from(AuditEvent).where(AuditEvent.event == event)
         assert await db.scalar(query) == 1
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from gateway.gateway import Gateway
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, sample_body
 from tests.unit.gateway.test_runs import get
 from tests.unit.gateway.test_weights import save
@@ -31,13 +30,8 @@ async def events(client: Client, **query: Any) -> list[str]:
     return [entry["event"] for entry in (await get(client, "audit", **query))["entries"]]
 
 
-def gateway_of(stack: Stack) -> Gateway:
-    assert stack.server is not None
-    return stack.server.app.state.gateway
-
-
 async def expire(stack: Stack, path: str) -> None:
-    await gateway_of(stack).store.checkpoints.update(path, expires_at=time.time() - 1)
+    await stack.gateway.store.checkpoints.update(path, expires_at=time.time() - 1)
 
 
 async def is_deleted(stack: Stack, location: str) -> None:
@@ -84,7 +78,7 @@ async def test_an_expired_checkpoint_vanishes_at_once_and_then_from_the_disk(sta
     load = {"model_id": run_id, "seq_id": 2, "path": path, "optimizer": False}
     failure = await client.result(await client.call("load_weights", load))
     assert failure["category"] == "user"
-    await gateway_of(stack).reaper._delete_expired()
+    await stack.gateway.reaper._delete_expired()
     assert stack.trainer.checkpoints == {}
     assert await events(client) == ["checkpoint_create", "checkpoint_expire"]
 
@@ -94,7 +88,7 @@ async def test_what_a_save_puts_in_the_place_of_one_that_goes_stays(stack: Stack
     await stack.restart_gateway(reap_interval_s=1000)
     run_id = await client.model(await client.session())
     path = (await save(client, run_id, 1))["path"]
-    location, gateway = path.removeprefix("tinker://"), gateway_of(stack)
+    location, gateway = path.removeprefix("tinker://"), stack.gateway
     stack.trainer.on_deletion = lambda: save(client, run_id, 2, overwrite=True)
     match how:
         case "delete":
@@ -137,8 +131,8 @@ async def test_a_sampler_goes_on_without_its_checkpoint(stack: Stack, client: Cl
     await client.call(f"sessions/{session_id}/finish", {"reason": {"type": "success"}})
     await is_deleted(stack, retired)
     assert list(stack.trainer.checkpoints) == [location]
-    await gateway_of(stack).storage.retirement.delete_unused()
-    assert await gateway_of(stack).storage.retirement.find(location, version_id) is None
+    await stack.gateway.storage.retirement.delete_unused()
+    assert await stack.gateway.storage.retirement.find(location, version_id) is None
 
 
 async def test_a_checkpoint_that_several_remove_at_once_is_kept_for_its_sampler(stack: Stack, client: Client) -> None:
@@ -146,7 +140,7 @@ async def test_a_checkpoint_that_several_remove_at_once_is_kept_for_its_sampler(
     session_id = await client.session()
     path = await save_for_sampler(client, await client.model(session_id), 1)
     await client.sampling_session(session_id, model_path=path)
-    gateway = gateway_of(stack)
+    gateway = stack.gateway
     checkpoint = await gateway.store.checkpoints.get(path)
     assert checkpoint is not None
     await asyncio.gather(*(gateway.storage.retirement.keep_for_samplers(checkpoint) for _ in range(8)))

@@ -39,21 +39,9 @@ HOSTILE = "<img src=x onerror=alert(1)>"
 
 @pytest.fixture
 async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
-    stack = Stack(tmp_path)
-    stack.sampler = stack.sampler_backend.servicer = TalkingSampler()
-    stack.trainer.samplers[:] = [stack.sampler]
-    await stack.trainer_backend.start()
-    await stack.sampler_backend.start()
-    await stack.start_gateway(history_retention_s=1e12)  # the fake trainer computes in 1970
-    yield stack
-    await stack.stop_gateway()
-    await stack.trainer_backend.stop()
-    await stack.sampler_backend.stop()
-
-
-def gateway_of(stack: Stack) -> Gateway:
-    assert stack.server is not None
-    return stack.server.app.state.gateway
+    # The fake trainer computes in 1970.
+    async with Stack(tmp_path, TalkingSampler()).serving(history_retention_s=1e12) as stack:
+        yield stack
 
 
 async def get(client: httpx.AsyncClient, path: str, *, status: int = 200, **query: Any) -> Any:
@@ -89,7 +77,7 @@ async def sampled_run(client: Client) -> str:
 async def test_a_runs_numbers_are_there_after_a_restart_and_go_on(stack: Stack, client: Client) -> None:
     run_id = await client.model(await client.session())
     await train(client, run_id, steps=range(1, 4))
-    await gateway_of(stack).dashboard.flush()
+    await stack.gateway.dashboard.flush()
     first = await get(client, f"runs/{run_id}/history")
     assert first["reset"]
     assert first["step"] == [1, 2, 3]
@@ -98,7 +86,7 @@ async def test_a_runs_numbers_are_there_after_a_restart_and_go_on(stack: Stack, 
     await stack.restart_gateway()
     assert await get(client, f"runs/{run_id}/history") == first
     await train(client, run_id, steps=range(4, 6))
-    await gateway_of(stack).dashboard.flush()
+    await stack.gateway.dashboard.flush()
     more = await get(client, f"runs/{run_id}/history", after=first["seq"][-1], steps=3)
     assert (more["reset"], more["step"], more["seq"]) == (False, [4, 5], [8, 10])
     none = await get(client, f"runs/{run_id}/history", after=10, steps=5)
@@ -113,7 +101,7 @@ async def test_an_answer_that_passes_again_is_counted_once(stack: Stack, client:
     await stack.restart_gateway()
     for seq_id in range(1, 5):  # this gateway fetches them from the trainer
         assert (await client.poll(f"{run_id}:{seq_id}")).status_code == 200
-    await gateway_of(stack).dashboard.flush()
+    await stack.gateway.dashboard.flush()
     assert (await get(client, f"runs/{run_id}/history"))["step"] == [1, 2]
 
 
@@ -133,7 +121,7 @@ async def num_rows(gateway: Gateway, table: type[MetricPoint] | type[RecentSampl
 
 
 async def test_a_long_history_is_bounded_and_whole_also_with_two_writers(stack: Stack) -> None:
-    gateway = gateway_of(stack)
+    gateway = stack.gateway
     one, other = (History(gateway.store, max_points=64) for _ in range(2))
     for seq_id in range(1, 1001):
         observe((one, other)[seq_id // 4 % 2], seq_id)
@@ -154,7 +142,7 @@ async def test_a_long_history_is_bounded_and_whole_also_with_two_writers(stack: 
 
 
 async def test_a_reader_whose_points_were_merged_gets_all_anew(stack: Stack) -> None:
-    history = History(gateway_of(stack).store, max_points=64)
+    history = History(stack.gateway.store, max_points=64)
     for seq_id in range(1, 41):
         observe(history, seq_id)
     await history.flush()
@@ -173,7 +161,7 @@ async def test_many_points_are_written_in_portions_and_none_is_lost_between_them
 ) -> None:
     """20,000 points of one run, as after an outage, kept the event loop from others for 2.5 s."""
     monkeypatch.setattr("gateway.dashboard.history._PER_WRITE", 10)
-    store, commits_seen = gateway_of(stack).store, 0
+    store, commits_seen = stack.gateway.store, 0
     history = History(store, max_points=64)
 
     def fail() -> None:
@@ -189,11 +177,11 @@ async def test_many_points_are_written_in_portions_and_none_is_lost_between_them
     assert commits_seen == 3
     await history.flush()
     assert (await history.read(RUN))["step"] == list(range(1, 13))
-    assert await num_rows(gateway_of(stack), MetricPoint) == 25
+    assert await num_rows(stack.gateway, MetricPoint) == 25
 
 
 async def test_without_points_nothing_is_kept(stack: Stack) -> None:
-    gateway = gateway_of(stack)
+    gateway = stack.gateway
     history = History(gateway.store, max_points=0)
     observe(history, 1)
     await history.flush()
@@ -201,7 +189,7 @@ async def test_without_points_nothing_is_kept(stack: Stack) -> None:
 
 
 async def test_old_points_are_forgotten(stack: Stack) -> None:
-    gateway = gateway_of(stack)
+    gateway = stack.gateway
     history = History(gateway.store, max_points=64)
     for seq_id in range(1, 9):
         observe(history, seq_id)
@@ -217,7 +205,7 @@ async def test_recent_samples_are_text_token_by_token(stack: Stack, client: Clie
     assert isinstance(stack.sampler, TalkingSampler)
     stack.sampler.says = f"é {HOSTILE}"
     run_id = await sampled_run(client)
-    await gateway_of(stack).dashboard.flush()
+    await stack.gateway.dashboard.flush()
     found = (await get(client, f"runs/{run_id}/samples"))["samples"]
     assert len(found) == 2
     newest = found[0]
@@ -234,10 +222,10 @@ async def test_recent_samples_are_text_token_by_token(stack: Stack, client: Clie
 async def test_samples_without_a_sampler_are_token_ids(stack: Stack, client: Client) -> None:
     run_id = await sampled_run(client)
     await stack.sampler_backend.stop()
-    clients = gateway_of(stack).clients
+    clients = stack.gateway.clients
     while clients.samplers.usable(BASE_MODEL):  # noqa: ASYNC110 - nobody tells of it
         await asyncio.sleep(0.05)
-    await gateway_of(stack).dashboard.flush()
+    await stack.gateway.dashboard.flush()
     (newest, _) = (await get(client, f"runs/{run_id}/samples"))["samples"]
     assert newest["texts"] is None
     assert newest["tokens"]
@@ -263,7 +251,7 @@ async def keep(
 
 
 async def test_no_whole_request_waits_to_be_written(stack: Stack) -> None:
-    samples = RecentSamples(gateway_of(stack).store, keep=64)
+    samples = RecentSamples(stack.gateway.store, keep=64)
     prompt = types_pb2.Chunk(encoded_text=types_pb2.EncodedText(tokens=bytes(4 * 10**6)))
     request = sampler_pb2.SampleRequest(version_id=f"{RUN}@1", prompt=[prompt])
     samples.add("r", request, [drawn(10**5)] * 4, base_model=BASE_MODEL, owner="a")
@@ -275,7 +263,7 @@ async def test_no_whole_request_waits_to_be_written(stack: Stack) -> None:
 
 
 async def test_only_the_newest_samples_stay_of_each_owner(stack: Stack) -> None:
-    store = gateway_of(stack).store
+    store = stack.gateway.store
     await keep(store, [drawn(1)] * 3, keep=5, owner="b")
     mine = await keep(store, [drawn(n) for n in range(1, 10)], keep=5)
     assert [row.num_tokens for row in mine] == [9, 8, 7, 6, 5]
@@ -285,7 +273,7 @@ async def test_only_the_newest_samples_stay_of_each_owner(stack: Stack) -> None:
 
 
 async def test_of_all_runs_together_only_the_newest_points_and_samples_stay(stack: Stack) -> None:
-    gateway = gateway_of(stack)
+    gateway = stack.gateway
     history = History(gateway.store, max_points=64)
     for seq_id in range(1, 9):
         observe(history, seq_id)
@@ -301,7 +289,7 @@ async def test_of_all_runs_together_only_the_newest_points_and_samples_stay(stac
 
 
 async def test_long_outputs_are_cut_and_ranks_come_from_the_top_k_table(stack: Stack) -> None:
-    store = gateway_of(stack).store
+    store = stack.gateway.store
     table = types_pb2.TopkLogprobs(token_ids=struct.pack("<6i", 0, 7, 8, 1, 9, 9), k=2, length=3)
     long, short = await keep(store, [drawn(3, topk=table), drawn(MAX_TOKENS + 5)], keep=5)
     assert (long.num_tokens, len(long.tokens) // 4, len(long.logprobs) // 4) == (MAX_TOKENS + 5, MAX_TOKENS, MAX_TOKENS)
@@ -312,9 +300,9 @@ async def test_long_outputs_are_cut_and_ranks_come_from_the_top_k_table(stack: S
 async def test_the_setting_keeps_no_text(stack: Stack, client: Client) -> None:
     await stack.restart_gateway(recent_samples=0)
     run_id = await sampled_run(client)
-    await gateway_of(stack).dashboard.flush()
+    await stack.gateway.dashboard.flush()
     assert await get(client, f"runs/{run_id}/samples") | {"now": 0} == {"now": 0, "keeps": 0, "samples": []}
-    assert await num_rows(gateway_of(stack), RecentSample) == 0
+    assert await num_rows(stack.gateway, RecentSample) == 0
 
 
 async def test_completions_of_the_openai_api_are_samples_too(stack: Stack, client: Client) -> None:
@@ -323,7 +311,7 @@ async def test_completions_of_the_openai_api_are_samples_too(stack: Stack, clien
     for stream in (False, True):
         reply = await client.post("/v1/completions", json=body | {"stream": stream})
         assert reply.status_code == 200, reply.text
-    await gateway_of(stack).dashboard.flush()
+    await stack.gateway.dashboard.flush()
     assert len((await get(client, f"runs/{run_id}/samples"))["samples"]) == 4
 
 
@@ -332,7 +320,7 @@ async def test_completions_of_the_openai_api_are_samples_too(stack: Stack, clien
 
 async def many_runs(stack: Stack, client: Client, number: int) -> list[str]:
     """Runs of one session with a few points each, the oldest first."""
-    store, session_id = gateway_of(stack).store, await client.session()
+    store, session_id = stack.gateway.store, await client.session()
     run_ids = [f"{session_id}:train:{n}" for n in range(number)]
     async with store.begin() as db:
         for n, run_id in enumerate(run_ids):
@@ -366,7 +354,7 @@ async def test_tabs_share_the_overview_and_it_takes_few_queries_however_many_run
 ) -> None:
     monkeypatch.setattr("gateway.dashboard.lists._FRESH_S", 60.0)  # a slow machine serves 20 tabs slowly
     run_ids = await many_runs(stack, client, 90)
-    statements = Statements(gateway_of(stack).store)
+    statements = Statements(stack.gateway.store)
     tabs = await asyncio.gather(*[get(client, "overview") for _ in range(20)])
     asked = [each for each in statements.of_all if "metric_points" in each]
     assert len(asked) <= 6, asked  # three, and those of the background
@@ -377,7 +365,7 @@ async def test_tabs_share_the_overview_and_it_takes_few_queries_however_many_run
             [n] * 3 for n in range(89, -1, -1)
         ]
     # Rows that have not changed are not read again.
-    gateway_of(stack).dashboard.lists._shared.clear()
+    stack.gateway.dashboard.lists._shared.clear()
     statements.of_all.clear()
     assert (await get(client, "overview"))["runs"] == tabs[0]["runs"]
     assert [each for each in statements.of_all if "metric_points" in each] == []
@@ -385,7 +373,7 @@ async def test_tabs_share_the_overview_and_it_takes_few_queries_however_many_run
 
 async def test_runs_beyond_the_newest_are_counted_and_active_ones_are_listed(stack: Stack, client: Client) -> None:
     run_ids = await many_runs(stack, client, 130)
-    async with gateway_of(stack).store.begin() as db:
+    async with stack.gateway.store.begin() as db:
         await db.execute(update(Model).where(Model.model_id == run_ids[3]).values(last_request_at=time.time()))
     found = await get(client, "overview")
     assert (found["num_runs"], found["num_checkpoints"], found["checkpoint_bytes"]) == (130, 2, 42)
@@ -395,7 +383,7 @@ async def test_runs_beyond_the_newest_are_counted_and_active_ones_are_listed(sta
 async def test_an_overview_that_failed_is_not_what_the_next_tab_is_told(
     stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lists = gateway_of(stack).dashboard.lists
+    lists = stack.gateway.dashboard.lists
 
     async def fail(_: object) -> None:
         raise DatabaseUnusable("away")
@@ -414,7 +402,7 @@ async def test_the_overview_tells_of_runs_and_of_the_server(
     assert (await get(client, "overview"))["runs"] == []
     run_id = await client.model(await client.session(), user_metadata={"name": "first"})
     await train(client, run_id, steps=range(1, 3))
-    await gateway_of(stack).dashboard.flush()
+    await stack.gateway.dashboard.flush()
     found = await get(client, "overview")
     assert found["base_models"] == sorted([BASE_MODEL, "tinsmith/eight"])
     assert (found["samplers"], found["unreached"], found["needs_key"]) == (["serving"], [], False)
@@ -497,7 +485,7 @@ async def test_another_owner_sees_nothing_of_a_run(stack: Stack) -> None:
     )
     async with mine, other:
         run_id = await sampled_run(mine)
-        await gateway_of(stack).dashboard.flush()
+        await stack.gateway.dashboard.flush()
         assert len((await get(mine, f"runs/{run_id}/samples"))["samples"]) == 2
         assert (await get(other, "overview"))["runs"] == []
         assert (await get(other, "sessions"))["sessions"] == []
@@ -519,7 +507,7 @@ async def test_strangers_who_sample_a_published_checkpoint_keep_their_prompts_to
             await other.session(), model_path=f"tinker://{run_id}/sampler_weights/p"
         )
         await other.result(await other.call("asample", sample_body(sampler_id, 1)))
-        await gateway_of(stack).dashboard.flush()
+        await stack.gateway.dashboard.flush()
         assert len((await get(mine, f"runs/{run_id}/samples"))["samples"]) == 2
 
 

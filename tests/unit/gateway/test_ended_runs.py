@@ -11,7 +11,6 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from gateway.database import living
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, sample_body
-from tests.unit.gateway.test_outages import gateway_of
 from tinsmith.cli import main
 
 
@@ -122,7 +121,7 @@ async def test_a_run_that_ends_while_its_row_is_read_is_not_taken_for_live(
     stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """unload_model waited for ever for a run that was freed while the row was read that says so."""
-    models = gateway_of(stack).store.models
+    models = stack.gateway.store.models
     model_id = await client.model(await client.session())
 
     async def ends_meanwhile(db: AsyncSession, session_id: str) -> bool:

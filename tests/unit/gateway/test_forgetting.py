@@ -23,11 +23,6 @@ from tests.unit.gateway.test_custom_losses import loss
 DAY_S = 86400.0
 
 
-def gateway_of(stack: Stack) -> Gateway:
-    assert stack.server is not None
-    return stack.server.app.state.gateway
-
-
 async def count(gateway: Gateway, table: type[Base]) -> int:
     async with gateway.store.begin() as db:
         return await db.scalar(select(func.count()).select_from(table)) or 0
@@ -53,7 +48,7 @@ async def busy_session(client: Client) -> str:
 async def test_of_a_session_that_ended_long_ago_its_history_stays_and_nothing_else(
     stack: Stack, client: Client
 ) -> None:
-    gateway = gateway_of(stack)
+    gateway = stack.gateway
     session_ids = [await busy_session(client) for _ in range(2)]
     for session_id in session_ids[:1]:
         await client.call(f"sessions/{session_id}/finish", {"reason": {"type": "success"}, "detail": None})
@@ -80,7 +75,7 @@ async def test_of_a_session_that_ended_long_ago_its_history_stays_and_nothing_el
 
 async def test_only_the_newest_spans_and_audit_events_of_the_last_time_stay(stack: Stack, client: Client) -> None:
     await stack.restart_gateway(max_spans=2)
-    gateway = gateway_of(stack)
+    gateway = stack.gateway
     await busy_session(client)
     await gateway.ledger.flush()
     assert await count(gateway, Span) > 2
@@ -96,7 +91,7 @@ async def test_only_the_newest_spans_and_audit_events_of_the_last_time_stay(stac
 async def test_operations_that_were_counted_after_their_models_release_are_forgotten(
     stack: Stack, client: Client
 ) -> None:
-    gateway = gateway_of(stack)
+    gateway = stack.gateway
     live, released = [await client.model(await client.session()) for _ in range(2)]
     await gateway.store.models.release(released)
     async with gateway.store.begin() as db:
@@ -108,7 +103,7 @@ async def test_operations_that_were_counted_after_their_models_release_are_forgo
 
 
 async def test_batches_of_gateways_that_are_gone_are_forgotten(stack: Stack, client: Client) -> None:
-    gateway = gateway_of(stack)
+    gateway = stack.gateway
     await busy_session(client)
     await gateway.ledger.flush()
     async with gateway.store.begin() as db:
@@ -119,7 +114,7 @@ async def test_batches_of_gateways_that_are_gone_are_forgotten(stack: Stack, cli
 
 async def test_what_made_a_copy_is_remembered_as_long_as_there_is_the_copy(stack: Stack, client: Client) -> None:
     await stack.restart_gateway(reap_interval_s=3600)
-    gateway = gateway_of(stack)
+    gateway = stack.gateway
     session_id = await busy_session(client)
     body = {"source_path": f"tinker://{session_id}:train:0/weights/last", "session_id": session_id}
     paths = [(await client.call("copy_weights", body | {"model_seq_id": seq}))["tinker_path"] for seq in (1, 2)]
@@ -149,7 +144,7 @@ async def test_refusals_have_a_bound_and_are_deleted_without_reading_other_opera
     stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await stack.restart_gateway(reap_interval_s=3600)
-    gateway, session_id = gateway_of(stack), await client.session()
+    gateway, session_id = stack.gateway, await client.session()
     for seq in range(5):
         body = {"session_id": session_id, "model_seq_id": seq, "base_model": "none", "lora_config": {"rank": 8}}
         assert "none" in (await client.result(await client.call("create_model", body)))["error"]

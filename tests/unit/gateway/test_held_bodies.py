@@ -12,7 +12,6 @@ from grpc.aio._call import UnaryStreamCall
 from pydantic import ValidationError
 
 from gateway.config import GatewayConfig
-from gateway.gateway import Gateway
 from gateway.training.operations import Submission
 from tests.unit.gateway.stack import Client, Stack, batch, sample_body
 from tests.unit.gateway.test_connections import connection
@@ -24,14 +23,9 @@ HEAD = b"POST /api/v1/create_session HTTP/1.1\r\nHost: localhost\r\nX-Api-Key: t
 SESSION = b'{"tags":[]}'
 
 
-def gateway_in(stack: Stack) -> Gateway:
-    assert stack.server is not None
-    return stack.server.app.state.gateway
-
-
 async def until_held(stack: Stack, num_bytes: int) -> None:
     async with asyncio.timeout(20):
-        while gateway_in(stack).bodies.num_bytes != num_bytes:  # noqa: ASYNC110
+        while stack.gateway.bodies.num_bytes != num_bytes:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
@@ -73,8 +67,8 @@ async def test_a_batch_is_not_kept_while_the_trainer_computes_it(stack: Stack, c
     message.data[0].model_input[0].encoded_text.tokens = struct.pack("<50000i", *range(50000))
     headers = {"content-type": "application/x-protobuf"}
     receipt = await client.post("/api/v1/forward_backward", content=message.SerializeToString(), headers=headers)
-    assert gateway_in(stack).futures.pending(receipt.json()["request_id"]) is not None
-    assert gateway_in(stack).bodies.num_bytes == 0
+    assert stack.gateway.futures.pending(receipt.json()["request_id"]) is not None
+    assert stack.gateway.bodies.num_bytes == 0
     objects = gc.get_objects()
     bodies = [each.body for each in objects if type(each) is Submission and each.model_id == model_id]
     assert bodies, "it waits"
@@ -92,7 +86,7 @@ async def test_a_sample_is_counted_until_it_is_drawn(stack: Stack, client: Clien
     stack.sampler.go.clear()
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [1] * 60_000}]}
     receipts = [await client.call("asample", sample_body(sampler, n, prompt=prompt)) for n in range(2)]
-    assert 480_000 < gateway_in(stack).bodies.num_bytes < 490_000
+    assert 480_000 < stack.gateway.bodies.num_bytes < 490_000
     assert (await client.call("asample", sample_body(sampler, 0, prompt=prompt))) == receipts[0], "a repeat"
     await client.call("asample", sample_body(sampler, 3, prompt=prompt), status=429)
     await client.call("asample", sample_body(sampler, 4))

@@ -28,16 +28,8 @@ SAYS = "the snow ❄ and the sand"
 
 @pytest.fixture
 async def stack(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> AsyncIterator[Stack]:
-    stack = Stack(tmp_path)
-    stack.sampler = stack.sampler_backend.servicer = TalkingSampler()
-    stack.trainer.samplers[:] = [stack.sampler]
-    await stack.trainer_backend.start()
-    await stack.sampler_backend.start()
-    await stack.start_gateway(openai_wait_s=0.3)
-    yield stack
-    await stack.stop_gateway()
-    await stack.trainer_backend.stop()
-    await stack.sampler_backend.stop()
+    async with Stack(tmp_path, TalkingSampler()).serving(openai_wait_s=0.3) as stack:
+        yield stack
     assert [record.getMessage() for record in caplog.get_records("call") if record.levelname == "ERROR"] == []
 
 

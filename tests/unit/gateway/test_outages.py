@@ -263,11 +263,6 @@ def test_what_passes_is_told_from_what_is_wrong(error: Exception, *, passes: boo
     assert is_outage(error) is passes
 
 
-def gateway_of(stack: Stack) -> Gateway:
-    assert stack.server is not None
-    return stack.server.app.state.gateway
-
-
 def unreachable() -> None:
     raise ConnectionRefusedError("nobody listens")
 
@@ -285,7 +280,7 @@ async def test_a_request_that_needs_a_database_that_is_away_is_to_come_again(
     stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(gateway_of(stack).store, "_new", unreachable)
+        patch.setattr(stack.gateway.store, "_new", unreachable)
         for path in ("training_runs", "sessions/unknown", "checkpoints"):
             answer = await client.get(f"/api/v1/{path}")
             assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
@@ -302,7 +297,7 @@ async def test_what_is_written_behind_goes_on_after_an_outage(
 ) -> None:
     monkeypatch.setattr(f"gateway.{module}.FLUSH_S", 0.01)
     await stack.restart_gateway()
-    gateway, flushes = gateway_of(stack), 0
+    gateway, flushes = stack.gateway, 0
     part = gateway.ledger if module == "tenants.ledger" else gateway.dashboard
 
     async def fail(**_: object) -> None:
@@ -355,7 +350,7 @@ async def test_an_outage_under_load_takes_bounded_memory_and_loses_nothing_bille
     stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model_id = await client.model(await client.session())
-    gateway = gateway_of(stack)
+    gateway = stack.gateway
     assert isinstance(await client.result((await client.forward_backward(model_id, 1)).json()), bytes)
     await gateway.ledger.flush()
     await gateway.dashboard.flush()

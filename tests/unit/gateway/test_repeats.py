@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, sample_body
-from tests.unit.gateway.test_checkpoints import ask, copy, gateway_of, save_for_sampler
+from tests.unit.gateway.test_checkpoints import ask, copy, save_for_sampler
 from tests.unit.gateway.test_runs import get
 from tests.unit.gateway.test_weights import save
 
@@ -62,7 +62,7 @@ async def test_a_copy_that_the_database_forgot_keeps_its_ttl(stack: Stack, clien
     source = (await save(client, await client.model(session_id), 1))["path"]
     into: dict[str, Any] = {"session_id": session_id, "model_seq_id": 5}
     made = await copy(client, source, **into, ttl_seconds=3600)
-    await gateway_of(stack).store.operations.delete(made["tinker_path"])
+    await stack.gateway.store.operations.delete(made["tinker_path"])
     assert "ttl_seconds" in (await copy(client, source, **into, status=422))["detail"]
     assert await copy(client, source, **into, ttl_seconds=3600) == made
 
@@ -141,7 +141,7 @@ async def test_deletions_are_remembered_for_a_day(
     for retention_s, status in ((86400.0, 200), (0.0, 404)):
         monkeypatch.setattr("gateway.storage.checkpoints._DELETION_RETENTION_S", retention_s)
         await client.delete(url, headers={"x-idempotency-key": "a"})
-        await gateway_of(stack).storage.checkpoints.forget_deletions()
+        await stack.gateway.storage.checkpoints.forget_deletions()
         assert (await client.delete(url, headers={"x-idempotency-key": "a"})).status_code == status
 
 

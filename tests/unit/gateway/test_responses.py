@@ -23,16 +23,8 @@ ASKED: dict[str, Any] = {"model": BASE_MODEL, "input": "Hi"}
 
 @pytest.fixture
 async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
-    stack = Stack(tmp_path)
-    stack.sampler = stack.sampler_backend.servicer = TalkingSampler()
-    stack.trainer.samplers[:] = [stack.sampler]
-    await stack.trainer_backend.start()
-    await stack.sampler_backend.start()
-    await stack.start_gateway(openai_wait_s=0.3)
-    yield stack
-    await stack.stop_gateway()
-    await stack.trainer_backend.stop()
-    await stack.sampler_backend.stop()
+    async with Stack(tmp_path, TalkingSampler()).serving(openai_wait_s=0.3) as stack:
+        yield stack
 
 
 @pytest.fixture

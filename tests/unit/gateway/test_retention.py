@@ -12,7 +12,7 @@ from gateway.config import GatewayConfig
 from gateway.database.tables.checkpoints import DELETED_AT, Checkpoint
 from gateway.storage.retention_rules import Policy, Rules, judge
 from tests.unit.gateway.stack import Client, Stack, sample_body
-from tests.unit.gateway.test_checkpoints import ask, events, expire, gateway_of, save_for_sampler
+from tests.unit.gateway.test_checkpoints import ask, events, expire, save_for_sampler
 from tests.unit.gateway.test_runs import get
 from tests.unit.gateway.test_weights import save
 
@@ -72,7 +72,7 @@ def test_a_rule_that_makes_no_sense_is_refused(wrong: dict[str, int]) -> None:
 
 
 async def reap(stack: Stack) -> None:
-    await gateway_of(stack).storage.retention.prune_all()
+    await stack.gateway.storage.retention.prune_all()
 
 
 async def retention(client: Client, run_id: str, method: str = "GET", *, status: int = 200, **body: Any) -> Any:
@@ -170,7 +170,7 @@ async def test_what_was_pinned_after_the_plan_stays(
 ) -> None:
     await stack.restart_gateway(reap_interval_s=1000)
     run_id = await run_with(client)
-    service = gateway_of(stack).storage.retention
+    service = stack.gateway.storage.retention
     old = await service.plan(run_id, Policy(training=Rules(keep_last=1)))
     await ask(client, "POST", path_of(run_id, "n1"), "pin")
     await ask(client, "POST", path_of(run_id, "n2"), "publish")
@@ -224,15 +224,15 @@ async def test_a_policy_does_its_work_while_the_trainer_is_away_and_the_files_go
     await retention(client, run_id, "PUT", training={"keep_last": 1})
     await expire(stack, path_of(run_id, "n4"))
     await stack.trainer_backend.stop()
-    await gateway_of(stack).reaper._delete_expired()
+    await stack.gateway.reaper._delete_expired()
     await reap(stack)
     assert await names(client, run_id) == ["n3"]
     assert len(stack.trainer.checkpoints) == 4
     await stack.trainer_backend.start()
-    await gateway_of(stack).clients.settle(gateway_of(stack).clients.all_trainers, timeout_s=20)
+    await stack.gateway.clients.settle(stack.gateway.clients.all_trainers, timeout_s=20)
     async with asyncio.timeout(20):  # gRPC connects again after a pause
         while len(stack.trainer.checkpoints) > 1:
-            await gateway_of(stack).reaper._delete_expired()
+            await stack.gateway.reaper._delete_expired()
             await asyncio.sleep(0.05)
     assert [place.split("/")[2] for place in stack.trainer.checkpoints] == ["n3"]
     assert (await events(client))[-3:].count("checkpoint_prune") == 2
@@ -243,7 +243,7 @@ async def test_a_policy_does_its_work_while_the_trainer_is_away_and_the_files_go
 async def test_two_sweepers_at_once_record_each_checkpoint_once(stack: Stack, client: Client) -> None:
     await stack.restart_gateway(reap_interval_s=1000)
     run_id = await run_with(client)
-    gateway = gateway_of(stack)
+    gateway = stack.gateway
     await expire(stack, path_of(run_id, "n1"))
     (expired,) = await gateway.store.checkpoints.expired()
     assert [await gateway.storage.checkpoints.expire(expired) for _ in range(2)] == [True, False]
@@ -256,14 +256,14 @@ async def test_a_pinned_checkpoint_outlives_its_ttl_until_it_is_unpinned(stack: 
     path = path_of(run_id, "n1")
     await ask(client, "POST", path, "pin")
     await expire(stack, path)
-    await gateway_of(stack).reaper._delete_expired()
+    await stack.gateway.reaper._delete_expired()
     assert await names(client, run_id) == ["n1"]
     assert (await ask(client, "GET", path))["pinned"] is True
     await ask(client, "DELETE", path, "pin")
     assert await names(client, run_id) == []
-    await gateway_of(stack).reaper._delete_expired()
+    await stack.gateway.reaper._delete_expired()
     assert stack.trainer.checkpoints == {}
-    assert await gateway_of(stack).store.checkpoints.get(path) is None
+    assert await stack.gateway.store.checkpoints.get(path) is None
 
 
 async def test_an_explicit_deletion_counts_also_for_a_pinned_one(stack: Stack, client: Client) -> None:
@@ -274,10 +274,10 @@ async def test_an_explicit_deletion_counts_also_for_a_pinned_one(stack: Stack, c
     await stack.trainer_backend.stop()
     await ask(client, "DELETE", path)
     assert await names(client, run_id) == []
-    row = await gateway_of(stack).store.checkpoints.get(path)
+    row = await stack.gateway.store.checkpoints.get(path)
     assert row is not None
     assert row.expires_at == DELETED_AT
-    assert [one.path for one in await gateway_of(stack).store.checkpoints.expired()] == [path]
+    assert [one.path for one in await stack.gateway.store.checkpoints.expired()] == [path]
 
 
 async def test_everything_about_a_checkpoint_and_whether_it_is_intact(stack: Stack, client: Client) -> None:
@@ -301,7 +301,7 @@ async def test_everything_about_a_checkpoint_and_whether_it_is_intact(stack: Sta
 async def test_what_is_stored_is_counted(stack: Stack, client: Client) -> None:
     await stack.restart_gateway(reap_interval_s=1000)
     await run_with(client, number=2)
-    await gateway_of(stack).reaper._count_stored()
+    await stack.gateway.reaper._count_stored()
     text = (await client.get("/metrics")).text
     assert 'gateway_checkpoints{kind="weights"} 2.0' in text
     stored = sum(info.size_bytes for info in stack.trainer.checkpoints.values())
