@@ -64,6 +64,9 @@ class Executing:
         self._lock = threading.Lock()
         self._deaths: dict[Name, Deaths] = {}
         """Deaths of the process in each operation that had any."""
+        self._executing: set[Name] = set()
+        self._storing: set[Name] = set()
+        """A save may be both: its version is scored while its files are written."""
         self._slots: dict[Name, int] = {}
         self._free: list[int] = []
         self._num_entered = 0
@@ -87,8 +90,10 @@ class Executing:
     def close(self) -> None:
         """Forgets what is being executed: the process is about to end by no fault of an operation."""
         with self._lock:
+            self._executing.clear()
+            self._storing.clear()
             for name in list(self._slots):
-                self._write(name, _IDLE)
+                self._write(name)
             if self._file is not None:
                 os.close(self._file)
                 self._file = None
@@ -145,12 +150,14 @@ class Executing:
         """Notes that an operation reads or writes a checkpoint. Waits for no suspect, and holds up no operation."""
         name = (model_id, seq_id)
         with self._lock:
-            self._write(name, _STORING)
+            self._storing.add(name)
+            self._write(name)
         try:
             yield
         finally:
             with self._lock:
-                self._write(name, _IDLE)
+                self._storing.discard(name)
+                self._write(name)
 
     def begin(self, names: Sequence[Name]) -> None:
         """Of the compute thread, which waits here for a suspect, or with a suspect for the others."""
@@ -162,8 +169,9 @@ class Executing:
             self._num_entered -= 1
             if self._alone in names:
                 self._alone = None
+            self._executing.difference_update(names)
             for name in names:
-                self._write(name, _IDLE)
+                self._write(name)
 
     def _enter(self, names: Sequence[Name]) -> bool:
         with self._lock:
@@ -174,8 +182,9 @@ class Executing:
             if suspect is not None and self._num_entered:
                 return False
             self._num_entered += 1
+            self._executing.update(names)
             for name in names:
-                self._write(name, _EXECUTING)
+                self._write(name)
             return True
 
     def _stand_back(self, names: Sequence[Name]) -> None:
@@ -191,14 +200,15 @@ class Executing:
                 del self._deaths[name]
                 if self._alone == name:
                     self._alone = None
-                self._write(name, _IDLE)
+                self._write(name)
 
     # The file
 
-    def _write(self, name: Name, doing: str) -> None:
+    def _write(self, name: Name) -> None:
         """Called with the lock. An operation with deaths keeps its slot, in which they are counted."""
         if self._file is None:
             return
+        doing = _EXECUTING if name in self._executing else _STORING if name in self._storing else _IDLE
         deaths = self._deaths.get(name)
         is_kept = doing != _IDLE or deaths is not None
         if not is_kept and name not in self._slots:

@@ -195,6 +195,21 @@ def test_what_reads_or_writes_a_checkpoint_is_condemned_by_more_deaths_and_is_ne
     assert not died(tmp_path)._deaths
 
 
+def test_an_operation_may_write_its_checkpoint_while_it_is_executed(tmp_path: Path) -> None:
+    """As a save does that scores its version meanwhile."""
+    executing = Executing(tmp_path)
+    for _ in range(MOST_DEATHS_STORING):
+        executing.begin([A])
+        with executing.storing(*A):
+            executing.end([A])
+            executing = died(tmp_path)
+    assert is_condemned(executing, A)
+    executing.begin([B])
+    with executing.storing(*B):
+        pass
+    assert died(tmp_path).is_suspect(*B)
+
+
 async def test_a_suspect_waits_until_nothing_else_is_executed_and_then_nothing_else_is(tmp_path: Path) -> None:
     Executing(tmp_path).begin([A])
     executing = died(tmp_path)
