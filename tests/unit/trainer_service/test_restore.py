@@ -787,8 +787,8 @@ async def test_an_operation_whose_checkpoint_ends_the_trainer_each_time_it_is_re
     executing = Executing(folder)
     for seq_id in (5, 6):
         executing._deaths[MODEL, seq_id] = Deaths(storing=MOST_DEATHS_STORING - 1)
-        executing._write((MODEL, seq_id), "storing")
-    again = await start(folder)
+    with executing.storing(MODEL, 5), executing.storing(MODEL, 6):
+        again = await start(folder)
     for seq_id in (5, 6):
         assert "ended 5 times while it read or wrote the checkpoint of this" in str(await again.outcome(MODEL, seq_id))
     await run(again, [batch(7), step(8)])
