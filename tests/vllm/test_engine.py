@@ -166,9 +166,9 @@ async def test_who_waits_is_told_and_who_leaves_is_forgotten(service: Service) -
     call = service.stub.Sample(
         sample(tokens_of(10), max_tokens=1000, num_samples=12), metadata=(("x-request-id", "long"),)
     )
-    behind = service.stub.Sample(sample(tokens_of(10), max_tokens=4), metadata=(("x-request-id", "behind"),))
     describe = pb.DescribeRequestRequest(request_id="long")
     await until(lambda: is_running(service, "long"))
+    behind = service.stub.Sample(sample(tokens_of(10), max_tokens=4), metadata=(("x-request-id", "behind"),))
     while await is_running(service, "behind") is None:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     status = (await service.call("DescribeRequest", pb.DescribeRequestRequest(request_id="behind"))).status

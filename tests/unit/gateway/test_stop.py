@@ -29,7 +29,7 @@ async def stop(self):
 
 
 Gateway.stop = stop
-gateway._LONGEST_STOP_S = 0.5
+gateway._LONGEST_STOP_S = 3.0  # on a busy machine it takes over 0.5 s until Gateway.stop is called at all
 gateway.main()
 """
 
@@ -59,6 +59,6 @@ def test_it_says_that_it_has_stopped(tmp_path: Path) -> None:
 def test_a_stop_that_hangs_is_cut_short_and_the_log_says_what_it_waited_for(tmp_path: Path) -> None:
     status, output = stopped(tmp_path, "-c", HANGS)
     assert status == 1, output
-    assert "not stopped after 0.5 s, so it is cut short" in output
+    assert "not stopped after 3 s, so it is cut short" in output
     assert "deaf()" in output
     assert "most recent call first" in output
