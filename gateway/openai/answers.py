@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
-from gateway.openai.draws import Draw, Entry, Update, Usage
+from gateway.openai.draws import Draw, Entry, Update, Usage, off_loop
 from gateway.openai.generator import Source
 from gateway.openai.text import Vocabulary
 from tinsmith.rpc import logs
@@ -91,7 +92,7 @@ async def chunks_of(
         head = head | {"usage": None}
     extra = first or {}
     async for update in updates:
-        for choice in choices(update):
+        for choice in await off_loop(partial(choices, update), num_tokens=len(update.entries)):
             yield head | extra | {"choices": [choice]}
             extra = {}
     if include_usage:

@@ -5,11 +5,13 @@ Shapes: L tokens of a sequence, k columns of a table.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -24,6 +26,12 @@ _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 _EMPTY_LOGPROB = -99999.0
 """What the wire puts into an empty cell of a top-k table."""
 
+_MANY_TOKENS = 4096
+"""Making text of more tokens than this would hold up the event loop."""
+_THREAD = ThreadPoolExecutor(1, "text")
+"""One, so that many long answers do not take the interpreter from the event loop."""
+
+T = TypeVar("T")
 FinishReason = Literal["stop", "length"]
 
 
@@ -114,6 +122,13 @@ def sample_request(
     )
 
 
+async def off_loop(work: Callable[[], T], *, num_tokens: int) -> T:
+    """Does the work that so many tokens cause, in a thread when they are many."""
+    if num_tokens <= _MANY_TOKENS:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(_THREAD, work)
+
+
 Tops = Sequence[Sequence[tuple[int, float]]]
 
 
@@ -156,11 +171,13 @@ def _push(
     *,
     start: int = 0,
 ) -> None:
+    pieces = [update.text]  # joined once: adding each to the text would copy all of a long prompt for each token
     for token, logprob, top in zip(tokens, logprobs, tops, strict=True):
         offset = text.num_chars
-        update.text += text.push(token)
+        pieces.append(text.push(token))
         # A token of a stop string begins where the text ends.
         update.entries.append(Entry(token, logprob, top, start + min(offset, text.num_chars)))
+    update.text = "".join(pieces)
 
 
 class Draw:
@@ -208,7 +225,7 @@ class Draw:
     async def result(self) -> list[Update]:
         """Each choice as a whole."""
         response = await self._generator.sample(self._source, self._request, request_id=self._request_id)
-        return list(self._finished(response))
+        return await self._updates_of(response)
 
     @contextlib.asynccontextmanager
     async def updates(self) -> AsyncIterator[AsyncIterator[Update]]:
@@ -219,7 +236,7 @@ class Draw:
     async def _updates(self, pieces: AsyncIterator[pb.StreamSampleResponse]) -> AsyncIterator[Update]:
         async for piece in pieces:
             if piece.HasField("result"):
-                for update in self._finished(piece.result):
+                for update in await self._updates_of(piece.result):
                     yield update
             elif not self._waits:
                 delta = piece.delta
@@ -229,6 +246,11 @@ class Draw:
                 update = choice.echo(self.prompt, [None] * len(self.prompt), [()] * len(self.prompt))
                 choice.push(update, tokens, logprobs, _rows(delta.topk_sampled_logprobs, len(tokens)))
                 yield update
+
+    async def _updates_of(self, response: pb.SampleResponse) -> list[Update]:
+        num_sampled = sum(len(sequence.tokens) // _INT32.itemsize for sequence in response.sequences)
+        num_tokens = len(self._choices) * len(self.prompt) + num_sampled
+        return await off_loop(lambda: list(self._finished(response)), num_tokens=num_tokens)
 
     def _finished(self, response: pb.SampleResponse) -> Iterator[Update]:
         """What the deltas have not brought, and the ends."""

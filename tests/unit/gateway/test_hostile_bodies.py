@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import numpy as np
 import orjson
@@ -17,6 +18,7 @@ import zstandard
 from gateway.config import GatewayConfig
 from gateway.http import counting
 from gateway.http.body import off_loop
+from gateway.openai import answers, completions, draws
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, batch
 from tests.unit.gateway.talking import TalkingSampler
 
@@ -356,3 +358,31 @@ async def test_what_an_index_cannot_hold_is_refused_by_name(client: Client) -> N
     save = {"model_id": f"{session_id}:train:0", "seq_id": 1, "sampling_session_seq_id": 2**63}
     error = (await client.result(await client.call("save_weights_for_sampler", save)))["error"]
     assert error.startswith("sampling_session_seq_id: ")
+
+
+@pytest.mark.usefixtures("talking")
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_text_of_a_long_prompt_is_made_off_the_event_loop(
+    stack: Stack, client: Client, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `echo` and `logprobs` 200,000 tokens blocked the loop for seconds."""
+    names: set[str] = set()
+    push, listed = draws._push, answers.completion_logprobs
+
+    def push_seen(*args: Any, **fields: Any) -> None:
+        names.add(threading.current_thread().name)
+        push(*args, **fields)
+
+    def listed_seen(*args: Any, **fields: Any) -> Any:
+        names.add(threading.current_thread().name)
+        return listed(*args, **fields)
+
+    monkeypatch.setattr(draws, "_MANY_TOKENS", 500)
+    monkeypatch.setattr(draws, "_push", push_seen)
+    for module in (answers, completions):
+        monkeypatch.setattr(module, "completion_logprobs", listed_seen)
+    body = {"model": BASE_MODEL, "prompt": [1] * 1000, "echo": True, "logprobs": 1, "max_tokens": 0, "stream": stream}
+    reply = await client.post("/v1/completions", json=body)
+    assert reply.status_code == 200, reply.text[:300]
+    assert names
+    assert all(name.startswith("text") for name in names), names
