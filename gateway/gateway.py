@@ -54,12 +54,12 @@ class Gateway(Core):
             retirement=self.storage.retirement,
             billing=self.tenants.billing,
             records=self.sampling.records,
+            operations=self.training.operations,
             refusals=self.training.refusals,
             peers=self.peers,
             retention=self.storage.retention,
             metrics=self.metrics,
         )
-        self.peers.on_death = self.training.operations.take_over
         self.peers.on_beat = self.reaper.hear_of_ends
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -92,7 +92,6 @@ class Gateway(Core):
         except ValueError as error:
             raise StartError(f"{error}, or make one with `tinsmith keys create`") from None
         self.clients.start()
-        await self.training.operations.take_over()
         self._tasks = [
             asyncio.create_task(self.peers.run()),
             asyncio.create_task(self._write_heartbeats()),

@@ -46,13 +46,9 @@ class Peers:
         self._seen: dict[str, tuple[int, float]] = {}
         """The number of each of the others, and when it was first seen."""
         self._beaten_at = -SILENT_S
-        self._mourning = False
-        """One is gone, and on_death has not ended well since."""
         self._beating = asyncio.Lock()
         self.on_taken_for_dead: Callable[[], None] = lambda: None
         """Told when others may have taken over what this gateway had."""
-        self.on_death: Callable[[], Awaitable[None]] | None = None
-        """Told when another one is gone."""
         self.on_beat: Callable[[], Awaitable[None]] | None = None
 
     @property
@@ -140,15 +136,11 @@ class Peers:
                 query = delete(GatewayRow).where(GatewayRow.gateway_id == gateway_id, GatewayRow.beat == beat)
                 if _changed(await db.execute(query)):
                     logger.warning("the gateway at %s is gone", rows.pop(gateway_id).url)
-        self._mourning |= bool(self._rows.keys() - rows.keys())
         is_first = not self._rows
         self._rows, self._beaten_at = rows, began
         if not was_there and not is_first:
             logger.warning("other gateways took this one for dead: it was silent for more than %g s", SILENT_S)
             self.on_taken_for_dead()
-        if self._mourning and self.on_death is not None:
-            await self.on_death()
-        self._mourning = False
         if self.on_beat is not None:
             await self.on_beat()
 

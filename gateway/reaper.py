@@ -1,4 +1,5 @@
-"""Ends sessions, frees what the trainer holds for ended ones, deletes what has expired, and counts what is stored."""
+"""Ends sessions, frees what the trainer holds for ended ones, takes over what gateways that are gone have left, deletes
+what has expired, and counts what is stored."""
 
 from __future__ import annotations
 
@@ -28,6 +29,7 @@ from gateway.storage.retention import Retention
 from gateway.storage.retirement import Retirement
 from gateway.tasks import to_its_end
 from gateway.tenants.billing import Billing
+from gateway.training.operations import Operations
 from gateway.training.refusals import Refusals
 from tinsmith.rpc.errors import FailedPrecondition, InvalidRequest, NotReady, ServiceError, from_rpc_error
 from tinsmith.v1 import trainer_pb2
@@ -53,6 +55,7 @@ class Reaper:
         retirement: Retirement,
         billing: Billing,
         records: Records,
+        operations: Operations,
         refusals: Refusals,
         peers: Peers,
         retention: Retention,
@@ -67,6 +70,7 @@ class Reaper:
         self._retirement = retirement
         self._billing = billing
         self._records = records
+        self._operations = operations
         self._refusals = refusals
         self._peers = peers
         self._retention = retention
@@ -127,6 +131,7 @@ class Reaper:
         while True:
             await self._try(self._count_sessions)
             await self._try(self._count_stored)
+            await self._try(self._operations.take_over)
             await self._try(self._arrivals.finish_left)
             await self._try(self._reap)
             try:
