@@ -354,10 +354,15 @@ async def test_tabs_share_the_overview_and_it_takes_few_queries_however_many_run
 ) -> None:
     monkeypatch.setattr("gateway.dashboard.lists._FRESH_S", 60.0)  # a slow machine serves 20 tabs slowly
     run_ids = await many_runs(stack, client, 90)
+    forgets = "DELETE FROM metric_points", "OFFSET"  # the recorder, in the background
+
+    def asked() -> list[str]:
+        found = [each for each in statements.of_all if "metric_points" in each]
+        return [each for each in found if not any(word in each for word in forgets)]
+
     statements = Statements(stack.gateway.store)
     tabs = await asyncio.gather(*[get(client, "overview") for _ in range(20)])
-    asked = [each for each in statements.of_all if "metric_points" in each]
-    assert len(asked) <= 6, asked  # three, and those of the background
+    assert 1 <= len(asked()) <= 3, asked()
     for found in tabs:
         assert [run["run_id"] for run in found["runs"]] == run_ids[::-1]
         assert [run["num_steps"] for run in found["runs"]] == [3] * 90
@@ -368,7 +373,7 @@ async def test_tabs_share_the_overview_and_it_takes_few_queries_however_many_run
     stack.gateway.dashboard.lists._shared.clear()
     statements.of_all.clear()
     assert (await get(client, "overview"))["runs"] == tabs[0]["runs"]
-    assert [each for each in statements.of_all if "metric_points" in each] == []
+    assert asked() == []
 
 
 async def test_runs_beyond_the_newest_are_counted_and_active_ones_are_listed(stack: Stack, client: Client) -> None:
