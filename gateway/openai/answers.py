@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
-from gateway.openai.draws import Draw, Entry, Update, Usage, off_loop
+from gateway.openai.draws import Draw, Entry, Update, Usage, text_off_loop
 from gateway.openai.generator import Source
 from gateway.openai.text import Vocabulary
 from tinsmith.rpc import logs
@@ -92,7 +92,7 @@ async def chunks_of(
         head = head | {"usage": None}
     extra = first or {}
     async for update in updates:
-        for choice in await off_loop(partial(choices, update), num_tokens=len(update.entries)):
+        for choice in await text_off_loop(partial(choices, update), num_tokens=len(update.entries)):
             yield head | extra | {"choices": [choice]}
             extra = {}
     if include_usage:

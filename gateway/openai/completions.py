@@ -16,7 +16,7 @@ from gateway.convert import int32_bytes
 from gateway.gateway import Gateway
 from gateway.http.errors import json_response
 from gateway.openai.answers import Json, chunks_of, completion_logprobs, extension, head_of, log_begin, usage_of
-from gateway.openai.draws import Draw, Update, off_loop, sample_request
+from gateway.openai.draws import Draw, Update, sample_request, text_off_loop
 from gateway.openai.events import event_stream, together, while_connected
 from gateway.openai.generator import Source, TokenizerInfo
 from gateway.openai.schemas import DEFAULT_MAX_TOKENS, Completion
@@ -107,7 +107,7 @@ async def _answer(
     results = await while_connected(request, together([draw.result() for draw in draws]))
     updates = [update for updates in results for update in updates]
     num_tokens = sum(len(update.entries) for update in updates)
-    made = await off_loop(lambda: [choices.make(update) for update in updates], num_tokens=num_tokens)
+    made = await text_off_loop(lambda: [choices.make(update) for update in updates], num_tokens=num_tokens)
     return json_response(head | {"choices": made, "usage": usage_of(draws).to_json()})
 
 

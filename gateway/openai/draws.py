@@ -122,7 +122,7 @@ def sample_request(
     )
 
 
-async def off_loop(work: Callable[[], T], *, num_tokens: int) -> T:
+async def text_off_loop(work: Callable[[], T], *, num_tokens: int) -> T:
     """Does the work that so many tokens cause, in a thread when they are many."""
     if num_tokens <= _MANY_TOKENS:
         return work()
@@ -207,6 +207,7 @@ class Draw:
         self._request = request
         self._request_id = request_id
         self._scores_only = scores_only
+        self._num_echoed = len(self.prompt) * request.num_samples if echo else 0
         # Scores of the prompt, which come first, are in the result only: then nothing can be shown before it.
         self._waits = bool(request.prompt_logprobs or scores_only)
         vocabulary = tokenizer.vocabulary
@@ -249,8 +250,7 @@ class Draw:
 
     async def _updates_of(self, response: pb.SampleResponse) -> list[Update]:
         num_sampled = sum(len(sequence.tokens) // _INT32.itemsize for sequence in response.sequences)
-        num_tokens = len(self._choices) * len(self.prompt) + num_sampled
-        return await off_loop(lambda: list(self._finished(response)), num_tokens=num_tokens)
+        return await text_off_loop(lambda: list(self._finished(response)), num_tokens=self._num_echoed + num_sampled)
 
     def _finished(self, response: pb.SampleResponse) -> Iterator[Update]:
         """What the deltas have not brought, and the ends."""
