@@ -81,11 +81,12 @@ class Batcher:
     def add(self, jobs: Sequence[Job[Task]]) -> None:
         """The jobs of one request."""
         self._tasks[jobs[0].owner] = None
-        waiting = self.scheduler.waiting
         if jobs[0].owner.request.on_probation:  # a publish waits for it
-            waiting.extendleft(reversed(jobs))
+            for job in reversed(jobs):
+                self.scheduler.waiting.appendleft(job)
         else:
-            waiting.extend(jobs)
+            for job in jobs:
+                self.scheduler.waiting.append(job)
 
     @torch.inference_mode()
     def cancel(self, task: Task, outcome: ServiceError) -> None:

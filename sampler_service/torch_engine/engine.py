@@ -41,6 +41,7 @@ from tinsmith.modeling.base_model import BaseModel, UnsupportedModel
 from tinsmith.modeling.full_weights import FullWeights, Weights
 from tinsmith.modeling.self_check import TOLERANCE, random_adapter
 from tinsmith.rpc.errors import Cancelled, NotReady, OutOfCapacity, ServiceError
+from tinsmith.rpc.paths import run_of
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +159,8 @@ class TorchEngine(Front):
         scheduler = self._batcher.scheduler
         together = min(scheduler.max_running, scheduler.max_kv_tokens // sequences[0].need)
         groups = [sequences[n : n + together] for n in range(0, len(sequences), together)]
-        return [Job(task, len(task.request.prompt), group, scored=n == 0) for n, group in enumerate(groups)]
+        length, run = len(task.request.prompt), run_of(task.request.version_id)
+        return [Job(task, length, group, scored=n == 0, run=run) for n, group in enumerate(groups)]
 
     async def _warm_up(self) -> None:
         """Short requests on the base model and on an adapter, so that no user meets a first-time pause.

@@ -1,7 +1,8 @@
 """Who computes in the next step, and in which lane of the cache. Knows no tensors.
 
-Its promises: requests get their room in the order in which they came; what is admitted has its room in the cache, so
-that a sequence with max_tokens is never interrupted; a prompt is computed in pieces, beside the running sequences. A
+Its promises: requests of one training run get their room in the order in which they came, and runs take turns by tokens
+(`Waiting`), the base model's requests as if of one run; what is admitted has its room in the cache, so that a sequence
+with max_tokens is never interrupted; a prompt is computed in pieces, beside the running sequences. A
 quarter of each step's prompt tokens is for short prompts that have room: they do not wait until long ones before them
 are computed, which lose that share of a step and nothing else. A short prompt that is only scored, or draws one token,
 needs its lane for one step: it does not wait for the running sequences to end.
@@ -19,11 +20,12 @@ unfinished by a step, because pieces are handed out in order.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Generic, TypeVar
+from itertools import chain, count
+from typing import Any, Generic, TypeVar
 
 Owner = TypeVar("Owner")
 
@@ -35,6 +37,9 @@ HEADROOM = 256
 
 SHORT_SHARE = 4
 """One part in so many of a step's prompt tokens is for short prompts."""
+
+_GROUP = 32
+"""Tokens by which the lengths of jobs in one group differ at most."""
 
 PASSING = 4
 """Lanes beyond those of running sequences, for prompts that stay for one step."""
@@ -104,6 +109,15 @@ class Job(Generic[Owner]):
     lane: int = 0
     blocks: list[int] = field(default_factory=list)
     """Blocks of the prefix cache that its first `done` tokens come from, until they lie in its lane."""
+    run: str = ""
+    """The training run whose version computes it; empty for the base model. Runs take turns."""
+    place: tuple[int, int] = (0, 0)
+    """Its start, in tokens, and its number among those that start there, while it waits."""
+
+    @property
+    def cost(self) -> int:
+        """Tokens of its prompt, and those that are promised to its sequences."""
+        return self.length + sum(sequence.need - sequence.length for sequence in self.sequences)
 
     @property
     def size(self) -> int:
@@ -162,6 +176,98 @@ class Room:
         return tokens if tokens >= longest else 0
 
 
+class Waiting(Generic[Owner]):
+    """Jobs without a place. Those of one run keep their order, and runs take turns by tokens: start-time fair queueing
+    (Goyal, Vin and Cheng, 1996). A job starts where its run's job before it ends, and no earlier than the first of all
+    those that wait; the job with the earliest start is the first. So a run that comes with thousands of jobs delays
+    another one's by a job, not by thousands. Only iterating takes longer the more of them wait.
+    """
+
+    def __init__(self, *, short_tokens: int) -> None:
+        """`short_tokens`: most tokens of a job that may pass others."""
+        self._short_tokens = short_tokens
+        self._jobs: list[Job[Owner]] = []
+        """By their places."""
+        self._numbers = count(1)
+        self._start = 0
+        """Start of the first job when one was last taken, in tokens."""
+        self._ends: dict[str, int] = {}
+        """Where the last job of each run ends, in tokens; forgotten when nobody waits."""
+        self._of: dict[Owner, list[Job[Owner]]] = {}
+        self._short: list[list[Job[Owner]]] = [[] for _ in range(0, short_tokens + 1, _GROUP)]
+        """Jobs that may pass others, by their places, in groups of nearly the same length."""
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __iter__(self) -> Iterator[Job[Owner]]:
+        return iter(self._jobs)
+
+    @property
+    def first(self) -> Job[Owner]:
+        return self._jobs[0]
+
+    def append(self, job: Job[Owner]) -> None:
+        """Behind those of its run."""
+        first = self.first.place[0] if self._jobs else 0
+        start = max(self._start, first, self._ends.get(job.run, 0))
+        self._ends[job.run] = start + job.cost
+        self._add(job, (start, next(self._numbers)))
+
+    def appendleft(self, job: Job[Owner]) -> None:
+        """Before all others."""
+        start, number = self.first.place if self._jobs else (self._start, 0)
+        self._add(job, (start, min(0, number) - 1))
+
+    def take(self, job: Job[Owner]) -> None:
+        """Removes a job that gets a place."""
+        self._start = max(self._start, self.first.place[0])  # one that passes others moves nobody's start
+        self._remove(job)
+
+    def drop(self, owner: Owner) -> None:
+        """Removes the jobs of a request, for which its run pays nothing."""
+        for job in reversed(list(self._of.get(owner, ()))):
+            if self._ends.get(job.run) == job.place[0] + job.cost:
+                self._ends[job.run] = job.place[0]
+            self._remove(job)
+
+    def first_short(self, fits: Callable[[Job[Owner]], bool]) -> Job[Owner] | None:
+        """The first job that may pass others and fits. Only the first of each group is asked about, for all others need
+        about as much."""
+        return min(filter(fits, (group[0] for group in self._short if group)), key=_place, default=None)
+
+    def _add(self, job: Job[Owner], place: tuple[int, int]) -> None:
+        job.place = place
+        insort(self._jobs, job, key=_place)
+        if self._may_pass(job):
+            insort(self._group(job), job, key=_place)
+        self._of.setdefault(job.owner, []).append(job)
+
+    def _remove(self, job: Job[Owner]) -> None:
+        _delete(self._jobs, job)
+        if self._may_pass(job):
+            _delete(self._group(job), job)
+        self._of[job.owner].remove(job)
+        if not self._of[job.owner]:
+            del self._of[job.owner]
+        if not self._jobs:
+            self._ends.clear()
+
+    def _may_pass(self, job: Job[Owner]) -> bool:
+        return len(job.sequences) == 1 and job.sequences[0].passes and job.length <= self._short_tokens
+
+    def _group(self, job: Job[Owner]) -> list[Job[Owner]]:
+        return self._short[job.length // _GROUP]
+
+
+def _place(job: Job[Any]) -> tuple[int, int]:
+    return job.place
+
+
+def _delete(jobs: list[Job[Owner]], job: Job[Owner]) -> None:
+    del jobs[bisect_left(jobs, job.place, key=_place)]
+
+
 class Scheduler(Generic[Owner]):
     def __init__(
         self,
@@ -176,7 +282,7 @@ class Scheduler(Generic[Owner]):
         self.max_kv_tokens = max_kv_tokens
         self.tokens_per_step = tokens_per_step
         self._reuse = reuse
-        self.waiting: deque[Job[Owner]] = deque()
+        self.waiting: Waiting[Owner] = Waiting(short_tokens=tokens_per_step // SHORT_SHARE)
         self.partial: Job[Owner] | None = None
         """Admitted, with some pieces computed."""
         self.running: list[Sequence[Owner]] = []
@@ -212,21 +318,20 @@ class Scheduler(Generic[Owner]):
         return sorted(pieces, key=lambda piece: piece.job.size)
 
     def _passing(self, room: Room) -> list[Job[Owner]]:
-        """Short jobs of one step, admitted although those before them wait for room. None has any where one lane more
-        of a single token has none: so a full cache costs nothing, however many wait."""
-        if not self.waiting or self._has_room(self.waiting[0], room):
+        """Short jobs of one step, admitted although those before them wait for room."""
+        if not self.waiting or self._has_room(self.waiting.first, room):
             return []
         budget = self.tokens_per_step // SHORT_SHARE
         chosen: list[Job[Owner]] = []
-        for job in self.waiting:
-            if len(chosen) == PASSING or room.with_more(1, 1) > self.max_kv_tokens:
-                break
-            passes = len(job.sequences) == 1 and job.sequences[0].passes
-            if passes and job.length <= budget and self._has_room(job, room, more_lanes=PASSING):
-                budget -= job.length
-                room.add(1, job.sequences[0].need)
-                chosen.append(job)
-        self._take(chosen)
+
+        def fits(job: Job[Owner]) -> bool:
+            return job.length <= budget and self._has_room(job, room, more_lanes=PASSING)
+
+        while len(chosen) < PASSING and (job := self.waiting.first_short(fits)) is not None:
+            budget -= job.length
+            room.add(1, job.sequences[0].need)
+            self._take(job)
+            chosen.append(job)
         return chosen
 
     def _overtaking(self, held: list[Job[Owner]], room: Room) -> list[Job[Owner]]:
@@ -244,13 +349,13 @@ class Scheduler(Generic[Owner]):
                 room.add(len(job.sequences), job.sequences[0].need)
                 budget -= job.length
                 chosen.append(job)
-        self._take(chosen)
+        for job in chosen:
+            self._take(job)
         return chosen
 
-    def _take(self, chosen: list[Job[Owner]]) -> None:
-        for job in chosen:
-            self.waiting.remove(job)
-            self._reserve(job)
+    def _take(self, job: Job[Owner]) -> None:
+        self.waiting.take(job)
+        self._reserve(job)
 
     def _more_than_a_step(self, held: list[Job[Owner]]) -> bool:
         pending = 0
@@ -261,11 +366,11 @@ class Scheduler(Generic[Owner]):
         return False
 
     def _admit(self, room: Room) -> Job[Owner] | None:
-        if not self.waiting or not self._has_room(self.waiting[0], room):
+        if not self.waiting or not self._has_room(self.waiting.first, room):
             return None
-        job = self.waiting.popleft()
+        job = self.waiting.first
         room.add(len(job.sequences), job.sequences[0].need)
-        self._reserve(job)
+        self._take(job)
         return job
 
     def _has_room(self, job: Job[Owner], room: Room, *, more_lanes: int = 0) -> bool:
@@ -331,7 +436,7 @@ class Scheduler(Generic[Owner]):
 
     def drop(self, owner: Owner) -> list[Sequence[Owner]]:
         """Forgets a request that waits or is being prefilled. Returns those of its sequences that decode."""
-        self.waiting = deque(job for job in self.waiting if job.owner is not owner)
+        self.waiting.drop(owner)
         if self.partial is not None and self.partial.owner is owner:
             self.partial = None
         return [sequence for sequence in self.running if sequence.owner is owner]

@@ -1,5 +1,6 @@
 """Admission, pieces and lanes, without a model."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -7,18 +8,37 @@ import pytest
 from sampler_service.torch_engine.scheduler import HEADROOM, Job, Scheduler, Sequence
 
 
-def job(owner: str, length: int, *, samples: int = 1, max_tokens: int | None = 10, order: int = 0) -> Job[str]:
+def job(
+    owner: str, length: int, *, samples: int = 1, max_tokens: int | None = 10, order: int = 0, run: str = ""
+) -> Job[str]:
     sequences = [
         Sequence(owner, n, length, length + (max_tokens or 1000), bounded=max_tokens is not None, order=order)
         for n in range(samples)
     ]
-    return Job(owner, length, sequences, scored=True)
+    return Job(owner, length, sequences, scored=True, run=run)
 
 
 def scheduler(*jobs: Job[str], max_running: int = 8, max_kv_tokens: int = 10_000, tokens: int = 100) -> Scheduler[str]:
     made: Scheduler[str] = Scheduler(max_running=max_running, max_kv_tokens=max_kv_tokens, tokens_per_step=tokens)
-    made.waiting.extend(jobs)
+    queue(made, *jobs)
     return made
+
+
+def queue(scheduler: Scheduler[str], *jobs: Job[str]) -> None:
+    for one in jobs:
+        scheduler.waiting.append(one)
+
+
+def counting_room(scheduler: Scheduler[str]) -> Counter[str]:
+    """Counts from now on how often the scheduler asks whether there is room."""
+    asked, has_room = Counter[str](), scheduler._has_room
+
+    def counted(*args: Any, **kwargs: Any) -> bool:
+        asked["room"] += 1
+        return has_room(*args, **kwargs)
+
+    scheduler._has_room = counted  # pyright: ignore[reportAttributeAccessIssue]
+    return asked
 
 
 def begin(scheduler: Scheduler[str]) -> list[tuple[str, int, int, int]]:
@@ -67,7 +87,7 @@ def test_many_short_prompts_leave_most_of_each_step_to_a_long_one() -> None:
     s = scheduler(job("long", 300), max_running=100)
     steps = 0
     while not any(one.owner == "long" for one in s.running):
-        s.waiting.extend(job("short", 10) for _ in range(10))
+        queue(s, *(job("short", 10) for _ in range(10)))
         begin(s)
         steps += 1
     assert steps == 4  # 75 or more of 100 tokens each
@@ -128,8 +148,8 @@ def test_the_youngest_unlimited_sequence_gives_way_and_comes_back_first() -> Non
     assert leaving == [s.running[2]]
     s.leave(leaving[0])
     assert [one.owner for one in s.waiting] == ["young", "later"]
-    assert s.waiting[0].length == 311
-    assert not s.waiting[0].scored
+    assert s.waiting.first.length == 311
+    assert not s.waiting.first.scored
     assert s.running[1].reserved == 465
 
 
@@ -146,7 +166,7 @@ def test_a_job_starts_behind_what_need_not_be_computed_also_when_it_takes_severa
     s: Scheduler[str] = Scheduler(
         max_running=8, max_kv_tokens=10_000, tokens_per_step=100, reuse=lambda job: {"a": 64, "b": 32}[job.owner]
     )
-    s.waiting.extend([job("a", 65, samples=2), job("b", 200)])
+    queue(s, job("a", 65, samples=2), job("b", 200))
     one, two = s.plan()
     assert (one.start, one.length, one.job.lane, one.came_from) == (64, 1, 0, 0)
     assert (two.start, two.length, two.job.lane, two.came_from) == (32, 99, 2, 2)
@@ -158,7 +178,7 @@ def test_a_job_starts_behind_what_need_not_be_computed_also_when_it_takes_severa
 def test_a_short_prompt_of_one_token_passes_a_full_batch_and_those_that_wait_for_it() -> None:
     s = scheduler(job("full", 10, samples=4), max_running=4)
     begin(s)
-    s.waiting.extend([job("waits", 10), *(job(f"scored {n}", 8, max_tokens=1) for n in range(5))])
+    queue(s, job("waits", 10), *(job(f"scored {n}", 8, max_tokens=1) for n in range(5)))
     s.waiting.append(job("long", 90, max_tokens=1))
     s.waiting.append(job("several", 8, samples=2, max_tokens=1))
     assert [(name, lane) for name, _, _, lane in begin(s)] == [("scored 0", 4), ("scored 1", 5), ("scored 2", 6)]
@@ -171,7 +191,7 @@ def test_a_short_prompt_of_one_token_passes_a_full_batch_and_those_that_wait_for
 def test_what_passes_needs_room_in_the_cache() -> None:
     s = scheduler(job("full", 10, samples=4), max_running=4, max_kv_tokens=80)
     begin(s)
-    s.waiting.extend([job("waits", 10), job("scored", 8, max_tokens=1)])
+    queue(s, job("waits", 10), job("scored", 8, max_tokens=1))
     assert s.plan() == []
 
 
@@ -179,17 +199,10 @@ def test_a_cache_that_is_full_costs_a_step_nothing_however_many_scorings_wait() 
     s = scheduler(job("full", 10, samples=4), max_running=4, max_kv_tokens=80)
     begin(s)
     s.waiting.append(job("waits", 10))
-    s.waiting.extend(job(f"scored {n}", 8, max_tokens=1) for n in range(4096))
-    asked: list[int] = []
-    has_room = s._has_room
-
-    def counted(*args: Any, **kwargs: Any) -> bool:
-        asked.append(1)
-        return has_room(*args, **kwargs)
-
-    s._has_room = counted  # pyright: ignore[reportAttributeAccessIssue]
+    queue(s, *(job(f"scored {n}", 8, max_tokens=1) for n in range(4096)))
+    asked = counting_room(s)
     assert s.plan() == []
-    assert len(asked) < 10
+    assert asked.total() < 10
 
 
 def test_what_waits_is_compared_with_a_sum_and_not_with_every_running_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,11 +218,99 @@ def test_what_waits_is_compared_with_a_sum_and_not_with_every_running_sequence(m
     s = scheduler(job("runs", 10, samples=60), max_running=64, tokens=10_000)
     begin(s)
     s.waiting.append(job("waits", 10, samples=64))
-    s.waiting.extend(job(f"scored {n}", 500, max_tokens=1) for n in range(1000))
+    queue(s, *(job(f"scored {n}", 500, max_tokens=1) for n in range(1000)))
     s.max_kv_tokens = 61 * 400
     monkeypatch.setattr(Sequence, "promised", property(counted))
     s.plan()
     assert promises < 200
+
+
+@pytest.mark.parametrize(
+    ("max_kv_tokens", "length", "max_tokens"),
+    [(100_000, 20, 500), (4 * 1000 + 500, 1500, 1), (4 * 20 + 25, 24, 1)],
+    ids=["samplings behind a full batch", "long scorings", "short scorings without room"],
+)
+def test_a_step_looks_at_few_of_the_thousands_that_wait(
+    monkeypatch: pytest.MonkeyPatch, max_kv_tokens: int, length: int, max_tokens: int
+) -> None:
+    """There is room for one token, and none of those that wait can have it."""
+    looked = Counter[str]()
+    passes: Any = Sequence.passes
+
+    def counted(sequence: Sequence[str]) -> bool:
+        looked["passes"] += 1
+        return passes.fget(sequence)
+
+    s = scheduler(job("runs", 10, samples=4), max_running=4, max_kv_tokens=max_kv_tokens)
+    begin(s)
+    queue(s, *(job(f"waits {n}", length, max_tokens=max_tokens) for n in range(4096)))
+    monkeypatch.setattr(Sequence, "passes", property(counted))
+    asked = counting_room(s)
+    assert s.plan() == []
+    assert looked.total() + asked.total() < 20
+
+
+def test_those_that_pass_do_so_in_the_order_in_which_they_came_whatever_their_lengths() -> None:
+    s = scheduler(job("full", 10, samples=4), max_running=4, max_kv_tokens=400, tokens=400)
+    begin(s)
+    queue(
+        s, job("waits", 10), *(job(f"scored {n}", length, max_tokens=1) for n, length in enumerate((40, 3, 9, 39, 4)))
+    )
+    s.waiting.appendleft(job("canary", 7, max_tokens=1))
+    assert [owner for owner, *_ in begin(s)] == ["canary", "scored 0", "scored 1", "scored 2"]
+
+
+def owners(s: Scheduler[str]) -> list[str]:
+    return [one.owner for one in s.waiting]
+
+
+@pytest.mark.parametrize("length", [20, 300], ids=["short", "long"])
+def test_a_run_that_comes_with_thousands_delays_anothers_request_by_one(length: int) -> None:
+    s = scheduler(*(job(f"many {n}", 100, max_tokens=1) for n in range(3000)), max_kv_tokens=1000)
+    for _ in range(5):
+        begin(s)
+        s.running.clear()
+    queue(s, job("one", length, run="other"))
+    assert owners(s)[:3] == ["many 5", "one", "many 6"]
+    assert first_token_after(s, "one") <= 1 + 2 + length // 100
+
+
+def test_runs_take_turns_by_tokens_and_each_keeps_its_order() -> None:
+    s = scheduler(*(job(f"large {n}", 290, run="a") for n in range(4)), *(job(f"small {n}", 90) for n in range(9)))
+    assert owners(s)[:8] == ["large 0", "small 0", "small 1", "small 2", "large 1", "small 3", "small 4", "small 5"]
+
+
+def test_a_job_counts_for_what_is_promised_to_its_sequences() -> None:
+    s = scheduler(*(job(f"wide {n}", 10, samples=9, run="a") for n in range(2)), *(job(f"n {n}", 10) for n in range(9)))
+    assert owners(s) == ["wide 0", *(f"n {n}" for n in range(5)), "wide 1", *(f"n {n}" for n in range(5, 9))]
+
+
+def test_a_run_pays_for_nothing_that_it_took_back_or_had_when_nobody_else_waited() -> None:
+    s = scheduler(*(job("gone", 100, run="a") for _ in range(50)), max_running=1)
+    begin(s)
+    queue(s, job("first", 10, run="b"), job("second", 10, run="b"))
+    s.drop("gone")
+    queue(s, job("a again", 10, run="a"), job("third", 10, run="b"))
+    assert owners(s) == ["first", "a again", "second", "third"]
+
+
+def test_a_run_that_comes_with_one_request_after_the_other_overtakes_no_other_run_for_ever() -> None:
+    s = scheduler(*(job(f"many {n}", 100, max_tokens=1) for n in range(9)), max_running=1)
+    order: list[str] = []
+    for n in range(9):
+        queue(s, job(f"single {n}", 100, run="a", max_tokens=1))
+        order += [owner for owner, *_ in begin(s)]
+        s.running.clear()
+    assert order == ["many 0", "single 0", "many 1", "single 1", "many 2", "single 2", "many 3", "single 3", "many 4"]
+
+
+def test_those_that_pass_others_put_no_newcomer_behind_their_run() -> None:
+    s = scheduler(job("full", 10, samples=4), max_running=4)
+    begin(s)
+    queue(s, job("waits", 10), *(job(f"scored {n}", 8, max_tokens=1) for n in range(9)))
+    begin(s)
+    queue(s, job("other", 10, run="b"))
+    assert owners(s)[:3] == ["waits", "other", "scored 3"]
 
 
 def test_a_long_sequence_takes_its_own_room_and_short_ones_take_theirs() -> None:
@@ -236,7 +337,7 @@ def test_sizes_are_promised_apart_and_never_more_than_there_is() -> None:
 
 def test_a_sequence_without_max_tokens_outgrows_its_lane() -> None:
     s = scheduler(job("a", 700, max_tokens=None), job("b", 20), max_kv_tokens=10_000, tokens=2000)
-    s.waiting[0].sequences[0].max_length = 4000
+    s.waiting.first.sequences[0].max_length = 4000
     begin(s)
     one, other = s.running
     assert (one.size, one.lane, other.size, other.lane) == (0, 0, 0, 1)
