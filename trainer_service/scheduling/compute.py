@@ -24,6 +24,9 @@ from trainer_service.scheduling.work import BatchEngine, Operation, Output
 
 logger = logging.getLogger(__name__)
 
+_SHARED_S = 30.0
+"""After so long without an operation of another model, a model has the trainer for itself."""
+
 T = TypeVar("T")
 
 
@@ -72,6 +75,10 @@ class ComputeThread:
         self.engine_died = asyncio.Event()
         """Nothing is computed any more, by no operation's fault. What runs and what waits gets no result."""
         self.speed = Speed()
+        self._newest_model = ""
+        """The model whose item came last; empty before the first one."""
+        self._shared_at: float | None = None
+        """When the items of one model were last followed by another's, by time.monotonic."""
         metrics.operations.queue_oldest.set_function(self._oldest_s)
         metrics.compute.running.set_function(self._running_s)
         threading.Thread(target=self._work, name="compute", daemon=True).start()
@@ -82,6 +89,9 @@ class ComputeThread:
             if self._closed:
                 item.result.cancel()
                 return
+            if self._newest_model not in ("", model_id):
+                self._shared_at = time.monotonic()
+            self._newest_model = model_id
             self._lanes.put(model_id, item)
             self._changed.notify()
 
@@ -173,7 +183,7 @@ class ComputeThread:
             with self._changed:
                 self._running = None
                 started = time.perf_counter()
-                work = None if self._closed else self._lanes.next(self._engine.token_budget)
+                work = None if self._closed else self._lanes.next(self._token_budget())
                 if work is not None:
                     self._metrics.compute.phases["schedule"].observe(time.perf_counter() - started)
                     self._running = self._begin(work)
@@ -185,6 +195,14 @@ class ComputeThread:
             self._deliver()
         self._deliver()
         return work
+
+    def _token_budget(self) -> int:
+        """Tokens of the next micro-batch. Who comes while it runs waits for its end, so it is a short one where several
+        models are at work; not where micro-batches must not depend on measurements."""
+        budget = self._engine.token_budget
+        if self._alone or self._shared_at is None or time.monotonic() - self._shared_at > _SHARED_S:
+            return budget
+        return min(budget, self.speed.short_tokens)
 
     def _deliver(self) -> None:
         if self._results:

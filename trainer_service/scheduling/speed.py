@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 _KEPT = 0.9
 """Share of what was measured before that the newest call leaves."""
+_SHORT_S = 0.25
+_MIN_SHORT_TOKENS = 256
+"""Matrix products of fewer rows are slow for each of them: cutting further would cost everybody."""
 
 
 @dataclass(slots=True)
@@ -20,6 +23,12 @@ class Speed:
     """Time that was expected for custom losses."""
     _calls: float = 0.0
     _call_seconds: float = 0.0
+    _short_tokens: float = 0.0
+
+    @property
+    def short_tokens(self) -> int:
+        """Tokens of a micro-batch that takes 0.25 s, and at least 256."""
+        return max(_MIN_SHORT_TOKENS, round(self._short_tokens))
 
     def observe(
         self, seconds: float, *, num_tokens: int, loss_seconds: float = 0.0, expected_loss_seconds: float = 0.0
@@ -27,6 +36,9 @@ class Speed:
         """Notes the time of a micro-batch of so many tokens, or of a call when there are none. `loss_seconds`: the part
         that custom losses took."""
         if num_tokens:
+            # A small one takes longer for each token, and says nothing about large ones.
+            if num_tokens >= self._short_tokens / 2:
+                self._short_tokens = (self._short_tokens + num_tokens * _SHORT_S / seconds) / 2
             self._tokens = _KEPT * self._tokens + num_tokens
             self._token_seconds = _KEPT * self._token_seconds + seconds
             # Those of several ranks run at once, and may be longer together than the micro-batch.

@@ -121,6 +121,26 @@ async def test_a_datum_above_the_budget_goes_alone_and_the_budget_may_fall(bench
     assert bench.engine.sizes == [{"a1": 2}, {"a1": 1}, {"a1": 1}, {"a1": 1}]
 
 
+@pytest.mark.parametrize("alone", [False, True], ids=["shared", "deterministic"])
+async def test_beside_another_models_work_a_micro_batch_is_as_long_as_a_quarter_of_a_second(
+    make_bench: MakeBench, alone: bool
+) -> None:
+    """Not in a deterministic trainer, where no micro-batch depends on what was measured."""
+    bench = await make_bench(token_budget=10_000, alone=alone)
+    await bench.create("a")
+    first = await bench.hold("a", 1, lengths=[100] * 100)
+    await asyncio.sleep(0.5)  # so 10,000 tokens take as long, or longer
+    bench.engine.gate.set()
+    await first.wait()
+    await bench.create("b")
+    second = await bench.hold("a", 2, lengths=[100] * 100)
+    bench.engine.gate.set()
+    await second.wait()
+    assert bench.engine.sizes[0] == {"a1": 100}
+    num_datums = bench.engine.sizes[1]["a2"]
+    assert num_datums == 100 if alone else 2 <= num_datums <= 50
+
+
 async def test_a_step_sees_all_micro_batches_before_it_and_runs_before_those_of_others(bench: Bench) -> None:
     await bench.create("a", "b")
     other = await bench.hold("b", 1, lengths=[50] * 8)
