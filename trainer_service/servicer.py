@@ -43,6 +43,7 @@ _PIECE_BYTES = 1024 * 1024
 """Of a file that is streamed."""
 _CREATION_BYTES = 6
 """Of the random number that tells creations of one model_id apart."""
+_MANY_DATUMS = 64
 _LARGE_BYTES = 64 * 1024
 """Messages above this size are parsed and packed on a thread, to keep the event loop free."""
 
@@ -141,7 +142,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def ForwardBackward(self, request: pb.ForwardBackwardRequest, context: Context) -> pb.ForwardBackwardResponse:
         operations, max_bytes = self._ready.operations, self._ready.scheduler.max_operation_bytes
         answer = await self._submit(
-            "forward_backward", request, lambda: operations.forward_backward(request, max_bytes=max_bytes), context
+            "forward_backward", request, partial(operations.forward_backward, request, max_bytes=max_bytes), context
         )
         return answer.forward_backward
 
@@ -287,7 +288,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         | pb.SkipOperationRequest
         | pb.SaveCheckpointRequest
         | pb.LoadCheckpointRequest,
-        build: Callable[[], Work],
+        build: Callable[..., Work],
         context: Context,
     ) -> Answer:
         _check_seq_id(request.seq_id)
@@ -296,17 +297,20 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return await self._operate(request.model_id, request.seq_id, kind, request, build, context)
 
     async def _operate(
-        self, model_id: str, seq_id: int, kind: str, request: Message, build: Callable[[], Work], context: Context
+        self, model_id: str, seq_id: int, kind: str, request: Message, build: Callable[..., Work], context: Context
     ) -> Answer:
         # A custom loss is run without data when it is checked, which takes long for a small message.
         custom = isinstance(request, pb.ForwardBackwardRequest) and request.HasField("custom_loss")
-        large = custom or request.ByteSize() > _LARGE_BYTES
+        # The size of many datums is not known without a look at each.
+        many = isinstance(request, pb.ForwardBackwardRequest) and len(request.data) > _MANY_DATUMS
+        large = custom or many or request.ByteSize() > _LARGE_BYTES
         body = await _run(lambda: Body.pack(kind, request), on_thread=large)
         held_bytes = None
         if isinstance(request, pb.ForwardBackwardRequest):
             needed = await _run(lambda: Batch.bytes_of(request), on_thread=large)
             if needed <= self._ready.scheduler.max_operation_bytes:  # what needs more is refused, and holds its body
                 held_bytes = needed
+            build = partial(build, held_bytes=needed)
         return await self._accept(
             request, model_id, seq_id, kind, body, build, context, held_bytes=held_bytes, on_thread=large
         )

@@ -264,7 +264,7 @@ class TrainerServiceServicer:
     def ImportCheckpoint(self, request_iterator, context):
         """ImportCheckpoint stores a PEFT LoRA adapter made elsewhere as a checkpoint. The first message is the header, the
         last one says that it is complete; those between are pieces of a tar archive with adapter_config.json and
-        adapter_model.safetensors (or .bin).
+        adapter_model.safetensors. A pickle (adapter_model.bin) is refused: no service reads one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

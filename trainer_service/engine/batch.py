@@ -119,9 +119,15 @@ class Batch:
 
     @classmethod
     def from_proto(
-        cls, request: trainer_pb2.ForwardBackwardRequest, limits: Limits, *, max_bytes: int | None = None
+        cls,
+        request: trainer_pb2.ForwardBackwardRequest,
+        limits: Limits,
+        *,
+        held_bytes: int | None = None,
+        max_bytes: int | None = None,
     ) -> Batch:
-        """Raises InvalidRequest or UnknownLossFn, naming the field and the value. `max_bytes`: of its memory."""
+        """Raises InvalidRequest or UnknownLossFn, naming the field and the value. `held_bytes`: its bytes_of, where
+        that is known. `max_bytes`: of its memory."""
         if request.loss_fn not in LOSS_FN_NAMES:
             raise UnknownLossFn(
                 f"loss_fn: {request.loss_fn!r} is not one of {', '.join(LOSS_FN_NAMES)}",
@@ -131,7 +137,8 @@ class Batch:
         if not 1 <= len(request.data) <= limits.max_datums:
             raise InvalidRequest(f"data: {len(request.data)} datums are outside 1..{limits.max_datums}", field="data")
         _check_targets(request, limits)
-        held_bytes = cls.bytes_of(request)
+        if held_bytes is None:
+            held_bytes = cls.bytes_of(request)
         if max_bytes is not None and held_bytes > max_bytes:
             raise InvalidRequest(
                 f"data: takes {held_bytes} bytes of memory, with its answer, and this server has {max_bytes} for one "

@@ -135,10 +135,14 @@ class Operations:
             await self.loads.keep(turn, model, 0, state, with_optimizer=request.load_optimizer)
         return pb.WaitResultResponse(create_model=pb.CreateModelResponse(model=model.to_proto(next_seq_id=1)))
 
-    def forward_backward(self, request: pb.ForwardBackwardRequest, *, max_bytes: int | None = None) -> Work:
-        """`max_bytes`: memory that it may hold, for one that comes; what was accepted before a restart was asked."""
+    def forward_backward(
+        self, request: pb.ForwardBackwardRequest, *, held_bytes: int | None = None, max_bytes: int | None = None
+    ) -> Work:
+        """`held_bytes`: its Batch.bytes_of, where that is known. `max_bytes`: memory that it may hold, for one that
+        comes; what was accepted before a restart was asked."""
         try:
-            return RunBatch(Batch.from_proto(request, self.engine.limits, max_bytes=max_bytes))
+            limits = self.engine.limits
+            return RunBatch(Batch.from_proto(request, limits, held_bytes=held_bytes, max_bytes=max_bytes))
         except ServiceError as error:
             return self.refuse(request, error)
 
