@@ -164,10 +164,11 @@ class Batch:
     """Hash of a body that is refused."""
 
 
-def canonical(message: trainer_pb2.ForwardBackwardRequest) -> tuple[bytes, int]:
-    """Its canonical bytes, and the number of its tokens."""
+def canonical(message: trainer_pb2.ForwardBackwardRequest) -> tuple[bytes, str, int]:
+    """Its canonical bytes, their fingerprint, and the number of its tokens."""
     num_tokens = sum(len(c.encoded_text.tokens) // 4 for datum in message.data for c in datum.model_input)
-    return message.SerializeToString(deterministic=True), num_tokens
+    body = message.SerializeToString(deterministic=True)
+    return body, fingerprint("forward_backward", body), num_tokens
 
 
 async def read_forward_backward(request: Request, config: GatewayConfig, *, forward_only: bool = False) -> Batch:

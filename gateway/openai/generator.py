@@ -128,8 +128,7 @@ class Generator:
             raise
 
     async def _load_tokenizer(self, source: Source) -> TokenizerInfo:
-        request = pb.GetTokenizerRequest()
-        reply = await self._ask(source, lambda replica: self._reply(replica, replica.stub.GetTokenizer(request)))
+        reply = await self._ask_of_text(source, lambda replica: replica.stub.GetTokenizer(pb.GetTokenizerRequest()))
         digest = sha256(reply.tokenizer_json.encode()).digest()
         vocabulary = self._vocabularies.get(digest) or await asyncio.to_thread(Vocabulary, reply.tokenizer_json)
         vocabulary = self._vocabularies.setdefault(digest, vocabulary)
@@ -140,7 +139,7 @@ class Generator:
 
     async def tokenize(self, source: Source, request: pb.TokenizeRequest) -> bytes:
         """int32 tokens, little endian."""
-        reply = await self._ask(source, lambda replica: self._reply(replica, replica.stub.Tokenize(request)))
+        reply = await self._ask_of_text(source, lambda replica: replica.stub.Tokenize(request))
         return reply.tokens
 
     # Samples
@@ -330,18 +329,27 @@ class Generator:
         with self._holding(replica, call, weight=weight):
             return await call
 
+    async def _ask_of_text(self, source: Source, start: Callable[[Replica], Any]) -> Any:
+        """The reply to a call about text. No engine computes it, but a sampler may die of it all the same."""
+        tries = Tries(self._clients.samplers, source.base_model)
+
+        async def call(replica: Replica) -> Any:
+            async with tries.at(replica):
+                return await self._reply(replica, start(replica))
+
+        return await self._ask(source, call, tries=tries)
+
     async def _ask(
         self,
         source: Source,
         call: Callable[[Replica], Awaitable[T]],
         request: pb.SampleRequest | None = None,
         *,
-        tries: Tries | None = None,
+        tries: Tries,
     ) -> T:
         """The answer of a sampler: of the one for the request, or of any. After openai_wait_s in vain it raises what
         stands in the way: NotReady or OutOfCapacity."""
         give_up_at = time.monotonic() + self._config.openai_wait_s
-        tries = tries or Tries(self._clients.samplers, source.base_model)
         while True:
             replica = await self._in_time(tries.route(request), source)
             if request is not None:

@@ -11,7 +11,7 @@ from starlette.routing import Route
 from gateway import convert
 from gateway.gateway import Gateway, caller_of, gateway_of
 from gateway.http import schemas
-from gateway.http.body import Batch, canonical, fingerprint, off_loop, parse, read_forward_backward, read_json
+from gateway.http.body import Batch, canonical, off_loop, parse, read_forward_backward, read_json
 from gateway.http.sdk import sends_parts_at_once
 from gateway.tenants.caller import Caller
 from gateway.training.references import complete
@@ -58,14 +58,18 @@ async def _submit_numbered(
         return await submit(
             gateway, caller, kind=kind, ids=ids, rpc=message, mark=batch.refused_mark, sends_parts_at_once=at_once
         )
-    body, num_tokens = await off_loop(lambda: canonical(message), num_bytes=batch.num_bytes, config=gateway.config)
-    mark = fingerprint("forward_backward", body)  # of what the client sent, whatever is put into it here
+    # The mark is of what the client sent, whatever is put into it here.
+    body, mark, num_tokens = await off_loop(
+        lambda: canonical(message), num_bytes=batch.num_bytes, config=gateway.config
+    )
     kind, rpc = "forward_backward", Rpc("ForwardBackward", body, is_forward_only=message.forward_only)
     if await gateway.tenants.access.model(ids.model_id, caller) is None:  # `complete` looks at what its session has
         return no_model(gateway, caller, ids.model_id, None)
     try:
         if await complete(gateway, message, num_bytes=batch.num_bytes):
-            body, _ = await off_loop(lambda: canonical(message), num_bytes=batch.num_bytes, config=gateway.config)
+            body = await off_loop(
+                lambda: message.SerializeToString(deterministic=True), num_bytes=batch.num_bytes, config=gateway.config
+            )
             rpc = Rpc("ForwardBackward", body, is_forward_only=message.forward_only, is_completed=True)
     except NotReady:
         raise

@@ -575,3 +575,30 @@ async def test_a_stream_that_would_go_on_differently_fails(talkers: Pair) -> Non
     streamed = await events(talkers)
     assert "differs from what was sent" in streamed[-1]["error"]["message"]
     assert other.says.startswith(text_of(streamed[:-1])) is False or text_of(streamed[:-1]) in first.says
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/completions", {"prompt": "the snow"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "the snow"}]}),
+    ],
+)
+async def test_a_text_that_kills_two_samplers_while_it_becomes_tokens_is_given_to_no_third(
+    talkers: Pair, monkeypatch: pytest.MonkeyPatch, path: str, asked: dict[str, Any]
+) -> None:
+    num_deaths = 0
+
+    async def die(self: TalkingSampler, request: Any, context: Any) -> Any:
+        nonlocal num_deaths
+        num_deaths += 1
+        raise EngineDead("ended")
+
+    monkeypatch.setattr(TalkingSampler, "Tokenize", die)
+    await talkers.stop()  # handlers are bound when a server starts
+    await talkers.start()
+    async with Client(base_url=talkers.stack.url, timeout=20) as client:
+        reply = await client.post(path, json={"model": BASE_MODEL, "max_tokens": 4, **asked})
+    assert reply.status_code == 500
+    assert "2 samplers ended while they computed this request" in reply.text
+    assert num_deaths == 2
