@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 _KEPT = 0.9
 """Share of what was measured before that the newest call leaves."""
-_SHORT_S = 0.25
+_SHORT_S = 0.1
 _MIN_SHORT_TOKENS = 256
 """Matrix products of fewer rows are slow for each of them: cutting further would cost everybody."""
 
@@ -27,7 +27,7 @@ class Speed:
 
     @property
     def short_tokens(self) -> int:
-        """Tokens of a micro-batch that takes 0.25 s, and at least 256."""
+        """Tokens of a micro-batch that takes 0.1 s, and at least 256."""
         return max(_MIN_SHORT_TOKENS, round(self._short_tokens))
 
     def observe(

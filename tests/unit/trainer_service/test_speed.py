@@ -10,34 +10,34 @@ def measured(num_tokens: int, seconds: float, *, times: int = 20) -> Speed:
     return speed
 
 
-def test_a_short_micro_batch_takes_a_quarter_of_a_second() -> None:
-    assert measured(8000, 1.0).short_tokens == 2000
-    assert measured(8000, 0.5).short_tokens == 4000
+def test_a_short_micro_batch_takes_a_tenth_of_a_second() -> None:
+    assert measured(8000, 0.4).short_tokens == 2000
+    assert measured(8000, 0.2).short_tokens == 4000
 
 
 def test_small_micro_batches_do_not_tell_how_many_tokens_a_short_one_has() -> None:
     """Each takes 50 ms for 16 tokens: by their speed it would have 80."""
-    speed = measured(2000, 0.25)
+    speed = measured(2000, 0.1)
     for _ in range(100):
         speed.observe(0.05, num_tokens=16)
     assert speed.short_tokens == 2000
 
 
 def test_a_short_micro_batch_follows_a_machine_that_becomes_slow_and_fast_again() -> None:
-    tokens_per_s, speed = 8000.0, measured(2000, 0.25)
-    for tokens_per_s in (2000.0, 20_000.0):
+    tokens_per_s, speed = 20_000.0, measured(2000, 0.1)
+    for tokens_per_s in (5000.0, 50_000.0):
         for _ in range(20):
             speed.observe(speed.short_tokens / tokens_per_s, num_tokens=speed.short_tokens)
-        assert abs(speed.short_tokens - tokens_per_s / 4) < 10
+        assert abs(speed.short_tokens - tokens_per_s / 10) < 10
 
 
 def test_a_short_micro_batch_grows_from_the_first_small_one() -> None:
-    """Each takes 30 ms and 0.1 ms for each token, so 2,200 tokens take a quarter of a second."""
+    """Each takes 30 ms and 0.1 ms for each token, so 700 tokens take a tenth of a second."""
     speed = Speed()
     speed.observe(0.0316, num_tokens=16)
     for _ in range(20):
         speed.observe(0.03 + speed.short_tokens * 1e-4, num_tokens=speed.short_tokens)
-    assert abs(speed.short_tokens - 2200) < 20
+    assert abs(speed.short_tokens - 700) < 20
 
 
 def test_no_micro_batch_is_cut_below_256_tokens() -> None:
