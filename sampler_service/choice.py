@@ -8,6 +8,7 @@ from sampler_service.torch_engine.engine import TorchEngine
 from sampler_service.torch_engine.sizing import resolve_device
 from sampler_service.vllm.engine import VllmEngine
 from sampler_service.vllm.settings import MAX_LORA_RANK, is_installed
+from tinsmith.cores import Cores
 
 
 def settled(config: SamplerConfig) -> tuple[SamplerConfig, str]:
@@ -38,6 +39,10 @@ async def load_engine(config: SamplerConfig, metrics: SamplerMetrics) -> TorchEn
     """`config`: settled. Raises as the engines' load() do, and ValueError for a division that the torch engine cannot
     have."""
     if config.engine == "vllm":
+        # vLLM's threads do not change once it runs, and it does not say when it computes: its share is always taken.
+        cores = Cores(config.cores_page, most=config.num_threads, set_threads=lambda _: None, fixed=True)
+        cores.begin()
+        config = config.model_copy(update={"num_threads": cores.threads})
         return await VllmEngine.load(config, metrics)
     if config.tensor_parallel > 1:
         raise ValueError(

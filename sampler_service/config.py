@@ -40,7 +40,12 @@ class SamplerConfig(GrpcTls, BaseSettings):
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Port of /metrics, on the host of `listen`; 0 is off."""
     num_threads: int = Field(default=0, ge=0)
-    """CPU threads of the compute thread; 0 leaves torch's default."""
+    """CPU threads of the compute thread; 0 leaves torch's default. With a cores_page, the most that it may use; 0 means
+    all cores."""
+    cores_page: str = ""
+    """PATH:PLACE of a page that `tinsmith up` makes, on which the services of one machine say which of them compute.
+    The torch engine uses all cores while no other service computes, and its share of them otherwise. vLLM keeps to its
+    share. Empty means that num_threads are fixed."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Least severe level that is logged."""
     log_format: Literal["json", "text"] = "json"

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from tinsmith.allocator import keep_freed_memory
-from tinsmith.cli.stack import usable_cores
+from tinsmith.cores import Cores, usable_cores
 from tinsmith.memory import host_bytes
 from tinsmith.modeling.base_model import BaseModel, UnsupportedModel
 from tinsmith.rpc import tracing
@@ -75,7 +75,7 @@ class _RestoringFailed(Exception):
     """What keeps the models of the last run from coming back, and is not the base model."""
 
 
-async def serve(config: TrainerConfig, group: RankGroup | None) -> None:
+async def serve(config: TrainerConfig, group: RankGroup | None, cores: Cores) -> None:
     """Runs until SIGINT or SIGTERM, or until the engine has died. `group`: of several ranks.
 
     Health is NOT_SERVING while the base model is loaded.
@@ -110,7 +110,7 @@ async def serve(config: TrainerConfig, group: RankGroup | None) -> None:
         await server.start()
         logger.info("listening on port %d", server.port)
         stopping = asyncio.create_task(stop.wait())
-        starting = asyncio.create_task(start(config, journal, executing, metrics, group, port=server.port))
+        starting = asyncio.create_task(start(config, journal, executing, metrics, group, cores, port=server.port))
         await asyncio.wait({stopping, starting}, return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
             executing.close()  # the first models may be running again already
@@ -161,6 +161,7 @@ async def start(
     executing: Executing,
     metrics: Metrics,
     group: RankGroup | None,
+    cores: Cores,
     *,
     port: int,
 ) -> Trainer:
@@ -204,6 +205,7 @@ async def start(
         metrics=metrics,
         alone=config.deterministic,
         executing=executing,
+        cores=cores,
     )
     sequences = canary_of(base)
     unadapted = await asyncio.to_thread(engine.score, None, sequences)
@@ -234,13 +236,13 @@ async def start(
     return Trainer(uuid.uuid4().hex, operations, scheduler, journal, checkpoints, importer)
 
 
-def follow(config: TrainerConfig, group: RankGroup) -> None:
+def follow(config: TrainerConfig, group: RankGroup, cores: Cores) -> None:
     """What every rank but the first does: it loads the base model, and then what rank 0 says."""
     try:
         base = load(config, group)
     except (UnsupportedModel, OSError, ValueError) as error:
         group.end(f"cannot load the base model {config.base_model}: {error}")
-    Follower(base, group, **engine_settings(config)).work()
+    Follower(base, group, cores, **engine_settings(config)).work()
 
 
 def engine_settings(config: TrainerConfig) -> dict[str, Any]:
@@ -302,6 +304,21 @@ def load(config: TrainerConfig, group: RankGroup | None) -> BaseModel:
     )
 
 
+def cores_of(config: TrainerConfig, place: Place, device: torch.device) -> Cores:
+    """This rank's. Raises ValueError for a cores_page that is none."""
+    most = config.num_threads
+    if not config.cores_page and device.type == "cpu":
+        most = process.num_threads(place, most, cores=usable_cores())
+    return Cores(
+        config.cores_page,
+        most=most,
+        set_threads=torch.set_num_threads,
+        processes=place.local_world_size,
+        announces=place.rank == 0,
+        fixed=config.deterministic,
+    )
+
+
 def device_of(config: TrainerConfig) -> torch.device:
     """This rank's own."""
     kind = config.device
@@ -330,25 +347,24 @@ def main() -> None:
         check_channel(config.channel, gpu_uuid=gpu_uuid(device))
     except ValueError as error:
         raise SystemExit(str(error)) from None
-    num_threads = config.num_threads
-    if device.type == "cpu":
-        if config.keep_freed_memory and not keep_freed_memory():
-            logger.info("keep_freed_memory: has no effect here, the C library is not glibc")
-        num_threads = process.num_threads(place, config.num_threads, cores=usable_cores())
-    if num_threads:
-        torch.set_num_threads(num_threads)
+    if device.type == "cpu" and config.keep_freed_memory and not keep_freed_memory():
+        logger.info("keep_freed_memory: has no effect here, the C library is not glibc")
+    try:
+        cores = cores_of(config, place, device)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
     if place.alone:
-        asyncio.run(serve(config, None))
+        asyncio.run(serve(config, None, cores))
         return
     group = RankGroup.join(place, device, timeout_s=config.rank_timeout_s)
     logger.info("rank %d of %d", place.rank, place.world_size)
     if place.rank == 0:
-        asyncio.run(serve(config, group))
+        asyncio.run(serve(config, group, cores))
     else:
-        process.follow(lambda: follow(config, group))
+        process.follow(lambda: follow(config, group, cores))
 
 
 if __name__ == "__main__":

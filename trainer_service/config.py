@@ -57,7 +57,12 @@ class TrainerConfig(GrpcTls, BaseSettings):
     """auto takes the fastest kernels that are there, plain none, as a reference. compiled and liger are auto with
     norms, rotations and SwiGLU by torch.compile or by the package liger-kernel; without them, no start."""
     num_threads: int = Field(default=0, ge=0)
-    """CPU threads of one computation; 0 leaves torch's default, and divides the cores among several ranks."""
+    """CPU threads of one computation; 0 leaves torch's default, and divides the cores among several ranks. With a
+    cores_page, the most that all ranks together may use; 0 means all cores."""
+    cores_page: str = ""
+    """PATH:PLACE of a page that `tinsmith up` makes, on which the services of one machine say which of them compute.
+    The trainer uses all cores while no other service computes, and its share of them otherwise. A deterministic trainer
+    keeps to num_threads, or its share where that is 0. Empty means that num_threads are fixed."""
     keep_freed_memory: bool = True
     """On a CPU with glibc: freed memory stays with the process, so that a step finds it again without a page fault. Its
     resident memory then stays at its peak; false gives it back to the system, and costs some 10 % of a step's time."""
@@ -83,10 +88,11 @@ class TrainerConfig(GrpcTls, BaseSettings):
     """Time without work after which a model is parked, in seconds. 0 means that a model is parked only when its place
     is needed."""
     max_tokens_per_microbatch: int = Field(default=4096, ge=1)
-    """Most tokens that go through the base model at once; at start the trainer measures how many it should be."""
+    """Most tokens that go through the base model at once. Fewer do where memory has no room for them, and where they
+    would take longer than 2 s, or 0.1 s while several models are at work; but at least 256."""
     token_budget: int = Field(default=0, ge=0)
-    """Tokens that go through the base model at once, where that is not to be measured; at most as many as fit into
-    memory. 0 means measured."""
+    """Like max_tokens_per_microbatch, below it, and for a deterministic trainer the one that counts. 0 means
+    max_tokens_per_microbatch."""
     max_targets_per_token: int = Field(default=1024, ge=1)
     """Most columns of target_tokens: targets that one token of a datum may have. Many targets count as more tokens in
     turns, micro-batches and memory. After it was lowered, a model whose journal has more is not restored."""

@@ -36,6 +36,7 @@ from sampler_service.torch_engine.self_check import Comparison
 from sampler_service.torch_engine.sizing import Sizes, resolve_device, resolve_dtype
 from sampler_service.torch_engine.task import Task
 from sampler_service.validation import Limits
+from tinsmith.cores import Cores
 from tinsmith.modeling.adapter import AdapterConfig, Target
 from tinsmith.modeling.base_model import BaseModel, UnsupportedModel
 from tinsmith.modeling.full_weights import FullWeights, Weights
@@ -51,11 +52,12 @@ class TorchEngine(Front):
 
     name = "torch"
 
-    def __init__(self, base: BaseModel, batcher: Batcher, limits: Limits, config: SamplerConfig) -> None:
+    def __init__(self, base: BaseModel, batcher: Batcher, limits: Limits, config: SamplerConfig, cores: Cores) -> None:
         self.eos_token_ids = eos_token_ids(base.path, base.config)
         super().__init__(config, batcher.metrics, limits, StopRules(base.path, self.eos_token_ids))
         self.base = base
         self._batcher = batcher
+        self._cores = cores
         self._moves: set[asyncio.Future[int]] = set()
         """Moves that the compute thread has not made yet."""
         self._loop = asyncio.get_running_loop()
@@ -67,8 +69,10 @@ class TorchEngine(Front):
     async def load(cls, config: SamplerConfig, metrics: SamplerMetrics) -> TorchEngine:
         """Loads the base model, starts the compute thread and runs a first request through it.
 
-        Raises UnsupportedModel, or OSError when there is no such model or its files are damaged.
+        Raises UnsupportedModel, ValueError for a cores_page that is none, or OSError when there is no such model or its
+        files are damaged.
         """
+        cores = Cores(config.cores_page, most=config.num_threads, set_threads=torch.set_num_threads)
         device = torch.device(resolve_device(config.device))
         dtype = resolve_dtype(config.dtype, device)
         base = await in_thread(
@@ -84,7 +88,7 @@ class TorchEngine(Front):
             max_topk_logprobs=config.max_topk_logprobs,
         )
         logger.info("%s on %s in %s, %s", base.architecture, device, dtype, sizes)
-        engine = cls(base, batcher, limits, config)
+        engine = cls(base, batcher, limits, config, cores)
         engine._thread.start()
         try:
             await engine._warm_up()
@@ -195,13 +199,14 @@ class TorchEngine(Front):
     # The compute thread.
 
     def _run(self) -> None:
-        if self._config.num_threads:
-            torch.set_num_threads(self._config.num_threads)
         try:
             going_on = True
             while going_on:
+                if self._batcher.idle:
+                    self._cores.end()
                 going_on = self._take()
                 if not self._batcher.idle:
+                    self._cores.begin()
                     self._step()
                 self._post(self._batcher.take_deliveries())
         except BaseException as error:

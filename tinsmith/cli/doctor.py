@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinsmith.cli.base_models import UsageError, resolve
-from tinsmith.cli.stack import usable_cores
+from tinsmith.cores import usable_cores
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

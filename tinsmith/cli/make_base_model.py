@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tinsmith.cli.stack import usable_cores
+from tinsmith.cores import usable_cores
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

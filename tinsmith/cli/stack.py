@@ -1,9 +1,10 @@
 """The command lines of the services that `tinsmith up` runs: ports, folders and cores.
 
 **Cores.** Trainer and sampler take turns in most reinforcement-learning loops, but two OpenMP pools that share cores
-cost a factor of 2 to 4, so each process gets its own: of C usable cores the trainers share C // 2 and the samplers the
-rest, never less than one thread each. Idle OpenMP threads sleep instead of spinning (OMP_WAIT_POLICY=PASSIVE). Where
-the models run on a GPU the division does not matter.
+cost a factor of 2 to 4. So a service that computes alone uses all cores, and while all compute, the trainers share
+C // 2 of C usable cores and the samplers the rest, never less than one thread each (`tinsmith/cores.py`). A
+deterministic trainer always has its share, because sums over another number of threads are rounded otherwise.
+Idle OpenMP threads sleep instead of spinning (OMP_WAIT_POLICY=PASSIVE).
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
-from tinsmith.cli.base_models import BaseModel, UsageError
+from tinsmith.cli.base_models import BaseModel
 from tinsmith.cli.ports import free_ports
 from tinsmith.cli.supervisor import Service
+from tinsmith.cores import make_page, usable_cores
 from tinsmith.rpc.auth import is_loopback
 from tinsmith.rpc.channel import connect, wait_serving
 from tinsmith.rpc.tls import Certificates, pinned
@@ -33,27 +35,19 @@ _HEALTH_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Threads:
+    """Of one trainer, and of one sampler."""
+
     trainer: int
     sampler: int
 
 
-def usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
-def divide_cores(
-    cores: int, *, groups: int, samplers: int, trainer_threads: int | None, sampler_threads: int | None
-) -> Threads:
-    """Threads of each trainer and each sampler, of which every group has one and `samplers`; a number that the user
-    gave is taken as it is."""
-    for flag, value in (("--trainer-threads", trainer_threads), ("--sampler-threads", sampler_threads)):
-        if value is not None and value < 1:
-            raise UsageError(f"{flag}: {value} is not at least 1")
+def divide_cores(cores: int, *, groups: int, samplers: int, most: Threads) -> Threads:
+    """Threads of each trainer and each sampler while all compute. Every group has one trainer and `samplers`. `most`:
+    what each may use at most; 0 means all cores."""
     trainers = max(1, cores // 2)
-    return Threads(
-        trainer=trainer_threads or max(1, trainers // groups),
-        sampler=sampler_threads or max(1, (cores - trainers) // (groups * samplers)),
-    )
+    trainer = max(1, trainers // groups)
+    sampler = max(1, (cores - trainers) // (groups * samplers))
+    return Threads(min(trainer, most.trainer or trainer), min(sampler, most.sampler or sampler))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +58,8 @@ class Instance:
     """Of its name; empty when there is no other of its kind."""
     port: int
     metrics_port: int
+    place: int
+    """Of its service on the page of cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +126,8 @@ class Stack:
     state_dir: Path
     keys: Keys | None
     log_level: str
-    threads: Threads
+    most_threads: Threads = Threads(0, 0)
+    """What each service may use at most; 0 means all cores."""
     checkpoint_dir: str = ""
     """A folder, or the URL of an object store; empty means a folder of state_dir."""
     full_training: bool = False
@@ -169,13 +166,14 @@ class Stack:
         free = iter(free_ports((1 + 2 * (1 + self.num_samplers)) * len(self.models)))
         trainer_ports = count(self.trainer_port) if self.trainer_port else free
         sampler_ports = count(self.sampler_port) if self.sampler_port else free
+        places = count()
         groups = []
         for number, model in enumerate(self.models, start=1):
             suffix = f"-{number}" if len(self.models) > 1 else ""
             several = self.num_samplers > 1
-            trainer = Instance(suffix, next(trainer_ports), next(free))
+            trainer = Instance(suffix, next(trainer_ports), next(free), next(places))
             samplers = [
-                Instance(f"{suffix}-{replica}" if several else suffix, next(sampler_ports), next(free))
+                Instance(f"{suffix}-{replica}" if several else suffix, next(sampler_ports), next(free), next(places))
                 for replica in range(1, self.num_samplers + 1)
             ]
             groups.append(Group(model, trainer, samplers, next(free)))
@@ -204,8 +202,25 @@ class Stack:
             f"logs: {self.logs}"
         )
 
+    def make_cores_page(self) -> None:
+        """Must be there before a service starts."""
+        shares = self._shares()
+        places = [shares.trainer, *[shares.sampler] * self.num_samplers] * len(self.models)
+        make_page(self._cores_page, cores=usable_cores(), shares=places)
+
+    @property
+    def _cores_page(self) -> Path:
+        return self.state_dir / "cores"
+
+    def _shares(self) -> Threads:
+        return divide_cores(usable_cores(), groups=len(self.models), samplers=self.num_samplers, most=self.most_threads)
+
+    def _cores(self, instance: Instance, *, most: int) -> dict[str, str]:
+        flags = {"cores-page": f"{self._cores_page}:{instance.place}"}
+        return flags | {"num-threads": str(most)} if most else flags
+
     def _trainer(self, group: Group) -> Service:
-        threads = max(1, self.threads.trainer // self.trainer_ranks)
+        threads = self._shares().trainer
         flags = {
             "base-model": group.model.source,
             "model-names": json.dumps(group.model.names),
@@ -214,13 +229,15 @@ class Stack:
             "checkpoint-dir": self.checkpoint_dir or str(self.state_dir / "checkpoints"),
             "state-dir": str(self.trainer_folder(group)),
             "metrics-port": str(group.trainer.metrics_port),
-            "num-threads": str(threads),
+            **self._cores(group.trainer, most=self.most_threads.trainer),
             **({"full-training": "true"} if self.full_training else {}),
             **({"deterministic": "true"} if self.deterministic else {}),
             **({"max-lora-rank": str(self.max_lora_rank)} if self.max_lora_rank else {}),
         }
         launcher = torchrun(self.trainer_ranks, group.ranks_port) if self.trainer_ranks > 1 else []
-        return self._grpc_service("trainer", group.trainer, flags, threads=threads, launcher=launcher)
+        return self._grpc_service(
+            "trainer", group.trainer, flags, threads=max(1, threads // self.trainer_ranks), launcher=launcher
+        )
 
     def _sampler(self, group: Group, sampler: Instance) -> Service:
         # vLLM does not serve all parameters of every model: whoever wants it for them says so.
@@ -230,11 +247,11 @@ class Stack:
             "model-names": json.dumps(group.model.names),
             "listen": _local(sampler.port),
             "metrics-port": str(sampler.metrics_port),
-            "num-threads": str(self.threads.sampler),
+            **self._cores(sampler, most=self.most_threads.sampler),
             **({} if engine == "auto" else {"engine": engine}),  # then SAMPLER_ENGINE may say it
             **({"max-lora-rank": rank} if (rank := self._sampler_rank()) else {}),
         }
-        return self._grpc_service("sampler", sampler, flags, threads=self.threads.sampler)
+        return self._grpc_service("sampler", sampler, flags, threads=self._shares().sampler)
 
     def _sampler_rank(self) -> str:
         """What the trainers may create; empty where nothing was said about it, or about the samplers themselves."""

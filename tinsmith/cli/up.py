@@ -24,7 +24,7 @@ from tinsmith.cli.child import die_with_parent
 from tinsmith.cli.keys import has_keys
 from tinsmith.cli.left_journals import with_live_runs
 from tinsmith.cli.ports import free_ports
-from tinsmith.cli.stack import Keys, Stack, Tls, divide_cores, usable_cores
+from tinsmith.cli.stack import Keys, Stack, Threads, Tls
 from tinsmith.cli.supervisor import supervise
 from tinsmith.rpc.auth import is_loopback
 from tinsmith.rpc.paths import check_checkpoint_root
@@ -147,8 +147,12 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
         "one that ends ends all, with status 1: for those whose own supervisor starts all of it again (default: "
         "--supervise)",
     )  # fmt: skip
-    parser.add_argument("--trainer-threads", type=int, metavar="N", help="CPU threads of each trainer")
-    parser.add_argument("--sampler-threads", type=int, metavar="N", help="CPU threads of each sampler")
+    for kind in ("trainer", "sampler"):
+        parser.add_argument(
+            f"--{kind}-threads", type=int, metavar="N",
+            help=f"most CPU threads of each {kind} (default: all cores while no other service computes, and its share "
+            "of them otherwise)",
+        )  # fmt: skip
     parser.add_argument(
         "--startup-timeout", type=float, default=1800.0, metavar="SECONDS",
         help="give up when the models have not loaded by then; a service that is started again has as long, and is "
@@ -165,13 +169,9 @@ def run(arguments: argparse.Namespace) -> int:
             raise UsageError(f"--{flag.replace('_', '-')}: {value} is not at least 1")
     if arguments.max_lora_rank is not None and arguments.max_lora_rank < 1:
         raise UsageError(f"--max-lora-rank: {arguments.max_lora_rank} is not at least 1")
-    threads = divide_cores(
-        usable_cores(),
-        groups=max(1, len(models)),
-        samplers=arguments.samplers,
-        trainer_threads=arguments.trainer_threads,
-        sampler_threads=arguments.sampler_threads,
-    )
+    for flag in ("trainer_threads", "sampler_threads"):
+        if (value := getattr(arguments, flag)) is not None and value < 1:
+            raise UsageError(f"--{flag.replace('_', '-')}: {value} is not at least 1")
     checkpoint_dir = _checkpoint_dir(arguments.checkpoint_dir)
     keys = _keys(arguments.host, arguments.api_key, state_dir=state_dir)
     tls = _tls(arguments)
@@ -187,7 +187,7 @@ def run(arguments: argparse.Namespace) -> int:
             log_level=arguments.log_level,
             log_format=arguments.log_format,
             tracing=arguments.tracing,
-            threads=threads,
+            most_threads=Threads(arguments.trainer_threads or 0, arguments.sampler_threads or 0),
             full_training=arguments.full_training,
             deterministic=arguments.deterministic,
             engine=arguments.engine,
@@ -200,6 +200,7 @@ def run(arguments: argparse.Namespace) -> int:
             supervised=arguments.supervise,
         )
         groups = stack.groups()
+        stack.make_cores_page()
         folders = {stack.trainer_folder(group) for group in groups}
         for folder, num_runs in with_live_runs(state_dir / "trainers", served=folders).items():
             _report(

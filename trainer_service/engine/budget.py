@@ -1,32 +1,15 @@
-"""How much goes through the base model at once: measured when the trainer starts, on its own forward and backward.
+"""How much fits into memory at once: measured when the trainer starts, on its own forward and backward.
 
-Two things bound a micro-batch. Its activations must fit into memory; and beyond a size, more tokens at once are not
-faster, but everybody waits longer for the next micro-batch.
+More tokens in a micro-batch are as fast or faster, so memory is the only bound here. How long a micro-batch may take,
+so that nobody waits long for the next one, is decided while the trainer serves (scheduling/compute.py).
 """
 
 from __future__ import annotations
 
-import logging
 import math
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from trainer_service.engine.memory import is_out_of_memory
-
-logger = logging.getLogger(__name__)
-
-MIN_TOKENS = 64
-"""The smallest size that is tried for speed."""
-_NEAR = 0.95
-"""Of the best tokens per second: a size this fast is fast enough."""
-_USUAL_TOKENS = 256
-"""Matrix products of so many rows are near their best speed on every machine that we have seen."""
-_PATIENCE_S = 4.0
-"""Longest time of a micro-batch of a size that was not tried."""
-_SHORT_S = 0.05
-"""A micro-batch that takes no longer keeps nobody waiting."""
-_REPEAT_BELOW_S = 0.03
 _NOISE = 0.005
 """A share of the memory below which a difference between two layouts is the allocator's rounding."""
 
@@ -107,63 +90,3 @@ class Plan:
         footprint = self.checkpointed if checkpointing else self.plain
         room = self.memory_bytes - (footprint.of(lengths) if footprint is not None and lengths else 0)
         return room if self.adapter_device_bytes is None else min(room, self.adapter_device_bytes)
-
-
-def sizes_up_to(max_tokens: int) -> list[int]:
-    """MIN_TOKENS and its doublings, and the largest allowed."""
-    sizes = []
-    size = MIN_TOKENS
-    while size < max_tokens:
-        sizes.append(size)
-        size *= 2
-    return [*sizes, max_tokens]
-
-
-def fastest(
-    sizes: Sequence[int],
-    run: Callable[[int], object],
-    *,
-    allowance_s: float,
-    clock: Callable[[], float] = time.perf_counter,
-) -> tuple[int, float]:
-    """The smallest of these sizes with nearly the best speed of all, and the tokens per second of the best.
-
-    A larger one up to the usual size is taken where that is short, too: many small requests then share its fixed costs.
-    It stops where four times as much was no faster, and where the next size would take longer than is left of the
-    allowance. Then a usual size is taken instead of a small one, unless it would keep everybody waiting: what was
-    measured is no limit, and a busy machine lets nothing much be measured.
-    """
-    speeds: dict[int, float] = {}
-    started_s = clock()
-    for size in sizes:
-        if speeds:
-            best = max(speeds.values())
-            used_s = clock() - started_s
-            if used_s + size / best > allowance_s or _flat(list(speeds.values())):
-                break
-        try:
-            speeds[size] = size / _quickest(lambda size=size: run(size), clock)
-        except Exception as error:
-            if not (speeds and is_out_of_memory(error)):
-                raise
-            break
-    best = max(speeds.values())
-    size = next(size for size, speed in speeds.items() if speed >= _NEAR * best)
-    short = [more for more, speed in speeds.items() if more <= _USUAL_TOKENS and more / speed <= _SHORT_S]
-    untried = [more for more in sizes if max(speeds) < more <= _USUAL_TOKENS and more / best <= _PATIENCE_S]
-    return max([size, *short, *untried]), best
-
-
-def _flat(speeds: Sequence[float]) -> bool:
-    """The last two sizes were hardly faster than one before them."""
-    return len(speeds) > 2 and max(speeds[:-2]) >= _NEAR * max(speeds)
-
-
-def _quickest(run: Callable[[], object], clock: Callable[[], float]) -> float:
-    """Seconds of the quickest of some runs: something else on the machine may disturb one."""
-    seconds = []
-    while not seconds or (len(seconds) < 3 and sum(seconds) < _REPEAT_BELOW_S):
-        started_s = clock()
-        run()
-        seconds.append(clock() - started_s)
-    return min(seconds)

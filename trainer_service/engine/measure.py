@@ -10,7 +10,7 @@ import torch
 
 from tinsmith.memory import host_bytes
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, chosen_targets, num_elements
-from trainer_service.engine.budget import Footprint, Lengths, Plan, fastest, sizes_up_to
+from trainer_service.engine.budget import Footprint, Lengths, Plan
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.engine.memory import available_bytes, drop_caches, is_out_of_memory, peak_bytes
 from trainer_service.engine.model_state import ModelState, full_bytes
@@ -23,16 +23,12 @@ _ACTIVATIONS_SHARE = 0.5
 """Of the memory for training; the other half is for adapters."""
 _PINNED_GROWTH = 2
 """torch takes pinned memory in powers of two: at most twice what was asked for."""
-_ALLOWANCE_S = 1.0
-"""For all sizes that are tried for speed."""
 _PROBE = ""
 """Id of the model that is probed; no client can choose it."""
 _PROBE_RANK = 16
 """Small, so that the adapter's own gradient, whose size does not depend on the tokens, hides nothing."""
 _MEMORY_TOKENS = {"cpu": 32, "cuda": 512}
 """Counting on the CPU is exact to the byte; the allocator of CUDA rounds, so more is needed to see through it."""
-_SEQUENCE = 256
-"""Tokens of one sequence where only the speed matters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +62,7 @@ def measure(engine: TrainingEngine, bounds: Bounds) -> Plan:
         assert usual is not None
         fitting = max(1, usual.longest(activation_bytes - probe.max_adapter_bytes))
         max_tokens = min(bounds.max_tokens_per_microbatch, fitting)
-        speed = 0.0
-        if bounds.token_budget:
-            token_budget = min(bounds.token_budget, max_tokens)
-        else:
-            token_budget, speed = fastest(sizes_up_to(max_tokens), probe.run_tokens, allowance_s=_ALLOWANCE_S)
+        token_budget = min(bounds.token_budget or max_tokens, max_tokens)
     finally:
         probe.close()
     longest_datum = max(footprint.longest(room) for footprint in (plain, checkpointed) if footprint is not None)
@@ -90,10 +82,9 @@ def measure(engine: TrainingEngine, bounds: Bounds) -> Plan:
         longest_datum=longest_datum,
     )
     logger.info(
-        "token budget %d (%s; memory allows %d); %.1f GB for training; activations of a token: %s MB, %s MB with "
+        "token budget at most %d (memory allows %d); %.1f GB for training; activations of a token: %s MB, %s MB with "
         "checkpointing; the longest datum that fits has %d tokens; measured in %.2f s",
         token_budget,
-        f"{speed:.0f} tokens/s" if speed else "as set",
         fitting,
         memory_bytes / 1e9,
         _megabytes(plain),
@@ -158,14 +149,6 @@ class _Probe:
 
     def run(self, lengths: Lengths, *, checkpointing: bool = False) -> None:
         self._engine.probe(_PROBE, lengths, checkpointing=checkpointing)
-
-    def run_tokens(self, num_tokens: int) -> None:
-        """Whole sequences of usual lengths. On the accelerator it ends when its last kernel has."""
-        length = min(_SEQUENCE, self._max_length)
-        whole, rest = divmod(num_tokens, length)
-        self.run([length] * whole + ([rest] if rest else []), checkpointing=self._engine.always_checkpoints)
-        if self._engine.base.device.type == "cuda":
-            torch.cuda.synchronize(self._engine.base.device)
 
     def footprints(self, room_bytes: float) -> tuple[Footprint | None, Footprint | None]:
         """Without and with activation checkpointing; None for what the settings or the model exclude.

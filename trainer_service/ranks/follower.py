@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tinsmith.cores import Cores
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import FullWeights, Weights
@@ -35,9 +36,18 @@ _PARAMS = {cls.kind: cls for cls in (AdamParams, DimuonParams)}
 class Follower:
     """Runs until rank 0 says stop, or is gone."""
 
-    def __init__(self, base: BaseModel, group: RankGroup, *, max_tokens_per_microbatch: int, **settings: Any) -> None:
-        """The settings are those of rank 0."""
+    def __init__(
+        self,
+        base: BaseModel,
+        group: RankGroup,
+        cores: Cores | None = None,
+        *,
+        max_tokens_per_microbatch: int,
+        **settings: Any,
+    ) -> None:
+        """The settings are those of rank 0. `cores`: None leaves the number of threads as it is."""
         self._group = group
+        self._cores = cores
         self._team = RankTeam(group, sharded=base.sharded)
         budget = max_tokens_per_microbatch * self._team.num_shares
         engine = TrainingEngine(base, max_tokens_per_microbatch=budget, team=self._team, **settings)
@@ -61,6 +71,8 @@ class Follower:
 
     def work(self) -> None:
         while (message := self._group.command(None)).name != "stop":
+            if self._cores is not None:
+                self._cores.begin()
             try:
                 if message.name == "run":
                     self._run(message)

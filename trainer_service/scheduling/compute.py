@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from tinsmith.cores import Cores
 from tinsmith.rpc import tracing
 from tinsmith.rpc.errors import EngineDead, ServiceError
 from trainer_service.durability.executing import Executing
@@ -24,8 +25,11 @@ from trainer_service.scheduling.work import BatchEngine, Operation, Output
 
 logger = logging.getLogger(__name__)
 
-_SHARED_S = 30.0
+_LONE_AFTER_S = 30.0
 """After so long without an operation of another model, a model has the trainer for itself."""
+_LONE_MICRO_BATCH_S = 2.0
+_SHARED_MICRO_BATCH_S = 0.1
+"""Time that a micro-batch should take: whoever comes while it runs waits for its end."""
 
 T = TypeVar("T")
 
@@ -59,8 +63,11 @@ class Backlog:
 class ComputeThread:
     """All public methods run on the event loop in which it was made."""
 
-    def __init__(self, engine: BatchEngine, metrics: Metrics, executing: Executing, *, alone: bool = False) -> None:
+    def __init__(
+        self, engine: BatchEngine, metrics: Metrics, executing: Executing, cores: Cores, *, alone: bool = False
+    ) -> None:
         self._engine = engine
+        self._cores = cores
         self._executing = executing
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
@@ -160,6 +167,7 @@ class ComputeThread:
         try:
             while (work := self._next()) is not None:
                 assert self._running is not None
+                self._cores.begin()
                 names = [(operation.model_id, operation.seq_id) for operation in self._running.operations]
                 self._executing.begin(names)
                 if isinstance(work, Call):
@@ -190,6 +198,7 @@ class ComputeThread:
                 if work is not None or self._closed:
                     break
                 if not self._results and not self._stopped:
+                    self._cores.end()
                     self._changed.wait()
                     self._metrics.compute.idle_seconds.inc(time.perf_counter() - started)
             self._deliver()
@@ -197,12 +206,14 @@ class ComputeThread:
         return work
 
     def _token_budget(self) -> int:
-        """Tokens of the next micro-batch. Who comes while it runs waits for its end, so it is a short one where several
-        models are at work; not where micro-batches must not depend on measurements."""
+        """Tokens of the next micro-batch: as many as it computes in the time that it should take, at the speed of the
+        earlier ones, and no more than the engine's budget. Only the latter where micro-batches must not depend on
+        measurements."""
         budget = self._engine.token_budget
-        if self._alone or self._shared_at is None or time.monotonic() - self._shared_at > _SHARED_S:
+        if self._alone:
             return budget
-        return min(budget, self.speed.short_tokens)
+        is_lone = self._shared_at is None or time.monotonic() - self._shared_at > _LONE_AFTER_S
+        return min(budget, self.speed.tokens_of(_LONE_MICRO_BATCH_S if is_lone else _SHARED_MICRO_BATCH_S))
 
     def _deliver(self) -> None:
         if self._results:

@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from tinsmith.cores import Cores
 from tinsmith.rpc.errors import ModelNotFound, ResultNotFound
 from tinsmith.v1.types_pb2 import QueueStatus
 from trainer_service.durability.executing import Executing
@@ -63,16 +64,19 @@ class Scheduler:
         metrics: Metrics,
         alone: bool = False,
         executing: Executing | None = None,
+        cores: Cores | None = None,
     ) -> None:
         """`alone`: no two batches share a micro-batch. `executing`: that of the journal's folder; made
-        here unless given."""
+        here unless given. `cores`: None leaves the number of threads as it is."""
         self._journal = journal
         self._tasks: set[asyncio.Task[Any]] = set()
         self._models = ModelQueues(metrics, max_models=max_models, max_known_models=max_known_models)
         self.parking = Parking(self._models, metrics, self.spawn)
         self._held = HeldBytes(metrics, max_bytes=max_queued_bytes)
         self.executing = Executing(journal.folder) if executing is None else executing
-        self._compute = ComputeThread(engine, metrics, self.executing, alone=alone)
+        self._compute = ComputeThread(
+            engine, metrics, self.executing, cores or Cores("", most=0, set_threads=lambda _: None), alone=alone
+        )
         self._execution = Execution(self._compute, metrics, self.executing, self.spawn, self._has_settled)
         self._acceptance = Acceptance(
             journal,

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 _KEPT = 0.9
 """Share of what was measured before that the newest call leaves."""
-_SHORT_S = 0.1
-_MIN_SHORT_TOKENS = 256
+_MIN_TOKENS = 256
 """Matrix products of fewer rows are slow for each of them: cutting further would cost everybody."""
+_LARGE_S = 0.05
+"""A micro-batch that would take so long at the speed of large ones is one of them."""
 
 
 @dataclass(slots=True)
@@ -23,12 +24,11 @@ class Speed:
     """Time that was expected for custom losses."""
     _calls: float = 0.0
     _call_seconds: float = 0.0
-    _short_tokens: float = 0.0
+    _large_tokens_per_s: float = 0.0
 
-    @property
-    def short_tokens(self) -> int:
-        """Tokens of a micro-batch that takes 0.1 s, and at least 256."""
-        return max(_MIN_SHORT_TOKENS, round(self._short_tokens))
+    def tokens_of(self, seconds: float) -> int:
+        """Tokens of a micro-batch that takes so long, as far as that is known; at least 256."""
+        return max(_MIN_TOKENS, round(self._large_tokens_per_s * seconds))
 
     def observe(
         self, seconds: float, *, num_tokens: int, loss_seconds: float = 0.0, expected_loss_seconds: float = 0.0
@@ -36,9 +36,7 @@ class Speed:
         """Notes the time of a micro-batch of so many tokens, or of a call when there are none. `loss_seconds`: the part
         that custom losses took."""
         if num_tokens:
-            # A small one takes longer for each token, and says nothing about large ones.
-            if num_tokens >= self._short_tokens / 2:
-                self._short_tokens = (self._short_tokens + num_tokens * _SHORT_S / seconds) / 2
+            self._note_large(num_tokens, seconds - min(loss_seconds, 0.999 * seconds))
             self._tokens = _KEPT * self._tokens + num_tokens
             self._token_seconds = _KEPT * self._token_seconds + seconds
             # Those of several ranks run at once, and may be longer together than the micro-batch.
@@ -47,6 +45,13 @@ class Speed:
         else:
             self._calls = _KEPT * self._calls + 1
             self._call_seconds = _KEPT * self._call_seconds + seconds
+
+    def _note_large(self, num_tokens: int, seconds: float) -> None:
+        """A small micro-batch takes longer for each token, and says nothing about large ones."""
+        known = self._large_tokens_per_s
+        if num_tokens >= known * _LARGE_S:
+            measured = num_tokens / seconds
+            self._large_tokens_per_s = (known + measured) / 2 if known else measured
 
     def tokens_in(self, seconds: float) -> int:
         """Tokens that micro-batches without custom losses have in so many seconds, as far as that is known."""

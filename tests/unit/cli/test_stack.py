@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from tinsmith.cli.base_models import BaseModel, UsageError
+from tinsmith.cli.base_models import BaseModel
 from tinsmith.cli.stack import Keys, Stack, Threads, _wait_grpc, _wait_http, divide_cores
 from tinsmith.cli.supervisor import Service
+from tinsmith.cores import Cores, usable_cores
 from tinsmith.rpc.server import Server
 
 
@@ -20,7 +21,6 @@ def make_stack(models: list[BaseModel], *, keys: Keys | None = None) -> Stack:
         state_dir=Path("/state"),
         keys=keys,
         log_level="INFO",
-        threads=Threads(trainer=2, sampler=3),
     )
 
 
@@ -44,14 +44,28 @@ def flag(service: Service, name: str) -> str:
 def test_trainers_and_samplers_share_no_core_where_there_are_enough(
     cores: int, groups: int, samplers: int, expected: tuple[int, int]
 ) -> None:
-    threads = divide_cores(cores, groups=groups, samplers=samplers, trainer_threads=None, sampler_threads=None)
+    threads = divide_cores(cores, groups=groups, samplers=samplers, most=Threads(0, 0))
     assert threads == Threads(*expected)
 
 
-def test_thread_flags_are_taken_as_they_are_and_zero_is_refused() -> None:
-    assert divide_cores(4, groups=1, samplers=2, trainer_threads=4, sampler_threads=1) == Threads(4, 1)
-    with pytest.raises(UsageError, match="--sampler-threads: 0"):
-        divide_cores(4, groups=1, samplers=1, trainer_threads=None, sampler_threads=0)
+def test_a_share_is_no_larger_than_what_a_service_may_use() -> None:
+    assert divide_cores(8, groups=1, samplers=2, most=Threads(6, 1)) == Threads(4, 1)
+    assert divide_cores(8, groups=1, samplers=1, most=Threads(3, 0)) == Threads(3, 4)
+
+
+def test_services_share_a_page_of_cores_and_explicit_threads_are_the_most(tmp_path: Path) -> None:
+    stack = replace(make_stack([BaseModel("/m/a", ("a",)), BaseModel("/m/b", ("b",))]), state_dir=tmp_path)
+    stack = replace(stack, num_samplers=2, most_threads=Threads(trainer=0, sampler=3))
+    services = stack.services(stack.groups())[:-1]
+    assert [flag(service, "cores-page") for service in services] == [
+        f"{tmp_path}/cores:{place}" for place in (0, 3, 1, 2, 4, 5)
+    ]
+    assert "--num-threads" not in services[0].argv
+    assert flag(services[2], "num-threads") == "3"
+    stack.make_cores_page()
+    places = [Cores(flag(service, "cores-page"), most=0, set_threads=lambda _: None) for service in services]
+    shares = divide_cores(usable_cores(), groups=2, samplers=2, most=stack.most_threads)
+    assert [place.share for place in places] == [shares.trainer] * 2 + [shares.sampler] * 4
 
 
 def test_the_form_of_logs_and_tracing_are_the_same_for_all() -> None:
@@ -84,8 +98,6 @@ def test_each_trainer_knows_its_own_sampler_and_the_gateway_knows_all() -> None:
         flag(services["trainer-1"], "listen"),
         flag(services["trainer-2"], "listen"),
     ]
-    assert services["trainer-1"].env["OMP_NUM_THREADS"] == flag(services["trainer-1"], "num-threads") == "2"
-    assert services["sampler-1"].env["OMP_NUM_THREADS"] == flag(services["sampler-1"], "num-threads") == "3"
     ports = [flag(service, "listen") for service in services.values() if service.name != "gateway"]
     ports += [flag(service, "metrics-port") for service in services.values() if service.name != "gateway"]
     assert len(set(ports)) == 8
@@ -168,7 +180,7 @@ def test_samplers_serve_the_ranks_that_their_trainers_accept(monkeypatch: pytest
     assert "--max-lora-rank" not in stack.services(stack.groups())[1].argv
 
 
-def test_several_ranks_of_a_trainer_are_started_by_torchrun_and_share_its_threads() -> None:
+def test_several_ranks_of_a_trainer_are_started_by_torchrun() -> None:
     stack = replace(make_stack([BaseModel("/m/a", ("a",))]), trainer_ranks=2)
     trainer, sampler, _ = stack.services(stack.groups())
     launcher = trainer.argv[3 : trainer.argv.index("trainer_service")]
@@ -176,7 +188,7 @@ def test_several_ranks_of_a_trainer_are_started_by_torchrun_and_share_its_thread
     assert launcher[-3:] == ["--nproc-per-node", "2", "-m"]
     assert launcher[launcher.index("--rdzv-backend") + 1] == "static"  # the others unpickle what their store holds
     assert launcher[launcher.index("--master-addr") + 1] == "127.0.0.1"
-    assert trainer.env["OMP_NUM_THREADS"] == flag(trainer, "num-threads") == "1"
+    assert trainer.env["OMP_NUM_THREADS"] == "1"
     assert sampler.argv[3] == "sampler_service"
 
 

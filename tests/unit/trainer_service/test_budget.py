@@ -15,7 +15,7 @@ from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc.errors import InvalidRequest, OutOfCapacity
 from trainer_service.config import TrainerConfig
 from trainer_service.engine.batch import Batch
-from trainer_service.engine.budget import Footprint, Plan, fastest, sizes_up_to
+from trainer_service.engine.budget import Footprint, Plan
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.engine.measure import Bounds, measure
 from trainer_service.engine.memory import peak_bytes
@@ -50,64 +50,6 @@ def test_the_longest_sequence_that_fits_fits_and_one_token_more_does_not(footpri
     assert Footprint(1000, 300, 0).longest(999) == 0
 
 
-class Machine:
-    """Takes a fixed time for each run, and some for each token."""
-
-    def __init__(self, fixed_s: float, per_token_s: float) -> None:
-        self.now_s = 0.0
-        self.runs: list[int] = []
-        self._fixed_s, self._per_token_s = fixed_s, per_token_s
-
-    def run(self, num_tokens: int) -> None:
-        self.runs.append(num_tokens)
-        self.now_s += self._fixed_s + num_tokens * self._per_token_s
-
-    def fastest(self, sizes: Sequence[int], *, allowance_s: float = 100.0) -> int:
-        return fastest(sizes, self.run, allowance_s=allowance_s, clock=lambda: self.now_s)[0]
-
-
-def test_the_smallest_size_that_is_nearly_as_fast_as_the_best_is_taken() -> None:
-    # Speed is n / (0.1 + 0.001 n): 95 % of that of 8192 is reached at 2048 (95.3 % of the limit, 96.5 % of that one).
-    assert Machine(0.1, 0.001).fastest(sizes_up_to(8192)) == 2048
-    assert Machine(0.0, 0.001).fastest(sizes_up_to(8192)) == 64
-
-
-def test_a_usual_size_is_taken_where_it_is_short_though_a_smaller_one_is_as_fast() -> None:
-    assert Machine(0.0, 0.00015).fastest(sizes_up_to(8192)) == 256  # in 38 ms
-    assert Machine(0.0, 0.0003).fastest(sizes_up_to(8192)) == 128
-    assert Machine(0.0, 0.00001).fastest(sizes_up_to(8192)) == 256  # not the 1024 that take 10 ms: they bring nothing
-
-
-def test_sizes_end_where_they_bring_nothing_or_take_too_long() -> None:
-    level = Machine(0.0, 0.001)
-    level.fastest(sizes_up_to(65536))
-    assert max(level.runs) == 256
-    slow = Machine(0.1, 0.004)  # 64 tokens take 0.36 s, 128 then 0.61 s
-    assert slow.fastest(sizes_up_to(4096), allowance_s=1.2) == 256  # not tried, but usual
-    assert max(slow.runs) == 128
-    snail = Machine(0.0, 0.1)  # 256 tokens would take 26 s
-    assert snail.fastest(sizes_up_to(4096), allowance_s=1.0) == 64
-    assert snail.runs == [64]
-
-
-def test_a_size_that_does_not_fit_ends_the_search_and_none_that_fits_is_an_error() -> None:
-    def run(num_tokens: int) -> None:
-        if num_tokens > 128:
-            raise MemoryError
-
-    def never(num_tokens: int) -> None:
-        raise MemoryError
-
-    assert fastest([64, 128, 256], run, allowance_s=1.0)[0] in (64, 128, 256)
-    with pytest.raises(MemoryError):
-        fastest([64, 128], never, allowance_s=1.0)
-
-
-def test_sizes_are_doublings_and_the_largest_allowed() -> None:
-    assert sizes_up_to(300) == [64, 128, 256, 300]
-    assert sizes_up_to(20) == [20]
-
-
 def test_what_is_predicted_from_short_probes_is_what_a_longer_batch_takes(engine: TrainingEngine) -> None:
     plan = measure(engine, Bounds(512, max_lora_rank=16, token_budget=200, memory_bytes=_SMALL))
     create(engine, "m", rank=16)
@@ -123,7 +65,7 @@ def test_what_is_predicted_from_short_probes_is_what_a_longer_batch_takes(engine
 
 def test_measuring_finds_a_budget_within_its_bounds_and_leaves_nothing_behind(engine: TrainingEngine) -> None:
     plan = measure(engine, Bounds(max_tokens_per_microbatch=128, max_lora_rank=16))
-    assert 64 <= plan.token_budget <= 128
+    assert plan.token_budget == 128
     assert engine._models == {}
     assert engine.token_budget == 512  # until it follows the plan
     engine.follow(plan)

@@ -11,8 +11,8 @@ def measured(num_tokens: int, seconds: float, *, times: int = 20) -> Speed:
 
 
 def test_a_short_micro_batch_takes_a_tenth_of_a_second() -> None:
-    assert measured(8000, 0.4).short_tokens == 2000
-    assert measured(8000, 0.2).short_tokens == 4000
+    assert measured(8000, 0.4).tokens_of(0.1) == 2000
+    assert measured(8000, 0.2).tokens_of(0.1) == 4000
 
 
 def test_small_micro_batches_do_not_tell_how_many_tokens_a_short_one_has() -> None:
@@ -20,15 +20,15 @@ def test_small_micro_batches_do_not_tell_how_many_tokens_a_short_one_has() -> No
     speed = measured(2000, 0.1)
     for _ in range(100):
         speed.observe(0.05, num_tokens=16)
-    assert speed.short_tokens == 2000
+    assert speed.tokens_of(0.1) == 2000
 
 
 def test_a_short_micro_batch_follows_a_machine_that_becomes_slow_and_fast_again() -> None:
     tokens_per_s, speed = 20_000.0, measured(2000, 0.1)
     for tokens_per_s in (5000.0, 50_000.0):
         for _ in range(20):
-            speed.observe(speed.short_tokens / tokens_per_s, num_tokens=speed.short_tokens)
-        assert abs(speed.short_tokens - tokens_per_s / 10) < 10
+            speed.observe(speed.tokens_of(0.1) / tokens_per_s, num_tokens=speed.tokens_of(0.1))
+        assert abs(speed.tokens_of(0.1) - tokens_per_s / 10) < 10
 
 
 def test_a_short_micro_batch_grows_from_the_first_small_one() -> None:
@@ -36,9 +36,9 @@ def test_a_short_micro_batch_grows_from_the_first_small_one() -> None:
     speed = Speed()
     speed.observe(0.0316, num_tokens=16)
     for _ in range(20):
-        speed.observe(0.03 + speed.short_tokens * 1e-4, num_tokens=speed.short_tokens)
-    assert abs(speed.short_tokens - 700) < 20
+        speed.observe(0.03 + speed.tokens_of(0.1) * 1e-4, num_tokens=speed.tokens_of(0.1))
+    assert abs(speed.tokens_of(0.1) - 700) < 20
 
 
 def test_no_micro_batch_is_cut_below_256_tokens() -> None:
-    assert Speed().short_tokens == measured(256, 30.0).short_tokens == 256
+    assert Speed().tokens_of(0.1) == measured(256, 30.0).tokens_of(0.1) == 256

@@ -1,0 +1,129 @@
+"""Who uses how many threads, on a page that several services share."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tinsmith.cores import Cores, make_page
+
+Place = Callable[..., Cores]
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    """8 cores: a trainer with 4 of them, two samplers with 2 each."""
+    path = tmp_path / "state" / "cores"
+    make_page(path, cores=8, shares=[4, 2, 2])
+    return path
+
+
+@pytest.fixture
+def place(page: Path) -> Place:
+    def made(number: int, *, most: int = 0, **settings: bool | int) -> Cores:
+        return Cores(f"{page}:{number}", most=most, set_threads=lambda _: None, **settings)
+
+    return made
+
+
+def test_a_service_has_its_share_while_it_loads_and_all_cores_while_it_computes_alone(place: Place) -> None:
+    trainer = place(0)
+    assert trainer.threads == trainer.share == 4
+    trainer.begin()
+    assert trainer.threads == 8
+
+
+def test_those_that_compute_divide_the_cores_by_their_shares_from_their_next_step_on(place: Place) -> None:
+    trainer, one, other = place(0), place(1), place(2)
+    trainer.begin()
+    one.begin()
+    assert (trainer.threads, one.threads) == (8, 2)
+    trainer.begin()
+    assert trainer.threads == 5
+    other.begin()
+    for service in (trainer, one, other):
+        service.begin()
+    assert [service.threads for service in (trainer, one, other)] == [4, 2, 2]
+    trainer.end()
+    one.begin()
+    assert one.threads == 4
+
+
+def test_nobody_has_fewer_than_one_thread_or_more_than_it_may_use(place: Place, page: Path) -> None:
+    make_page(page, cores=2, shares=[1, 1, 1])
+    services = [place(number, most=1 if number == 2 else 0) for number in range(3)]
+    for service in services * 2:
+        service.begin()
+    assert [service.threads for service in services] == [1, 1, 1]
+    for service in services[:2]:
+        service.end()
+    services[2].begin()
+    assert services[2].threads == 1
+
+
+def test_threads_are_set_when_their_number_changes_and_only_then(page: Path) -> None:
+    said: list[int] = []
+    service = Cores(f"{page}:0", most=0, set_threads=said.append)
+    for _ in range(3):
+        service.begin()
+    service.end()
+    assert said == [4, 8]
+
+
+def test_ranks_divide_the_threads_of_their_service_and_rank_0_speaks_for_them(place: Place) -> None:
+    first, second = place(0, processes=2), place(0, processes=2, announces=False)
+    second.begin()
+    sampler = place(1)
+    sampler.begin()
+    assert (second.threads, sampler.threads) == (4, 8)
+    first.begin()
+    sampler.begin()
+    second.begin()
+    assert (first.threads, second.threads, sampler.threads) == (2, 2, 2)
+    second.end()
+    sampler.begin()
+    assert sampler.threads == 2
+
+
+@pytest.mark.parametrize(("most", "threads"), [(0, 4), (6, 6)])
+def test_a_fixed_number_never_changes_and_the_others_make_room(place: Place, most: int, threads: int) -> None:
+    fixed, other = place(0, most=most, fixed=True), place(1)
+    fixed.begin()
+    other.begin()
+    assert (fixed.threads, other.threads) == (threads, 2)
+    other.end()
+    fixed.begin()
+    assert fixed.threads == threads
+
+
+def test_one_that_died_while_it_computed_takes_no_cores(place: Place, page: Path) -> None:
+    code = f"from tinsmith.cores import Cores; Cores('{page}:1', most=0, set_threads=print).begin()"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    assert np.fromfile(page, np.int32)[4] not in (0, os.getpid())
+    trainer = place(0)
+    trainer.begin()
+    assert trainer.threads == 8
+    place(1)  # it is back, and loads
+    assert np.fromfile(page, np.int32)[4] == 0
+
+
+def test_without_a_page_the_number_of_threads_is_what_was_set() -> None:
+    said: list[int] = []
+    service = Cores("", most=3, set_threads=said.append)
+    service.begin()
+    service.end()
+    assert (service.threads, service.share, said) == (3, 3, [3])
+    assert Cores("", most=0, set_threads=said.append).threads == 0
+    assert said == [3]
+
+
+@pytest.mark.parametrize("address", ["{page}", "{page}:3", "{page}:x", "{page}.not:0", "0"])
+def test_what_is_no_place_is_refused_by_name(page: Path, address: str) -> None:
+    with pytest.raises(ValueError, match="cores_page: "):
+        Cores(address.format(page=page), most=0, set_threads=print)
