@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ def page(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def place(page: Path) -> Place:
-    def made(number: int, *, most: int = 0, **settings: bool | int) -> Cores:
+    def made(number: int, *, most: int = 0, **settings: Any) -> Cores:
         return Cores(f"{page}:{number}", most=most, set_threads=lambda _: None, **settings)
 
     return made
