@@ -3,8 +3,9 @@
     python benchmarks/bench_service.py --size small                  # makes a model, starts `tinsmith up`, stops it
     python benchmarks/bench_service.py --base-url URL --base-model NAME [--model-folder DIR]    # any Tinker service
 
-Times depend on the machine and on what else runs there, so each figure is taken in rounds that alternate with a
-baseline, and its ratio is the median over the rounds. README.md says what each figure means; they lie in `service/`.
+The stack is as `tinsmith up` starts it by default, and the loop that it is compared with has all cores. Times depend on
+the machine and on what else runs there, so each figure is taken in rounds that alternate with a baseline. README.md
+says what each figure means; they lie in `service/`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from figure import Figure, Report, usable_cores
 from processes import Baseline, Target, peak_rss_mb, started
 from rounds import MIN_ROUNDS
 from service.bench import RANK, Bench
+from service.many import many_samples, many_sessions
 from service.requests import compute_gaps, first_requests, request_overhead
+from service.rl import rl_iteration
 from service.sampling import publishing, sampling
 from service.training import four_adapters, pipelined_step, training_throughput
 
@@ -46,7 +49,10 @@ FIGURES: dict[str, Callable[[Bench], Iterator[Figure]]] = {
         pipelined_step,
         sampling,
         publishing,
+        rl_iteration,
         four_adapters,
+        many_samples,
+        many_sessions,
         peak_memory,  # last: the peak of all the others
     )
 }
@@ -78,8 +84,8 @@ def prepared(arguments: argparse.Namespace) -> Iterator[Bench]:
             vocab=arguments.vocab
             or (json.loads((folder / "config.json").read_text())["vocab_size"] if folder else 2000),
             context=contexts[target.base_model] or 2048,
-            trainer_threads=arguments.trainer_threads,
-            sampler_threads=arguments.sampler_threads,
+            api_key=arguments.api_key,
+            loop_threads=arguments.loop_threads,
             repeats=arguments.repeats,
             budget_s=arguments.budget_s,
             rng=np.random.default_rng(0),
@@ -87,7 +93,6 @@ def prepared(arguments: argparse.Namespace) -> Iterator[Bench]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    cores = usable_cores()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=("tiny", "small", "medium"), help="make such a model and serve it")
     parser.add_argument("--models", type=Path, default=Path("~/.cache/tinsmith-bench"), help="where (%(default)s)")
@@ -96,8 +101,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model-folder", type=Path, help="its weights here, for the baseline")
     parser.add_argument("--api-key", default="tml-bench")
     parser.add_argument("--vocab", type=int, help="token ids are below this (the model folder's, or 2000)")
-    parser.add_argument("--trainer-threads", type=int, default=max(1, cores // 2), help="(%(default)s)")
-    parser.add_argument("--sampler-threads", type=int, default=max(1, cores - cores // 2), help="(%(default)s)")
+    parser.add_argument("--trainer-threads", type=int, help="(left to tinsmith up)")
+    parser.add_argument("--sampler-threads", type=int, help="(left to tinsmith up)")
+    parser.add_argument(
+        "--loop-threads", type=int, default=usable_cores(), help="of the loop that it is compared with (%(default)s)"
+    )
     parser.add_argument("--repeats", type=int, default=10, help="rounds of a figure (%(default)s)")
     parser.add_argument(
         "--budget-s", type=float, default=60.0, help=f"its seconds, past {MIN_ROUNDS} rounds (%(default)s)"

@@ -45,21 +45,22 @@ def started(
     size: str,
     *,
     models: Path,
-    trainer_threads: int,
-    sampler_threads: int,
+    trainer_threads: int | None = None,
+    sampler_threads: int | None = None,
     more_flags: Sequence[str] = (),
     python: str = sys.executable,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Target]:
-    """`tinsmith up` with a model of this size, free ports, and a state folder that goes away with it."""
+    """`tinsmith up` with a model of this size, free ports, and a state folder that goes away with it. Threads: the most
+    that each service may use; None leaves them to `tinsmith up`."""
     name, folder = f"bench/{size}", model_folder(size, models)
     with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as state:
         flags = {
             "port": "0",
             "base-model": f"{name}={folder}",
             "state-dir": state,
-            "trainer-threads": str(trainer_threads),
-            "sampler-threads": str(sampler_threads),
+            **({"trainer-threads": str(trainer_threads)} if trainer_threads else {}),
+            **({"sampler-threads": str(sampler_threads)} if sampler_threads else {}),
         }
         parts = [part for flag, value in flags.items() for part in (f"--{flag}", value)]
         command = [python, *TINSMITH[1:], "up", *parts, *more_flags]

@@ -30,8 +30,9 @@ class Bench:
     hf: Baseline | None
     vocab: int
     context: int
-    trainer_threads: int
-    sampler_threads: int
+    api_key: str
+    loop_threads: int
+    """Of the loop that the service is compared with."""
     repeats: int
     budget_s: float
     rng: np.random.Generator
@@ -44,14 +45,21 @@ class Bench:
         return self.rounds(*runs, repeats=LATENCY_ROUNDS * self.repeats)
 
     def against_hf(
-        self, name: str, unit: str, run: Run, theirs: Callable[[Baseline], float], *, loop: str = "a padded PEFT loop"
+        self,
+        name: str,
+        unit: str,
+        run: Run,
+        theirs: Callable[[Baseline], float],
+        *,
+        loop: str = "a padded PEFT loop",
+        aim: str = "",
     ) -> Figure:
         """The service is idle while the loop computes, and the other way round."""
         if (hf := self.hf) is None:
             (values,) = self.rounds(run, repeats=self.repeats)
-            return Figure(name, unit, values)
+            return Figure(name, unit, values, aim=aim)
         base, values = self.rounds(lambda: theirs(hf), run, repeats=self.repeats)
-        return Figure(name, unit, values, loop, base)
+        return Figure(name, unit, values, loop, base, aim=aim)
 
     def tokens(self, count: int) -> list[int]:
         return self.rng.integers(self.vocab, size=count).tolist()
