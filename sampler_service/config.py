@@ -92,7 +92,7 @@ class SamplerConfig(GrpcTls, BaseSettings):
     max_num_samples: int = Field(default=1024, ge=1)
     """Largest num_samples of a request."""
     max_topk_logprobs: int = Field(default=128, ge=0)
-    """Largest k of a top-k table, of target_prompt_logprobs' columns, and of prompt_alt_tokens_k."""
+    """Largest k of a top-k table, and of prompt_alt_tokens_k."""
 
     channel_host: str = "127.0.0.1"
     """This process's own address that trainers can reach, for the weight channel (gloo, nccl)."""

@@ -22,7 +22,7 @@ from sampler_service.engine import (
 )
 from sampler_service.tokenizer import Chat
 from tinsmith.rpc.errors import InvalidRequest
-from tinsmith.rpc.tensors import from_numpy, text_tokens, to_numpy
+from tinsmith.rpc.tensors import from_numpy, sparse_cells, text_tokens, to_numpy
 from tinsmith.rpc.times import duration
 from tinsmith.v1 import sampler_pb2 as pb
 from tinsmith.v1 import types_pb2 as types
@@ -80,22 +80,22 @@ def _params(params: pb.SamplingParams) -> Params:
 
 
 def _targets(tensor: types.Tensor, *, length: int) -> Targets:
-    """The stored cells of a dense or a sparse table, row by row."""
+    """The stored cells of a dense or a sparse table, row by row. A sparse table does not become a dense one, which may
+    be far larger than the request."""
     field = "target_prompt_logprobs"
-    table = to_numpy(tensor, field=field)
-    if table.ndim != 2 or table.shape[0] != length - 1 or table.shape[1] < 1 or table.dtype.kind != "i":
+    if tensor.WhichOneof("layout") == "sparse_csr":
+        rows_M, _, tokens_M = sparse_cells(tensor, field=field)
+        shape = tuple(tensor.shape)
+    else:
+        table = to_numpy(tensor, field=field)
+        shape, tokens_M = table.shape, table.reshape(-1)
+        rows_M = np.repeat(np.arange(shape[0]), shape[1]) if table.ndim == 2 else np.empty(0, _INT64)
+    if len(shape) != 2 or shape[0] != length - 1 or shape[1] < 1 or tokens_M.dtype.kind != "i":
         raise InvalidRequest(
             f"{field}: needs integers of shape [{length - 1}, K], K at least 1, for this prompt of {length} tokens; "
-            f"got {table.dtype.name} of shape {list(table.shape)}",
+            f"got {tokens_M.dtype.name} of shape {list(shape)}",
             field=field,
         )
-    rows, columns = table.shape
-    if tensor.WhichOneof("layout") == "sparse_csr":
-        counts = np.diff(np.frombuffer(tensor.sparse_csr.crow_indices, _INT64))
-        where = np.repeat(np.arange(rows), counts), np.frombuffer(tensor.sparse_csr.col_indices, _INT64)
-        tokens_M, rows_M = table[where], where[0]
-    else:
-        tokens_M, rows_M = table.reshape(-1), np.repeat(np.arange(rows), columns)
     if not (tokens_M >= 0).any():
         raise InvalidRequest(f"{field}: names no token", field=field)
     return Targets(rows_M.astype(np.int64), tokens_M.astype(np.int64))

@@ -79,7 +79,11 @@ def _frombuffer(data: bytes, dtype: np.dtype[Any], *, field: str) -> Array:
     return np.frombuffer(data, dtype)
 
 
-def _from_csr(tensor: pb.Tensor, *, field: str) -> Array:
+def sparse_cells(tensor: pb.Tensor, *, field: str) -> tuple[Array, Array, Array]:
+    """Rows, columns and values of the cells that a sparse wire tensor stores, row by row. No dense array is made.
+
+    `field` is named in every InvalidRequest.
+    """
     shape = tuple(tensor.shape)
     if len(shape) != 2 or min(shape) < 0:
         raise InvalidRequest(f"{field}: a sparse tensor needs two dimensions, not shape {list(shape)}", field=field)
@@ -105,8 +109,13 @@ def _from_csr(tensor: pb.Tensor, *, field: str) -> Array:
         raise InvalidRequest(
             f"{field}.col_indices: must lie in [0, {cols}), not {col.min()} to {col.max()}", field=field
         )
-    dense = np.zeros(shape, values.dtype)
-    dense[np.repeat(np.arange(rows), counts), col] = values
+    return np.repeat(np.arange(rows), counts), col, values
+
+
+def _from_csr(tensor: pb.Tensor, *, field: str) -> Array:
+    rows, columns, values = sparse_cells(tensor, field=field)
+    dense = np.zeros(tuple(tensor.shape), values.dtype)
+    dense[rows, columns] = values
     return dense
 
 

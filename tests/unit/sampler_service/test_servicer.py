@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
+from sampler_service import convert
 from sampler_service.__main__ import make_server, serve
 from sampler_service.config import SamplerConfig
 from sampler_service.engine import EngineSlot
@@ -102,6 +104,30 @@ async def test_sparse_targets_are_answered_in_their_own_layout(service: Service,
     assert answer.sparse_csr.crow_indices == asked.sparse_csr.crow_indices
     assert answer.sparse_csr.col_indices == asked.sparse_csr.col_indices
     assert list(answer.shape) == [4, 2]
+
+
+async def test_a_wide_sparse_table_of_targets_costs_what_it_stores(service: Service, text_model_folder: Path) -> None:
+    """1,000 cells of [1, 2^26] once became 512 MiB, on the event loop: 16 kB kept everybody waiting."""
+    num_cells, num_columns = 1000, 2**26
+    tokens, named = prompt(2, vocab_size=200), np.arange(num_cells) % 200
+    asked = types.Tensor(
+        dtype=types.DTYPE_INT64,
+        shape=[1, num_columns],
+        sparse_csr=types.SparseCsr(
+            values=named.astype("<i8").tobytes(),
+            crow_indices=np.array([0, num_cells], "<i8").tobytes(),
+            col_indices=np.linspace(0, num_columns - 1, num_cells).astype("<i8").tobytes(),
+        ),
+    )
+    request = sample(tokens, max_tokens=1, target_prompt_logprobs=asked)
+    tracemalloc.start()
+    convert.request_from_proto(request)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 1024 * 1024
+    reply = await service.stub.Sample(request)
+    table = plain_logits(text_model_folder, tokens).log_softmax(-1)
+    np.testing.assert_allclose(floats(reply.target_prompt_logprobs.sparse_csr.values), table[0, named], atol=1e-4)
 
 
 @pytest.mark.parametrize(
