@@ -7,9 +7,12 @@ import logging
 import secrets
 import sys
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import grpc.aio
 from google.protobuf.message import Message
@@ -70,6 +73,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         """By model_id."""
         self._told: dict[str, Told] = {}
         """By model_id; for callers that do not keep account themselves, as the gateway does for its clients."""
+        self._checks = ThreadPoolExecutor(1, thread_name_prefix="custom-loss")
+        """Where custom losses are run without data, which may take seconds and holds the interpreter's lock."""
+        self._check_turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """By model_id: one check of each model at most waits for the thread, so that models take turns there."""
 
     @property
     def _ready(self) -> Trainer:
@@ -303,7 +310,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         custom = isinstance(request, pb.ForwardBackwardRequest) and request.HasField("custom_loss")
         # The size of many datums is not known without a look at each.
         many = isinstance(request, pb.ForwardBackwardRequest) and len(request.data) > _MANY_DATUMS
-        large = custom or many or request.ByteSize() > _LARGE_BYTES
+        large = many or request.ByteSize() > _LARGE_BYTES
         body = await _run(lambda: Body.pack(kind, request), on_thread=large)
         held_bytes = None
         if isinstance(request, pb.ForwardBackwardRequest):
@@ -312,7 +319,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 held_bytes = needed
             build = partial(build, held_bytes=needed)
         return await self._accept(
-            request, model_id, seq_id, kind, body, build, context, held_bytes=held_bytes, on_thread=large
+            request, model_id, seq_id, kind, body, build, context, held_bytes=held_bytes, on_thread=large, custom=custom
         )
 
     async def _accept(
@@ -327,13 +334,19 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         *,
         held_bytes: int | None = None,
         on_thread: bool = False,
+        custom: bool = False,
     ) -> Answer:
+        """`custom`: the request has a custom loss."""
         trainer = self._ready
 
         async def work() -> Work:
             try:
                 trainer.scheduler.executing.check(model_id, seq_id)
-                async with trainer.scheduler.executing.stage(model_id, seq_id):
+                # The turn comes first: a suspect that waited for one within its stage would wait for who waits for it.
+                turn = self._check_turns.setdefault(model_id, asyncio.Lock()) if custom else nullcontext()
+                async with turn, trainer.scheduler.executing.stage(model_id, seq_id):
+                    if custom:
+                        return await asyncio.get_running_loop().run_in_executor(self._checks, build)
                     return await _run(build, on_thread=on_thread)
             except ServiceError as error:
                 return trainer.operations.refuse(request, error)

@@ -1,0 +1,78 @@
+"""Checking custom losses, which may take seconds for a small request, delays the model that sends them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.batches import random_datum, request
+from tests.models import VOCAB_SIZE
+from tests.unit.trainer_service.custom_losses import custom_loss, graph, node, ref
+from tests.unit.trainer_service.test_servicer import (  # noqa: F401 - fixtures
+    MODEL,
+    Accepted,
+    Service,
+    creation,
+    service,
+    start,
+    stub,
+)
+from tinsmith.v1 import trainer_pb2 as pb
+from trainer_service.objectives.custom_loss import CustomLoss
+
+AT_ONCE_S = 30.0
+"""Far more than anything takes that does not wait for a check, which ends when the test says so."""
+NUM_REQUESTS = 19
+"""More than the event loop's own threads are on a machine of up to 14 cores; the queue of one model has 20."""
+OTHER = "s:train:1"
+
+
+def custom(model_id: str, seq_id: int, *, name: str) -> pb.ForwardBackwardRequest:
+    loss = custom_loss(
+        graph(node("call_method", "total", "sum", ref("logprobs")), loss="total"), {"logprobs": 1}, name=name
+    )
+    data = [random_datum(4, seq_id, vocab_size=VOCAB_SIZE)]
+    made = request(data, model_id=model_id, seq_id=seq_id, loss_fn="custom")
+    made.custom_loss.CopyFrom(loss)
+    return made
+
+
+async def test_checks_of_one_models_losses_delay_no_large_batch_and_one_check_of_another(
+    service: Service,  # noqa: F811
+    stub: Any,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+    checked: list[str] = []
+    check = CustomLoss.check_shapes
+
+    def slow(loss: CustomLoss, datums: Sequence[Any]) -> list[float]:
+        checked.append(loss.name)
+        begun.set()
+        assert goes_on.wait(10 * AT_ONCE_S)
+        return check(loss, datums)
+
+    monkeypatch.setattr(CustomLoss, "check_shapes", slow)
+    await stub.CreateModel(creation(OTHER))
+    large = request([random_datum(64, seed, vocab_size=VOCAB_SIZE) for seed in range(100)], model_id=OTHER, seq_id=1)
+    many = [custom(MODEL, seq_id, name="slow") for seq_id in range(1, NUM_REQUESTS + 1)]
+    calls = [asyncio.ensure_future(stub.ForwardBackward(one)) for one in many]
+    try:
+        assert await asyncio.to_thread(begun.wait, AT_ONCE_S)
+        async with asyncio.timeout(AT_ONCE_S):
+            accepted = await Accepted.of(service, large)
+            assert (await accepted.result()).metrics["num_tokens:sum"] == 64 * 100
+        assert checked == ["slow"]
+        calls.append(asyncio.ensure_future(stub.ForwardBackward(custom(OTHER, 2, name="other"))))
+        async with asyncio.timeout(AT_ONCE_S):
+            while await service.trainer.journal.find(OTHER, 2) is None:  # noqa: ASYNC110 - it has come, and waits
+                await asyncio.sleep(0.01)
+    finally:
+        goes_on.set()
+        await asyncio.gather(*calls)
+    assert checked.index("other") <= 2  # behind the check that ran, and at most one that waited
+    assert len(checked) == NUM_REQUESTS + 1
