@@ -23,14 +23,14 @@ def status_of(
     task, ahead, running = tasks[place], tasks[:place], list(running)
     beside = sum(sequence.owner is not task for sequence in running)
     if task.admitted:
-        expected = speed.seconds(prompt_tokens=_prompt_left(task), steps=max(_outputs_left(task), default=0))
+        expected = speed.seconds(prompt_tokens=_prompt_left(task), steps=_outputs_left(task)[1])
         return QueueStatus(True, 0, 0, expected, f"{_progress(task)}, {beside} sequences run beside it")
     prompts = sum(_prompt_left(one) for one in ahead)
-    outputs = sum(sum(_outputs_left(one)) for one in ahead)
+    outputs = sum(_outputs_left(one)[0] for one in ahead)
     expected = speed.seconds(
         prompt_tokens=prompts + _prompt_left(task),
         # A step gives a token to each running sequence; when it waits, as many run as can.
-        steps=outputs / max(1, len(running)) + max(_outputs_left(task), default=0),
+        steps=outputs / max(1, len(running)) + _outputs_left(task)[1],
     )
     waiting = sum(not one.admitted for one in ahead)
     reason = (
@@ -43,15 +43,19 @@ def _prompt_left(task: Task) -> int:
     return len(task.request.prompt) - task.prompt_done
 
 
-def _outputs_left(task: Task) -> list[int]:
-    """Of each sequence that has not ended. One without max_tokens counts with what it may reserve at first."""
-    return [
-        sequence.max_length - sequence.length
-        if sequence.bounded
-        else min(sequence.max_length - sequence.length, scheduler.HEADROOM)
-        for sequence in task.sequences
-        if sequence.index not in task.finished
-    ]
+def _outputs_left(task: Task) -> tuple[int, int]:
+    """Tokens that the request's sequences may still draw: all of them together, and the longest."""
+    if not (task.begun or task.finished):  # all alike, and there may be a thousand in each of thousands of requests
+        left = _left(task.sequences[0])
+        return left * len(task.sequences), left
+    each = [_left(sequence) for sequence in task.sequences if sequence.index not in task.finished]
+    return sum(each), max(each, default=0)
+
+
+def _left(sequence: scheduler.Sequence[Task]) -> int:
+    """Without max_tokens a sequence counts with what it may reserve at first."""
+    left = sequence.max_length - sequence.length
+    return left if sequence.bounded else min(left, scheduler.HEADROOM)
 
 
 def _progress(task: Task) -> str:

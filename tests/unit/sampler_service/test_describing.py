@@ -3,7 +3,9 @@
 import asyncio
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc.aio
@@ -12,7 +14,10 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from sampler_service import convert
+from sampler_service.queue_status import status_of
 from sampler_service.torch_engine.batcher import Deliveries
+from sampler_service.torch_engine.scheduler import HEADROOM, Sequence
+from sampler_service.torch_engine.speed import Speed
 from tests.unit.sampler_service.conftest import Service
 from tests.unit.sampler_service.serving import ints, make_adapter, metric, prompt, sample, until
 from tinsmith.rpc.errors import InvalidRequest, NotFound, from_rpc_error
@@ -57,6 +62,33 @@ async def test_a_request_says_what_it_waits_for_and_how_far_it_is(service: Servi
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await describe(service, "first")
     assert isinstance(from_rpc_error(raised.value), NotFound)
+
+
+class _Counted(list[Sequence[Any]]):
+    """Sequences that say how often somebody has gone through all of them."""
+
+    num_iterations = 0
+
+    def __iter__(self) -> Iterator[Sequence[Any]]:
+        type(self).num_iterations += 1
+        return super().__iter__()
+
+
+def test_what_waits_is_counted_without_a_look_at_each_of_its_samples() -> None:
+    """4,096 requests of 128 samples once took 0.1 s for each question, on the event loop."""
+    tasks: list[Any] = []
+    for order, (bounded, left) in enumerate([(True, 10), (False, HEADROOM), (True, 7)]):
+        task = SimpleNamespace(
+            request_id=str(order), request=SimpleNamespace(prompt=[0] * 5), prompt_done=0, admitted=False, begun=False
+        )
+        task.finished = {}
+        max_length = 5 + left if bounded else 9999
+        task.sequences = _Counted(Sequence(task, n, 5, max_length, bounded=bounded, order=order) for n in range(128))
+        tasks.append(task)
+    status = status_of("2", tasks, [], Speed())
+    assert status is not None
+    assert status.tokens_ahead == 2 * 5 + 128 * (10 + HEADROOM)
+    assert _Counted.num_iterations == 0
 
 
 async def test_a_request_that_has_ended_before_its_admission_is_heard_of_is_described(
