@@ -40,11 +40,14 @@ def many_sessions(bench: Bench) -> Iterator[Figure]:
     base_model = bench.target.base_model
     login = {"base_url": bench.target.url, "api_key": bench.api_key}
 
+    clients: list[tinker.ServiceClient] = []  # never closed: a hundred that close at once can hang in the SDK
+
     def one(_: int) -> float:
         begin = time.perf_counter()
-        with tinker.ServiceClient(**login) as service:
-            service.create_lora_training_client(base_model, rank=8).result()
-            return time.perf_counter() - begin
+        service = tinker.ServiceClient(**login)
+        clients.append(service)
+        service.create_lora_training_client(base_model, rank=8).result()
+        return time.perf_counter() - begin
 
     with ThreadPoolExecutor(NUM_SESSIONS) as threads:
         (slowest,) = bench.rounds(
