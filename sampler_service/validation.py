@@ -13,6 +13,9 @@ from tinsmith.rpc.tensors import check_tokens
 
 MAX_BIASES = 1024
 """Most tokens in one logit_bias."""
+MAX_STOP_BYTES = 4096
+"""Most bytes of the stop strings of one request, in UTF-8. Behind each drawn token as many tokens are decoded as the
+longest of them has bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,12 @@ class Limits:
             if "" in params.stop.strings:
                 raise InvalidRequest(
                     "sampling_params.stop: an empty string would stop everything", field="sampling_params.stop.strings"
+                )
+            num_bytes = sum(len(string.encode()) for string in params.stop.strings)
+            if num_bytes > MAX_STOP_BYTES:
+                raise InvalidRequest(
+                    f"sampling_params.stop: {num_bytes} bytes of stop strings are above the limit of {MAX_STOP_BYTES}",
+                    field="sampling_params.stop.strings",
                 )
             check_tokens(np.array(params.stop.token_ids, np.int64), self.vocab_size, field="sampling_params.stop")
 

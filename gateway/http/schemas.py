@@ -69,6 +69,19 @@ Listed = Annotated[list[Item], _UpToOneError()]
 
 _MAX_STOPS = 1024
 Stops = Annotated[list[Item], _UpToOneError(), Field(max_length=_MAX_STOPS)]
+_MAX_STOP_BYTES = 4096
+"""Most bytes of the stop strings of one request, in UTF-8: each drawn token is compared with all of them. Samplers have
+the same bound."""
+
+
+def _short_stops(stop: str | list[Any]) -> str | list[Any]:
+    texts = [stop] if isinstance(stop, str) else [each for each in stop if isinstance(each, str)]
+    if (number := sum(len(text.encode()) for text in texts)) > _MAX_STOP_BYTES:
+        raise ValueError(f"holds {number} bytes of stop strings, and may hold at most {_MAX_STOP_BYTES} in all")
+    return stop
+
+
+ShortStops = AfterValidator(_short_stops)
 
 
 class Body(Known):
@@ -251,7 +264,7 @@ class TensorData(Body):
 class SamplingParams(Body):
     max_tokens: int | None = None
     seed: int | None = None
-    stop: str | Stops[str] | Stops[int] | None = None
+    stop: Annotated[str | Stops[str] | Stops[int], ShortStops] | None = None
     temperature: float | None = None
     top_k: int = -1
     top_p: float | None = None

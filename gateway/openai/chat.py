@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.gateway import Gateway
+from gateway.http import counting
 from gateway.http.errors import json_response
 from gateway.openai.answers import Json, chat_logprobs, chunks_of, extension, head_of, log_begin
 from gateway.openai.completions import checked_tokens
@@ -35,6 +36,37 @@ def put_together(content: str | Sequence[TextPart | OutputPart] | None) -> str:
     return content or "" if isinstance(content, str | None) else "".join(part.text for part in content)
 
 
+_MAX_JSON_CHARACTERS = 4 * 2**20
+"""Most characters of the messages, of the tools, or of the variables of a chat, as JSON. Samplers have the same
+bound."""
+
+
+def _json(value: Any, *, field: str) -> str:
+    """Raises InvalidRequest for more than a sampler takes."""
+    # Not orjson: a tool's schema may hold integers of any size. Not as ASCII, which takes many times as long.
+    text = json.dumps(value, ensure_ascii=False)
+    if len(text) > _MAX_JSON_CHARACTERS:
+        raise InvalidRequest(
+            f"{field}: {len(text)} characters of JSON are above the limit of {_MAX_JSON_CHARACTERS}", field=field
+        )
+    return text
+
+
+def _check_arguments(messages: Sequence[Message], *, max_values: int) -> None:
+    """Raises InvalidRequest when the arguments of all calls hold more values than a body may: they are JSON within a
+    text of the body, which counts as one value there."""
+    num_values = 0
+    for call in (call for message in messages for call in message.tool_calls or ()):
+        if isinstance(call.function.arguments, str):
+            num_values += counting.json_values(call.function.arguments.encode(), limit=max_values)
+        if num_values > max_values:
+            raise InvalidRequest(
+                f"messages: the arguments of tool calls hold more values than this server's max_body_values, "
+                f"{max_values}",
+                field="messages",
+            )
+
+
 def _message(message: Message) -> dict[str, Any]:
     """As chat templates want it: content is text, arguments of tool calls are objects."""
     made = message.model_dump(exclude_none=True)
@@ -51,8 +83,9 @@ def _message(message: Message) -> dict[str, Any]:
     return made
 
 
-def chat_of(body: Chat) -> pb.Chat:
-    """Raises InvalidRequest."""
+def chat_of(body: Chat, *, max_values: int) -> pb.Chat:
+    """`max_values`: those of a request. Raises InvalidRequest."""
+    _check_arguments(body.messages, max_values=max_values)
     tools = [tool.model_dump() for tool in body.tools or ()] if body.tool_choice != "none" else []
     continues = bool(body.continue_final_message)
     opens = body.add_generation_prompt if body.add_generation_prompt is not None else not continues
@@ -62,19 +95,19 @@ def chat_of(body: Chat) -> pb.Chat:
             field="continue_final_message",
         )
     return pb.Chat(
-        # Not orjson: a tool's schema may hold integers of any size.
-        messages=json.dumps([_message(message) for message in body.messages]),
-        tools=json.dumps(tools) if tools else "",
+        messages=_json([_message(message) for message in body.messages], field="messages"),
+        tools=_json(tools, field="tools") if tools else "",
         add_generation_prompt=opens,
         continue_final_message=continues,
-        template_kwargs=json.dumps(body.chat_template_kwargs) if body.chat_template_kwargs else "",
+        template_kwargs=_json(kwargs, field="chat_template_kwargs") if (kwargs := body.chat_template_kwargs) else "",
     )
 
 
 async def _prompt(gateway: Gateway, source: Source, body: Chat) -> bytes:
     if body.prompt_token_ids is not None:
         return checked_tokens(gateway, source, body.prompt_token_ids, field="prompt_token_ids")
-    return await gateway.sampling.generator.tokenize(source, pb.TokenizeRequest(chat=chat_of(body)))
+    rendered = chat_of(body, max_values=gateway.config.max_body_values)
+    return await gateway.sampling.generator.tokenize(source, pb.TokenizeRequest(chat=rendered))
 
 
 def default_max_tokens(gateway: Gateway, source: Source, prompt: bytes) -> int | None:

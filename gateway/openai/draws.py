@@ -212,12 +212,13 @@ class Draw:
         self._waits = bool(request.prompt_logprobs or scores_only)
         vocabulary = tokenizer.vocabulary
         stop = request.sampling_params.stop
+        stops = tuple(stop.strings)  # protobuf would make each text anew whenever it is looked at
         hidden = {*tokenizer.eos_token_ids, *stop.token_ids}
         in_prompt = [token for token in vocabulary.special if echo and vocabulary.text_of(token) in prompt_text]
         self._choices = [
             _Choice(
                 first_index + n,
-                TextStream(vocabulary, stops=stop.strings, hidden=hidden, shown=shown),
+                TextStream(vocabulary, stops=stops, hidden=hidden, shown=shown),
                 TextStream(vocabulary, shown=in_prompt) if echo else None,
             )
             for n in range(request.num_samples)

@@ -22,7 +22,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from gateway.http.schemas import Id, Listed, Stops
+from gateway.http.schemas import Id, Listed, ShortStops, Stops
 from gateway.known import Known
 
 UNSUPPORTED = "unsupported"
@@ -127,7 +127,7 @@ class Generate(Body):
     """Extension: draw from the k most probable tokens; 0 or -1 means all."""
     seed: int | None = None
     """Makes the draws reproducible."""
-    stop: str | Stops[str] | None = None
+    stop: Annotated[str | Stops[str], ShortStops] | None = None
     """End before one of these, as well as at the model's own end."""
     stop_token_ids: Stops[int] | None = None
     """Extension: end at one of these tokens too; their text is not shown."""
@@ -226,12 +226,12 @@ class Message(Body):
     """What the model's chat template makes of it is the template's choice."""
 
     role: str = Field(min_length=1)
-    content: str | list[TextPart] | None = None
+    content: str | Listed[TextPart] | None = None
     """Text; parts are put together."""
     reasoning_content: str | None = None
     """Extension: what the assistant thought."""
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Listed[ToolCall] | None = None
     tool_call_id: str | None = None
 
 

@@ -145,6 +145,64 @@ HOSTILE: dict[str, tuple[str, Make]] = {
         "/v1/completions",
         lambda m, s: COMPLETION + b'"prompt":"a","logit_bias":{' + keys(_NUM_KEYS) + b'"1":1}}',
     ),
+    "parts of nothing": (
+        "/v1/chat/completions",
+        lambda m, s: COMPLETION + b'"messages":[{"role":"user","content":' + many(b'{"type":1}', 70_000) + b"}]}",
+    ),
+    "calls of nothing": (
+        "/v1/chat/completions",
+        lambda m, s: COMPLETION + b'"messages":[{"role":"user","tool_calls":' + many(b'{"type":1}', 70_000) + b"}]}",
+    ),
+    "arguments of lists": (
+        "/v1/chat/completions",
+        lambda m, s: (
+            COMPLETION
+            + b'"messages":[{"role":"assistant","tool_calls":[{"function":{"name":"f","arguments":"{\\"a\\":'
+            + many(b"[]", 15_000_000)
+            + b'}"}}]}]}'
+        ),
+    ),
+    "a chat of long letters": (
+        "/v1/chat/completions",
+        lambda m, s: COMPLETION + b'"messages":[{"role":"user","content":"' + "❄".encode() * 15_000_000 + b'"}]}',
+    ),
+    "a tool of long letters": (
+        "/v1/chat/completions",
+        lambda m, s: (
+            head(model=BASE_MODEL, messages=TEXT)
+            + b'"tools":[{"type":"function","function":{"name":"f","description":"'
+            + "❄".encode() * 15_000_000
+            + b'"}}]}'
+        ),
+    ),
+    "a long stop": (
+        "/v1/completions",
+        lambda m, s: head(model=BASE_MODEL, prompt="a", n=64) + b'"stop":"' + b"s" * 60_000_000 + b'"}',
+    ),
+    "long stops of a chat": (
+        "/v1/chat/completions",
+        lambda m, s: (
+            head(model=BASE_MODEL, messages=TEXT, n=64) + b'"stop":' + many(b'"' + b"s" * 50_000 + b'"', 1024) + b"}"
+        ),
+    ),
+    "a sample's long stop": (
+        "/api/v1/asample",
+        lambda m, s: (
+            head(sampling_session_id=s, seq_id=1, prompt={"chunks": [{"type": "encoded_text", "tokens": [1]}]})
+            + b'"sampling_params":{"stop":"'
+            + b"s" * 60_000_000
+            + b'"}}'
+        ),
+    ),
+    "arguments of an item": (
+        "/v1/responses",
+        lambda m, s: (
+            COMPLETION
+            + b'"input":[{"type":"function_call","call_id":"a","name":"f","arguments":"{\\"a\\":'
+            + many(b"[]", 15_000_000)
+            + b'}"}]}'
+        ),
+    ),
     "items of nothing": ("/v1/responses", lambda m, s: COMPLETION + b'"input":' + many(b"{}", 90_000) + b"}"),
     "items": (
         "/v1/responses",
