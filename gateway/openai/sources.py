@@ -24,9 +24,10 @@ async def find_source(gateway: Gateway, model: str, *, caller: Caller) -> Source
     version_id = location = follow_run = ""
     base_model = model
     if model.startswith(SCHEME):
-        checkpoint = await gateway.storage.checkpoints.find(model, field="model", caller=caller)
+        checkpoints = gateway.storage.checkpoints
+        checkpoint = await checkpoints.find_usable(model, field="model", caller=caller, purpose="sample")
         if gateway.sampling.generator.is_first(caller.owner, checkpoint.version_id):
-            await gateway.storage.checkpoints.read(model, field="model", caller=caller, purpose="sample")
+            checkpoints.record("checkpoint_read", checkpoint, owner=caller.owner, purpose="sample")
         base_model, version_id, location = checkpoint.base_model, checkpoint.version_id, checkpoint.location
         run = await gateway.store.models.get(checkpoint.run_id) if checkpoint.inflight else None
         if run is not None and run.inflight_version_id is not None:  # the newest of those that the path stands for

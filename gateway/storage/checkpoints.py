@@ -72,10 +72,13 @@ class Checkpoints:
         return found
 
     async def read(self, path: str, *, field: str, caller: Caller, purpose: Purpose) -> Checkpoint:
-        """`find`, for somebody who will have the weights: the audit log names them.
+        """`find_usable`, for somebody who will have the weights: the audit log names them."""
+        checkpoint = await self.find_usable(path, field=field, caller=caller, purpose=purpose)
+        self.record("checkpoint_read", checkpoint, owner=caller.owner, purpose=purpose)
+        return checkpoint
 
-        Raises InvalidRequest too when the checkpoint is not of a kind for that.
-        """
+    async def find_usable(self, path: str, *, field: str, caller: Caller, purpose: Purpose) -> Checkpoint:
+        """`find`. Raises InvalidRequest too when the checkpoint is not of a kind for this purpose."""
         checkpoint = await self.find(path, field=field, caller=caller)
         if purpose in ("load", "sample") and checkpoint.kind == "external_weights":
             raise InvalidRequest(
@@ -83,7 +86,6 @@ class Checkpoints:
                 "or save_weights_for_sampler",
                 field=field,
             )
-        self.record("checkpoint_read", checkpoint, owner=caller.owner, purpose=purpose)
         return checkpoint
 
     async def _find_in_trainers(self, path: TinkerPath, *, caller: Caller | None) -> Checkpoint | None:

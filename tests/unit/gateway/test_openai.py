@@ -759,6 +759,19 @@ async def test_every_owner_who_samples_a_checkpoint_is_in_the_audit_log_once(sta
         await one.aclose()
 
 
+async def test_a_refused_reading_is_refused_again_and_leaves_no_audit_event(client: Client, stack: Stack) -> None:
+    """The refusal was taken for the owner's first sample: the next request got as far as the sampler."""
+    model_id = await client.model(await client.session())
+    body = {"model_id": model_id, "seq_id": 1, "path": "x"}
+    path = (await client.result(await client.call("save_weights_external", body)))["path"]
+    for _ in range(2):
+        reply = await client.post("/v1/completions", json=COMPLETION | {"model": path})
+        assert reply.status_code == 400, reply.text
+        assert "made for download" in reply.json()["error"]["message"]
+    entries = (await client.get("/api/v1/audit")).json()["entries"]
+    assert not [each for each in entries if each["event"] == "checkpoint_read"]
+
+
 async def test_tokens_are_counted_also_for_clients_that_leave(
     client: Client, stack: Stack, sampler: TalkingSampler
 ) -> None:
