@@ -18,7 +18,7 @@ from gateway.http import counting
 from gateway.http.errors import json_response
 from gateway.openai.answers import Json, chat_logprobs, chunks_of, extension, head_of, log_begin
 from gateway.openai.completions import checked_tokens
-from gateway.openai.draws import Draw, Update, sample_request
+from gateway.openai.draws import Draw, Update, sample_request, text_off_loop
 from gateway.openai.events import event_stream, while_connected
 from gateway.openai.generator import Source
 from gateway.openai.messages import Messages
@@ -44,7 +44,10 @@ bound."""
 def _json(value: Any, *, field: str) -> str:
     """Raises InvalidRequest for more than a sampler takes."""
     # Not orjson: a tool's schema may hold integers of any size. Not as ASCII, which takes many times as long.
-    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except RecursionError as error:  # arguments of a call may be deeper than a body
+        raise InvalidRequest(f"{field}: its JSON is nested too deeply", field=field) from error
     if len(text) > _MAX_JSON_CHARACTERS:
         raise InvalidRequest(
             f"{field}: {len(text)} characters of JSON are above the limit of {_MAX_JSON_CHARACTERS}", field=field
@@ -177,7 +180,9 @@ async def _answer(
         with structure.blaming():
             updates = await while_connected(request, draw.result())
         head = head_of(request_id, source, kind="chat.completion")
-        answer = head | prompt | {"choices": [*map(choices.whole, updates)], "usage": draw.usage.to_json()}
+        num_tokens = sum(len(update.entries) for update in updates)
+        made = await text_off_loop(lambda: [*map(choices.whole, updates)], num_tokens=num_tokens)
+        answer = head | prompt | {"choices": made, "usage": draw.usage.to_json()}
         return json_response(answer if form is None else form.whole(answer))
 
     head = head_of(request_id, source, kind="chat.completion.chunk")

@@ -142,6 +142,11 @@ class _Choice:
         self._prompt_text = prompt_text
         self._start = 0
 
+    @property
+    def has_echo(self) -> bool:
+        """The prompt is wanted, and was not given yet."""
+        return self._prompt_text is not None
+
     def echo(self, tokens: Sequence[int], logprobs: Sequence[float | None], tops: Tops) -> Update:
         """The prompt; nothing when it is not wanted, or was given before."""
         update = Update(self._index)
@@ -245,9 +250,17 @@ class Draw:
                 tokens = np.frombuffer(delta.tokens, _INT32).tolist()
                 logprobs = np.frombuffer(delta.logprobs, _FLOAT32).tolist()
                 choice = self._choices[delta.index]
-                update = choice.echo(self.prompt, [None] * len(self.prompt), [()] * len(self.prompt))
+                update = await self._echo(choice)
                 choice.push(update, tokens, logprobs, _rows(delta.topk_sampled_logprobs, len(tokens)))
                 yield update
+
+    async def _echo(self, choice: _Choice) -> Update:
+        """The prompt without log-probabilities; nothing when it is not wanted, or was given before."""
+        num_prompt = len(self.prompt)
+        return await text_off_loop(
+            lambda: choice.echo(self.prompt, [None] * num_prompt, [()] * num_prompt),
+            num_tokens=num_prompt if choice.has_echo else 0,
+        )
 
     async def _updates_of(self, response: pb.SampleResponse) -> list[Update]:
         num_sampled = sum(len(sequence.tokens) // _INT32.itemsize for sequence in response.sequences)

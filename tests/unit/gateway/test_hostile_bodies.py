@@ -18,7 +18,7 @@ import zstandard
 from gateway.config import GatewayConfig
 from gateway.http import counting
 from gateway.http.body import off_loop
-from gateway.openai import answers, completions, draws
+from gateway.openai import answers, chat, completions, draws
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, batch
 from tests.unit.gateway.talking import TalkingSampler
 
@@ -444,3 +444,56 @@ async def test_the_text_of_a_long_prompt_is_made_off_the_event_loop(
     assert reply.status_code == 200, reply.text[:300]
     assert names
     assert all(name.startswith("text") for name in names), names
+
+
+@pytest.mark.usefixtures("talking")
+async def test_the_prompt_of_a_stream_without_logprobs_is_made_off_the_event_loop(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+    echo = draws._Choice.echo
+
+    def seen(choice: draws._Choice, *args: Any) -> draws.Update:
+        update = echo(choice, *args)
+        if update.entries:
+            names.append(threading.current_thread().name)
+        return update
+
+    monkeypatch.setattr(draws, "_MANY_TOKENS", 500)
+    monkeypatch.setattr(draws._Choice, "echo", seen)
+    body = {"model": BASE_MODEL, "prompt": [1] * 1000, "echo": True, "max_tokens": 4, "n": 2, "stream": True}
+    reply = await client.post("/v1/completions", json=body)
+    assert reply.status_code == 200, reply.text[:300]
+    assert len(names) == 2
+    assert all(name.startswith("text") for name in names), names
+
+
+@pytest.mark.usefixtures("talking")
+async def test_many_logprobs_of_a_chat_are_made_off_the_event_loop(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+    listed = answers.chat_logprobs
+
+    def seen(*args: Any) -> Any:
+        names.append(threading.current_thread().name)
+        return listed(*args)
+
+    monkeypatch.setattr(draws, "_MANY_TOKENS", 8)
+    monkeypatch.setattr(chat, "chat_logprobs", seen)
+    body = {"model": BASE_MODEL, "messages": TEXT, "logprobs": True, "n": 2}
+    reply = await client.post("/v1/chat/completions", json=body)
+    assert reply.status_code == 200, reply.text[:300]
+    assert len(names) == 2
+    assert all(name.startswith("text") for name in names), names
+
+
+@pytest.mark.usefixtures("talking")
+@pytest.mark.parametrize("depth", [990, 1010])
+async def test_arguments_that_are_nested_deeply_are_refused_by_name(client: Client, depth: int) -> None:
+    arguments = '{"a":' + "[" * depth + "]" * depth + "}"
+    call = {"function": {"name": "f", "arguments": arguments}}
+    body = {"model": BASE_MODEL, "messages": [{"role": "assistant", "tool_calls": [call]}]}
+    reply = await client.post("/v1/chat/completions", json=body)
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["param"] == "messages"
