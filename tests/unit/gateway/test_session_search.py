@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from tinker import types
 
+from tests.unit.gateway.commits import Statements
 from tests.unit.gateway.stack import Client, Stack
 from tests.unit.gateway.test_runs import get
 from tests.unit.gateway.test_weights import save
@@ -198,3 +199,40 @@ async def test_a_search_looks_at_a_bounded_number_of_sessions_and_goes_on(
         cursor, num_pages = page.next_cursor, num_pages + 1
         assert num_pages < 9
     assert (found, num_pages) == ([wanted], 3)
+
+
+async def test_a_search_loads_the_metadata_of_few_sessions(stack: Stack, client: Client) -> None:
+    """A search of 1,500 sessions with much metadata took 4 s of the event loop."""
+    wanted = await make(client, display_name="needle", user_metadata={"k": "wanted", "other": "x"})
+    for n in range(5):
+        await make(client, display_name="hay", user_metadata={"k": f"other {n}"})
+    queries: dict[str, dict[str, Any]] = {
+        "name": {"display_name": "needle"},
+        "notes": {"user_metadata": {"k": "wanted"}},
+    }
+    for query in queries.values():
+        statements = Statements(stack.gateway.store)
+        assert await ids(client, **query) == [wanted]
+        with_metadata = [each for each in statements.of_all if "sessions.user_metadata" in each]
+        assert with_metadata, statements.of_all
+        assert all("sessions.session_id IN" in each for each in with_metadata), with_metadata
+
+
+@pytest.mark.parametrize(
+    "value",
+    ['50% "of_all" \\ ', "ä❄\u2028", "x" * 3000, "%" * 60_000, "A"],
+    ids=["marks", "letters", "long", "wild", "A"],
+)
+async def test_metadata_is_found_whatever_it_holds(client: Client, value: str) -> None:
+    wanted = await make(client, user_metadata={"k": value, "second": "1"})
+    for other in (value + "x", "x" + value, value.lower() + " "):
+        await make(client, user_metadata={"k": other, "second": "1"})
+    await make(client, user_metadata={"other": value})
+    assert await ids(client, user_metadata={"k": value, "second": "1"}) == [wanted]
+
+
+async def test_a_search_takes_as_much_metadata_as_a_session(client: Client) -> None:
+    notes = {f"k{n}": f"v{n}" for n in range(1000)}
+    wanted = await make(client, user_metadata=notes)
+    await make(client, user_metadata={**notes, "k999": "other"})
+    assert await ids(client, user_metadata=notes) == [wanted]
