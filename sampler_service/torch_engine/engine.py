@@ -163,7 +163,8 @@ class TorchEngine(Front):
         scheduler = self._batcher.scheduler
         together = min(scheduler.max_running, scheduler.max_kv_tokens // sequences[0].need)
         groups = [sequences[n : n + together] for n in range(0, len(sequences), together)]
-        length, run = len(task.request.prompt), run_of(task.request.version_id)
+        length, request = len(task.request.prompt), task.request
+        run = f"{run_of(request.version_id)} {request.cache_salt}"
         return [Job(task, length, group, scored=n == 0, run=run) for n, group in enumerate(groups)]
 
     async def _warm_up(self) -> None:

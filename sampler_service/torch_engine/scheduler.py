@@ -1,8 +1,8 @@
 """Who computes in the next step, and in which lane of the cache. Knows no tensors.
 
 Its promises: requests of one training run get their room in the order in which they came, and runs take turns by tokens
-(`Waiting`), the base model's requests as if of one run; what is admitted has its room in the cache, so that a sequence
-with max_tokens is never interrupted; a prompt is computed in pieces, beside the running sequences. A
+(`Waiting`). The owners who share a run, or the base model, take turns, too. What is admitted has its room in the cache,
+so that a sequence with max_tokens is never interrupted; a prompt is computed in pieces, beside the running sequences. A
 quarter of each step's prompt tokens is for short prompts that have room: they do not wait until long ones before them
 are computed, which lose that share of a step and nothing else. A short prompt that is only scored, or draws one token,
 needs its lane for one step: it does not wait for the running sequences to end.
@@ -110,7 +110,8 @@ class Job(Generic[Owner]):
     blocks: list[int] = field(default_factory=list)
     """Blocks of the prefix cache that its first `done` tokens come from, until they lie in its lane."""
     run: str = ""
-    """The training run whose version computes it; empty for the base model. Runs take turns."""
+    """The training run whose version computes it, none for the base model, and the owner, by the request's cache_salt.
+    They take turns."""
     place: tuple[int, int] = (0, 0)
     """Its start, in tokens, and its number among those that start there, while it waits."""
 

@@ -470,3 +470,21 @@ async def test_where_the_cache_is_full_the_canary_of_a_publish_is_next(model_fol
         await generate(engine, prompt(6), max_tokens=1, prompt_logprobs=True, on_probation=True)
         await running.result()
         assert engine._num_waiting >= 2, "it has passed those"
+
+
+async def test_owners_of_the_base_model_take_turns(model_folder: Path) -> None:
+    """And so do those of one run, whose checkpoint others may sample, too."""
+    async with serving(model_folder, max_running=1) as engine:
+        ends: list[str] = []
+
+        async def sample(owner: str) -> None:
+            generation = await engine.submit(request(prompt(8), max_tokens=8, cache_salt=owner))
+            await generation.result()
+            ends.append(owner)
+
+        many = [asyncio.create_task(sample("a")) for _ in range(40)]
+        await asyncio.sleep(0)
+        await sample("b")
+        before = len(ends)
+        await asyncio.gather(*many)
+    assert before < 20
