@@ -115,8 +115,7 @@ class Loop:
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            # as `tinsmith up` sets it for the services
-            env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", **(environment or {})},
+            env={**os.environ, **(environment or {})},
         )
         self.pid = self._process.pid
         self._answer()  # it has loaded
