@@ -28,6 +28,7 @@ class Requests:
 
 class Steps:
     def __init__(self, declare: Declare) -> None:
+        self.threads = declare.gauge("threads", "CPU threads of the newest step; 0 for torch's default, or with vLLM.")
         self.step_time = declare.seconds("step", "Time of one engine step.")
         phases = declare.seconds("phase", "One phase of a step.", "phase", buckets=PHASE_BUCKETS_S)
         self.phases = {phase: phases.labels(phase) for phase in PHASES}

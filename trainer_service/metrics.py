@@ -51,6 +51,10 @@ class Compute:
         self.running = declare.gauge(
             "running_seconds", "How long the compute thread has been at its present work; 0 for none."
         )
+        self.threads = declare.gauge("threads", "CPU threads of this process's newest work; 0 for torch's default.")
+        self.tokens_per_second = declare.gauge(
+            "tokens_per_second", "Measured speed of large micro-batches, by which their size is chosen; 0 at first."
+        )
         self.idle_seconds = declare.counter("idle_seconds", "Time in which the compute thread had nothing to do.")
         phases = declare.seconds(
             "phase",
@@ -77,7 +81,9 @@ class Memory:
     """Live models, and what memory allows."""
 
     def __init__(self, declare: Declare) -> None:
-        self.token_budget = declare.gauge("token_budget", "Tokens that a micro-batch should have.")
+        self.token_budget = declare.gauge(
+            "token_budget", "Most tokens of a micro-batch: as many as fit into memory, or as are set."
+        )
         self.out_of_memory = declare.counter(
             "out_of_memory", "Micro-batches that ran out of memory, and were tried smaller."
         )

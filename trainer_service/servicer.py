@@ -93,6 +93,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         trainer = self._ready
         engine = trainer.operations.engine
         full, groups = engine.base.trainable, engine.base.groups
+        pace = trainer.scheduler.pace()
         return pb.GetTrainerInfoResponse(
             base_models=trainer.operations.models.base_models,
             max_context_length=engine.limits.max_context_length,
@@ -112,6 +113,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 for one in GROUPS
                 if one not in groups and not full
             ],
+            num_threads=pace.num_threads,
+            token_budget=pace.token_budget,
+            tokens_per_second=pace.tokens_per_s,
         )
 
     async def CreateModel(self, request: pb.CreateModelRequest, context: Context) -> pb.CreateModelResponse:

@@ -208,6 +208,7 @@ class TorchEngine(Front):
                 going_on = self._take()
                 if not self._batcher.idle:
                     self._cores.begin()
+                    self._batcher.metrics.steps.threads.set(self._cores.threads)
                     self._step()
                 self._post(self._batcher.take_deliveries())
         except BaseException as error:

@@ -34,9 +34,16 @@ COUNTED = {
     "samplers",
     "sequences",
     "sessions",
+    "threads",
     "versions",
 }
-STATES = {"gateway_sampler_state", "gateway_trainer_up", "trainer_token_budget", "tinsmith_build"}
+STATES = {
+    "gateway_sampler_state",
+    "gateway_trainer_up",
+    "trainer_token_budget",
+    "trainer_tokens_per_second",
+    "tinsmith_build",
+}
 """What is no number with a unit."""
 LABELS = {
     "bucket",

@@ -46,6 +46,18 @@ class Running:
 
 
 @dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast the thread computes, and in what portions."""
+
+    num_threads: int
+    """0 for torch's default."""
+    token_budget: int
+    """Most tokens of the next micro-batch."""
+    tokens_per_s: float
+    """Of large micro-batches; 0 before the first."""
+
+
+@dataclass(frozen=True, slots=True)
 class Backlog:
     """What there is to compute, at one moment."""
 
@@ -142,6 +154,9 @@ class ComputeThread:
         with self._changed:
             return Backlog(self._running, self._lanes.waiting())
 
+    def pace(self) -> Pace:
+        return Pace(self._cores.threads, self._token_budget(), self.speed.large_tokens_per_s)
+
     @property
     def loss_speed(self) -> Speed | None:
         """Measured speed, by which the time of custom losses counts as tokens; None where micro-batches must not depend
@@ -168,6 +183,7 @@ class ComputeThread:
             while (work := self._next()) is not None:
                 assert self._running is not None
                 self._cores.begin()
+                self._metrics.compute.threads.set(self._cores.threads)
                 names = [(operation.model_id, operation.seq_id) for operation in self._running.operations]
                 self._executing.begin(names)
                 if isinstance(work, Call):
@@ -206,7 +222,7 @@ class ComputeThread:
         return work
 
     def _token_budget(self) -> int:
-        """Tokens of the next micro-batch: as many as it computes in the time that it should take, at the speed of the
+        """Most tokens of the next micro-batch: as many as it computes in the time that it should take, at the speed of the
         earlier ones, and no more than the engine's budget. Only the latter where micro-batches must not depend on
         measurements."""
         budget = self._engine.token_budget
@@ -336,6 +352,7 @@ class ComputeThread:
             loss_seconds=loss_seconds,
             expected_loss_seconds=expected_loss_seconds,
         )
+        self._metrics.compute.tokens_per_second.set(self.speed.large_tokens_per_s)
         self._metrics.compute.step_seconds.labels(kind).observe(seconds)
         if running.num_tokens:
             self._metrics.compute.tokens.inc(running.num_tokens)

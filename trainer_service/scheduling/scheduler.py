@@ -27,7 +27,7 @@ from trainer_service.durability.journal import Journal
 from trainer_service.durability.journal_records import Body, Entry
 from trainer_service.metrics import Metrics
 from trainer_service.scheduling.acceptance import Acceptance
-from trainer_service.scheduling.compute import ComputeThread
+from trainer_service.scheduling.compute import ComputeThread, Pace
 from trainer_service.scheduling.execution import Execution, Outcome
 from trainer_service.scheduling.held import HeldBytes
 from trainer_service.scheduling.model_queue import ModelQueue, ModelQueues
@@ -133,6 +133,9 @@ class Scheduler:
         if isinstance(outcome := operation.outcome.result(), ResultNotFound):
             raise outcome
         return FINISHED
+
+    def pace(self) -> Pace:
+        return self._compute.pace()
 
     async def run_alone(self, call: Callable[[], T]) -> T:
         """Runs what belongs to no operation on the compute thread, before the next micro-batch."""

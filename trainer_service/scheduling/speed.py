@@ -24,11 +24,12 @@ class Speed:
     """Time that was expected for custom losses."""
     _calls: float = 0.0
     _call_seconds: float = 0.0
-    _large_tokens_per_s: float = 0.0
+    large_tokens_per_s: float = 0.0
+    """Of micro-batches that are no small ones; 0 before the first."""
 
     def tokens_of(self, seconds: float) -> int:
         """Tokens of a micro-batch that takes so long, as far as that is known; at least 256."""
-        return max(_MIN_TOKENS, round(self._large_tokens_per_s * seconds))
+        return max(_MIN_TOKENS, round(self.large_tokens_per_s * seconds))
 
     def observe(
         self, seconds: float, *, num_tokens: int, loss_seconds: float = 0.0, expected_loss_seconds: float = 0.0
@@ -48,10 +49,10 @@ class Speed:
 
     def _note_large(self, num_tokens: int, seconds: float) -> None:
         """A small micro-batch takes longer for each token, and says nothing about large ones."""
-        known = self._large_tokens_per_s
+        known = self.large_tokens_per_s
         if num_tokens >= known * _LARGE_S:
             measured = num_tokens / seconds
-            self._large_tokens_per_s = (known + measured) / 2 if known else measured
+            self.large_tokens_per_s = (known + measured) / 2 if known else measured
 
     def tokens_in(self, seconds: float) -> int:
         """Tokens that micro-batches without custom losses have in so many seconds, as far as that is known."""

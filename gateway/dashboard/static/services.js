@@ -41,6 +41,8 @@ const SHOWN = {
     ["Models in memory", (f) => number(f.trainer_models)],
     ["Parked models", (f) => number(f.trainer_parked_models)],
     ["Token budget", (f) => count(f.trainer_token_budget)],
+    ["Tokens per second", (f) => count(f.trainer_tokens_per_second)],
+    ["Threads", (f) => number(f.trainer_threads)],
     ["Journal", (f) => bytes(f.trainer_journal_bytes)],
     ["Certificates", (f) => certificates(f)],
     ["Mean gap to samplers", (f) => gap(f)],
@@ -49,6 +51,7 @@ const SHOWN = {
   sampler: [
     ["Memory", (f) => bytes(f.process_resident_memory_bytes)],
     ["Up", (f, one, at) => duration(at - f.process_start_time_seconds)],
+    ["Threads", (f) => number(f.sampler_threads)],
     ["Generating", (f) => number(f.sampler_running_sequences)],
     ["Waiting", (f) => number(f.sampler_waiting_requests)],
     ["Versions", (f) => `${number(f.sampler_resident_versions)} · ${bytes(f.sampler_resident_version_bytes)}`],

@@ -1,0 +1,45 @@
+"""`tinsmith up` divides the cores among services that compute, and leaves all of them to one that is alone."""
+
+from __future__ import annotations
+
+import time
+from itertools import count
+from pathlib import Path
+
+from tests.integration.examples import BASE_MODEL
+from tests.integration.wire import Wire, next_token_datum
+from tests.stack import Stack
+from tinsmith.cli.stack import Threads, divide_cores
+from tinsmith.cores import usable_cores
+
+
+def test_one_that_computes_alone_has_all_cores_and_two_have_their_shares(toy: Path, tmp_path: Path) -> None:
+    cores = usable_cores()
+    shares = divide_cores(cores, groups=1, samplers=1, most=Threads(0, 0))
+    with Stack(tmp_path, base_models=[f"{BASE_MODEL}={toy}"], threads=None) as stack, Wire(stack.base_url) as wire:
+        seq_ids = count(1)
+
+        def threads_of_a_batch() -> float:
+            wire.output(wire.forward_backward(model_id, next(seq_ids), [next_token_datum([1, 2, 3])]))
+            return wire.metrics(stack.metrics_url("trainer"))["trainer_threads"]
+
+        session_id = wire.session()
+        model_id = wire.model(session_id, base_model=BASE_MODEL)
+        assert threads_of_a_batch() == cores
+        ids = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": BASE_MODEL}
+        sample = wire.request_id(
+            wire.post(
+                "asample",
+                sampling_session_id=wire.post("create_sampling_session", **ids).json()["sampling_session_id"],
+                seq_id=0,
+                num_samples=8,
+                prompt={"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
+                sampling_params={"max_tokens": 500, "stop": []},
+            )
+        )
+        while wire.metrics(stack.metrics_url("sampler"))["sampler_threads"] == 0:
+            time.sleep(0.01)
+        assert threads_of_a_batch() == shares.trainer
+        wire.json_result(sample)
+        assert wire.metrics(stack.metrics_url("sampler"))["sampler_threads"] == cores
+        assert threads_of_a_batch() == cores
