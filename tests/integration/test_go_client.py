@@ -1,0 +1,96 @@
+"""The Go client of examples/grpc/go, written from proto/ alone; the trainer is killed in the middle."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.integration.examples import BASE_MODEL
+from tests.stack import Stack
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples/grpc/go"
+FILES = ("client.go", "go.mod", "buf.gen.yaml")
+PACKAGE = "example.org/tinsmith/client"
+DEBIAN = Path("/usr/share/gocode")
+"""GOPATH of Debian's packages: golang-google-grpc-dev and what it depends on."""
+SINCE_DEBIAN = {
+    '\t"google.golang.org/grpc/credentials/insecure"\n': "",
+    "grpc.WithTransportCredentials(insecure.NewCredentials())": "grpc.WithInsecure()",
+    "grpc.NewClient": "grpc.Dial",
+}
+"""Names that grpc-go got after Debian's version, with the older ones; both mean the same."""
+
+
+def run(*command: str, cwd: Path, env: Mapping[str, str] | None = None) -> str:
+    """What a command complains of; empty where it succeeds."""
+    done = subprocess.run(
+        command, cwd=cwd, env=os.environ | dict(env or {}), capture_output=True, text=True, timeout=300, check=False
+    )
+    return done.stderr.strip()[-1000:] or f"status {done.returncode}" if done.returncode else ""
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The program, built with Debian's packages where they are installed, else with the modules of go.mod."""
+    for tool in ("go", "protoc-gen-go", "protoc-gen-go-grpc"):
+        if shutil.which(tool) is None:
+            pytest.skip(f"there is no {tool} here")
+    gopath = tmp_path_factory.mktemp("go")
+    source = gopath / "src" / PACKAGE
+    source.mkdir(parents=True)
+    for name in FILES:
+        shutil.copy(EXAMPLE / name, source / name)
+    buf = str(Path(sys.executable).with_name("buf"))
+    if complaint := run(buf, "generate", str(ROOT / "proto"), cwd=source):
+        pytest.skip(f"the plugins for Go make no code of proto/: {complaint}")
+    if (DEBIAN / "src/google.golang.org/grpc").is_dir():
+        env = {"GO111MODULE": "off", "GOPATH": f"{gopath}:{DEBIAN}"}
+        program = (source / "client.go").read_text()
+        for name, older in SINCE_DEBIAN.items():
+            assert name in program
+            program = program.replace(name, older)
+        (source / "client.go").write_text(program)
+    else:
+        env = {"GO111MODULE": "on"}
+        if complaint := run("go", "mod", "tidy", cwd=source, env=env):
+            pytest.skip(
+                f"go cannot fetch the client's modules, and Debian's golang-google-grpc-dev is not here: {complaint}"
+            )
+    assert run("go", "build", "-o", "client", cwd=source, env=env) == ""
+    return source / "client"
+
+
+def start(client: Path, stack: Stack, *, pause: str) -> subprocess.Popen[str]:
+    command = [str(client), stack.trainers[0], stack.samplers[0]]
+    env = os.environ | {"TINSMITH_PAUSE": pause}
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.mark.slow
+def test_a_go_client_trains_saves_and_samples_and_a_killed_trainer_changes_nothing(
+    client: Path, toy: Path, tmp_path: Path
+) -> None:
+    with Stack(tmp_path, base_models=[f"{BASE_MODEL}={toy}"]) as stack:
+        undisturbed, _ = start(client, stack, pause="0s").communicate(timeout=120)
+        lines = []
+        with start(client, stack, pause="300ms") as running:
+            assert running.stdout is not None
+            for line in running.stdout:
+                lines.append(line)
+                if line.startswith("step 2"):
+                    (trainer,) = (one for one in stack.processes() if "trainer_service" in one.cmdline())
+                    trainer.kill()
+        assert running.returncode == 0, "".join(lines)
+    disturbed = "".join(lines)
+    assert "once more" in disturbed
+    results = [re.findall(r"^(?:step|sampled) .*$", text, re.MULTILINE) for text in (undisturbed, disturbed)]
+    assert len(results[0]) == 7, undisturbed
+    assert results[0] == results[1]
