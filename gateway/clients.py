@@ -47,9 +47,15 @@ def is_lost(error: grpc.aio.AioRpcError) -> bool:
     return error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
+_NESTED = ("request", "chat", "header")
+"""Fields of gRPC requests (StreamSample, Tokenize, ImportCheckpoint) whose content HTTP requests have at their root."""
+
+
 def meaning(error: grpc.aio.AioRpcError, *, lost: str = "") -> ServiceError:
     """What a failed call means; NotReady, with the words `lost` where there are some, when the service is_lost."""
     meant = from_rpc_error(error)
+    for message in _NESTED:
+        meant.move(f"{message}.", "")
     if not is_lost(error) or isinstance(meant, EngineDead):
         return meant
     is_broken = error.code() == grpc.StatusCode.UNAVAILABLE and not is_from_service(error)

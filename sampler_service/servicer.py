@@ -6,7 +6,7 @@ import bisect
 import logging
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -18,7 +18,7 @@ from sampler_service.engine import EngineSlot, Generation, Result, VersionInfo
 from sampler_service.tokenizer import ChatTokenizer, TokenizerSlot
 from tinsmith.modeling.adapter import GROUPS
 from tinsmith.rpc import logs, tracing
-from tinsmith.rpc.errors import InvalidRequest, NotFound, ServiceError
+from tinsmith.rpc.errors import InvalidRequest, NotFound, ServiceError, within
 from tinsmith.rpc.server import RAN
 from tinsmith.rpc.words import value_of
 from tinsmith.v1 import sampler_pb2 as pb
@@ -80,7 +80,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
         self, request: pb.StreamSampleRequest, context: Context
     ) -> AsyncIterator[pb.StreamSampleResponse]:
         arrived_at = time.time()
-        with _failure_logged(request.request):
+        with within("request"), _failure_logged(request.request):
             generation = await self._submit(request.request, stream=True)
             async with aclosing(generation.deltas()) as deltas:
                 async for delta in deltas:
@@ -125,7 +125,8 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
                 work = partial(ChatTokenizer.chat_tokens, chat=convert.chat_from_proto(request.chat))
             case _:
                 raise InvalidRequest("input: needs a text or a chat", field="input")
-        return convert.tokens_to_proto(await self.tokenizer.run(work))
+        with within("chat") if request.WhichOneof("input") == "chat" else nullcontext():
+            return convert.tokens_to_proto(await self.tokenizer.run(work))
 
     async def ListVersions(self, request: pb.ListVersionsRequest, context: Context) -> pb.ListVersionsResponse:
         if request.page_size < 0:

@@ -80,17 +80,16 @@ class Limits:
             )
         self._check_penalties(params.penalties)
         if params.stop is not None:
+            stop = "sampling_params.stop"
             if "" in params.stop.strings:
-                raise InvalidRequest(
-                    "sampling_params.stop: an empty string would stop everything", field="sampling_params.stop.strings"
-                )
+                raise InvalidRequest(f"{stop}.strings: an empty one would stop everything", field=f"{stop}.strings")
             num_bytes = sum(len(string.encode()) for string in params.stop.strings)
             if num_bytes > MAX_STOP_BYTES:
                 raise InvalidRequest(
-                    f"sampling_params.stop: {num_bytes} bytes of stop strings are above the limit of {MAX_STOP_BYTES}",
-                    field="sampling_params.stop.strings",
+                    f"{stop}.strings: {num_bytes} bytes in all are above the limit of {MAX_STOP_BYTES}",
+                    field=f"{stop}.strings",
                 )
-            check_tokens(np.array(params.stop.token_ids, np.int64), self.vocab_size, field="sampling_params.stop")
+            check_tokens(np.array(params.stop.token_ids, np.int64), self.vocab_size, field=f"{stop}.token_ids")
 
     def _check_penalties(self, penalties: Penalties) -> None:
         for name, value, low, high in (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -218,6 +219,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         checkpoints = self._ready.checkpoints
         file = await checkpoints.reads(checkpoints.open_file, location, request.name)
         try:
+            if request.offset > (size := file.seek(0, os.SEEK_END)):
+                raise InvalidRequest(f"offset: {request.offset} is beyond the file's {size} bytes", field="offset")
             file.seek(request.offset)
             left = request.num_bytes if request.HasField("num_bytes") else sys.maxsize
             while data := await checkpoints.reads(file.read, min(left, _PIECE_BYTES)):
@@ -241,7 +244,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         first = await anext(request_iterator, pb.ImportCheckpointRequest())
         if first.WhichOneof("piece") != "header":
             raise InvalidRequest("header: the first message must hold it", field="header")
-        trainer.operations.models.check_base_model(first.header.base_model, field="base_model")
+        trainer.operations.models.check_base_model(first.header.base_model, field="header.base_model")
 
         last = pb.ImportCheckpointRequest()
 

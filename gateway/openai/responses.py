@@ -45,7 +45,7 @@ def _named() -> Iterator[None]:
         for before, after in _NAMES:
             if before.match(field):
                 message = _renamed(before, after, error.message)
-                raise type(error)(message, field=_renamed(before, after, field)) from error
+                raise type(error)(message, **{**error.metadata, "field": _renamed(before, after, field)}) from error
         raise
 
 

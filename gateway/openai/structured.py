@@ -54,7 +54,7 @@ class Structure:
             place = _PLACE.search(reason)
             line = int(place[1]) - 1 if place else 0
             mine = self.fields[line] if line < len(self.fields) and self.fields[line] else self.fields[0]
-            raise InvalidRequest(f"{mine}: {reason}", field=mine) from error
+            raise InvalidRequest(f"{mine}: {reason}", **{**error.metadata, "field": mine}) from error
 
 
 def structure_of(

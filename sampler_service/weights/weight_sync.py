@@ -28,7 +28,7 @@ from sampler_service.weights.weight_links import Meetings, check_group, join
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, chosen_targets, num_elements
 from tinsmith.modeling.full_weights import Weights, config_of
 from tinsmith.rpc import logs
-from tinsmith.rpc.errors import DataCorrupted, FailedPrecondition, InvalidRequest, OutOfCapacity, ServiceError
+from tinsmith.rpc.errors import DataCorrupted, FailedPrecondition, InvalidRequest, OutOfCapacity, ServiceError, within
 from tinsmith.v1 import types_pb2 as types
 from tinsmith.v1 import weight_sync_pb2 as pb
 from tinsmith.v1 import weight_sync_pb2_grpc
@@ -231,9 +231,10 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
     async def SampleOnProbation(
         self, request: pb.SampleOnProbationRequest, context: Context
     ) -> pb.SampleOnProbationResponse:
-        asked = convert.request_from_proto(request.request, on_probation=True)
-        generation = await self.slot.get().submit(asked, stream=False, request_id=logs.request_id.get())
-        response = convert.response_to_proto(await generation.result(), request.request)
+        with within("request"):
+            asked = convert.request_from_proto(request.request, on_probation=True)
+            generation = await self.slot.get().submit(asked, stream=False, request_id=logs.request_id.get())
+            response = convert.response_to_proto(await generation.result(), request.request)
         logger.info("sample of version %s, which is on probation: ok", asked.version_id)
         return pb.SampleOnProbationResponse(response=response)
 

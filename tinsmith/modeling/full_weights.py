@@ -212,6 +212,6 @@ def config_of(config: pb.LoraConfig, *, max_rank: int) -> AdapterConfig:
             raise InvalidRequest(
                 f"lora_config.{flag}: false cannot be had with rank 0, which trains every parameter; set it to true, "
                 "or choose a rank",
-                field=flag,
+                field=f"lora_config.{flag}",
             )
     return FULL

@@ -33,7 +33,9 @@ Category is what the Tinker SDK shows: "user" for the caller's mistake, "server"
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from typing import Literal
 
 import grpc
@@ -65,6 +67,17 @@ class ServiceError(Exception):
         """`field`: path of the wrong value from the root of the request: "data[3].loss_fn_inputs.target_tokens"."""
         if "field" in self.metadata:
             self.metadata["field"] = _KEY.sub(r".\1", self.metadata["field"])
+
+    def move(self, before: str, after: str) -> None:
+        """Replaces the beginning `before` of the field's path by `after`, in the message, too. Does nothing to an error
+        about another field, or about none."""
+        field = self.metadata.get("field", "")
+        if not field or not field.startswith(before):
+            return
+        self.metadata["field"] = after + field.removeprefix(before)
+        if self.message.startswith(re.split(r"\W", field, maxsplit=1)[0]):
+            self.message = after + self.message.removeprefix(before)
+            self.args = (self.message,)
 
 
 class InvalidRequest(ServiceError):
@@ -171,6 +184,27 @@ class DataCorrupted(ServiceError):
 
 class Cancelled(ServiceError):
     code, reason = grpc.StatusCode.CANCELLED, "CANCELLED"
+
+
+@contextlib.contextmanager
+def within(outer: str) -> Iterator[None]:
+    """Errors about a field of a nested message name the field from the root of the request, which holds the message in
+    its field `outer`."""
+    try:
+        yield
+    except ServiceError as error:
+        error.move("", f"{outer}.")
+        raise
+
+
+@contextlib.contextmanager
+def about(field: str) -> Iterator[None]:
+    """Errors name this field of the request, whatever part of its content they name."""
+    try:
+        yield
+    except ServiceError as error:
+        error.metadata["field"] = field
+        raise
 
 
 def _subclasses(cls: type[ServiceError]) -> list[type[ServiceError]]:

@@ -153,7 +153,9 @@ def text_tokens(chunks: Iterable[pb.Chunk], *, field: str) -> npt.NDArray[np.int
                 "use encoded_text",
                 field=field,
             )
-        parts.append(_frombuffer(chunk.encoded_text.tokens, np.dtype("<i4"), field=f"{field}[{index}].tokens"))
+        parts.append(
+            _frombuffer(chunk.encoded_text.tokens, np.dtype("<i4"), field=f"{field}[{index}].encoded_text.tokens")
+        )
     tokens = np.concatenate(parts) if parts else np.empty(0, np.int32)
     return tokens.astype(np.int32, copy=False)
 

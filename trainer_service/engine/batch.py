@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tinsmith.rpc import tensors
-from tinsmith.rpc.errors import InvalidRequest, UnknownLossFn
+from tinsmith.rpc.errors import InvalidRequest, UnknownLossFn, about
 from tinsmith.rpc.server import MAX_MESSAGE_BYTES
 from tinsmith.v1 import trainer_pb2, types_pb2
 from trainer_service.objectives.custom_loss import MAX_BYTES, MAX_NODE_BYTES, CustomLoss
@@ -174,7 +174,7 @@ class Batch:
         if settings:
             raise InvalidRequest(
                 f"loss_fn_config[{settings[0]!r}]: a custom loss takes no settings; custom_loss holds all of it",
-                field="loss_fn_config",
+                field=f"{'loss_fn_config' if request.loss_fn_config else 'loss_fn_config_v2'}.{settings[0]}",
             )
         loss = CustomLoss.from_proto(request.custom_loss)
         _check_sparse_inputs(request)
@@ -238,23 +238,25 @@ def _check_sparse_inputs(request: trainer_pb2.ForwardBackwardRequest) -> None:
 
 def _config(request: trainer_pb2.ForwardBackwardRequest, loss: Loss) -> Mapping[str, float]:
     given: dict[str, float] = dict(request.loss_fn_config)
+    place = "loss_fn_config"
     if request.loss_fn_config_v2:
-        given = {}
+        given, place = {}, "loss_fn_config_v2"
         for key, value in request.loss_fn_config_v2.items():
             if value.WhichOneof("value") != "number":
-                raise InvalidRequest(f"loss_fn_config[{key!r}]: {value.text!r} is not a number", field="loss_fn_config")
+                raise InvalidRequest(f"loss_fn_config[{key!r}]: {value.text!r} is not a number", field=f"{place}.{key}")
             given[key] = value.number
     for key, number in given.items():
         if key not in loss.config:
             known = ", ".join(loss.config) or "no settings"
             raise InvalidRequest(
-                f"loss_fn_config[{key!r}]: {request.loss_fn} takes {known}", field="loss_fn_config", key=key
+                f"loss_fn_config[{key!r}]: {request.loss_fn} takes {known}", field=f"{place}.{key}", key=key
             )
         if not math.isfinite(number):
-            raise InvalidRequest(f"loss_fn_config[{key!r}]: {number} is not finite", field="loss_fn_config", key=key)
+            raise InvalidRequest(f"loss_fn_config[{key!r}]: {number} is not finite", field=f"{place}.{key}", key=key)
     config = {**loss.config, **given}
     if loss.check_config is not None:
-        loss.check_config(config)
+        with about(place):
+            loss.check_config(config)
     return config
 
 

@@ -386,13 +386,19 @@ class TrainingEngine:
         model = self._models[model_id]
         ours, theirs = model.adapter.config, state.config
         if (ours.rank, ours.groups) != (theirs.rank, theirs.groups):
-            raise InvalidRequest(f"the checkpoint has {_extent(theirs)}, this model has {_extent(ours)}")
+            raise InvalidRequest(
+                f"location: the checkpoint has {_extent(theirs)}, this model has {_extent(ours)}", field="location"
+            )
         if with_optimizer and state.optimizer is None:
-            raise InvalidRequest("the checkpoint holds no optimizer state; load it without the optimizer")
+            raise InvalidRequest(
+                "load_optimizer: the checkpoint holds no optimizer state; load it without the optimizer",
+                field="load_optimizer",
+            )
         if with_optimizer and state.optimizer is not None and state.optimizer.kind != model.optimizer_kind:
             raise InvalidRequest(
-                f"the checkpoint's optimizer is {state.optimizer.kind!r}, the model's {model.optimizer_kind!r}; "
-                "load it without the optimizer"
+                f"load_optimizer: the checkpoint's optimizer is {state.optimizer.kind!r}, the model's "
+                f"{model.optimizer_kind!r}; load it without the optimizer",
+                field="load_optimizer",
             )
         model.adapter.flat.copy_(state.adapter.flat)
         model.adapter.sync()

@@ -160,7 +160,7 @@ class CustomLoss:
         return check
 
     def _refused(self, problem: str) -> InvalidRequest:
-        return InvalidRequest(f"custom loss {self.name!r}: {problem}", field="custom_loss")
+        return InvalidRequest(f"custom loss {self.name!r}: {problem}", field="custom_loss.graph")
 
 
 @lru_cache(maxsize=32)

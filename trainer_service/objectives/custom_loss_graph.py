@@ -101,7 +101,8 @@ class Graph:
     def refused(self, node: Node, problem: str) -> InvalidRequest:
         first_line = problem.strip().split("\n")[0][:_MAX_MESSAGE]
         return InvalidRequest(
-            f"custom loss {self.loss_name!r}: node {node.name!r} ({node.target}): {first_line}", field="custom_loss"
+            f"custom loss {self.loss_name!r}: node {node.name!r} ({node.target}): {first_line}",
+            field="custom_loss.graph",
         )
 
 
@@ -135,7 +136,7 @@ class _Parser:
         self._where = "its graph"
 
     def _refused(self, problem: str) -> InvalidRequest:
-        return InvalidRequest(f"custom loss {self._loss_name!r}: {self._where}: {problem}", field="custom_loss")
+        return InvalidRequest(f"custom loss {self._loss_name!r}: {self._where}: {problem}", field="custom_loss.graph")
 
     def graph(self, text: str) -> Graph:
         if len(text) > MAX_JSON_BYTES:

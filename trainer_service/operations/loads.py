@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from tinsmith.rpc.errors import InvalidRequest, NotFinite
+from tinsmith.rpc.errors import InvalidRequest, NotFinite, about
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 from trainer_service.durability.snapshots import Snapshots
@@ -72,11 +72,16 @@ class Loads:
         self, location: Location, *, with_optimizer: bool, field: str
     ) -> tuple[types_pb2.CheckpointInfo, State]:
         """Raises InvalidRequest when it is of a base model that this server has not, or of other weights of one."""
-        info, state = await self.checkpoints.reads(
-            self.checkpoints.load, location, self.engine.base, with_optimizer=with_optimizer
-        )
-        self.models.check_base_model(info.base_model, field=f"{field} {location}: base_model")
-        self.models.check_base_weights(info.base_weights, field=f"{field} {location}: base_weights")
+        try:
+            info, state = await self.checkpoints.reads(
+                self.checkpoints.load, location, self.engine.base, with_optimizer=with_optimizer
+            )
+        except InvalidRequest as error:
+            error.metadata.setdefault("field", field)
+            raise
+        with about(field):
+            self.models.check_base_model(info.base_model, field=f"{field} {location}: base_model")
+            self.models.check_base_weights(info.base_weights, field=f"{field} {location}: base_weights")
         return info, state
 
     async def keep(self, turn: Turn, model: Model, seq_id: int, state: State, *, with_optimizer: bool) -> None:

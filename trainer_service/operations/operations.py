@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.full_weights import config_of
-from tinsmith.rpc.errors import InvalidRequest, ServiceError
+from tinsmith.rpc.errors import InvalidRequest, ServiceError, about
 from tinsmith.rpc.paths import check_model_id
 from tinsmith.rpc.words import check_known, word_of
 from tinsmith.v1 import trainer_pb2 as pb
@@ -113,7 +113,8 @@ class Operations:
             base_model = base_model or info.base_model
             if state.optimizer is not None:
                 optimizer = _kind_of(request) or state.optimizer.kind
-            config = self._config(info.lora_config, optimizer=optimizer)
+            with about("from_location"):
+                config = self._config(info.lora_config, optimizer=optimizer)
         assert config is not None
         base_weights = self.models.weights_of(config)
         metadata = dict(request.user_metadata)

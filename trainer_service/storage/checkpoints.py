@@ -226,7 +226,10 @@ class CheckpointStore:
             if info.encrypted:
                 raise InvalidRequest(f"checkpoint {location} is encrypted with age: it can be downloaded, not loaded")
             if with_optimizer and not info.has_optimizer:
-                raise InvalidRequest(f"checkpoint {location} holds no optimizer state; load it without the optimizer")
+                raise InvalidRequest(
+                    f"load_optimizer: checkpoint {location} holds no optimizer state; load it without the optimizer",
+                    field="load_optimizer",
+                )
             config = config_of(info.lora_config, max_rank=info.lora_config.rank)
             weights = _ADAPTER if config.rank else [name for name in found.files if name != _OPTIMIZER]
             names = [*weights, _OPTIMIZER] if with_optimizer else weights

@@ -20,7 +20,7 @@ import zstandard
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.peft_files import CONFIG, PICKLE, SAFETENSORS
 from tinsmith.modeling.peft_import import import_peft
-from tinsmith.rpc.errors import CheckpointExists, InvalidRequest, OutOfCapacity
+from tinsmith.rpc.errors import CheckpointExists, InvalidRequest, OutOfCapacity, about
 from tinsmith.rpc.times import check_ttl
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
@@ -63,9 +63,11 @@ class Importer:
 
         Raises InvalidRequest, CheckpointExists, OutOfCapacity, BudgetExceeded.
         """
-        location = Location.parse(header.location, field="location")
+        location = Location.parse(header.location, field="header.location")
         if location.kind != KINDS[types_pb2.CHECKPOINT_KIND_TRAINING]:
-            raise InvalidRequest(f"location: {header.location!r} is not of kind 'weights'", field="location")
+            raise InvalidRequest(
+                f"header.location: {header.location!r} is not of kind 'weights'", field="header.location"
+            )
         if header.HasField("ttl"):
             check_ttl(header.ttl, field="header.ttl")
         if await self.checkpoints.reads(self.checkpoints.exists, location):
@@ -107,7 +109,10 @@ class Importer:
         embedding = self.base.decoder.get_input_embeddings()  # type: ignore[operator]  # a PreTrainedModel
         names = [name for name, module in self.base.decoder.named_modules() if module is embedding]
         frozen = {self.base.head.name: self.base.head.weight_V_H, **dict.fromkeys(names, embedding.weight)}
-        imported = import_peft(folder, self.base.targets, frozen, base_model=header.base_model, max_rank=self.max_rank)
+        with about("archive"):
+            imported = import_peft(
+                folder, self.base.targets, frozen, base_model=header.base_model, max_rank=self.max_rank
+            )
         config = imported.adapter.config
         run_id = header.location.split("/")[0]
         info = types_pb2.CheckpointInfo(

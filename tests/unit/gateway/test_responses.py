@@ -10,11 +10,12 @@ from typing import Any
 import openai
 import pytest
 
+from gateway.openai import responses
 from gateway.openai.responses import ResponseForm, chat_of
 from gateway.openai.schemas import Respond
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack
 from tests.unit.gateway.talking import TalkingSampler
-from tinsmith.rpc.errors import ServiceError
+from tinsmith.rpc.errors import RateLimited, ServiceError
 from tinsmith.v1 import sampler_pb2 as pb
 
 SAYS = "the snow ❄ and the sand"
@@ -296,3 +297,9 @@ def test_tools_go_to_the_chat_in_its_form() -> None:
     made = chat_of(Respond.model_validate(ASKED | {"tools": [tool], "tool_choice": "auto"}))
     assert made.tools is not None
     assert made.tools[0].function == {"name": "add", "parameters": {"type": "object"}, "strict": False}
+
+
+def test_an_error_that_names_another_field_keeps_the_rest_of_what_it_says() -> None:
+    with pytest.raises(RateLimited, match="max_output_tokens: 9 are too many") as caught, responses._named():
+        raise RateLimited("max_tokens: 9 are too many", field="max_tokens", retry_after_s=7)
+    assert caught.value.metadata == {"field": "max_output_tokens", "retry_after_s": "7"}

@@ -187,8 +187,8 @@ def test_an_error_in_a_grammar_names_the_schema_that_has_it() -> None:
         reason = error_of(form, getattr(structure.grammar, form), MARKS)
         assert "strong" in reason
         with pytest.raises(InvalidRequest, match="strong") as blamed, structure.blaming():
-            raise InvalidRequest(f"grammar.{form}: {reason}", field=f"grammar.{form}")
-        assert blamed.value.metadata["field"] == field
+            raise InvalidRequest(f"grammar.{form}: {reason}", field=f"grammar.{form}", token=7)
+        assert blamed.value.metadata == {"field": field, "token": "7"}
         assert blamed.value.message.startswith(f"{field}: ")
 
 

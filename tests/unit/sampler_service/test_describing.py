@@ -167,7 +167,7 @@ async def test_text_and_chats_are_tokenized(service: Service, text_model_folder:
     ("request_", "message"),
     [
         (pb.TokenizeRequest(), "input: needs a text or a chat"),
-        (pb.TokenizeRequest(chat=pb.Chat(messages="{")), "messages: is not JSON"),
+        (pb.TokenizeRequest(chat=pb.Chat(messages="{")), "chat.messages: is not JSON"),
         (pb.TokenizeRequest(chat=pb.Chat(messages="[]"), add_special_tokens=True), "add_special_tokens: is for text"),
     ],
     ids=["nothing", "json", "special"],

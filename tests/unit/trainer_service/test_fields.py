@@ -14,7 +14,16 @@ from sampler_service.engine import Params, Penalties, Request, StopCondition
 from sampler_service.validation import Limits as SamplingLimits
 from tests.batches import datum, request
 from tinsmith.modeling.full_weights import config_of
-from tinsmith.rpc.errors import NotReady, RateLimited, ServiceError, Unsupported, to_proto
+from tinsmith.rpc.errors import (
+    InvalidRequest,
+    NotReady,
+    RateLimited,
+    ServiceError,
+    Unsupported,
+    about,
+    to_proto,
+    within,
+)
 from tinsmith.rpc.paths import check_run_id
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
@@ -35,6 +44,13 @@ def batch(change: Callable[[types_pb2.Datum], Any]) -> None:
 def loss(name: str, **inputs: np.ndarray) -> None:
     one = datum([1, 2, 3], target_tokens=[2, 3, 4], logprobs=-ONES, advantages=ONES, **inputs)
     Batch.from_proto(request([one], name), LIMITS)
+
+
+def setting(**fields: Any) -> None:
+    one = datum([1, 2, 3], target_tokens=[2, 3, 4])
+    message = request([one])
+    message.MergeFrom(pb.ForwardBackwardRequest(**fields))
+    Batch.from_proto(message, LIMITS)
 
 
 def step(**fields: float) -> None:
@@ -78,6 +94,14 @@ REFUSED: list[tuple[str, Callable[[], Any]]] = [
     ("sampling_params.max_tokens", lambda: sample(max_tokens=100)),
     ("sampling_params.stop.strings", lambda: sample(stop=StopCondition(("",), ()))),
     ("lora_config.rank", lambda: config_of(types_pb2.LoraConfig(rank=99, train_mlp=True), max_rank=8)),
+    ("sampling_params.stop.token_ids", lambda: sample(stop=StopCondition((), (100,)))),
+    ("lora_config.train_mlp", lambda: config_of(types_pb2.LoraConfig(train_attn=True), max_rank=8)),
+    ("loss_fn_config.beta", lambda: setting(loss_fn_config={"beta": 1.0})),
+    ("loss_fn_config_v2.x", lambda: setting(loss_fn_config_v2={"x": types_pb2.LossConfigValue(number=1)})),
+    (
+        "data[1].model_input[1].encoded_text.tokens",
+        lambda: batch(lambda one: one.model_input.add().encoded_text.MergeFrom(types_pb2.EncodedText(tokens=b"abc"))),
+    ),
     ("model_id", lambda: check_run_id("a/b", field="model_id")),
 ]
 
@@ -118,3 +142,34 @@ def test_what_may_succeed_later_says_when_and_other_errors_do_not() -> None:
     assert delays == [1, 7]
     unsupported = to_proto(Unsupported("audio: no", field="prompt[0].dmel"))
     assert [detail.TypeName() for detail in unsupported.details] == ["google.rpc.ErrorInfo", "google.rpc.BadRequest"]
+
+
+def test_an_error_in_a_nested_message_is_named_from_the_root_of_the_request_and_back() -> None:
+    with pytest.raises(ServiceError) as caught, within("request"):
+        raise InvalidRequest("sampling_params.stop: no", field="sampling_params.stop.strings", value=1)
+    error = caught.value
+    metadata = {"field": "request.sampling_params.stop.strings", "value": "1"}
+    assert (error.message, str(error), error.metadata) == (
+        (words := "request.sampling_params.stop: no"),
+        words,
+        metadata,
+    )
+    error.move("chat.", "")
+    assert error.message == words
+    error.move("request.", "")
+    assert (error.message, error.metadata["field"]) == ("sampling_params.stop: no", "sampling_params.stop.strings")
+
+
+def test_words_that_do_not_begin_with_the_field_stay() -> None:
+    with pytest.raises(ServiceError, match="The prompt is too long") as caught, within("request"):
+        raise InvalidRequest("The prompt is too long", field="prompt")
+    assert caught.value.metadata["field"] == "request.prompt"
+    with pytest.raises(ServiceError, match="no field") as caught, within("request"):
+        raise InvalidRequest("no field")
+    assert caught.value.metadata == {}
+
+
+def test_an_error_in_the_content_of_a_field_is_about_the_field() -> None:
+    with pytest.raises(ServiceError, match="r: -1") as caught, about("archive"):
+        raise InvalidRequest("adapter_config.json: r: -1", field="r")
+    assert caught.value.metadata == {"field": "archive"}
