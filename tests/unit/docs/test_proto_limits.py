@@ -1,0 +1,56 @@
+"""The limits that comments in proto/ tell are those of the code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from sampler_service import grammars, tokenizer, validation
+from sampler_service.config import SamplerConfig
+from tinsmith.rpc import tensors
+from trainer_service import servicer
+from trainer_service.config import TrainerConfig
+from trainer_service.engine.batch import Limits
+from trainer_service.objectives import custom_loss, custom_loss_graph
+from trainer_service.storage import encryption
+
+PROTO = Path(__file__).parents[3] / "proto/tinsmith/v1"
+
+
+def default(config: type[TrainerConfig | SamplerConfig], name: str) -> int:
+    return config.model_fields[name].default
+
+
+LIMITS = [
+    ("trainer", "ForwardBackwardRequest", "data", "1 to {:,} datums", Limits(1, 1).max_datums),
+    ("trainer", "OptimStepRequest", "seq_id", "({:,} unless set)", default(TrainerConfig, "max_queued_operations")),
+    ("trainer", "CustomLoss", "inputs", "1 to {}", custom_loss.MAX_INPUTS),
+    ("trainer", "CustomLoss", "graph", "1 to {:,} nodes", custom_loss_graph.MAX_NODES),
+    ("trainer", "SaveCheckpointRequest", "age_recipients", "at most {}", encryption.MAX_RECIPIENTS),
+    ("trainer", "CreateModelRequest", "creation_id", "{} hexadecimal", 2 * servicer._CREATION_BYTES),
+    ("trainer", "ReadCheckpointFileResponse", "data", "{} MiB", servicer._PIECE_BYTES // 2**20),
+    ("trainer", "ImportCheckpointRequest", "archive", "{} GiB", default(TrainerConfig, "max_import_bytes") // 2**30),
+    ("sampler", "SampleRequest", "num_samples", "{:,} unless set", default(SamplerConfig, "max_num_samples")),
+    ("sampler", "SampleRequest", "topk_prompt_logprobs", "{} unless set", default(SamplerConfig, "max_topk_logprobs")),
+    ("sampler", "SamplingParams", "logit_bias", "at most {:,} tokens", validation.MAX_BIASES),
+    ("sampler", "Grammar", "json_schema", "{} KiB", grammars.MAX_TEXT_BYTES // 2**10),
+    ("sampler", "Grammar", "lark", "{} KiB", grammars.MAX_TEXT_BYTES // 2**10),
+    ("sampler", "TokenizeRequest", "text", "{} MiB", tokenizer.MAX_TEXT_BYTES // 2**20),
+    ("types", "Tensor", "shape", "{:,} elements", tensors.MAX_ELEMENTS),
+]
+
+
+def comment(file: str, message: str, field: str) -> str:
+    """The comment above a field."""
+    text = (PROTO / f"{file}.proto").read_text()
+    body = text[text.index(f"\nmessage {message} {{") :].split("\n}\n")[0]
+    found = re.search(rf"((?:\n +//[^\n]*)+)\n[^\n/]* {field} = \d", body)
+    assert found is not None, field
+    return " ".join(line.strip().lstrip("/ ") for line in found[1].split("\n"))
+
+
+@pytest.mark.parametrize(("file", "message", "field", "words", "limit"), LIMITS)
+def test_a_comment_tells_the_limit_of_the_code(file: str, message: str, field: str, words: str, limit: int) -> None:
+    assert words.format(limit) in comment(file, message, field)
