@@ -74,6 +74,11 @@ class Grammar:
     form: Literal["json_schema", "lark"]
     text: str
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of the text in UTF-8."""
+        return len(self.text.encode())
+
 
 @dataclass(frozen=True, slots=True)
 class Targets:

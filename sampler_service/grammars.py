@@ -149,7 +149,7 @@ def keep(kept: OrderedDict[Grammar, Compiled], compiled: Compiled) -> None:
     """Puts a grammar among those that are kept, the least recently used one first."""
     kept[compiled.grammar] = compiled
     kept.move_to_end(compiled.grammar)
-    while len(kept) > MAX_KEPT or sum(len(one.text) for one in kept) > MAX_KEPT_BYTES:
+    while len(kept) > MAX_KEPT or sum(one.num_bytes for one in kept) > MAX_KEPT_BYTES:
         kept.popitem(last=False)
 
 
@@ -175,8 +175,7 @@ class Grammars:
         if kept is not None and not kept.broken:
             self._kept.move_to_end(grammar)
             return kept
-        size = len(grammar.text.encode())
-        if size > MAX_TEXT_BYTES:
+        if (size := grammar.num_bytes) > MAX_TEXT_BYTES:
             raise refused(grammar, f"{size} bytes are above the limit of {MAX_TEXT_BYTES}")
         if grammar not in self._compiling:
             task = self._compiling[grammar] = asyncio.create_task(self._compile(grammar))

@@ -48,7 +48,7 @@ class ToolCallReader:
         self.calls: list[Call] = []
         self._form: Form = form
         self._names = names
-        self._state: Literal["text", "head", "arguments", "tail", "plain"] = "text"
+        self._state: Literal["text", "head", "arguments", "object", "tail", "plain"] = "text"
         self._rest = ""
         """Text that was pushed, and is not in any piece yet."""
         self._depth = 0
@@ -68,6 +68,8 @@ class ToolCallReader:
                     pieces += self._head()
                 case "arguments":
                     pieces += self._arguments()
+                case "object":
+                    self._object()
                 case "tail":
                     self._tail()
                 case "plain":
@@ -79,6 +81,9 @@ class ToolCallReader:
         """Pieces that are left after the last text."""
         if self._state == "head":
             return self._whole(self._rest, closed=False)
+        if self._state == "tail":  # no mark has closed the call
+            self._rest = self._rest.lstrip()
+            return [] if CLOSE.startswith(self._rest) else self._take(len(self._rest))
         return self._take(len(self._rest)) if self._state == "text" else []
 
     def _take(self, size: int) -> list[Piece]:
@@ -122,6 +127,20 @@ class ToolCallReader:
 
     def _arguments(self) -> list[Piece]:
         """Takes text up to the brace that closes the arguments."""
+        text, is_closed = self._closing()
+        if is_closed:
+            self._state, self._depth = "object", 1
+        call = self.calls[-1]
+        call.arguments += text
+        return [Piece(text, call)] if text else []
+
+    def _object(self) -> None:
+        """Skips what the model wrote from the end of the arguments to the brace that closes the call's object."""
+        if self._closing()[1]:
+            self._state = "tail" if self._form == "hermes" else "text"
+
+    def _closing(self) -> tuple[str, bool]:
+        """Takes text up to the brace that closes what is open, and says whether the brace has come."""
         size = 0
         for char in self._rest:
             size += 1
@@ -135,20 +154,21 @@ class ToolCallReader:
             elif char in "}]":
                 self._depth -= 1
                 if not self._depth:
-                    self._state = "tail"
                     break
         text, self._rest = self._rest[:size], self._rest[size:]
-        call = self.calls[-1]
-        call.arguments += text
-        return [Piece(text, call)] if text else []
+        return text, not self._depth
 
     def _tail(self) -> None:
-        """Skips what the model wrote from the end of the arguments to the end of the call."""
-        end = CLOSE if self._form == "hermes" else "}"
-        at = self._rest.find(end)
-        if at >= 0:
-            self._rest = self._rest[at + len(end) :]
-            self._state = "text"
+        """Skips what the model wrote from the end of the object to the mark that closes the call, or, where that is
+        missing, to the next call."""
+        at, after = self._rest.find(CLOSE), self._rest.find(OPEN)
+        if after >= 0 and (at < 0 or after < at):
+            self._rest = self._rest[after:]
+        elif at >= 0:
+            self._rest = self._rest[at + len(CLOSE) :]
+        else:
+            return
+        self._state = "text"
 
     def _whole(self, text: str, *, closed: bool) -> list[Piece]:
         """Takes a call whose members stand in another order than usual. A broken one becomes text."""

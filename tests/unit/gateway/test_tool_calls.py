@@ -46,6 +46,15 @@ HERMES = {
     "cut in the arguments": ('<tool_call>\n{"name": "add", "arguments": {"a": [1', "", [("add", '{"a": [1')]),
     "cut in the name": ('x <tool_call>\n{"name": "ad', 'x<tool_call>\n{"name": "ad', []),
     "cut in the mark": ("x <tool_ca", "x <tool_ca", []),
+    "a call that is not closed before the next": (
+        f"<tool_call>\n{ADD}\n<tool_call>\n{GET}\n</tool_call>",
+        "",
+        [("add", ADD_ARGS), ("get", GET_ARGS)],
+    ),
+    "text after a call that is not closed": (f"<tool_call>\n{ADD}\nDone. I", "Done. I", [("add", ADD_ARGS)]),
+    "cut in the closing mark": (f"<tool_call>\n{ADD}\n</tool", "", [("add", ADD_ARGS)]),
+    "further members": (f'<tool_call>{ADD[:-1]}, "id": "}}"}}</tool_call>x', "x", [("add", ADD_ARGS)]),
+    "cut in further members": (f'<tool_call>{ADD[:-1]}, "id": "', "", [("add", ADD_ARGS)]),
     "nearly a mark": ("a <tool_box> b", "a <tool_box> b", []),
 }
 LLAMA = {
@@ -56,6 +65,7 @@ LLAMA = {
         "",
         [("add", '{"a": 1}'), ("get", "{}")],
     ),
+    "further members": ('{"name": "add", "parameters": {"a": 1}, "id": "}"}', "", [("add", '{"a": 1}')]),
     "other JSON": ('{"answer": 42}', '{"answer": 42}', []),
     "no tool": ('{"name": "Bob", "parameters": {"a": 1}}', '{"name": "Bob", "parameters": {"a": 1}}', []),
     "cut": ('{"name": "add", "parameters": {"a', "", [("add", '{"a')]),

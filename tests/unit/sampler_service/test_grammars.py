@@ -225,6 +225,11 @@ async def test_compiled_grammars_are_kept_and_bounded_by_number_and_length(
     assert await made.compiled(numbers[3]) is made._kept[numbers[3]]
     await made.compiled(numbers[0])
     assert list(made._kept) == [numbers[0]]
+    umlauts = [Grammar("json_schema", f'{{"const": "{letter * 9}"}}') for letter in "äö"]  # two bytes each
+    monkeypatch.setattr(grammars, "MAX_KEPT_BYTES", sum(len(one.text) for one in umlauts))
+    for one in umlauts:
+        await made.compiled(one)
+    assert list(made._kept) == umlauts[1:]
 
 
 async def test_a_model_without_a_tokenizer_has_no_grammars(model_folder: Path) -> None:
