@@ -55,6 +55,14 @@ def test_clients_that_vanish_keep_nobody_out_and_find_their_runs_as_they_left_th
             assert wire.post("get_info", model_id=parked).json()["model_data"]["model_name"] == BASE_MODEL
             saved = wire.request_id(wire.post("save_weights", model_id=parked, seq_id=2, path="parked"))
             assert wire.json_result(saved)["path"].endswith("/weights/parked")
+            body = {"model_id": left[4][0], "seq_id": 2, "path": "parked"}
+            published = wire.json_result(wire.request_id(wire.post("save_weights_for_sampler", **body)))
+            sample = {
+                "model_path": published["path"],
+                "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 5]}]},
+            }
+            asked = wire.post("asample", **sample, num_samples=2, sampling_params={"max_tokens": 3})
+            assert len(wire.sampled(wire.request_id(asked)).sequences) == 2
             ended = wire.request_id(wire.post("unload_model", model_id=left[3][0]))
             wire.json_result(ended)
             again = wire.metrics(stack.metrics_url("trainer"))

@@ -189,6 +189,15 @@ async def test_refusals_are_told_by_both(client: Client) -> None:
         assert answers[0]["category"] == "user"
 
 
+async def test_operations_without_a_seq_id_are_refused_by_both(several: Several, client: Client) -> None:
+    model_id = await client.model(await client.session())
+    for url in several.urls:
+        answer = await client.post(f"{url}/api/v1/optim_step", json={"model_id": model_id, "adam_params": {}})
+        assert answer.status_code == 400
+        assert "seq_id: is missing; a server of several gateways cannot number operations" in answer.text
+    assert (await client.forward_backward(model_id, 1)).status_code == 200  # nothing was numbered
+
+
 @pytest.fixture
 def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
     """To be asked for before the gateways, which sleep from one to the next."""

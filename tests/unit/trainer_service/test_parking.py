@@ -37,6 +37,7 @@ from trainer_service.engine.engine import State, TrainingEngine
 from trainer_service.engine.optimizers import params_from_proto
 from trainer_service.scheduling import parking
 from trainer_service.scheduling.work import Answer
+from trainer_service.storage.locations import Location
 
 ADAM = pb.AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8)
 
@@ -327,6 +328,30 @@ async def test_a_parked_model_is_saved_loaded_described_and_deleted_as_any_other
         await process.send(batch(MODEL, 7))
     await run(process, [creation(MODEL, seed=2)])
     assert not torch.equal((await process.weights(MODEL))["adapter"], loaded["adapter"])
+
+
+async def test_a_parked_model_is_published_and_exported_as_one_in_memory(start: Start, tmp_path: Path) -> None:
+    kinds = {
+        "sampler_weights": types_pb2.CHECKPOINT_KIND_SAMPLER,
+        "external_weights": types_pb2.CHECKPOINT_KIND_EXTERNAL,
+    }
+    stored: list[dict[str, bytes]] = []
+    for is_parked in (False, True):
+        process = await start(tmp_path / str(is_parked))
+        await run(process, [creation(MODEL), batch(MODEL, 1), step(MODEL, 2)])
+        files = {}
+        for seq_id, (name, kind) in enumerate(kinds.items(), 3):
+            if is_parked:
+                await park(process)
+            assert (MODEL in in_memory(process)) != is_parked
+            await run(process, [save(seq_id, "one", kind=kind)])
+            answer = await process.outcome(MODEL, seq_id)
+            assert isinstance(answer, Answer), answer
+            location = Location(MODEL, name, "one")
+            with process.operations.loads.checkpoints.open_file(location, "adapter_model.safetensors") as file:
+                files[name] = file.read()
+        stored.append(files)
+    assert stored[0] == stored[1]
 
 
 async def test_a_model_that_is_deleted_while_it_moves_is_gone(start: Start, tmp_path: Path) -> None:
