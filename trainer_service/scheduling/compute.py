@@ -222,8 +222,8 @@ class ComputeThread:
         return work
 
     def _token_budget(self) -> int:
-        """Most tokens of the next micro-batch: as many as it computes in the time that it should take, at the speed of the
-        earlier ones, and no more than the engine's budget. Only the latter where micro-batches must not depend on
+        """Most tokens of the next micro-batch: as many as it computes in the time that it should take, at the speed of
+        the earlier ones, and no more than the engine's budget. Only the latter where micro-batches must not depend on
         measurements."""
         budget = self._engine.token_budget
         if self._alone:

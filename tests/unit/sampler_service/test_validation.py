@@ -46,7 +46,10 @@ def check(**fields: Any) -> None:
             "logit_bias: 1025 tokens are above 1024",
         ),
         ({"stop": StopCondition(strings=("a", ""))}, "stop.strings: an empty one"),
-        ({"stop": StopCondition(strings=("a" * 4000, "ä" * 49))}, "stop.strings: 4098 bytes .* above the limit of 4096"),
+        (
+            {"stop": StopCondition(strings=("a" * 4000, "ä" * 49))},
+            "stop.strings: 4098 bytes .* above the limit of 4096",
+        ),
         ({"stop": StopCondition(token_ids=(3, 100))}, r"stop.token_ids\[1\]: token id 100"),
         ({"prompt_logprobs_last_n": 3}, "prompt_logprobs_last_n: 3 is given without prompt_logprobs"),
         ({"prompt_logprobs": True, "prompt_logprobs_last_n": 0}, r"prompt_logprobs_last_n: 0 is outside 1\.\.9"),
