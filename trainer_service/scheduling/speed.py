@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
 
 _KEPT = 0.9
 """Share of what was measured before that the newest call leaves."""
 _MIN_TOKENS = 256
 """Matrix products of fewer rows are slow for each of them: cutting further would cost everybody."""
+_LARGE_KEPT = 5
 _LARGE_S = 0.05
 """A micro-batch that would take so long at the speed of large ones is one of them."""
 
@@ -24,8 +27,14 @@ class Speed:
     """Time that was expected for custom losses."""
     _calls: float = 0.0
     _call_seconds: float = 0.0
-    large_tokens_per_s: float = 0.0
-    """Of micro-batches that are no small ones; 0 before the first."""
+    _large: deque[float] = field(default_factory=lambda: deque(maxlen=_LARGE_KEPT))
+    """Tokens per second of the newest large micro-batches."""
+
+    @property
+    def large_tokens_per_s(self) -> float:
+        """Median of the newest large micro-batches, so that one that something disturbed says nothing; 0 before the
+        first."""
+        return median(self._large) if self._large else 0.0
 
     def tokens_of(self, seconds: float) -> int:
         """Tokens of a micro-batch that takes so long, as far as that is known; at least 256."""
@@ -49,10 +58,8 @@ class Speed:
 
     def _note_large(self, num_tokens: int, seconds: float) -> None:
         """A small micro-batch takes longer for each token, and says nothing about large ones."""
-        known = self.large_tokens_per_s
-        if num_tokens >= known * _LARGE_S:
-            measured = num_tokens / seconds
-            self.large_tokens_per_s = (known + measured) / 2 if known else measured
+        if num_tokens >= self.large_tokens_per_s * _LARGE_S:
+            self._large.append(num_tokens / seconds)
 
     def tokens_in(self, seconds: float) -> int:
         """Tokens that micro-batches without custom losses have in so many seconds, as far as that is known."""

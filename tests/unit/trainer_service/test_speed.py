@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+from random import Random
+
+import pytest
+
 from trainer_service.scheduling.speed import Speed
 
 
@@ -42,3 +46,18 @@ def test_a_short_micro_batch_grows_from_the_first_small_one() -> None:
 
 def test_no_micro_batch_is_cut_below_256_tokens() -> None:
     assert Speed().tokens_of(0.1) == measured(256, 30.0).tokens_of(0.1) == 256
+
+
+@pytest.mark.parametrize("tokens_per_s", [200.0, 1800.0, 20_000.0])
+def test_starts_on_a_noisy_machine_choose_the_same_size_within_one_step(tokens_per_s: float) -> None:
+    """Each pass takes 20 ms, and up to a third less or more; one in seven takes three times as long."""
+    chosen = []
+    for seed in range(10):
+        random, speed = Random(seed), Speed()
+        for _ in range(10):
+            num_tokens = min(4096, speed.tokens_of(2.0))
+            seconds = (0.02 + num_tokens / tokens_per_s) * random.uniform(0.75, 1.33)
+            speed.observe(3 * seconds if random.random() < 1 / 7 else seconds, num_tokens=num_tokens)
+        chosen.append(min(4096, speed.tokens_of(2.0)))
+    assert max(chosen) <= 2 * min(chosen)
+    assert min(chosen) >= min(4096, tokens_per_s) or tokens_per_s < 256
