@@ -1,5 +1,5 @@
-"""Starts the stack several times, each with a new state folder: how long a start takes, and what size of micro-batches the
-trainer has chosen after some work.
+"""Starts the stack several times, each with a new state folder: how long a start takes, and what size of micro-batches
+the trainer has chosen after some work.
 
     python benchmarks/bench_starts.py --size small --starts 10
 """
