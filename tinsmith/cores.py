@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import os
 import sys
+from array import array
 from collections.abc import Callable, Sequence
+from mmap import mmap
 from pathlib import Path
-
-import numpy as np
 
 _HEADER = 1
 """Numbers before the places: how many cores there are."""
-_SHARE, _PID = 0, 1
-"""What a place holds: the cores of its service while all compute, and its process id while it computes, else 0."""
+_SHARE, _PID, _PLACE = 0, 1, 2
+"""What a place of two numbers holds: the cores of its service while all compute, and its process id while it computes,
+else 0."""
 
 
 def usable_cores() -> int:
@@ -27,8 +28,7 @@ def usable_cores() -> int:
 def make_page(path: Path, *, cores: int, shares: Sequence[int]) -> None:
     """Writes a page with a place for each share, on which nobody computes."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    page = np.array([cores, *(number for share in shares for number in (share, 0))], np.int32)
-    path.write_bytes(page.tobytes())
+    path.write_bytes(array("i", [cores, *(number for share in shares for number in (share, 0))]).tobytes())
 
 
 class Cores:
@@ -59,17 +59,20 @@ class Cores:
         self._announces = announces
         self._fixed = fixed
         self._threads = 0
-        self._page: np.ndarray | None = None
+        self._page: memoryview | None = None
         if not address:
             if most:
                 self._set(most)
             return
         path, _, place = address.rpartition(":")
         try:
-            numbers = np.memmap(path, np.int32, "r+")
-            self._cores, self._page = int(numbers[0]), numbers[_HEADER:].reshape(-1, 2)
-            self._place = range(len(self._page))[int(place)]
-        except (OSError, ValueError, IndexError) as error:
+            with open(path, "r+b") as file:
+                page = memoryview(mmap(file.fileno(), 0)).cast("i")
+            self._cores = page[0]
+            self._places = range(_HEADER, len(page), _PLACE)
+            self._place = dict(enumerate(self._places))[int(place)]
+            self._page = page
+        except (OSError, ValueError, LookupError) as error:
             raise ValueError(f"cores_page: {address!r} is no page with such a place ({error})") from None
         self.end()  # a process that was killed here while it computed has left its number
         # Others load at the same time.
@@ -85,7 +88,7 @@ class Cores:
         """Threads of the service while all services compute; without a page `most`."""
         if self._page is None:
             return self._most
-        share = int(self._page[self._place, _SHARE])
+        share = self._page[self._place + _SHARE]
         return min(share, self._most) if self._most else share
 
     def begin(self) -> None:
@@ -93,29 +96,31 @@ class Cores:
         if self._page is None:
             return
         if self._announces:
-            self._page[self._place, _PID] = os.getpid()
+            self._page[self._place + _PID] = os.getpid()
         if (allowed := self._allowed()) != self._threads:
             self._set(allowed)
 
     def end(self) -> None:
         """Says that this service waits for work."""
         if self._page is not None and self._announces:
-            self._page[self._place, _PID] = 0
+            self._page[self._place + _PID] = 0
 
     def _allowed(self) -> int:
         assert self._page is not None
         if self._fixed:
             return max(1, (self._most or self.share) // self._processes)
-        shares = [
-            int(share)
-            for number, (share, pid) in enumerate(self._page)
-            if number == self._place or (pid and _is_alive(int(pid)))
-        ]
-        mine = int(self._page[self._place, _SHARE])
-        allowed = self._cores * mine // sum(shares) if len(shares) > 1 else self._cores
+        mine = self._page[self._place + _SHARE]
+        others = sum(self._page[place + _SHARE] for place in self._places if self._computes(place))
+        allowed = self._cores * mine // (mine + others) if others else self._cores
         if self._most:
             allowed = min(allowed, self._most)
         return max(1, allowed // self._processes)
+
+    def _computes(self, place: int) -> bool:
+        """Whether the service of another place does."""
+        assert self._page is not None
+        pid = self._page[place + _PID]
+        return place != self._place and pid != 0 and _is_alive(pid)
 
     def _set(self, threads: int) -> None:
         self._threads = threads

@@ -124,7 +124,7 @@ def test_without_a_page_the_number_of_threads_is_what_was_set() -> None:
     assert said == [3]
 
 
-@pytest.mark.parametrize("address", ["{page}", "{page}:3", "{page}:x", "{page}.not:0", "0"])
+@pytest.mark.parametrize("address", ["{page}", "{page}:3", "{page}:x", "{page}:-1", "{page}.not:0", "0"])
 def test_what_is_no_place_is_refused_by_name(page: Path, address: str) -> None:
     with pytest.raises(ValueError, match="cores_page: "):
         Cores(address.format(page=page), most=0, set_threads=print)
