@@ -8,7 +8,6 @@ import os
 import secrets
 import sys
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +18,7 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from tinsmith.modeling.adapter import GROUPS
-from tinsmith.rpc.errors import InvalidRequest, NotReady, ServiceError
+from tinsmith.rpc.errors import InvalidRequest, ModelNotFound, NotReady, ServiceError
 from tinsmith.rpc.paths import check_model_id
 from tinsmith.rpc.server import ACCEPTED, RAN
 from tinsmith.rpc.times import check_ttl
@@ -74,10 +73,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         """By model_id."""
         self._told: dict[str, Told] = {}
         """By model_id; for callers that do not keep account themselves, as the gateway does for its clients."""
-        self._checks = ThreadPoolExecutor(1, thread_name_prefix="custom-loss")
-        """Where custom losses are run without data, which may take seconds and holds the interpreter's lock."""
         self._check_turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """By model_id: one check of each model at most waits for the thread, so that models take turns there."""
+        """By model_id: one custom loss of each model at most is being checked."""
 
     @property
     def _ready(self) -> Trainer:
@@ -352,8 +349,11 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 # The turn comes first: a suspect that waited for one within its stage would wait for who waits for it.
                 turn = self._check_turns.setdefault(model_id, asyncio.Lock()) if custom else nullcontext()
                 async with turn, trainer.scheduler.executing.stage(model_id, seq_id):
+                    if custom and not trainer.scheduler.is_queued(model_id, seq_id):
+                        raise ModelNotFound(f"model_id: {model_id!r} was deleted", model_id=model_id)
                     if custom:
-                        return await asyncio.get_running_loop().run_in_executor(self._checks, build)
+                        checks = trainer.operations.loss_checks
+                        return await asyncio.get_running_loop().run_in_executor(checks, build)
                     return await _run(build, on_thread=on_thread)
             except ServiceError as error:
                 return trainer.operations.refuse(request, error)

@@ -159,6 +159,7 @@ class Restorer:
             start=start,
             found=found,
             work_of=work_of,
+            checked=lambda entry, work: self._checked(model_id, entry, work),
             forget=lambda: self._forget(model_id),
             unparks=unparks,
         )
@@ -260,6 +261,15 @@ class Restorer:
     async def _work(self, model_id: str, entry: Entry, data: bytes) -> Work:
         async with self.scheduler.executing.stage(model_id, entry.seq_id):
             return await asyncio.to_thread(self.operations.work_of, entry.kind, data)
+
+    async def _checked(self, model_id: str, entry: Entry, work: Work) -> Work:
+        """Custom losses of operations with an answer have been checked, and have run."""
+        if entry.state != State.ACCEPTED or not isinstance(work, RunBatch):
+            return work
+        async with self.scheduler.executing.stage(model_id, entry.seq_id):
+            return await asyncio.get_running_loop().run_in_executor(
+                self.operations.loss_checks, self.operations.with_loss_checked, work
+            )
 
     def _refused(self, kind: str, data: bytes, error: ServiceError) -> Work:
         if kind != "forward_backward":

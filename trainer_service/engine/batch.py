@@ -125,9 +125,11 @@ class Batch:
         *,
         held_bytes: int | None = None,
         max_bytes: int | None = None,
+        check_loss: bool = True,
     ) -> Batch:
         """Raises InvalidRequest or UnknownLossFn, naming the field and the value. `held_bytes`: its bytes_of, where
-        that is known. `max_bytes`: of its memory."""
+        that is known. `max_bytes`: of its memory. `check_loss`: see `with_loss_checked`; without it a custom loss is
+        run without data for the largest datum only, whose expected time then counts for all."""
         if request.loss_fn not in LOSS_FN_NAMES:
             raise UnknownLossFn(
                 f"loss_fn: {request.loss_fn!r} is not one of {', '.join(LOSS_FN_NAMES)}",
@@ -146,7 +148,7 @@ class Batch:
                 field="data",
             )
         if request.loss_fn == CUSTOM:
-            return cls._custom(request, limits, held_bytes)
+            return cls._custom(request, limits, held_bytes, check_loss=check_loss)
         if request.HasField("custom_loss"):
             raise InvalidRequest(
                 f"custom_loss: goes with loss_fn {CUSTOM!r} only, not with {request.loss_fn!r}", field="custom_loss"
@@ -167,7 +169,9 @@ class Batch:
         )
 
     @classmethod
-    def _custom(cls, request: trainer_pb2.ForwardBackwardRequest, limits: Limits, held_bytes: int) -> Batch:
+    def _custom(
+        cls, request: trainer_pb2.ForwardBackwardRequest, limits: Limits, held_bytes: int, *, check_loss: bool
+    ) -> Batch:
         if not request.HasField("custom_loss"):
             raise InvalidRequest(f"custom_loss: missing; loss_fn {CUSTOM!r} needs it", field="custom_loss")
         settings = [*request.loss_fn_config, *request.loss_fn_config_v2]
@@ -179,9 +183,7 @@ class Batch:
         loss = CustomLoss.from_proto(request.custom_loss)
         _check_sparse_inputs(request)
         datums = [_custom_datum(one, loss, limits, field=f"data[{index}]") for index, one in enumerate(request.data)]
-        expected = loss.check_shapes([(datum.targets.shape, datum.inputs) for datum in datums])
-        datums = [replace(datum, loss_s=seconds) for datum, seconds in zip(datums, expected, strict=True)]
-        return cls(
+        batch = cls(
             loss_fn=request.loss_fn,
             loss=loss,
             loss_config={},
@@ -190,6 +192,20 @@ class Batch:
             held_bytes=held_bytes,
             request=request,
         )
+        if check_loss:
+            return batch.with_loss_checked()
+        largest = max(datums, key=lambda datum: datum.charge)
+        (loss_s,) = loss.check_shapes([(largest.targets.shape, largest.inputs)])
+        return replace(batch, datums=[replace(datum, loss_s=loss_s) for datum in datums])
+
+    def with_loss_checked(self) -> Batch:
+        """With the expected time of a custom loss for each datum, which is run without data for that. Raises
+        InvalidRequest for a loss that this server does not run on such datums."""
+        if not isinstance(self.loss, CustomLoss):
+            return self
+        expected = self.loss.check_shapes([(datum.targets.shape, datum.inputs) for datum in self.datums])
+        datums = [replace(datum, loss_s=seconds) for datum, seconds in zip(self.datums, expected, strict=True)]
+        return replace(self, datums=datums)
 
 
 def _check_targets(request: trainer_pb2.ForwardBackwardRequest, limits: Limits) -> None:

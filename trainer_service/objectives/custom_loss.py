@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any
@@ -23,7 +24,7 @@ from torch import Tensor
 from tinsmith.rpc.errors import InvalidRequest
 from tinsmith.v1 import trainer_pb2
 from trainer_service.engine.memory import is_out_of_memory
-from trainer_service.objectives.custom_loss_cost import CostLimit
+from trainer_service.objectives.custom_loss_cost import CostLimit, Pace
 from trainer_service.objectives.custom_loss_graph import Graph, Node, check_result, parse
 from trainer_service.objectives.losses import Arrays, Term
 
@@ -33,7 +34,11 @@ MAX_NODE_BYTES = 64 * 2**20
 MAX_BYTES = 512 * 2**20
 """Of all nodes' results, for one datum."""
 TIME_LIMIT_S = 10.0
-"""For the datums of one pass of the base model, and for the check of one request."""
+"""For the datums of one pass of the base model. For the check of one request: of processor time."""
+CHECKS = Pace(share=0.2, burst_s=0.25)
+"""What all checks may take of the time. Beside them other models' batches take about a quarter longer."""
+_SLICE_S = 0.002
+"""Processor time of a check between two looks at the limits."""
 
 _MAX_KINDS = 10_000
 _INPUT_NAME = re.compile(r"[a-z_][a-z0-9_]{0,63}")
@@ -73,21 +78,22 @@ class CustomLoss:
         the seconds that each datum is expected to take. Raises InvalidRequest.
         """
         _load_shape_functions()
-        deadline = self._deadline()
         if len(self._seconds) > _MAX_KINDS:
             self._seconds.clear()
         expected: list[float] = []
-        for logprobs, arrays in datums:
-            others = [arrays[one.name] for one in self.inputs[1:]]
-            kind = (logprobs, *((array.shape, array.dtype.str) for array in others))
-            if kind not in self._seconds:
-                p = torch.empty(logprobs, device="meta", requires_grad=True)
-                empty = [torch.empty(array.shape, dtype=_dtype(array), device="meta") for array in others]
-                self._seconds[kind] = self._check([p, *empty], deadline=deadline)
-            expected.append(self._seconds[kind])
+        with _paced() as before_each:
+            for logprobs, arrays in datums:
+                others = [arrays[one.name] for one in self.inputs[1:]]
+                kind = (logprobs, *((array.shape, array.dtype.str) for array in others))
+                seconds = self._seconds.get(kind)
+                if seconds is None:
+                    p = torch.empty(logprobs, device="meta", requires_grad=True)
+                    empty = [torch.empty(array.shape, dtype=_dtype(array), device="meta") for array in others]
+                    seconds = self._seconds[kind] = self._check([p, *empty], before_each=before_each)
+                expected.append(seconds)
         return expected
 
-    def _check(self, inputs: Sequence[Tensor], *, deadline: Deadline) -> float:
+    def _check(self, inputs: Sequence[Tensor], *, before_each: Callable[[], None]) -> float:
         """Runs the graph on inputs without data. Returns the seconds that it is expected to take with data."""
         num_bytes = 0
 
@@ -99,9 +105,9 @@ class CustomLoss:
                 if used > limit:
                     raise InvalidRequest(f"{what} needs {used} bytes for one datum, this server allows {limit}")
 
-        cost = CostLimit()
+        cost = CostLimit(before_each)
         with torch.device("meta"), cost:  # what makes new tensors makes them there
-            loss, metrics = self.graph.run(inputs, before=deadline, after=bounded)
+            loss, metrics = self.graph.run(inputs, before=lambda _: before_each(), after=bounded)
         if not isinstance(loss, Tensor) or loss.ndim != 0 or loss.dtype not in _FLOATS:
             raise self._refused(f"the loss must be a scalar tensor of floats, not {_described(loss)}")
         if not loss.requires_grad:
@@ -112,7 +118,6 @@ class CustomLoss:
         if not cost.gradient_is_small(len(self.graph.nodes)):
             with cost:
                 self._gradient(loss, inputs[0])
-        deadline(None)
         return cost.seconds
 
     def evaluate(self, logprobs: Sequence[Tensor], inputs: Sequence[Arrays], config: Mapping[str, float]) -> Term:
@@ -161,6 +166,32 @@ class CustomLoss:
 
     def _refused(self, problem: str) -> InvalidRequest:
         return InvalidRequest(f"custom loss {self.name!r}: {problem}", field="custom_loss.graph")
+
+
+@contextmanager
+def _paced() -> Iterator[Callable[[], None]]:
+    """Around a check. What it gives is to be called before each operation: sleeps to keep the pace, and raises
+    InvalidRequest when the time is over."""
+    started_s = paid_s = time.thread_time()
+
+    def before_each() -> None:
+        nonlocal paid_s
+        now = time.thread_time()
+        if now - paid_s < _SLICE_S:
+            return
+        CHECKS.used(now - paid_s)
+        paid_s = now
+        if now - started_s > TIME_LIMIT_S:
+            raise InvalidRequest(
+                f"the check of the request's shapes takes more than {TIME_LIMIT_S:g} s of processor time, this "
+                "server's limit",
+                field="custom_loss",
+            )
+
+    try:
+        yield before_each
+    finally:
+        CHECKS.used(time.thread_time() - paid_s)
 
 
 @lru_cache(maxsize=32)

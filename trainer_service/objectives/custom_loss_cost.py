@@ -6,7 +6,9 @@ A node's result does not show it: `cosine_similarity` of (n, 1, k) and (1, n, k)
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +25,8 @@ MAX_ELEMENTS = 2**28
 operation on the list takes much longer than some 10 ns for an element (those of _SLOW: for an eighth of one)."""
 SECONDS_PER_ELEMENT = 2e-9
 """Time of a typical operation for each element, on one core. The scheduler learns how far this machine is from it."""
+SECONDS_PER_OPERATION = 1e-5
+"""Time of an operation on few elements, with the part of the gradient that belongs to it."""
 _MULTIPLY_ADDS_PER_ELEMENT = 64
 """A matrix product does about as many in the time of an elementwise operation on one element."""
 
@@ -40,15 +44,44 @@ _NOT_BROADCAST = (
 )
 
 
+class Pace:
+    """Limits the processor time of all checks of this process together: each operation of a check holds the
+    interpreter's lock, which the compute thread and the event loop need too. Thread safe."""
+
+    def __init__(self, *, share: float, burst_s: float) -> None:
+        """`share`: of one core, once the checks have used `burst_s` seconds of it without a rest."""
+        self._share = share
+        self._burst_s = burst_s
+        self._lock = threading.Lock()
+        self._ahead_s = 0.0
+        """Processor time beyond the share."""
+        self._updated_at = time.monotonic()
+
+    def used(self, seconds: float) -> None:
+        """Sleeps as long as the checks are ahead of their share by more than the burst."""
+        with self._lock:
+            now = time.monotonic()
+            self._ahead_s = max(0.0, self._ahead_s - self._share * (now - self._updated_at)) + seconds
+            self._updated_at = now
+            pause_s = (self._ahead_s - self._burst_s) / self._share
+        if pause_s > 0:
+            time.sleep(pause_s)
+
+
 class CostLimit(TorchDispatchMode):
     """Sees the operations below autograd, so composite functions in their parts. Raises InvalidRequest."""
 
-    def __init__(self) -> None:
+    def __init__(self, before_each: Callable[[], None] = lambda: None) -> None:
+        """`before_each`: is called before each operation, and may raise InvalidRequest."""
         super().__init__()
+        self._before_each = before_each
+        self._num_operations = 0
         self._total = 0
         self._largest = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._before_each()
+        self._num_operations += 1
         result = func(*args, **(kwargs or {}))
         inputs, results = _tensors((args, kwargs)), _tensors(result)
         self._largest = max(self._largest, *(one.numel() for one in (*inputs, *results)), 0)
@@ -59,7 +92,7 @@ class CostLimit(TorchDispatchMode):
     @property
     def seconds(self) -> float:
         """Expected time of the operations that have run under this, in seconds."""
-        return self._total * SECONDS_PER_ELEMENT
+        return self._total * SECONDS_PER_ELEMENT + self._num_operations * SECONDS_PER_OPERATION
 
     def gradient_is_small(self, num_nodes: int) -> bool:
         """Of a graph that ran under this: whether its gradient is within the limits without running it too."""

@@ -6,6 +6,7 @@ Checkpoints are read before an operation's turn on the compute thread, and writt
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 from google.protobuf.message import Message
 
@@ -32,6 +33,9 @@ from trainer_service.storage.checkpoints import CheckpointStore
 from trainer_service.storage.locations import Location
 from trainer_service.weight_sync.certificate import Publisher
 
+_MAX_LOSS_CHECKS = 16
+"""Checks of custom losses at once, one of each model. They share the time that all checks may take."""
+
 MakeRoom = Callable[[Callable[[], bool]], Awaitable[None]]
 
 
@@ -56,6 +60,8 @@ class Operations:
         self.loads = Loads(engine, checkpoints, self.models, snapshots)
         self.publishing = Publishing(engine, checkpoints, publisher, run_alone, self.models, self.loads)
         self._saves = Saves(engine, checkpoints, self.models, self.publishing)
+        self.loss_checks = ThreadPoolExecutor(_MAX_LOSS_CHECKS, thread_name_prefix="custom-loss")
+        """Where custom losses are checked, which may take long."""
 
     def create_model(self, request: pb.CreateModelRequest) -> Work:
         """Raises InvalidRequest for what is wrong on the face of it; a checkpoint is looked at in the work."""
@@ -137,15 +143,32 @@ class Operations:
         return pb.WaitResultResponse(create_model=pb.CreateModelResponse(model=model.to_proto(next_seq_id=1)))
 
     def forward_backward(
-        self, request: pb.ForwardBackwardRequest, *, held_bytes: int | None = None, max_bytes: int | None = None
+        self,
+        request: pb.ForwardBackwardRequest,
+        *,
+        held_bytes: int | None = None,
+        max_bytes: int | None = None,
+        check_loss: bool = True,
     ) -> Work:
         """`held_bytes`: its Batch.bytes_of, where that is known. `max_bytes`: memory that it may hold, for one that
-        comes; what was accepted before a restart was asked."""
+        comes; what was accepted before a restart was asked. `check_loss`: see Batch.from_proto."""
+        limits = self.engine.limits
         try:
-            limits = self.engine.limits
-            return RunBatch(Batch.from_proto(request, limits, held_bytes=held_bytes, max_bytes=max_bytes))
+            return RunBatch(
+                Batch.from_proto(request, limits, held_bytes=held_bytes, max_bytes=max_bytes, check_loss=check_loss)
+            )
         except ServiceError as error:
             return self.refuse(request, error)
+
+    def with_loss_checked(self, work: Work) -> Work:
+        """See Batch.with_loss_checked."""
+        if not isinstance(work, RunBatch) or not isinstance(work.batch, Batch):
+            return work
+        try:
+            return RunBatch(work.batch.with_loss_checked())
+        except ServiceError as error:
+            assert work.batch.request is not None
+            return self.refuse(work.batch.request, error)
 
     def refuse(self, request: Message, error: ServiceError) -> Work:
         """The work of a request that is not run: it fails in its place of the order, and so does the step on a batch
@@ -155,13 +178,14 @@ class Operations:
         return refused(error)
 
     def work_of(self, kind: str, data: bytes) -> Work:
-        """Of a serialized request that was accepted before a restart."""
+        """Of a serialized request that was accepted before a restart. A custom loss is not checked; see
+        `with_loss_checked`."""
         try:
             match kind:
                 case "create_model":
                     return self.create_model(carried_over(pb.CreateModelRequest.FromString(data)))
                 case "forward_backward":
-                    return self.forward_backward(pb.ForwardBackwardRequest.FromString(data))
+                    return self.forward_backward(pb.ForwardBackwardRequest.FromString(data), check_loss=False)
                 case "optim_step":
                     return self.optim_step(pb.OptimStepRequest.FromString(data))
                 case "skip":

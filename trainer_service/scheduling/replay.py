@@ -44,6 +44,7 @@ class Replay:
         start: int,
         found: Work,
         work_of: Callable[[Entry], Awaitable[Work]],
+        checked: Callable[[Entry, Work], Awaitable[Work]],
         forget: Callable[[], Awaitable[object]],
         unparks: bool,
     ) -> None:
@@ -72,7 +73,7 @@ class Replay:
         async def work(entry: Entry) -> Work:
             return found if entry.seq_id == start else await work_of(entry)
 
-        restoration.feeder = loop.create_task(self._feed(model, restoration, entries, work))
+        restoration.feeder = loop.create_task(self._feed(model, restoration, entries, work, checked))
 
     def stop(self) -> None:
         """Reads no more."""
@@ -145,13 +146,14 @@ class Replay:
         restoration: Restoration,
         history: Sequence[Entry],
         work_of: Callable[[Entry], Awaitable[Work]],
+        checked: Callable[[Entry, Work], Awaitable[Work]],
     ) -> None:
         """Gives the operations their works, a few ahead of what runs: bodies take memory."""
         for entry in history:
             await restoration.ahead.acquire()
             operation = model.operations[entry.seq_id]
             try:
-                operation.work = await self._read(operation, entry, work_of)
+                operation.work = await checked(entry, await self._read(operation, entry, work_of))
             except Exception as error:
                 if not isinstance(error, ServiceError):
                     logger.exception("%s, seq_id %d, cannot be read", model.model_id, entry.seq_id)

@@ -49,6 +49,10 @@ class Gap:
     """Those that have, and wait for it."""
 
 
+async def _unchanged(entry: Entry, work: Work) -> Work:
+    return work
+
+
 class Scheduler:
     """See the module's docstring. All methods run on one event loop."""
 
@@ -151,6 +155,11 @@ class Scheduler:
             and (behind := frozenset(seq_id for seq_id in model.operations if seq_id > model.next_to_enter))
         ]
 
+    def is_queued(self, model_id: str, seq_id: int) -> bool:
+        """False for an operation whose model was deleted."""
+        model = self._models.get(model_id)
+        return model is not None and seq_id in model.operations
+
     def next_seq_id(self, model_id: str) -> int:
         return self._models[model_id].next_seq_id
 
@@ -180,15 +189,26 @@ class Scheduler:
         found: Work,
         work_of: Callable[[Entry], Awaitable[Work]],
         forget: Callable[[], Awaitable[object]],
+        checked: Callable[[Entry, Work], Awaitable[Work]] = _unchanged,
         unparks: bool = False,
     ) -> None:
         """Brings a model back from the journal: `found` makes it as it was after operation `start`, or runs operation
         0 again, and the later ones follow. Those that had an answer keep it, and `work_of` makes what they do again.
+        `checked` is asked for each work that `work_of` has made, may take long, and gives what runs.
 
         When one of those fails that had not, the model is given up, and `forget` frees what there is of it.
         `unparks`: the model was parked.
         """
-        self._replay.begin(model_id, history, start=start, found=found, work_of=work_of, forget=forget, unparks=unparks)
+        self._replay.begin(
+            model_id,
+            history,
+            start=start,
+            found=found,
+            work_of=work_of,
+            checked=checked,
+            forget=forget,
+            unparks=unparks,
+        )
 
     async def restored(self, model_id: str) -> None:
         """Returns when a model that `restore` brings back is there, or has been given up and is forgotten."""

@@ -4,6 +4,7 @@ import asyncio
 import re
 import shutil
 import sqlite3
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ import torch
 
 from tests.batches import random_datum, request, wide
 from tests.models import VOCAB_SIZE
+from tests.unit.trainer_service.custom_losses import custom_loss, graph, node, ref
 from tests.unit.trainer_service.restoring import NEVER, Process
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc import tensors
@@ -35,6 +37,7 @@ from trainer_service.durability.journal_records import Body, State
 from trainer_service.durability.restore import check_journal
 from trainer_service.durability.snapshot_files import SnapshotFiles
 from trainer_service.durability.snapshots import Policy
+from trainer_service.objectives.custom_loss import CustomLoss
 from trainer_service.scheduling.work import Answer
 from trainer_service.storage.checkpoints import CheckpointStore
 from trainer_service.storage.locations import Location
@@ -75,9 +78,9 @@ def bad_batch(seq_id: int) -> pb.ForwardBackwardRequest:
     return request([random_datum(4, 1, vocab_size=VOCAB_SIZE)], "nope", model_id=MODEL, seq_id=seq_id)
 
 
-def step(seq_id: int, *, learning_rate: float = 1e-2) -> pb.OptimStepRequest:
+def step(seq_id: int, *, learning_rate: float = 1e-2, model_id: str = MODEL) -> pb.OptimStepRequest:
     adam = pb.AdamParams(learning_rate=learning_rate, beta1=0.9, beta2=0.95, eps=1e-8)
-    return pb.OptimStepRequest(model_id=MODEL, seq_id=seq_id, adam_params=adam)
+    return pb.OptimStepRequest(model_id=model_id, seq_id=seq_id, adam_params=adam)
 
 
 def save(seq_id: int, name: str, **fields: Any) -> pb.SaveCheckpointRequest:
@@ -793,3 +796,48 @@ async def test_an_operation_whose_checkpoint_ends_the_trainer_each_time_it_is_re
         assert "ended 5 times while it read or wrote the checkpoint of this" in str(await again.outcome(MODEL, seq_id))
     await run(again, [batch(7), step(8)])
     assert isinstance(await again.outcome(MODEL, 8), Answer)
+
+
+def custom_batch(seq_id: int, name: str) -> pb.ForwardBackwardRequest:
+    """Datums of five lengths."""
+    total = graph(node("call_method", "total", "sum", ref("logprobs")), loss="total")
+    data = [random_datum(2 + number, seq_id, vocab_size=VOCAB_SIZE) for number in range(5)]
+    made = request(data, model_id=MODEL, seq_id=seq_id, loss_fn="custom")
+    made.custom_loss.CopyFrom(custom_loss(total, {"logprobs": 1}, name=name))
+    return made
+
+
+async def test_a_custom_loss_that_has_run_is_not_checked_again_and_a_slow_check_holds_up_no_other_model(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, num_steps = "s:train:1", 30
+    before = await start(tmp_path / "before")
+    for model_id in (MODEL, other):
+        await (await before.send(creation(model_id))).wait()
+    answer = await (await before.send(custom_batch(1, "has run"))).wait()
+    await before.journal.append(MODEL, 2, Body.pack("forward_backward", custom_batch(2, "has not run")))
+    for seq_id in range(1, num_steps + 1):
+        await before.journal.append(other, seq_id, Body.pack("optim_step", step(seq_id, model_id=other)))
+    folder = await before.crash(tmp_path / "after")
+    begun, goes_on = threading.Event(), threading.Event()
+    checked: list[tuple[str, int]] = []
+    check = CustomLoss.check_shapes
+
+    def slow(loss: CustomLoss, datums: Sequence[Any]) -> list[float]:
+        checked.append((loss.name, len(datums)))
+        if checked[-1] == ("has not run", 5):
+            begun.set()
+            assert goes_on.wait(60)
+        return check(loss, datums)
+
+    monkeypatch.setattr(CustomLoss, "check_shapes", slow)
+    after = await start(folder)
+    try:
+        assert await asyncio.to_thread(begun.wait, 30)
+        async with asyncio.timeout(30):
+            await after.outcome(other, num_steps)
+    finally:
+        goes_on.set()
+    assert isinstance(await after.outcome(MODEL, 2), Answer)
+    assert await after.outcome(MODEL, 1) == answer
+    assert [one for one in checked if one[0] == "has run"] == [("has run", 1)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,8 +22,11 @@ from tests.unit.trainer_service.test_servicer import (  # noqa: F401 - fixtures
     start,
     stub,
 )
+from tinsmith.rpc.errors import InvalidRequest
 from tinsmith.v1 import trainer_pb2 as pb
+from trainer_service.objectives import custom_loss as module
 from trainer_service.objectives.custom_loss import CustomLoss
+from trainer_service.objectives.custom_loss_cost import Pace
 
 AT_ONCE_S = 30.0
 """Far more than anything takes that does not wait for a check, which ends when the test says so."""
@@ -76,3 +80,76 @@ async def test_checks_of_one_models_losses_delay_no_large_batch_and_one_check_of
         await asyncio.gather(*calls)
     assert checked.index("other") <= 2  # behind the check that ran, and at most one that waited
     assert len(checked) == NUM_REQUESTS + 1
+
+
+async def test_checks_of_a_deleted_model_do_not_run(
+    service: Service,  # noqa: F811
+    stub: Any,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+    checked: list[str] = []
+    check = CustomLoss.check_shapes
+
+    def slow(loss: CustomLoss, datums: Sequence[Any]) -> list[float]:
+        checked.append(loss.name)
+        begun.set()
+        assert goes_on.wait(10 * AT_ONCE_S)
+        return check(loss, datums)
+
+    monkeypatch.setattr(CustomLoss, "check_shapes", slow)
+    calls = [
+        asyncio.ensure_future(stub.ForwardBackward(custom(MODEL, seq_id, name=f"of {seq_id}")))
+        for seq_id in range(1, 13)
+    ]
+    try:
+        assert await asyncio.to_thread(begun.wait, AT_ONCE_S)
+        async with asyncio.timeout(AT_ONCE_S):
+            await Accepted.of(service, request([random_datum(4, 1, vocab_size=VOCAB_SIZE)], model_id=MODEL, seq_id=13))
+            await stub.DeleteModel(pb.DeleteModelRequest(model_id=MODEL))
+    finally:
+        goes_on.set()
+        await asyncio.gather(*calls, return_exceptions=True)
+    assert len(checked) == 1
+
+
+def long_loss(name: str) -> CustomLoss:
+    """Of 900 nodes that work on few elements."""
+    calls = [node("call_method", f"n{number}", "exp", ref("logprobs")) for number in range(900)]
+    total = node("call_method", "total", "sum", ref("n0"))
+    return CustomLoss.from_proto(custom_loss(graph(*calls, total, loss="total"), {"logprobs": 1}, name=name))
+
+
+def test_all_checks_together_take_their_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    module._load_shape_functions()
+    monkeypatch.setattr(module, "CHECKS", Pace(share=0.2, burst_s=0.05))
+    used: list[float] = []
+
+    def check(name: str) -> None:
+        loss = long_loss(name)
+        started = time.thread_time()
+        loss.check_shapes([((length,), {}) for length in range(2, 4)])
+        used.append(time.thread_time() - started)
+
+    threads = [threading.Thread(target=check, args=[name]) for name in ("one", "other")]
+    started = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(used) == 2
+    assert sum(used) < 0.05 + 0.25 * (time.monotonic() - started)
+
+
+def test_the_processor_time_of_a_check_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    module._load_shape_functions()
+    loss = long_loss("long")
+    monkeypatch.setattr(module, "TIME_LIMIT_S", 0.005)
+    with pytest.raises(InvalidRequest, match=r"takes more than 0.005 s of processor time"):
+        loss.check_shapes([((2,), {})])
+
+
+def test_each_node_has_an_expected_time_however_few_its_elements() -> None:
+    """Or 900 nodes on two elements would cost nothing in their model's turns."""
+    (seconds,) = long_loss("long").check_shapes([((2,), {})])
+    assert 900 * 5e-6 < seconds < 900 * 1e-3
