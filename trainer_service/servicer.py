@@ -19,6 +19,7 @@ from google.protobuf.message import Message
 
 from tinsmith.modeling.adapter import GROUPS
 from tinsmith.rpc.errors import InvalidRequest, ModelNotFound, NotReady, ServiceError
+from tinsmith.rpc.notes import check_notes
 from tinsmith.rpc.paths import check_model_id
 from tinsmith.rpc.server import ACCEPTED, RAN
 from tinsmith.rpc.times import check_ttl
@@ -120,6 +121,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         operations = self._ready.operations
         if request.creation_id:
             raise InvalidRequest(f"creation_id: {request.creation_id!r}: only the trainer sets it", field="creation_id")
+        check_notes(request.user_metadata, field="user_metadata")
         if (deleting := self._deleting.get(request.model_id)) is not None:
             await asyncio.wait([deleting])  # or it would take what the new one makes
         body = Body.pack("create_model", request)
@@ -242,6 +244,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         if first.WhichOneof("piece") != "header":
             raise InvalidRequest("header: the first message must hold it", field="header")
         trainer.operations.models.check_base_model(first.header.base_model, field="header.base_model")
+        check_notes(first.header.user_metadata, field="header.user_metadata")
 
         last = pb.ImportCheckpointRequest()
 

@@ -12,6 +12,7 @@ from pydantic_core import CoreSchema
 from gateway.known import Known
 from gateway.sampling.completions import LAST_CLONE_ID
 from gateway.storage.retention_rules import Policy
+from tinsmith.rpc.notes import MAX_CHARACTERS, MAX_ENTRIES, texts_of
 
 
 def _storable(text: str) -> str:
@@ -28,12 +29,6 @@ Id = Annotated[str, Field(max_length=1000), AfterValidator(_storable)]
 RequestId = Annotated[str, Field(max_length=20_000), AfterValidator(_storable)]
 """Longer than others, because the id of a refused request holds the refusal."""
 
-_MAX_ENTRIES = 1024
-"""Tags, or notes, of one session, run or checkpoint."""
-_MAX_NOTE_CHARACTERS = 64 * 2**10
-"""Most characters of all tags, or all notes, of one object, and of other texts that are kept. Lists and searches read
-such texts by the thousand."""
-
 
 def _as_text(value: Any) -> str:
     """Text stays as it is; numbers and other JSON become their JSON, because the SDKs read notes as text."""
@@ -45,14 +40,13 @@ Note = Annotated[Any, AfterValidator(_as_text)]
 
 
 def _short_together(notes: Any) -> Any:
-    texts = [*notes, *notes.values()] if isinstance(notes, dict) else notes
-    if (number := sum(map(len, texts))) > _MAX_NOTE_CHARACTERS:
-        raise ValueError(f"holds {number} characters in all, and this server keeps at most {_MAX_NOTE_CHARACTERS}")
+    if (number := sum(map(len, texts_of(notes)))) > MAX_CHARACTERS:
+        raise ValueError(f"holds {number} characters in all, and this server keeps at most {MAX_CHARACTERS}")
     return notes
 
 
-Metadata = Annotated[dict[Text, Note], Field(max_length=_MAX_ENTRIES), AfterValidator(_short_together)]
-Tags = Annotated[list[Text], Field(max_length=_MAX_ENTRIES), AfterValidator(_short_together)]
+Metadata = Annotated[dict[Text, Note], Field(max_length=MAX_ENTRIES), AfterValidator(_short_together)]
+Tags = Annotated[list[Text], Field(max_length=MAX_ENTRIES), AfterValidator(_short_together)]
 
 
 class _UpToOneError:
@@ -108,7 +102,7 @@ class FinishReason(Body):
 
 class FinishSession(Body):
     reason: FinishReason
-    detail: Annotated[Text | None, Field(max_length=_MAX_NOTE_CHARACTERS)] = None
+    detail: Annotated[Text | None, Field(max_length=MAX_CHARACTERS)] = None
 
 
 class LoraConfig(Body):

@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.full_weights import config_of
 from tinsmith.rpc.errors import InvalidRequest, ServiceError, about
+from tinsmith.rpc.notes import check_notes
 from tinsmith.rpc.paths import check_model_id
 from tinsmith.rpc.words import check_known, word_of
 from tinsmith.v1 import trainer_pb2 as pb
@@ -246,6 +247,8 @@ class Operations:
 
     def save_checkpoint(self, request: pb.SaveCheckpointRequest, *, again: bool = False) -> Work:
         """`again`: it was accepted before a restart, and may have been made."""
+        if not again:
+            check_notes(request.user_metadata, field="user_metadata")
         return self._saves.save_checkpoint(request, again=again)
 
     def load_checkpoint(self, request: pb.LoadCheckpointRequest) -> Work:

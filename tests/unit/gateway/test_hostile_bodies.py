@@ -392,6 +392,9 @@ async def test_texts_that_are_kept_have_bounds(client: Client) -> None:
     model_id = await client.model(session_id)
     save = {"model_id": model_id, "seq_id": 1, "path": "a", "user_metadata": {"a": long}}
     assert "user_metadata: " in (await client.result(await client.call("save_weights", save)))["error"]
+    run = {"session_id": session_id, "model_seq_id": 1, "base_model": BASE_MODEL, "user_metadata": {"a": long}}
+    created = await client.result(await client.call("create_model", run | {"lora_config": {"rank": 4}}))
+    assert "holds 70001 characters in all" in created["error"]
     assert (await client.call("create_session", {"user_metadata": {"a": "x" * 60_000}}))["session_id"]
 
 

@@ -805,6 +805,23 @@ async def test_an_import_that_unpacks_to_more_than_is_left_is_refused_and_leaves
     assert reply.checkpoint.size_bytes == size
 
 
+@pytest.mark.parametrize(
+    ("notes", "problem"),
+    [
+        ({"a": "x" * 70_000}, "70001 characters in all are above 65536"),
+        ({str(number): "" for number in range(1025)}, "1025 entries are above 1024"),
+    ],
+)
+async def test_notes_that_are_kept_have_a_bound(stub: Any, notes: dict[str, str], problem: str) -> None:
+    """Live models keep theirs in memory: one of 30 MB was taken."""
+    created = stub.CreateModel(creation("s:train:1", user_metadata=notes))
+    await fails(created, errors.InvalidRequest, f"user_metadata: {problem}")
+    await fails(stub.SaveCheckpoint(save(1, user_metadata=notes)), errors.InvalidRequest, f"user_metadata: {problem}")
+    header = pb.ImportCheckpointHeader(location=IMPORTED, base_model="tiny", user_metadata=notes)
+    await fails(import_pieces(stub, header), errors.InvalidRequest, f"header.user_metadata: {problem}")
+    await stub.SaveCheckpoint(save(2, user_metadata={"a": "x" * 60_000}))
+
+
 async def test_an_archive_that_is_cut_off_is_not_imported(stub: Any, peft_archive: bytes) -> None:
     await fails(import_pieces(stub, HEADER, peft_archive, complete=False), errors.InvalidRequest, "complete: ")
 
