@@ -89,6 +89,9 @@ class SamplerConfig(GrpcTls, BaseSettings):
     of the free memory."""
     max_waiting: int = Field(default=4096, ge=1)
     """Most requests that wait for a place; further ones are refused with OUT_OF_CAPACITY."""
+    max_held_bytes: int = Field(default=1024**3, ge=1)
+    """Most memory for requests that wait or run, in bytes: their messages, tables of scores, and what each sequence
+    takes before it has a token. Above it requests are refused with OUT_OF_CAPACITY; one request is always taken."""
     max_num_samples: int = Field(default=1024, ge=1)
     """Largest num_samples of a request."""
     max_topk_logprobs: int = Field(default=128, ge=0)

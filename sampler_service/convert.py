@@ -89,7 +89,9 @@ def _targets(tensor: types.Tensor, *, length: int) -> Targets:
     else:
         table = to_numpy(tensor, field=field)
         shape, tokens_M = table.shape, table.reshape(-1)
-        rows_M = np.repeat(np.arange(shape[0]), shape[1]) if table.ndim == 2 else np.empty(0, _INT64)
+        # Not np.repeat, which keeps the interpreter's lock for as long as it takes.
+        rows = np.broadcast_to(np.arange(shape[0], dtype=np.int64)[:, None], shape) if table.ndim == 2 else table
+        rows_M = rows.reshape(-1)
     if len(shape) != 2 or shape[0] != length - 1 or shape[1] < 1 or tokens_M.dtype.kind != "i":
         raise InvalidRequest(
             f"{field}: needs integers of shape [{length - 1}, K], K at least 1, for this prompt of {length} tokens; "
@@ -98,7 +100,7 @@ def _targets(tensor: types.Tensor, *, length: int) -> Targets:
         )
     if not (tokens_M >= 0).any():
         raise InvalidRequest(f"{field}: names no token", field=field)
-    return Targets(rows_M.astype(np.int64), tokens_M.astype(np.int64))
+    return Targets(rows_M.astype(np.int64, copy=False), tokens_M.astype(np.int64, copy=False))
 
 
 def response_to_proto(result: Result, request: pb.SampleRequest) -> pb.SampleResponse:

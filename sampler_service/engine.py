@@ -88,6 +88,13 @@ class Targets:
     tokens_M: Int64s
 
 
+_NUMBER_BYTES = 4
+_CELL_BYTES = 40
+"""Of a cell that is scored: in the message, its row, its token, its score, and that in the answer."""
+_SEQUENCE_BYTES = 768
+"""Of one of num_samples, before it has a token."""
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     prompt: Ints
@@ -109,6 +116,19 @@ class Request:
     """It reuses what requests with the same one have computed, and nothing else."""
     grammar: Grammar | None = None
     """Grammar that each sequence has to follow; None means any text. Logprobs are those of the model without it."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes until its end, with its message, beside the tokens of its sequences."""
+        num_cells = 0 if self.targets is None else len(self.targets.rows_M)
+        num_rows = 2 * self.topk_prompt_logprobs + 3 * self.prompt_alt_tokens_k + 4
+        texts = [*(self.params.stop.strings if self.params.stop else ()), self.grammar.text if self.grammar else ""]
+        return (
+            4 * sum(map(len, texts))
+            + len(self.prompt) * num_rows * _NUMBER_BYTES
+            + num_cells * _CELL_BYTES
+            + self.num_samples * _SEQUENCE_BYTES
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
+from sampler_service import large
 from sampler_service.config import SamplerConfig
 from sampler_service.engine import Generation, Request, Result, VersionInfo
 from sampler_service.grammars import Grammars
@@ -48,6 +50,8 @@ class Front(ABC):
         self._tasks: dict[Task, None] = {}
         """Requests that have not ended, in the order of their arrival."""
         self._num_waiting = 0
+        self._held_bytes = 0
+        """Of requests that have not ended."""
         self._stopping = False
         self._orders = itertools.count()
         self._dying: asyncio.Task[None] | None = None
@@ -90,7 +94,7 @@ class Front(ABC):
 
     async def _accept(self, request: Request, *, stream: bool, request_id: str) -> Task:
         """A request that waits from now on. Raises what submit does."""
-        self.limits.check(request)
+        await large.run(partial(self.limits.check, request), is_large=request.targets is not None)
         stop = await self._stops.rule(request.params.stop)
         grammar = None
         if request.grammar is not None:
@@ -99,6 +103,12 @@ class Front(ABC):
         self._check_alive()
         if self._num_waiting >= self._config.max_waiting and not request.on_probation:
             raise OutOfCapacity(f"{self._num_waiting} requests wait already, the most that max_waiting allows")
+        most = self._config.max_held_bytes
+        if self._held_bytes + request.num_bytes > most and self._tasks and not request.on_probation:
+            raise OutOfCapacity(
+                f"requests hold {self._held_bytes} bytes, this one takes {request.num_bytes}, and max_held_bytes is "
+                f"{most}"
+            )
         seed = secrets.randbits(63) if request.params.seed is None else request.params.seed
         scorer = PromptScorer(request, seed=seed) if wants_scores(request) else None
         version_id = self._leads.first_version(request)
@@ -126,6 +136,7 @@ class Front(ABC):
             for index in range(request.num_samples)
         ]
         self._tasks[task] = None
+        self._held_bytes += request.num_bytes
         self._count_waiting(1)
         return task
 
@@ -198,6 +209,7 @@ class Front(ABC):
             return
         self._admitted(task)
         del self._tasks[task]
+        self._held_bytes -= task.request.num_bytes
         self.metrics.requests.ended.labels(outcome.reason if isinstance(outcome, ServiceError) else "ok").inc()
         try:
             self._let_go(task)

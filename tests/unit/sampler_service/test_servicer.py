@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 import tracemalloc
 from pathlib import Path
@@ -15,10 +16,10 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from sampler_service import convert
+from sampler_service import convert, validation
 from sampler_service.__main__ import make_server, serve
 from sampler_service.config import SamplerConfig
-from sampler_service.engine import EngineSlot
+from sampler_service.engine import EngineSlot, Targets
 from sampler_service.metrics import SamplerMetrics
 from tests.models import make_model
 from tests.unit.sampler_service.conftest import Service
@@ -29,6 +30,7 @@ from tests.unit.sampler_service.serving import (
     metric,
     plain_logits,
     prompt,
+    request,
     sample,
     serving,
     slow_down,
@@ -36,7 +38,7 @@ from tests.unit.sampler_service.serving import (
 )
 from tinsmith.rpc import logs
 from tinsmith.rpc.channel import connect, is_serving, wait_serving
-from tinsmith.rpc.errors import InvalidRequest, NotReady, ServiceError, VersionNotLoaded, from_rpc_error
+from tinsmith.rpc.errors import InvalidRequest, NotReady, OutOfCapacity, ServiceError, VersionNotLoaded, from_rpc_error
 from tinsmith.rpc.server import RAN
 from tinsmith.rpc.tensors import from_numpy, to_numpy
 from tinsmith.v1 import sampler_pb2 as pb
@@ -222,6 +224,65 @@ async def test_a_full_queue_refuses(text_model_folder: Path) -> None:
     refused = [from_rpc_error(o).reason for o in outcomes if isinstance(o, grpc.aio.AioRpcError)]
     assert set(refused) == {"OUT_OF_CAPACITY"}
     assert 0 < len(refused) < 7
+
+
+async def test_what_requests_hold_is_bounded_and_free_again_at_their_end(
+    text_model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4,096 requests of 1,024 samples each held 1.2 GB, and a table of scores up to 64 MB was not counted."""
+    async with serving(text_model_folder, max_running=1, max_held_bytes=150_000) as engine:
+        slow_down(engine, monkeypatch)
+        first = await engine.submit(request(prompt(4, vocab_size=200), max_tokens=250, num_samples=150))
+        with pytest.raises(OutOfCapacity, match=r"this one takes \d+, and max_held_bytes is 150000"):
+            await engine.submit(request(prompt(4, vocab_size=200), max_tokens=1, num_samples=50))
+        table = Targets(np.zeros(2000, np.int64), np.zeros(2000, np.int64))
+        with pytest.raises(OutOfCapacity, match="requests hold"):
+            await engine.submit(request(prompt(4, vocab_size=200), max_tokens=1, targets=table))
+        small = await engine.submit(request(prompt(4, vocab_size=200), max_tokens=1))
+        first._on_cancel()
+        await small.result()
+        await until(lambda: engine._held_bytes == 0)
+        one = await engine.submit(request(prompt(4, vocab_size=200), max_tokens=1, num_samples=400))
+        assert len((await one.result()).sequences) == 400, "alone a request is taken, whatever it holds"
+
+
+def test_no_less_memory_is_counted_than_a_waiting_request_takes(text_model_folder: Path) -> None:
+    async def measured() -> tuple[int, int]:
+        async with serving(text_model_folder, max_running=1) as engine:
+            engine._inbox.put(lambda: time.sleep(2))
+            asked = [request(prompt(4, vocab_size=200), max_tokens=250, num_samples=1000) for _ in range(20)]
+            tracemalloc.start()
+            for one in asked:
+                await engine.submit(one)
+            taken, _ = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            return taken, sum(one.num_bytes for one in asked)
+
+    taken, counted = asyncio.run(measured())
+    assert counted / 3 < taken < counted
+
+
+async def test_a_large_table_of_targets_does_not_hold_up_the_event_loop(service: Service) -> None:
+    """A dense one of 64 MB stopped it for half a second."""
+    tokens = prompt(2, vocab_size=200)
+    table = from_numpy(np.zeros((1, 1 << 20), np.int64))
+    asked = sample(tokens, max_tokens=1, target_prompt_logprobs=table)
+    threads: list[str] = []
+
+    def noting(call: Any) -> Any:
+        def noted(*args: Any, **settings: Any) -> Any:
+            threads.append(threading.current_thread().name.split("_")[0])
+            return call(*args, **settings)
+
+        return noted
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("request_from_proto", "response_to_proto"):
+            patch.setattr(convert, name, noting(getattr(convert, name)))
+        patch.setattr(validation.Limits, "check", noting(validation.Limits.check))
+        reply = await service.stub.Sample(asked)
+    assert len(floats(reply.target_prompt_logprobs.dense)) == 1 << 20
+    assert threads == ["large-messages"] * 3
 
 
 async def test_versions_are_listed_by_page_and_removed(service: Service) -> None:

@@ -1,0 +1,20 @@
+"""Tables of scores are read, checked and written on one thread beside the event loop, in the order in which they come.
+
+A dense table of 64 MB holds up the loop for half a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_thread = ThreadPoolExecutor(1, thread_name_prefix="large-messages")
+
+
+async def run(work: Callable[[], T], *, is_large: bool) -> T:
+    """Does `work` on the event loop unless it is large."""
+    return await asyncio.get_running_loop().run_in_executor(_thread, work) if is_large else work()
