@@ -23,6 +23,7 @@ from prometheus_client import CollectorRegistry
 from tests.batches import datum, random_datum, request, wide
 from tests.models import VOCAB_SIZE, make_model
 from tinsmith.cli import main
+from tinsmith.cores import Cores
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import FULL, FullWeights
@@ -388,7 +389,7 @@ async def test_a_damaged_file_of_weights_ends_the_trainer_with_one_line(tmp_path
     (folder / "model.safetensors").write_bytes(b"\x08" + b"\0" * 30)
     config = TrainerConfig(base_model=str(folder), state_dir=tmp_path, listen="127.0.0.1:0")
     with pytest.raises(SystemExit, match=r"cannot load the base model .*: a file of weights is damaged \(") as ended:
-        await serve(config, None)
+        await serve(config, None, Cores("", most=0, set_threads=lambda _: None))
     assert "\n" not in str(ended.value)
 
 
