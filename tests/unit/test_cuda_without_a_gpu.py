@@ -28,6 +28,7 @@ from sampler_service.torch_engine.sizing import Sizes
 from sampler_service.validation import Limits
 from tests.hollow_cuda import DEVICE, HollowCuda, hollow_cuda
 from tests.models import make_model, make_sparse_model
+from tinsmith.cores import Cores
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.kernels import choice
@@ -155,7 +156,7 @@ async def test_sampling_waits_for_the_device_once_in_a_step_that_only_decodes(
         vocab_size=base.vocab_size, max_context_length=base.max_context_length, max_kv_tokens=sizes.max_kv_tokens,
         max_num_samples=8, max_topk_logprobs=8,
     )  # fmt: skip
-    engine = TorchEngine(base, batcher, limits, config)
+    engine = TorchEngine(base, batcher, limits, config, Cores("", most=0, set_threads=lambda _: None))
     engine._store.install("run/1", random_adapter(AdapterConfig(rank=4, seed=0), base.targets, base.device))
     length = 40
     prompt = np.arange(length, dtype=np.int32)
