@@ -91,6 +91,13 @@ class Cores:
         share = self._page[self._place + _SHARE]
         return min(share, self._most) if self._most else share
 
+    def __str__(self) -> str:
+        """For a log line."""
+        if self._page is None or self._fixed:
+            return f"{self._threads or 'a default number of'} threads, always"
+        most = max(1, min(self._most or self._cores, self._cores) // self._processes)
+        return f"up to {most} threads, and {max(1, self.share // self._processes)} while all services compute"
+
     def begin(self) -> None:
         """Says that this service computes, until `end`, and takes as many threads as it may use now."""
         if self._page is None:

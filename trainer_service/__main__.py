@@ -353,6 +353,7 @@ def main() -> None:
         cores = cores_of(config, place, device)
     except ValueError as error:
         raise SystemExit(str(error)) from None
+    logger.info("%s", cores)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)

@@ -73,6 +73,7 @@ class TorchEngine(Front):
         files are damaged.
         """
         cores = Cores(config.cores_page, most=config.num_threads, set_threads=torch.set_num_threads)
+        logger.info("%s", cores)
         device = torch.device(resolve_device(config.device))
         dtype = resolve_dtype(config.dtype, device)
         base = await in_thread(

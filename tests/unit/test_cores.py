@@ -114,6 +114,14 @@ def test_one_that_died_while_it_computed_takes_no_cores(place: Place, page: Path
     assert np.fromfile(page, np.int32)[4] == 0
 
 
+def test_a_log_says_how_many_threads_there_are(place: Place) -> None:
+    assert str(place(0)) == "up to 8 threads, and 4 while all services compute"
+    assert str(place(1, most=1)) == "up to 1 threads, and 1 while all services compute"
+    assert str(place(0, processes=2)) == "up to 4 threads, and 2 while all services compute"
+    assert str(place(0, fixed=True)) == "4 threads, always"
+    assert str(Cores("", most=0, set_threads=print)) == "a default number of threads, always"
+
+
 def test_without_a_page_the_number_of_threads_is_what_was_set() -> None:
     said: list[int] = []
     service = Cores("", most=3, set_threads=said.append)

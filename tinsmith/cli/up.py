@@ -105,7 +105,8 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--deterministic", action="store_true",
         help="the same requests give the same bits, whatever other runs do and also after a crash: trainers do not put "
-        "requests together, which costs what that gains (default: TRAINER_DETERMINISTIC)",
+        "requests together and keep their number of threads, which costs what both gain (default: "
+        "TRAINER_DETERMINISTIC)",
     )  # fmt: skip
     parser.add_argument(
         "--engine", default="auto", choices=["auto", "vllm", "torch"],
