@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from email.utils import formatdate
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,10 +22,23 @@ from tinsmith.rpc.errors import CheckpointNotFound, DataCorrupted, InvalidReques
 from tinsmith.rpc.paths import KINDS, SCHEME
 
 _ONE = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
+_BARE = "/training_runs/{run_id}/checkpoints/{name}"
+_ACTIONS = ("archive", "publish", "ttl")
+"""What SDKs ask for below a checkpoint, also with a name that lacks its kind."""
+
+
+def _lacks_kind(run_id: str, name: str, action: str | None = None) -> InvalidRequest:
+    """A name alone may be that of several checkpoints."""
+    end = f"/{action}" if action else ""
+    forms = " or ".join(f"/training_runs/{run_id}/checkpoints/{kind}/{name}{end}" for kind in KINDS)
+    return InvalidRequest(f"checkpoint_id: {name!r} lacks its kind; ask for {forms}", field="checkpoint_id")
 
 
 def _path(request: Request) -> str:
-    return SCHEME + "/".join(request.path_params[part] for part in ("run_id", "kind", "name"))
+    run_id, kind, name = (str(request.path_params[part]) for part in ("run_id", "kind", "name"))
+    if kind not in KINDS and name in _ACTIONS:
+        raise _lacks_kind(run_id, kind, name)
+    return f"{SCHEME}{run_id}/{kind}/{name}"
 
 
 async def _find(request: Request) -> Checkpoint:
@@ -44,11 +58,9 @@ async def delete(request: Request) -> Response:
     return json_response({})
 
 
-async def delete_without_kind(request: Request) -> Response:
-    """400: a name alone may be that of several checkpoints."""
-    run_id, name = request.path_params["run_id"], request.path_params["name"]
-    forms = " or ".join(f"/training_runs/{run_id}/checkpoints/{kind}/{name}" for kind in KINDS)
-    raise InvalidRequest(f"checkpoint_id: {name!r} lacks its kind; ask for {forms}", field="checkpoint_id")
+async def without_kind(request: Request, action: str | None = None) -> Response:
+    """400."""
+    raise _lacks_kind(request.path_params["run_id"], request.path_params["name"], action)
 
 
 async def publish(request: Request) -> Response:
@@ -145,9 +157,7 @@ async def archive(request: Request) -> Response:
 
 routes = [
     Route(_ONE, delete, methods=["DELETE"]),
-    Route(
-        "/training_runs/{run_id}/checkpoints/{name}", delete_without_kind, methods=["DELETE"], include_in_schema=False
-    ),
+    Route(_BARE, without_kind, methods=["DELETE"], include_in_schema=False),
     Route(_ONE, show),
     Route(f"{_ONE}/verify", verify),
     Route(f"{_ONE}/pin", pin, methods=["POST"]),
@@ -158,4 +168,6 @@ routes = [
     Route(f"{_ONE}/external_weights_urls", external_weights_urls),
     Route(f"{_ONE}/archive", archive),
     Route(f"{_ONE}/certificate", certificate),
+    Route(f"{_BARE}/publish", partial(without_kind, action="publish"), methods=["POST"], include_in_schema=False),
+    Route(f"{_BARE}/ttl", partial(without_kind, action="ttl"), methods=["PUT"], include_in_schema=False),
 ]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, batch, sample_body
 
 TEXT_OF = {"text": "a", "1": 7, "2": 0.5, "3": True, "4": None, "5": {"a": [1]}}
@@ -30,14 +32,31 @@ async def test_notes_may_be_numbers_and_are_kept_as_their_text(stack: Stack, cli
     assert [each["session_id"] for each in (await client.call("sessions/search", search))["sessions"]] == [session_id]
 
 
-async def test_a_deletion_of_a_bare_name_is_asked_for_its_kind(client: Client) -> None:
+@pytest.mark.parametrize(
+    ("method", "action"),
+    [("DELETE", ""), ("GET", "/archive"), ("POST", "/publish"), ("DELETE", "/publish"), ("PUT", "/ttl")],
+)
+async def test_a_bare_name_of_a_checkpoint_is_asked_for_its_kind(client: Client, method: str, action: str) -> None:
     model_id = await client.model(await client.session())
     await client.result(await client.call("save_weights", {"model_id": model_id, "seq_id": 1, "path": "one"}))
-    reply = await client.delete(f"/api/v1/training_runs/{model_id}/checkpoints/one")
+    checkpoints = f"/api/v1/training_runs/{model_id}/checkpoints"
+    body = {"ttl_seconds": 3600} if action == "/ttl" else None
+    reply = await client.request(method, f"{checkpoints}/one{action}", json=body)
     assert reply.status_code == 400
     assert "'one' lacks its kind" in reply.json()["detail"]
-    assert f"/training_runs/{model_id}/checkpoints/weights/one" in reply.json()["detail"]
-    assert (await client.delete(f"/api/v1/training_runs/{model_id}/checkpoints/weights/one")).status_code == 200
+    assert f"/training_runs/{model_id}/checkpoints/weights/one{action} or" in reply.json()["detail"]
+    reply = await client.request(method, f"{checkpoints}/weights/one{action}", json=body)
+    assert reply.status_code == (302 if action == "/archive" else 200)
+
+
+async def test_a_checkpoint_may_have_the_name_of_an_action(client: Client) -> None:
+    model_id = await client.model(await client.session())
+    for seq_id, name in enumerate(("archive", "publish", "ttl"), start=1):
+        await client.result(await client.call("save_weights", {"model_id": model_id, "seq_id": seq_id, "path": name}))
+        path = f"/api/v1/training_runs/{model_id}/checkpoints/weights/{name}"
+        assert (await client.get(path)).json()["tinker_path"] == f"tinker://{model_id}/weights/{name}"
+        assert (await client.delete(path)).status_code == 200
+        assert (await client.get(path)).status_code == 404
 
 
 async def test_top_prompt_logprobs_may_be_asked_for_alone(stack: Stack, client: Client) -> None:
