@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import func, or_, select
+from sqlalchemy import Text, cast, func, or_, select
+from sqlalchemy.orm import defer
 
 from gateway.clients import Clients
 from gateway.dashboard.history import History, Summary
@@ -33,6 +36,11 @@ _MAX_KEPT = 4 * MAX_RUNS
 _ACTIVE_S = 20.0
 """A run that was asked for something so recently is listed, however old it is."""
 _MAX_SHARED = 256
+_SHOWN = 500
+"""Characters that a list shows of a text of the client's, which may have 64 Ki."""
+_NO_NOTES = (defer(Session.user_metadata), defer(Session.tags), defer(Session.end_detail))
+"""A list loads none of a session's long texts: they would be read from JSON on the event loop."""
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +55,10 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The overview that all tabs of one owner are shown."""
+    """A list that all tabs of one owner are shown."""
 
     begun_at: float
-    runs: asyncio.Task[Json]
+    read: asyncio.Task[Any]
 
 
 class Lists:
@@ -61,32 +69,43 @@ class Lists:
         self._clients = clients
         self._reads: OrderedDict[str, Read] = OrderedDict()
         """By run; those read last come last."""
-        self._shared: OrderedDict[str | None, Shared] = OrderedDict()
-        """By owner; None: everyone's."""
+        self._shared: OrderedDict[tuple[str, str | None], Shared] = OrderedDict()
+        """By the list's name and the owner; None: everyone's."""
         self._asked_at: dict[str, float] = {}
         """By base model: when its samplers were asked what they hold."""
 
     async def runs(self, *, owner: str | None) -> Json:
         """The newest runs, newest first, without what was refused at its creation, and those that are active now, with
-        the numbers of all. Read once for all who ask within _FRESH_S. `owner`: whose; None: everyone's."""
-        shared = self._shared.get(owner)
-        if shared is None or (shared.runs.done() and time.monotonic() - shared.begun_at > _FRESH_S):
-            shared = self._shared[owner] = Shared(time.monotonic(), asyncio.create_task(self._runs(owner)))
+        the numbers of all. `owner`: whose; None: everyone's."""
+        return await self._share("runs", owner, self._runs)
+
+    async def sessions(self, *, owner: str | None) -> list[Json]:
+        """The newest, newest first."""
+        return await self._share("sessions", owner, self._sessions)
+
+    async def _share(self, name: str, owner: str | None, read: Callable[[str | None], Coroutine[Any, Any, Any]]) -> Any:
+        """The list, read once for all who ask within _FRESH_S."""
+        key = (name, owner)
+        shared = self._shared.get(key)
+        if shared is None or (shared.read.done() and time.monotonic() - shared.begun_at > _FRESH_S):
+            shared = self._shared[key] = Shared(time.monotonic(), asyncio.create_task(read(owner)))
             if len(self._shared) > _MAX_SHARED:
                 self._shared.popitem(last=False)
-        self._shared.move_to_end(owner)
+        self._shared.move_to_end(key)
         try:
-            return await asyncio.shield(shared.runs)
+            return await asyncio.shield(shared.read)
         except Exception:
-            if self._shared.get(owner) is shared:
-                del self._shared[owner]
+            if self._shared.get(key) is shared:
+                del self._shared[key]
             raise
 
     async def _runs(self, owner: str | None) -> Json:
         def mine(query: Any) -> Any:
             return query if owner is None else query.where(Session.owner == owner)
 
-        there = mine(select(Model, Session).join(Session).where(Model.lora_rank.is_not(None)))
+        name = func.substr(Model.user_metadata["name"].as_string(), 1, _SHOWN)
+        there = mine(select(Model, Session, name).join(Session).where(Model.lora_rank.is_not(None)))
+        there = there.options(*_NO_NOTES, defer(Model.user_metadata))
         newest = there.order_by(Model.created_at.desc(), Model.model_id.desc()).limit(MAX_RUNS)
         active = newest.where(
             or_(
@@ -99,11 +118,11 @@ class Lists:
             stored = stored.where(Checkpoint.owner == owner)
         async with self._store.begin() as db:
             rows: Any = await db.execute(newest)
-            found = {model.model_id: (model, session) for model, session in rows}
+            found = {model.model_id: (model, session, name) for model, session, name in rows}
             num_runs = len(found)
             if num_runs == MAX_RUNS:
                 rows = await db.execute(active)
-                found |= {model.model_id: (model, session) for model, session in rows}
+                found |= {model.model_id: (model, session, name) for model, session, name in rows}
                 counted = mine(select(func.count(Model.model_id)).join(Session)).where(Model.lora_rank.is_not(None))
                 num_runs = await db.scalar(counted) or 0
             by_run = select(Checkpoint.run_id, func.count(), func.sum(Checkpoint.size_bytes)).where(
@@ -112,9 +131,12 @@ class Lists:
             grouped: Any = await db.execute(by_run.group_by(Checkpoint.run_id))
             sizes = {run_id: (count, int(size)) for run_id, count, size in grouped}
             num_checkpoints, num_bytes = (await db.execute(stored)).one()
-        await self._read([model for model, _ in found.values()])
+        await self._read([model for model, _, _ in found.values()])
         return {
-            "runs": [self._run(model, session, sizes) for model, session in found.values()],
+            "runs": [
+                self._run(model, session, sizes, user_metadata={} if name is None else {"name": name})
+                for model, session, name in found.values()
+            ],
             "num_runs": num_runs,
             "num_checkpoints": num_checkpoints,
             "checkpoint_bytes": int(num_bytes or 0),
@@ -122,7 +144,7 @@ class Lists:
 
     async def run(self, run_id: str, *, owner: str | None) -> Json:
         """Raises NotFound for one that is unknown, or somebody else's."""
-        query = select(Model, Session).join(Session).where(Model.model_id == run_id)
+        query = select(Model, Session).join(Session).where(Model.model_id == run_id).options(*_NO_NOTES)
         if owner is not None:
             query = query.where(Session.owner == owner)
         async with self._store.begin() as db:
@@ -132,6 +154,7 @@ class Lists:
             checkpoints = list(
                 await db.scalars(
                     select(Checkpoint)
+                    .options(defer(Checkpoint.user_metadata))
                     .where(Checkpoint.run_id == run_id, Checkpoint.kind.in_(list(KINDS)), exists_now())
                     .order_by(Checkpoint.created_at.desc(), Checkpoint.path.desc())
                     .limit(MAX_CHECKPOINTS)
@@ -143,7 +166,7 @@ class Lists:
             await self._clients.samplers.list_versions(model.base_model)
         sizes = {run_id: (len(checkpoints), sum(row.size_bytes for row in checkpoints))}
         await self._read([model])
-        about = self._run(model, session, sizes)
+        about = self._run(model, session, sizes, user_metadata=model.user_metadata)
         return about | {"checkpoints": [self._checkpoint(row) for row in checkpoints]}
 
     async def check_sees(self, run_id: str, *, owner: str | None) -> None:
@@ -154,7 +177,9 @@ class Lists:
         if found is None or owner not in (None, found):
             raise NotFound(f"run_id: there is no training run {run_id!r}")
 
-    def _run(self, model: Model, session: Session, sizes: dict[str, tuple[int, int]]) -> Json:
+    def _run(
+        self, model: Model, session: Session, sizes: dict[str, tuple[int, int]], *, user_metadata: dict[str, str]
+    ) -> Json:
         count, size = sizes.get(model.model_id, (0, 0))
         pending = self._futures.num_pending(model.model_id)
         last_at = model.last_request_at or model.created_at
@@ -168,7 +193,7 @@ class Lists:
             "optimizer": model.optimizer,
             "lora_rank": model.lora_rank,
             "layers": [name for name, is_trained in layers.items() if is_trained],
-            "user_metadata": model.user_metadata,
+            "user_metadata": user_metadata,
             "session_id": model.session_id,
             "created_at": model.created_at,
             "last_request_at": last_at,
@@ -221,24 +246,35 @@ class Lists:
             "public": row.public,
             "inflight": row.inflight,
             "has_optimizer": row.has_optimizer,
-            "user_metadata": row.user_metadata,
             "num_holders": sum(row.version_id in replica.versions for replica in usable),
             "num_samplers": len(usable),
         }
 
-    async def sessions(self, *, owner: str | None) -> list[Json]:
-        """The newest, newest first."""
-        query = select(Session).order_by(Session.created_at.desc(), Session.session_id.desc()).limit(MAX_SESSIONS)
+    async def _sessions(self, owner: str | None) -> list[Json]:
+        tags = func.substr(cast(Session.tags, Text), 1, _SHOWN + 1)
+        detail = func.substr(Session.end_detail, 1, _SHOWN)
+        query = select(Session, tags, detail).options(*_NO_NOTES)
+        query = query.order_by(Session.created_at.desc(), Session.session_id.desc()).limit(MAX_SESSIONS)
         if owner is not None:
             query = query.where(Session.owner == owner)
         async with self._store.begin() as db:
-            rows = list(await db.scalars(query))
-            ids = [row.session_id for row in rows]
+            rows: Any = list(await db.execute(query))
+            ids = [row.session_id for row, _, _ in rows]
             counts = {}
             for table in (Model, SamplingSession):
                 grouped = select(table.session_id, func.count()).where(table.session_id.in_(ids))
                 counts[table] = dict(list(await db.execute(grouped.group_by(table.session_id))))
-        return [_session(row, num_runs=counts[Model], num_samplers=counts[SamplingSession]) for row in rows]
+        return [
+            _session(row, num_runs=counts[Model], num_samplers=counts[SamplingSession])
+            | {"tags": _first_tags(tags), "end_detail": detail}
+            for row, tags, detail in rows
+        ]
+
+
+def _first_tags(text: str) -> list[str]:
+    """The tags that a list shows, from the beginning of their JSON."""
+    tags = [json.loads(each) for each in _QUOTED.findall(text)]
+    return tags if len(text) <= _SHOWN else [*tags, "..."]
 
 
 def _settled_at(model: Model) -> float:
@@ -254,10 +290,7 @@ def _session(row: Session, *, num_runs: dict[str, int], num_samplers: dict[str, 
         "last_seen_at": row.last_seen_at,
         "ended_at": row.ended_at,
         "end_reason": row.end_reason,
-        "end_detail": row.end_detail,
         "sdk_version": row.sdk_version,
-        "tags": row.tags,
-        "user_metadata": row.user_metadata,
         "num_runs": num_runs.get(row.session_id, 0),
         "num_samplers": num_samplers.get(row.session_id, 0),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import struct
 import time
@@ -21,9 +22,10 @@ from gateway.database.outages import DatabaseUnusable
 from gateway.database.tables.checkpoints import Checkpoint
 from gateway.database.tables.history import MetricPoint
 from gateway.database.tables.samples import RecentSample
-from gateway.database.tables.sessions import Model
+from gateway.database.tables.sessions import Model, Session
 from gateway.gateway import Gateway
 from gateway.http.routes.dashboard import STATIC
+from tests.postgres import Postgres, postgres  # noqa: F401 - a fixture
 from tests.unit.gateway.commits import Statements, commits, lost
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, sample_body
 from tests.unit.gateway.talking import END, TalkingSampler
@@ -432,6 +434,52 @@ async def test_sessions_count_what_they_have(client: Client) -> None:
     await client.sampling_session(session_id)
     (session,) = (await get(client, "sessions"))["sessions"]
     assert (session["session_id"], session["num_runs"], session["num_samplers"]) == (session_id, 1, 1)
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
+async def either_database(request: pytest.FixtureRequest, stack: Stack) -> None:
+    if request.param == "postgresql":
+        cluster: Postgres = request.getfixturevalue("postgres")
+        await stack.restart_gateway(database_url=await asyncio.to_thread(cluster.new_database))
+
+
+@pytest.mark.usefixtures("either_database")
+async def test_long_notes_do_not_make_lists_long_and_tabs_share_them(
+    stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 200 sessions, a run in each, and 500 checkpoints: whole, their notes would be 60 MB."""
+    monkeypatch.setattr("gateway.dashboard.lists._FRESH_S", 60.0)
+    tags, notes = ['\\"first', *("t" * 100 for _ in range(600))], {"name": "n" * 30_000, "k": "v" * 30_000}
+    session_ids = [f"s{n}" for n in range(200)]
+    async with stack.gateway.store.begin() as db:
+        for n, session_id in enumerate(session_ids):
+            session = Session(session_id=session_id, owner="local", key_id="", created_at=BEGAN_AT + n)
+            session.last_seen_at, session.tags, session.user_metadata = BEGAN_AT, tags if n else ["short"], notes
+            session.end_detail = "d" * 60_000
+            db.add(session)
+        await db.flush()
+        for session_id in session_ids:
+            row = Model(model_id=f"{session_id}:train:0", session_id=session_id, base_model=BASE_MODEL, lora_rank=8)
+            row.optimizer, row.user_metadata, row.created_at = "adamw", notes, BEGAN_AT
+            row.train_unembed = row.train_mlp = row.train_attn = True
+            db.add(row)
+        for n in range(500):
+            row = checkpoint_of("s199:train:0", 1)
+            row.path, row.user_metadata = f"{row.path}{n}", notes
+            db.add(row)
+    statements = Statements(stack.gateway.store)
+    tabs = [await get(client, "sessions") for _ in range(5)]
+    assert len([each for each in statements.of_all if "substr(CAST(sessions.tags" in each]) == 1
+    newest, oldest = tabs[-1]["sessions"][0], tabs[-1]["sessions"][-1]
+    assert newest["tags"] == ['\\"first', *["t" * 100] * 4, "..."]
+    assert newest["end_detail"] == "d" * 500
+    assert (oldest["tags"], oldest["num_runs"]) == (["short"], 1)
+    runs = (await get(client, "overview"))["runs"]
+    assert [run["user_metadata"] for run in runs] == [{"name": "n" * 500}] * 100
+    run = await get(client, "runs/s199:train:0")
+    assert (run["user_metadata"], len(run["checkpoints"])) == (notes, 500)
+    for found, most in ((tabs[-1], 600_000), (runs, 300_000), (run, 400_000)):
+        assert len(json.dumps(found)) < most
 
 
 async def test_services_are_told_with_and_without_their_figures(client: Client) -> None:
