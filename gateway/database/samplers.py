@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
-from sqlalchemy import update
+import math
+import time
+
+from sqlalchemy import func, select, update
 
 from gateway.database.connection import Database
 from gateway.database.living import Living
 from gateway.database.tables.samples import SampleMark
-from gateway.database.tables.sessions import SamplingSession
+from gateway.database.tables.sessions import SamplingSession, Session
+
+_COUNTED_S = 60.0
+"""How long a number of sampling sessions is believed."""
+_FULL_S = 1.0
+"""How long it is believed when it leaves no room."""
 
 
 class SamplerRows:
     def __init__(self, database: Database, living: Living[SamplingSession]) -> None:
         self._database = database
         self._living = living
+        self._counted: dict[str, tuple[float, int]] = {}
+        """By owner: when its sampling sessions were counted, and how many there are, with those made here since."""
+
+    async def take_place(self, owner: str, *, limit: int) -> bool:
+        """Counts one more of the owner's. False, and not counted, when there are as many as the limit; those of ended
+        sessions that are not forgotten are among them."""
+        counted_at, number = self._counted.get(owner, (-math.inf, 0))
+        if time.monotonic() - counted_at > (_COUNTED_S if number < limit else _FULL_S):
+            counted_at = time.monotonic()
+            query = select(func.count(SamplingSession.sampling_session_id)).join(Session).where(Session.owner == owner)
+            async with self._database.begin() as db:
+                number = await db.scalar(query) or 0
+        if is_free := number < limit:
+            number += 1
+        self._counted[owner] = counted_at, number
+        return is_free
 
     async def add(self, row: SamplingSession) -> SamplingSession:
         """Adds it and returns it; the first one when it is a repeat."""

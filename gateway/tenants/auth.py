@@ -213,7 +213,7 @@ class Authentication:
                 text = f"the header X-API-Key (or Authorization: Bearer KEY) {what}; set TINKER_API_KEY"
             return await _refusal(scope, text)(scope, receive, send)
         try:
-            self._limits.request(caller, scope["path"])
+            self._limits.request(caller, scope["method"], scope["path"])
         except RateLimited as error:
             is_openai = scope["path"].startswith(_OPENAI)
             reply = openai_service_error(error) if is_openai else await service_error(request, error)

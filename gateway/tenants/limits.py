@@ -49,15 +49,25 @@ _FREE = (
     "/api/v1/session_heartbeat",
     "/api/v1/retrieve_future",
     "/api/v1/cancel_future",
-    "/dashboard/api/",
+    "/dashboard/api/overview",
+    "/dashboard/api/services",
+    "/dashboard/api/sessions",
+    "/dashboard/api/runs/",
 )
-"""Paths that begin so do not count: clients call them by themselves, over and over, and waiting is no use."""
-_LATER = (
-    "/api/v1/forward",
-    "/api/v1/optim_step",
-    "/api/v1/save_weights",
-    "/api/v1/load_weights",
-)
+"""Paths that begin so do not count: clients call them by themselves, over and over, and waiting is no use. None of them
+leaves a row."""
+_LATER = {
+    ("POST", f"/api/v1/{name}")
+    for name in (
+        "forward",
+        "forward_backward",
+        "optim_step",
+        "save_weights",
+        "save_weights_for_sampler",
+        "save_weights_external",
+        "load_weights",
+    )
+}
 """These count once their body is read, as `operation`, or as `count` where they are none."""
 
 
@@ -143,9 +153,9 @@ class Limits:
 
     # Rates
 
-    def request(self, caller: Caller, path: str) -> None:
-        """Counts a request whose path does not count later, nor never. Raises RateLimited."""
-        if not path.startswith(_FREE) and not path.startswith(_LATER):
+    def request(self, caller: Caller, method: str, path: str) -> None:
+        """Counts a request that does not count later, nor never. Raises RateLimited."""
+        if not path.startswith(_FREE) and (method, path) not in _LATER:
             self.count(caller)
 
     @contextmanager

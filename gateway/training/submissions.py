@@ -118,6 +118,15 @@ async def _admit(gateway: Gateway, caller: Caller, model: Model, request_id: str
     """Raises RateLimited, and BudgetExceeded."""
     whose = await gateway.store.sessions.whose(model.session_id)
     assert whose is not None
+    if rpc.sampling_session_id is not None:
+        limit = gateway.config.max_sampling_sessions
+        if not await gateway.store.samplers.take_place(whose.owner, limit=limit):
+            raise BudgetExceeded(
+                f"{whose.owner!r} has {limit} sampling sessions, which is max_sampling_sessions; those of ended "
+                "sessions are forgotten after a while",
+                budget="sampling_sessions",
+                limit=limit,
+            )
     hold = gateway.tenants.limits.start(whose.owner)
     try:
         if rpc.name == "SaveCheckpoint" and rpc.path is not None:

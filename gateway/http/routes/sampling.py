@@ -56,6 +56,12 @@ def _id_of(body: schemas.CreateSamplingSession) -> str:
 async def _sampling_session(
     gateway: Gateway, body: schemas.CreateSamplingSession, *, caller: Caller
 ) -> SamplingSession:
+    limit = gateway.config.max_sampling_sessions
+    if not await gateway.store.samplers.take_place(caller.owner, limit=limit):
+        raise OutOfCapacity(
+            f"{caller.owner!r} has {limit} sampling sessions, which is max_sampling_sessions; those of ended sessions "
+            "are forgotten after a while"
+        )
     base_model, version_id, location, inflight_run_id = body.base_model, "", "", None
     if body.model_path is not None:
         checkpoint = await gateway.storage.checkpoints.read(

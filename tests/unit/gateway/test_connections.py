@@ -14,7 +14,7 @@ import zstandard
 
 from gateway.http import connections
 from gateway.http.server import allow_descriptors
-from tests.unit.gateway.stack import Client, Stack, batch
+from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, batch
 
 HEADERS_S = 0.4
 GRACE_S = 0.6
@@ -289,6 +289,32 @@ async def test_sessions_of_one_owner_are_limited_and_a_repeat_is_no_new_one(stac
     finish = {"reason": {"type": "success"}}
     assert (await client.post(f"/api/v1/sessions/{first}/finish", json=finish)).status_code == 200
     await client.session()
+
+
+async def test_sampling_sessions_of_one_owner_are_limited_and_a_repeat_is_no_new_one(
+    stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.database.samplers._FULL_S", 0.0)
+    await stack.restart_gateway(max_sampling_sessions=3, ended_session_retention_s=0.001)
+    session_id = await client.session()
+    model_id = await client.model(session_id)
+    samplers = [await client.sampling_session(session_id, seq=n) for n in range(2)]
+    save = {"model_id": model_id, "seq_id": 1, "sampling_session_seq_id": 2}
+    assert (await client.result(await client.call("save_weights_for_sampler", save)))["sampling_session_id"]
+    body = {"session_id": session_id, "sampling_session_seq_id": 9, "base_model": BASE_MODEL}
+    refused = await client.call("create_sampling_session", body, status=429)
+    assert "'local' has 3 sampling sessions, which is max_sampling_sessions" in refused["detail"]
+    failed = await client.result(
+        await client.call("save_weights_for_sampler", save | {"seq_id": 2, "sampling_session_seq_id": 3})
+    )
+    assert "max_sampling_sessions" in failed["error"]
+    without = {"base_model": BASE_MODEL, "prompt": {"chunks": []}, "sampling_params": {}, "num_samples": 1}
+    await client.call("asample", without, status=429)
+    assert await client.sampling_session(session_id, seq=1) == samplers[1]
+    await client.call(f"sessions/{session_id}/finish", {"reason": {"type": "success"}})
+    await asyncio.sleep(0.01)
+    await stack.gateway.reaper._forgetting.forget()
+    await client.sampling_session(await client.session(), seq=0)
 
 
 def test_the_limit_of_open_files_is_raised_and_said_where_it_cannot_be(caplog: pytest.LogCaptureFixture) -> None:

@@ -540,6 +540,35 @@ async def test_what_is_refused_counts_too(stack: Stack, path: str, body: Any) ->
         assert 429 not in statuses[:5]
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "leaves"),
+    [
+        ("GET", "/api/v1/optim_step", 405),
+        ("POST", "/api/v1/forward_nothing", 404),
+        ("GET", "/v1/nothing", 404),
+        ("POST", "/v1/completions", 400),
+        ("POST", "/services/tinker-prod/api/v1/create_sampling_session", 400),
+        ("GET", "/dashboard/api/checkpoints/RUN/sampler_weights/p/download", 200),
+    ],
+)
+async def test_every_path_that_leaves_a_row_or_is_none_counts(
+    stack: Stack, method: str, path: str, leaves: int
+) -> None:
+    """A download of the dashboard is an event of the audit log, and counted against no rate."""
+    key, _ = await gateway(stack).tenants.keys.create("ada", requests_per_minute=5)
+    other, _ = await gateway(stack).tenants.keys.create("ada")
+    async with await client_of(stack, other) as client:
+        model_id = await client.model(await client.session())
+        save = {"model_id": model_id, "seq_id": 1, "path": "p"}
+        await client.result(await client.call("save_weights_for_sampler", save))
+    async with await client_of(stack, key) as client:
+        replies = [await client.request(method, path.replace("RUN", model_id)) for _ in range(12)]
+        statuses = [reply.status_code for reply in replies]
+    assert statuses[0] == leaves, replies[0].text
+    assert statuses[-1] == 429
+    assert set(statuses[:5]) == {leaves}
+
+
 async def test_an_operation_past_the_budget_and_a_repeat_count_as_requests(stack: Stack) -> None:
     key, _ = await gateway(stack).tenants.keys.create("ada", requests_per_minute=6)
     await gateway(stack).tenants.keys.set_budget("ada", {"tokens": 1})
