@@ -131,6 +131,7 @@ class Sampling:
             limits=tenants.limits,
             recent=core.dashboard.samples,
             metrics=core.metrics,
+            turns=core.turns,
         )
 
 

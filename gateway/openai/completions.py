@@ -89,10 +89,22 @@ async def _answer(
     )
     request_id = f"cmpl-{uuid4().hex}"
     log_begin(request_id, source, user=body.user)
-    draws = [
-        _draw(gateway, source, tokenizer, body, prompt, prompt_tokens, request_id=request_id, n=n)
-        for n, (prompt, prompt_tokens) in enumerate(zip(prompts, tokens, strict=True))
-    ]
+    num_tokens = sum(len(prompt_tokens) // 4 for prompt_tokens in tokens)
+    if body.echo and body.logprobs is not None:
+        num_values = num_tokens * body.num_choices * (1 + body.logprobs)
+        if num_values > gateway.config.max_body_values:
+            raise InvalidRequest(
+                f"prompt, logprobs: the answer would hold {num_values} log-probabilities of prompts, and this server's "
+                f"max_body_values is {gateway.config.max_body_values}; send fewer or shorter prompts",
+                field="prompt",
+            )
+    draws = await text_off_loop(
+        lambda: [
+            _draw(gateway, source, tokenizer, body, prompt, prompt_tokens, request_id=request_id, n=n)
+            for n, (prompt, prompt_tokens) in enumerate(zip(prompts, tokens, strict=True))
+        ],
+        num_tokens=num_tokens,
+    )
     head = head_of(request_id, source, kind="text_completion")
     choices = _Choices(body, tokenizer.vocabulary, draws)
     if body.stream:
@@ -106,8 +118,8 @@ async def _answer(
         )
     results = await while_connected(request, together([draw.result() for draw in draws]))
     updates = [update for updates in results for update in updates]
-    num_tokens = sum(len(update.entries) for update in updates)
-    made = await text_off_loop(lambda: [choices.make(update) for update in updates], num_tokens=num_tokens)
+    num_entries = sum(len(update.entries) for update in updates)
+    made = await text_off_loop(lambda: [choices.make(update) for update in updates], num_tokens=num_entries)
     return json_response(head | {"choices": made, "usage": usage_of(draws).to_json()})
 
 
@@ -143,6 +155,7 @@ def _draw(
         scores_only=max_tokens == 0,
         echo=bool(body.echo),
         prompt_text=prompt if isinstance(prompt, str) else "",
+        with_entries=body.logprobs is not None or bool(body.return_token_ids),
     )
 
 

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -26,10 +27,13 @@ _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 _EMPTY_LOGPROB = -99999.0
 """What the wire puts into an empty cell of a top-k table."""
 
-_MANY_TOKENS = 4096
+_MANY_TOKENS = 1024
 """Making text of more tokens than this would hold up the event loop."""
 _THREAD = ThreadPoolExecutor(1, "text")
 """One, so that many long answers do not take the interpreter from the event loop."""
+
+_owners: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+"""Those who have work for it."""
 
 T = TypeVar("T")
 FinishReason = Literal["stop", "length"]
@@ -135,9 +139,10 @@ Tops = Sequence[Sequence[tuple[int, float]]]
 class _Choice:
     """The text of one sequence, token by token, after that of its prompt where this is wanted too."""
 
-    def __init__(self, index: int, text: TextStream, prompt_text: TextStream | None) -> None:
+    def __init__(self, index: int, text: TextStream, prompt_text: TextStream | None, *, with_entries: bool) -> None:
         self.num_tokens = 0
-        self._index = index
+        self._with_entries = with_entries
+        self.index = index
         self._text = text
         self._prompt_text = prompt_text
         self._start = 0
@@ -149,16 +154,16 @@ class _Choice:
 
     def echo(self, tokens: Sequence[int], logprobs: Sequence[float | None], tops: Tops) -> Update:
         """The prompt; nothing when it is not wanted, or was given before."""
-        update = Update(self._index)
+        update = Update(self.index)
         if self._prompt_text is not None:
-            _push(update, self._prompt_text, tokens, logprobs, tops)
+            _push(update, self._prompt_text, tokens, logprobs, tops, with_entries=self._with_entries)
             update.text += self._prompt_text.flush()
             self._start = len(update.text)
             self._prompt_text = None
         return update
 
     def push(self, update: Update, tokens: Sequence[int], logprobs: Sequence[float], tops: Tops) -> None:
-        _push(update, self._text, tokens, logprobs, tops, start=self._start)
+        _push(update, self._text, tokens, logprobs, tops, start=self._start, with_entries=self._with_entries)
         update.tokens += tokens
         self.num_tokens += len(tokens)
 
@@ -175,9 +180,13 @@ def _push(
     tops: Tops,
     *,
     start: int = 0,
+    with_entries: bool,
 ) -> None:
     pieces = [update.text]  # joined once: adding each to the text would copy all of a long prompt for each token
-    for token, logprob, top in zip(tokens, logprobs, tops, strict=True):
+    if not with_entries:  # millions of them would hold up everybody whenever Python looks for garbage
+        pieces += map(text.push, tokens)
+        tokens = ()
+    for token, logprob, top in zip(tokens, logprobs, tops, strict=with_entries):
         offset = text.num_chars
         pieces.append(text.push(token))
         # A token of a stop string begins where the text ends.
@@ -201,9 +210,11 @@ class Draw:
         echo: bool = False,
         prompt_text: str = "",
         shown: Sequence[int] = (),
+        with_entries: bool = True,
     ) -> None:
         """`scores_only`: drawn tokens are thrown away. `echo`: the text begins with the prompt, and with those of its
-        special tokens that `prompt_text` holds. `shown`: special tokens whose text is part of the output."""
+        special tokens that `prompt_text` holds. `shown`: special tokens whose text is part of the output.
+        `with_entries`: each token is told, and not the text alone."""
         self.usage = Usage()
         """Once it is over."""
         self.prompt: list[int] = np.frombuffer(request.prompt[0].encoded_text.tokens, _INT32).tolist()
@@ -225,6 +236,7 @@ class Draw:
                 first_index + n,
                 TextStream(vocabulary, stops=stops, hidden=hidden, shown=shown),
                 TextStream(vocabulary, shown=in_prompt) if echo else None,
+                with_entries=with_entries,
             )
             for n in range(request.num_samples)
         ]
@@ -256,15 +268,24 @@ class Draw:
 
     async def _echo(self, choice: _Choice) -> Update:
         """The prompt without log-probabilities; nothing when it is not wanted, or was given before."""
+        if not choice.has_echo:
+            return Update(choice.index)
         num_prompt = len(self.prompt)
-        return await text_off_loop(
-            lambda: choice.echo(self.prompt, [None] * num_prompt, [()] * num_prompt),
-            num_tokens=num_prompt if choice.has_echo else 0,
+        return await self._off_loop(
+            lambda: choice.echo(self.prompt, [None] * num_prompt, [()] * num_prompt), num_tokens=num_prompt
         )
 
     async def _updates_of(self, response: pb.SampleResponse) -> list[Update]:
         num_sampled = sum(len(sequence.tokens) // _INT32.itemsize for sequence in response.sequences)
-        return await text_off_loop(lambda: list(self._finished(response)), num_tokens=self._num_echoed + num_sampled)
+        return await self._off_loop(lambda: list(self._finished(response)), num_tokens=self._num_echoed + num_sampled)
+
+    async def _off_loop(self, work: Callable[[], T], *, num_tokens: int) -> T:
+        """As `text_off_loop`. An owner has one piece of work there at a time: another's waits for that one only."""
+        if num_tokens <= _MANY_TOKENS:
+            await self._generator.turn(self._source)  # a thousand prompts may come to this at once
+            return work()
+        async with _owners.setdefault(self._source.owner, asyncio.Lock()):
+            return await text_off_loop(work, num_tokens=num_tokens)
 
     def _finished(self, response: pb.SampleResponse) -> Iterator[Update]:
         """What the deltas have not brought, and the ends."""

@@ -37,6 +37,7 @@ from gateway.sampling.tries import Tries
 from gateway.tenants.caller import Caller
 from gateway.tenants.ledger import Ledger
 from gateway.tenants.limits import Hold, Limits
+from gateway.turns import Turns
 from tinsmith.rpc.errors import NotReady, OutOfCapacity, ServiceError, VersionNotLoaded
 from tinsmith.rpc.logs import REQUEST_ID_METADATA
 from tinsmith.v1 import sampler_pb2 as pb
@@ -89,7 +90,9 @@ class Generator:
         limits: Limits,
         recent: RecentSamples,
         metrics: Metrics,
+        turns: Turns,
     ) -> None:
+        self._turns = turns
         self._config = config
         self._clients = clients
         self._publishing = publishing
@@ -143,6 +146,10 @@ class Generator:
         return reply.tokens
 
     # Samples
+
+    async def turn(self, source: Source) -> None:
+        """Returns when a prompt of the owner's may be worked on."""
+        await self._turns.take(source.owner)
 
     @property
     def num_running(self) -> int:
@@ -352,6 +359,7 @@ class Generator:
         give_up_at = time.monotonic() + self._config.openai_wait_s
         while True:
             replica = await self._in_time(tries.route(request), source)
+            await self.turn(source)  # a request may have a thousand prompts, and each call takes a millisecond to begin
             if request is not None:
                 self._publishing.top_up(source.session())
             try:

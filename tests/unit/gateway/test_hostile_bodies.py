@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -19,6 +20,7 @@ from gateway.config import GatewayConfig
 from gateway.http import counting
 from gateway.http.body import off_loop
 from gateway.openai import answers, chat, completions, draws
+from gateway.openai.generator import Source
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, batch
 from tests.unit.gateway.talking import TalkingSampler
 
@@ -458,7 +460,7 @@ async def test_the_prompt_of_a_stream_without_logprobs_is_made_off_the_event_loo
 
     def seen(choice: draws._Choice, *args: Any) -> draws.Update:
         update = echo(choice, *args)
-        if update.entries:
+        if update.text:
             names.append(threading.current_thread().name)
         return update
 
@@ -500,3 +502,89 @@ async def test_arguments_that_are_nested_deeply_are_refused_by_name(client: Clie
     reply = await client.post("/v1/chat/completions", json=body)
     assert reply.status_code == 400, reply.text
     assert reply.json()["error"]["param"] == "messages"
+
+
+@pytest.mark.usefixtures("talking")
+async def test_a_thousand_prompts_are_worked_on_a_few_at_a_time(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1,024 prompts of 2,000 tokens each, with `echo`, as a stream: their texts were made in one pass of 12 s."""
+    echo = draws._Choice.echo
+    num_passes = 0
+    in_pass: Counter[int] = Counter()
+
+    def seen(choice: draws._Choice, *args: Any) -> draws.Update:
+        in_pass[num_passes] += choice.has_echo
+        return echo(choice, *args)
+
+    async def count() -> None:
+        nonlocal num_passes
+        while True:
+            await asyncio.sleep(0)
+            num_passes += 1
+
+    monkeypatch.setattr(draws._Choice, "echo", seen)
+    passing = asyncio.create_task(count())
+    for stream in (True, False):
+        body = {"model": BASE_MODEL, "prompt": [[1] * 9] * 100, "echo": True, "max_tokens": 4, "stream": stream}
+        reply = await client.post("/v1/completions", json=body)
+        assert reply.status_code == 200, reply.text[:300]
+    passing.cancel()
+    assert in_pass.total() == 200
+    assert max(in_pass.values()) <= 8
+
+
+@pytest.mark.usefixtures("talking")
+async def test_draws_of_many_tokens_are_made_off_the_event_loop_and_without_what_nobody_asked_for(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+    num_entries: list[int] = []
+    make, push = completions._draw, draws._push
+
+    def made(*args: Any, **fields: Any) -> draws.Draw:
+        names.append(threading.current_thread().name)
+        return make(*args, **fields)
+
+    def pushed(update: draws.Update, *args: Any, **fields: Any) -> None:
+        push(update, *args, **fields)
+        num_entries.append(len(update.entries))
+
+    monkeypatch.setattr(draws, "_MANY_TOKENS", 500)
+    monkeypatch.setattr(draws, "_push", pushed)
+    monkeypatch.setattr(completions, "_draw", made)
+    for stream in (True, False):
+        body = {"model": BASE_MODEL, "prompt": [[1] * 100] * 8, "echo": True, "max_tokens": 4, "stream": stream}
+        reply = await client.post("/v1/completions", json=body)
+        assert reply.status_code == 200, reply.text[:300]
+    assert len(names) == 16
+    assert all(name.startswith("text") for name in names), names
+    assert set(num_entries) == {0}
+
+
+@pytest.mark.usefixtures("talking")
+async def test_an_answer_of_more_logprobs_than_values_in_a_body_is_refused(stack: Stack, client: Client) -> None:
+    await stack.restart_gateway(max_body_values=1000)
+    body = {"model": BASE_MODEL, "prompt": [[1] * 50] * 5, "n": 2, "echo": True, "logprobs": 1, "max_tokens": 0}
+    reply = await client.post("/v1/completions", json=body)
+    assert reply.status_code == 200, reply.text[:300]
+    reply = await client.post("/v1/completions", json=body | {"logprobs": 2})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "prompt")
+    assert "1500 log-probabilities of prompts" in reply.json()["error"]["message"]
+
+
+async def test_the_text_of_an_owners_thousand_answers_delays_anothers_by_one() -> None:
+    def draw(owner: str) -> draws.Draw:
+        made = draws.Draw.__new__(draws.Draw)
+        made._source = Source("m", BASE_MODEL, owner)
+        return made
+
+    ended: list[str] = []
+
+    async def text(owner: str) -> None:
+        await draw(owner)._off_loop(lambda: time.sleep(0.02), num_tokens=10**6)
+        ended.append(owner)
+
+    works = [asyncio.create_task(text(owner)) for owner in ["ada"] * 20 + ["bob"]]
+    await asyncio.gather(*works)
+    assert ended.index("bob") <= 2
