@@ -8,11 +8,13 @@ that heartbeats and polls go on whatever large ones wait.
 from __future__ import annotations
 
 from prometheus_client import Gauge
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinsmith.rpc.errors import OutOfCapacity
 
 SMALL_BYTES = 64 * 2**10
+_PIECE_BYTES = 256 * 2**10
+"""Of an answer that is written at once. The connection copies what it cannot send yet."""
 
 
 class Bodies:
@@ -56,7 +58,11 @@ class Share:
 
 
 class HoldBodies:
-    """ASGI middleware: it leaves a Share in request.state.held, which the request gives back at its end."""
+    """ASGI middleware: it leaves a Share in request.state.held, which the request gives back at its end.
+
+    An answer is sent in pieces, each once the client has read those before. So a request of a client that does not read
+    has not ended, and holds what it has sent; and an answer that many clients ask for lies in memory once.
+    """
 
     def __init__(self, app: ASGIApp, *, bodies: Bodies) -> None:
         self._app = app
@@ -66,7 +72,15 @@ class HoldBodies:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         share = scope.setdefault("state", {})["held"] = Share(self._bodies)
+
+        async def in_pieces(message: Message) -> None:
+            body = message.get("body", b"")
+            last = max(0, len(body) - 1) // _PIECE_BYTES * _PIECE_BYTES
+            for start in range(0, last, _PIECE_BYTES):
+                await send({**message, "body": body[start : start + _PIECE_BYTES], "more_body": True})
+            await send({**message, "body": body[last:]} if last else message)
+
         try:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, in_pieces)
         finally:
             share.release()

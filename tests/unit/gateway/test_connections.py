@@ -118,6 +118,31 @@ async def test_a_client_that_does_not_read_its_answer_is_cut_off(stack: Stack, c
     await client.session()
 
 
+async def test_an_answer_that_many_clients_do_not_read_is_not_copied_for_each(
+    stack: Stack, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connections of ten clients held 54 MB of an answer of 8 MB."""
+    answer = bytes(range(256)) * 2**15
+    monkeypatch.setattr("gateway.http.app._document", lambda: answer)
+    loop = asyncio.get_running_loop()
+    assert stack.server is not None
+    narrow = [socket.socket() for _ in range(10)]
+    try:
+        for each in narrow:
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            each.setblocking(False)
+            await loop.sock_connect(each, ("127.0.0.1", stack.port))
+            await loop.sock_sendall(each, b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        for _ in range(20):
+            await client.session()
+        connections = stack.server.server_state.connections
+        assert sum(each.transport.get_write_buffer_size() for each in connections) < len(answer)
+    finally:
+        for each in narrow:
+            each.close()
+    assert (await client.get("/openapi.json")).content == answer
+
+
 async def test_a_body_in_pieces_that_comes_fast_enough_is_taken(stack: Stack, client: Client) -> None:
     """Longer than the grace, as a large upload over a slow line does."""
     await stack.restart_gateway(**QUICK, min_transfer_bytes_s=1000)
