@@ -322,7 +322,8 @@ def attack(base_url: str, run: Callable[[Hostile], list[str]]) -> list[str]:
 def stack(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """With its defaults, and a key for each of the two owners."""
     flags = ["--api-key", GOOD_KEY, "--api-key", HOSTILE_KEY]
-    with Stack(tmp_path_factory.mktemp("hostile"), base_models=[f"{BASE_MODEL}={model}"], flags=flags) as stack:
+    folder = tmp_path_factory.mktemp("hostile")
+    with Stack(folder, base_models=[f"{BASE_MODEL}={model}"], flags=flags, threads=None) as stack:
         yield stack
 
 
