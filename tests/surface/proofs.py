@@ -136,9 +136,15 @@ COMMANDS: dict[str, str] = {
 }
 """Command -> proof."""
 
+_BARE = "/api/v1/training_runs/{run_id}/checkpoints/{name}"
+_ASKS_FOR_KIND = "answered 400, which asks for the checkpoint's kind"
+_ASKED_FOR_KIND = "unit/gateway/test_forms_of_peers.py::test_a_bare_name_of_a_checkpoint_is_asked_for_its_kind"
+
 REMARKS: dict[str, str] = {
     "tinker checkpoint push-hf": "served: its calls are those of `download`; no test, because the upload needs the hub",
-    "DELETE /api/v1/training_runs/{run_id}/checkpoints/{name}": "answered 400, which asks for the checkpoint's kind",
+    f"DELETE {_BARE}": _ASKS_FOR_KIND,
+    f"POST {_BARE}/publish": _ASKS_FOR_KIND,
+    f"PUT {_BARE}/ttl": _ASKS_FOR_KIND,
     "DELETE /api/v1/auth/apikey/me": "supported; answered 403 for a key of the configuration",
 }
 """What is not simply supported. One without a proof is a command that no test runs to its end."""
@@ -213,9 +219,9 @@ ENDPOINTS: dict[str, str] = {
     f"GET {_POLICY}": f"{_RETENTION}test_a_policy_says_what_it_would_delete_and_the_reaper_does_it",
     f"PUT {_POLICY}": f"{_RETENTION}test_a_policy_says_what_it_would_delete_and_the_reaper_does_it",
     f"POST {_POLICY}/prune": f"{_STORED}test_prune_shows_its_plan_and_does_it_when_told_to",
-    "DELETE /api/v1/training_runs/{run_id}/checkpoints/{name}": (
-        "unit/gateway/test_forms_of_peers.py::test_a_deletion_of_a_bare_name_is_asked_for_its_kind"
-    ),
+    f"DELETE {_BARE}": _ASKED_FOR_KIND,
+    f"POST {_BARE}/publish": _ASKED_FOR_KIND,
+    f"PUT {_BARE}/ttl": _ASKED_FOR_KIND,
     "POST /api/v1/unload_model": "unit/gateway/test_ended_runs.py::test_a_run_ends_once_its_work_is_done",
     "POST /api/v1/weights_info": f"{_METHODS}test_weights_info_describes_both_kinds_of_checkpoint",
     "GET /download/archives/{run_id}/{kind}/{name}": _ARCHIVE,

@@ -43,6 +43,8 @@ EXEMPT = {
     f"POST {API}/telemetry": "is thrown away unread",
     f"POST {API}/checkpoints/import": "names nothing: makes a checkpoint of the key's owner",
     f"DELETE {API}/training_runs/{{run_id}}/checkpoints/{{name}}": "looks nothing up: asks for the kind",
+    f"POST {API}/training_runs/{{run_id}}/checkpoints/{{name}}/publish": "looks nothing up: asks for the kind",
+    f"PUT {API}/training_runs/{{run_id}}/checkpoints/{{name}}/ttl": "looks nothing up: asks for the kind",
     "GET /download/files/{run_id}/{kind}/{name}/{file}": "is opened by a signature, which the owner was given",
     "GET /download/archives/{run_id}/{kind}/{name}": "is opened by a signature, which the owner was given",
     "GET /download/traces/{session_id}": "is opened by a signature, which the owner was given",
