@@ -30,6 +30,7 @@ from tinsmith.modeling.full_weights import FULL, FullWeights
 from tinsmith.rpc import errors
 from tinsmith.rpc.channel import connect
 from tinsmith.rpc.server import Server
+from tinsmith.rpc.tensors import from_numpy
 from tinsmith.rpc.times import duration, seconds_of
 from tinsmith.v1 import trainer_admin_pb2 as admin_pb
 from tinsmith.v1 import trainer_admin_pb2_grpc, trainer_pb2_grpc, types_pb2
@@ -46,7 +47,7 @@ from trainer_service.metrics import Metrics
 from trainer_service.operations.models import LiveModels
 from trainer_service.operations.operations import Operations
 from trainer_service.scheduling.scheduler import Scheduler
-from trainer_service.servicer import Trainer, TrainerServicer
+from trainer_service.servicer import Trainer, TrainerServicer, _is_large
 from trainer_service.storage.checkpoints import CheckpointStore
 from trainer_service.storage.imports import Importer
 from trainer_service.storage.locations import Location
@@ -997,3 +998,14 @@ async def test_a_base_model_without_anything_to_adapt_is_not_trainable(
     assert not info.trainable
     assert [one.group for one in info.refused_groups] == types_pb2.AdapterGroup.values()[1:]
     await fails(service.stub.CreateModel(creation()), errors.Unsupported, "no such layers")
+
+
+@pytest.mark.parametrize(
+    ("num_datums", "num_tokens", "large"), [(1, 8, False), (64, 8, False), (65, 1, True), (1, 10_000, True)]
+)
+def test_large_batches_are_told_without_encoding_them(num_datums: int, num_tokens: int, large: bool) -> None:
+    datum = types_pb2.Datum(
+        model_input=[types_pb2.Chunk(encoded_text=types_pb2.EncodedText(tokens=b"\0\0\0\0" * num_tokens))],
+        loss_fn_inputs={"target_tokens": from_numpy(np.zeros(num_tokens, np.int64))},
+    )
+    assert _is_large(pb.ForwardBackwardRequest(data=[datum] * num_datums)) is large
