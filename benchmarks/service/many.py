@@ -40,7 +40,7 @@ def many_sessions(bench: Bench) -> Iterator[Figure]:
     base_model = bench.target.base_model
     login = {"base_url": bench.target.url, "api_key": bench.api_key}
 
-    clients: list[tinker.ServiceClient] = []  # never closed: a hundred that close at once can hang in the SDK
+    clients: list[tinker.ServiceClient] = []  # never closed: docs/api.md (the SDK's transport) says why some would hang
 
     def one(_: int) -> float:
         begin = time.perf_counter()
