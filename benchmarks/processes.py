@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ class Target:
     grpc_address: str = ""
     up: subprocess.Popen[str] | None = None
     """The `tinsmith up` that was started here."""
+    start_s: float = 0.0
+    """Seconds until it was ready."""
 
     def service_pids(self) -> dict[str, int]:
         """Process ids by module name."""
@@ -65,6 +68,7 @@ def started(
         parts = [part for flag, value in flags.items() for part in (f"--{flag}", value)]
         command = [python, *TINSMITH[1:], "up", *parts, *more_flags]
         # Its own session: Ctrl-C reaches this process alone, which then stops it once.
+        begin = time.perf_counter()
         up = subprocess.Popen(  # noqa: S603
             command,
             stdout=subprocess.PIPE,
@@ -74,7 +78,7 @@ def started(
         )
         try:
             url, grpc_address = _wait_ready(up)
-            yield Target(url, name, folder, grpc_address, up)
+            yield Target(url, name, folder, grpc_address, up, time.perf_counter() - begin)
         finally:
             up.terminate()
             up.wait(_STOP_S)
