@@ -95,7 +95,7 @@ class GatewayConfig(GrpcTls, BaseSettings):
     """Sessions of one owner that have not ended; above it create_session is answered 429."""
     max_sampling_sessions: int = Field(default=1_000_000, gt=0)
     """Sampling sessions of one owner; above it create_sampling_session is answered 429, and an ephemeral save fails.
-    Those of an ended session count until they are forgotten, ended_session_retention_s later."""
+    Sampling sessions of an ended session count until they are forgotten, ended_session_retention_s later."""
     max_body_bytes: int = Field(default=_BODY_BYTES, gt=0)
     """Largest request body, also after decompression; a larger one is answered 413."""
     max_held_body_bytes: int = Field(default_factory=lambda: max(_BODY_BYTES, total_bytes() // 4), gt=0)

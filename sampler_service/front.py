@@ -103,11 +103,10 @@ class Front(ABC):
         self._check_alive()
         if self._num_waiting >= self._config.max_waiting and not request.on_probation:
             raise OutOfCapacity(f"{self._num_waiting} requests wait already, the most that max_waiting allows")
-        most = self._config.max_held_bytes
-        if self._held_bytes + request.num_bytes > most and self._tasks and not request.on_probation:
+        num_bytes, most = request.num_bytes, self._config.max_held_bytes
+        if self._held_bytes + num_bytes > most and self._tasks and not request.on_probation:
             raise OutOfCapacity(
-                f"requests hold {self._held_bytes} bytes, this one takes {request.num_bytes}, and max_held_bytes is "
-                f"{most}"
+                f"requests hold {self._held_bytes} bytes, this one takes {num_bytes}, and max_held_bytes is {most}"
             )
         seed = secrets.randbits(63) if request.params.seed is None else request.params.seed
         scorer = PromptScorer(request, seed=seed) if wants_scores(request) else None
@@ -136,7 +135,7 @@ class Front(ABC):
             for index in range(request.num_samples)
         ]
         self._tasks[task] = None
-        self._held_bytes += request.num_bytes
+        self._held_bytes += num_bytes
         self._count_waiting(1)
         return task
 

@@ -114,7 +114,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 if one not in groups and not full
             ],
             num_threads=pace.num_threads,
-            token_budget=pace.token_budget,
+            micro_batch_tokens=pace.micro_batch_tokens,
             tokens_per_second=pace.tokens_per_s,
         )
 

@@ -32,7 +32,7 @@ class Bench:
     context: int
     api_key: str
     loop_threads: int
-    """Of the loop that the service is compared with."""
+    """Threads of the loop that the service is compared with."""
     repeats: int
     budget_s: float
     rng: np.random.Generator

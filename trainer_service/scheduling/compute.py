@@ -51,7 +51,7 @@ class Pace:
 
     num_threads: int
     """0 for torch's default."""
-    token_budget: int
+    micro_batch_tokens: int
     """Most tokens of the next micro-batch."""
     tokens_per_s: float
     """Of large micro-batches; 0 before the first."""
@@ -155,7 +155,7 @@ class ComputeThread:
             return Backlog(self._running, self._lanes.waiting())
 
     def pace(self) -> Pace:
-        return Pace(self._cores.threads, self._token_budget(), self.speed.large_tokens_per_s)
+        return Pace(self._cores.threads, self._micro_batch_tokens(), self.speed.large_tokens_per_s)
 
     @property
     def loss_speed(self) -> Speed | None:
@@ -207,7 +207,7 @@ class ComputeThread:
             with self._changed:
                 self._running = None
                 started = time.perf_counter()
-                work = None if self._closed else self._lanes.next(self._token_budget())
+                work = None if self._closed else self._lanes.next(self._micro_batch_tokens())
                 if work is not None:
                     self._metrics.compute.phases["schedule"].observe(time.perf_counter() - started)
                     self._running = self._begin(work)
@@ -221,7 +221,7 @@ class ComputeThread:
         self._deliver()
         return work
 
-    def _token_budget(self) -> int:
+    def _micro_batch_tokens(self) -> int:
         """Most tokens of the next micro-batch: as many as it computes in the time that it should take, at the speed of
         the earlier ones, and no more than the engine's budget. Only the latter where micro-batches must not depend on
         measurements."""

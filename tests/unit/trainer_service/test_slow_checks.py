@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -35,6 +36,30 @@ NUM_REQUESTS = 19
 OTHER = "s:train:1"
 
 
+@dataclass(frozen=True)
+class Checks:
+    """Checks of custom losses, each of which waits until the test lets all go on."""
+
+    begun: threading.Event = field(default_factory=threading.Event)
+    go_on: threading.Event = field(default_factory=threading.Event)
+    names: list[str] = field(default_factory=list)
+    """Losses whose checks have begun."""
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> Checks:
+    made, check = Checks(), CustomLoss.check_shapes
+
+    def slow(loss: CustomLoss, datums: Sequence[Any]) -> list[float]:
+        made.names.append(loss.name)
+        made.begun.set()
+        assert made.go_on.wait(10 * AT_ONCE_S)
+        return check(loss, datums)
+
+    monkeypatch.setattr(CustomLoss, "check_shapes", slow)
+    return made
+
+
 def custom(model_id: str, seq_id: int, *, name: str) -> pb.ForwardBackwardRequest:
     loss = custom_loss(
         graph(node("call_method", "total", "sum", ref("logprobs")), loss="total"), {"logprobs": 1}, name=name
@@ -48,69 +73,47 @@ def custom(model_id: str, seq_id: int, *, name: str) -> pb.ForwardBackwardReques
 async def test_checks_of_one_models_losses_delay_no_large_batch_and_one_check_of_another(
     service: Service,  # noqa: F811
     stub: Any,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+    checks: Checks,
 ) -> None:
-    begun, goes_on = threading.Event(), threading.Event()
-    checked: list[str] = []
-    check = CustomLoss.check_shapes
-
-    def slow(loss: CustomLoss, datums: Sequence[Any]) -> list[float]:
-        checked.append(loss.name)
-        begun.set()
-        assert goes_on.wait(10 * AT_ONCE_S)
-        return check(loss, datums)
-
-    monkeypatch.setattr(CustomLoss, "check_shapes", slow)
     await stub.CreateModel(creation(OTHER))
     large = request([random_datum(64, seed, vocab_size=VOCAB_SIZE) for seed in range(100)], model_id=OTHER, seq_id=1)
     many = [custom(MODEL, seq_id, name="slow") for seq_id in range(1, NUM_REQUESTS + 1)]
     calls = [asyncio.ensure_future(stub.ForwardBackward(one)) for one in many]
     try:
-        assert await asyncio.to_thread(begun.wait, AT_ONCE_S)
+        assert await asyncio.to_thread(checks.begun.wait, AT_ONCE_S)
         async with asyncio.timeout(AT_ONCE_S):
             accepted = await Accepted.of(service, large)
             assert (await accepted.result()).metrics["num_tokens:sum"] == 64 * 100
-        assert checked == ["slow"]
+        assert checks.names == ["slow"]
         calls.append(asyncio.ensure_future(stub.ForwardBackward(custom(OTHER, 2, name="other"))))
         async with asyncio.timeout(AT_ONCE_S):
             while await service.trainer.journal.find(OTHER, 2) is None:  # noqa: ASYNC110 - it has come, and waits
                 await asyncio.sleep(0.01)
     finally:
-        goes_on.set()
+        checks.go_on.set()
         await asyncio.gather(*calls)
-    assert checked.index("other") <= 2  # behind the check that ran, and at most one that waited
-    assert len(checked) == NUM_REQUESTS + 1
+    assert checks.names.index("other") <= 2  # behind the check that ran, and at most one that waited
+    assert len(checks.names) == NUM_REQUESTS + 1
 
 
 async def test_checks_of_a_deleted_model_do_not_run(
     service: Service,  # noqa: F811
     stub: Any,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+    checks: Checks,
 ) -> None:
-    begun, goes_on = threading.Event(), threading.Event()
-    checked: list[str] = []
-    check = CustomLoss.check_shapes
-
-    def slow(loss: CustomLoss, datums: Sequence[Any]) -> list[float]:
-        checked.append(loss.name)
-        begun.set()
-        assert goes_on.wait(10 * AT_ONCE_S)
-        return check(loss, datums)
-
-    monkeypatch.setattr(CustomLoss, "check_shapes", slow)
     calls = [
         asyncio.ensure_future(stub.ForwardBackward(custom(MODEL, seq_id, name=f"of {seq_id}")))
         for seq_id in range(1, 13)
     ]
     try:
-        assert await asyncio.to_thread(begun.wait, AT_ONCE_S)
+        assert await asyncio.to_thread(checks.begun.wait, AT_ONCE_S)
         async with asyncio.timeout(AT_ONCE_S):
             await Accepted.of(service, request([random_datum(4, 1, vocab_size=VOCAB_SIZE)], model_id=MODEL, seq_id=13))
             await stub.DeleteModel(pb.DeleteModelRequest(model_id=MODEL))
     finally:
-        goes_on.set()
+        checks.go_on.set()
         await asyncio.gather(*calls, return_exceptions=True)
-    assert len(checked) == 1
+    assert len(checks.names) == 1
 
 
 def long_loss(name: str) -> CustomLoss:
