@@ -29,10 +29,11 @@ def test_the_readmes_example_trains_samples_and_saves(toy: Path, tmp_path: Path)
             timeout=200,
         )
     assert done.returncode == 0, done.stderr
-    *steps, answer, path = done.stdout.splitlines()
-    losses = [float(re.fullmatch(r"step \d: loss ([\d.]+), gradient [\d.]+", step)[1]) for step in steps]  # type: ignore[index]
+    # A model of random weights may answer with several lines.
+    steps, answer, path = re.fullmatch(r"((?:step [^\n]*\n){3})(.+\n)(.*)\n", done.stdout, re.DOTALL).groups()  # type: ignore[union-attr]
+    losses = [float(loss) for loss in re.findall(r"step \d: loss ([\d.]+), gradient [\d.]+\n", steps)]
     assert len(losses) == 3
     assert losses[-1] < losses[0]
-    assert answer
+    assert answer.strip("\n")
     assert path.startswith("tinker://")
     assert path.endswith("/weights/mended")

@@ -21,6 +21,12 @@ async def stack(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> AsyncIterat
 
 
 @pytest.fixture
+async def impatient(stack: Stack) -> None:
+    """A gateway that waits for half a second only where the trainer does not answer; by default it outwaits a busy machine."""
+    await stack.restart_gateway(submit_timeout_s=0.5)
+
+
+@pytest.fixture
 async def client(stack: Stack) -> AsyncIterator[Client]:
     async with Client(base_url=stack.url, timeout=20, headers={"x-api-key": "tml-test"}) as client:
         yield client

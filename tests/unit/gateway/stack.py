@@ -509,7 +509,7 @@ class Stack:
         self.sampler_backend = Backend(self.sampler, "sampler")
         self.sampler_ports: list[int] | None = None
         """Where the gateway finds the samplers; None: the one."""
-        self.settings: dict[str, Any] = {"long_poll_s": 5.0, "submit_timeout_s": 1.0, "reap_interval_s": 0.2}
+        self.settings: dict[str, Any] = {"long_poll_s": 5.0, "submit_timeout_s": 15.0, "reap_interval_s": 0.2}
         self.server: GatewayServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self.port = 0

@@ -86,6 +86,7 @@ async def test_a_session_has_a_limit_of_custom_losses(stack: Stack, client: Clie
     assert "max_custom_losses" in failure["error"]
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_a_custom_loss_waits_for_a_trainer(stack: Stack, client: Client) -> None:
     session_id = await client.session()
     await stack.trainer_backend.stop()

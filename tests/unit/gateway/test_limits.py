@@ -265,7 +265,6 @@ async def test_past_the_storage_quota_saves_fail_until_something_is_deleted(stac
 
 
 async def test_an_import_counts_with_what_it_unpacks_to(stack: Stack) -> None:
-    await stack.restart_gateway(submit_timeout_s=20.0)  # a busy machine takes more than the second of other tests
     keys = gateway(stack).tenants.keys
     key, _ = await keys.create("ada")
     await keys.set_budget("ada", {"storage_bytes": 299})
@@ -331,7 +330,6 @@ async def num_saved(client: Client, model_id: str, *seq_ids: int) -> int:
 
 @pytest.mark.parametrize(("num_runs", "num_saves"), [(6, 1), (1, 8), (3, 3)])
 async def test_the_storage_quota_holds_for_first_saves_at_once(stack: Stack, num_runs: int, num_saves: int) -> None:
-    await stack.restart_gateway(submit_timeout_s=20.0)
     key, _ = await gateway(stack).tenants.keys.create("ada")
     await gateway(stack).tenants.keys.set_budget("ada", {"storage_bytes": 250})
     async with await client_of(stack, key) as client:

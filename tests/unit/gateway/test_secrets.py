@@ -94,6 +94,7 @@ async def test_no_secret_is_in_a_log_or_in_an_answer(
     stack: Stack, client: Client, log: pytest.LogCaptureFixture
 ) -> None:
     await stack.restart_gateway(
+        submit_timeout_s=0.5,
         api_keys=[KEY],
         service_key=SecretStr(SERVICE_KEY),
         jwt_auth=True,

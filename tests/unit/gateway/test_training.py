@@ -139,7 +139,6 @@ async def test_bodies_that_are_parsed_in_a_thread_do_the_same(stack: Stack, clie
 
 
 async def test_many_operations_wait_for_the_first(stack: Stack, client: Client) -> None:
-    await stack.restart_gateway(submit_timeout_s=20.0)
     model_id = await client.model(await client.session())
     steps = [{"model_id": model_id, "seq_id": seq_id, "adam_params": {}} for seq_id in range(1, 131)]
     receipts = await asyncio.gather(*[client.call("optim_step", step) for step in steps[1:]])
@@ -195,6 +194,7 @@ async def test_a_body_above_the_limit_is_refused_and_the_gateway_lives(client: C
     assert await client.session()
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_submissions_are_refused_while_the_trainer_is_away(stack: Stack, client: Client) -> None:
     model_id = await client.model(await client.session())
     await stack.trainer_backend.stop()
@@ -206,6 +206,7 @@ async def test_submissions_are_refused_while_the_trainer_is_away(stack: Stack, c
     assert b"loss:sum" in await client.result({"request_id": f"{model_id}:1"})
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_submissions_are_refused_while_the_trainer_loads(stack: Stack, client: Client) -> None:
     model_id = await client.model(await client.session())
     stack.trainer.is_loading = True

@@ -177,6 +177,7 @@ async def test_a_load_may_be_sent_before_the_save_of_the_same_run_is_through(sta
     assert stack.trainer.orders[model_id] == [0, 1, 2, 3]
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_a_load_elsewhere_waits_for_the_save(stack: Stack, client: Client) -> None:
     session_id = await client.session()
     model_id, other = await client.model(session_id), await client.model(session_id, seq=1)
