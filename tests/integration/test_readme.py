@@ -34,6 +34,6 @@ def test_the_readmes_example_trains_samples_and_saves(toy: Path, tmp_path: Path)
     losses = [float(loss) for loss in re.findall(r"step \d: loss ([\d.]+), gradient [\d.]+\n", steps)]
     assert len(losses) == 3
     assert losses[-1] < losses[0]
-    assert answer.strip("\n")
+    assert answer
     assert path.startswith("tinker://")
     assert path.endswith("/weights/mended")
