@@ -1,6 +1,6 @@
-"""Activation checkpointing: of a decoder layer only the input is kept, and backward computes the rest again.
+"""Activation checkpointing: a decoder layer keeps only its input, and backward computes its activations again.
 
-It takes about a third more time (one more forward pass), and some kilobytes of memory per token and layer remain.
+Training takes about a third longer (one more forward pass). A few kilobytes per token and layer are still kept.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tinsmith.modeling.lora import ActiveRuns
 
 @contextmanager
 def checkpointed(layers: Sequence[nn.Module], active: ActiveRuns) -> Iterator[None]:
-    """What these layers compute inside can be differentiated at any time later."""
+    """A context in which these layers keep only their inputs. Backward may run after the context has ended."""
     before = [layer.__dict__.get("forward") for layer in layers]
     for layer in layers:
         layer.forward = partial(_forward, layer.forward, active)
@@ -34,11 +34,14 @@ def checkpointed(layers: Sequence[nn.Module], active: ActiveRuns) -> Iterator[No
 
 
 def _forward(inner: Any, active: ActiveRuns, *args: Any, **kwargs: Any) -> Any:
-    """The model draws no random numbers: it is in evaluation mode, so there is no generator to rewind."""
+    """Runs one layer with checkpointing.
+
+    The state of the random generator is not saved: the model is in evaluation mode and draws no random numbers.
+    """
     then = _values(active)
 
     def compute(*args: Any, **kwargs: Any) -> Any:
-        # Backward comes after the forward pass has taken its adapters out of the layers.
+        # Backward runs after the forward pass has removed its adapters from the layers: they are put back meanwhile.
         now = _values(active)
         _set(active, then)
         try:

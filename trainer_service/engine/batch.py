@@ -1,4 +1,4 @@
-"""Protobuf batches to arrays and back: the only such code of the trainer. What leaves `Batch.from_proto` is valid."""
+"""The only code of the trainer that converts batches between protobuf and arrays. `Batch.from_proto` validates them."""
 
 from __future__ import annotations
 
@@ -24,36 +24,37 @@ CUSTOM = "custom"
 LOSS_FN_NAMES = (*LOSS_FNS, CUSTOM)
 
 MAX_TARGETS_PER_TOKEN = 1024
-"""Unless a setting says otherwise."""
+"""Default of the setting max_targets_per_token."""
 
 _TYPE = "TorchLossReturn"
 _ANSWER_BYTES = MAX_MESSAGE_BYTES - 1024 * 1024
-"""For the logprobs of one answer; what it holds beside them is far below a MiB."""
+"""Limit on the logprobs of one answer, in bytes. The rest of an answer is far below the 1 MiB left for it."""
 _DATUM_BYTES = 1024
-"""Of the objects that a datum is beside its arrays."""
+"""Memory of a datum's Python objects, without its arrays, in bytes."""
 _TARGET_BYTES = 28
-"""Of one target: itself, up to three numbers that the loss fills in, and its logprob, twice while it is answered."""
+"""Memory of one target, in bytes: the target (8), up to three float32 inputs that the loss fills in (12), and its
+logprob (4), of which there are two copies while the answer is made (8)."""
 _FITS_MEMORY = "what fits into this trainer's memory"
 _ELEMENTS_PER_TOKEN = 128
-"""Elements of targets and inputs that are charged as one more token. A target with its weight takes about 115 bytes
-from the request to the answer, so this many elements take 7 kB; a token of the smallest models takes 14 kB."""
+"""This many elements of targets and inputs are charged as one more token. A target with its weight takes about 115
+bytes between request and answer, so this many elements take 7 kB; a token of the smallest models takes 14 kB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a request may ask for."""
+    """The largest batch and datum that a request may bring."""
 
     vocab_size: int
     max_context_length: int
     max_datums: int = 4096
     context_reason: str = "its context"
-    """What max_context_length is."""
+    """Where max_context_length comes from, in the words of an error message."""
     max_targets_per_token: int = MAX_TARGETS_PER_TOKEN
     longest_datum: int | None = None
-    """Tokens that one datum may be charged for, because of memory; None is no limit."""
+    """Largest charge of one datum that fits into memory, in tokens; None means no limit."""
 
     def bounded(self, longest_datum: int | None) -> Limits:
-        """Where memory allows less than the model does."""
+        """These limits, lowered to the longest datum that fits into memory (in tokens; None means no limit)."""
         if longest_datum is None or longest_datum >= self.max_context_length:
             return replace(self, longest_datum=longest_datum)
         return replace(self, max_context_length=longest_datum, context_reason=_FITS_MEMORY, longest_datum=longest_datum)
@@ -61,15 +62,15 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Datum:
-    """One example: N tokens, and for each of them one target, or K."""
+    """One example: N tokens, each with one target or with K targets."""
 
     tokens_N: npt.NDArray[np.int32]
     targets: npt.NDArray[np.int64]
     """[N] or [N, K]."""
     inputs: Arrays
-    """What the loss reads beside the targets."""
+    """The other arrays that the loss reads, by name. For a built-in loss each has the targets' shape."""
     loss_s: float = 0.0
-    """Expected time of the custom loss, in seconds; 0 for other losses, whose time counts as that of the tokens."""
+    """Expected time of the custom loss, in seconds. 0 for built-in losses: their time is part of a token's cost."""
 
     @property
     def length(self) -> int:
@@ -77,12 +78,15 @@ class Datum:
 
     @property
     def charge(self) -> int:
-        """Tokens that it counts for in turns, micro-batches and memory: its own, and some for many targets."""
+        """Tokens that the datum counts for in turns, micro-batches and memory: its length, more for many targets."""
         return charge_of(self.length, [self.targets.size, *(values.size for values in self.inputs.values())])
 
 
 def charge_of(num_tokens: int, sizes: Iterable[int]) -> int:
-    """`sizes`: elements of each array that a datum has beside its tokens. One for each token costs nothing more."""
+    """Charge of a datum of `num_tokens` tokens. `sizes`: number of elements of each of its other arrays.
+
+    An array with one element for each token adds nothing.
+    """
     more = sum(max(0, size - num_tokens) for size in sizes)
     return num_tokens + math.ceil(more / _ELEMENTS_PER_TOKEN)
 
@@ -94,13 +98,14 @@ class Batch:
     loss_fn: str
     loss: Objective
     loss_config: Mapping[str, float]
-    """Complete: defaults are filled in."""
+    """The loss's settings, with defaults filled in."""
     forward_only: bool
     datums: Sequence[Datum]
     held_bytes: int = 0
-    """Memory that it takes until it is answered."""
+    """Memory that the batch takes until it is answered, in bytes."""
     request: trainer_pb2.ForwardBackwardRequest | None = field(default=None, repr=False)
-    """What it was made from, for other ranks to make it too. The arrays are mostly views of its bytes."""
+    """The message that the batch was made from; other ranks make the batch from it too. Most arrays are views of its
+    bytes."""
 
     @property
     def num_tokens(self) -> int:
@@ -108,7 +113,8 @@ class Batch:
 
     @staticmethod
     def bytes_of(request: trainer_pb2.ForwardBackwardRequest) -> int:
-        """Memory that its batch takes until it is answered, at most: the message, the arrays and the logprobs."""
+        """Upper bound of the memory that the request's batch takes until it is answered, in bytes: the message, the
+        arrays and the logprobs."""
         num_bytes = request.ByteSize()
         for datum in request.data:
             num_bytes += _DATUM_BYTES + sum(chunk.ByteSize() for chunk in datum.model_input)
@@ -127,9 +133,13 @@ class Batch:
         max_bytes: int | None = None,
         check_loss: bool = True,
     ) -> Batch:
-        """Raises InvalidRequest or UnknownLossFn, naming the field and the value. `held_bytes`: its bytes_of, where
-        that is known. `max_bytes`: of its memory. `check_loss`: see `with_loss_checked`; without it a custom loss is
-        run without data for the largest datum only, whose expected time then counts for all."""
+        """Makes and validates the batch of a request. Raises InvalidRequest or UnknownLossFn, which name the field and
+        the value.
+
+        `held_bytes`: `bytes_of(request)`, if it has been computed already. `max_bytes`: limit on `held_bytes`.
+        `check_loss`: a custom loss is checked for every datum (see `with_loss_checked`). When it is false, only the
+        largest datum is checked, and its expected time counts for all.
+        """
         if request.loss_fn not in LOSS_FN_NAMES:
             raise UnknownLossFn(
                 f"loss_fn: {request.loss_fn!r} is not one of {', '.join(LOSS_FN_NAMES)}",
@@ -199,8 +209,11 @@ class Batch:
         return replace(batch, datums=[replace(datum, loss_s=loss_s) for datum in datums])
 
     def with_loss_checked(self) -> Batch:
-        """With the expected time of a custom loss for each datum, which is run without data for that. Raises
-        InvalidRequest for a loss that this server does not run on such datums."""
+        """Checks a custom loss on the shapes of every datum, without data, and sets the datums' expected times.
+
+        Returns the batch unchanged when its loss is built in. Raises InvalidRequest for a loss that this server does
+        not run on datums of these shapes.
+        """
         if not isinstance(self.loss, CustomLoss):
             return self
         expected = self.loss.check_shapes([(datum.targets.shape, datum.inputs) for datum in self.datums])
@@ -209,7 +222,7 @@ class Batch:
 
 
 def _check_targets(request: trainer_pb2.ForwardBackwardRequest, limits: Limits) -> None:
-    """Refuses too many targets, for one token or for one answer, by their shapes: no array is made."""
+    """Refuses too many targets for one token, or for one answer. Reads shapes only and makes no array."""
     num_targets = 0
     for index, datum in enumerate(request.data):
         if "target_tokens" not in datum.loss_fn_inputs:
@@ -232,7 +245,7 @@ def _check_targets(request: trainer_pb2.ForwardBackwardRequest, limits: Limits) 
 
 
 def _check_sparse_inputs(request: trainer_pb2.ForwardBackwardRequest) -> None:
-    """Refuses sparse inputs of a custom loss that are large when they are dense, before they are."""
+    """Refuses sparse inputs of a custom loss that would be too large as dense arrays, before they are made dense."""
     total = 0
     for index, datum in enumerate(request.data):
         for name, tensor in datum.loss_fn_inputs.items():
@@ -293,7 +306,8 @@ def _datum(
         if name in datum.loss_fn_inputs or name in loss.required:
             inputs[name] = _floats(datum, name, targets, field=field)
         elif name == "weights" and datum.loss_fn_inputs["target_tokens"].WhichOneof("layout") == "sparse_csr":
-            # An absent cell is token 0, which ones would train towards; a target of token 0 is an absent cell, too.
+            # An absent cell reads as token 0, and so does a real target of token 0. Default weights of 1 would train
+            # both, so the weights must say which cells count.
             raise InvalidRequest(
                 f"{field}.loss_fn_inputs['weights']: missing; sparse target_tokens do not say which cells count",
                 field=f"{field}.loss_fn_inputs.weights",
@@ -306,7 +320,10 @@ def _datum(
 
 
 def _custom_datum(datum: types_pb2.Datum, loss: CustomLoss, limits: Limits, *, field: str) -> Datum:
-    """Inputs keep their type and may have any shape of the declared rank. What the loss does not name is not read."""
+    """Makes a datum for a custom loss. Its inputs keep their dtype and may have any shape of the declared rank.
+
+    Inputs that the loss does not declare are ignored.
+    """
     tokens = _tokens(datum, limits, field=field)
     logprobs, *others = loss.inputs
     targets = _targets(datum, tokens.size, f"loss {loss.name!r}", (logprobs.rank,), limits, field=field)
@@ -363,7 +380,7 @@ def _targets(
 
 
 def _fitting(datum: Datum, limits: Limits, *, field: str) -> Datum:
-    """Refuses one whose arrays are too large for memory."""
+    """Returns the datum, or raises InvalidRequest when its arrays are too large for memory."""
     if limits.longest_datum is not None and datum.charge > limits.longest_datum:
         raise InvalidRequest(
             f"{field}.loss_fn_inputs['target_tokens']: shape {list(datum.targets.shape)} counts as {datum.charge} "
@@ -385,7 +402,7 @@ def _floats(datum: types_pb2.Datum, name: str, targets: npt.NDArray[np.int64], *
             )
 
     sent = datum.loss_fn_inputs[name]
-    if sent.WhichOneof("layout") == "sparse_csr":  # it is small until it is made
+    if sent.WhichOneof("layout") == "sparse_csr":  # small as sent, but possibly huge as a dense array
         check(tuple(sent.shape))
     values = tensors.to_numpy(sent, field=where)
     check(values.shape)
@@ -401,11 +418,11 @@ class Output:
     """The result of one request."""
 
     logprobs: Sequence[Floats]
-    """One array for each datum, of its targets' shape."""
+    """One array for each datum, with the shape of its targets."""
     metrics: Mapping[str, float]
 
     def to_proto(self) -> trainer_pb2.ForwardBackwardResponse:
-        """Neighbours of one trailing shape share a record."""
+        """Makes the response. Neighbouring datums with the same trailing shape share one record."""
         runs = [list(group) for _, group in groupby(self.logprobs, key=_trailing_shape)]
         return trainer_pb2.ForwardBackwardResponse(
             loss_fn_output_type=_TYPE,

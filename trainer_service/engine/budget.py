@@ -1,7 +1,7 @@
-"""How much fits into memory at once: measured when the trainer starts, on its own forward and backward.
+"""How many tokens fit into memory at once: measured when the trainer starts, on its own forward and backward.
 
-More tokens in a micro-batch are as fast or faster, so memory is the only bound here. How long a micro-batch may take,
-so that nobody waits long for the next one, is decided while the trainer serves (scheduling/compute.py).
+A larger micro-batch is never slower per token, so memory is the only bound here. The compute thread
+(scheduling/compute.py) also bounds the time of a micro-batch, so that other models do not wait long for the next one.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 _NOISE = 0.005
-"""A share of the memory below which a difference between two layouts is the allocator's rounding."""
+"""A difference between two layouts below this share of their memory is taken for the allocator's rounding."""
 
 Lengths = Sequence[int]
-"""Of the sequences of one micro-batch."""
+"""Lengths of the sequences of one micro-batch, in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes of activations: fixed + per_token * T + per_pair * (the sum of the squared lengths).
+    """Bytes of activations of T tokens: fixed + per_token * T + per_pair * (sum of the squared sequence lengths).
 
-    The last term is zero where attention keeps no scores, which is the rule.
+    The last term is zero where attention keeps no scores, as most models' attention does not.
     """
 
     fixed_bytes: float
@@ -34,19 +34,20 @@ class Footprint:
         return math.ceil(self.fixed_bytes + self.bytes_per_token * sum(lengths) + self.bytes_per_pair * pairs)
 
     def longest(self, num_bytes: float) -> int:
-        """The longest sequence whose activations take at most `num_bytes`; 0 when there is none."""
+        """Length of the longest sequence whose activations take at most `num_bytes`, in tokens; 0 when none does."""
         room = num_bytes - self.fixed_bytes
         if room <= 0:
             return 0
-        # The positive root of a L^2 + b L = room, in the form that holds for a = 0, too.
+        # The positive root of a L^2 + b L = room, in the form that is valid for a = 0, too.
         root = math.sqrt(self.bytes_per_token**2 + 4 * self.bytes_per_pair * room)
         return int(2 * room / (self.bytes_per_token + root))
 
     @classmethod
     def measured(cls, peak_bytes: Callable[[Lengths], int], num_tokens: int, *, with_pairs: bool = True) -> Footprint:
-        """From micro-batches of one sequence of n and of 2n tokens, and (with_pairs) of four that have 2n together.
+        """Fits the footprint to measured micro-batches: one sequence of n tokens, one of 2n, and four of n/2.
 
-        The last two differ by nothing but the term in the squares, by 4 n^2 - 4 (n/2)^2 = 3 n^2 of it.
+        The last two have equally many tokens, so they differ only in the sum of squares: 4 n^2 - 4 (n/2)^2 = 3 n^2.
+        Without `with_pairs` the third is not measured, and bytes_per_pair is 0.
         """
         n = num_tokens
         once, twice = float(peak_bytes([n])), float(peak_bytes([2 * n]))
@@ -60,23 +61,24 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What was measured, or set. The same on every rank of one trainer."""
+    """How the engine may use memory, as measured or set. It is the same on every rank of a trainer."""
 
     token_budget: int
-    """Tokens of a micro-batch. A longer datum goes alone."""
+    """Most tokens of a micro-batch. A datum longer than this is a micro-batch by itself."""
     memory_bytes: int | None = None
-    """For adapters, their optimizers and activations together; None is not known."""
+    """Memory for adapters, their optimizers and activations together; None when it was not measured."""
     activation_bytes: int | None = None
-    """The share of it that activations may take."""
+    """Part of memory_bytes that activations may take."""
     models_bytes: int | None = None
-    """For all live models with their gradients and optimizers, on the device or not; None is no limit."""
+    """Memory for all live models with gradients and optimizers, on the device or the host; None means no limit."""
     adapter_device_bytes: int | None = None
-    """The share of it that adapters may take on the device, when it is set."""
+    """Device memory that adapters may take, from the setting of this name; None when it is not set."""
     plain: Footprint | None = None
+    """Activations without activation checkpointing; None when they were not measured."""
     checkpointed: Footprint | None = None
-    """With activation checkpointing; None when that is off."""
+    """Activations with activation checkpointing; None when they were not measured."""
     longest_datum: int | None = None
-    """Tokens of the longest datum that fits at all."""
+    """Length of the longest datum that fits into memory, in tokens; None when it was not measured."""
 
     def needs_checkpointing(self, lengths: Lengths) -> bool:
         if self.plain is None or self.activation_bytes is None:
@@ -84,7 +86,7 @@ class Plan:
         return self.plain.of(lengths) > self.activation_bytes
 
     def room_for_adapters(self, lengths: Lengths, *, checkpointing: bool) -> int | None:
-        """Bytes on the device, beside a micro-batch of these sequences. None is no limit."""
+        """Device memory for adapters beside a micro-batch of these sequences, in bytes. None means no limit."""
         if self.memory_bytes is None:
             return self.adapter_device_bytes
         footprint = self.checkpointed if checkpointing else self.plain

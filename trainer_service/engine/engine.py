@@ -1,6 +1,7 @@
-"""The training engine: packed batches of many models through one frozen base model.
+"""The training engine: runs packed batches of many models through one base model.
 
-It knows no protobuf, gRPC, order or journal. Every method runs on the service's one compute thread.
+The engine knows no protobuf, no gRPC, no order of operations and no journal. Its methods run on the service's one
+compute thread, unless they say otherwise.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from trainer_service.weight_sync.canary import Scores, Tokens, score
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """A copy, in host memory, of an optimizer."""
+    """A copy of an optimizer's state in host memory."""
 
     kind: str
     tensors: dict[str, Tensor]
@@ -43,31 +44,34 @@ class OptimizerState:
 
 @dataclass(frozen=True, slots=True)
 class Accumulation:
-    """A copy, in host memory, of a model's gradients for its next step, and of a failure among its batches."""
+    """A copy, in host memory, of the gradients that a model has accumulated since its last step.
+
+    `tainted` and `tainted_by` describe a batch that failed meanwhile.
+    """
 
     gradient: Tensor | None
-    """Sum of the gradients, flat; None where no batch has added any."""
+    """Sum of the gradients, flat [numel]; None when it is zero."""
     tainted: str
-    """Why the gradients are not those that the client thinks; empty when they are."""
+    """Error of the failed batch, whose gradient is missing from the sum; empty when none has failed."""
     tainted_by: int
-    """seq_id of the newest batch that has failed."""
+    """seq_id of the newest batch that failed; 0 when none has."""
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A copy, in host memory, of everything that a checkpoint holds."""
+    """A copy of a model in host memory: everything that a checkpoint or a snapshot holds."""
 
     config: AdapterConfig
     adapter: Weights
     step: int
-    """Optimizer steps that the weights have seen."""
+    """Number of optimizer steps applied to the weights."""
     optimizer: OptimizerState | None
     accumulation: Accumulation | None = None
-    """Gradients and failure of a model that is parked between two steps. No checkpoint holds them."""
+    """Accumulated gradients, for a model that is parked between two steps. Checkpoints never hold them."""
 
 
 class TrainingEngine:
-    """Adapters, their gradients and their optimizers."""
+    """Holds all models in memory (adapters, gradients, optimizers), trains them and copies their state."""
 
     def __init__(
         self,
@@ -81,11 +85,11 @@ class TrainingEngine:
         metrics: Metrics | None = None,
         team: Team | None = None,
     ) -> None:
-        """Measures nothing: `max_tokens_per_microbatch` is the token budget until `follow` brings another plan.
+        """The token budget, for all ranks together, is `max_tokens_per_microbatch` until `follow` brings another plan.
 
-        The token budget is that of the whole team. `deterministic`: it never changes by itself.
+        `deterministic`: the token budget stays as it is even when memory runs out.
 
-        Raises ValueError when activation checkpointing is asked for and the base model has no list of layers.
+        Raises ValueError when `activation_checkpointing` is "on" and the base model has no list of layers.
         """
         self.base = base
         self.limits = Limits(
@@ -95,7 +99,7 @@ class TrainingEngine:
         )
         self._models: dict[str, ModelState] = {}
         self._base_changed = False
-        """A full model has trained the base model's own parameters."""
+        """True once a full model has taken the base model's own parameters for training."""
         self._team = Alone() if team is None else team
         self._metrics = Metrics(CollectorRegistry()) if metrics is None else metrics
         self._room = Room(
@@ -119,7 +123,7 @@ class TrainingEngine:
 
     @property
     def token_budget(self) -> int:
-        """Tokens that a micro-batch should have. It falls when memory runs out."""
+        """Most tokens of a micro-batch. The budget falls when memory runs out, and recovers later."""
         return self._room.token_budget
 
     @property
@@ -135,13 +139,17 @@ class TrainingEngine:
         return self._room.num_layers
 
     def follow(self, plan: Plan) -> None:
-        """From now on. Datums that the plan says can never fit are refused when they are validated."""
+        """Adopts a plan. Batches with datums that can never fit, by the plan, are refused from now on."""
         self._room.follow(plan)
         self.limits = self.limits.bounded(plan.longest_datum)
 
     def create_model(self, model_id: str, config: AdapterConfig, optimizer: str) -> None:
-        """Raises InvalidRequest for an unknown optimizer, or a rank that this engine does not train, Unsupported for
-        layers that the base model does not have, and FailedPrecondition for a second full model."""
+        """Makes a new model, which computes what the base model does.
+
+        Raises InvalidRequest for an unknown optimizer or a rank that this engine does not train, Unsupported for layers
+        that the base model does not have, OutOfCapacity when memory does not suffice, and FailedPrecondition for a
+        second full model.
+        """
         self.check_trainable(config.rank, check_kind(optimizer))
         if config.rank != 0:
             self.base.check_groups(config.groups)
@@ -150,7 +158,7 @@ class TrainingEngine:
         self.add_model(model_id, ModelState(weights, optimizer))
 
     def has_room_for(self, config: AdapterConfig) -> bool:
-        """False when `create_model` would find no memory now, and would find it if other models were gone.
+        """False when `create_model` would fail for lack of memory now and would succeed with fewer live models.
 
         May be called on any thread.
         """
@@ -160,7 +168,7 @@ class TrainingEngine:
         return needed <= self._room.bytes_left or (most is not None and needed > most)
 
     def _bytes_in_training(self, config: AdapterConfig) -> int:
-        """Bytes of an adapter with its gradient and its moments."""
+        """Memory of an adapter with its gradient and its moments, in bytes."""
         numel = num_elements(config, chosen_targets(config, self.base.targets))
         return full_bytes(numel * torch.float32.itemsize)
 
@@ -170,7 +178,7 @@ class TrainingEngine:
             self._room.residency.add(model_id, model)
 
     def check_trainable(self, rank: int, optimizer: str) -> None:
-        """Raises InvalidRequest, naming what would be right, for a rank that this engine does not train."""
+        """Raises InvalidRequest for a rank that this engine does not train, or an optimizer that the rank excludes."""
         if rank == 0 and not self.base.trainable:
             raise InvalidRequest(
                 "lora_config.rank: 0 means full-parameter training, and this server was started without "
@@ -191,7 +199,7 @@ class TrainingEngine:
             )
 
     def _new_weights(self, config: AdapterConfig) -> Weights:
-        """Those that a model begins with: it equals the base model."""
+        """The weights of a new model, which computes what the base model does."""
         if config.rank != 0:
             return Adapter.create(config, self.base.targets, self.base.device)
         if self._models:
@@ -211,20 +219,20 @@ class TrainingEngine:
         self._room.residency.remove(model_id)
 
     def begin(self, model_id: str, batch: Batch) -> Job:
-        """A forward_backward of this model, of which nothing has run. Computes nothing."""
+        """Makes the job of a forward_backward. Computes nothing."""
         return Job(model_id, batch)
 
     def run(self, pieces: Sequence[Piece]) -> None:
-        """Puts datums of any jobs through the base model, and adds to each model's gradients.
+        """Runs datums of any jobs through the base model, and adds to each model's gradients.
 
-        A job that fails has an `error` afterwards; its neighbours are none the wiser.
+        A job that fails gets an `error`; the other jobs are not affected.
         """
         self._passes.run(pieces)
 
     def finish(self, job: Job) -> Output | ServiceError:
-        """The result of a job whose datums have all run, or that has failed.
+        """Returns the result of a job whose datums have all run, or the error of a job that failed.
 
-        After a failure the gradients are not what the client thinks: the model's next optim_step is refused.
+        A failed job's gradient is missing from the model's sum, so the model's next optim_step is refused.
         """
         if job.error is None:
             if job.mismatch is not None:
@@ -238,26 +246,29 @@ class TrainingEngine:
         return job.error
 
     def forward_backward(self, works: Sequence[tuple[str, Batch]]) -> list[Output | ServiceError]:
-        """Begins, runs and finishes batches together: one result for each, in order."""
+        """Begins, runs and finishes batches together. `works`: pairs (model_id, batch). Returns one result for each."""
         jobs = [self.begin(model_id, batch) for model_id, batch in works]
         self.run([whole(job) for job in jobs])
         return [self.finish(job) for job in jobs]
 
     def probe(self, model_id: str, lengths: Lengths, *, checkpointing: bool) -> None:
-        """One forward and backward of sequences of these lengths, for what it takes. The model gets its gradients."""
+        """Runs one forward and backward of sequences of these lengths, so that its memory can be measured.
+
+        The gradients are added to the model's.
+        """
         loss = LOSS_FNS["cross_entropy"]
         datums = [
             Datum(np.zeros(n, np.int32), np.zeros(n, np.int64), {"weights": np.ones(n, np.float32)}) for n in lengths
         ]
         batch = Batch(loss_fn="cross_entropy", loss=loss, loss_config={}, forward_only=False, datums=datums)
-        self._passes.once(self.begin(model_id, batch), checkpointing=checkpointing)  # all of it on every rank
+        self._passes.once(self.begin(model_id, batch), checkpointing=checkpointing)
 
     def taint(self, model_id: str, reason: str, *, seq_id: int) -> None:
-        """Says that a forward_backward of this accumulation has failed: the next optim_step fails with `reason`."""
+        """Records that the forward_backward `seq_id` has failed: the model's next optim_step fails with `reason`."""
         self._models[model_id].taint(reason, seq_id=seq_id)
 
     def is_tainted(self, model_id: str) -> bool:
-        """The next optim_step will fail, because a forward_backward has."""
+        """True when the model's next optim_step will be refused, because a forward_backward has failed."""
         return bool(self._models[model_id].tainted)
 
     def is_dead(self, error: Exception) -> bool:
@@ -265,12 +276,14 @@ class TrainingEngine:
         return is_device_fault(error)
 
     def optim_step(self, model_id: str, params: Params, *, failure_seen: int = 0) -> Mapping[str, float]:
-        """Applies and clears the gradients. Without any, it is a step with a gradient of zero. `failure_seen`: the
-        failed batch behind which the client has started afresh.
+        """Makes a step with the accumulated gradients, zero when there are none, and clears them.
 
-        Raises InvalidRequest when the parameters are not those of the model's optimizer, and FailedPrecondition, which
-        clears the gradients, when a forward_backward since the last step has failed; so does NotFinite, for a step that
-        would lead out of float32. Parameters and optimizer are then what they were.
+        `failure_seen`: seq_id of the newest failed forward_backward that the client knows of. A failure up to it does
+        not refuse the step: the client has begun its batch again since.
+
+        Raises InvalidRequest when `params` are for another kind of optimizer. Raises FailedPrecondition when a
+        forward_backward since the last step has failed, and NotFinite when the step would leave the range of float32;
+        both clear the gradients. After these errors the parameters and the optimizer are as before.
         """
         model = self._models[model_id]
         if params.kind != model.optimizer_kind:
@@ -306,10 +319,10 @@ class TrainingEngine:
         return {"grad_norm:mean": norm}
 
     def _apply(self, model_id: str, gradient: Tensor, norm: float, params: Params) -> None:
-        """The step. Where it might lead too far, it is tried on copies first.
+        """Makes the step. A step that might leave the range of float32 is tried on copies first.
 
-        Looking at all numbers after every step would cost as much as a third of it. So a bound of them goes along from
-        step to step, and they are looked at where it does not suffice, as before a model's first step.
+        Measuring all numbers after every step would take a third of the step's time. So a bound on the numbers is
+        carried from step to step. They are measured only when the bound is too large, as before a model's first step.
         """
         model = self._models[model_id]
         if (foreseen := model.foreseen(norm, params)) is None:
@@ -328,7 +341,10 @@ class TrainingEngine:
         model.adapter.sync()
 
     def _prepare_step(self, model_id: str) -> Weights:
-        """Makes what is missing, and sees that a step's temporaries will find room: half a step must never be."""
+        """Allocates the gradient and the optimizer where they are missing, and returns the gradient.
+
+        The step's temporary memory is allocated once on trial, so that memory does not run out in the middle of a step.
+        """
         model = self._models[model_id]
         self._room.have_for_a_step(model_id)
         gradient = model.need_gradient()
@@ -337,6 +353,7 @@ class TrainingEngine:
         return gradient
 
     def capture(self, model_id: str, *, with_optimizer: bool, with_accumulation: bool = False) -> State:
+        """Copies a model into host memory."""
         model = self._models[model_id]
         with self._metrics.compute.phases["capture"].time():
             return State(
@@ -348,7 +365,7 @@ class TrainingEngine:
             )
 
     def gather_gradient(self, model_id: str) -> None:
-        """Adds up the accumulated gradients of all ranks into that of the first rank, and clears the others."""
+        """Sums the accumulated gradients of all ranks into the first rank's gradient, and clears the others'."""
         self._room.have_for_a_step(model_id)
         gradient = self._models[model_id].need_gradient()
         self._team.sum_(gradient.flat)
@@ -356,32 +373,37 @@ class TrainingEngine:
             gradient.flat.zero_()
 
     def version_bytes(self, config: AdapterConfig) -> int:
-        """Size of a published version of a model of this configuration. Raises Unsupported for groups of layers that
-        adapters may not change here."""
+        """Size of a published version of a model with this configuration, in bytes.
+
+        Raises Unsupported for groups of layers that adapters may not change here.
+        """
         self.base.check_groups(config.groups)
         if config.rank == 0:
             return sum(parameter.numel() for parameter in self.base.parameters.values()) * self.base.dtype.itemsize
         return num_elements(config, chosen_targets(config, self.base.targets)) * torch.float32.itemsize
 
     def weights(self, model_id: str) -> Weights:
-        """The live ones."""
+        """The model's live weights, not a copy."""
         return self._models[model_id].adapter
 
     def score(self, weights: Weights | None, sequences: Sequence[Tokens]) -> Scores:
-        """canary.score of live weights or any others for this base model, or of it alone. Raises OutOfCapacity."""
+        """Scores the sequences with any weights for this base model; None means the base model alone (canary.score).
+
+        Raises OutOfCapacity when there is no memory for it.
+        """
         return self._room.found(lambda: score(self.base, weights, sequences), what="scoring a published version")
 
     def _optimizer_state(self, model: ModelState) -> OptimizerState:
-        """Of a model that has taken no step: the one that its first step will begin with."""
+        """The optimizer's state; before the first step, the state with which that step will begin."""
         optimizer = model.new_optimizer() if model.optimizer is None else model.optimizer
         return OptimizerState(model.optimizer_kind, optimizer.state())
 
     def restore(self, model_id: str, state: State, *, with_optimizer: bool) -> None:
-        """Replaces the adapter's weights, its gradients by those of the state, and restores the optimizer or starts it
-        anew.
+        """Replaces the model's weights, step count and gradients by the state's, and its optimizer by the state's
+        (`with_optimizer`) or by a new one. Gradients that the state does not hold become zero.
 
-        Raises InvalidRequest when the state's configuration is another, or an optimizer is wanted but it holds none or
-        one of another kind.
+        Raises InvalidRequest when the state has another configuration, or when the optimizer is wanted and the state
+        has none or one of another kind.
         """
         model = self._models[model_id]
         ours, theirs = model.adapter.config, state.config
@@ -415,6 +437,7 @@ class TrainingEngine:
 
 
 def _accumulation(model: ModelState) -> Accumulation | None:
+    """A copy of the accumulated gradients; None when they are zero and no batch has failed."""
     gradient = None
     if model.gradient is not None and bool(model.gradient.flat.any()):
         gradient = model.gradient.flat.to("cpu", copy=True)
@@ -424,6 +447,7 @@ def _accumulation(model: ModelState) -> Accumulation | None:
 
 
 def _extent(config: AdapterConfig) -> str:
+    """Describes, for an error message, what a configuration trains."""
     if config.rank == 0:
         return "all parameters (rank 0)"
     return f"rank {config.rank} on {sorted(config.groups)}"

@@ -1,4 +1,4 @@
-"""Faults of the device: after one of them nothing computes in this process any more, whoever asks."""
+"""Faults of the device: after one of them every further computation in this process fails."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import torch
 from trainer_service.engine.memory import is_out_of_memory
 
 _BEGINNINGS = ("CUDA error:", "CUDA driver error:", "cuDNN error:", "Triton Error [CUDA]:")
-"""Beginnings of the RuntimeError for a fault that is not raised as torch.AcceleratorError."""
+"""Beginnings of the messages of those faults that torch raises as RuntimeError, not as AcceleratorError."""
 
 
 def is_device_fault(error: BaseException) -> bool:
-    """True for an illegal memory access, a device-side assert and the like. A lack of memory is none.
+    """True for an illegal memory access, a device-side assert and the like. Lack of memory is not a fault.
 
-    CUDA keeps such a fault until the process ends. A few errors that it does not keep look like it: a restart, which
-    runs the operation again, is right after those, too.
+    CUDA repeats such a fault until the process ends. A few errors that CUDA does not repeat look the same. For them,
+    too, a restart is right: it runs the operation again.
     """
     if is_out_of_memory(error):
         return False

@@ -1,4 +1,4 @@
-"""Measures, once and before anything is served, what the engine may put through the base model at once."""
+"""Measures, once before the trainer serves, how many tokens the engine can run through the base model at once."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from trainer_service.engine.model_state import ModelState, full_bytes
 logger = logging.getLogger(__name__)
 
 _SHARE = {"cpu": 0.5, "cuda": 0.9}
-"""Of the memory that is free. A CPU's is shared with the samplers, the gateway and the cache of files."""
+"""Share of the free memory that training may take. Host memory is shared with samplers, gateway and the page cache."""
 _ACTIVATIONS_SHARE = 0.5
-"""Of the memory for training; the other half is for adapters."""
+"""Share of the training memory that activations may take; the rest is for adapters and optimizers."""
 _PINNED_GROWTH = 2
-"""torch takes pinned memory in powers of two: at most twice what was asked for."""
+"""torch rounds a pinned allocation up to a power of two: it takes up to twice the bytes that were asked for."""
 _PROBE = ""
-"""Id of the model that is probed; no client can choose it."""
+"""Id of the probe's model; no client can choose it."""
 _PROBE_RANK = 16
-"""Small, so that the adapter's own gradient, whose size does not depend on the tokens, hides nothing."""
+"""Largest rank of the probe. It is small because the adapter's gradient, whose size does not depend on the tokens,
+would hide the activations."""
 _MEMORY_TOKENS = {"cpu": 32, "cuda": 512}
-"""Counting on the CPU is exact to the byte; the allocator of CUDA rounds, so more is needed to see through it."""
+"""Tokens of the shorter probe. Counting on the CPU is exact to the byte; CUDA's allocator rounds, so it needs more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What the settings say. 0 is: measure it."""
+    """The settings that bound memory and micro-batches (see TrainerConfig). 0 means not set."""
 
     max_tokens_per_microbatch: int
     max_lora_rank: int
@@ -41,14 +42,16 @@ class Bounds:
     memory_bytes: int = 0
     adapter_device_bytes: int = 0
     ranks_per_machine: int = 1
-    """Processes that share the machine's memory, each with its models."""
+    """Trainer processes that share this machine's memory."""
 
 
 def measure(engine: TrainingEngine, bounds: Bounds) -> Plan:
-    """A plan for this engine on this machine, to be given to `engine.follow`."""
+    """Makes the plan for this engine on this machine; the caller passes it to `engine.follow`.
+
+    Raises ValueError when the memory does not suffice for one token of an adapter of the largest rank.
+    """
     if engine.base.trainable or not engine.base.targets:
-        # A full model's gradients, as large as the model, would hide what its activations take; and where nothing can
-        # be trained, there is nothing to measure.
+        # Full training: gradients as large as the model would hide its activations. No targets: nothing is trained.
         return Plan(token_budget=bounds.token_budget or bounds.max_tokens_per_microbatch)
     started_s = time.perf_counter()
     device = engine.base.device
@@ -100,14 +103,14 @@ def _megabytes(footprint: Footprint | None) -> str:
 
 
 def _room_for_one(engine: TrainingEngine, memory_bytes: int, max_adapter_bytes: int) -> float:
-    """For the activations of one datum that goes alone, of a model of the largest rank.
+    """Bytes for the activations of a datum that is a micro-batch by itself, of a model of the largest rank.
 
-    Where models can be moved away, it may have all the memory but its own model's; on the CPU the others stay.
+    On a GPU the other models can be moved to the host, so all memory but the model's own counts. On a CPU they stay.
     """
     room = memory_bytes * _ACTIVATIONS_SHARE
     if engine.residency.moves:
         room = max(room, memory_bytes - full_bytes(max_adapter_bytes))
-    return room - max_adapter_bytes  # the gradient on its way
+    return room - max_adapter_bytes  # the pass's gradient, before it is added to the model's
 
 
 def _sharing(device: torch.device, bounds: Bounds) -> int:
@@ -115,14 +118,14 @@ def _sharing(device: torch.device, bounds: Bounds) -> int:
 
 
 def _models_bytes(engine: TrainingEngine, beside_activations: int, bounds: Bounds) -> int:
-    """Where models can be moved away, host memory is the limit."""
+    """Bytes that all live models may take. Where idle models can be moved to the host, host memory is the limit."""
     if not engine.residency.moves:
         return beside_activations
     return max(beside_activations, int(_SHARE["cpu"] * host_bytes()) // _PINNED_GROWTH // bounds.ranks_per_machine)
 
 
 class _Probe:
-    """A model on every layer, that goes through the engine's own forward and backward."""
+    """A model with adapters on every layer, which runs through the engine's own forward and backward."""
 
     def __init__(self, engine: TrainingEngine, max_rank: int) -> None:
         self._engine = engine
@@ -136,10 +139,10 @@ class _Probe:
         targets = chosen_targets(config, base.targets)
         flat = torch.zeros(num_elements(config, targets), device=base.device)
         model = ModelState(Adapter(config, base.targets, flat), "adamw")
-        model.need_gradient()  # it stays from the first run on, and is none of what a run takes
+        model.need_gradient()  # made before the first run, so that no measurement includes it
         engine.add_model(_PROBE, model)
         self.max_adapter_bytes = flat.nbytes * max_rank // rank
-        # Each layer keeps x A^T, of the rank's width, and backward makes its gradient.
+        # Each adapted layer keeps x A^T, which is as wide as the rank, and backward makes its gradient.
         self._bytes_per_rank = 2 * len(targets) * base.head.weight_V_H.element_size()
         self._max_length = base.max_context_length
 
@@ -151,9 +154,10 @@ class _Probe:
         self._engine.probe(_PROBE, lengths, checkpointing=checkpointing)
 
     def footprints(self, room_bytes: float) -> tuple[Footprint | None, Footprint | None]:
-        """Without and with activation checkpointing; None for what the settings or the model exclude.
+        """Measures the footprints without and with activation checkpointing.
 
-        The second one is not measured either when the model's whole context fits without.
+        Either is None when the settings or the model exclude it. The second is also None when the model's whole context
+        fits without checkpointing. Raises a memory error when not even 8 tokens fit.
         """
         num_tokens = min(_MEMORY_TOKENS[self._engine.base.device.type], max(2, self._max_length // 2))
         while True:
@@ -166,7 +170,7 @@ class _Probe:
             num_tokens //= 2
 
     def _footprints(self, num_tokens: int, room_bytes: float) -> tuple[Footprint | None, Footprint | None]:
-        if self._engine.base.device.type == "cuda":  # its libraries keep what they take for their first products
+        if self._engine.base.device.type == "cuda":  # first use: CUDA's libraries allocate memory and keep it
             self.run([num_tokens], checkpointing=self._engine.always_checkpoints)
         plain = checkpointed = None
         if not self._engine.always_checkpoints:

@@ -1,4 +1,4 @@
-"""Memory: how much the process may take, how much a computation takes, and what tells that there is none left."""
+"""Memory: how much is available, how much a computation takes, and which errors mean that it has run out."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from torch.utils._pytree import tree_iter
 from tinsmith.memory import host_bytes
 
 _CPU_MESSAGES = ("can't allocate memory", "not enough memory", "std::bad_alloc")
-"""Of the RuntimeError that torch's CPU allocator raises."""
+"""Parts of the messages of the RuntimeError that torch's CPU allocator raises."""
 _CUDA_MESSAGES = (
     "CUDA error: out of memory",
     "CUDA_ERROR_OUT_OF_MEMORY",
     "[CUDA]: out of memory",
     "_STATUS_ALLOC_FAILED",
 )
-"""Of a RuntimeError when others than torch's allocator find nothing: pinned memory, Triton, cuBLAS and the like."""
+"""Parts of the messages of a RuntimeError when other allocators than torch's fail: pinned memory, Triton, cuBLAS."""
 
 
 class Allocations(TorchDispatchMode):
-    """Counts the bytes of the storages that operations make on the CPU, from their making to their end.
+    """Counts the bytes of the storages that operations allocate on the CPU, while they live.
 
-    The CPU allocator keeps no count of its own, and the process's resident size tells little: freed blocks stay in it,
-    and a small model's tensors come out of them. What a kernel takes for its own use within one operation is not seen.
+    torch's CPU allocator keeps no count. The process's resident size does not help: freed blocks stay in it and are
+    used again. Temporary memory that a kernel allocates within one operation is not counted.
     """
 
     def __init__(self) -> None:
@@ -37,11 +37,11 @@ class Allocations(TorchDispatchMode):
         self.live_bytes = 0
         self.peak_bytes = 0
         self.largest_bytes = 0
-        """Of one storage."""
+        """Size of the largest single storage."""
         self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        """By id, which no other storage has as long as this one lives."""
+        """Live storages by their Python id, which is unique while they live."""
         self._makes: dict[Any, bool] = {}
-        """Of each operation: whether its results are new. Views, and operations in place, make nothing."""
+        """Whether each operation allocates its results. Views and in-place operations do not."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -74,7 +74,7 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def peak_bytes(device: torch.device, call: Callable[[], object]) -> int:
-    """The most that `call` holds at once beyond what was held before it."""
+    """Most bytes that `call` holds at once, beyond those that were held before it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -88,7 +88,7 @@ def peak_bytes(device: torch.device, call: Callable[[], object]) -> int:
 
 
 def available_bytes(device: torch.device) -> int:
-    """What could still be allocated: of the device's memory, or of the machine's within the limit of the cgroup."""
+    """Bytes that can still be allocated on the device. For a CPU: free host memory, within the cgroup's limit."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -104,7 +104,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def device_memory(device: torch.device) -> dict[str, Callable[[], int]]:
-    """Of a GPU, in bytes: what tensors have allocated, what torch has reserved, what is free, and all. Else nothing."""
+    """Functions that read a GPU's memory in bytes: allocated by tensors, reserved by torch, free, and total.
+
+    Returns no functions for a CPU.
+    """
     if device.type != "cuda":
         return {}
     return {
@@ -116,7 +119,10 @@ def device_memory(device: torch.device) -> dict[str, Callable[[], int]]:
 
 
 def drop_caches(device: torch.device) -> None:
-    """Gives back what nobody uses. A traceback holds what its frames hold: it must be gone before."""
+    """Returns unused cached memory to the system.
+
+    A live traceback keeps the tensors of its frames: the caller drops exceptions first.
+    """
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

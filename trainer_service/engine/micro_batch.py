@@ -1,4 +1,4 @@
-"""Datums on their way into micro-batches: which go together, and how what did not fit is taken apart."""
+"""How datums are cut into micro-batches, and how a micro-batch that did not fit into memory is halved."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class Item:
 
 @dataclass(slots=True)
 class Attempt:
-    """What running one micro-batch has taught about memory."""
+    """Observations about memory while one micro-batch and its parts ran."""
 
     failed_tokens: int | None = None
-    """Of the largest part that ran out of memory; None when none did."""
+    """Tokens of the largest part that ran out of memory; None when none did."""
     fitting_tokens: int = 0
-    """Of the largest part that went through after one had not."""
+    """Tokens of the largest part that ran after another had run out of memory."""
     checkpointed_tokens: int | None = None
-    """Of the shortest datum that went through with activation checkpointing only."""
+    """Tokens of the shortest datum that ran only with activation checkpointing; None when none needed it."""
     gave_up: bool = False
-    """A datum found no memory even alone: what it asks for is no matter of tokens."""
+    """True when a datum ran out of memory even alone, so the number of tokens is not the cause."""
 
     def ran_out(self, tokens: int) -> None:
         self.failed_tokens = max(tokens, self.failed_tokens or 0)
@@ -54,16 +54,17 @@ def num_tokens(items: Iterable[Item]) -> int:
 
 
 def model_ids(items: Iterable[Item]) -> list[str]:
-    """Each once, in order."""
+    """The items' models, each once, in the items' order."""
     return list(dict.fromkeys(item.model_id for item in items))
 
 
 def cut(
     items: Iterable[Item], token_budget: Callable[[], int], go_together: Callable[[Sequence[str]], bool]
 ) -> Iterator[list[Item]]:
-    """Cuts at the token budget, as it is at that moment, and where a model more would be too many.
+    """Cuts items into micro-batches, in order. A new one begins where an item would exceed the token budget, which is
+    read for each item, or where its model may not join the others (`go_together`).
 
-    A datum that is longer than the budget goes alone.
+    A datum longer than the budget is a micro-batch by itself.
     """
     batch: list[Item] = []
     tokens = 0
@@ -83,7 +84,7 @@ def _may_join(item: Item, batch: Sequence[Item], go_together: Callable[[Sequence
 
 
 def halves(items: Sequence[Item]) -> tuple[Sequence[Item], Sequence[Item]]:
-    """Two parts of about as many tokens, of at least one datum each."""
+    """Two parts with about equally many tokens, each with at least one datum. Raises ValueError for a single item."""
     total, before = num_tokens(items), 0
     for n, item in enumerate(items):
         before += item.datum.charge

@@ -1,4 +1,4 @@
-"""What the engine keeps of one model: nothing before it is needed, and where the room is."""
+"""One model in memory. Gradient and optimizer are allocated when first needed; all buffers can move to the host."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from tinsmith.rpc.errors import NotFinite
 from trainer_service.engine.optimizers import FAR, OPTIMIZERS, VANISHING, Optimizer, Params, clipped_norm, magnitude
 
 _MOMENTS = 2
-"""Buffers of an adapter's size in an optimizer: AdamW's, which has the most."""
+"""Buffers of an adapter's size in AdamW, the optimizer that has the most."""
 _LARGE_LOG_RATIO = 10.0
-"""Of a target's probability now to that of its sampling, in nats: more than any policy should have moved."""
+"""A larger log-ratio between the model's and the sampling probability of a target, in nats, is worth mentioning in
+errors: no policy should move so far."""
 
 
 @dataclass(slots=True)
 class ModelState:
+    """A model's weights, gradient and optimizer, and what is known about the range of their numbers."""
+
     adapter: Weights
     optimizer_kind: str
     gradient: Weights | None = None
@@ -29,35 +32,35 @@ class ModelState:
     optimizer: Optimizer | None = None
     """None until the first optim_step."""
     step: int = 0
-    """Optimizer steps that the adapter has seen."""
+    """Number of optimizer steps applied to the adapter."""
     farthest: float = math.inf
-    """No parameter is above it, in magnitude. Infinite where nobody has looked since they came from elsewhere."""
+    """Upper bound of the parameters' magnitudes; infinite until they are measured."""
     farthest_moment: float = math.inf
-    """The same of the optimizer, as Optimizer.magnitude has it."""
+    """Upper bound of the optimizer's numbers, in the sense of Optimizer.magnitude; infinite until they are measured."""
     tainted: str = ""
-    """Why the accumulated gradients are not those that the client thinks; empty when they are."""
+    """Error of a failed batch, whose gradient is missing from the accumulated one; empty when none has failed."""
     largest_ratio: tuple[float, str] = (_LARGE_LOG_RATIO, "")
-    """Of the accumulated batches, above what is usual: p - q, and in words which datum has it."""
+    """Largest log-ratio p - q of the accumulated batches, if above _LARGE_LOG_RATIO, and a text about its datum."""
     tainted_by: int = 0
-    """seq_id of the batch that has failed, the newest of several."""
+    """seq_id of the newest batch that failed; 0 when none has."""
 
     def __post_init__(self) -> None:
         self._require_grad()
 
     @property
     def num_bytes(self) -> int:
-        """Of what there is now; at most."""
+        """Upper bound of the memory of the buffers that exist now, in bytes."""
         buffers = 1 + (self.gradient is not None) + (_MOMENTS if self.optimizer is not None else 0)
         return buffers * self.adapter.num_bytes
 
     @property
     def growth_bytes(self) -> int:
-        """What a forward_backward adds, at most: the gradient on its way, and the buffer that it is added to."""
+        """Most bytes that a forward_backward adds: the pass's own gradient, and the model's gradient where missing."""
         return (1 + (self.gradient is None)) * self.adapter.num_bytes
 
     @property
     def movable(self) -> bool:
-        """A full model's weights are the base model's own parameters, which stay on the device."""
+        """False for a full model: its weights are the base model's own parameters, which stay on the device."""
         return isinstance(self.adapter, Adapter)
 
     def need_gradient(self) -> Weights:
@@ -80,23 +83,33 @@ class ModelState:
         self.largest_ratio = _LARGE_LOG_RATIO, ""
 
     def taint(self, reason: str, *, seq_id: int) -> None:
-        """What has accumulated will not be applied; what comes after it is, where the client starts afresh there."""
+        """Records a failed batch and clears the gradients accumulated so far.
+
+        Batches that come later still accumulate: the next step applies them if the client knew of the failure when it
+        sent them.
+        """
         self.clear_gradient()
         self.tainted, self.tainted_by = reason, seq_id
 
     def foreseen(self, norm: float, params: Params) -> tuple[float, float] | None:
-        """`farthest` and `farthest_moment` after a step of a gradient with this norm. None when that may be too far."""
+        """Bounds (`farthest`, `farthest_moment`) after a step with a gradient of this norm.
+
+        Returns None when a bound exceeds FAR: the step must then be tried on copies.
+        """
         moment = max(self.farthest_moment, clipped_norm(norm, params.grad_clip_norm) + VANISHING)
         farthest = self.need_optimizer().moved(self.farthest, moment, params)
         return (farthest, moment) if farthest <= FAR and moment <= FAR else None
 
     def look(self) -> bool:
-        """Measures the two. Returns whether the numbers are such as a step may leave."""
+        """Measures `farthest` and `farthest_moment`. Returns whether both are within FAR."""
         self.farthest, self.farthest_moment = magnitude([self.adapter.flat]), self.need_optimizer().magnitude()
         return self.farthest <= FAR and self.farthest_moment <= FAR
 
     def tried(self, gradient: Tensor, params: Params) -> ModelState:
-        """Copies of the parameters and the optimizer, after the step. Raises NotFinite when it leads too far."""
+        """Makes the step on copies of the parameters and the optimizer, and returns the copies.
+
+        Raises NotFinite when the numbers exceed FAR before the step or after it.
+        """
         if not self.look():
             raise NotFinite(
                 "optim_step was not applied, and its gradients were cleared: the model's parameters or its optimizer's "
@@ -115,14 +128,14 @@ class ModelState:
         return trial
 
     def take(self, trial: ModelState) -> None:
-        """Goes on from `trial`, in the buffers that it has."""
+        """Adopts the parameters of `trial`, copied into the existing buffer, and its optimizer."""
         self.adapter.flat.detach().copy_(trial.adapter.flat.detach())
         self.optimizer, self.farthest, self.farthest_moment = trial.optimizer, trial.farthest, trial.farthest_moment
 
     def move(self, move: Callable[[Tensor], Tensor]) -> None:
-        """Puts every buffer where `move` copies it. The tensors are others afterwards; their values are the same.
+        """Replaces every buffer by the copy that `move` makes of it, for example on another device.
 
-        All or nothing: when there is no room for one, all stay where they are.
+        When a copy fails, all buffers stay as they are.
         """
         adapter = self.adapter.like(move(self.adapter.flat.detach()))
         gradient = None if self.gradient is None else self.gradient.like(move(self.gradient.flat))
@@ -137,5 +150,5 @@ class ModelState:
 
 
 def full_bytes(adapter_bytes: int) -> int:
-    """Of an adapter in training: itself, its gradient and its moments."""
+    """Memory of an adapter in training, in bytes: the adapter, its gradient and its moments."""
     return (2 + _MOMENTS) * adapter_bytes

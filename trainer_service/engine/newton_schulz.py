@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 _STEEP = ((3.4445, -4.7750, 2.0315),) * 5
-"""Muon's quintic: it lifts small singular values quickly, and leaves the others at about 1, within 0.7 and 1.2."""
+"""Muon's quintic, five times: it lifts small singular values quickly and takes large ones to between 0.7 and 1.2."""
 _EXACT = ((15 / 8, -10 / 8, 3 / 8),) * 3
-"""The quintic with a third-order fixed point at 1: it makes those equal to 1."""
+"""The quintic with a third-order fixed point at 1, three times: it takes singular values near 1 to exactly 1."""
 
 
 def orthogonalize(matrices_K_R_N: Tensor) -> Tensor:
-    """U V^T of each matrix U S V^T, R <= N. A zero matrix stays zero.
+    """U V^T for each matrix U S V^T [K, R, N], with R <= N. A zero matrix stays zero.
 
-    Singular values below about 1e-3 of the matrix's norm come out between 0 and 1: so few steps do not lift them.
+    Singular values below about 1e-3 of the matrix's norm end between 0 and 1: eight iterations are too few for them.
     """
     peak_K = matrices_K_R_N.abs().amax((1, 2), keepdim=True)
-    scaled_K_R_N = matrices_K_R_N / torch.where(peak_K > 0, peak_K, 1.0)  # else the squares of small ones vanish
+    scaled_K_R_N = matrices_K_R_N / torch.where(peak_K > 0, peak_K, 1.0)  # else squares of tiny elements underflow to 0
     x_K_R_N = scaled_K_R_N / frobenius(scaled_K_R_N).clamp(min=1.0)
     for a, b, c in (*_STEEP, *_EXACT):
         gram_K_R_R = x_K_R_N @ x_K_R_N.mT
@@ -29,5 +29,5 @@ def orthogonalize(matrices_K_R_N: Tensor) -> Tensor:
 
 
 def frobenius(matrices_K_R_N: Tensor) -> Tensor:
-    """[K, 1, 1]."""
+    """Frobenius norm of each matrix, [K, 1, 1]."""
     return torch.linalg.vector_norm(matrices_K_R_N, dim=(1, 2), keepdim=True)

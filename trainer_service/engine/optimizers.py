@@ -1,4 +1,4 @@
-"""Optimizers, one for each model, over the adapter's one flat buffer. docs/algorithms.md has their formulas."""
+"""The optimizers. Each model has one, which works on the model's flat buffer. docs/algorithms.md has the formulas."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tinsmith.v1 import trainer_pb2
 from trainer_service.engine.newton_schulz import frobenius, orthogonalize
 
 _LARGEST = 3.4e38
-"""Of float32."""
+"""Largest number of float32, rounded down."""
 _NOT_NEGATIVE = (0.0, _LARGEST)
 _DECAY = (0.0, 1.0)
 _ANY = (-_LARGEST, _LARGEST)
 _ABOVE_ZERO = (1.2e-38, _LARGEST)
-"""Smaller ones are 0 in float32. Where a parameter has never had a gradient, as every A at first, AdamW then divides 0
-by 0."""
+"""A smaller eps is 0 in float32. AdamW would then compute 0 / 0 for parameters that have had no gradient yet, such as
+every A at the first step."""
 
 _ADAM_DEFAULTS = {
     "learning_rate": 1e-4,
@@ -34,21 +34,22 @@ _ADAM_DEFAULTS = {
     "weight_decay": 0.0,
     "grad_clip_norm": 0.0,
 }
-"""The SDK's, which docs/grpc.md repeats."""
+"""The SDK's defaults. docs/grpc.md repeats them."""
 _DIMUON_DEFAULTS = {"beta1": 0.9, "grad_clip_norm": 0.0}
 
 VANISHING = 1e-22
-"""Numbers below it may have squares of 0, and a Euclidean norm of 0."""
+"""The squares of smaller numbers underflow to 0 in float32, so a Euclidean norm may miss them."""
 _ROUNDED = 1.001
-"""Rounding error that float32 may add to a bound in one step."""
+"""Factor on the bound of a step's result, for float32's rounding errors."""
 
 FAR = 1e18
-"""Largest norm of a gradient, and magnitude of a parameter, that a step may leave: squares are finite in float32."""
+"""Largest norm of a gradient that a step takes, and largest parameter that it may leave: squares stay finite in
+float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdamParams:
-    """Settings of one step of AdamW; they may change from step to step."""
+    """Settings of one AdamW step. Each step may have others."""
 
     kind: ClassVar[str] = "adamw"
     field: ClassVar[str] = "adam_params"
@@ -77,7 +78,7 @@ class AdamParams:
 
 @dataclass(frozen=True, slots=True)
 class DimuonParams:
-    """Settings of one step of Dimuon; they may change from step to step."""
+    """Settings of one Dimuon step. Each step may have others."""
 
     kind: ClassVar[str] = "dimuon"
     field: ClassVar[str] = "dimuon_params"
@@ -98,7 +99,7 @@ Params = AdamParams | DimuonParams
 
 
 def params_from_proto(request: trainer_pb2.OptimStepRequest) -> Params:
-    """Raises InvalidRequest when they are missing or out of range."""
+    """The settings of a step. Raises InvalidRequest when they are missing or out of range."""
     match request.WhichOneof("params"):
         case "adam_params":
             return AdamParams.from_proto(request.adam_params)
@@ -118,7 +119,10 @@ def _checked(
     *,
     field: str,
 ) -> dict[str, float]:
-    """What is absent has its default. Raises InvalidRequest for what has none, or is out of range."""
+    """The fields in `ranges`, absent ones with their default.
+
+    Raises InvalidRequest for a field that is out of its range, or that is absent and has no default.
+    """
     given = {descriptor.name: value for descriptor, value in params.ListFields()}
     values: dict[str, float] = {}
     for name, (low, high) in ranges.items():
@@ -131,37 +135,42 @@ def _checked(
 
 
 class Optimizer(Protocol):
-    """What a model asks of its optimizer."""
+    """The optimizer of one model."""
 
     def step(self, parameter: Tensor, gradient: Tensor, params: Any) -> None:
-        """One step in place, on an adapter's flat buffer [numel]. `params` are of the optimizer's own kind."""
+        """Makes one step in place. `parameter`, `gradient`: flat buffers [numel]. `params`: of the optimizer's kind."""
         ...
 
     def moved(self, parameter: float, moment: float, params: Any) -> float:
-        """No parameter is above it after a step, in magnitude, when none is above `parameter` before, and `magnitude`
-        is at most `moment` after it."""
+        """Upper bound of the parameters' magnitudes after a step.
+
+        `parameter`: their bound before the step. `moment`: bound of `magnitude()` after the step.
+        """
         ...
 
     def magnitude(self) -> float:
-        """No first moment is above it, and no second one above its square. Infinite or NaN when one is not finite."""
+        """A number m such that no first moment exceeds m and no second moment exceeds m^2, in magnitude.
+
+        It is infinite or NaN when a moment is not finite.
+        """
         ...
 
     def state(self) -> dict[str, Tensor]:
-        """A copy in host memory."""
+        """A copy of the optimizer's tensors in host memory, by name."""
         ...
 
     def load(self, state: Mapping[str, Tensor]) -> None: ...
 
     def move(self, move: Callable[[Tensor], Tensor]) -> None:
-        """Puts the buffers of [numel] where `move` copies them: all of them, or none when one copy fails."""
+        """Replaces each buffer [numel] by the copy that `move` makes. When a copy fails, all buffers stay."""
         ...
 
 
 class AdamW:
-    """torch.optim.AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), with its settings given at every step.
+    """torch.optim.AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), with settings given at every step.
 
-    With torch's fused kernel, which reads and writes each buffer once: on a CPU a quarter of the time of the default,
-    from which it differs in the last digit (1e-7 of a step).
+    It uses torch's fused kernel, which reads and writes each buffer once. On a CPU that takes a quarter of the time of
+    torch's default, and the results differ in the last digit (1e-7 of a step).
     """
 
     def __init__(self, like: Tensor) -> None:
@@ -177,7 +186,7 @@ class AdamW:
             [self.exp_avg],
             [self.exp_avg_sq],
             [],
-            [self.num_steps.to(parameter.device, copy=True)],  # the kernel counts up what is beside the buffers
+            [self.num_steps.to(parameter.device, copy=True)],  # the kernel increments a copy on its own device
             foreach=False,
             capturable=False,
             differentiable=False,
@@ -196,7 +205,7 @@ class AdamW:
     def moved(self, parameter: float, moment: float, params: AdamParams) -> float:
         rate = params.learning_rate / (1 - params.beta1 ** (self.num_steps.item() + 1))
         decay = abs(1 - params.learning_rate * params.weight_decay)
-        if max(rate, decay) >= _LARGEST:  # infinite in the kernel, where it makes NaN of a zero
+        if max(rate, decay) >= _LARGEST:  # infinite in the kernel's float32: infinity times 0 would be NaN
             return math.inf
         return _ROUNDED * (decay * parameter + rate * moment / params.eps)
 
@@ -224,8 +233,8 @@ class AdamW:
 class Dimuon:
     """Version 1 of Tinsmith's own matrix-orthogonalising momentum optimizer, of the Muon family.
 
-    For each A and each B of an adapter of rank r (of each expert, where experts have their own), with gradient G and
-    momentum M, which is zero at first:
+    Each step updates every matrix W of an adapter of rank r: each A and each B, for each expert where experts have
+    their own. G is the gradient of W, and M its momentum, which begins at zero.
 
         M <- beta1 M + (1 - beta1) G
         O <- orthogonalize(M)
@@ -233,7 +242,8 @@ class Dimuon:
     """
 
     def __init__(self, like: Tensor, shapes: Sequence[tuple[int, ...]], *, rank: int) -> None:
-        """`like` is the flat buffer of matrices, or stacks of them, of these shapes, end to end."""
+        """`like`: the adapter's flat buffer. `shapes`: shapes of the matrices, or stacks of matrices, that lie in it,
+        end to end. `rank`: the adapter's rank."""
         self.momentum = torch.zeros_like(like)
         self._shapes = shapes
         self._rank = rank
@@ -258,10 +268,10 @@ class Dimuon:
         return magnitude([self.momentum])
 
     def _matrices(self, flat: Tensor) -> list[Tensor]:
-        """Views of the buffer's matrices, the shorter side first: those of equal shape take their step together."""
+        """Views of the buffer's matrices, transposed where needed so that the shorter side comes first."""
         parts = flat.split([math.prod(shape) for shape in self._shapes])
         views = [
-            matrix  # one for each expert, where they do not share it
+            matrix  # a stack has one matrix for each expert
             for part, shape in zip(parts, self._shapes, strict=True)
             for matrix in part.view(-1, *shape[-2:])
         ]
@@ -294,14 +304,14 @@ def check_kind(kind: str) -> str:
 
 @torch.no_grad()
 def clip_gradient(gradient: Tensor, max_norm: float, *, hint: str = "") -> float:
-    """Scales the gradient in place to at most `max_norm` (no limit at 0 or less). Returns its L2 norm before.
+    """Scales the gradient in place to an L2 norm of at most `max_norm`; 0 or less means no limit.
 
-    Raises NotFinite for a gradient that moments would not survive: its squares, or itself, are not finite in float32.
-    `hint`: what may have made it so large, to end the message with.
+    Returns the norm before. Raises NotFinite when the gradient is not finite, or its clipped norm exceeds FAR: the
+    optimizer's moments would not recover from it. `hint`: end of the error message, about a possible cause.
     """
     scale, norm = 1.0, torch.linalg.vector_norm(gradient).item()
     if not math.isfinite(norm) and math.isfinite(peak := torch.linalg.vector_norm(gradient, math.inf).item()):
-        gradient.div_(peak)  # its squares have overflowed, not the numbers themselves
+        gradient.div_(peak)  # the numbers are finite, but their squares have overflowed
         scale, norm = peak, torch.linalg.vector_norm(gradient).item()
     before = scale * norm
     if not (math.isfinite(before) and clipped_norm(before, max_norm) <= FAR):
@@ -323,10 +333,10 @@ def clipped_norm(norm: float, max_norm: float) -> float:
 
 @torch.no_grad()
 def magnitude(tensors: list[Tensor]) -> float:
-    """A bound on the magnitudes in all of them: infinite or NaN exactly when one of them is."""
+    """Upper bound of the magnitudes in all tensors. It is infinite or NaN exactly when one of the numbers is."""
     if not tensors:
         return 0.0
-    # Euclidean norms, six times as fast on a CPU as the maximum; they overflow where the numbers do not yet.
+    # A Euclidean norm takes a sixth of the time of a maximum on a CPU. It may overflow although the numbers are finite.
     norm = torch.stack(torch._foreach_norm(tensors, 2)).max().item()
     if math.isfinite(norm):
         return norm + VANISHING

@@ -1,4 +1,4 @@
-"""Datums of any jobs through the base model, forward and backward: all of a micro-batch, or nothing of it."""
+"""Runs datums of any jobs through the base model, forward and backward. A micro-batch is kept whole or not at all."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class Passes:
-    """What it computes goes into the jobs, and into the gradients of their models."""
+    """Runs micro-batches. Results go into the jobs, and gradients are added to those of the jobs' models."""
 
     def __init__(
         self, base: BaseModel, models: Mapping[str, ModelState], room: Room, team: Team, metrics: Metrics
@@ -47,13 +47,13 @@ class Passes:
         self._team = team
         self._phases = metrics.compute.phases
         self._not_finite: list[Job] = []
-        """Jobs for which the last pass failed, because their loss or their model's gradient was not finite."""
+        """Jobs that made the last pass fail, because their loss or their model's gradient was not finite."""
 
     def run(self, pieces: Sequence[Piece]) -> None:
-        """Puts datums of any jobs through the base model, and adds to each model's gradients.
+        """Runs datums of any jobs through the base model, and adds to each model's gradients.
 
-        What does not fit into one micro-batch becomes several. When one fails, each of its jobs runs alone, so that
-        only the guilty one fails: its `error` is set, and nothing of this micro-batch is added to its gradients.
+        Datums that do not fit into one micro-batch are cut into several. When a micro-batch fails, its jobs run apart,
+        so that only the job that causes the error fails: its `error` is set, and its gradient is not added.
         """
 
         def go_together(ids: Sequence[str]) -> bool:
@@ -66,7 +66,7 @@ class Passes:
                 if piece.job.batch.forward_only == forward_only
                 for index in piece.indices
             ]
-            # One model's datums lie together, and equal lengths too: attention batches them.
+            # A model's datums must lie together. Equal lengths lie together because attention batches them.
             items.sort(key=lambda item: (item.model_id, item.datum.length))
             for micro_batch in cut(items, lambda: self._room.token_budget, go_together):
                 with torch.set_grad_enabled(not forward_only):
@@ -75,12 +75,12 @@ class Passes:
                     self._room.learn(attempt)
 
     def once(self, job: Job, *, checkpointing: bool) -> None:
-        """All of a job in one pass, and all of it on every rank. Raises whatever fails."""
+        """Runs a whole job in one pass, all of it on every rank. Raises the pass's error, if any."""
         items = [Item(job, index) for index in range(len(job.batch.datums))]
         self._run(items, items, checkpointing=checkpointing)
 
     def _try(self, items: Sequence[Item], attempt: Attempt, *, checkpointing: bool = False) -> None:
-        """Runs a micro-batch: in halves when there is no memory for it, job by job when it fails otherwise."""
+        """Runs a micro-batch. Runs it in halves when memory runs out, and job by job after other errors."""
         items = [item for item in items if item.job.error is None]
         if not items:
             return
@@ -93,11 +93,11 @@ class Passes:
             attempt.succeeded(num_tokens(items))
             return
         except Exception as caught:
-            if is_device_fault(caught):  # no job's own, and no other would fare better
+            if is_device_fault(caught):  # it would fail every other job, too
                 raise
             error = caught
             if is_out_of_memory(error):
-                error = MemoryError()  # `caught` goes with what its frames hold, before anything else is tried
+                error = MemoryError()  # drops `caught`, whose frames hold tensors, before the next attempt
             elif not isinstance(error, ServiceError) and len({item.job for item in items}) == 1:
                 logger.exception("forward_backward of %s failed", items[0].model_id)
         jobs = list(dict.fromkeys(item.job for item in items))
@@ -114,14 +114,17 @@ class Passes:
             )
 
     def _apart(self, items: Sequence[Item]) -> list[list[Item]]:
-        """Every job that may be guilty by itself, and the others together."""
+        """Divides a failed micro-batch: each job that may have caused the error alone, and the other jobs together."""
         known = self._not_finite if self._team.sees_all else []
         guilty = known or list(dict.fromkeys(item.job for item in items))
         others = [item for item in items if item.job not in guilty]
         return [others, *([item for item in items if item.job is job] for job in guilty)]
 
     def _try_smaller(self, items: Sequence[Item], attempt: Attempt, *, checkpointing: bool) -> None:
-        """After there was no memory for these. Nothing of them has been added to anything."""
+        """Runs items again that ran out of memory, whose results were not kept: in halves, or one with checkpointing.
+
+        A single item that still finds no memory fails its job.
+        """
         self._room.ran_out(num_tokens(items), keep=model_ids(items))
         attempt.ran_out(num_tokens(items))
         if len(items) > 1:
@@ -142,20 +145,20 @@ class Passes:
         )
 
     def _run(self, items: Sequence[Item], mine: Sequence[Item], *, checkpointing: bool) -> None:
-        """One pass of the base model, of which this rank computes `mine`.
+        """Runs one pass of the base model, of which this rank computes `mine`.
 
-        Jobs and gradients change when all of it has succeeded, on all ranks.
+        Jobs and gradients change only after the pass has succeeded on all ranks.
         """
         with self._team.one_pass():
             keep = self._compute(mine, checkpointing=checkpointing)
             if torch.is_grad_enabled():
-                for model_id in model_ids(items):  # the next step adds them up over the ranks
+                for model_id in model_ids(items):  # every rank needs a gradient: the next step sums them over the ranks
                     self._models[model_id].need_gradient()
         with self._phases["accumulate"].time():
             keep()
 
     def _compute(self, items: Sequence[Item], *, checkpointing: bool) -> Callable[[], None]:
-        """Forward and backward of these. What it returns keeps the results, asks for no memory and does not fail."""
+        """Runs forward and backward. Returns a function that keeps the results, needs no memory and cannot fail."""
         if not items:
             self._team.halfway()
             return lambda: None
@@ -181,8 +184,7 @@ class Passes:
                 logprobs_M = full_target_logprobs(self._base.head, hidden_T_H, *(x.to(device) for x in named))
             else:
                 logprobs_M = self._base.target_logprobs(hidden_T_H, *named, runs)
-            # Losses are many small operations whose values are asked for one by one: that is for the host, from one
-            # copy.
+            # Losses are many small operations whose values are read one by one, so they run on the host, on one copy.
             pieces = logprobs_M.cpu().split([item.datum.targets.size for item in items])
 
         with self._phases["loss"].time():
@@ -225,7 +227,11 @@ class Passes:
         items: Sequence[Item],
         logprobs: Sequence[Tensor],
     ) -> None:
-        """`largest` is by id of the model. Two jobs of one model are both suspected of its gradient."""
+        """Raises an error that describes the first job whose loss, or whose model's gradient, is not finite.
+
+        `largest`: bound of each model's gradient, by `id` of its ModelState. Two jobs of a model with a bad gradient
+        both count as failed.
+        """
         self._not_finite = [
             job
             for job, term in terms
@@ -253,6 +259,7 @@ class Passes:
             )
 
     def _runs(self, items: Sequence[Item], starts: np.ndarray) -> Iterable[Run]:
+        """One run for each model: the packed rows that its adapter is applied to. `starts`: each item's first row."""
         for model_id, group in groupby(range(len(items)), key=lambda n: items[n].model_id):
             mine = list(group)
             rows = slice(int(starts[mine[0]]), int(starts[mine[-1] + 1]))
@@ -262,8 +269,8 @@ class Passes:
     def _gradients(
         self, terms: Sequence[tuple[Job, Term]], runs: Sequence[Run], items: Sequence[Item]
     ) -> Iterable[tuple[ModelState, list[Tensor]]]:
-        """The gradient of the terms' sum for each run's model: of an adapter in one piece, of full weights tensor by
-        tensor."""
+        """Differentiates the sum of the terms. Yields each run's model with its gradient: one flat tensor for an
+        adapter, one tensor for each parameter for full weights."""
         total = torch.stack([term.differentiable for _, term in terms]).sum()
         anchors = [run.gradient.anchor for run in runs if run.gradient is not None]
         parameters = [tensor for run in runs for tensor in run.adapter.tensors()]
@@ -279,6 +286,6 @@ class Passes:
 
 
 def _rows(datum: Datum, start: int) -> np.ndarray:
-    """int64: the packed row of each target, row major."""
+    """The packed row of each of the datum's targets, in row-major order: int64 [number of targets]."""
     rows = np.arange(start, start + datum.length)
     return rows if datum.targets.ndim == 1 else np.repeat(rows, datum.targets.shape[1])

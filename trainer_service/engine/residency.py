@@ -1,6 +1,6 @@
-"""Which models' tensors lie on the device: those used last. The others wait in host memory.
+"""Moves models between device and host memory. The models used last are on the device; the others wait on the host.
 
-Two copies never exist for longer than a move. On the CPU there is nothing to move: device and host are one memory.
+A model has two copies only while it moves. On a CPU nothing moves: device and host are the same memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 Move = Callable[[Tensor], Tensor]
-"""A copy somewhere else."""
+"""A function that copies a tensor to other memory."""
 
 
 class Movable(Protocol):
@@ -32,7 +32,7 @@ class Residency:
         self._to_device = to_device
         self._to_host = to_host
         self._on_device: dict[str, Movable] = {}
-        """In the order of their last use."""
+        """In the order of their last use, the latest at the end."""
         self._on_host: dict[str, Movable] = {}
 
     @classmethod
@@ -54,7 +54,7 @@ class Residency:
         return sum(model.num_bytes for model in self._on_device.values())
 
     def add(self, model_id: str, model: Movable) -> None:
-        """A model on the device."""
+        """Registers a model, which is on the device."""
         self._on_device[model_id] = model
 
     def remove(self, model_id: str) -> None:
@@ -62,9 +62,10 @@ class Residency:
         self._on_host.pop(model_id, None)
 
     def use(self, model_ids: Iterable[str], *, max_bytes: int | None) -> None:
-        """Has these models on the device. The ones used longest ago make room, down to `max_bytes` for all on it.
+        """Moves these models to the device. Other models move to the host, those used longest ago first, until all on
+        the device together take at most `max_bytes`; None means no limit.
 
-        Those that are asked for are never moved away, whatever they take. None is no limit.
+        These models themselves are never moved to the host, even when they take more than `max_bytes`.
         """
         if self._to_device is None:
             return
@@ -81,7 +82,7 @@ class Residency:
                 self._on_device[model_id] = self._on_host.pop(model_id)
 
     def offload_all_but(self, model_ids: Iterable[str]) -> None:
-        """Frees what can be freed."""
+        """Moves all other models to the host."""
         self._offload(0, keep=dict.fromkeys(model_ids))
 
     def _offload(self, max_bytes: int, *, keep: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""How much goes through the base model at once: what the plan allows, and what happens when memory runs out."""
+"""Applies the memory plan: sizes of micro-batches, which models are on the device, what to do when memory runs out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 Checkpointing = Literal["auto", "on", "off"]
 
 _RECOVERS_AFTER = 100
-"""Micro-batches without a shortage after which more is tried again."""
+"""After this many micro-batches without lack of memory, a lowered token budget is raised again."""
 
 
 class Room:
@@ -43,9 +43,9 @@ class Room:
         metrics: Metrics,
         fixed: bool = False,
     ) -> None:
-        """`fixed`: the token budget stays what it is, even when memory runs out.
+        """`models`: the engine's live models, by id. `fixed`: the token budget stays even when memory runs out.
 
-        Raises ValueError when activation checkpointing is asked for and the base model has no list of layers."""
+        Raises ValueError when `checkpointing` is "on" and the base model has no list of layers."""
         self.residency = residency
         self.layers = base.layers
         self.num_layers = base.config.num_hidden_layers
@@ -60,7 +60,7 @@ class Room:
         self._checkpointing = checkpointing
         self._metrics = metrics
         self._too_long: int | None = None
-        """Tokens of the shortest datum that went through with activation checkpointing only."""
+        """Tokens of the shortest datum that ran only with activation checkpointing; None when none needed it."""
         self._show_memory()
         self.follow(plan)
 
@@ -84,7 +84,7 @@ class Room:
         self._metrics.memory.model_limit_bytes.set(math.inf if plan.models_bytes is None else plan.models_bytes)
 
     def _show_memory(self) -> None:
-        """The thread that serves the metrics asks for it."""
+        """Registers the memory metrics. Their functions run on the thread that serves the metrics."""
         metrics, device = self._metrics, self._device
 
         def held(*, on_host: bool) -> int:
@@ -100,44 +100,48 @@ class Room:
             metrics.memory.device_bytes.labels(state).set_function(count)
 
     def needs_checkpointing(self, shares: Sequence[Lengths]) -> bool:
-        """For datums of these lengths, each share of them on its own rank."""
+        """Whether a pass needs activation checkpointing. `shares`: lengths of each rank's datums, in tokens."""
         if self._checkpointing != "auto" or not self.layers:
             return self._checkpointing == "on"
         known = self._too_long is not None and max(length for share in shares for length in share) >= self._too_long
         return known or any(self.plan.needs_checkpointing(share) for share in shares)
 
     def go_together(self, ids: Sequence[str], *, tokens: int) -> bool:
-        """These models may be on the device at once, with their gradients on the way."""
+        """Whether these models and their gradients fit on the device beside a micro-batch of `tokens` tokens."""
         room = self.plan.room_for_adapters([tokens], checkpointing=self.always_checkpoints)
         if room is None:
             return True
-        # Where models cannot be moved away, those that are not in this micro-batch hold their memory, too.
+        # Where models cannot be moved to the host, models outside this micro-batch take memory, too.
         resident = ids if self.residency.moves else self._models
         needed = sum(self._models[model_id].num_bytes for model_id in resident)
         return needed + sum(self._models[model_id].growth_bytes for model_id in ids) <= room
 
     def have_on_device(self, ids: Sequence[str], lengths: Lengths, *, checkpointing: bool) -> None:
-        """For a pass over datums of these lengths."""
+        """Moves these models to the device for a pass over datums of these lengths, with memory for their gradients."""
         room = self.plan.room_for_adapters(lengths, checkpointing=checkpointing)
         if room is not None and torch.is_grad_enabled():
             room -= sum(self._models[model_id].growth_bytes for model_id in ids)
         self.residency.use(ids, max_bytes=room)
 
     def have_for_a_step(self, model_id: str) -> None:
+        """Moves the model to the device, with memory for its gradient and its optimizer."""
         room = self.plan.room_for_adapters([], checkpointing=False)
         missing = full_bytes(self._models[model_id].adapter.num_bytes)
         self.residency.use([model_id], max_bytes=None if room is None else room - missing)
 
     @property
     def bytes_left(self) -> float:
-        """Bytes that further models may take; infinite without a bound. May be read on any thread."""
+        """Bytes that further models may take; infinite without a limit. May be read on any thread."""
         if self.plan.models_bytes is None:
             return math.inf
         taken = sum(full_bytes(model.adapter.num_bytes) for model in list(self._models.values()))
         return self.plan.models_bytes - taken
 
     def check_capacity(self, needed: int, *, rank: int) -> None:
-        """Raises OutOfCapacity when one more model could end the process, in the middle of somebody's training."""
+        """Raises OutOfCapacity when `needed` bytes are more than the live models leave. `rank`: for the message.
+
+        A model is counted with its gradient and optimizer from the start: memory must not run out while others train.
+        """
         if needed > (left := self.bytes_left):
             raise OutOfCapacity(
                 f"lora_config.rank: a model of rank {rank} takes {needed / 1e6:.1f} MB with its gradients and its "
@@ -147,16 +151,17 @@ class Room:
             )
 
     def ran_out(self, tokens: int, *, keep: Sequence[str]) -> None:
-        """Frees what can be freed, before less is tried."""
+        """Counts and logs a micro-batch that ran out of memory, and frees all memory but that of the models `keep`."""
         self._metrics.memory.out_of_memory.inc()
         logger.warning("out of memory with %d tokens; the token budget is %d", tokens, self.token_budget)
         self._free(keep)
 
     def learn(self, attempt: Attempt) -> None:
-        """Lowers the budget to what went through where more did not, and raises it again when all has gone well long.
+        """Lowers the token budget to the size that fitted after a larger one did not. Raises it again after
+        _RECOVERS_AFTER micro-batches without lack of memory.
 
-        Nothing is learnt from a datum that finds no memory by itself: a greedy custom loss, or a shortage that
-        somebody else causes, must not slow all others down.
+        An attempt in which a datum found no memory even alone changes nothing. Its cause may be a custom loss that
+        takes much memory, or another process, and other models must not become slower for it.
         """
         if self._fixed:
             return
@@ -185,7 +190,10 @@ class Room:
         self._metrics.memory.token_budget.set(tokens)
 
     def found(self, call: Callable[[], T], *, what: str, keep: Sequence[str] = ()) -> T:
-        """Runs it once more with all that can be freed, when there is no memory. Raises OutOfCapacity if that fails."""
+        """Runs `call`, and once more after freeing memory when memory runs out. `keep`: models that stay on the device.
+
+        Raises OutOfCapacity when memory runs out again. `what`: subject of its message.
+        """
         for last in (False, True):
             try:
                 return call()

@@ -1,4 +1,4 @@
-"""Who computes a micro-batch: this process alone, or several ranks together (trainer_service/ranks)."""
+"""How the work on a micro-batch is divided: one process computes all, or several ranks share it (ranks/team.py)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ T = TypeVar("T")
 
 
 class Team(Protocol):
-    """What the engine asks of it. Every rank makes the same calls in the same order, whatever its share is.
+    """The ranks that compute together, as the engine sees them.
 
-    An error of one rank is raised on all of them, so that they go on in the same way.
+    Every rank makes the same calls in the same order, whatever its share is. An error on one rank is raised on all, so
+    that all continue in the same way.
     """
 
     @property
@@ -24,16 +25,16 @@ class Team(Protocol):
 
     @property
     def is_first(self) -> bool:
-        """True on the rank that holds what exists once, such as gradients that have been added up."""
+        """True on the rank that holds what exists only once, such as gradients that have been summed over the ranks."""
         ...
 
     @property
     def sees_all(self) -> bool:
-        """False when what made a pass fail may be known to another rank only."""
+        """False when the cause of a failed pass may be known to another rank only."""
         ...
 
     def shares(self, items: Sequence[Item]) -> Sequence[Sequence[Item]]:
-        """The datums divided, each share in the given order. Some may be empty."""
+        """Divides the datums among the ranks. Each share keeps their order; a share may be empty."""
         ...
 
     def mine(self, items: Sequence[Item]) -> Sequence[Item]:
@@ -41,19 +42,19 @@ class Team(Protocol):
         ...
 
     def one_pass(self) -> AbstractContextManager[None]:
-        """Around a forward and backward of the base model, up to where its results may be kept."""
+        """A context for one forward and backward pass. If it ends without an error, all ranks may keep the results."""
         ...
 
     def halfway(self) -> None:
-        """In a pass: forward is done, and the losses are known."""
+        """Called within a pass, between the losses and the backward pass."""
         ...
 
     def all_or_none(self, call: Callable[[], T]) -> T:
-        """Makes a call that may fail on some ranks."""
+        """Makes a call that may fail on some ranks, and raises on all ranks when it fails on one."""
         ...
 
     def sum_(self, tensor: Tensor) -> None:
-        """Adds up over the ranks, in place. The result is the same on every rank, bit for bit."""
+        """Sums a tensor over the ranks, in place. Every rank gets the same bits."""
         ...
 
 
