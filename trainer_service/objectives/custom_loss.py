@@ -1,9 +1,9 @@
 """Custom losses: a traced Python function of one datum, sent as a graph and run beside the model's own pass.
 
-The graph never touches the model's graph of gradients. For each datum it gets a copy of the logprobs, in host memory;
-its gradient with respect to them, dC/dp, becomes the linear loss sum(dC/dp p), whose gradient in the weights is the
-custom loss's own. So a batch is still one pass of the base model, the memory of the user's graph is free again after
-each datum, and an index out of range is an exception and not the end of a GPU's context.
+The graph is separate from the model's autograd graph. For each datum it computes the loss C from a copy of the logprobs
+p in host memory. Its gradient dC/dp becomes a linear loss, sum(dC/dp p), which has the same gradient in the model's
+weights. So a batch still takes one pass of the base model, the graph's memory is freed after each datum, and an index
+out of range raises an exception instead of ending a GPU's context.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from trainer_service.objectives.losses import Arrays, Term
 
 MAX_INPUTS = 16
 MAX_NODE_BYTES = 64 * 2**20
-"""Of one node's result, for one datum."""
+"""Limit on the result of one node, for one datum."""
 MAX_BYTES = 512 * 2**20
-"""Of all nodes' results, for one datum."""
+"""Limit on the results of all nodes together, for one datum."""
 TIME_LIMIT_S = 10.0
-"""For the datums of one pass of the base model. For the check of one request: of processor time."""
+"""Limit on the time of a custom loss in one pass of the base model, and on the processor time of one request's
+check."""
 CHECKS = Pace(share=0.2, burst_s=0.25)
-"""What all checks may take of the time. Beside them other models' batches take about a quarter longer."""
+"""Limits the processor time of all checks. While checks run, other models' batches take about a quarter longer."""
 _SLICE_S = 0.002
-"""Processor time of a check between two looks at the limits."""
+"""Processor time of a check after which its limits are examined again, in seconds."""
 
 _MAX_KINDS = 10_000
 _INPUT_NAME = re.compile(r"[a-z_][a-z0-9_]{0,63}")
@@ -46,7 +47,7 @@ _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 Shape = tuple[int, ...]
 Deadline = Callable[[Node | None], None]
-"""Raises InvalidRequest when the time is over, naming the node that comes next, if any."""
+"""Raises InvalidRequest when the time is over. The message names the node that comes next, if any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,25 +58,26 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class CustomLoss:
-    """An Objective."""
+    """A custom loss, ready to run: an Objective."""
 
     name: str
     inputs: Sequence[Input]
-    """"logprobs", then the loss_fn_inputs that it reads."""
+    """"logprobs" first, then the loss_fn_inputs that the graph reads."""
     graph: Graph
     _seconds: dict[Any, float] = field(default_factory=dict, repr=False, compare=False)
-    """Expected time of each kind of datum that check_shapes has seen, in seconds."""
+    """Expected time of the loss for each combination of shapes and dtypes that check_shapes has seen, in seconds."""
 
     @classmethod
     def from_proto(cls, loss: trainer_pb2.CustomLoss) -> CustomLoss:
-        """Raises InvalidRequest for whatever can be seen without data."""
+        """Parses a custom loss. Raises InvalidRequest for errors that can be found without data."""
         return _build(loss.name[:100], tuple(Input(one.name, one.rank) for one in loss.inputs), loss.graph)
 
     def check_shapes(self, datums: Sequence[tuple[Shape, Arrays]]) -> list[float]:
-        """Runs the graph without data for every kind of datum: shapes of the targets, and of the other inputs.
+        """Runs the graph without data, once for each combination of shapes and dtypes among the datums.
 
-        What it does depends on shapes and types alone, so that afterwards its memory is known to be bounded. Returns
-        the seconds that each datum is expected to take. Raises InvalidRequest.
+        `datums`: for each the shape of its targets, and its other inputs. The graph's memory and operations depend on
+        shapes and dtypes alone, so this bounds them. Returns the expected time of the loss for each datum, in seconds.
+        Raises InvalidRequest when a limit is exceeded or the graph cannot run.
         """
         _load_shape_functions()
         if len(self._seconds) > _MAX_KINDS:
@@ -94,7 +96,7 @@ class CustomLoss:
         return expected
 
     def _check(self, inputs: Sequence[Tensor], *, before_each: Callable[[], None]) -> float:
-        """Runs the graph on inputs without data. Returns the seconds that it is expected to take with data."""
+        """Runs the graph on inputs without data. Returns its expected time with data, in seconds."""
         num_bytes = 0
 
         def bounded(result: Any) -> None:
@@ -106,7 +108,7 @@ class CustomLoss:
                     raise InvalidRequest(f"{what} needs {used} bytes for one datum, this server allows {limit}")
 
         cost = CostLimit(before_each)
-        with torch.device("meta"), cost:  # what makes new tensors makes them there
+        with torch.device("meta"), cost:  # tensors that the graph creates have no data either
             loss, metrics = self.graph.run(inputs, before=lambda _: before_each(), after=bounded)
         if not isinstance(loss, Tensor) or loss.ndim != 0 or loss.dtype not in _FLOATS:
             raise self._refused(f"the loss must be a scalar tensor of floats, not {_described(loss)}")
@@ -146,7 +148,7 @@ class CustomLoss:
             (gradient,) = torch.autograd.grad(loss, p)
         except InvalidRequest as error:
             raise self._refused(f"its gradient: {error.message}") from None
-        except RuntimeError as error:  # of operations that have no derivative
+        except RuntimeError as error:  # raised for operations without a derivative, among others
             if is_out_of_memory(error):
                 raise
             raise self._refused(f"its gradient cannot be computed: {str(error).splitlines()[0][:300]}") from error
@@ -170,8 +172,8 @@ class CustomLoss:
 
 @contextmanager
 def _paced() -> Iterator[Callable[[], None]]:
-    """Around a check. What it gives is to be called before each operation: sleeps to keep the pace, and raises
-    InvalidRequest when the time is over."""
+    """A context for one check. It yields a function to call before each operation, which sleeps to keep the pace, and
+    raises InvalidRequest when the check's time is over."""
     started_s = paid_s = time.thread_time()
 
     def before_each() -> None:
@@ -196,14 +198,14 @@ def _paced() -> Iterator[Callable[[], None]]:
 
 @lru_cache(maxsize=32)
 def _build(name: str, inputs: tuple[Input, ...], graph: str) -> CustomLoss:
-    """A training uses one loss in thousands of requests, with datums of the same lengths again and again."""
+    """Makes a loss. Cached: a run sends the same loss with thousands of requests, and each loss caches its checks."""
     _check_inputs(name, inputs)
     return CustomLoss(name, inputs, parse(name, [one.name for one in inputs], graph))
 
 
 @cache
 def _load_shape_functions() -> None:
-    """What computes shapes without data is loaded at its first use, which takes seconds: they count for no one."""
+    """Makes torch load its shape functions, which takes seconds at their first use, outside any check's time limit."""
     torch.ones(1, device="meta").abs()
 
 

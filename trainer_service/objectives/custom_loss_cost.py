@@ -1,6 +1,7 @@
-"""What a custom loss costs, seen while it runs without data: every operation inside its nodes, and its gradient.
+"""The cost of a custom loss, counted while it runs without data: every operation inside its nodes, and its gradient.
 
-A node's result does not show it: `cosine_similarity` of (n, 1, k) and (1, n, k) has n^2 elements, and n^2 k on the way.
+A node's result does not tell its cost: the result of `cosine_similarity` of (n, 1, k) and (1, n, k) has n^2 elements,
+but its intermediate tensors have n^2 k.
 """
 
 from __future__ import annotations
@@ -19,20 +20,23 @@ from torch.utils._pytree import tree_leaves
 from tinsmith.rpc.errors import InvalidRequest
 
 MAX_STEP_ELEMENTS = 2**24
-"""Of one operation of torch inside a node: of its results, and of all its tensors broadcast together."""
+"""Limit on the elements of one torch operation inside a node: those of its results, or of its tensors broadcast
+together, whichever are more."""
 MAX_ELEMENTS = 2**28
-"""Of all operations for one datum, the gradient's included. Their results are all that torch allocates, and no
-operation on the list takes much longer than some 10 ns for an element (those of _SLOW: for an eighth of one)."""
+"""Limit on the elements of all operations for one datum, its gradient included. It bounds memory, since torch allocates
+only results. It bounds time, since no allowed operation takes much more than 10 ns per element (80 ns for _SLOW)."""
 SECONDS_PER_ELEMENT = 2e-9
-"""Time of a typical operation for each element, on one core. The scheduler learns how far this machine is from it."""
+"""Time of a typical operation per element, on one core. The scheduler learns this machine's factor to it (speed.py)."""
 SECONDS_PER_OPERATION = 1e-5
-"""Time of an operation on few elements, with the part of the gradient that belongs to it."""
+"""Time of an operation on few elements, with its part of the gradient."""
 _MULTIPLY_ADDS_PER_ELEMENT = 64
-"""A matrix product does about as many in the time of an elementwise operation on one element."""
+"""Multiply-adds of a matrix product that take as long as an elementwise operation on one element."""
 
 _STEPS_OF_A_NODE = 64
-"""More than any node takes in its gradient, each on no more elements than the largest tensor has."""
+"""Upper bound of the operations in one node's gradient; each works on at most as many elements as the largest
+tensor."""
 _SLOWNESS = 8
+"""An operation of _SLOW takes this many times as long per element as others."""
 
 _aten = torch.ops.aten
 _SLOW = (_aten.sort, _aten.argsort, _aten.logcumsumexp)
@@ -45,20 +49,21 @@ _NOT_BROADCAST = (
 
 
 class Pace:
-    """Limits the processor time of all checks of this process together: each operation of a check holds the
-    interpreter's lock, which the compute thread and the event loop need too. Thread safe."""
+    """Limits the processor time of all checks of this process together. Checks hold the interpreter's lock, which the
+    compute thread and the event loop need too. Thread safe."""
 
     def __init__(self, *, share: float, burst_s: float) -> None:
-        """`share`: of one core, once the checks have used `burst_s` seconds of it without a rest."""
+        """`share`: the part of one core that checks may use in the long run. `burst_s`: processor time that they may
+        use beyond it at once, in seconds."""
         self._share = share
         self._burst_s = burst_s
         self._lock = threading.Lock()
         self._ahead_s = 0.0
-        """Processor time beyond the share."""
+        """Processor time that was used beyond the share, in seconds."""
         self._updated_at = time.monotonic()
 
     def used(self, seconds: float) -> None:
-        """Sleeps as long as the checks are ahead of their share by more than the burst."""
+        """Records used processor time, and sleeps while the checks are ahead of their share by more than the burst."""
         with self._lock:
             now = time.monotonic()
             self._ahead_s = max(0.0, self._ahead_s - self._share * (now - self._updated_at)) + seconds
@@ -69,10 +74,13 @@ class Pace:
 
 
 class CostLimit(TorchDispatchMode):
-    """Sees the operations below autograd, so composite functions in their parts. Raises InvalidRequest."""
+    """Counts the elements of torch's operations while it is active, and raises InvalidRequest above the limits.
+
+    It works below autograd, so it sees the parts of composite functions.
+    """
 
     def __init__(self, before_each: Callable[[], None] = lambda: None) -> None:
-        """`before_each`: is called before each operation, and may raise InvalidRequest."""
+        """`before_each`: called before each operation; may raise InvalidRequest."""
         super().__init__()
         self._before_each = before_each
         self._num_operations = 0
@@ -91,11 +99,11 @@ class CostLimit(TorchDispatchMode):
 
     @property
     def seconds(self) -> float:
-        """Expected time of the operations that have run under this, in seconds."""
+        """Expected time with data of the operations counted so far, in seconds."""
         return self._total * SECONDS_PER_ELEMENT + self._num_operations * SECONDS_PER_OPERATION
 
     def gradient_is_small(self, num_nodes: int) -> bool:
-        """Of a graph that ran under this: whether its gradient is within the limits without running it too."""
+        """True when the gradient of a graph of `num_nodes` nodes, which has been counted, must be within the limits."""
         return self._total + self._largest * num_nodes * _STEPS_OF_A_NODE <= MAX_ELEMENTS
 
     def _count(self, operation: Any, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> None:
@@ -124,7 +132,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _broadcast(shapes: Sequence[tuple[int, ...]]) -> int:
-    """Elements of the broadcast shape, or of all shapes together where there is none."""
+    """Number of elements of the broadcast shape; the sum over all shapes when they do not broadcast."""
     rank = max(map(len, shapes), default=0)
     sizes = [{shape[-axis] for shape in shapes if len(shape) >= axis} - {1} for axis in range(1, rank + 1)]
     if any(len(found) > 1 for found in sizes):

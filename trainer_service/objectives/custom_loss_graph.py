@@ -1,7 +1,7 @@
-"""A custom loss's graph: from the SDK's JSON to a list of allowed calls, and its execution node by node.
+"""A custom loss's graph: parses the SDK's JSON into a list of allowed calls, and executes it node by node.
 
-Nothing of the JSON is ever evaluated or imported: a target is a key of the list in custom_loss_ops, an argument is a
-number, one of a few words, or the result of an earlier node.
+Nothing in the JSON is evaluated or imported. A target is a key of the tables in custom_loss_ops.py. An argument is a
+number, one of a few words, the result of an earlier node, or a list of these.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FORMAT = 1
 MAX_JSON_BYTES = 256 * 1024
 MAX_NODES = 1000
 MAX_DEPTH = 6
-"""Of lists and objects in an argument; an index of slices of nodes needs three."""
+"""Nesting of lists and objects in an argument. An index made of slices of nodes needs three."""
 _MAX_NAME = 200
 _MAX_MESSAGE = 300
 _NODE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -50,7 +50,7 @@ class _Ref:
 
 
 class _Device:
-    """Where this execution happens: the CPU, or the meta device, which computes shapes only."""
+    """Stands for the device of the execution: the CPU, or the meta device, which computes shapes only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +75,10 @@ class Graph:
     def run(
         self, inputs: Sequence[Tensor], *, before: Callable[[Node], None], after: Callable[[Any], None]
     ) -> tuple[Any, Mapping[str, Any]]:
-        """The loss and the metrics as the nodes left them. `before` sees each node, `after` its result; both may raise.
+        """Runs the nodes. Returns the loss and the metrics, unchecked. `before` is called with each node, and `after`
+        with its result; both may raise.
 
-        Raises InvalidRequest for whatever goes wrong in a node, naming it and its target.
+        Raises InvalidRequest for any error in a node, except lack of memory. The message names the node and its target.
         """
         device = inputs[0].device
         values: dict[str, Any] = dict(zip(self.inputs, inputs, strict=True))
@@ -91,8 +92,8 @@ class Graph:
                 after(result)
             except InvalidRequest as error:
                 raise self.refused(node, error.message) from None
-            except Exception as error:  # torch raises what it likes; whatever it is, the graph asked for it
-                if is_out_of_memory(error):  # but for this: the engine tries again with less at once
+            except Exception as error:  # torch raises errors of many types; all are the graph's fault but one
+                if is_out_of_memory(error):  # the engine tries again with fewer datums at once
                     raise
                 raise self.refused(node, str(error)) from error
             values[node.name] = result
@@ -121,7 +122,7 @@ def _resolved(arg: Any, values: Mapping[str, Any], device: torch.device) -> Any:
 
 
 def parse(loss_name: str, inputs: Sequence[str], text: str) -> Graph:
-    """Raises InvalidRequest, which names the node and the target."""
+    """Parses a graph from JSON. Raises InvalidRequest, which names the node and its target."""
     return _Parser(loss_name, inputs).graph(text)
 
 
@@ -130,9 +131,9 @@ class _Parser:
         self._loss_name = loss_name
         self._inputs = inputs
         self._known: set[str] = set()
-        """Names that a reference may use."""
+        """Names of earlier nodes, which a reference may use."""
         self._masks: set[str] = set()
-        """Those of comparisons, and of what is made of comparisons alone."""
+        """Names of nodes that are boolean masks for sure: comparisons, and combinations of masks only."""
         self._where = "its graph"
 
     def _refused(self, problem: str) -> InvalidRequest:
@@ -216,7 +217,7 @@ class _Parser:
         return Node(name, target, call, decoded_args, decoded_kwargs)
 
     def _check_masks(self, name: str, target: str, args: Sequence[Any]) -> None:
-        """Refuses a mask as an index as soon as the graph shows it; what only types show, fails when it runs."""
+        """Refuses a mask as an index where the graph itself shows it. Other masks are found when the graph runs."""
 
         def is_mask(arg: Any) -> bool:
             return isinstance(arg, _Ref) and arg.name in self._masks
@@ -286,7 +287,7 @@ class _Parser:
         return _Ref(name)
 
     def _output(self, args: Any) -> tuple[_Ref, Mapping[str, _Ref]]:
-        """Its one argument is (loss, metrics)."""
+        """The loss and the metrics: the output node has one argument, the pair (loss, metrics)."""
         pair = args[0] if isinstance(args, list) and len(args) == 1 else None
         if isinstance(pair, dict) and len(pair) == 1:
             pair = pair.get("tuple")
@@ -304,7 +305,7 @@ class _Parser:
 
 
 def check_result(value: Any) -> int:
-    """Raises InvalidRequest unless a node may have such a result. Returns its size in bytes, views counted in full."""
+    """Size of a node's result, in bytes; views count in full. Raises InvalidRequest for a type that is not allowed."""
     if isinstance(value, Tensor):
         return math.prod(value.shape) * value.element_size()
     if isinstance(value, tuple):  # a shape, or the two results of a call such as torch.max
@@ -319,7 +320,7 @@ def check_result(value: Any) -> int:
 
 
 def _shown(value: Any) -> str:
-    """A short form of anything that JSON can hold."""
+    """A short text for any JSON value, for error messages."""
     text = value if isinstance(value, str) else type(value).__name__
     if isinstance(value, (int, float, bool)) or value is None:
         text = str(value) if not isinstance(value, int) or value in _INT64 else "a large number"

@@ -1,9 +1,9 @@
-"""What a custom loss may call: the one list from which its graph is rebuilt. docs/algorithms.md shows it to users.
+"""The operations that a custom loss may use: its graph is rebuilt from these tables. docs/algorithms.md lists them.
 
-Everything here is a function of tensors and numbers whose result's size follows from the shapes of its arguments. That
-rules out, among others, what draws random numbers, what works in place, what looks at values to find a shape (boolean
-masks as indices, nonzero), what makes lists of tensors (split, unbind), what leaves torch (item, tolist), and
-kthvalue, whose time on the CPU is quadratic in the worst case.
+Every operation is a function of tensors and numbers, and the shapes of its arguments determine the size of its result.
+So operations are left out that draw random numbers, work in place, take a shape from values (boolean masks as indices,
+nonzero), return lists of tensors (split, unbind) or leave torch (item, tolist). kthvalue is left out because its time
+on the CPU is quadratic in the worst case.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch.nn import functional
 
 MASK_AS_INDEX = "a boolean mask as an index makes a shape that depends on values; multiply by it, or use torch.where"
 MAX_MULTIPLY_ADDS = 2**30
-"""Of one matrix product."""
+"""Limit on one matrix product."""
 _MAX_EXPONENT = 64
 
 Op = Callable[..., Any]
 
 
 def _products_bounded(fn: Op) -> Op:
-    """Of vectors and matrices only, and not too large: their cost is not seen in the size of the result."""
+    """Limits a product to vectors and matrices and MAX_MULTIPLY_ADDS: the size of the result does not show its cost."""
 
     @wraps(fn)
     def product(a: Tensor, b: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ def _products_bounded(fn: Op) -> Op:
 
 
 def _arithmetic(fn: Op) -> Op:
-    """On tensors and numbers, not on Python's sequences, which it would repeat and join."""
+    """Limits a Python operator to tensors and numbers: on sequences it would repeat or join them."""
 
     @wraps(fn)
     def compute(*operands: Any) -> Any:
@@ -82,7 +82,7 @@ def _get_attribute(value: Any, name: Any) -> Any:
 
 TENSOR_ATTRIBUTES = ("shape", "ndim", "dtype", "device", "T", "mT")
 RESULT_ATTRIBUTES = ("values", "indices")
-"""Of torch.max, sort, topk and others of two results."""
+"""Attributes of the results of torch.max, sort, topk and others that return two tensors."""
 
 
 def _names(text: str) -> list[str]:
@@ -127,13 +127,13 @@ _SPELLED_OTHERWISE: Mapping[str, Op] = {
     "torch.cosine_similarity": functional.cosine_similarity,
     "torch.functional.norm": torch.norm,
 }
-"""Names under which torch.fx records some of them."""
+"""Other names under which torch.fx records some of these functions."""
 
 METHODS: Mapping[str, Op] = {
     **{name: getattr(Tensor, name) for name in (*_BOTH, *_METHODS_ONLY)},
     **{name: _products_bounded(getattr(Tensor, name)) for name in _PRODUCTS},
 }
-"""By name."""
+"""Tensor methods, by name."""
 
 FUNCTIONS: Mapping[str, Op] = {
     **{f"torch.{name}": getattr(torch, name) for name in (*_BOTH, *_FUNCTIONS_ONLY)},
@@ -147,21 +147,21 @@ FUNCTIONS: Mapping[str, Op] = {
     "operator.getitem": _get_item,
     "getattr": _get_attribute,
 }
-"""By the qualified names that the SDK sends."""
+"""Functions, by the qualified names that the SDK sends."""
 
 DTYPES = {name: getattr(torch, name) for name in _names("bfloat16 bool float16 float32 float64 int32 int64")}
 WORDS = frozenset({"floor", "none", "mean", "sum", "batchmean", "tanh", *TENSOR_ATTRIBUTES, *RESULT_ATTRIBUTES})
-"""Text arguments: roundings, reductions, GELU's form, and the attributes above."""
+"""Allowed text arguments: roundings, reductions, GELU's approximation, and the attributes above."""
 FORBIDDEN_KEYWORDS = frozenset(
     {"out", "generator", "requires_grad", "pin_memory", "names", "inplace", "layout", "output_size"}
 )
-"""May be None or False."""
+"""Keyword arguments that may only be None or False."""
 COMPARISONS = frozenset(
     f"{prefix}{name}"
     for prefix in ("", "torch.", "operator.")
     for name in _names("eq ge greater greater_equal gt isfinite isinf isnan le less less_equal lt ne not_equal")
 )
-"""Targets that make a boolean mask, whatever they get."""
+"""Targets whose result is always a boolean mask."""
 COMBINATIONS = frozenset(
     [f"operator.{name}" for name in _names("and_ invert or_ xor")]
     + [
@@ -171,11 +171,12 @@ COMBINATIONS = frozenset(
         for name in _names("and not or xor")
     ]
 )
-"""Targets that make a boolean mask of boolean masks."""
+"""Targets whose result is a boolean mask when all arguments are boolean masks."""
 
 
 def named(call: Op, args: Sequence[Any]) -> Mapping[str, Any]:
-    """Positional arguments by name, where `call` is Python's: torch's own take no forbidden ones by position."""
+    """Positional arguments by name, if `call` is a Python function; else none. torch's built-in functions take no
+    forbidden argument by position."""
     if not isinstance(call, FunctionType):
         return {}
     return dict(zip(call.__code__.co_varnames[: call.__code__.co_argcount], args, strict=False))

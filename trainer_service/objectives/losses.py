@@ -1,8 +1,8 @@
-"""Losses: pure functions from logprobs to a loss for each target. The loss of a batch is their plain sum.
+"""Loss functions: pure functions from logprobs to a loss for each target. The loss of a batch is their plain sum.
 
-Notation of the Tinker API: p the logprobs of the targets now, q those under the policy that sampled them, A the
-advantages, w the weights, r = exp(p - q). Shapes: M targets of some datums, end to end; a datum is never split.
-docs/algorithms.md has the formulas and their sources.
+Notation of the Tinker API: p are the logprobs of the targets now, q those under the policy that sampled them, A the
+advantages, w the weights, r = exp(p - q). Shapes: M targets of whole datums, end to end. docs/algorithms.md has the
+formulas and their sources.
 """
 
 from __future__ import annotations
@@ -26,39 +26,41 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """The share of a batch's loss that some of its datums have."""
+    """The part of a batch's loss that comes from some of its datums."""
 
     differentiable: Tensor
-    """float64 scalar on the logprobs' device. Its gradient is the loss's; its value need not be."""
+    """float64 scalar on the logprobs' device. Its gradient is that of the loss; its value may differ."""
     value: float
+    """The loss."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Sums over these datums, by the keys of the response."""
     mismatch: Mismatch | None = None
-    """Of the tokens that a sampler has drawn; None when the loss is not told of any."""
+    """The gap between trainer and sampler on sampled tokens; None without sampling logprobs or sampled tokens."""
 
 
 class Objective(Protocol):
-    """What a batch is trained on."""
+    """A loss, built in or custom, that a batch is trained on."""
 
     def evaluate(self, logprobs: Sequence[Tensor], inputs: Sequence[Arrays], config: Mapping[str, float]) -> Term:
-        """Logprobs and inputs of whole datums; the logprobs have the shapes of the datums' targets."""
+        """The loss of some datums. `logprobs`: one tensor for each datum, with the shape of its targets. `inputs`: the
+        other arrays of each datum."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What a loss function sees."""
+    """The arguments of a loss function: the targets of some datums, end to end."""
 
     p_M: Tensor
     arrays: Mapping[str, Tensor]
-    """[M] each."""
+    """The loss_fn_inputs, [M] each."""
     config: Mapping[str, float]
     sizes: Sequence[int]
-    """Targets of each datum; M in all."""
+    """Number of targets of each datum; their sum is M."""
 
     @property
     def gap_M(self) -> Tensor:
-        """p - q; 0 where the weight is 0: a ratio that does not count may be infinite, and 0 times infinity is NaN."""
+        """p - q, but 0 where the weight is 0. The ratio there may be infinite, and 0 times infinity would be NaN."""
         gap_M = self.p_M - self.arrays["logprobs"]
         return torch.where(self.arrays["weights"] != 0, gap_M, torch.zeros_like(gap_M))
 
@@ -71,7 +73,7 @@ LossFn = Callable[[Targets], Tensor]
 
 
 def cross_entropy(x: Targets) -> Tensor:
-    """-p, or -w p with the weights. They may be any real numbers: client-side custom losses send gradients in them."""
+    """-p, or -w p with the weights. A weight may be any real number: client-side custom losses send gradients so."""
     return -x.p_M
 
 
@@ -86,9 +88,10 @@ def ppo(x: Targets) -> Tensor:
 
 
 def gspo(x: Targets) -> Tensor:
-    """ppo with s_i = exp(mean over the mask of p - q) of the datum as every target's ratio.
+    """ppo with one ratio for all targets of a datum: s = exp(mean of p - q over the targets of sequence_ratio_mask).
 
-    It is the GSPO-token form (Zheng et al. 2025, arXiv:2507.18071): s has no gradient of its own, p of each target has.
+    This is the GSPO-token form (Zheng et al. 2025, arXiv:2507.18071): s is a constant in the gradient, which reaches
+    each target through its own p.
     """
     mask_M = (x.arrays["sequence_ratio_mask"] != 0).to(x.p_M.dtype)
     gap_M = (x.p_M.detach() - x.arrays["logprobs"]) * mask_M
@@ -111,13 +114,13 @@ def dro(x: Targets) -> Tensor:
 def stable_reinforce(x: Targets) -> Tensor:
     """m (-min(r, cap) A + kl/2 (p - q)^2): Tinsmith's own definition.
 
-    The truncated importance sampling estimate of the expected advantage (Ionides 2008; as weights of REINFORCE in
-    Espeholt et al. 2018, arXiv:1802.01561), and the squared log-ratio, whose gradient on samples of the policy is that
-    of KL(p || q) (Tang and Munos 2025, arXiv:2506.09477). Beyond the cap a target pushes no more, only the penalty
-    pulls: a gradient is at most cap |A| + kl |p - q|, on data of any age.
+    The first term is the truncated importance sampling estimate of the expected advantage (Ionides 2008; as weights of
+    REINFORCE in Espeholt et al. 2018, arXiv:1802.01561). The second is the squared log-ratio, whose gradient on samples
+    of the policy is that of KL(p || q) (Tang and Munos 2025, arXiv:2506.09477). Above the cap only the second term has
+    a gradient. So a gradient is at most cap |A| + kl |p - q|, however old the data are.
     """
     mask_M = (x.arrays["sampled_mask"] != 0).to(x.p_M.dtype)
-    # Where r is capped it must not be computed: it may be infinite, and 0 times infinity is no gradient.
+    # A capped r must not be computed: it may be infinite, and its gradient would be 0 times infinity, NaN.
     weight_M = torch.exp(x.gap_M.clamp(max=math.log(x.config["ratio_cap"])))
     return mask_M * (0.5 * x.config["kl_coeff"] * x.gap_M.square() - weight_M * x.arrays["advantages"])
 
@@ -125,7 +128,8 @@ def stable_reinforce(x: Targets) -> Tensor:
 def _pessimistic(x: Targets, log_ratio_M: Tensor) -> Tensor:
     """The smaller of the clipped and the unclipped objective, negated."""
     advantages = x.arrays["advantages"]
-    # Well above the upper threshold a gain is constant. There the ratio may be infinite, and must not be computed.
+    # For A >= 0 the objective is constant above the upper threshold. A ratio far above it may be infinite, so the
+    # log-ratio is limited before exp.
     constant_from = x.arrays["clip_high_threshold"].clamp(min=1).log() + 1
     ratio_M = torch.exp(torch.where(advantages >= 0, log_ratio_M.minimum(constant_from), log_ratio_M))
     return -torch.minimum(ratio_M * advantages, _clip(x, ratio_M) * advantages)
@@ -187,25 +191,26 @@ def _only_sampled_targets(arrays: Arrays, where: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A loss and what it takes."""
+    """A built-in loss: its function, the arrays and settings that it takes, and their checks."""
 
     fn: LossFn
-    """Its loss before the weights."""
+    """The loss of each target, before it is multiplied by the weights."""
     required: tuple[str, ...] = ()
-    """Arrays beside target_tokens, of the same shape."""
+    """Arrays that a datum must have, with the shape of target_tokens."""
     optional: tuple[str, ...] = ("weights",)
-    """More of them. An absent one is everywhere the setting of its name, or 1 when there is no such setting. Every loss
-    takes `weights`, by which the losses of its targets are multiplied."""
+    """Arrays that a datum may have, with the shape of target_tokens. An absent one is filled with the setting of its
+    name, or with 1 when there is no such setting. Every loss takes `weights`, factors of the targets' losses."""
     config: Mapping[str, float] = field(default_factory=dict)
-    """Settings and their defaults."""
+    """The settings, with their defaults."""
     max_dims: int = 1
-    """2 when a position may have several targets."""
+    """Dimensions that target_tokens may have: 2 when a position may have several targets."""
     sampled: str = ""
-    """The array that is not 0 where a target was sampled; empty: any target with an advantage or a logprob. A target
-    whose weight is 0 counts as not sampled."""
+    """The array that is not 0 where a target was sampled. Empty: targets with an advantage or a logprob other than 0
+    count as sampled. Targets of weight 0 never count."""
     check_config: Callable[[Mapping[str, float]], None] | None = None
+    """Raises InvalidRequest for invalid settings."""
     check: Check | None = None
-    """Of the arrays of one datum; its second argument names its loss_fn_inputs."""
+    """Raises InvalidRequest for wrong arrays of one datum. Its second argument names them in the message."""
 
     @property
     def arrays(self) -> tuple[str, ...]:
@@ -218,7 +223,7 @@ class Loss:
             for name in self.arrays
         }
         loss_M = self.of_targets(Targets(p_M, arrays, config, [piece.numel() for piece in logprobs]))
-        # The sum is float64: a batch has many more tokens than float32 has digits.
+        # The sum is float64: over the many tokens of a batch, float32 would lose digits.
         total = loss_M.sum(dtype=torch.float64)
         return Term(total, total.item(), mismatch=self._mismatch(p_M, arrays))
 
@@ -230,7 +235,7 @@ class Loss:
         if "logprobs" not in arrays:
             return None
         q_M, advantages_M = arrays["logprobs"], arrays["advantages"]
-        # Prompts are padded with zeros in both. A logprob may be 0, and so may an advantage, but hardly at once.
+        # Prompt positions have zeros in both arrays. A sampled token hardly ever has.
         sampled_M = arrays[self.sampled] != 0 if self.sampled else (advantages_M != 0) | (q_M != 0)
         sampled_M = sampled_M & (arrays["weights"] != 0)
         return Mismatch.of(*(tensor.detach().cpu().numpy() for tensor in (p_M, q_M, sampled_M)))

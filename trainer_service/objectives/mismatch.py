@@ -1,6 +1,6 @@
-"""How far the trainer's logprobs of sampled tokens are from those that the sampler gave with them.
+"""The gap between the trainer's logprobs of sampled tokens and those that the sampler gave.
 
-Notation as in losses.py: p the logprob of a target now, q that of the policy that sampled it, r = exp(p - q).
+Notation as in losses.py: p is the logprob of a target now, q the one it was sampled with, r = exp(p - q).
 docs/algorithms.md has the formulas and their sources.
 """
 
@@ -15,26 +15,26 @@ import numpy as np
 import numpy.typing as npt
 
 _FARTHEST = 600.0
-"""|p - q| counts as this at most: e^600 is 1e260, of which sums of any length are finite."""
+"""Larger |p - q| are clipped to this. e^600 is about 1e260, so sums of any length stay finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Of some sampled tokens, at least one. Parts add up, in any order: how a request is divided changes nothing."""
+    """Sums over one or more sampled tokens. Sums of parts add up, so how a request is divided does not matter."""
 
     num_tokens: int
     k3_sum: float
-    """Of r - 1 - log r."""
+    """Sum of r - 1 - log r."""
     farthest: float
-    """Largest p - q. The two sums below are relative to it, so that no square of a ratio overflows."""
+    """Largest p - q. The two sums below are relative to it, so that no squared ratio overflows."""
     ratio_sum: float
-    """Of r / exp(farthest)."""
+    """Sum of r / exp(farthest)."""
     square_sum: float
-    """Of its square; at least 1."""
+    """Sum of (r / exp(farthest))^2; at least 1."""
 
     @classmethod
     def of(cls, p_M: npt.NDArray[Any], q_M: npt.NDArray[Any], sampled_M: npt.NDArray[np.bool_]) -> Mismatch | None:
-        """None when nothing was sampled."""
+        """The sums over the sampled targets among M; None when none was sampled."""
         if not sampled_M.any():
             return None
         gap_n = np.clip(p_M[sampled_M].astype(np.float64) - q_M[sampled_M], -_FARTHEST, _FARTHEST)
@@ -61,7 +61,7 @@ class Mismatch:
 
     @property
     def sampler_kl(self) -> float:
-        """Estimate of KL(sampler || trainer) in nats a token; never negative."""
+        """Estimate of KL(sampler || trainer), in nats per token; never negative."""
         return self.k3_sum / self.num_tokens
 
     @property
@@ -74,5 +74,5 @@ class Mismatch:
         return math.exp(self.farthest)
 
     def metrics(self) -> Mapping[str, float]:
-        """By the keys of the response."""
+        """The metrics of a forward_backward response, by their keys there."""
         return {"sampler_kl:mean": self.sampler_kl, "ess:mean": self.ess, "ratio:max": self.ratio_max}

@@ -1,4 +1,4 @@
-"""The other ranks: they do what rank 0 sends (leader.py), on an engine of their own."""
+"""Ranks other than 0: each runs the commands of rank 0 (leader.py) on its own engine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _PARAMS = {cls.kind: cls for cls in (AdamParams, DimuonParams)}
 
 
 class Follower:
-    """Runs until rank 0 says stop, or is gone."""
+    """Runs the commands of rank 0 until it sends "stop". When rank 0 is lost, the process ends (RankGroup.lost)."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Follower:
         max_tokens_per_microbatch: int,
         **settings: Any,
     ) -> None:
-        """The settings are those of rank 0. `cores`: None leaves the number of threads as it is."""
+        """`settings`: the same as those of rank 0's engine. `cores`: None leaves the number of threads unchanged."""
         self._group = group
         self._cores = cores
         self._team = RankTeam(group, sharded=base.sharded)
@@ -53,7 +53,7 @@ class Follower:
         engine = TrainingEngine(base, max_tokens_per_microbatch=budget, team=self._team, **settings)
         self._engine = engine
         self._batches: dict[int, tuple[str, Batch]] = {}
-        """Of jobs that have begun, by number: the model and the data."""
+        """Model id and batch of each job that has begun, by the job's number."""
         self._calls: dict[str, Callable[[Message], None]] = {
             "follow": self._follow,
             "add_model": self._add_model,
@@ -79,7 +79,7 @@ class Follower:
                 else:
                     call = self._calls[message.name]
                     self._team.all_or_none(lambda call=call, message=message: call(message))
-            except (ServiceError, MemoryError) as error:  # rank 0 has it, too, and answers with it
+            except (ServiceError, MemoryError) as error:  # rank 0 raises the same error, and answers with it
                 logger.debug("%s: %s", message.name, error)
 
     def _follow(self, message: Message) -> None:
@@ -148,10 +148,10 @@ class Follower:
 
 
 def _results(pieces: list[Piece]) -> Message:
-    """What this row has computed: of each piece its loss, metrics, mismatch, time of a custom loss and datums, and all
-    logprobs end to end.
+    """The results of this row: for each piece its loss, metrics, mismatch, custom loss's time and computed datums, and
+    the logprobs of all datums end to end.
 
-    All but the datums are a job's, and stand with its first piece.
+    All but the datums are sums over a job. The job's first piece has them; its other pieces have zeros.
     """
     told: set[Job] = set()
     fields, logprobs = [], []

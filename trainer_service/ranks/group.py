@@ -1,4 +1,4 @@
-"""The ranks of one trainer, connected: a control group for messages, and groups for what they compute together."""
+"""The connected ranks of one trainer: gloo groups for messages, and a device mesh for common computations."""
 
 from __future__ import annotations
 
@@ -25,27 +25,30 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _IDLE = timedelta(days=3650)
-"""A rank may wait so long for the next command. That rank 0 is gone shows in its closed connection, not here."""
+"""Longest wait for the next command. It is practically unlimited: a lost rank 0 shows as a closed connection."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """Used by one thread at a time. A lost rank ends this process: nothing can be computed without it."""
+    """Communication with the other ranks, for one thread at a time.
+
+    When a rank is lost, the methods end this process, because nothing can be computed without that rank.
+    """
 
     place: Place
     idle: dist.ProcessGroup
-    """gloo, with no limit of time: for the beginning of the next command, and while the base model is loaded."""
+    """gloo group without a time limit: for the beginning of the next command, and while the base model is loaded."""
     control: dist.ProcessGroup
-    """gloo, whatever computes: for all else within a command."""
+    """gloo group with a time limit, on every device: for all other messages of a command."""
     mesh: DeviceMesh
-    """[row, rank in its row]."""
+    """Mesh [rows, ranks of a row]."""
     roll_call: RollCall
     timeout: timedelta
-    """The longest that a rank waits for another once a command has begun."""
+    """Longest time that a rank waits for another within a command."""
 
     @classmethod
     def join(cls, place: Place, device: torch.device, *, timeout_s: float) -> RankGroup:
-        """Waits for all ranks. `timeout_s` is the longest that one may wait for another within a command."""
+        """Connects this rank, and waits for all others. `timeout_s`: longest wait for a rank within a command."""
         if device.type == "cuda":
             torch.cuda.set_device(device)
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
@@ -70,15 +73,15 @@ class RankGroup:
         return cls(place, idle, control, mesh, roll_call, timeout)
 
     def division(self) -> Division | None:
-        """Of the base model; None when every rank has all of it."""
+        """How the base model is divided among the ranks; None when every rank has all of it."""
         row = GroupPeers(self.mesh.get_group("tensor")) if self.place.tensor_parallel > 1 else None
         rows = self.mesh["data"] if self.place.shard_base else None
         return None if row is None and rows is None else Division(row, rows, self.in_turns)
 
     def in_turns(self, call: Callable[[], T], /) -> T:
-        """Makes the call on one rank of each machine after the other: what it needs for a moment is there once.
+        """Makes the call on the ranks of each machine one after the other, so that temporary memory is taken only once.
 
-        That may take as long as it takes: it is for loading.
+        It has no time limit: the call loads the base model.
         """
         results: list[T] = []
         for turn in range(self._largest(self.place.local_world_size, self.idle)):
@@ -88,7 +91,7 @@ class RankGroup:
         return results[0]
 
     def command(self, message: Message | None) -> Message:
-        """Rank 0's next command on all ranks; the others give None, and wait for it without a limit."""
+        """Sends rank 0's next command to all ranks, and returns it. Other ranks pass None, and wait without a limit."""
         begun = False
 
         def move(tensor: Tensor) -> None:
@@ -96,14 +99,14 @@ class RankGroup:
             group = self.control if begun else self.idle
             work = dist.broadcast(tensor, src=0, group=group, async_op=True)
             assert work is not None
-            # To send also waits, until the others receive.
+            # Sending also waits, until the other ranks receive: rank 0 limits that wait, too.
             work.wait() if begun or message is None else work.wait(self.timeout)
             begun = True
 
         return self._exchange(message, move)
 
     def broadcast(self, message: Message | None, *, source: int = 0) -> Message:
-        """One rank's message on all of them; the others give None."""
+        """Sends a message of the rank `source` to all ranks, and returns it. The other ranks pass None."""
 
         def move(tensor: Tensor) -> None:
             dist.broadcast(tensor, src=source, group=self.control)
@@ -118,7 +121,7 @@ class RankGroup:
         return message
 
     def send(self, message: Message) -> None:
-        """To rank 0."""
+        """Sends a message to rank 0."""
 
         def move(tensor: Tensor) -> None:
             dist.send(tensor, dst=0, group=self.control)
@@ -132,7 +135,7 @@ class RankGroup:
         return self._alive(lambda: Message.receive(move))
 
     def largest(self, number: int) -> int:
-        """Of all ranks'."""
+        """The largest of all ranks' numbers."""
         return self._largest(number, self.control)
 
     def _largest(self, number: int, group: dist.ProcessGroup) -> int:
@@ -142,21 +145,25 @@ class RankGroup:
         return int(numbers.item())
 
     def sum_(self, tensor: Tensor) -> None:
-        """Adds up over all ranks, in place, on the device of the tensor."""
+        """Sums a tensor over all ranks, in place, on the tensor's device."""
         self._alive(lambda: dist.all_reduce(tensor))
 
     def _alive(self, call: Callable[[], Any]) -> Any:
+        """Makes a call of torch.distributed; when it fails, a rank is lost and this process ends."""
         try:
             return call()
         except RuntimeError as error:  # what torch.distributed raises
             self.lost(error)
 
     def lacks_a_rank(self) -> bool:
-        """True when another rank is gone: torchrun then stops this one as an operator would. Takes seconds."""
+        """True when the process of another rank is gone or stopped. Takes seconds.
+
+        It tells a lost rank from an operator's request to stop: torchrun sends this process the same signal for both.
+        """
         return bool(self.roll_call.absent().still)
 
     def lost(self, error: Exception) -> NoReturn:
-        """Ends this process for an error of torch.distributed, and says who is missing."""
+        """Ends this process after an error of torch.distributed, and logs which ranks are missing."""
         absent = "another rank is lost" if process.stopping.is_set() else self.roll_call.absent()
         self.end(
             f"{absent} (it is waited for at most {self.timeout.total_seconds():g} s, --rank-timeout-s: "
@@ -164,7 +171,7 @@ class RankGroup:
         )
 
     def end(self, reason: str) -> NoReturn:
-        """Ends this process, and so the others: torchrun stops those that do not notice."""
+        """Ends this process. The other ranks notice and end, too; torchrun stops those that do not."""
         if process.stopping.is_set():
             process.leave(0)
         logger.critical("rank %d of %d ends: %s", self.place.rank, self.place.world_size, reason)
@@ -172,7 +179,10 @@ class RankGroup:
 
 
 def is_of_other_ranks(error: Exception) -> bool:
-    """A collective has failed: another rank is gone, or has not come in time. gloo tells it by its text only."""
+    """True for the error of a failed collective: another rank is gone, or did not come in time.
+
+    gloo's errors have no type of their own and are known by their text.
+    """
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
 
 

@@ -1,4 +1,4 @@
-"""Rank 0's engine: what it is told, all ranks do."""
+"""The engine of rank 0. It sends every call that changes something to the other ranks, too."""
 
 from __future__ import annotations
 
@@ -30,37 +30,38 @@ T = TypeVar("T")
 
 
 class LeadingEngine(TrainingEngine):
-    """A TrainingEngine with the same methods and results as one rank's. Every other rank follows (follower.py).
+    """A TrainingEngine whose work several ranks share, with the methods and results of a single rank's engine.
 
-    Each call that changes anything is first sent to all ranks. What only reads, such as `capture`, is rank 0's own:
-    weights, moments and step counts are the same on every rank.
+    A call that changes anything is first sent to all other ranks, which make it, too (follower.py). A call that only
+    reads runs on rank 0 alone: weights, moments and step counts are the same on every rank.
     """
 
     def __init__(self, base: BaseModel, group: RankGroup, *, max_tokens_per_microbatch: int, **settings: Any) -> None:
-        """`max_tokens_per_microbatch` is for one rank, as are all settings."""
+        """All settings, `max_tokens_per_microbatch` included, are for one rank."""
         self._group = group
         self._ranks = RankTeam(group, sharded=base.sharded)
         budget = max_tokens_per_microbatch * self._ranks.num_shares
         super().__init__(base, max_tokens_per_microbatch=budget, team=self._ranks, **settings)
         self._numbers: dict[Job, int] = {}
-        """Of the jobs whose batches the other ranks have."""
+        """Numbers of the jobs whose batches the other ranks have."""
         self._last_number = 0
         self._ended: list[int] = []
-        """Numbers of jobs whose batches they may forget."""
+        """Numbers of ended jobs, whose batches the other ranks may forget; the next `run` tells them."""
 
     def stop(self) -> None:
         """Ends the other ranks. Nothing can be computed afterwards."""
         self._group.command(Message("stop"))
 
     def follow(self, plan: Plan) -> None:
-        """`plan` is what was measured for one rank; every rank that takes datums adds its budget."""
+        """Adopts a plan on all ranks. `plan`: as measured for one rank; its token budget is multiplied by the
+        shares."""
         plan = replace(plan, token_budget=plan.token_budget * self._ranks.num_shares)
         self._everywhere(Message("follow", asdict(plan)), lambda: super(LeadingEngine, self).follow(plan))
 
     def add_model(self, model_id: str, model: ModelState) -> None:
         fields = {"model_id": model_id, "config": asdict(model.adapter.config), "optimizer": model.optimizer_kind}
         adapter = isinstance(model.adapter, Adapter)
-        # A full model begins with the base model's parameters, which every rank has.
+        # A new full model has the base model's parameters, which every rank has already.
         weights = [model.adapter.flat.detach().cpu()] if adapter else []
         try:
             self._everywhere(
@@ -93,7 +94,7 @@ class LeadingEngine(TrainingEngine):
         try:
             self._ranks.all_or_none(lambda: None)  # the others have read the new batches
             self._ranks.all_or_none(lambda: super(LeadingEngine, self).run(pieces))
-        except (ServiceError, MemoryError) as error:  # of no single job: nobody knows what has been added
+        except (ServiceError, MemoryError) as error:  # outside any single job: which gradients were added is unknown
             for piece in pieces:
                 piece.job.error = error if isinstance(error, ServiceError) else OutOfCapacity(str(error))
             return
@@ -166,7 +167,7 @@ class LeadingEngine(TrainingEngine):
 
     def score(self, weights: Weights | None, sequences: Sequence[Tokens]) -> Scores:
         if not self._ranks.together:
-            return super().score(weights, sequences)  # rank 0 has all that it takes
+            return super().score(weights, sequences)  # rank 0 has the whole base model
         config = None if weights is None else asdict(weights.config)
         fields = {"config": config, "sequences": [tokens.tolist() for tokens in sequences]}
         message = Message("score", fields, [] if weights is None else [weights.flat.detach().cpu()])
@@ -181,20 +182,20 @@ class LeadingEngine(TrainingEngine):
             raise OutOfCapacity("there is no memory for scoring a published version at this moment") from None
 
     def _everywhere(self, message: Message, call: Callable[[], T]) -> T:
-        """Sends the message and makes the call, which is the same here. An error of any rank is raised on all."""
+        """Sends the message to the other ranks, and makes the same call here. An error on any rank is raised on all."""
         self._group.command(message)
         return self._ranks.all_or_none(call)
 
 
 def _take(results: Message, pieces: Sequence[Piece]) -> None:
-    """Adds what another row has computed to the jobs."""
+    """Adds the results of another row to the jobs. `results`: from `follower._results`."""
     (logprobs_M,) = results.tensors
     flat_M = logprobs_M.numpy()
     start = 0
     for piece, (loss, metrics, mismatch, loss_seconds, indices) in zip(pieces, results.fields["pieces"], strict=True):
         job = piece.job
         job.add_sums(loss, metrics, None if mismatch is None else Mismatch(**mismatch))
-        job.loss_seconds = max(job.loss_seconds, loss_seconds)  # the ranks' losses run at once
+        job.loss_seconds = max(job.loss_seconds, loss_seconds)  # rows compute losses at the same time
         for index in indices:
             shape = job.batch.datums[index].targets.shape
             stop = start + int(np.prod(shape))

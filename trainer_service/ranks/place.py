@@ -1,4 +1,4 @@
-"""Which of how many ranks this process is, and how they divide the work: torchrun's environment and the settings."""
+"""This process's rank, the number of ranks and how they divide the work, from torchrun's environment and settings."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from trainer_service.config import TrainerConfig
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Ranks of one row compute the same datums together (tensor parallel); rows divide the datums (data parallel)."""
+    """The place of this process among the ranks, which form rows.
+
+    The ranks of one row compute the same datums together (tensor parallel). Rows divide the datums (data parallel).
+    """
 
     rank: int
     world_size: int
     local_rank: int
-    """Among the ranks on this machine."""
+    """Rank among those on this machine."""
     local_world_size: int
     tensor_parallel: int = 1
-    """Ranks of one row."""
+    """Number of ranks of one row."""
     shard_base: bool = False
 
     @classmethod
     def of(cls, config: TrainerConfig, env: Mapping[str, str] = os.environ) -> Place:
-        """Raises SystemExit for settings that do not go together, naming the setting and the value."""
+        """Raises SystemExit for settings that do not go together; the message names the setting and the value."""
         place = cls(
             rank=int(env.get("RANK", "0")),
             world_size=int(env.get("WORLD_SIZE", "1")),
@@ -70,5 +73,5 @@ class Place:
         return self.rank // self.tensor_parallel
 
     def leads(self, rank: int) -> bool:
-        """That rank answers for its row."""
+        """True when `rank` is the first of its row, which sends the row's results to rank 0."""
         return rank % self.tensor_parallel == 0

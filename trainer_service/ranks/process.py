@@ -16,25 +16,27 @@ from trainer_service.ranks.place import Place
 logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 5.0
-"""torchrun sends SIGTERM to all ranks at once; rank 0 then ends its work and tells the others."""
+"""Time after SIGTERM for rank 0 to end the work and stop this rank, in seconds. torchrun signals all ranks at once."""
 
 
 def begin(place: Place, *, log_level: str, log_format: logs.Format = "json") -> None:
-    """Called once, first. A rank ends with torchrun, however that ends."""
+    """Sets up logging, and makes the process end with torchrun, its parent. Called once, before anything else."""
     logs.setup(log_level, log_format, **({} if place.alone else {"rank": place.rank}))
     if not place.alone:
         die_with_parent(os.getppid())
 
 
 def num_threads(place: Place, wanted: int, *, cores: int) -> int:
-    """CPU threads of this rank; 0 is torch's default."""
+    """Number of CPU threads of this rank; 0 means torch's default."""
     return wanted if wanted or place.alone else max(1, cores // place.local_world_size)
 
 
 def follow(work: Callable[[], object]) -> NoReturn:
-    """Runs the work of a rank that serves nothing, to its end. Signals are for rank 0, which ends the work.
+    """Runs the work of a rank other than 0, then ends the process.
 
-    The work runs in a thread: what waits for another rank would hear no signal.
+    After a signal rank 0 ends the work of all ranks; a rank that rank 0 does not stop within _STOP_TIMEOUT_S ends
+    itself. The work runs in a thread of its own, because Python handles no signal while the main thread waits for
+    another rank.
     """
     failed = threading.Event()
 
@@ -60,10 +62,10 @@ def follow(work: Callable[[], object]) -> NoReturn:
 
 
 def leave(status: int) -> NoReturn:
-    """Ends the process as it is: the interpreter would wait for threads that cannot be stopped."""
+    """Ends the process at once: a regular exit would wait for threads that cannot be stopped."""
     logging.shutdown()
     os._exit(status)
 
 
 stopping = threading.Event()
-"""This rank has been told to stop: that others are gone is no failure any more."""
+"""Set when this rank has been told to stop. From then on a lost rank is no failure."""

@@ -1,6 +1,6 @@
-"""Which rank does not answer: a thread of each tells the others, through the store that joined them, how far it is.
+"""Finds which rank does not answer. A collective that times out says only that some rank is missing.
 
-A collective that times out says only that somebody is missing.
+A thread of each rank writes signs of life to the store through which the ranks have joined.
 """
 
 from __future__ import annotations
@@ -22,29 +22,34 @@ logger = logging.getLogger(__name__)
 
 _BEAT_S = 0.5
 _CALL_S = 5 * _BEAT_S
-"""A rank that gives no sign for so long stands still."""
+"""A rank without a new sign of life for this long counts as stopped, in seconds."""
 _STORE_TIMEOUT = timedelta(seconds=5)
 
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """What a rank tells of itself."""
+    """A rank's sign of life."""
 
     machine: str
-    """Its process numbers mean something there only."""
+    """Machine and PID namespace, within which the process ids are valid."""
     parent: int
+    """Process id of its torchrun."""
     process: int
+    """Process id of the rank."""
     beat: int
+    """Number of signs that the rank has given."""
     step: int
-    """How many waits for other ranks it has begun."""
+    """Number of waits for other ranks that the rank has begun."""
 
 
 @dataclass(frozen=True, slots=True)
 class Absent:
+    """The ranks that this rank waits for in vain."""
+
     still: tuple[int, ...]
     """Ranks whose process is gone or stopped."""
     behind: tuple[int, ...]
-    """Ranks that live, but have not come to where this one waits."""
+    """Live ranks that have begun fewer waits than this rank."""
 
     def __str__(self) -> str:
         said = [f"{_ranks(self.still)} did not answer: gone, or stopped"] if self.still else []
@@ -53,10 +58,13 @@ class Absent:
 
 
 class RollCall:
-    """`step` counts this rank's waits for others; every rank makes the same ones in the same order."""
+    """Gives this rank's signs of life and reads those of the others.
+
+    `step` counts this rank's waits for others. Every rank makes the same waits in the same order.
+    """
 
     def __init__(self, store: dist.Store, *, rank: int, world_size: int) -> None:
-        """Of the store it uses a connection of its own: nobody else's call keeps it waiting."""
+        """Opens its own connection to the store, so that no other call delays the signs of life."""
         connection = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
         connection.set_timeout(_STORE_TIMEOUT)
         self._store = dist.PrefixStore("roll-call", connection)
@@ -75,13 +83,16 @@ class RollCall:
             sign = [self._machine, os.getppid(), os.getpid(), beat, self.step]
             try:
                 self._store.set(str(self._rank), json.dumps(sign))
-            except RuntimeError as error:  # it ends with torchrun, and so does this process
+            except RuntimeError as error:  # the store ends with torchrun, and so does this process
                 logger.debug("the store of the ranks does not answer: %s", error)
                 return
             time.sleep(_BEAT_S)
 
     def absent(self) -> Absent:
-        """Takes seconds. Stopped processes on this machine are ended: torchrun would wait for half a minute."""
+        """Finds the absent ranks, which takes some seconds.
+
+        Kills stopped ranks of the same torchrun, which would wait for them for half a minute.
+        """
         try:
             before = self._signs()
             time.sleep(_CALL_S)
@@ -105,7 +116,7 @@ class RollCall:
 
 
 def missing(before: Mapping[int, Sign], after: Mapping[int, Sign], *, rank: int, world_size: int) -> Absent:
-    """What two looks at the signs, a while apart, tell rank `rank` of the others."""
+    """The ranks that are absent for `rank`, by two readings of the signs, `before` and _CALL_S seconds `after`."""
     others = [other for other in range(world_size) if other != rank]
     still = tuple(o for o in others if o not in after or (o in before and before[o].beat == after[o].beat))
     step = after[rank].step if rank in after else 0
@@ -113,6 +124,7 @@ def missing(before: Mapping[int, Sign], after: Mapping[int, Sign], *, rank: int,
 
 
 def _machine() -> str:
+    """Host name and PID namespace; without /proc, host name and the parent's process id."""
     try:
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:

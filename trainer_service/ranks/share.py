@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 
 def balanced(lengths: Sequence[int], num_shares: int) -> list[list[int]]:
-    """Numbers of the datums of each share, in their order; the shares have about as many tokens.
+    """Divides datums of these lengths into shares of about equally many tokens. Returns the indices of each share,
+    sorted.
 
-    Longest first, each to the share that has least (Graham 1969): the largest share has at most 4/3 of what the best
-    division's has. The same lengths give the same shares.
+    Each datum, the longest first, goes to the share that has least (Graham 1969). The largest share is at most 4/3 of
+    that of the best division. The result depends on the lengths only, so every rank gets the same.
     """
     shares: list[list[int]] = [[] for _ in range(num_shares)]
     loads = [0] * num_shares

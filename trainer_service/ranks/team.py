@@ -1,4 +1,4 @@
-"""The Team of several ranks: it divides datums, makes one rank's error everyone's, and adds up gradients."""
+"""The Team of several ranks: divides datums, raises one rank's error on all ranks, and sums gradients."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _FINE, _FAILED, _OUT_OF_MEMORY = 0, 1, 2
-"""What a rank says of a call. The largest counts."""
+"""A rank's vote on a call. The largest vote of all ranks decides."""
 
 
 class RankTeam:
-    """A Team. With `sharded` layers every rank takes part in every pass, if only by its part of the layers."""
+    """A Team of several ranks. With `sharded` layers every rank takes part in every pass, even when it has no datums:
+    the others need its part of the layers."""
 
     sees_all = False
 
@@ -39,10 +40,12 @@ class RankTeam:
         self._sharded = sharded
         self._tensor_parallel = group.place.tensor_parallel > 1
         self.together = sharded is not None or self._tensor_parallel
-        """Ranks need each other within a pass: before backward everyone must know whether forward was fine."""
+        """True when ranks need each other within a pass. They must then agree, before backward, that forward
+        succeeded."""
         self._halfway = False
+        """True in a pass when forward and losses are done."""
         self._decided = False
-        """A vote of this pass has failed: there is nothing left to agree on."""
+        """True when a vote of this pass has failed, so that no further vote follows."""
 
     @property
     def num_shares(self) -> int:
@@ -100,16 +103,20 @@ class RankTeam:
         self._group.sum_(tensor)
 
     def _failure(self, error: Exception, *, together: bool) -> ServiceError | MemoryError:
-        """What the others are told; what the error holds (its frames, their tensors) is not needed any more."""
+        """The error to tell the other ranks. It does not hold the original's frames and their tensors.
+
+        Ends the process when the ranks cannot agree any more: a rank is lost, this rank's device has a fault, or the
+        error came in the middle of a tensor-parallel computation (`together`).
+        """
         if isinstance(error, ServiceError):
             return error
         if is_of_other_ranks(error):
-            self._group.lost(error)  # there is nobody to agree with
+            self._group.lost(error)
         if is_device_fault(error):
             logger.exception("this rank has failed")
             self._group.end(f"a fault of its device, after which nothing computes: {error}")
         if together and self._tensor_parallel:
-            # The others wait for this rank in the middle of a layer, where it cannot come any more.
+            # The other ranks wait for this one in the middle of a layer, which it can no longer reach.
             logger.exception("this rank has failed within a computation that it shares")
             self._group.end(
                 f"{type(error).__name__} within a computation that tensor-parallel ranks do together; if it has run "
@@ -121,7 +128,8 @@ class RankTeam:
         return ServiceError(f"{type(error).__name__} on rank {self._group.place.rank}; the trainer's log has the cause")
 
     def _vote(self, failure: ServiceError | MemoryError | None) -> None:
-        """Raises on all ranks when one has failed: that there is no memory, or else the error of the lowest rank."""
+        """Raises on all ranks when one has failed: MemoryError if any rank lacks memory, else the lowest rank's
+        error."""
         place = self._group.place
         opinion = _FINE if failure is None else _OUT_OF_MEMORY if isinstance(failure, MemoryError) else _FAILED
         last = place.world_size - 1

@@ -1,6 +1,6 @@
-"""Messages between ranks: a name, plain fields as JSON, and tensors as their bytes. Nothing in them is code.
+"""Messages between ranks: a name, plain fields as JSON, and the bytes of tensors. A message holds no code.
 
-On the way: a frame of fixed size with the length of the header and as much of it as fits, then the rest of the header,
+A message is sent as a frame of fixed size with the header's length and its first part, then the rest of the header,
 then each tensor.
 """
 
@@ -24,6 +24,8 @@ Move = Callable[[Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class Message:
+    """A command or answer between ranks."""
+
     name: str
     fields: Mapping[str, Any] = field(default_factory=dict)
     tensors: Sequence[Tensor] = ()
@@ -63,5 +65,5 @@ def _bytes(data: bytes) -> Tensor:
 
 
 def _view(tensor: Tensor) -> Tensor:
-    """The same memory, as bytes [n]."""
+    """A view of the tensor's memory as bytes [n]."""
     return tensor.view(-1).view(torch.uint8)
