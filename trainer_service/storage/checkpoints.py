@@ -1,16 +1,16 @@
 """Checkpoints: folders "<training run>/<kind>/<name>" under one root, on a local disk or in an object store.
 
-    adapter_config.json, adapter_model.safetensors   a plain PEFT folder; or, of a model trained in full,
-    config.json, model*.safetensors, ...             a plain Hugging Face model with its tokenizer
-    optimizer.safetensors                            the optimizer's state, of kind TRAINING only
-    manifest.json                                    what it is, size and SHA-256 of every file above
-    certificate.json                                 of the version's last publish; made later, replaced as a whole
+    adapter_config.json, adapter_model.safetensors   an adapter: a plain PEFT folder
+    config.json, model*.safetensors, ...             a model trained in full: a plain Hugging Face folder with tokenizer
+    optimizer.safetensors                            the optimizer's state, in checkpoints of kind TRAINING only
+    manifest.json                                    facts about the checkpoint, size and SHA-256 of the files above
+    certificate.json                                 certificate of the version's last publish; may be replaced later
 
 Files of kind EXTERNAL may be encrypted; then ".age" is appended to their names.
 
-It is there whole or not at all, and no file is ever written again: `storage` says how. Whatever is read was compared
-with the manifest. The methods block; they may be called from several threads, and the event loop has them called by
-`reads` and `writes`.
+A checkpoint exists whole or not at all, and its other files are never written again (local.py and objects.py say how).
+Files are compared with the manifest before they are used. The methods block and may be called from several threads; the
+event loop calls them through `reads` and `writes`.
 """
 
 from __future__ import annotations
@@ -57,27 +57,29 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _THREADS = 8
-"""That read, and as many that write: most calls of a place that does not answer. Others wait for one of them."""
+"""Threads that read, and as many that write. Further calls wait, so a storage that hangs blocks only these."""
 
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 _OPTIMIZER = "optimizer.safetensors"
 _OTHER_BYTES = 2**20
-"""More than all small files of an adapter's checkpoint have."""
+"""Upper bound of the small files in an adapter's checkpoint, in bytes."""
 _OTHER_FULL_BYTES = 2**26
-"""The same of a whole model's: its tokenizer is one of them."""
+"""Upper bound of the small files in a full model's checkpoint, its tokenizer included, in bytes."""
 
 
 class CheckpointStore:
+    """Saves, loads, copies and deletes checkpoints."""
+
     def __init__(self, storage: Storage | Path, metrics: Metrics) -> None:
-        """A path is a local folder, which is made."""
+        """`storage`: a Path means a local folder, which is created if it does not exist."""
         self._storage = LocalStorage(storage, metrics) if isinstance(storage, Path) else storage
         self._metrics = metrics
         self._readers = ThreadPoolExecutor(_THREADS, thread_name_prefix="storage-read")
         self._writers = ThreadPoolExecutor(_THREADS, thread_name_prefix="storage-write")
 
     async def reads(self, call: Callable[..., T], *arguments: Any, **settings: Any) -> T:
-        """Makes a call that only reads, on a thread of its own kind: a place that is slow to answer leaves saves, and
-        the event loop's threads, alone."""
+        """Runs a call that only reads on the threads for reading, so that a slow storage delays neither saves nor the
+        event loop's own threads."""
         return await _on_thread(self._readers, partial(call, *arguments, **settings))
 
     async def writes(self, call: Callable[..., T], *arguments: Any, **settings: Any) -> T:
@@ -89,7 +91,7 @@ class CheckpointStore:
         return self._storage.space
 
     def close(self) -> None:
-        """Leaves the place to others; nothing may be written after it."""
+        """Releases the storage for other processes. Nothing may be written afterwards."""
         for pool in (self._readers, self._writers):
             pool.shutdown(wait=False, cancel_futures=True)
         self._storage.close()
@@ -106,10 +108,11 @@ class CheckpointStore:
         recipients: Sequence[Recipient] = (),
         max_bytes: int | None = None,
     ) -> pb.CheckpointInfo:
-        """Stores a state at info.location, encrypted when there are recipients. Returns `info` with size and time.
+        """Stores a state at info.location, encrypted if there are recipients. Returns `info` with size and time.
 
-        Raises CheckpointExists when the location is taken and `overwrite` is false, OutOfCapacity when it would fill
-        the disk, BudgetExceeded when it has more than `max_bytes`, NotReady when the object store cannot be reached.
+        Raises CheckpointExists when the location is taken and `overwrite` is false, OutOfCapacity when the checkpoint
+        would fill the disk, BudgetExceeded when it is larger than `max_bytes`, and NotReady when the object store
+        cannot be reached.
         """
         started = time.perf_counter()
         location = Location.parse(info.location, field="location")
@@ -135,11 +138,11 @@ class CheckpointStore:
         return written.checkpoint
 
     def copy(self, source: Location, destination: Location, *, ttl: Duration | None) -> pb.CheckpointInfo:
-        """Makes the same weights available at a second location, which does not change when the first one does.
+        """Copies a checkpoint. The copy does not change when the source is replaced or deleted.
 
-        Of kind EPHEMERAL, which any kind can be copied to, it has no optimizer. The bytes are shared where the file
-        system can do that, and copied by an object store itself. Raises CheckpointNotFound, CheckpointExists,
-        OutOfCapacity, DataCorrupted, and InvalidRequest for another kind.
+        The destination has the kind of the source, or EPHEMERAL: then the optimizer is left out. A local file system
+        shares the bytes where it can, and an object store copies them itself. Raises CheckpointNotFound,
+        CheckpointExists, OutOfCapacity, DataCorrupted, and InvalidRequest for a destination of another kind.
         """
         ephemeral = KINDS[pb.CHECKPOINT_KIND_EPHEMERAL]
         if destination.kind not in (source.kind, ephemeral):
@@ -173,7 +176,7 @@ class CheckpointStore:
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[Path]:
-        """An empty folder on this machine, which is gone afterwards. A full disk raises OutOfCapacity."""
+        """A context with an empty temporary folder on this machine. A full disk raises OutOfCapacity."""
         with self._storage.scratch() as folder:
             yield folder
 
@@ -184,28 +187,30 @@ class CheckpointStore:
                 yield draft
         except OutOfCapacity as error:
             raise OutOfCapacity(f"checkpoint {location} was not saved: {error.message}", **error.metadata) from error
-        except (OSError, SafetensorError) as error:  # a disk that fails, is read-only, or whose owner has changed
+        except (OSError, SafetensorError) as error:  # the disk fails, is read-only or belongs to another user
             raise ServiceError(f"checkpoint {location} was not saved: {error}") from error
 
     def info(self, location: Location) -> pb.CheckpointInfo:
-        """What the manifest says. Raises CheckpointNotFound, DataCorrupted."""
+        """The facts in the manifest. Raises CheckpointNotFound, DataCorrupted."""
         return self.manifest(location).checkpoint
 
     def manifest(self, location: Location) -> Manifest:
-        """Raises CheckpointNotFound, DataCorrupted."""
+        """Reads the manifest. Raises CheckpointNotFound, DataCorrupted."""
         with self._storage.reading(location) as found:
             return found
 
     def open_file(self, location: Location, name: str) -> BinaryIO:
-        """One of the manifest's files, to read; it stays readable when the checkpoint is deleted or replaced.
+        """Opens one of the manifest's files for reading. It stays readable when the checkpoint is deleted or replaced.
 
-        Raises NotFound for another name, CheckpointNotFound, and DataCorrupted unless it is what was written.
+        Raises CheckpointNotFound, NotFound when the manifest has no file of this name, and DataCorrupted when the file
+        differs from the manifest.
         """
         with self._damage_counted():
             return self._storage.open_file(location, name)
 
     def verify(self, location: Location) -> tuple[list[pb.CheckpointFile], dict[str, str]]:
-        """Reads every file. What they should be, and what is wrong with each, by name.
+        """Reads every file and compares it with the manifest. Returns the manifest's files, and the problems found, by
+        file name.
 
         Raises CheckpointNotFound, and DataCorrupted for a damaged manifest.
         """
@@ -219,8 +224,11 @@ class CheckpointStore:
         return list(found.files.values()), problems
 
     def load(self, location: Location, base: BaseModel, *, with_optimizer: bool) -> tuple[pb.CheckpointInfo, State]:
-        """Raises CheckpointNotFound, DataCorrupted (a file is not what was written), and InvalidRequest when the
-        checkpoint is encrypted, does not fit the base model, or has no optimizer that is asked for."""
+        """Loads a checkpoint's state into host memory.
+
+        Raises CheckpointNotFound, DataCorrupted when a file differs from the manifest, and InvalidRequest when the
+        checkpoint is encrypted, does not fit the base model, or lacks the optimizer that is asked for.
+        """
         with self._damage_counted(), self._storage.reading(location) as found:
             info = found.checkpoint
             if info.encrypted:
@@ -255,12 +263,16 @@ class CheckpointStore:
             raise
 
     def put_certificate(self, location: Location, certificate: pb.PublishCertificate) -> None:
-        """Does nothing when the version is no longer there. A full disk raises OutOfCapacity."""
+        """Stores the certificate of a version's publish. Does nothing when the location no longer holds that version.
+
+        Raises OutOfCapacity when the disk is full.
+        """
         content = json_format.MessageToJson(certificate, preserving_proto_field_name=True) + "\n"
         self._storage.put_certificate(location, certificate.version_id, content.encode())
 
     def certificate(self, location: Location) -> pb.PublishCertificate:
-        """Raises CheckpointNotFound, NotFound when the version was never published, DataCorrupted."""
+        """The certificate of the version's last publish. Raises CheckpointNotFound, DataCorrupted, and NotFound when
+        the version was never published."""
         with self._storage.reading(location) as found:
             try:
                 content = self._storage.certificate(location, found)
@@ -272,21 +284,21 @@ class CheckpointStore:
             raise found.damaged(CERTIFICATE, str(error), location=str(location)) from None
 
     def delete(self, location: Location, *, version_id: str = "") -> None:
-        """An unknown one is no error. Given a version, another one stays, and that is no error either."""
+        """Deletes a checkpoint, if it exists. With a `version_id`, a checkpoint of another version stays."""
         self._storage.delete(location, version_id=version_id)
 
     def delete_ephemeral(self, run_id: str) -> None:
-        """Removes the checkpoints of a run that have no public path."""
+        """Deletes a run's checkpoints of kind EPHEMERAL, which have no public path."""
         self._storage.delete_all(run_id, KINDS[pb.CHECKPOINT_KIND_EPHEMERAL])
 
 
 async def _on_thread(pool: ThreadPoolExecutor, call: Callable[[], T]) -> T:
-    """With the context of the caller, for the ids in log lines."""
+    """Runs a call in a pool, with the caller's context variables: they hold the ids for log lines."""
     return await asyncio.get_running_loop().run_in_executor(pool, contextvars.copy_context().run, call)
 
 
 def _num_bytes(state: State) -> int:
-    """A little more than the files of a checkpoint will have."""
+    """Upper bound of the size of a checkpoint's files, in bytes."""
     if isinstance(state.adapter, FullWeights):
         weights = state.adapter.flat.numel() * _stored_dtype(state, state.adapter).itemsize + _OTHER_FULL_BYTES
     else:
@@ -295,7 +307,7 @@ def _num_bytes(state: State) -> int:
 
 
 def _stored_dtype(state: State, weights: FullWeights) -> torch.dtype:
-    """Training goes on from float32; who only uses the weights gets them as they are computed with."""
+    """float32 with an optimizer, to continue training exactly; otherwise the dtype that the model computes with."""
     return weights.flat.dtype if state.optimizer is not None else weights.sent_dtype
 
 

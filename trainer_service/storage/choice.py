@@ -1,4 +1,4 @@
-"""Where checkpoints lie: a folder, or an object store."""
+"""Opens the configured storage of checkpoints: a local folder, or an object store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from trainer_service.storage.protocol import Storage
 
 
 def open_storage(root: str, *, state_dir: Path, metrics: Metrics, min_free_bytes: int | None) -> Storage:
-    """`state_dir`: of this trainer alone. Raises StorageUnusable."""
+    """Opens the storage at `root`, a path or an s3:// or gs:// URL. `state_dir`: folder of this trainer alone.
+
+    Raises StorageUnusable.
+    """
     if "://" not in root:
         return LocalStorage(Path(root), metrics, min_free_bytes=min_free_bytes)
     return ObjectStorage(
@@ -25,7 +28,7 @@ def open_storage(root: str, *, state_dir: Path, metrics: Metrics, min_free_bytes
 
 
 def _writer_id(state_dir: Path) -> str:
-    """The same at every start with this folder."""
+    """A random id of this state folder, which stays the same at every start."""
     path = state_dir / "writer_id"
     if not path.exists():
         state_dir.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Files encrypted with age (age-encryption.org), for whoever holds an identity of one of the recipients."""
+"""Encrypts files with age (age-encryption.org). A holder of a recipient's identity can decrypt them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ MAX_RECIPIENTS = 10
 
 Recipient = NewType("Recipient", object)
 
-_age: Any = pyrage  # it comes without types
+_age: Any = pyrage  # pyrage has no type stubs
 
 
 def parse_recipients(texts: Sequence[str], *, field: str) -> list[Recipient]:
-    """X25519 ("age1...") and SSH ("ssh-ed25519 ...", "ssh-rsa ...") recipients.
+    """Parses X25519 ("age1...") and SSH ("ssh-ed25519 ...", "ssh-rsa ...") recipients.
 
-    Raises InvalidRequest, naming the malformed one.
+    Raises InvalidRequest for a malformed one, which the message names, and for too many.
     """
     if len(texts) > MAX_RECIPIENTS:
         raise InvalidRequest(f"{field}: {len(texts)} recipients; at most {MAX_RECIPIENTS} are possible", field=field)

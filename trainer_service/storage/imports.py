@@ -1,4 +1,4 @@
-"""ImportCheckpoint: a tar archive of an adapter made elsewhere becomes a checkpoint."""
+"""ImportCheckpoint: makes a checkpoint of a tar archive with an adapter that was made elsewhere."""
 
 from __future__ import annotations
 
@@ -48,18 +48,21 @@ class _Stream(Protocol):
 
 @dataclass(slots=True)
 class Importer:
+    """Receives, checks and converts uploaded adapters."""
+
     base: BaseModel
     checkpoints: CheckpointStore
     max_rank: int
     max_bytes: int
-    """Bound of an archive, and of what it unpacks to."""
+    """Largest archive, and most bytes that it may unpack to."""
     _num_uploads: int = 0
     _converting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def run(
         self, header: pb.ImportCheckpointHeader, pieces: AsyncIterator[bytes], *, last: pb.ImportCheckpointRequest
     ) -> pb.ImportCheckpointResponse:
-        """The base model is the caller's to check. `last`: the message that ends the pieces, once they have come.
+        """Imports one archive. The caller has checked the base model. `last`: the message that ends the upload; it is
+        filled in after `pieces` has ended.
 
         Raises InvalidRequest, CheckpointExists, OutOfCapacity, BudgetExceeded.
         """
@@ -79,17 +82,18 @@ class Importer:
             size = header.archive_bytes if header.HasField("archive_bytes") else None
             with self.checkpoints.scratch() as folder:
                 await self._receive(pieces, folder / "archive", size=size)
-                async with self._converting:  # one at a time: an adapter is held in memory
+                async with self._converting:  # one at a time: the conversion holds an adapter in memory
                     most = last.max_checkpoint_bytes if last.HasField("max_checkpoint_bytes") else None
                     return await self.checkpoints.writes(self._convert, header, folder, most)
         finally:
             self._num_uploads -= 1
 
     async def _receive(self, pieces: AsyncIterator[bytes], path: Path, *, size: int | None) -> None:
-        """`size`: where it is known, what cannot fit is refused before a byte is stored."""
+        """Writes the pieces to `path`. `size`: the archive's size in bytes, if known; an archive that does not fit on
+        the disk is then refused before a byte is stored."""
         space, num_bytes = self.checkpoints.space, 0
         if size is not None:
-            space.check(2 * size, what=_WHAT)  # it will be unpacked, too
+            space.check(2 * size, what=_WHAT)  # the archive and its unpacked files
         with space.reserve(size or 0, what=_WHAT), path.open("wb") as file:
             async for piece in pieces:
                 num_bytes += len(piece)
@@ -134,18 +138,18 @@ class Importer:
 def unpack(
     archive: Path, folder: Path, *, max_bytes: int, check_room: Callable[[int], None] = lambda num_bytes: None
 ) -> None:
-    """Writes the adapter's files, which lie at the top of the archive or in one folder of it; others are left out.
+    """Writes the adapter's files, which lie at the top of the archive or in one folder of it, into `folder`.
 
-    Nothing else is written, links are not followed, and nothing becomes larger than `max_bytes`. Raises InvalidRequest,
-    and what `check_room` raises, which is asked before each file is written.
+    Other files are skipped, links are refused, and the archive may unpack to at most `max_bytes`. `check_room`: called
+    with each file's size before it is written; may raise. Raises InvalidRequest for a broken archive.
     """
     try:
         with archive.open("rb") as file:
-            stream: Any = _Bounded(_decompressed(file))  # all that reading needs of a file
+            stream: Any = _Bounded(_decompressed(file))  # not a whole file object, but it has all that tarfile calls
             with tarfile.open(fileobj=stream, mode="r:") as tar:
                 _extract(tar, folder, max_bytes=max_bytes, check_room=check_room)
     except _BROKEN as error:
-        if isinstance(error, OSError) and error.errno is not None:  # of the disk, not of the archive
+        if isinstance(error, OSError) and error.errno is not None:  # an error of the disk, not of the archive
             raise
         raise InvalidRequest(
             f"archive: it cannot be read as a tar file, plain or compressed with gzip, bzip2 or zstd ({error})",
@@ -156,7 +160,7 @@ def unpack(
 def _extract(tar: tarfile.TarFile, folder: Path, *, max_bytes: int, check_room: Callable[[int], None]) -> None:
     found: dict[str, str] = {}
     num_bytes = 0
-    # In the order of the archive: a compressed one is read once, from its beginning to its end.
+    # Members are taken in the archive's order, because a compressed archive can only be read once, front to back.
     for number, member in enumerate(tar, start=1):
         num_bytes += member.size
         if number > _MAX_MEMBERS or num_bytes > max_bytes:
@@ -178,7 +182,7 @@ def _extract(tar: tarfile.TarFile, folder: Path, *, max_bytes: int, check_room: 
         found[name] = member.name
         check_room(member.size)
         source = tar.extractfile(member)
-        assert source is not None  # it is a plain file
+        assert source is not None  # extractfile returns None only for members that are no plain files
         with source, (folder / name).open("xb") as destination:
             shutil.copyfileobj(source, destination, _MAX_READ_BYTES)
     if len({name.rpartition("/")[0] for name in found.values()}) > 1:
@@ -196,14 +200,15 @@ def _decompressed(file: BinaryIO) -> _Stream:
         return zstandard.ZstdDecompressor(max_window_size=_MAX_ZSTD_WINDOW_BYTES).stream_reader(
             file, read_across_frames=True
         )
-    if magic == _XZ:  # its header may ask for gigabytes of memory
+    if magic == _XZ:  # an xz header may ask for gigabytes of memory
         raise tarfile.TarError("it is compressed with xz")
     return file
 
 
 @dataclass(slots=True)
 class _Bounded:
-    """What tarfile reads from. It reads extended headers whole, whatever size they claim."""
+    """The stream that tarfile reads from, with a limit on each read: tarfile reads an extended header whole, whatever
+    size it claims to have."""
 
     _stream: _Stream
 

@@ -1,7 +1,7 @@
-"""Checkpoints on a local file system: "<root>/<run>/<kind>/<name>/" is a folder with the files and their manifest.
+"""Checkpoints on a local file system: the folder "<root>/<run>/<kind>/<name>/" has the files and their manifest.
 
-A folder is written under a temporary name, synced, then renamed: it is there whole or not at all, also after a power
-cut. No file is ever written again, so a copy of a checkpoint may share its bytes (hard links).
+A folder is written under a temporary name, synced and then renamed. So a checkpoint exists whole or not at all, even
+after a power cut. Its files are never written again, so a copy of a checkpoint may share them (hard links).
 """
 
 from __future__ import annotations
@@ -34,19 +34,22 @@ _NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK}
 
 
 class LocalStorage:
+    """The Storage in a local folder."""
+
     def __init__(self, root: Path, metrics: Metrics, *, min_free_bytes: int | None = None) -> None:
-        """Makes the root, and cleans up after a process that died while it wrote. Raises StorageUnusable."""
+        """Creates the root, and cleans up after processes that died while they wrote. Raises StorageUnusable."""
         self._root = root
         self._temporary = root / TEMPORARY
         self._metrics = metrics
         self._uses = Uses()
-        """A reader sees the old folder or the new one, and a folder is replaced when nobody reads it."""
+        """A folder is replaced only while nobody reads it, so a reader sees either the old one or the new one."""
         try:
             self._temporary.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self._temporary, os.O_RDONLY)
         except OSError as error:
             raise StorageUnusable(f"the checkpoints' folder {root} cannot be used: {error}") from error
-        # Shared while a trainer lives. Another one may share the root: what it is writing is no leftover.
+        # A live trainer holds a shared lock. So the exclusive lock is free only when no other trainer uses the root,
+        # and all temporary folders are leftovers.
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._recover()
@@ -54,7 +57,7 @@ class LocalStorage:
         self.space = Space(root, min_free_bytes=min_free_bytes, metrics=metrics)
 
     def close(self) -> None:
-        """Leaves the root to others; nothing may be written after it."""
+        """Releases the root for other processes. Nothing may be written afterwards."""
         os.close(self._lock)
 
     def exists(self, location: Location) -> bool:
@@ -100,7 +103,7 @@ class LocalStorage:
                     written.rename(self.folder(location, found) / CERTIFICATE)
 
     def scratch(self) -> AbstractContextManager[Path]:
-        """On the same file system."""
+        """A temporary folder on the root's file system, so that it can be renamed into place."""
         return self.space.scratch(self._temporary)
 
     @contextlib.contextmanager
@@ -119,7 +122,7 @@ class LocalStorage:
         shutil.rmtree(aside, ignore_errors=True)
 
     def delete_all(self, run_id: str, kind: str) -> None:
-        """One after the other, each when nobody reads it."""
+        """Deletes the checkpoints one after the other, each when nobody reads it."""
         with contextlib.suppress(FileNotFoundError):
             for path in list((self._root / run_id / kind).iterdir()):
                 self.delete(Location(run_id, kind, path.name))
@@ -128,7 +131,7 @@ class LocalStorage:
         return self._root / location.run_id / location.kind / location.name
 
     def folder(self, location: Location, found: Manifest) -> Path:
-        """Where the files lie: the manifest's own folder, unless the checkpoint comes from an object store."""
+        """The folder of the files: that of the manifest, or one below it if the checkpoint was in an object store."""
         return self.path(location) / found.folder
 
     def install(self, folder: Path, location: Location, *, overwrite: bool) -> None:
@@ -154,7 +157,7 @@ class LocalStorage:
         shutil.rmtree(aside, ignore_errors=True)
 
     def _set_aside(self, path: Path) -> Path:
-        """Where it is to be removed from, if it was there."""
+        """Moves a folder, if it exists, to a temporary name, from which it can be deleted. Returns the new path."""
         aside = self._temporary / uuid.uuid4().hex
         with contextlib.suppress(FileNotFoundError):
             path.rename(aside)
@@ -162,7 +165,8 @@ class LocalStorage:
         return aside
 
     def _recover(self) -> None:
-        """A process that died between the two renames of an overwrite has left the old checkpoint aside."""
+        """Puts back checkpoints that were set aside when a process died between the two renames of an overwrite, and
+        deletes all other temporary folders."""
         for folder in self._temporary.iterdir():
             if folder.name.startswith(_REPLACED):
                 try:

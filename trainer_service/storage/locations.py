@@ -1,4 +1,4 @@
-"""Where a checkpoint lies: "<training run>/<kind>/<name>" below the root."""
+"""Locations of checkpoints: "<training run>/<kind>/<name>" below the storage's root."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Place of a checkpoint below the root."""
+    """A checkpoint's place below the storage's root."""
 
     run_id: str
     kind: str
@@ -26,7 +26,7 @@ class Location:
 
     @classmethod
     def parse(cls, text: str, *, field: str) -> Location:
-        """Raises InvalidRequest unless it is RUN_ID/KIND/NAME with a known kind and safe names."""
+        """Raises InvalidRequest unless the text is RUN_ID/KIND/NAME with a known kind and safe names."""
         segments = text.split("/")
         if len(segments) != 3:
             raise InvalidRequest(f"{field}: {text!r} is not of the form RUN_ID/KIND/NAME", field=field)

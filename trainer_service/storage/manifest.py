@@ -1,4 +1,4 @@
-"""manifest.json of a checkpoint's folder: CheckpointInfo, size and SHA-256 of every other file, and its own SHA-256."""
+"""A checkpoint's manifest.json: its CheckpointInfo, size and SHA-256 of its files, and the manifest's own SHA-256."""
 
 from __future__ import annotations
 
@@ -23,15 +23,17 @@ NAME = "manifest.json"
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
+    """The content of a manifest.json."""
+
     checkpoint: pb.CheckpointInfo
     files: Mapping[str, pb.CheckpointFile]
-    """By name; the manifest itself is not one of them."""
+    """The checkpoint's files by name, without the manifest itself."""
     folder: str = ""
-    """Where the files lie, below the manifest; in an object store each save has a folder of its own."""
+    """Folder of the files, relative to the manifest; in an object store each save has a folder of its own."""
 
     @classmethod
     def of(cls, info: pb.CheckpointInfo, files: Iterable[pb.CheckpointFile]) -> Manifest:
-        """`info` with the size of the files filled in."""
+        """A manifest of `info`, with its size filled in, and the files."""
         by_name = {file.name: file for file in files}
         checkpoint = pb.CheckpointInfo()
         checkpoint.CopyFrom(info)
@@ -40,7 +42,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, data: bytes, *, location: str) -> Manifest:
-        """Raises DataCorrupted, naming the location, and Unsupported for a later format."""
+        """Raises DataCorrupted, which names the location, and Unsupported for a later format."""
         try:
             content = json.loads(data)
             if content.pop("sha256") != _digest_of(content):
@@ -74,7 +76,7 @@ class Manifest:
         return (json.dumps(content, indent=2) + "\n").encode()
 
     def check_has(self, name: str, *, location: str) -> None:
-        """Raises NotFound unless it is one of the files."""
+        """Raises NotFound unless `name` is one of the files."""
         if name not in self.files:
             raise NotFound(f"name: checkpoint {location} has no file {name!r}; it has {', '.join(self.files)}")
 
@@ -82,7 +84,7 @@ class Manifest:
         return DataCorrupted(f"{location}/{name} is damaged: {how}", file=f"{location}/{name}")
 
     def verify(self, path: Path, *, location: str) -> None:
-        """Raises DataCorrupted unless the file is what was written under its name."""
+        """Raises DataCorrupted unless the file has the size and SHA-256 that the manifest has for its name."""
         try:
             with path.open("rb") as file:
                 self.verify_open(path.name, file, location=location)
@@ -90,7 +92,7 @@ class Manifest:
             raise self.damaged(path.name, "it is missing", location=location) from None
 
     def verify_open(self, name: str, file: BufferedReader, *, location: str) -> None:
-        """`verify` of an open file, which is at its beginning afterwards."""
+        """`verify` for an open file. Afterwards its position is at the beginning."""
         known = self.files.get(name)
         if known is None:
             raise self.damaged(name, "the manifest does not know it", location=location)
@@ -107,7 +109,7 @@ def describe(path: Path) -> pb.CheckpointFile:
 
 
 def _digest_of(content: dict[str, Any]) -> str:
-    """SHA-256 of the manifest without its own sum."""
+    """SHA-256 of the manifest's content without the SHA-256 itself."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

@@ -1,16 +1,17 @@
 """Checkpoints in an object store, through fsspec: s3://BUCKET/PREFIX (s3fs), gs://BUCKET/PREFIX (gcsfs).
 
-    <run>/<kind>/<name>/manifest.json         says which of the folders beside it the checkpoint is
+    <run>/<kind>/<name>/manifest.json         names the generation that is the checkpoint
     <run>/<kind>/<name>/<generation>/...      the files of one save
-    ~tmp/<writer>/<run>/<kind>/<name>/<generation>   a marker: these files go, unless the manifest names them
+    ~tmp/<writer>/<run>/<kind>/<name>/<generation>   a marker: delete these files, unless the manifest names them
 
-An object is written as a whole, so the manifest, which comes last, makes a checkpoint or replaces one. The marker is
-there before the first file, and again before a generation is deleted, so what a dead writer left is found by listing
-the markers. A writer is one trainer with its state folder: at its start all its markers are of a dead process. Those
-of other writers are left alone until they are old.
+A store writes an object as a whole. So the manifest, which is written last, makes a checkpoint or replaces one.
 
-A generation that is being read goes when its last reader is done. What is read is copied to this machine and compared
-with the manifest first.
+A marker is written before the first file of a generation, and again before a generation is deleted. So the markers list
+all that a dead writer has left. A writer is a trainer with its state folder: when it starts, its markers are those of a
+dead process. Markers of other writers are left alone until they are old.
+
+A generation that is being read is deleted when its last reader is done. A file is copied to this machine and compared
+with the manifest before it is read.
 """
 
 from __future__ import annotations
@@ -47,13 +48,17 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "gs": {},
 }
 _FLAT = "flat"
-"""In a marker's name: the generation without a folder, of a checkpoint that was copied here from a local one."""
+"""Generation, in a marker's name, of a checkpoint whose files lie beside the manifest: it was copied here from a local
+folder."""
 _ABANDONED_S = 86400.0
+"""Age at which a marker of another writer counts as a dead writer's, in seconds."""
 
 _Generation = tuple[Location, str]
 
 
 class ObjectStorage:
+    """The Storage in an object store."""
+
     def __init__(
         self,
         url: str,
@@ -64,21 +69,24 @@ class ObjectStorage:
         min_free_bytes: int | None = None,
         abandoned_s: float = _ABANDONED_S,
     ) -> None:
-        """Tries to write, then cleans up after writers that died. `scratch`: a folder that nobody else uses; it is
-        emptied. `abandoned_s`: age at which a marker of another writer is one of a dead one. Raises StorageUnusable."""
+        """Tries to write and read, then cleans up after dead writers.
+
+        `scratch`: a local folder of this process alone, which is emptied. `abandoned_s`: age at which a marker of
+        another writer counts as a dead writer's, in seconds. Raises StorageUnusable.
+        """
         protocol, _, rest = url.partition("://")
         self._url = url.rstrip("/")
         self._root = rest.rstrip("/")
         self._writer = writer
         self._metrics = metrics
         self._uses = Uses()
-        """Of writers only: who replaces a checkpoint does not wait for its readers, who have the old generation."""
+        """Excludes writers from each other only: readers of a replaced checkpoint go on with the old generation."""
         self._bookkeeping = threading.Lock()
-        """Of the two below; the store is never asked under it."""
+        """Guards the two below. No call to the store is made while it is held."""
         self._readers: Counter[tuple[Location, str | None]] = Counter()
-        """By generation; None is that of a reader who has yet to see the manifest."""
+        """Number of readers by generation; None stands for readers that have not read the manifest yet."""
         self._unread: set[_Generation] = set()
-        """Generations that go when they are read no more."""
+        """Generations to delete when their last reader is done."""
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
         self._scratch = scratch
@@ -122,7 +130,7 @@ class ObjectStorage:
         with self.reading(location) as found:
             found.check_has(name, location=str(location))
             with self.files(location, found, [name]) as folder:
-                return (folder / name).open("rb")  # it outlives its name
+                return (folder / name).open("rb")  # an open file stays readable after its folder is deleted
 
     def certificate(self, location: Location, found: Manifest) -> bytes:
         return self._call("cat_file", self._key(location, found.folder, CERTIFICATE))
@@ -146,7 +154,7 @@ class ObjectStorage:
             try:
                 yield _ObjectDraft(self, location, generation, folder, overwrite)
             finally:
-                with contextlib.suppress(ServiceError):  # the marker stays
+                with contextlib.suppress(ServiceError):  # the marker stays, and a later start cleans up
                     self._settle(location, generation)
 
     def delete(self, location: Location, *, version_id: str = "") -> None:
@@ -166,7 +174,7 @@ class ObjectStorage:
         self._settle(location, found.folder)
 
     def delete_all(self, run_id: str, kind: str) -> None:
-        """Once more deletes what a try that failed has left."""
+        """Deletes manifests first, then the files. After a failure, another call deletes what is left."""
         keys = self._find(f"{self._root}/{run_id}/{kind}")
         manifests = [key for key in keys if key.endswith(f"/{manifest.NAME}")]
         self._delete_keys(manifests)
@@ -177,7 +185,7 @@ class ObjectStorage:
             self._call("put_file", str(path), self._key(location, generation, path.name))
 
     def copy_file(self, source: Location, found: Manifest, name: str, location: Location, generation: str) -> None:
-        """In the store: nothing travels here. Raises FileNotFoundError."""
+        """Copies within the store, without the bytes passing through this machine. Raises FileNotFoundError."""
         self._call("cp_file", self._key(source, found.folder, name), self._key(location, generation, name))
 
     def install(self, new: Manifest, location: Location, *, overwrite: bool) -> None:
@@ -200,7 +208,8 @@ class ObjectStorage:
         self._call("pipe_file", self._marker(location, generation), b"")
 
     def _settle(self, location: Location, generation: str) -> bool:
-        """Deletes the files of a marked generation, unless it is the checkpoint. True when there was something."""
+        """Deletes a marked generation's files, unless the manifest names it, and its marker. While the generation is
+        being read, both stay until the last reader is done. Returns True when files were deleted."""
         with self._uses.writing(location):
             try:
                 kept = self._read_manifest(location).folder == generation
@@ -220,7 +229,7 @@ class ObjectStorage:
 
     @contextlib.contextmanager
     def _counted(self, location: Location, generation: str | None) -> Iterator[None]:
-        """As a reader. Who leaves removes what was kept for nobody but him."""
+        """A context that counts as a reader. At its end, generations that only this reader kept are deleted."""
         with self._bookkeeping:
             self._readers[location, generation] += 1
         try:
@@ -233,13 +242,13 @@ class ObjectStorage:
                 going = {one for one in self._unread if one[0] == location and not self._is_read(*one)}
                 self._unread -= going
             for one in going:
-                with contextlib.suppress(NotReady):  # its marker stays
+                with contextlib.suppress(NotReady):  # the marker stays, and a later start cleans up
                     self._remove(*one)
 
     def _remove(self, location: Location, generation: str) -> bool:
         folder = self._key(location, generation)
         keys = self._find(folder)
-        if not generation:  # its files lie beside the manifest, and beside the folders of others
+        if not generation:  # the files lie beside the manifest and beside the folders of other generations
             keys = [key for key in keys if "/" not in key.removeprefix(f"{folder}/")]
             keys = [key for key in keys if key != self._manifest_key(location)]
         self._delete_keys(keys)
@@ -291,7 +300,7 @@ class ObjectStorage:
                     raise CheckpointNotFound(f"there is no checkpoint {location}", location=location) from None
                 raise found.damaged(name, "it is missing", location=str(location)) from None
             except DataCorrupted:
-                if is_last:  # and not only on its way
+                if is_last:  # damaged twice: in the store, and not by the transfer
                     raise
 
     def _find(self, folder: str) -> list[str]:
@@ -309,12 +318,13 @@ class ObjectStorage:
         self._fs.rm_file(probe)
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        """Of the file system. FileNotFoundError is the caller's; a full disk of this machine is an OSError."""
+        """Calls a method of the file system. Raises FileNotFoundError, other OSErrors of this machine (a full disk),
+        and NotReady for any other error of the store."""
         try:
             return getattr(self._fs, method)(*arguments)
         except FileNotFoundError:
             raise
-        except Exception as error:  # whatever the libraries of a protocol raise
+        except Exception as error:  # each protocol's library has errors of its own
             if isinstance(error, OSError) and error.errno is not None and not isinstance(error, PermissionError):
                 raise
             raise NotReady(f"{method} in {self._url} failed: {_reason(error)}") from error

@@ -1,4 +1,4 @@
-"""What a checkpoint store asks of the place where the files lie. There are two: local.py and objects.py."""
+"""The interface between the checkpoint store and its storage. There are two storages: local.py and objects.py."""
 
 from __future__ import annotations
 
@@ -13,39 +13,43 @@ from trainer_service.storage.manifest import Manifest
 from trainer_service.storage.space import Space
 
 TEMPORARY = "~tmp"
-"""Not the name of any run."""
+"""Folder for unfinished work, below the root. No run can have this name."""
 CERTIFICATE = "certificate.json"
 
 
 class StorageUnusable(Exception):
-    """The configured place cannot be used; the message names it and says why."""
+    """The configured storage cannot be used. The message names it and says why."""
 
 
 class Draft(Protocol):
-    """A checkpoint that is being made."""
+    """A checkpoint that is being written."""
 
     folder: Path
-    """On this machine, empty at first: what is written into it belongs to the checkpoint."""
+    """A folder on this machine, empty at first. Files written into it become the checkpoint's."""
 
     def take(self, source: Location, found: Manifest, name: str) -> None:
-        """Adds a file of another checkpoint, which is being read, without a copy of its bytes where that is possible.
+        """Adds a file of another checkpoint, which the caller is reading. Its bytes are not copied where that is
+        possible.
 
-        Raises FileNotFoundError when it is not there.
+        Raises FileNotFoundError when the file is missing.
         """
         ...
 
     def install(self, manifest: Manifest) -> None:
-        """Now it is there, as a whole, and durable. Raises CheckpointExists."""
+        """Makes the checkpoint exist, whole and durable. Raises CheckpointExists."""
         ...
 
 
 class Storage(Protocol):
-    """The methods block, and may be called from several threads. All raise NotReady when the place cannot be reached,
-    OutOfCapacity when it is full."""
+    """Stores the files of checkpoints.
+
+    The methods block, and may be called from several threads. All raise NotReady when the storage cannot be reached and
+    OutOfCapacity when it is full.
+    """
 
     @property
     def space(self) -> Space:
-        """Of the disk that is written to on this machine."""
+        """Free space on the disk of this machine that the storage writes to."""
         ...
 
     def close(self) -> None: ...
@@ -53,45 +57,52 @@ class Storage(Protocol):
     def exists(self, location: Location) -> bool: ...
 
     def reading(self, location: Location) -> AbstractContextManager[Manifest]:
-        """While the block runs, the checkpoint's files stay what they are. Raises CheckpointNotFound, DataCorrupted."""
+        """A context in which the checkpoint's files do not change. Raises CheckpointNotFound, DataCorrupted."""
         ...
 
     def files(self, location: Location, found: Manifest, names: Iterable[str]) -> AbstractContextManager[Path]:
-        """A folder of this machine that has these files of a checkpoint that is being read. Raises DataCorrupted when
-        one is not what was written."""
+        """A context with a folder on this machine that has these files of a checkpoint, which the caller is reading.
+
+        Raises DataCorrupted when a file differs from the manifest.
+        """
         ...
 
     def open_file(self, location: Location, name: str) -> BinaryIO:
-        """One of the manifest's files, which stays readable when the checkpoint goes.
+        """Opens one of the manifest's files. It stays readable when the checkpoint is deleted.
 
-        Raises NotFound for another name, CheckpointNotFound, and DataCorrupted unless it is what was written.
+        Raises CheckpointNotFound, NotFound when the manifest has no file of this name, and DataCorrupted when the file
+        differs from the manifest.
         """
         ...
 
     def certificate(self, location: Location, found: Manifest) -> bytes:
-        """Of a checkpoint that is being read. Raises FileNotFoundError when there is none."""
+        """The certificate of a checkpoint that the caller is reading. Raises FileNotFoundError when it has none."""
         ...
 
     def put_certificate(self, location: Location, version_id: str, content: bytes) -> None:
-        """Does nothing when the version is no longer there."""
+        """Stores a version's certificate. Does nothing when the location no longer holds that version."""
         ...
 
     def scratch(self) -> AbstractContextManager[Path]:
-        """An empty folder on this machine, which is gone afterwards."""
+        """A context with an empty temporary folder on this machine."""
         ...
 
     def new(self, location: Location, *, overwrite: bool, num_bytes: int) -> AbstractContextManager[Draft]:
-        """`num_bytes`: what will be written into its folder. What is not installed in the block leaves nothing.
+        """A context for writing a checkpoint. `num_bytes`: bytes that will be written into the draft's folder.
 
-        Raises CheckpointExists when the location is taken and `overwrite` is false.
+        A draft that is not installed within the context is discarded. Raises CheckpointExists when the location is
+        taken and `overwrite` is false.
         """
         ...
 
     def delete(self, location: Location, *, version_id: str = "") -> None:
-        """An unknown one is no error. Given a version, another one stays; what is damaged goes."""
+        """Deletes a checkpoint, if it exists. With a `version_id`, a checkpoint of another version stays; one whose
+        manifest is damaged is deleted."""
         ...
 
-    def delete_all(self, run_id: str, kind: str) -> None: ...
+    def delete_all(self, run_id: str, kind: str) -> None:
+        """Deletes all checkpoints of one kind of a run."""
+        ...
 
 
 def taken(location: Location) -> CheckpointExists:

@@ -1,4 +1,4 @@
-"""Room on the disk: what would fill it is refused before it is written."""
+"""Free space on the disk: a write that would fill the disk is refused before it begins."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ _DEFAULT_MOST_BYTES = 2**30
 
 
 def least_free_bytes(folder: Path, asked: int | None) -> int:
-    """What must stay free of the disk on which an existing folder lies; `asked` None: a twentieth of the disk, at most
-    1 GiB."""
+    """Bytes that must stay free on the disk of an existing folder: `asked`, or if that is None a twentieth of the disk,
+    at most 1 GiB."""
     if asked is not None:
         return asked
     return min(shutil.disk_usage(folder).total // _DEFAULT_SHARE, _DEFAULT_MOST_BYTES)
 
 
 class Space:
+    """Free space on the disk of one folder, and the reservations of writes in progress."""
+
     def __init__(self, folder: Path, *, min_free_bytes: int | None, metrics: Metrics) -> None:
-        """Of the disk on which an existing folder lies. `min_free_bytes`: see `least_free_bytes`."""
+        """`folder`: an existing folder on the disk. `min_free_bytes`: see `least_free_bytes`."""
         self._folder = folder
         self._metrics = metrics
         self.min_free_bytes = least_free_bytes(folder, min_free_bytes)
@@ -43,7 +45,8 @@ class Space:
         return shutil.disk_usage(self._folder).free
 
     def check(self, num_bytes: int, *, what: str) -> None:
-        """Raises OutOfCapacity when so many bytes do not fit beside what is reserved."""
+        """Raises OutOfCapacity when so many bytes do not fit beside the reserved ones. `what`: subject of the
+        message."""
         with self._lock:
             self._check(num_bytes, what)
 
@@ -62,7 +65,7 @@ class Space:
 
     @contextlib.contextmanager
     def reserve(self, num_bytes: int, *, what: str) -> Iterator[None]:
-        """Nobody else is promised these bytes while the block runs. Raises OutOfCapacity."""
+        """A context in which these bytes are reserved for the caller. Raises OutOfCapacity."""
         with self._lock:
             self._check(num_bytes, what)
             self._reserved += num_bytes
@@ -74,7 +77,7 @@ class Space:
 
     @contextlib.contextmanager
     def full_disk_said(self) -> Iterator[None]:
-        """A disk that becomes full in the block raises OutOfCapacity."""
+        """A context that raises OutOfCapacity when the disk becomes full within it."""
         try:
             yield
         except (OSError, SafetensorError) as error:
@@ -84,7 +87,7 @@ class Space:
 
     @contextlib.contextmanager
     def scratch(self, parent: Path) -> Iterator[Path]:
-        """An empty folder below `parent`, which is gone afterwards. A full disk raises OutOfCapacity."""
+        """A context with an empty temporary folder below `parent`. A full disk raises OutOfCapacity."""
         folder = parent / uuid.uuid4().hex
         try:
             with self.full_disk_said():
@@ -97,4 +100,4 @@ class Space:
 def _is_full(error: OSError | SafetensorError) -> bool:
     if isinstance(error, OSError):
         return error.errno in _FULL
-    return any(f"os error {number}" in str(error) for number in _FULL)  # safetensors reports what Rust says
+    return any(f"os error {number}" in str(error) for number in _FULL)  # safetensors passes on the text of Rust's error

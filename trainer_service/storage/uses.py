@@ -1,4 +1,4 @@
-"""Readers and writers of each checkpoint at this moment, by its location."""
+"""Read and write locks of checkpoints, by location."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from trainer_service.storage.locations import Location
 
 
 class Uses:
-    """One writer of a checkpoint excludes all others of that checkpoint, and nobody of another one.
+    """A writer of a checkpoint excludes all other readers and writers of that checkpoint, and of no other.
 
-    Its lock is held for bookkeeping only, and never while anything is read or written.
+    The internal lock is never held while files are read or written.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class Uses:
 
     @contextlib.contextmanager
     def reading(self, location: Location) -> Iterator[None]:
-        """Waits for a writer that has come before. Not to be nested."""
+        """A context that excludes writers. It waits for a writer that came before. Not to be nested."""
         with self._changed:
             self._changed.wait_for(lambda: location not in self._written)
             self._readers[location] += 1
@@ -38,7 +38,8 @@ class Uses:
 
     @contextlib.contextmanager
     def writing(self, location: Location) -> Iterator[None]:
-        """Waits for those who have come before, and makes those wait who come after."""
+        """A context that excludes readers and other writers. It waits for those that came before; later ones wait for
+        it."""
         with self._changed:
             self._changed.wait_for(lambda: location not in self._written)
             self._written.add(location)
