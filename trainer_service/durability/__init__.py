@@ -1,1 +1,1 @@
-"""What a crash must not lose: the journal, snapshots, and how models come back from them."""
+"""Durable state: the journal, the snapshots, and how models are restored from them."""

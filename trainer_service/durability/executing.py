@@ -1,17 +1,17 @@
-"""Which operations are being executed, as the next process finds it when this one has died.
+"""Records which operations are being executed, so that an operation that kills the process is not run for ever.
 
-An operation is being executed while its request becomes a batch, while the compute thread works at it, and while its
-answer becomes a message. Meanwhile its name lies in a slot of a file beside the journal. Writing a slot is one `pwrite`
-without a sync: the slot survives the end of the process. The end of the machine makes no suspect, because no operation
-cuts the power. So the file begins with the kernel's boot id, and slots of an earlier boot do not count.
+An operation is being executed while its request becomes a batch, while the compute thread works on it, and while its
+answer becomes a message. During that time its name is in a slot of a file beside the journal. Writing a slot is one
+`pwrite` without a sync, which survives the end of the process. The end of the machine does not count, because no
+operation cuts the power: the file begins with the kernel's boot id, and slots of an earlier boot are ignored.
 
 Each operation that was being executed when the process ended is a suspect. A suspect runs again while nothing else
-does. Once its answer is stored it is a suspect no longer. If the process ends before, the suspect alone was being
-executed: it is condemned, and does not run a third time. An operation with an answer, which runs again for what it does
-to its model, has run through before, and without it the model is lost: it is condemned after more deaths.
+runs. Once its answer is stored, it is a suspect no longer. If the process ends again before that, the suspect must be
+the cause, and does not run a third time. An operation that has an answer runs again after a restart only to change its
+model. It has succeeded once, and the model is lost without it, so it is given up only after more deaths.
 
-An operation that reads or writes a checkpoint may do so for minutes, and a store that does not answer must not keep all
-others waiting. So deaths in that time make no suspect. They are counted apart, and more of them are needed to condemn.
+Reading or writing a checkpoint may take minutes, and a storage that hangs must not delay all other operations. So a
+death in that time makes no suspect. Such deaths are counted separately, and more of them are needed to give up.
 """
 
 from __future__ import annotations
@@ -32,47 +32,58 @@ logger = logging.getLogger(__name__)
 
 NAME = "executing"
 MOST_DEATHS = 2
+"""Deaths of the process in an operation after which it does not run again."""
 MOST_DEATHS_ANSWERED = 5
+"""The limit for an operation that has an answer."""
 MOST_DEATHS_STORING = 5
+"""The limit for deaths while an operation reads or writes a checkpoint."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SLOT_BYTES = 256
-"""A model id has 200 at most."""
+"""Size of a slot. It fits any operation: a model id has at most 200 bytes."""
 _POLL_S = 0.005
-"""Between two looks of an operation that waits for a suspect, or of a suspect that waits for all others."""
+"""Pause between two attempts to begin, of an operation that waits for a suspect, or of a suspect that waits for all."""
 
 Name = tuple[str, int]
-"""model_id and seq_id."""
+"""An operation: (model_id, seq_id)."""
 
 _IDLE, _EXECUTING, _STORING = "idle", "executing", "storing"
-"""State of an operation in its slot."""
+"""What an operation does, as written in its slot."""
 
 
 @dataclass(slots=True)
 class Deaths:
-    """How often the process has ended in the middle of one operation."""
+    """How often the process has ended during one operation."""
 
     executing: int = 0
+    """Deaths while it was being executed."""
     storing: int = 0
+    """Deaths while it read or wrote a checkpoint."""
 
 
 class Executing:
-    """Thread safe. A slot that cannot be written, as on a full disk, is logged once: a death then counts for nobody."""
+    """Records executions and limits suspects. Thread safe.
+
+    A failure to write slots, as on a full disk, is logged once. A death of the process is then not counted.
+    """
 
     def __init__(self, folder: Path) -> None:
-        """Reads what the process before has left in the folder of the journal, and counts its death."""
+        """Reads the file that the previous process left in the journal's folder, and counts its death."""
         self._path = folder / NAME
         self._lock = threading.Lock()
         self._deaths: dict[Name, Deaths] = {}
-        """Deaths of the process in each operation that had any."""
+        """Deaths of the process during each operation; operations without deaths are absent."""
         self._executing: set[Name] = set()
         self._storing: set[Name] = set()
-        """A save may be both: its version is scored while its files are written."""
+        """Operations that read or write a checkpoint. A save may also be in `_executing`: its version is scored while
+        its files are written."""
         self._slots: dict[Name, int] = {}
+        """Slots in use, by operation."""
         self._free: list[int] = []
+        """Slots that are free again."""
         self._num_entered = 0
-        """Executions that go on."""
+        """Number of executions in progress."""
         self._alone: Name | None = None
-        """The suspect that is being executed, or that waits until nothing else is."""
+        """The suspect that is being executed, or that waits until nothing else is being executed."""
         self._file: int | None = None
         self._has_failed = False
         try:
@@ -88,7 +99,7 @@ class Executing:
             )
 
     def close(self) -> None:
-        """Forgets what is being executed: the process is about to end by no fault of an operation."""
+        """Clears all executions from the file: the process is about to end, but not because of an operation."""
         with self._lock:
             self._executing.clear()
             self._storing.clear()
@@ -99,11 +110,11 @@ class Executing:
                 self._file = None
 
     def is_suspect(self, model_id: str, seq_id: int) -> bool:
-        """True for an operation that is to be executed while nothing else is."""
+        """True for an operation that must be executed while nothing else is."""
         return self._deaths.get((model_id, seq_id), Deaths()).executing > 0
 
     def check(self, model_id: str, seq_id: int, *, answered: bool = False) -> None:
-        """Raises the error of an operation that is not executed any more. `answered`: it has an answer."""
+        """Raises ServiceError for an operation that has been given up. `answered`: the operation has an answer."""
         deaths = self._deaths.get((model_id, seq_id), Deaths())
         if deaths.executing >= (MOST_DEATHS_ANSWERED if answered else MOST_DEATHS):
             times, what = deaths.executing, "ran this"
@@ -120,22 +131,22 @@ class Executing:
         )
 
     def forget(self, model_id: str, seq_id: int) -> None:
-        """The answer of this operation is stored, or it has run again after a restart."""
+        """Forgets an operation's deaths: its answer is stored, or it has run again after a restart."""
         self._forget(lambda name: name == (model_id, seq_id))
 
     def forget_model(self, model_id: str) -> None:
         self._forget(lambda name: name[0] == model_id)
 
     def keep_models(self, model_ids: Collection[str]) -> None:
-        """Forgets the operations of all other models."""
+        """Forgets the deaths of operations of all other models."""
         self._forget(lambda name: name[0] not in model_ids)
 
     @asynccontextmanager
     async def stage(self, model_id: str, seq_id: int) -> AsyncIterator[None]:
-        """Around a part of an execution that is not the compute thread's."""
+        """A context for a part of an execution outside the compute thread. It waits as `begin` does."""
         names = [(model_id, seq_id)]
         try:
-            while not self._enter(names):  # noqa: ASYNC110 - the compute thread, too, is waited for
+            while not self._enter(names):  # noqa: ASYNC110 - it may wait for the compute thread, which sets no event
                 await asyncio.sleep(_POLL_S)
         except asyncio.CancelledError:
             self._stand_back(names)
@@ -147,7 +158,7 @@ class Executing:
 
     @contextmanager
     def storing(self, model_id: str, seq_id: int) -> Iterator[None]:
-        """Notes that an operation reads or writes a checkpoint. Waits for no suspect, and holds up no operation."""
+        """A context in which an operation reads or writes a checkpoint. It neither waits nor makes others wait."""
         name = (model_id, seq_id)
         with self._lock:
             self._storing.add(name)
@@ -160,11 +171,13 @@ class Executing:
                 self._write(name)
 
     def begin(self, names: Sequence[Name]) -> None:
-        """Of the compute thread, which waits here for a suspect, or with a suspect for the others."""
+        """Begins to execute operations on the compute thread. Waits while a suspect is being executed; for a suspect,
+        waits until nothing else is."""
         while not self._enter(names):
             time.sleep(_POLL_S)
 
     def end(self, names: Sequence[Name]) -> None:
+        """Ends what `begin` has begun with the same names."""
         with self._lock:
             self._num_entered -= 1
             if self._alone in names:
@@ -174,11 +187,12 @@ class Executing:
                 self._write(name)
 
     def _enter(self, names: Sequence[Name]) -> bool:
+        """Begins the executions and returns True, or returns False when they have to wait."""
         with self._lock:
             suspect = next((name for name in names if self.is_suspect(*name)), None)
             if self._alone is not None and self._alone != suspect:
                 return False
-            self._alone = suspect  # from here on nobody else enters
+            self._alone = suspect  # from here on no other operation enters
             if suspect is not None and self._num_entered:
                 return False
             self._num_entered += 1
@@ -188,12 +202,13 @@ class Executing:
             return True
 
     def _stand_back(self, names: Sequence[Name]) -> None:
+        """Gives up waiting: a suspect among the operations no longer makes others wait."""
         with self._lock:
             if self._alone in names:
                 self._alone = None
 
     def _forget(self, which: Callable[[Name], bool]) -> None:
-        if not self._deaths:  # as nearly always
+        if not self._deaths:  # nearly always; saves the lock
             return
         with self._lock:
             for name in [name for name in self._deaths if which(name)]:
@@ -205,7 +220,7 @@ class Executing:
     # The file
 
     def _write(self, name: Name) -> None:
-        """Called with the lock. An operation with deaths keeps its slot, in which they are counted."""
+        """Writes an operation's slot, or clears it. An operation with deaths keeps its slot. Called with the lock."""
         if self._file is None:
             return
         doing = _EXECUTING if name in self._executing else _STORING if name in self._storing else _IDLE
@@ -224,7 +239,7 @@ class Executing:
             self._warn(error)
 
     def _rewritten(self) -> int:
-        """The file with the suspects, on the disk before any of them runs again."""
+        """Writes a new file with the deaths so far, synced before any suspect runs again. Returns its descriptor."""
         new = self._path.with_name(f"{NAME}.new")
         file = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         _put(file, -1, _boot_id())
@@ -246,7 +261,7 @@ class Executing:
 
 
 def _boot_id() -> str:
-    """The kernel's id of this boot of the machine; empty where the kernel has none."""
+    """The kernel's id of the machine's current boot; empty where the kernel has none."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
@@ -254,7 +269,7 @@ def _boot_id() -> str:
 
 
 def _put(file: int, slot: int, text: str) -> None:
-    """Writes a slot of the file. Slot -1 holds the boot id."""
+    """Writes a slot of the file. Slot -1, at the file's beginning, holds the boot id."""
     os.pwrite(file, text.encode().ljust(_SLOT_BYTES, b"\0"), (slot + 1) * _SLOT_BYTES)
 
 
@@ -264,7 +279,10 @@ def _packed(name: Name, deaths: Deaths, doing: str) -> str:
 
 
 def _counted(path: Path) -> dict[Name, Deaths]:
-    """Deaths in the middle of each operation in the file. After a new boot the machine has ended, not the process."""
+    """Reads the file and counts the last death, except after a new boot: then the machine ended, not the process.
+
+    Returns the deaths of each operation that has any.
+    """
     if not path.exists():
         return {}
     counted: dict[Name, Deaths] = {}
@@ -275,7 +293,7 @@ def _counted(path: Path) -> dict[Name, Deaths]:
     for text in others:
         doing, *numbers, model_id = text.split(" ", 4) if text.count(" ") >= 4 else ("", "")
         if doing not in (_IDLE, _EXECUTING, _STORING) or not all(number.isdecimal() for number in numbers):
-            continue  # empty, or damaged: nobody is suspected for that
+            continue  # the slot is empty or damaged
         executing, storing, seq_id = map(int, numbers)
         deaths = Deaths(executing + (has_died and doing == _EXECUTING), storing + (has_died and doing == _STORING))
         if deaths != Deaths():

@@ -1,12 +1,12 @@
-"""The journal: what was asked of the trainer, in order, and what was answered. SQLite, durable at every commit.
+"""The journal: every accepted operation of the trainer, in order, with its answer. SQLite, durable at every commit.
 
-journal_file.py describes the file, and journal_records.py what goes in and comes out. One thread owns the connection
+journal_file.py describes the file, journal_records.py the data types. One thread owns the connection
 (journal_writer.py), and a write returns only when its transaction is on disk. The file is locked: a second trainer on
 the same journal is refused.
 
-Bodies are kept up to the snapshot before the newest, so that a damaged one is no loss, and up to the newest where
-max_bytes asks for it (journal_bound.py). Only when that is not enough, in the middle of a long batch, are bodies cut
-that a replay would need; the model can be restored again from its next snapshot on.
+A request's body is cut once two snapshots of its model cover it, so that a damaged snapshot loses nothing. When the
+journal exceeds max_bytes, one snapshot is enough (journal_bound.py). If even that does not suffice, as in a very long
+batch, bodies are cut that a replay would need. The model can then not be restored until its next snapshot.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LIVE_MODELS = (
 
 
 class Journal:
-    """Opened once. The coroutines may be called from one event loop; `close` waits for what was asked before it."""
+    """The open journal. Its coroutines run on one event loop; `close` waits for all earlier calls."""
 
     def __init__(self, path: Path, *, max_bytes: int, result_retention_s: float, metrics: Metrics) -> None:
         self._path = path
@@ -61,18 +61,22 @@ class Journal:
         self._writer.close()
 
     def appended_bytes(self, model_id: str) -> int:
-        """Of the bodies that this process has appended for a model. May be called on any thread."""
+        """Bytes of the bodies that this process has appended for a model. May be called on any thread."""
         return self._appended[model_id]
 
     @property
     def is_pressed(self) -> bool:
-        """The bound is not far: snapshots should be taken, so that bodies can be cut. May be called on any thread."""
+        """True when the journal is more than half full, so that snapshots should be taken, which let bodies be cut.
+
+        May be called on any thread.
+        """
         return self._bound.is_pressed
 
     async def append(self, model_id: str, seq_id: int, body: Body) -> None:
-        """Returns when the operation is on disk. Operation 0 makes the model's row.
+        """Adds an operation, and returns when it is on disk. Operation 0 also adds the model.
 
-        The caller sees to it that the operation is new. Raises OutOfCapacity when the disk or the journal is full.
+        The caller makes sure that the operation is new. Raises OutOfCapacity when the disk or the journal is full, and
+        ModelNotFound when the model was deleted.
         """
 
         num_bytes = len(body.compressed)
@@ -99,7 +103,7 @@ class Journal:
         request_sum = sum_of(model_id, seq_id, body.kind, body.compressed)
         with tracing.span("journal"):
             await self._writer.submit(run)
-        self._appended[model_id] += num_bytes  # here, because `run` may run twice
+        self._appended[model_id] += num_bytes  # not in `run`, which may run twice
 
     async def finish(
         self,
@@ -109,10 +113,10 @@ class Journal:
         *,
         keep_body: bool = True,
     ) -> None:
-        """Stores the answer; with None the operation is done, and its answer is not kept. Raises Unstorable.
+        """Marks an operation as finished and stores its answer. `outcome` None: it is done, but has no answer to keep.
 
-        Without `keep_body` the request goes: a replay does not need it.
-        Nothing happens when the model was deleted meanwhile.
+        `keep_body` false: the request is cut, because a replay does not need it. Does nothing when the model was
+        deleted meanwhile. Raises Unstorable.
         """
 
         def run(connection: sqlite3.Connection) -> None:
@@ -141,10 +145,10 @@ class Journal:
                     "UPDATE models SET state = 'failed', ended_at = ? WHERE model_id = ?", (time.time(), model_id)
                 )
 
-        await self._writer.submit(run, urgent=False)  # its client has it already
+        await self._writer.submit(run, urgent=False)  # the client has the answer already
 
     async def find(self, model_id: str, seq_id: int) -> Record | None:
-        """The operation, or None when it was never accepted or nothing of it is left."""
+        """The operation; None when it was never accepted, or nothing of it is left."""
 
         def run(connection: sqlite3.Connection) -> tuple[str, bytes, int, bytes | None, bytes | None] | None:
             return connection.execute(
@@ -173,7 +177,7 @@ class Journal:
     # What a restart reads
 
     async def live_models(self) -> list[LiveModel]:
-        """In the order of their creation."""
+        """All live models, in the order of their creation."""
         rows = await self._writer.submit(
             lambda connection: connection.execute(f"{_LIVE_MODELS} ORDER BY created_at").fetchall()
         )
@@ -187,14 +191,14 @@ class Journal:
         return None if row is None else LiveModel(*row)
 
     async def model_ids(self) -> set[str]:
-        """Of all models, ended ones too."""
+        """Ids of all models, lost and failed ones included."""
         rows = await self._writer.submit(
             lambda connection: connection.execute("SELECT model_id FROM models").fetchall()
         )
         return {model_id for (model_id,) in rows}
 
     async def history(self, model_id: str) -> list[Entry]:
-        """Its operations, by seq_id."""
+        """The model's operations, in the order of seq_id."""
         rows = await self._writer.submit(
             lambda connection: connection.execute(
                 "SELECT seq_id, kind, digest, state, coalesce(length(request), 0) FROM operations WHERE model_id = ? "
@@ -205,14 +209,15 @@ class Journal:
         return [Entry(seq_id, kind, digest, State(state), size) for seq_id, kind, digest, state, size in rows]
 
     async def body(self, model_id: str, seq_id: int) -> Body:
-        """Of an operation that has one. Raises DataCorrupted, naming this file, when it is not what was appended."""
+        """The body of an operation that has one. Raises DataCorrupted, which names the journal's file, for a body that
+        differs from the one that was appended."""
         row = await self._writer.submit(
             lambda connection: connection.execute(
                 "SELECT kind, digest, request, request_sum FROM operations WHERE model_id = ? AND seq_id = ?",
                 (model_id, seq_id),
             ).fetchone()
         )
-        if row is None or row[2] is None:  # the table has it, and its index does not, or the other way round
+        if row is None or row[2] is None:  # only where the table and its index disagree
             raise self._damaged("request", model_id, seq_id, "it is not found")
         kind, digest, request, request_sum = row
         if request_sum not in (None, sum_of(model_id, seq_id, kind, request)):
@@ -220,7 +225,7 @@ class Journal:
         return Body(kind, digest, request)
 
     async def unpacked(self, model_id: str, seq_id: int) -> bytes:
-        """The serialized request. Raises what `body` raises, also for rows of a format without checksums."""
+        """The serialized request. Raises DataCorrupted as `body` does; rows without checksums are checked too."""
         body = await self.body(model_id, seq_id)
         try:
             return await asyncio.to_thread(body.unpack)
@@ -235,7 +240,7 @@ class Journal:
         )
 
     async def lose(self, model_id: str, reason: str) -> None:
-        """The model will never be restored: what of it has not run fails."""
+        """Records that a model can never be restored. Its operations that have not run fail."""
 
         def run(connection: sqlite3.Connection) -> None:
             now = time.time()
@@ -275,10 +280,11 @@ class Journal:
     # Snapshots
 
     async def add_snapshot(self, model_id: str, seq_id: int, *, num_bytes: int) -> int | None:
-        """A durable snapshot covers the operations up to `seq_id`; what the one before it covers is cut.
+        """Records a durable snapshot that covers the operations up to `seq_id`, and cuts bodies that the previous
+        snapshot covers, too.
 
-        Returns that one's seq_id, -1 when there was none. Returns None, and nothing changes, when one of the operations
-        that it covers has no answer here, or when the model has a newer one or is gone.
+        Returns the previous snapshot's seq_id, -1 when there was none. Returns None and changes nothing when a covered
+        operation has no answer yet, when the model has a newer snapshot, or when the model was deleted.
         """
 
         def run(connection: sqlite3.Connection) -> int | None:
@@ -302,7 +308,7 @@ class Journal:
         return await self._writer.submit(run)
 
     async def fall_back(self, model_id: str, seq_id: int | None) -> None:
-        """The newest intact snapshot is this one, which is older than was thought, or none."""
+        """Records that the newest intact snapshot is an older one, after `seq_id`, or that there is none (None)."""
         await self._writer.submit(
             lambda connection: connection.execute(
                 "UPDATE models SET snapshot_seq_id = ? WHERE model_id = ?", (seq_id, model_id)
@@ -322,12 +328,12 @@ class Journal:
         del self._appended[model_id]
 
     async def summaries(self) -> list[Summary]:
-        """Of all models, for an operator."""
+        """Summaries of all models, for an operator."""
         return await self._writer.submit(summaries)
 
     async def prune(self, *, dry_run: bool) -> Pruned:
-        """Deletes at once what may go: results and ended models that have expired, and bodies that the newest snapshot
-        covers: the one before it is of no use then."""
+        """Deletes expired results, expired ended models, and bodies that the newest snapshot covers. Older snapshots
+        can then no longer restore their models. `dry_run`: only counts what would be deleted."""
 
         def run(connection: sqlite3.Connection) -> Pruned:
             pruned = prune(connection, expired_before=time.time() - self._result_retention_s, dry_run=dry_run)

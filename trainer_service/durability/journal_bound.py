@@ -1,6 +1,7 @@
-"""The journal's bound: how many bytes it holds, and what is cut when that is too much.
+"""The journal's bound: counts its bytes, and cuts when there are too many.
 
-Bodies that a snapshot covers go first, then results, then bodies that a replay would need; what has not run stays.
+Bodies that a snapshot covers are cut first, then results, then bodies that a replay would need. Bodies of operations
+that have not run are never cut.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ logger = logging.getLogger(__name__)
 
 _PRUNE_INTERVAL_S = 60.0
 _LOW_WATER = 0.9
-"""Fraction of max_bytes that cutting goes down to, so that it does not run at every commit."""
+"""Share of max_bytes down to which the journal is cut, so that not every commit has to cut again."""
 _PRESSED = 0.5
-"""Fraction of max_bytes from which on snapshots are taken at every step."""
+"""Share of max_bytes above which a snapshot is taken at every step."""
 
 
 class Bound:
+    """The journal's size and its limit. Only `is_pressed` is used outside the writer's thread."""
+
     def __init__(self, sizes: Sizes, *, max_bytes: int, result_retention_s: float) -> None:
         self.sizes = sizes
-        """Of what is in the journal; who adds or deletes rows keeps it true, in the same transaction."""
+        """Bytes in the journal. Code that adds or deletes rows updates it in the same transaction."""
         self.max_bytes = max_bytes
         self._result_retention_s = result_retention_s
         self._next_prune = 0.0
@@ -33,7 +36,8 @@ class Bound:
         return self.sizes.total > self.max_bytes * _PRESSED
 
     def prune(self, connection: sqlite3.Connection) -> None:
-        """Forgets expired results and long ended models, and above the bound what can be spared most."""
+        """Deletes expired results and models that ended long ago, at most once a minute. Above the bound it runs at
+        once, and cuts more, in the order that the module's docstring has."""
         if time.time() < self._next_prune and self.sizes.total <= self.max_bytes:
             return
         self._next_prune = time.time() + _PRUNE_INTERVAL_S
@@ -47,7 +51,7 @@ class Bound:
         drop_empty(connection)
 
     def cut_up_to(self, connection: sqlite3.Connection, model_id: str, seq_id: int) -> None:
-        """Cuts a model's bodies up to this one."""
+        """Cuts a model's bodies up to that of the operation `seq_id`."""
         (num_bytes,) = connection.execute(
             "SELECT coalesce(sum(length(request)), 0) FROM operations WHERE model_id = ? AND seq_id <= ?",
             (model_id, seq_id),
@@ -85,7 +89,10 @@ class Bound:
             )
 
     def _oldest(self, connection: sqlite3.Connection, select: str) -> list[tuple[int, str, int, int]]:
-        """Executed operations to cut, oldest first, as many as bring the journal well below its bound."""
+        """Selects executed operations to cut, the oldest first, until the journal would be below _LOW_WATER.
+
+        `select`: a query for (id, model_id, seq_id, bytes to be cut).
+        """
         chosen: list[tuple[int, str, int, int]] = []
         for row in connection.execute(f"{select} AND state != 0 ORDER BY id"):
             if self.sizes.total <= self.max_bytes * _LOW_WATER:

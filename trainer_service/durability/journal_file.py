@@ -1,25 +1,25 @@
-"""The journal's file: its tables, how it is opened, and what an older format becomes.
+"""The journal's file: its tables, how it is opened, and how older formats are converted.
 
 Format 3 (PRAGMA user_version), enough to replay a model after a crash:
 
     models      one row for each model: state "live", "lost" (it could not be restored; `reason` says why) or "failed"
                 (its creation failed). `snapshot_*`: the newest durable snapshot, which covers every operation up to
-                snapshot_seq_id. Bodies up to cut_seq_id may be gone (-1: none is), so that only a snapshot of this
-                seq_id or a later one brings the model back.
+                snapshot_seq_id. Bodies up to cut_seq_id may have been cut (-1: none has), so only a snapshot after
+                cut_seq_id or a later operation can restore the model.
     operations  one row for each accepted operation. (model_id, seq_id) is its identity, and seq_id its place in the
                 model's order. Operation 0 is the creation, whose body says how the model was made.
                 kind    a field name of WaitResultResponse, such as "forward_backward"
-                digest  XXH3-128 of kind and body: tells a repeat from a conflict
-                request the body: zstd of the serialized request message of that kind; NULL once cut, and of an
-                        executed operation that left the model as it was, such as a save
+                digest  XXH3-128 of kind and body: distinguishes a repeat from a conflict
+                request the body: zstd of the serialized request message of that kind; NULL once cut, and for an
+                        executed operation that did not change the model, such as a save
                 state   0 accepted, 1 done, 2 failed
                 result  serialized WaitResultResponse (done) or google.rpc.Status (failed); NULL until then, and once
                         expired
                 request_sum, result_sum
-                        XXH3-64 of what is beside them and of where it belongs (`sum_of`), because SQLite does not
-                        notice a byte that changes; NULL in rows of an earlier format
+                        XXH3-64 of request or result and its place (`sum_of`), because SQLite does not notice a
+                        changed byte; NULL in rows of an earlier format
 
-Rows above cut_seq_id are kept as long as their model lives: together they are its history.
+Rows above cut_seq_id are kept while their model lives: together they are its history.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _PASSING = {
     sqlite3.SQLITE_PROTOCOL,
     sqlite3.SQLITE_READONLY,
 }
-"""Result codes of a disk or a lock."""
+"""SQLite's result codes for problems of the disk or of a lock, which may pass."""
 _COLUMNS = "SELECT t.name, c.name FROM sqlite_master t JOIN pragma_table_info(t.name) c WHERE t.type = 'table'"
 
 _SCHEMA = """
@@ -76,7 +76,7 @@ CREATE TABLE operations (
 CREATE INDEX expiring ON operations (finished_at) WHERE result IS NOT NULL;
 """
 
-# Format 1 knew no snapshots, and replayable = 0 said that bodies were cut.
+# Format 1 had no snapshots, and replayable = 0 meant that bodies had been cut.
 _FROM_1 = """
 ALTER TABLE models ADD COLUMN reason TEXT NOT NULL DEFAULT '';
 ALTER TABLE models ADD COLUMN cut_seq_id INTEGER NOT NULL DEFAULT -1;
@@ -97,22 +97,24 @@ ALTER TABLE operations ADD COLUMN result_sum BLOB;
 
 
 def sum_of(model_id: str, seq_id: int, what: str, data: bytes) -> bytes:
-    """`what`: the kind of a request; of a result the number of its state."""
+    """Checksum of a request or a result, bound to its place. `what`: a request's kind, or the number of a result's
+    state."""
     digest = xxhash.xxh3_64(f"{model_id}\0{seq_id}\0{what}\0".encode())
     digest.update(data)
     return digest.digest()
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Opens the journal, makes it when there is none, and brings an older format up to this one. The file is locked.
+    """Opens and locks the journal. Creates it if it does not exist, and converts an older format.
 
-    Raises SystemExit, saying what to do, for one that another process has open, that is damaged, or of a later format.
+    Raises SystemExit, which says what to do, for a journal that another process has open, that is damaged, or that has
+    a later format.
     """
-    # Without "powersafe overwrite" SQLite fills the last sector of each transaction with a copy of its last page: one
-    # torn by a power cut, while the next is written, takes nothing with it that was acknowledged.
+    # With psow=0 ("powersafe overwrite" off) SQLite pads each transaction to a full sector. So a power cut during the
+    # next transaction cannot damage a sector with acknowledged data.
     uri = f"{path.absolute().as_uri()}?psow=0"
-    with suppress(OSError):  # SQLite says it better
-        path.touch(mode=0o600)  # it holds what runs are trained on
+    with suppress(OSError):  # SQLite's own error, below, is clearer
+        path.touch(mode=0o600)  # the journal holds training data
     connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=1.0)
     try:
         connection.execute("PRAGMA locking_mode = EXCLUSIVE")
@@ -131,7 +133,7 @@ def connect(path: Path) -> sqlite3.Connection:
         elif version != FORMAT:
             raise SystemExit(f"{path} has format {version}; this trainer reads format {FORMAT}")
         _check_columns(connection)
-    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # the latter: a message that quotes what is damaged
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # UnicodeDecodeError: SQLite quotes damaged text
         connection.close()
         if passes(error):
             raise SystemExit(f"cannot open the journal {path}: {error}. Is another trainer running on it?") from None
@@ -140,12 +142,12 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 def passes(error: Exception) -> bool:
-    """It is about the disk, its space, or a lock: the same statement may well succeed later."""
+    """True for an error of the disk, its space or a lock: the same statement may succeed later."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF in _PASSING
 
 
 def damaged(path: Path, error: Exception) -> str:
-    """What is wrong, and what an operator does."""
+    """The error message for a damaged journal: says what is wrong, and what an operator can do."""
     return (
         f"the journal {path} is damaged: {error}. What a crash or a power cut leaves is repaired without this "
         "message; this is the disk, or another program. Put a backup of the whole folder in its place, or move the "
@@ -160,7 +162,7 @@ def _check(connection: sqlite3.Connection) -> None:
 
 
 def _check_columns(connection: sqlite3.Connection) -> None:
-    """What the check of SQLite does not see: a name in the schema that has changed."""
+    """Raises DatabaseError when a column is missing: SQLite's own check does not notice a changed name."""
     with closing(sqlite3.connect(":memory:")) as new:
         new.executescript(_SCHEMA)
         missing = {*new.execute(_COLUMNS)} - {*connection.execute(_COLUMNS)}

@@ -1,4 +1,7 @@
-"""What a journal holds, and what of it may go: for the journal itself, and for `tinsmith journal`. Knows no torch."""
+"""Sums over a journal's content, and deletion of what is not needed: for the journal itself and for `tinsmith journal`.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +26,19 @@ class Summary:
     state: str
     """"live", "lost" or "failed"."""
     reason: str
-    """Why it was lost."""
+    """Why the model was lost; empty for others."""
     created_at: float
-    """In seconds since 1970, as all times."""
+    """Seconds since 1970, as all times here."""
     snapshot_seq_id: int | None
     snapshot_at: float | None
     snapshot_bytes: int | None
     cut_seq_id: int
     num_accepted: int
-    """Operations that have not run; those before and after count what has."""
+    """Operations that have not run yet."""
     num_done: int
+    """Operations that have succeeded."""
     num_failed: int
+    """Operations that have failed."""
     request_bytes: int
     result_bytes: int
 
@@ -50,7 +55,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What went, or would go."""
+    """What was deleted, or would be."""
 
     num_results: int
     num_bodies: int
@@ -63,20 +68,20 @@ class Sizes:
     """Bytes in the journal."""
 
     total: int
-    """Of requests and results."""
+    """Bytes of all requests and results."""
     pending: int
-    """Of requests that have not run."""
+    """Bytes of the requests that have not run."""
 
     @classmethod
     def of(cls, connection: sqlite3.Connection, *, model_id: str | None = None) -> Sizes:
-        """Of all models, or of one, which reads that one's rows only."""
+        """Counts the bytes of all models, or of one."""
         if model_id is None:
             return cls(*connection.execute(_SIZES).fetchone())
         return cls(*connection.execute(_SIZES + " WHERE model_id = ?", (model_id,)).fetchone())
 
 
 def summaries(connection: sqlite3.Connection) -> list[Summary]:
-    """Of all models, in the order of their creation. What was cut long ago is not counted."""
+    """Summaries of all models, in the order of their creation. Operations whose rows were deleted are not counted."""
     rows = connection.execute(
         "SELECT models.model_id, models.state, reason, created_at, snapshot_seq_id, snapshot_at, snapshot_bytes, "
         "cut_seq_id, coalesce(sum(operations.state = 0), 0), coalesce(sum(operations.state = 1), 0), "
@@ -87,9 +92,10 @@ def summaries(connection: sqlite3.Connection) -> list[Summary]:
 
 
 def prune(connection: sqlite3.Connection, *, expired_before: float, dry_run: bool) -> Pruned:
-    """Deletes models that ended and results that were finished before then, and bodies that the newest snapshot covers.
+    """Deletes models that ended, and results that were finished, before `expired_before`, and bodies that the newest
+    snapshot covers.
 
-    A model that was lost later stays: its client has yet to be told why.
+    A model that was lost later stays, because its client may not know why yet. `dry_run`: deletes nothing in the end.
     """
     ended = connection.execute("SELECT model_id FROM models WHERE ended_at < ?", (expired_before,))
     model_ids = [row[0] for row in ended]
@@ -106,7 +112,7 @@ def prune(connection: sqlite3.Connection, *, expired_before: float, dry_run: boo
 
 
 def expire(connection: sqlite3.Connection, *, before: float) -> int:
-    """Deletes models that ended before then, and results that were finished before then. Returns how many results."""
+    """Deletes models that ended, and results that were finished, before `before`. Returns the number of results."""
     connection.execute("DELETE FROM models WHERE ended_at < ?", (before,))
     return connection.execute(
         "UPDATE operations SET result = NULL WHERE result IS NOT NULL AND finished_at < ?", (before,)
@@ -114,7 +120,11 @@ def expire(connection: sqlite3.Connection, *, before: float) -> int:
 
 
 def cut_covered(connection: sqlite3.Connection) -> int:
-    """Cuts the bodies that no replay needs: those up to the newest snapshot, and of ended models. Returns how many."""
+    """Cuts bodies that no replay needs: those up to the newest snapshot, and those of ended models. Returns their
+    number.
+
+    Bodies of operations that have not run stay.
+    """
     num_cut = connection.execute(
         "UPDATE operations SET request = NULL WHERE request IS NOT NULL AND state != 0 AND seq_id <= "
         "(SELECT CASE state WHEN 'live' THEN snapshot_seq_id ELSE operations.seq_id END "
@@ -125,7 +135,7 @@ def cut_covered(connection: sqlite3.Connection) -> int:
 
 
 def drop_empty(connection: sqlite3.Connection) -> None:
-    """Rows that say nothing any more."""
+    """Deletes rows of executed operations that have neither a body nor a result, up to each model's cut_seq_id."""
     connection.execute(
         "DELETE FROM operations WHERE state != 0 AND request IS NULL AND result IS NULL AND seq_id <= "
         "(SELECT cut_seq_id FROM models WHERE models.model_id = operations.model_id)"

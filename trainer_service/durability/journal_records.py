@@ -1,4 +1,4 @@
-"""What the journal is given and gives: requests as they lie in it, operations and models as it knows them."""
+"""The journal's data types: requests as they are stored, and operations and models as they are read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class State(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """A request as it lies in the journal."""
+    """A request as the journal stores it."""
 
     kind: str
     digest: bytes
@@ -35,16 +35,16 @@ class Body:
 
     @property
     def num_bytes(self) -> int:
-        """Of the serialized request."""
+        """Size of the serialized request, uncompressed."""
         return zstandard.frame_content_size(self.compressed)
 
     def unpack(self) -> bytes:
-        """The serialized request. Raises ValueError when it is not what was packed."""
+        """The serialized request. Raises ValueError when it differs from the request that was packed."""
         try:
             data = zstandard.ZstdDecompressor().decompress(self.compressed, allow_extra_data=False)
         except zstandard.ZstdError as error:
             raise ValueError(str(error)) from None
-        # What the trainer adds to these requests, such as a seed, is not in the digest, which is of what came.
+        # The trainer adds fields to these requests, such as a seed. Their digest is that of the request as it came.
         if self.kind not in ("create_model", "optim_step") and _digest(self.kind, data) != self.digest:
             raise ValueError("its digest is another one")
         return data
@@ -58,22 +58,23 @@ class Record:
     digest: bytes
     state: State
     outcome: trainer_pb2.WaitResultResponse | ServiceError | None
-    """None while it is not finished, and when its result has expired; DataCorrupted for one that is damaged."""
+    """The answer. None before the operation has finished, and when the answer was not kept; DataCorrupted when it is
+    damaged."""
 
 
 @dataclass(frozen=True, slots=True)
 class LiveModel:
-    """What a restart has to restore."""
+    """A live model, as a restart finds it."""
 
     model_id: str
     cut_seq_id: int
     snapshot_seq_id: int | None
     last_seq_id: int | None
-    """seq_id of the newest operation; None where no row of an operation is left."""
+    """seq_id of the newest operation; None when no operation's row is left."""
 
     @property
     def is_covered(self) -> bool:
-        """True when the newest snapshot covers every operation. Then nothing has to run again."""
+        """True when the newest snapshot covers every operation, so that nothing has to run again."""
         return self.snapshot_seq_id is not None and (self.last_seq_id or 0) <= self.snapshot_seq_id
 
 
@@ -86,7 +87,7 @@ class Entry:
     digest: bytes
     state: State
     num_bytes: int
-    """Of its body; 0 when that is gone."""
+    """Size of the compressed body, in bytes; 0 when the body was cut."""
 
 
 def _digest(kind: str, data: bytes) -> bytes:
@@ -101,7 +102,7 @@ def result_sum(model_id: str, seq_id: int, state: int, result: bytes) -> bytes:
 
 
 def lost(model_id: str, reason: str) -> ModelLost:
-    """What the operations of a model fail with that could not be restored."""
+    """The error of all operations of a model that could not be restored."""
     return ModelLost(
         f"{model_id} was not restored after the trainer's restart: {reason}; resume from a checkpoint "
         "(create_training_client_from_state)",

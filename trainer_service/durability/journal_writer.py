@@ -1,4 +1,4 @@
-"""The thread that owns the journal's connection: what waits shares one transaction (group commit)."""
+"""The thread that owns the journal's connection. Waiting writes share one transaction (group commit)."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _SHARES_S = 0.02
-"""How long a job that is not urgent waits for one that is, to share its transaction."""
+"""Time that a job that is not urgent waits for an urgent one, to share its transaction, in seconds."""
 
 
 class Unstorable(ServiceError):
-    """SQLite or protobuf has no place for a value of the transaction: it fails however often it is tried."""
+    """SQLite or protobuf cannot represent a value of the transaction, so trying again would not help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class _Job:
 
 
 class Writer:
-    """Runs from its making until `close`, which waits for what was submitted before and closes the connection."""
+    """Runs jobs from its creation until `close`, which waits for all submitted jobs and closes the connection."""
 
     def __init__(self, connection: sqlite3.Connection, bound: Bound, metrics: Metrics, *, path: Path) -> None:
         self._path = path
@@ -61,12 +61,14 @@ class Writer:
         self._thread.join()
 
     async def submit(self, run: Callable[[sqlite3.Connection], T], *, urgent: bool = True) -> T:
-        """What `run` gives, once its transaction is on disk. It may run twice: the first time is rolled back then.
+        """Calls `run` on the writer's thread. Returns its result once the transaction is on disk.
 
-        What is not urgent takes up to 20 ms more, and mostly no write to the disk of its own.
-        A ServiceError of `run` is raised here, and must come before it writes. Raises OutOfCapacity when the disk
-        does not take the transaction, Unstorable when no disk would, NotReady after `close`, and a plain ServiceError
-        for a damaged journal and for whatever else `run` raises.
+        `run` may be called twice; the first call's changes are then rolled back. It may raise a ServiceError, which is
+        raised here, but only before it writes. A job that is not urgent may take 20 ms longer; it mostly shares another
+        job's write to the disk.
+
+        Raises OutOfCapacity when the disk does not take the transaction, Unstorable when no disk would, NotReady after
+        `close`, and a plain ServiceError for a damaged journal and for any other error of `run`.
         """
         done: Future[T] = Future()
         with self._closing:
@@ -76,13 +78,14 @@ class Writer:
         return await asyncio.wrap_future(done)
 
     def _work(self) -> None:
-        """The writer thread: everything that waits goes into one transaction."""
+        """The writer's thread: runs all waiting jobs in one transaction, again and again."""
         while jobs := self._take():
             self._commit(jobs)
         self._connection.close()
 
     def _take(self) -> list[_Job]:
-        """What has come, once something of it is urgent or has waited; nothing when the thread is to end."""
+        """Waits for jobs, and returns them once one is urgent or has waited for _SHARES_S. Returns none when the thread
+        is to end."""
         jobs: list[_Job] = []
         latest = 0.0
         while True:
@@ -103,7 +106,7 @@ class Writer:
     def _commit(self, jobs: list[_Job]) -> None:
         started = time.perf_counter()
         outcomes = self._attempt(jobs, prune=True)
-        if isinstance(outcomes, ServiceError):  # what is only read, or is small enough, need not fail with the others
+        if isinstance(outcomes, ServiceError):  # jobs that only read, or are small enough, may succeed alone
             outcomes = [self._alone(job) for job in jobs]
         self._metrics.durability.journal_commit_seconds.observe(time.perf_counter() - started)
         self._metrics.durability.journal_bytes.set(self._bound.sizes.total)
@@ -120,34 +123,35 @@ class Writer:
         return (job, outcomes) if isinstance(outcomes, ServiceError) else outcomes[0]
 
     def _attempt(self, jobs: list[_Job], *, prune: bool = False) -> list[tuple[_Job, Any]] | ServiceError:
-        """Runs them in one transaction. Why it failed, if it did: nothing of it is left then."""
+        """Runs jobs in one transaction. Returns their outcomes, or the error after which it was rolled back."""
         sizes = replace(self._bound.sizes)
         outcomes: list[tuple[_Job, Any]] = []
         try:
-            if self._connection.in_transaction:  # an earlier one, which could not be rolled back then
+            if self._connection.in_transaction:  # an earlier transaction that could not be rolled back
                 self._connection.execute("ROLLBACK")
             self._connection.execute("BEGIN")
             for job in jobs:
                 try:
                     outcomes.append((job, job.run(self._connection)))
-                except ServiceError as error:  # refused before anything was written
+                except ServiceError as error:  # the job refused before it wrote anything
                     outcomes.append((job, error))
             if prune:
                 self._bound.prune(self._connection)
             self._connection.execute("COMMIT")
-        except Exception as error:  # whatever it is: without this thread every later caller waits for ever
+        except Exception as error:  # no error may end this thread: every later caller would wait for ever
             logger.exception("a transaction of %d journal jobs failed", len(jobs))
             try:
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
             except sqlite3.Error:
-                logger.exception("it is rolled back before the next one")
+                logger.exception("the transaction cannot be rolled back now; this is tried again before the next one")
             self._bound.sizes = sizes
             self._metrics.durability.journal_failures.inc()
             return self._in_words(error)
         return outcomes
 
     def _in_words(self, error: Exception) -> ServiceError:
+        """The ServiceError for an error of a transaction."""
         if journal_file.passes(error) or isinstance(error, MemoryError):
             return OutOfCapacity(f"the journal cannot be written: {str(error) or 'no memory is left'}")
         if isinstance(error, sqlite3.DataError | OverflowError | EncodeError):

@@ -1,19 +1,19 @@
-"""How live models of the journal come back, from their newest snapshots and what followed those.
+"""Restores live models from the journal: the newest snapshot of each, and the operations after it.
 
-After a restart, models with accepted operations that no snapshot covers come back. The others stay parked until a
-request needs them (scheduling/parking.py).
+After a restart, models come back that have operations which no snapshot covers. The others stay parked until a request
+needs them (scheduling/parking.py).
 
-For each model the newest intact snapshot is found that covers answered operations only; without one, and with a journal
-that goes back to the creation, that is executed again. Then the scheduler gets the history after it:
+A model begins with its newest intact snapshot that covers only answered operations. If there is none and the journal
+goes back to the model's creation, the creation runs again. Then the scheduler gets the model's later operations:
 
     done      forward_backward with gradients, optim_step and load_checkpoint run again, and keep their answers; saves
-              and forward_only ones do not
-    failed    leaves the mark that it had left: a forward_backward taints the gradients, and an optim_step that was
-              refused for that, or for numbers that are not finite, clears them
-    accepted  runs for the first time, as far as anybody knows. A save that had written its files finishes with them
+              and forward_only ones do not run again
+    failed    has the same effect on the model as before: a forward_backward taints the gradients, and an optim_step
+              that was refused for that, or for numbers that are not finite, clears them
+    accepted  runs, for the first time as far as is known. A save that had written its files finishes with them
 
-A model that cannot be restored by this process (another base model, no room) stays in the journal for the next; one
-that never can be is lost.
+A model that this process cannot restore (another base model, no memory) stays in the journal for the next process. A
+model that no process can restore is lost.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ logger = logging.getLogger(__name__)
 
 
 def check_journal(journal: Path, snapshots: Path) -> None:
-    """Raises SystemExit, saying what to do, when the snapshots of a journal are there, and it is not.
+    """Raises SystemExit, which says what to do, when there are snapshots but no journal.
 
-    To be asked before a new one is made: snapshots of models that a journal does not know are deleted.
+    Called before a new journal is created, because snapshots of models that are not in the journal are deleted.
     """
     if journal.exists() and journal.stat().st_size:
         return
-    if others := SnapshotFiles(snapshots).model_ids():  # which no trainer has open: there would be a journal
+    if others := SnapshotFiles(snapshots).model_ids():  # without a journal, no other trainer uses these files
         names = ", ".join([*others[:3], *(["..."] if len(others) > 3 else [])])
         raise SystemExit(
             f"there is no journal {journal}, and {snapshots} has snapshots of {len(others)} models ({names}): it was "
@@ -68,11 +68,13 @@ def check_journal(journal: Path, snapshots: Path) -> None:
 
 
 class _Lost(Exception):
-    """The model can never be restored; says why."""
+    """The model can never be restored; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restorer:
+    """Restores models after a restart, and parks and unparks them: the Shelf of scheduling/parking.py."""
+
     journal: Journal
     snapshots: Snapshots
     operations: Operations
@@ -80,7 +82,7 @@ class Restorer:
     metrics: Metrics
 
     async def run(self) -> None:
-        """Returns when every model has its place in the scheduler, which goes on from there."""
+        """Hands every live model to the scheduler, parked or to be restored. The scheduler then runs its operations."""
         self.scheduler.parking.shelf = self
         models = await self.journal.live_models()
         self.scheduler.executing.keep_models({model.model_id for model in models})
@@ -119,12 +121,12 @@ class Restorer:
             await self.journal.lose(model.model_id, str(error))
             self.metrics.durability.unrestored_models.inc()
         except ServiceError as error:
-            if unparks and isinstance(error, OutOfCapacity):  # such as a full disk of the journal
+            if unparks and isinstance(error, OutOfCapacity):  # for example, the journal's disk is full
                 raise
             self.scheduler.give_up(model.model_id, str(error))
 
     async def _forget(self, model_id: str) -> None:
-        """Frees what this process holds of a model in memory."""
+        """Frees a model's memory."""
         self.operations.models.drop(model_id)
         self.snapshots.drop(model_id)
         await self.scheduler.run_alone(lambda: self.operations.engine.delete_model(model_id))
@@ -149,7 +151,7 @@ class Restorer:
         async def work_of(entry: Entry) -> Work:
             try:
                 return await self._work_of(model_id, entry)
-            except DataCorrupted as error:  # of the journal: what follows cannot be computed any more
+            except DataCorrupted as error:  # a damaged request: the operations after it can never be computed
                 await self.journal.lose(model_id, str(error))
                 raise
 
@@ -165,10 +167,15 @@ class Restorer:
         )
 
     async def _newest_snapshot(self, model: LiveModel, history: Sequence[Entry]) -> types_pb2.CheckpointInfo | None:
-        """Verified. Later ones are deleted: the model gets there by another way now."""
+        """The newest intact snapshot that the model can begin with; None means its creation.
+
+        Deletes later snapshots, which the operations to come will replace. Raises _Lost when the journal does not go
+        back to the creation and no snapshot is usable.
+        """
         model_id, files = model.model_id, self.snapshots.files
         unanswered = min((entry.seq_id for entry in history if entry.state == State.ACCEPTED), default=None)
-        # A journal that has lost its end, as no power cut does where a disk keeps what it was told to, is followed.
+        # A disk that does not keep synced data may lose the journal's end in a power cut. Then the journal decides, and
+        # snapshots after its end are not used.
         known_to = max([model.cut_seq_id, -1 if model.snapshot_seq_id is None else model.snapshot_seq_id])
         known_to = max(known_to, history[-1].seq_id if history else -1)
         later: list[int] = []
@@ -215,7 +222,7 @@ class Restorer:
         return found
 
     async def _creation(self, model: LiveModel, history: Sequence[Entry]) -> tuple[Work, str]:
-        """Its work, and the base model that it asks for."""
+        """The work that makes the model again, and the base model that it asks for. Raises _Lost."""
         if not history or history[0].seq_id != 0 or not history[0].num_bytes:
             raise _Lost("its creation is not in the journal")
         try:
@@ -241,7 +248,7 @@ class Restorer:
         self.snapshots.add(model.model_id, replayed_bytes=num_bytes, newest=after)
 
     async def _work_of(self, model_id: str, entry: Entry) -> Work:
-        if entry.state != State.ACCEPTED and not entry.num_bytes:  # it left the model as it was
+        if entry.state != State.ACCEPTED and not entry.num_bytes:  # the operation did not change the model
             return _nothing
         data = await self.journal.unpacked(model_id, entry.seq_id)
         match entry.state:
@@ -263,7 +270,8 @@ class Restorer:
             return await asyncio.to_thread(self.operations.work_of, entry.kind, data)
 
     async def _checked(self, model_id: str, entry: Entry, work: Work) -> Work:
-        """Custom losses of operations with an answer have been checked, and have run."""
+        """Checks a custom loss of an operation without an answer. One with an answer was checked before, and has
+        run."""
         if entry.state != State.ACCEPTED or not isinstance(work, RunBatch):
             return work
         async with self.scheduler.executing.stage(model_id, entry.seq_id):
@@ -277,14 +285,14 @@ class Restorer:
         return self.operations.refuse(pb.ForwardBackwardRequest.FromString(data), error)
 
     def _loads_again(self, model_id: str, entry: Entry, work: Work) -> Work:
-        """Of what reads a checkpoint, which may be another one by now."""
+        """Makes `work`, which reads a checkpoint, fail if it now reads another one than before."""
         assert not isinstance(work, RunBatch)
 
         async def load(turn: Turn) -> Answer:
             answer = await work(turn)
             record = await self.journal.find(model_id, entry.seq_id)
             before = record.outcome if record is not None else None
-            if isinstance(before, ServiceError):  # it is damaged: what was loaded is not known
+            if isinstance(before, ServiceError):  # the stored answer is damaged, so it is unknown what was loaded
                 raise before
             if isinstance(before, Answer) and _source(before) != _source(answer):
                 raise FailedPrecondition(f"{_source(before)} was loaded, and {_source(answer)} is there now")
@@ -293,7 +301,7 @@ class Restorer:
         return load
 
     async def _failed_again(self, model_id: str, entry: Entry, data: bytes) -> Work:
-        """What it did to the model, or not."""
+        """Work with the effect that a failed operation had on the model, if any."""
         engine = self.operations.engine
         record = await self.journal.find(model_id, entry.seq_id)
         outcome = None if record is None else record.outcome
@@ -305,7 +313,7 @@ class Restorer:
         def clear() -> None:
             if isinstance(outcome, NotFinite):
                 engine.taint(model_id, why, seq_id=entry.seq_id)
-            if engine.is_tainted(model_id):  # it is the next step that clears the gradients, and fails
+            if engine.is_tainted(model_id):  # this step clears the gradients and fails, as it did before
                 try:
                     engine.optim_step(model_id, params)
                 except (FailedPrecondition, InvalidRequest):
@@ -339,12 +347,12 @@ def _runs(call: Callable[[], None]) -> Work:
 
 
 def _seq_id(snapshot: types_pb2.CheckpointInfo) -> int:
-    """The last operation that it covers."""
+    """seq_id of the last operation that the snapshot covers."""
     return version_number(snapshot.version_id, run_id=snapshot.model_id, field="version_id")
 
 
 def _source(answer: Answer) -> str:
-    """What was loaded."""
+    """Identifies, for comparison and messages, the checkpoint that an operation has loaded."""
     if answer.HasField("create_model"):
         return f"a checkpoint of step {answer.create_model.model.step}"
     checkpoint = answer.load_checkpoint.checkpoint

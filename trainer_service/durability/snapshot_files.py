@@ -1,15 +1,15 @@
-"""Snapshots on disk: folders "<model_id>/<seq_id>" below one root, each a model as it is after that operation.
+"""Snapshots on disk: folders "<model_id>/<seq_id>" below one root, each a model as it was after that operation.
 
-    adapter.npy            the adapter's, or the full model's, flat buffer, float32 [numel]
+    adapter.npy            flat buffer of the adapter or the full model, float32 [numel]
     optimizer.<name>.npy   the optimizer's tensors
-    gradient.npy           the gradients accumulated for the next step, where there are any
-    accumulation.json      the batch that has failed since the last step, where there is one or a gradient.npy
-    layout.json            name and shape of each tensor in the buffer
-    manifest.json          as that of a checkpoint: what it is, size and SHA-256 of every file above
+    gradient.npy           gradients accumulated for the next step, if there are any
+    accumulation.json      the batch that has failed since the last step; exists if one has, or if there is a gradient
+    layout.json            name and shape of each tensor in the flat buffer
+    manifest.json          as for a checkpoint: CheckpointInfo, and size and SHA-256 of every file above
 
-Plain arrays, because these files are written often, and read only by the trainer that wrote them: a write does not hold
-the interpreter's lock. As with checkpoints, a folder is there whole or not at all, also after a power cut.
-The methods block; they may be called from several threads, but for one model by one at a time.
+Files are plain arrays: they are written often, read only by this trainer, and writing them does not hold the
+interpreter's lock. As with checkpoints, a folder exists whole or not at all, even after a power cut. The methods block.
+Several threads may call them, but only one at a time for each model.
 """
 
 from __future__ import annotations
@@ -49,9 +49,11 @@ _SEQ_ID = re.compile(r"0|[1-9][0-9]*", re.ASCII)
 
 
 class SnapshotFiles:
+    """Writes, reads and deletes snapshots."""
+
     def __init__(self, root: Path, *, min_free_bytes: int | None = None) -> None:
-        """Makes the root, and cleans up after a process that died while it wrote. `min_free_bytes`: what must stay free
-        on its disk; see `least_free_bytes`."""
+        """Creates the root, and cleans up after a process that died while it wrote. `min_free_bytes`: bytes that must
+        stay free on the root's disk; see `least_free_bytes`."""
         self.root = root
         self._temporary = root / _TEMPORARY
         shutil.rmtree(self._temporary, ignore_errors=True)
@@ -59,7 +61,7 @@ class SnapshotFiles:
         self._min_free_bytes = least_free_bytes(root, min_free_bytes)
 
     def write(self, seq_id: int, info: pb.CheckpointInfo, state: State) -> int:
-        """Returns its bytes once it is durable. Raises OSError, and leaves nothing then."""
+        """Writes a snapshot. Returns its size in bytes once it is durable. After an OSError nothing is left of it."""
         self._check_room(state)
         target = self._path(info.model_id, seq_id)
         folder = self._temporary / uuid.uuid4().hex
@@ -80,7 +82,7 @@ class SnapshotFiles:
             for path in [*folder.iterdir(), folder]:
                 sync(path)
             target.parent.mkdir(exist_ok=True)
-            shutil.rmtree(target, ignore_errors=True)  # of a run before the last restart
+            shutil.rmtree(target, ignore_errors=True)  # a snapshot after the same operation, from before a restart
             folder.rename(target)
             sync(target.parent)
             sync(self.root)
@@ -89,7 +91,8 @@ class SnapshotFiles:
         return written.checkpoint.size_bytes
 
     def _check_room(self, state: State) -> None:
-        """Raises OSError. What a snapshot fills is also the journal's disk, which training cannot do without."""
+        """Raises OSError when the snapshot would leave too little free. The journal is on the same disk, and training
+        stops when the journal cannot be written."""
         needed = _num_bytes(state)
         free = shutil.disk_usage(self.root).free
         if free - needed < self._min_free_bytes:
@@ -100,7 +103,7 @@ class SnapshotFiles:
             )
 
     def seq_ids(self, model_id: str) -> list[int]:
-        """Of its snapshots, damaged ones too, the newest first."""
+        """seq_ids of a model's snapshots, damaged ones included, the newest first."""
         try:
             names = [path.name for path in (self.root / model_id).iterdir() if path.is_dir()]
         except (FileNotFoundError, NotADirectoryError):
@@ -108,19 +111,19 @@ class SnapshotFiles:
         return sorted((int(name) for name in names if _SEQ_ID.fullmatch(name)), reverse=True)
 
     def model_ids(self) -> list[str]:
-        """Of which there are snapshots, damaged ones too."""
+        """Ids of the models that have snapshots, damaged ones included."""
         folders = [path.name for path in self.root.iterdir() if path.name != _TEMPORARY]
         return sorted(name for name in folders if self.seq_ids(name))
 
     def verify(self, model_id: str, seq_id: int) -> pb.CheckpointInfo:
-        """Reads all of it. Raises DataCorrupted, naming the file, when something is not what was written."""
+        """Reads a whole snapshot and compares it with its manifest. Raises DataCorrupted, which names the file."""
         found = self._manifest(model_id, seq_id)
         for name in found.files:
             found.verify(self._path(model_id, seq_id) / name, location=f"{model_id}/{seq_id}")
         return found.checkpoint
 
     def read(self, model_id: str, seq_id: int, base: BaseModel) -> tuple[pb.CheckpointInfo, State]:
-        """Raises DataCorrupted for one that cannot be read, or that was made for other layers."""
+        """Reads a snapshot's state. Raises DataCorrupted when it cannot be read, or was made for other layers."""
         found = self._manifest(model_id, seq_id)
         info, folder = found.checkpoint, self._path(model_id, seq_id)
         config = config_of(info.lora_config, max_rank=info.lora_config.rank)
@@ -141,7 +144,7 @@ class SnapshotFiles:
         return info, State(config, weights, info.step, state, accumulation)
 
     def delete(self, model_id: str, seq_ids: Iterable[int]) -> None:
-        """Unknown ones are no error."""
+        """Deletes snapshots, those that exist."""
         for seq_id in seq_ids:
             shutil.rmtree(self._path(model_id, seq_id), ignore_errors=True)
 
@@ -149,7 +152,7 @@ class SnapshotFiles:
         shutil.rmtree(self.root / model_id, ignore_errors=True)
 
     def delete_others(self, model_ids: Iterable[str]) -> None:
-        """Those of all models but these. What is no snapshot stays."""
+        """Deletes the snapshots of all models but these. Other files stay."""
         for model_id in set(self.model_ids()) - set(model_ids):
             self.delete_all(model_id)
 
@@ -166,7 +169,7 @@ class SnapshotFiles:
 
 
 def _num_bytes(state: State) -> int:
-    """Of the arrays; the other files are small."""
+    """Size of a snapshot's arrays, in bytes; its other files are small."""
     tensors = [state.adapter.flat, *(state.optimizer.tensors.values() if state.optimizer is not None else ())]
     if state.accumulation is not None and state.accumulation.gradient is not None:
         tensors.append(state.accumulation.gradient)

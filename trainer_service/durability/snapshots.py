@@ -1,9 +1,9 @@
-"""When a model's snapshot is taken, and what becomes of it.
+"""Decides when a model's snapshot is taken, has it written, and enters it into the journal.
 
-It is captured in the call on the compute thread that makes an optimizer step, when there are no gradients: a copy in
-host memory, which another thread writes. It counts, and the journal is cut, once it is durable and every operation that
-it covers has its answer in the journal. The last two of each model are kept. A model that is parked gets one more
-(`complete`), with its gradients if it has any.
+A snapshot is captured on the compute thread right after an optimizer step, when the model has no gradients: a copy in
+host memory, which another thread writes. It counts once it is durable and every operation that it covers has its answer
+in the journal; then the journal is cut. The last two snapshots of each model are kept. A model that is parked gets one
+more (`complete`), with its gradients if it has any.
 """
 
 from __future__ import annotations
@@ -27,37 +27,42 @@ from trainer_service.scheduling.work import Turn
 logger = logging.getLogger(__name__)
 
 _MOST_WAITING = 2
-"""Captured states, of all models, whose writing has not ended: each takes as much memory as a model and its moments."""
+"""Most captured states of all models that wait to be written. Each takes the memory of a model and its moments."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A model's next snapshot is due at its first step after any of these, counted from the last one. 0 is never."""
+    """When a model's next snapshot is due: at its first step after one of these limits, counted from the last snapshot.
+
+    0 means no limit.
+    """
 
     steps: int
     seconds: float
     journal_bytes: int
+    """Bytes of the model's request bodies in the journal."""
 
 
 @dataclass(slots=True, eq=False)
 class _Progress:
-    """Of one live model."""
+    """The snapshots of one live model."""
 
     taken_at: float = field(default_factory=time.monotonic)
-    """Of the last one, or of its creation or restoration."""
+    """Time of the last capture, or of the model's creation or restoration, by time.monotonic."""
     num_steps: int = 0
-    """Since then."""
+    """Steps since `taken_at`."""
     bytes_before: int = 0
-    """That the journal had taken of it then."""
+    """`Journal.appended_bytes` of the model at `taken_at`."""
     num_waiting: int = 0
-    """Captured ones, of which the writing has not ended."""
+    """Captured states that have not been written yet."""
     newest: int = -1
     """seq_id of the newest snapshot that counts, as far as this process knows; -1 means none."""
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class Snapshots:
-    """`is_due` is called on the compute thread, all else on one event loop."""
+    """The snapshots of all live models. `is_due` and `skip` are called on the compute thread, all else on one event
+    loop."""
 
     def __init__(self, files: SnapshotFiles, journal: Journal, policy: Policy, metrics: Metrics) -> None:
         self.files = files
@@ -75,13 +80,14 @@ class Snapshots:
         self._models[model_id] = _Progress(bytes_before=bytes_before, newest=newest)
 
     async def forget(self, model_id: str) -> None:
-        """Deletes all of a model, also what is being written now."""
+        """Deletes all snapshots of a model, also one that is being written."""
         progress = self._models.pop(model_id, None)
         async with asyncio.Lock() if progress is None else progress.writing:
             await self._on_thread(self.files.delete_all, model_id)
 
     def is_due(self, model_id: str) -> bool:
-        """To be asked after each optimizer step. When it says so, the caller captures and calls `keep`, or `skip`."""
+        """Called after each optimizer step. After True the caller captures the model, and calls `keep_later` or, if the
+        capture fails, `skip`."""
         progress = self._models.get(model_id)
         if progress is None:
             return False
@@ -101,18 +107,18 @@ class Snapshots:
         return is_due
 
     def skip(self, model_id: str, error: Exception) -> None:
-        """The capture failed; the next one is due as if it had not. On the compute thread."""
+        """Records a failed capture. The next snapshot is due as if it had succeeded. Called on the compute thread."""
         self._metrics.durability.snapshot_failures.inc()
         logger.warning("no snapshot of %s can be captured: %s", model_id, error)
         if (progress := self._models.get(model_id)) is not None:
             progress.num_waiting -= 1
 
     def keep_later(self, turn: Turn, seq_id: int, info: pb.CheckpointInfo, state: State) -> None:
-        """Writes a state that `is_due` has asked for."""
+        """Writes, in the background, the state after `seq_id` that `is_due` has asked for."""
         self._spawn(self._write(turn, seq_id, info, state))
 
     async def keep(self, turn: Turn, seq_id: int, info: pb.CheckpointInfo, state: State) -> None:
-        """Returns when the state is durable, or cannot be. For what could not be computed again."""
+        """Writes a state that could not be computed again. Returns when it is durable, or the attempt has failed."""
         progress = self._models.get(info.model_id)
         if progress is not None:
             self._take(info.model_id, progress)
@@ -121,9 +127,9 @@ class Snapshots:
     async def complete(
         self, model_id: str, seq_id: int, capture: Callable[[], Awaitable[tuple[pb.CheckpointInfo, State]]]
     ) -> None:
-        """Returns when a snapshot after `seq_id`, the model's last operation, counts. `capture` makes one if need be.
+        """Returns when a snapshot after `seq_id`, the model's last operation, counts. `capture` makes one if needed.
 
-        To be called when all of the model's answers are stored. Raises OSError and ServiceError when it fails.
+        Called when all of the model's answers are stored. Raises OSError and ServiceError when it fails.
         """
         progress = self._models[model_id]
         async with progress.writing:
@@ -135,17 +141,18 @@ class Snapshots:
             raise FailedPrecondition(f"the journal does not take the snapshot of {model_id} after seq_id {seq_id}")
 
     def drop(self, model_id: str) -> None:
-        """The model is not in memory any more; its snapshots stay."""
+        """Forgets a model that is no longer in memory. Its snapshots stay."""
         self._models.pop(model_id, None)
 
     async def close(self) -> None:
-        """What is being written is left as it is: without a name."""
+        """Ends the tasks and the thread. A snapshot that is being written is never entered into the journal."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.to_thread(self._threads.shutdown, wait=True, cancel_futures=True)
 
     def _take(self, model_id: str, progress: _Progress) -> None:
+        """Counts a snapshot as taken now."""
         progress.num_waiting += 1
         progress.taken_at, progress.num_steps = time.monotonic(), 0
         progress.bytes_before = self._journal.appended_bytes(model_id)
@@ -182,6 +189,7 @@ class Snapshots:
         return num_bytes
 
     async def _enter(self, turn: Turn, model_id: str, seq_id: int, progress: _Progress, num_bytes: int) -> None:
+        """Enters a durable snapshot into the journal once all answers up to it are stored."""
         await turn.stored()
         try:
             async with progress.writing:
@@ -190,9 +198,9 @@ class Snapshots:
             logger.warning("the journal does not take the snapshot of %s after seq_id %d: %s", model_id, seq_id, error)
 
     async def _count(self, model_id: str, seq_id: int, progress: _Progress, num_bytes: int) -> None:
-        """Enters a durable snapshot into the journal, which is cut; then deletes older snapshots. Raises ServiceError.
+        """Enters a durable snapshot into the journal, which cuts bodies, and deletes snapshots before the previous one.
 
-        Called with the lock `progress.writing`.
+        Called with the lock `progress.writing`. Raises ServiceError.
         """
         before = await self._journal.add_snapshot(model_id, seq_id, num_bytes=num_bytes)
         if before is not None and self._models.get(model_id) is progress:
