@@ -1,4 +1,4 @@
-"""The sending end of the weight channel: one trainer, any number of samplers, one group at a time."""
+"""The sending end of the weight channel: one trainer sends to any number of samplers, in one group at a time."""
 
 from trainer_service.weight_sync.sender import Published, Version, WeightSender
 

@@ -1,4 +1,4 @@
-"""Work of the channel that is done side by side, and what has become of it when a part fails."""
+"""Runs several calls of the weight channel at once, and ends all when one fails."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ T = TypeVar("T")
 
 
 class ChannelBroken(Exception):
-    """The group, or one of its members, is of no use any more."""
+    """The group, or one of its members, can no longer be used."""
 
     def __init__(self, message: str, *, epoch: int = 0) -> None:
-        """`epoch`: a member's, above which the next group's must be."""
+        """`epoch`: the member's epoch; the next group's epoch must be higher. 0 when it is unknown."""
         super().__init__(message)
         self.epoch = epoch
 
 
 def in_thread(call: Callable[[], T]) -> asyncio.Future[T]:
-    """Runs a blocking call of a transport. It cannot be stopped, so its thread must not hold up the exit.
+    """Runs a blocking call of a transport on a daemon thread: the call cannot be stopped, and must not delay the exit.
 
-    RuntimeError, which is what such a call raises, becomes ChannelBroken.
+    Transports raise RuntimeError, which becomes ChannelBroken.
     """
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()
@@ -43,7 +43,8 @@ def in_thread(call: Callable[[], T]) -> asyncio.Future[T]:
 
 
 async def all_of(*awaitables: Awaitable[T]) -> list[T]:
-    """The results; or the first error, at once: the others are cancelled, and threads left to their timeouts."""
+    """Returns all results. Raises the first error at once: the other calls are cancelled, and threads run on until
+    their timeouts."""
     futures = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
         done, _ = await asyncio.wait(futures, return_when=asyncio.FIRST_EXCEPTION)

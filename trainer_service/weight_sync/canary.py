@@ -1,4 +1,4 @@
-"""The canary: short fixed sequences that trainer and samplers score, to see that they compute the same model."""
+"""The canary: short fixed sequences. Trainer and samplers score them, to verify that they compute the same model."""
 
 from __future__ import annotations
 
@@ -19,24 +19,27 @@ from tinsmith.modeling.lora import Run
 
 Tokens = npt.NDArray[np.int32]
 Scores = npt.NDArray[np.float32]
-"""Logprobs of the tokens of all sequences, each sequence's first token left out, end to end."""
+"""Logprobs of the tokens of all sequences, end to end, without the first token of each sequence."""
 
 _LENGTH = 16
 _SEED = 20
 
 
 def canary_of(base: BaseModel) -> Sequence[Tokens]:
-    """On a CPU every token costs time, of which a publish has little, and every request may be a step of the sampler;
-    a GPU takes as long for one token as for some dozens."""
+    """The canary for this base model: one sequence on a CPU, four on a GPU.
+
+    On a CPU every token takes time, and every sequence may take a step of the sampler, while a publish must be short. A
+    GPU scores dozens of tokens as fast as one.
+    """
     num_sequences = 1 if base.device.type == "cpu" else 4
     return canary(num_sequences, vocab_size=base.vocab_size, max_context_length=base.max_context_length)
 
 
 def canary(num_sequences: int, *, vocab_size: int, max_context_length: int) -> Sequence[Tokens]:
-    """The same for every model of this size, and shorter than its context.
+    """Sequences that are the same for every model with this vocabulary size, and shorter than its context.
 
-    Ids are drawn evenly over their logarithm, since in most vocabularies common tokens come first: a model says more
-    about those than about tokens that it has never seen.
+    Token ids are drawn uniformly in their logarithm. In most vocabularies low ids are common tokens, on which models
+    differ more than on tokens that they have never seen.
     """
     length = max(2, min(_LENGTH, max_context_length - 1))
     drawn = np.random.default_rng(_SEED).random((num_sequences, length))
@@ -44,10 +47,10 @@ def canary(num_sequences: int, *, vocab_size: int, max_context_length: int) -> S
 
 
 def score(base: BaseModel, weights: Weights | None, sequences: Sequence[Tokens]) -> Scores:
-    """What the pass that trains gives with these weights, which may be a live model's own, or a copy in host memory.
-    None: the base model as it is, without an adapter.
+    """Scores the sequences by the forward pass of training.
 
-    Belongs to the compute thread. Afterwards the base model is what it was.
+    `weights`: a live model's own, or a copy in host memory; None means the base model without an adapter. Runs on the
+    compute thread, and leaves the base model unchanged.
     """
     device = base.device
     lengths = [tokens.size for tokens in sequences]
@@ -59,7 +62,7 @@ def score(base: BaseModel, weights: Weights | None, sequences: Sequence[Tokens])
     if isinstance(weights, Adapter):
         here = weights.like(weights.flat.detach().to(device))
         runs.append(Run(here, slice(0, tokens_T.shape[0])))
-    # Without gradients layers take another way, which is the sampler's and not that of training.
+    # With gradients disabled, layers would take the sampler's code path instead of the one that trains.
     with _holding(base, weights), torch.enable_grad():
         hidden_T_H = base.hidden_states(tokens_T, positions_of(lengths, device), Packed(lengths), runs)
         named = torch.from_numpy(rows_M), torch.from_numpy(targets_M)
@@ -72,7 +75,7 @@ def score(base: BaseModel, weights: Weights | None, sequences: Sequence[Tokens])
 
 @contextmanager
 def _holding(base: BaseModel, weights: Weights | None) -> Iterator[None]:
-    """While it lasts, full weights are what the base model computes with."""
+    """A context in which the base model computes with these weights, if they are full weights."""
     if weights is None or isinstance(weights, (Adapter, TrainedWeights)):
         yield
     elif base.device.type == "cpu":
@@ -89,7 +92,8 @@ def _holding(base: BaseModel, weights: Weights | None) -> Iterator[None]:
 
 @contextmanager
 def _in_place(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[None]:
-    """Where a second set of parameters may not fit beside the first: that waits in host memory."""
+    """A context in which the parameters have these values. Their own values wait in host memory, because a second set
+    may not fit on the device."""
     here = [parameter.detach() for parameter in parameters]
     own = [parameter.to("cpu", copy=True) for parameter in here]
     try:

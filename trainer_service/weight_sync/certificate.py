@@ -1,8 +1,8 @@
-"""Publishing a version, and its certificate: how far every sampler that holds it is from the trainer.
+"""Publishes a version with a certificate: the gap between the trainer and every sampler that holds the version.
 
-All score the canary: the trainer by the pass that trains, while the weights are on their way, the samplers by the call
-that serves clients. Until then the version is on probation with them. A gap above the limit refuses it, or warns; a
-sampler that could not be measured does not serve it, unless gaps only warn.
+Trainer and samplers score the canary: the trainer by the pass that trains, while the weights are sent, the samplers by
+the call that serves clients. Until then the samplers hold the version on probation. A gap above the limit refuses the
+version, or only warns. A sampler that could not be measured does not serve the version, unless gaps only warn.
 """
 
 from __future__ import annotations
@@ -33,21 +33,23 @@ from trainer_service.weight_sync.samplers import Sampler
 logger = logging.getLogger(__name__)
 
 GAP_LIMITS = {torch.float32: 0.01, torch.bfloat16: 1.0}
-"""In nats, by what the trainer computes in. Far above rounding (docs/architecture.md says what was measured), far below
-what another model gives."""
+"""Default limit of the largest gap, by the dtype that the trainer computes in, in nats. It is far above rounding
+(docs/architecture.md has measurements) and far below the gap of a different model."""
 MEAN_LIMITS = {torch.float32: 0.003, torch.bfloat16: 0.25}
-"""The same of the mean over the tokens: rounding makes one large gap more often than many."""
+"""Default limit of the mean gap over the tokens, in nats. It is lower: rounding rarely makes many gaps large at
+once."""
 
 _TELLS = 3.0
-"""A change of the trainer's logprobs tells something when it is so many times what the sampler differs from the trainer
-by without it."""
+"""A version's change of the trainer's logprobs is conclusive if it is this many times the gap between sampler and
+trainer without the version."""
 _YES, _NO = 0.5, 0.25
-"""Shares of that change which a sampler must show, at least, to have applied it, or at most not to have."""
+"""A sampler that shows at least the first share of that change has applied the version. One that shows at most the
+second has not."""
 _ROUNDING = 1e-5
-"""In nats: a smaller change may be none."""
+"""A smaller change per token, in nats, may be rounding."""
 
 _PAUSE_S = 0.05
-"""Before a sampler whose queue is full is asked again."""
+"""Pause before a sampler whose queue is full is asked again, in seconds."""
 
 OnGap = Literal["refuse", "warn"]
 T = TypeVar("T")
@@ -55,31 +57,34 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class GapRule:
+    """The limits on gaps, and what happens above them."""
+
     limit: float
-    """Largest gap of a token, in nats; 0 is none, and nothing is refused."""
+    """Largest gap of a token, in nats; 0 means no limit, and no version is refused."""
     mean_limit: float
-    """Largest mean gap of a sampler; 0 is none."""
+    """Largest mean gap of a sampler, in nats; 0 means no limit."""
     on_gap: OnGap
     timeout_s: float
-    """Of scoring on one sampler. One that takes longer is not in the certificate."""
+    """Longest time for scoring on one sampler, in seconds. A sampler that takes longer is not in the certificate."""
 
     @property
     def refuses(self) -> bool:
-        """Whether a version has to be measured before it is served."""
+        """True when a version must be measured before it is served."""
         return self.limit > 0 and self.on_gap == "refuse"
 
 
 @dataclass(frozen=True, slots=True)
 class Certified:
-    """A version that samplers serve, unless it was refused."""
+    """A published version: served by samplers, or refused."""
 
     num_samplers: int
+    """Number of samplers that serve the version; 0 when it was refused."""
     certificate: PublishCertificate
 
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """What one sampler has said."""
+    """One sampler's scores of the canary."""
 
     address: str
     engine: str
@@ -91,7 +96,7 @@ class _Measured:
         theirs = self.scores.astype(np.float64)
         with np.errstate(invalid="ignore"):
             gaps_M = np.where(theirs == ours, 0.0, np.abs(theirs - ours))
-        gaps_M[np.isnan(gaps_M)] = np.inf  # a difference of what are no numbers is no small one
+        gaps_M[np.isnan(gaps_M)] = np.inf  # NaN logprobs count as infinitely far apart
         return types_pb2.SamplerGap(
             address=self.address,
             engine=self.engine,
@@ -105,14 +110,18 @@ class _Measured:
 def applied(
     ours_M: Scores, ours_unadapted_M: Scores, theirs_M: Scores, theirs_unadapted_M: Scores
 ) -> types_pb2.Applied:
-    """What the change of a sampler's scores by a version says, beside the change of the trainer's."""
+    """Tells whether a sampler applies a version: compares the version's change of its scores with the trainer's change.
+
+    All arguments are scores [M] of the canary: `ours` the trainer's, `theirs` the sampler's, `unadapted` without the
+    version.
+    """
     all_4_M = np.stack([ours_M, ours_unadapted_M, theirs_M, theirs_unadapted_M]).astype(np.float64)
     ours, ours_without, theirs, theirs_without = all_4_M[:, np.isfinite(all_4_M).all(0)]
     ours_change, theirs_change = ours - ours_without, theirs - theirs_without
     change = np.abs(ours_change).sum()
     if change <= _ROUNDING * ours.size:
         return types_pb2.APPLIED_TOO_WEAK_TO_TELL
-    if not theirs_change.any() and (ours_change != 0).mean() > 0.5:  # not even rounding has changed
+    if not theirs_change.any() and (ours_change != 0).mean() > 0.5:  # the sampler's scores are the same to the last bit
         return types_pb2.APPLIED_NO
     if change <= _TELLS * np.abs(theirs_without - ours_without).sum():
         return types_pb2.APPLIED_TOO_WEAK_TO_TELL
@@ -123,7 +132,7 @@ def applied(
 
 
 class Publisher:
-    """Belongs to the event loop."""
+    """Publishes versions, measures them on the samplers, and confirms or withdraws them. Runs on one event loop."""
 
     def __init__(
         self,
@@ -140,22 +149,24 @@ class Publisher:
         self._metrics = metrics
         self._unadapted = unadapted
         self._theirs_unadapted: dict[str, tuple[str, Scores]] = {}
-        """Each sampler's own, with the id of its start, by its address: asked for once."""
+        """Each sampler's boot id and scores of the base model alone, by address. They are measured once for each
+        boot."""
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """By version: what is confirmed is what was measured, and not what another publish has brought meanwhile."""
+        """A lock for each version, so that no other publish of it comes between its measurement and its
+        confirmation."""
 
     @property
     def has_samplers(self) -> bool:
         return self.sender.has_samplers
 
     async def publish(self, version: Version, scores: asyncio.Future[Scores]) -> Certified | None:
-        """`scores` are the trainer's. Returns None when no sampler serves.
+        """Publishes a version. `scores`: the trainer's scores of it. Returns None when no sampler is serving.
 
-        A version that is refused is served by no sampler afterwards; `check` raises for its certificate. Raises what
-        WeightSender.publish raises, what `scores` raises, and NotReady when no sampler could be measured, or none has
-        confirmed: then no sampler serves the version either.
+        No sampler serves a refused version; `check` raises for its certificate. Raises the errors of
+        WeightSender.publish and of `scores`, and NotReady when no sampler could be measured or none has confirmed the
+        version; no sampler serves it then.
         """
-        scores.add_done_callback(lambda ours: ours.cancelled() or ours.exception())  # perhaps nobody needs them
+        scores.add_done_callback(lambda ours: ours.cancelled() or ours.exception())  # retrieve its error in any case
         async with self._turns.setdefault(version.version_id, asyncio.Lock()):
             return await self._publish(version, scores)
 
@@ -177,7 +188,7 @@ class Publisher:
         return await self._admit(certificate, published.members)
 
     async def _admit(self, certificate: PublishCertificate, members: Collection[str]) -> Certified:
-        """Has the version confirmed: by those that were measured, or by all where that is no condition."""
+        """Makes samplers serve the version: those that were measured, or all members if gaps only warn."""
         if self._rule.refuses:
             members = {gap.address for gap in certificate.samplers}
         if not members:
@@ -191,7 +202,7 @@ class Publisher:
         return Certified(len(serving), certificate)
 
     def check(self, certificate: PublishCertificate, *, location: str) -> None:
-        """Raises VersionRefused when that is what became of the version."""
+        """Raises VersionRefused when the version of this certificate was refused."""
         if not self._is_refused(certificate):
             return
         worst = _worst(certificate)
@@ -238,6 +249,7 @@ class Publisher:
         return self._rule.refuses and bool(certificate.samplers) and not certificate.passed
 
     def _note(self, certificate: PublishCertificate) -> None:
+        """Counts the certificate in the metrics, and logs it when it has not passed."""
         for gap in certificate.samplers:
             self._metrics.publishing.publish_gap.labels(gap.engine).observe(gap.max_gap)
             self._metrics.publishing.applied.labels(_STATES[gap.applied]).inc()
@@ -253,7 +265,8 @@ class Publisher:
         self._metrics.publishing.publish_certificates.labels(outcome).inc()
 
     async def _measure(self, address: str, version_id: str) -> _Measured | None:
-        """None for a sampler that does not answer, is too busy, or has let the version go by now."""
+        """Scores the canary on one sampler. Returns None when it does not answer in time or no longer has the
+        version."""
         sampler = self.sender.sampler(address)
         try:
             async with asyncio.timeout(self._rule.timeout_s):
@@ -267,7 +280,7 @@ class Publisher:
         return _Measured(address, engine, theirs, unadapted)
 
     async def _score_unadapted(self, sampler: Sampler) -> tuple[str, Scores]:
-        """The sampler's engine, and what it gives the canary without any version."""
+        """The sampler's engine, and its scores of the base model alone."""
         info = await _called(sampler.versions.GetSamplerInfo(sampler_pb2.GetSamplerInfoRequest()))
         boot_id, scores = self._theirs_unadapted.get(sampler.address, ("", None))
         if scores is None or boot_id != info.boot_id:
@@ -276,11 +289,11 @@ class Publisher:
         return info.engine, scores
 
     async def _scores(self, sampler: Sampler, version_id: str) -> Scores:
-        """A sampler's logprobs of all canary sequences, one after the other."""
+        """A sampler's scores of all canary sequences. `version_id`: empty for the base model alone."""
         return np.concatenate(await asyncio.gather(*(self._score(sampler, version_id, one) for one in self.sequences)))
 
     async def _score(self, sampler: Sampler, version_id: str, tokens: Tokens) -> Scores:
-        """A sampler's logprobs of all tokens but the first."""
+        """A sampler's logprobs of a sequence's tokens without the first; NaN when it cannot score the sequence."""
         chunk = types_pb2.Chunk(encoded_text=types_pb2.EncodedText(tokens=tokens.astype("<i4").tobytes()))
         request = sampler_pb2.SampleRequest(
             version_id=version_id,
@@ -297,7 +310,7 @@ class Publisher:
                 await asyncio.sleep(_PAUSE_S)
             except (NotReady, VersionNotLoaded):
                 raise
-            except ServiceError as error:  # what it gives are no numbers, or it serves another vocabulary
+            except ServiceError as error:  # the sampler computes no finite logprobs, or has another vocabulary
                 logger.warning("scoring %s failed: %s", version_id, error)
                 return np.full(tokens.size - 1, np.nan, np.float32)
 
@@ -309,7 +322,7 @@ async def _sample(sampler: Sampler, request: sampler_pb2.SampleRequest) -> sampl
 
 
 async def _called(call: Awaitable[T]) -> T:
-    """Raises NotReady when the sampler went away in between."""
+    """Awaits a call to a sampler. Raises NotReady when the sampler goes away, and its own errors otherwise."""
     try:
         return await call
     except grpc.aio.AioRpcError as error:

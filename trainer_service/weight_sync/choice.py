@@ -1,4 +1,4 @@
-"""Which transport each sampler gets."""
+"""Chooses the transport to each sampler."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ CHANNELS = get_args(Channel)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a sampler is, as it was found."""
+    """Where a sampler runs, as was found out by a probe."""
 
     address: str
     same_machine: bool
-    """It has connected to a socket that only processes of the trainer's machine, network namespace and user can."""
+    """True when it has connected to a socket that only processes on the trainer's machine, in its network namespace and
+    of its user can reach."""
     gpu_uuid: str = ""
-    """Empty without CUDA."""
+    """UUID of its GPU; empty without CUDA."""
 
 
 def check_channel(channel: Channel, *, gpu_uuid: str) -> None:
-    """Raises ValueError when no sampler could ever be reached so. `gpu_uuid` is the trainer's GPU, if any."""
+    """Raises ValueError for a channel that could never reach any sampler. `gpu_uuid`: the trainer's GPU, or empty."""
     if channel in ("nccl", "cuda_ipc") and not gpu_uuid:
         raise ValueError(f"channel: {channel!r} needs a trainer on CUDA, and this one runs on the CPU")
     if channel in ("shm", "cuda_ipc") and not ring.AVAILABLE:
@@ -37,15 +38,16 @@ def check_channel(channel: Channel, *, gpu_uuid: str) -> None:
 def choose(
     channel: Channel, places: Sequence[Place], *, gpu_uuid: str, on_host: Collection[str] = ()
 ) -> list[Transport]:
-    """One for each place. `on_host`: addresses for which `auto` takes nothing in GPU memory.
+    """Chooses one transport for each place. `gpu_uuid`: the trainer's GPU, or empty. `on_host`: addresses for which
+    `auto` does not use GPU memory.
 
-    Raises Unsupported when the wanted one cannot reach a sampler.
+    Raises Unsupported when the configured channel cannot reach a sampler.
     """
     neighbours = Counter(place.gpu_uuid for place in places)
     neighbours[gpu_uuid] += 1
 
     def possible(place: Place) -> dict[Transport, str]:
-        """Best first, with what stands against each."""
+        """All transports, the best first, each with the reason against it; empty when there is none."""
         other_machine = "" if place.same_machine else "it is not on the trainer's machine, or runs as another user"
         no_cuda = "" if gpu_uuid and place.gpu_uuid else "one of the two has no CUDA"
         other_gpu = "" if place.gpu_uuid == gpu_uuid else "it is on another GPU"

@@ -1,4 +1,4 @@
-"""One epoch of the channel: some samplers, and a transport for each of them. It is formed anew after every error."""
+"""Groups of the weight channel: some samplers and a transport to each. After every error a new group is formed."""
 
 from __future__ import annotations
 
@@ -26,30 +26,35 @@ from trainer_service.weight_sync.samplers import Sampler
 logger = logging.getLogger(__name__)
 
 _RING_BUCKET_BYTES = 4 * 1024**2
-"""Where a ring serves all: its slots then stay in the processor's cache, between the two copies."""
+"""Largest bucket when shared memory reaches all members: its slots then stay in the processor's cache between the copy
+in and the copy out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
+    """A formed group, ready for transfers."""
+
     epoch: int
+    """Number of the group. It grows with every group, also over restarts of the trainer."""
     members: Sequence[Sampler]
     outlets: Sequence[Outlet]
+    """The sending ends, one for each kind of transport in use."""
     transports: Sequence[Transport]
-    """One for each member."""
+    """The transport to each member."""
     bucket_bytes: int
 
     def close(self) -> None:
-        """Blocks for a moment."""
+        """Closes the outlets. It may block for a moment."""
         for outlet in self.outlets:
             outlet.close()
 
 
 @dataclass(frozen=True, slots=True)
 class _Rendezvous:
-    """The TCP store of this trainer, and its own connection to it.
+    """The TCP store at which process groups meet, and the trainer's own connection to it.
 
-    torch looks up the name of every peer, so a connection may take seconds where DNS is slow: both are used for group
-    after group. When the server object goes, all waits of all ranks for each other end at once, with an error.
+    Both are used for many groups, because a new connection may take seconds where DNS is slow: torch looks up the name
+    of every peer. When the server object is deleted, all ranks that wait for each other get an error at once.
     """
 
     server: dist.TCPStore
@@ -63,7 +68,7 @@ class _Rendezvous:
 
 
 class Former:
-    """Forms groups, one after the other."""
+    """Forms groups, one at a time."""
 
     def __init__(
         self,
@@ -75,7 +80,8 @@ class Former:
         bucket_bytes: int,
         timeout_s: float,
     ) -> None:
-        """`host` is an address of this machine that the samplers can reach; `device` is where the trainer computes."""
+        """`host`: an address of this machine that the samplers can reach. `device`: the trainer's device.
+        `timeout_s`: limit on each call and on forming a process group, in seconds."""
         self._trainer_id = trainer_id
         self._channel: Channel = channel
         self._host = host
@@ -85,15 +91,15 @@ class Former:
         self._epoch = time.time_ns() // 1_000_000  # grows over restarts of this trainer, too
         self._rendezvous: _Rendezvous | None = None
         self._on_host: set[str] = set()
-        """Addresses of members that are not trusted with GPU memory any more."""
+        """Addresses of members that GPU memory has failed to reach; see `distrust`."""
         self._chosen: dict[str, Transport] = {}
-        """By address, the last time."""
+        """Transports of the last group, by address."""
 
     def close(self) -> None:
         self._rendezvous = None
 
     async def form(self, members: Sequence[Sampler]) -> Group:
-        """Raises ChannelBroken, or what a member refuses it with."""
+        """Forms a group of these samplers. Raises ChannelBroken, or the error of a member that refuses."""
         try:
             return await self._form(members)
         except (RuntimeError, OSError) as error:
@@ -131,11 +137,11 @@ class Former:
             except BaseException as error:
                 if joining:
                     self._rendezvous = None
-                if isinstance(error, ChannelBroken):  # the clock may have been set back since this trainer's last run
+                if isinstance(error, ChannelBroken):  # a member may know a higher epoch, if the clock was set back
                     self._epoch = max(self._epoch, error.epoch)
                 raise
             outlets += [future.result() for future in joining]
-            leaving.pop_all()  # the connections are the rings' now
+            leaving.pop_all()  # the rings own the connections now
             for connection, transport in zip(connections, transports, strict=True):
                 if connection is not None and transport in COLLECTIVE:
                     connection.close()
@@ -145,8 +151,10 @@ class Former:
         return Group(epoch, members, outlets, transports, bucket_bytes)
 
     def distrust(self, members: Sequence[Sampler]) -> None:
-        """After a failure that all members have outlived: what works between GPUs of one machine does not on another
-        (containers, drivers, networks), while host memory does on all. So `auto` takes that for them from now on.
+        """Makes `auto` use host memory for these members from now on. Called after a failure that all members survived.
+
+        Transport between GPUs may fail on some machines, because of containers, drivers or networks. Host memory works
+        on all.
         """
         failed = {member.address for member in members if self._chosen.get(member.address) in ON_CUDA}
         if failed and self._channel == "auto":
@@ -156,7 +164,8 @@ class Former:
     async def _meet(
         self, epoch: int, members: Sequence[Sampler], leaving: ExitStack
     ) -> tuple[list[socket | None], list[Transport]]:
-        """A connection to each member that is on this machine, which `leaving` will close; and everyone's transport."""
+        """Probes the members. Returns a connection to each member on this machine (None for others), which `leaving`
+        will close, and the transport to each."""
         if self._channel in COLLECTIVE:
             return [None] * len(members), [self._channel] * len(members)
 
@@ -178,7 +187,7 @@ class Former:
     def _make_ring(
         self, receivers: Sequence[socket], requests: Sequence[pb.InitWeightTransferRequest], slot_bytes: int
     ) -> Outlet:
-        """Also completes the requests."""
+        """Makes the shared ring for these receivers, and fills it into their requests."""
         num_slots = ring.NUM_SLOTS
         if requests[0].backend == "shm":
             memory = make_host_ring(receivers, num_slots=num_slots, slot_bytes=slot_bytes)
@@ -192,7 +201,7 @@ class Former:
     async def _join(
         self, backend: Backend, epoch: int, requests: Sequence[pb.InitWeightTransferRequest]
     ) -> asyncio.Future[WeightGroup]:
-        """Begins to form the process group. Also completes the requests."""
+        """Begins to form the process group, and fills the members' ranks into their requests."""
         rendezvous = self._rendezvous
         if rendezvous is None:
             rendezvous = await in_thread(lambda: _Rendezvous.open(self._host, timeout_s=self._timeout_s))

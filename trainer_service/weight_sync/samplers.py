@@ -1,4 +1,4 @@
-"""The samplers as the trainer knows them: which ones serve, and which ones have stopped answering."""
+"""The trainer's view of the samplers: which ones serve, and which ones have stopped answering."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ T = TypeVar("T")
 _RECONNECT_S = 0.5
 _INFO_S = 5.0
 _GUARD_DELAY_S = 0.25
-"""A publish that takes no longer needs no guard."""
+"""Time of a publish after which its members' health is checked, in seconds. Most publishes are shorter."""
 _GUARD_PERIOD_S = 0.5
 _REFUSALS = (InvalidRequest, Unsupported, OutOfCapacity)
-"""Answers of a sampler that another try would not change."""
+"""Errors of a sampler that another attempt would not change."""
 
 
 class Sampler:
-    """One of them, and its connection. `serving` is what was heard last."""
+    """One sampler and the connection to it. `serving`: the state that was heard last."""
 
     def __init__(self, address: str, *, api_key: str, certificates: Certificates | None) -> None:
         self.address = address
@@ -40,11 +40,12 @@ class Sampler:
         self.health: Any = health_pb2_grpc.HealthStub(self.channel)  # its methods are made at run time
         self.serving = False
         self.info: sampler_pb2.GetSamplerInfoResponse | None = None
-        """What it said of itself when it was last found serving; None until then."""
+        """The sampler's answer when it was last found serving; None until then."""
         self.watching: asyncio.Task[None] | None = None
 
     async def call(self, call: Awaitable[T]) -> T:
-        """Raises AlreadyExists and refusals as they are; everything else breaks the group."""
+        """Awaits a call to the sampler. Raises AlreadyExists, the errors in _REFUSALS, and ChannelBroken for any
+        other."""
         try:
             return await call
         except grpc.aio.AioRpcError as error:
@@ -56,7 +57,7 @@ class Sampler:
 
 
 class Samplers:
-    """All of them. To be made and used on one event loop."""
+    """All samplers of a trainer. Made and used on one event loop."""
 
     def __init__(
         self,
@@ -67,7 +68,8 @@ class Samplers:
         on_change: Callable[[Sampler], None],
         certificates: Certificates | None = None,
     ) -> None:
-        """`silence_s`: one that leaves a health check unanswered for so long, while weights are sent, is left out."""
+        """`silence_s`: while weights are sent, a sampler that leaves a health check unanswered for this long counts as
+        lost, in seconds. `on_change`: called when a sampler begins or ceases to serve."""
         self.all = [Sampler(address, api_key=api_key, certificates=certificates) for address in addresses]
         self._silence_s = silence_s
         self._on_change = on_change
@@ -76,8 +78,8 @@ class Samplers:
         return [sampler for sampler in self.all if sampler.serving]
 
     def check_servable(self, *, rank: int, num_bytes: int) -> None:
-        """Raises InvalidRequest for a version that a sampler, as it was last seen, could never take: publishing would
-        fail. One that has not been seen yet says nothing."""
+        """Raises InvalidRequest for a version that a sampler could never hold, by what it said when last seen. Samplers
+        that have not been seen are ignored."""
         for sampler in self.all:
             info = sampler.info
             if info is None:
@@ -107,7 +109,7 @@ class Samplers:
         await asyncio.gather(*(sampler.channel.close() for sampler in self.all))
 
     async def check(self, samplers: Sequence[Sampler]) -> None:
-        """Asks them how they are."""
+        """Checks the health of samplers, and updates `serving`."""
         states = await asyncio.gather(*(is_serving(sampler.channel, timeout_s=self._silence_s) for sampler in samplers))
         for sampler, serving in zip(samplers, states, strict=True):
             if serving:
@@ -116,10 +118,11 @@ class Samplers:
                 self._lose(sampler)
 
     async def guarded(self, members: Sequence[Sampler], work: Coroutine[Any, Any, T]) -> T:
-        """Its result; or ChannelBroken as soon as a member has not answered health checks for `silence_s` seconds.
+        """Runs work that involves these members, and returns its result. Raises ChannelBroken as soon as a member
+        leaves a health check unanswered for `silence_s` seconds.
 
-        A process that was stopped, or a machine that is gone, keeps its connections: without this it would be waited
-        for until every timeout has run out.
+        A stopped process or a lost machine keeps its connections open. Without this check the work would wait for it
+        until all timeouts have run out.
         """
         working = asyncio.ensure_future(work)
         listening = [asyncio.ensure_future(self._silent(member)) for member in members]
@@ -138,12 +141,13 @@ class Samplers:
             await asyncio.gather(working, *listening, return_exceptions=True)
 
     async def _silent(self, member: Sampler) -> None:
-        """Returns when it is."""
+        """Returns when the member leaves a health check unanswered."""
         await asyncio.sleep(_GUARD_DELAY_S)
         while await is_serving(member.channel, timeout_s=self._silence_s):  # noqa: ASYNC110 - another process's state
             await asyncio.sleep(_GUARD_PERIOD_S)
 
     async def _ask(self, sampler: Sampler) -> None:
+        """Updates the sampler's `info`."""
         request = sampler_pb2.GetSamplerInfoRequest()
         try:
             sampler.info = await sampler.versions.GetSamplerInfo(request, timeout=_INFO_S)
@@ -156,20 +160,22 @@ class Samplers:
             self._on_change(sampler)
 
     def _lose(self, sampler: Sampler) -> None:
-        """The watch begins anew: the old one would not tell that the sampler answers again."""
+        """Marks a sampler as not serving and restarts its watch: the old watch would not notice when it answers
+        again."""
         self._set_serving(sampler, False)
         if sampler.watching is not None:
             sampler.watching.cancel()
             sampler.watching = asyncio.create_task(self._watch(sampler))
 
     async def _watch(self, sampler: Sampler) -> None:
+        """Keeps `serving` up to date, for ever."""
         while True:
             call = sampler.health.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
             try:
                 async for reply in call:
                     serving = reply.status == health_pb2.HealthCheckResponse.SERVING
                     if sampler.serving and not serving:
-                        break  # it is stopping: an open call would hold it up
+                        break  # the sampler is stopping, and an open call would delay that
                     if serving:
                         await self._ask(sampler)
                     self._set_serving(sampler, serving)

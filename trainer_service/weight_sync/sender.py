@@ -1,7 +1,7 @@
-"""Publishing: the verbs on every sampler, the bytes by the group's transports, a new group after every error.
+"""Sends versions to the samplers: calls to every sampler, and the bytes by the group's transports.
 
-A group holds the samplers that serve. It is formed ahead of need, when one joins or leaves, and anew after an error.
-Training is never touched: a version is a copy, and whatever happens to it here happens beside the compute thread.
+A group consists of the samplers that serve. It is formed in advance when a sampler joins or leaves, and again after an
+error. Publishing does not disturb training: a version is a copy, and nothing here runs on the compute thread.
 """
 
 from __future__ import annotations
@@ -32,15 +32,19 @@ from trainer_service.weight_sync.samplers import Sampler, Samplers
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
+"""Attempts to publish a version."""
 _CLOSE_S = 1.0
 _CONFIRM_S = 2.0
-"""One that takes longer is not waited for. If it confirms later, no harm: the version was found good."""
+"""Longest wait for a sampler's confirmation, in seconds. A later confirmation does no harm: the version has passed."""
 _REMOVE_S = 1.0
-"""The same, but the calls stand."""
+"""Longest wait for samplers to remove a version, in seconds. The calls go on afterwards."""
 _WITHDRAW_AGAIN_S = 0.2
-"""At first; then twice as long each time, up to the following: a sampler refuses the call while it loads."""
+"""Pause before the second attempt to withdraw a version from a sampler, in seconds. It doubles with each attempt. A
+sampler refuses the call while it loads."""
 _WITHDRAW_RARELY_S = 5.0
+"""Longest pause between attempts to withdraw a version, in seconds."""
 _MAX_WITHDRAWING = 4096
+"""Most withdrawals in progress; above it the oldest are given up."""
 _DTYPES = {torch.float32: types_pb2.DTYPE_FLOAT32, torch.bfloat16: types_pb2.DTYPE_BFLOAT16}
 
 
@@ -59,20 +63,20 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What became of a version."""
+    """The result of publishing a version."""
 
     num_bytes: int
-    """Of the buffer on the wire."""
+    """Size of the version as sent."""
     seconds: float
-    """From the announcement to the last sampler's acknowledgement, with all attempts."""
+    """Time until the last sampler's acknowledgement, including failed attempts."""
     checksum: str
-    """XXH3-128 of the buffer's bytes on the wire, in hexadecimal."""
+    """XXH3-128 of the bytes as sent, in hexadecimal."""
     members: Sequence[str]
-    """Addresses of the samplers that hold the version, some on probation: all that serve; none when there is none."""
+    """Addresses of the samplers that hold the version, which are all that serve. New holders have it on probation."""
 
 
 class WeightSender:
-    """Publishes versions. To be made and used on one event loop."""
+    """Sends versions to samplers. Made and used on one event loop."""
 
     def __init__(
         self,
@@ -89,8 +93,9 @@ class WeightSender:
         api_key: str = "",
         certificates: Certificates | None = None,
     ) -> None:
-        """`timeout_s` bounds each call and the forming of a group. While weights are sent, a sampler that leaves a
-        health check unanswered for `silence_s` is left out. `api_key` is sent to the samplers, unless empty.
+        """`timeout_s`: limit on each call and on forming a group, in seconds. `silence_s`: while weights are sent, a
+        sampler that leaves a health check unanswered for this long is left out, in seconds. `api_key`: sent to the
+        samplers, unless empty.
         """
         self._trainer_id = trainer_id
         self._timeout_s = timeout_s
@@ -112,10 +117,10 @@ class WeightSender:
         self._keeping: asyncio.Task[None] | None = None
         self._removing: set[asyncio.Future[None]] = set()
         self._withdrawing: dict[tuple[str, str], asyncio.Task[None]] = {}
-        """By sampler's address and version: until it has answered."""
+        """Withdrawals that a sampler has not answered yet, by (address of the sampler, version)."""
 
     def start(self) -> None:
-        """Watches the samplers and forms groups in the background."""
+        """Begins to watch the samplers and to form groups, in the background."""
         self._samplers.start()
         self._keeping = asyncio.create_task(self._keep_formed())
 
@@ -134,9 +139,10 @@ class WeightSender:
         await self._samplers.close()
 
     async def publish(self, version: Version) -> Published:
-        """Brings the version to all samplers that serve; to those that do not have it, on probation.
+        """Sends a version to all samplers that serve. Samplers that did not have it hold it on probation.
 
-        Raises NotReady when the channel failed again and again, and a sampler's own error when it refuses the version.
+        Raises NotReady when all attempts have failed, a sampler's own error when it refuses the version, and
+        VersionConflict when a sampler has other weights of the same id.
         """
         with tracing.span("publish", version_id=version.version_id, num_bytes=version.sent_bytes):
             return await self._publish_once(version)
@@ -155,12 +161,13 @@ class WeightSender:
                     failures.append(str(error))
                     self._metrics.publishing.publish_failures.inc()
                     logger.warning("publish of %s, attempt %d: %s", version.version_id, len(failures), error)
-                    # The traceback's frames hold the group, and the futures that hold the error. While that ring
-                    # stands, the group's connections stay, and the other ranks wait on them until their timeouts.
+                    # The traceback's frames refer to the group, and to futures that refer to the error. Without
+                    # breaking that cycle the group's connections stay open, and the other ranks wait until their
+                    # timeouts.
                     error.__traceback__ = None
                     self._drop_group()
                     await self._samplers.check(self._samplers.serving())
-                    if self._samplers.serving() == members:  # else it was who is gone
+                    if self._samplers.serving() == members:  # no member was lost, so a transport may be the cause
                         self._former.distrust(members)
                 else:
                     seconds = time.perf_counter() - started
@@ -171,11 +178,11 @@ class WeightSender:
 
     @property
     def has_samplers(self) -> bool:
-        """There are any to publish to, whether they serve now or not."""
+        """True when samplers are configured, whether they serve now or not."""
         return bool(self._samplers.all)
 
     def check_servable(self, *, rank: int, num_bytes: int) -> None:
-        """Raises InvalidRequest for versions that could never be published to all samplers, as far as is known."""
+        """Raises InvalidRequest for versions that some sampler could never hold, as far as is known."""
         self._samplers.check_servable(rank=rank, num_bytes=num_bytes)
 
     def sampler(self, address: str) -> Sampler:
@@ -183,7 +190,8 @@ class WeightSender:
         return next(sampler for sampler in self._samplers.all if sampler.address == address)
 
     async def confirm(self, version_id: str, addresses: Collection[str]) -> Sequence[str]:
-        """Makes a version visible on these samplers, all at once. Returns those that have answered so."""
+        """Makes a version visible on these samplers, all at the same time. Returns the addresses that have
+        confirmed."""
         request = pb.ConfirmVersionRequest(version_id=version_id)
 
         async def confirmed(sampler: Sampler) -> bool:
@@ -197,15 +205,15 @@ class WeightSender:
         asked = [sampler for sampler in self._samplers.all if sampler.address in addresses]
         for sampler in asked:
             if (late := self._withdrawing.pop((sampler.address, version_id), None)) is not None:
-                late.cancel()  # it was refused before, and has been measured again
+                late.cancel()  # the version was refused before, and has passed now
         answers = await asyncio.gather(*(confirmed(sampler) for sampler in asked))
         return [sampler.address for sampler, answer in zip(asked, answers, strict=True) if answer]
 
     async def withdraw(self, version_id: str) -> None:
-        """Has a version that must not be served removed from every sampler, whether it serves now or not.
+        """Removes a version that must not be served from every sampler, even from those that do not serve now.
 
-        Waits a second at most. One that does not answer, since it is stopped or its network is gone, may hold the
-        version from before: it is told as soon as it can be reached, unless the version is confirmed meanwhile.
+        Waits for at most a second. A sampler that does not answer, because it is stopped or out of reach, may still
+        hold the version. It is told as soon as it can be reached, unless the version is confirmed meanwhile.
         """
         awaited = []
         for sampler in self._samplers.all:
@@ -224,7 +232,7 @@ class WeightSender:
         again_s = _WITHDRAW_AGAIN_S
         while True:
             try:
-                # Without a time-out: a process that was stopped finds the call when it goes on.
+                # The call has no timeout: a stopped process answers it when it continues.
                 await sampler.versions.RemoveVersion(request, wait_for_ready=True)
             except grpc.aio.AioRpcError as error:
                 level = logging.WARNING if again_s == _WITHDRAW_AGAIN_S else logging.DEBUG
@@ -237,11 +245,12 @@ class WeightSender:
             del self._withdrawing[sampler.address, version_id]
 
     async def remove_all(self, prefix: str) -> None:
-        """Asks every sampler to free the versions whose ids begin so. Best effort: idle ones are evicted anyway."""
+        """Asks every serving sampler to free the versions whose ids begin with `prefix`. A failure only costs memory:
+        idle versions are evicted anyway."""
         await self._each(lambda sampler: self._remove_all(sampler, prefix))
 
     async def _each(self, call: Callable[[Sampler], Awaitable[object]]) -> None:
-        """On all that serve, at once."""
+        """Makes a call on all serving samplers at once. Waits for at most _REMOVE_S; the calls go on afterwards."""
         removing = [asyncio.ensure_future(self._try(sampler, call(sampler))) for sampler in self._samplers.serving()]
         self._removing.update(removing)
         for one in removing:
@@ -270,19 +279,21 @@ class WeightSender:
             logger.warning("%s did not remove a version: %s", sampler.address, error.details())
 
     def _on_change(self, sampler: Sampler) -> None:
-        """It serves now, or does not any more."""
+        """Called when a sampler begins or ceases to serve."""
         if self._group is not None and sampler in self._group.members:
-            self._drop_group()  # one that comes back has forgotten its group
+            self._drop_group()  # a sampler that comes back no longer knows its group
         self._metrics.publishing.samplers.set(len(self._samplers.serving()))
         self._changed.set()
 
     def _drop_group(self) -> None:
         group, self._group = self._group, None
         if group is not None:
-            # Not here: a store may be slow to answer. A failure leaves what a dead group needs no more.
+            # Closing may block on a slow store, so it runs on a thread. Its errors do not matter: the group is not
+            # used.
             in_thread(group.close).add_done_callback(lambda closing: closing.exception())
 
     async def _keep_formed(self) -> None:
+        """Forms a new group whenever the serving samplers change, for ever."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -303,13 +314,14 @@ class WeightSender:
         return self._group
 
     async def _publish(self, version: Version, members: Sequence[Sampler]) -> str:
-        """Returns the checksum of what was sent; empty when nothing had to be."""
+        """Sends a version to those members that lack it. Returns the checksum of the sent bytes; empty when no member
+        lacked it."""
         if not members:
             return ""
         group = await self._group_of(members)
         lacking = await self._announce(group, version)
         if lacking and len(lacking) < len(members):
-            # A broadcast needs all of its group, and those that hold the version will not take it again.
+            # A broadcast goes to a whole group, and members that hold the version do not take it again.
             group = await self._group_of(lacking)
             lacking = await self._announce(group, version)
         if not lacking:
@@ -319,7 +331,7 @@ class WeightSender:
         return sent
 
     async def _announce(self, group: Group, version: Version) -> list[Sampler]:
-        """Returns the members that do not hold the version yet."""
+        """Announces a version to the group. Returns the members that do not hold it yet."""
         adapter = version.adapter
         request = pb.StartWeightUpdateRequest(
             trainer_id=self._trainer_id,
@@ -347,7 +359,7 @@ class WeightSender:
         return [member for member, needs in zip(group.members, needed, strict=True) if needs]
 
     async def _transfer(self, group: Group, version: Version) -> str:
-        """Returns the checksum."""
+        """Sends a version that all members lack. Returns the checksum of the sent bytes."""
         flat, dtype, bucket_bytes = version.adapter.flat, version.adapter.sent_dtype, group.bucket_bytes
         named = {"trainer_id": self._trainer_id, "version_id": version.version_id, "epoch": group.epoch}
         slices = bucket_slices(flat.numel(), itemsize=dtype.itemsize, bucket_bytes=bucket_bytes)
@@ -368,8 +380,8 @@ class WeightSender:
 
 
 async def _check_same(version: Version, held: Mapping[str, str]) -> None:
-    """`held`: the checksums of what samplers serve under the version's id, by their addresses. Raises VersionConflict
-    for other weights."""
+    """Raises VersionConflict when a sampler holds other weights under the version's id. `held`: the checksums of the
+    samplers' weights, by address."""
     if not held:
         return
     ours = await asyncio.to_thread(checksum, version.adapter.flat, version.adapter.sent_dtype)
