@@ -3,6 +3,9 @@
 Two OpenMP pools that share cores cost a factor of 2 to 4. So a service asks before each micro-batch or decode step how
 many threads it may use: all, while no other service computes, and its share of the cores otherwise. The longest time in
 which two services have more threads than there are cores is one micro-batch or decode step.
+
+Few tokens have fewer threads: what a second one saves is less than what it costs as soon as anything else, such as the
+gateway or the client, needs its core.
 """
 
 from __future__ import annotations
@@ -58,6 +61,8 @@ class Cores:
         self._processes = processes
         self._announces = announces
         self._fixed = fixed
+        self.tokens_per_thread = 1
+        """A pass of fewer tokens for each thread has fewer threads; known once the model is loaded."""
         self._threads = 0
         self._page: memoryview | None = None
         if not address:
@@ -98,13 +103,19 @@ class Cores:
         most = max(1, min(self._most or self._cores, self._cores) // self._processes)
         return f"up to {most} threads, and {max(1, self.share // self._processes)} while all services compute"
 
-    def begin(self) -> None:
-        """Says that this service computes, until `end`, and takes as many threads as it may use now."""
+    def begin(self, *, num_tokens: int | None = None) -> None:
+        """Says that this service computes, until `end`, and takes as many threads as it may use now.
+
+        `num_tokens`: of the pass that begins; None for what is no pass.
+        """
         if self._page is None:
             return
         if self._announces:
             self._page[self._place + _PID] = os.getpid()
-        if (allowed := self._allowed()) != self._threads:
+        allowed = self._allowed()
+        if num_tokens is not None and not self._fixed:
+            allowed = min(allowed, max(1, num_tokens // self.tokens_per_thread))
+        if allowed != self._threads:
             self._set(allowed)
 
     def end(self) -> None:

@@ -191,6 +191,7 @@ async def start(
     )
     sender.start()
     base = await asyncio.to_thread(load, config, group)
+    cores.tokens_per_thread = base.tokens_per_thread
     settings = {**engine_settings(config), "metrics": metrics}
     engine = TrainingEngine(base, **settings) if group is None else LeadingEngine(base, group, **settings)
     await asyncio.to_thread(lambda: engine.follow(plan(engine, config)))

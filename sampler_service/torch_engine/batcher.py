@@ -26,6 +26,7 @@ from sampler_service.torch_engine.sizing import Sizes
 from sampler_service.torch_engine.speed import Speed
 from sampler_service.torch_engine.step import Decoding, Step, TaskPiece, TaskSequence
 from sampler_service.torch_engine.task import Task
+from tinsmith.cores import Cores
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import Parameters, Weights
@@ -50,8 +51,12 @@ class Deliveries:
 
 
 class Batcher:
-    def __init__(self, base: BaseModel, sizes: Sizes, *, max_running: int, metrics: SamplerMetrics) -> None:
+    def __init__(
+        self, base: BaseModel, sizes: Sizes, *, max_running: int, metrics: SamplerMetrics, cores: Cores | None = None
+    ) -> None:
+        """`cores`: None leaves the number of threads as it is."""
         self.base = base
+        self._cores = cores or Cores("", most=0, set_threads=lambda _: None)
         self.parameters = Parameters(base)
         self.lanes = Lanes(
             max_lanes=max_running + PASSING,
@@ -176,6 +181,8 @@ class Batcher:
         if running and self._decoding is None:
             self._decoding = Decoding.of(running, vocab_size=self.base.vocab_size, device=self.base.device)
         step = Step(running, self._decoding, pieces)
+        self._cores.begin(num_tokens=len(running) + sum(piece.length for piece in pieces))
+        self.metrics.steps.threads.set(self._cores.threads)
         with phases["forward"].time():
             logits_R_V = self._forward.logits(step)
         if running or step.ending:

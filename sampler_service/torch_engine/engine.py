@@ -79,8 +79,9 @@ class TorchEngine(Front):
         base = await in_thread(
             lambda: BaseModel.load(config.base_model, device=device, dtype=dtype, prepack=config.prepack)
         )
+        cores.tokens_per_thread = base.tokens_per_thread
         sizes = Sizes.of(base, config)
-        batcher = Batcher(base, sizes, max_running=config.max_running, metrics=metrics)
+        batcher = Batcher(base, sizes, max_running=config.max_running, metrics=metrics, cores=cores)
         limits = Limits(
             vocab_size=base.vocab_size,
             max_context_length=base.max_context_length,
@@ -208,8 +209,6 @@ class TorchEngine(Front):
                     self._cores.end()
                 going_on = self._take()
                 if not self._batcher.idle:
-                    self._cores.begin()
-                    self._batcher.metrics.steps.threads.set(self._cores.threads)
                     self._step()
                 self._post(self._batcher.take_deliveries())
         except BaseException as error:

@@ -1,4 +1,5 @@
-"""`tinsmith up` divides the cores among services that compute, and leaves all of them to one that is alone."""
+"""`tinsmith up` divides the cores among services that compute, and leaves all of them to one that is alone; a pass of
+few tokens has one."""
 
 from __future__ import annotations
 
@@ -19,27 +20,36 @@ def test_one_that_computes_alone_has_all_cores_and_two_have_their_shares(toy: Pa
     with Stack(tmp_path, base_models=[f"{BASE_MODEL}={toy}"], threads=None) as stack, Wire(stack.base_url) as wire:
         seq_ids = count(1)
 
-        def threads_of_a_batch() -> float:
-            wire.output(wire.forward_backward(model_id, next(seq_ids), [next_token_datum([1, 2, 3])]))
+        def threads_of_a_batch(*, num_datums: int = 3 * cores) -> float:
+            """Of datums of 99 tokens; three of the toy's are enough for a thread."""
+            data = [next_token_datum([1, 2, 3] * 33)] * num_datums
+            wire.output(wire.forward_backward(model_id, next(seq_ids), data))
             return wire.metrics(stack.metrics_url("trainer"))["trainer_threads"]
+
+        def sampling(seq_id: int, prompt: list[int], *, num_samples: int, max_tokens: int) -> str:
+            return wire.request_id(
+                wire.post(
+                    "asample",
+                    sampling_session_id=sampling_session_id,
+                    seq_id=seq_id,
+                    num_samples=num_samples,
+                    prompt={"chunks": [{"type": "encoded_text", "tokens": prompt}]},
+                    sampling_params={"max_tokens": max_tokens, "stop": []},
+                )
+            )
 
         session_id = wire.session()
         model_id = wire.model(session_id, base_model=BASE_MODEL)
         assert threads_of_a_batch() == cores
+        assert threads_of_a_batch(num_datums=1) == 1
         ids = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": BASE_MODEL}
-        sample = wire.request_id(
-            wire.post(
-                "asample",
-                sampling_session_id=wire.post("create_sampling_session", **ids).json()["sampling_session_id"],
-                seq_id=0,
-                num_samples=8,
-                prompt={"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
-                sampling_params={"max_tokens": 500, "stop": []},
-            )
-        )
+        sampling_session_id = wire.post("create_sampling_session", **ids).json()["sampling_session_id"]
+        sample = sampling(0, [1, 2, 3], num_samples=8, max_tokens=500)
         while wire.metrics(stack.metrics_url("sampler"))["sampler_threads"] == 0:
             time.sleep(0.01)
         assert threads_of_a_batch() == shares.trainer
         wire.json_result(sample)
-        assert wire.metrics(stack.metrics_url("sampler"))["sampler_threads"] == cores
+        assert wire.metrics(stack.metrics_url("sampler"))["sampler_threads"] == 1
+        wire.json_result(sampling(1, [1, 2, 3] * 100, num_samples=1, max_tokens=1))
+        assert wire.metrics(stack.metrics_url("sampler"))["sampler_threads"] >= min(2, cores)
         assert threads_of_a_batch() == cores

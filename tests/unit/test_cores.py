@@ -68,6 +68,25 @@ def test_nobody_has_fewer_than_one_thread_or_more_than_it_may_use(place: Place, 
     assert services[2].threads == 1
 
 
+def test_a_pass_of_few_tokens_has_fewer_threads(place: Place) -> None:
+    trainer = place(0)
+    trainer.tokens_per_thread = 16
+    threads = []
+    for num_tokens in (0, 8, 31, 32, 100, 1000):
+        trainer.begin(num_tokens=num_tokens)
+        threads.append(trainer.threads)
+    assert threads == [1, 1, 1, 2, 6, 8]
+    trainer.begin()
+    assert trainer.threads == 8  # what is no pass
+
+
+def test_a_fixed_number_of_threads_does_not_depend_on_a_pass(place: Place) -> None:
+    trainer = place(0, fixed=True)
+    trainer.tokens_per_thread = 16
+    trainer.begin(num_tokens=8)
+    assert trainer.threads == 4
+
+
 def test_threads_are_set_when_their_number_changes_and_only_then(page: Path) -> None:
     said: list[int] = []
     service = Cores(f"{page}:0", most=0, set_threads=said.append)

@@ -43,6 +43,11 @@ from tinsmith.rpc.errors import Unsupported
 
 logger = logging.getLogger(__name__)
 
+_WORK_OF_THREAD = 25_000_000
+"""Multiply-adds in a layer for which one more thread is worth its while on a CPU: a layer is some dozens of operations,
+and the threads meet at each. With two threads instead of one, on two idle cores, training on 16 tokens with `small`
+(1.6 M weights in a layer) took 0.92 of the time, on 64 tokens 0.7; beside a process that took one core, 3 and 2."""
+
 
 class UnsupportedModel(Exception):
     """This base model cannot be run here; the message says why."""
@@ -253,6 +258,14 @@ class BaseModel:
     @property
     def architecture(self) -> str:
         return (self.config.architectures or [type(self.config).__name__])[0]
+
+    @property
+    def tokens_per_thread(self) -> int:
+        """Fewer tokens than this, for each of several threads, are computed as fast by fewer of them."""
+        if self.device.type != "cpu" or not self.layers:
+            return 1
+        weights = sum(parameter.numel() for layer in self.layers for parameter in layer.parameters())
+        return max(1, _WORK_OF_THREAD * len(self.layers) // max(1, weights))
 
     @property
     def layers(self) -> Sequence[nn.Module]:

@@ -30,6 +30,8 @@ class Call:
     """None for what belongs to no operation."""
     run: Callable[[], Any]
     result: asyncio.Future[Any]
+    pass_tokens: int | None = None
+    """Tokens that it puts through the base model; None for a call of another kind."""
     is_over: bool = False
 
     @property

@@ -110,8 +110,9 @@ class RunBatch:
 class Turn(Protocol):
     """An operation's place in its model's order."""
 
-    async def run(self, call: Callable[[], T]) -> T:
+    async def run(self, call: Callable[[], T], *, pass_tokens: int | None = None) -> T:
         """Runs `call` on the compute thread, after everything before it, and before everything after it.
+        `pass_tokens`: tokens that it puts through the base model; None for a call of another kind.
 
         Once for each operation. The model's next operation may start as soon as this call waits for its turn.
         """

@@ -159,6 +159,11 @@ class Publisher:
     def has_samplers(self) -> bool:
         return self.sender.has_samplers
 
+    @property
+    def num_tokens(self) -> int:
+        """Of the canary."""
+        return sum(tokens.size for tokens in self.sequences)
+
     async def publish(self, version: Version, scores: asyncio.Future[Scores]) -> Certified | None:
         """Publishes a version. `scores`: the trainer's scores of it. Returns None when no sampler is serving.
 
