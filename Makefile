@@ -11,7 +11,7 @@ COOKBOOK := .venv-cookbook
 VLLM := .venv-vllm
 HUB := .cache/offline-hub
 SDKS := .cache/conformance
-CODE := tinsmith trainer_service sampler_service gateway tests examples benchmarks docker
+CODE := tinsmith tinsmith_cli trainer_service sampler_service gateway tests examples benchmarks docker
 INSTALL_TORCH = install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto proto/tinsmith/v1/*.proto
 
@@ -62,7 +62,7 @@ docker-lint: setup ## Lint the Dockerfiles, validate the compose files
 	$(BIN)/python -m pytest -q tests/unit/docker
 
 security: setup ## Bandit, beside ruff's S rules; its exceptions and their reasons are in pyproject.toml
-	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive tinsmith trainer_service sampler_service gateway docker
+	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive tinsmith tinsmith_cli trainer_service sampler_service gateway docker
 
 audit: setup ## Known vulnerabilities of what is installed; needs PyPI's advisories, and fails where they cannot be had
 	@# --strict: else what could not be looked up would count as good.

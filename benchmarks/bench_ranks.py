@@ -24,11 +24,11 @@ import torch
 from figure import Figure, Report, usable_cores
 from processes import TINSMITH
 
-from tinsmith.cli.ports import free_ports
-from tinsmith.cli.stack import torchrun
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.v1 import trainer_pb2, types_pb2
+from tinsmith_cli.ports import free_ports
+from tinsmith_cli.stack import torchrun
 from trainer_service.config import TrainerConfig
 from trainer_service.engine.batch import Batch, Output
 from trainer_service.engine.engine import TrainingEngine

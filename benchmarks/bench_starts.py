@@ -48,9 +48,7 @@ def main() -> None:
                 sizes.append(float(info.micro_batch_tokens))
                 speeds.append(info.tokens_per_second)
         report.add(Figure("cold start", "s", start_s, aim="under 6 s"))
-        report.add(
-            Figure("tokens of a micro-batch, at most", "tokens", sizes, aim="within a factor of 2")
-        )
+        report.add(Figure("tokens of a micro-batch, at most", "tokens", sizes, aim="within a factor of 2"))
         report.add(Figure("measured speed", "tokens/s", speeds))
 
 

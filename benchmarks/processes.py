@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-TINSMITH = [sys.executable, "-m", "tinsmith.cli"]
+TINSMITH = [sys.executable, "-m", "tinsmith_cli"]
 _STOP_S = 20.0
 _SERVICES = ("trainer_service", "sampler_service", "gateway")
 

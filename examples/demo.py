@@ -32,7 +32,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tinker import types
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from tinsmith.cli.child import die_with_parent
+from tinsmith.child import die_with_parent
 from tinsmith.toy.text import PEOPLE
 
 mpl.use("agg")  # no screen is needed
@@ -59,7 +59,7 @@ def reward_of(answer: str) -> float:
 def running_stack(model_dir: Path) -> Iterator[str]:
     """`tinsmith up` on a free port with a state directory of its own; yields its URL and stops it at the end."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as state_dir:
-        command = [sys.executable, "-m", "tinsmith.cli", "up", "--base-model", f"{MODEL_NAME}={model_dir}"]
+        command = [sys.executable, "-m", "tinsmith_cli", "up", "--base-model", f"{MODEL_NAME}={model_dir}"]
         process = subprocess.Popen(
             [*command, "--port", "0", "--state-dir", state_dir],
             stdout=subprocess.PIPE,
@@ -192,7 +192,7 @@ def main() -> int:
     out = Path("demo")
     model_dir = out / "model"
     console.print("[bold]1.[/] a base model")
-    make = [sys.executable, "-m", "tinsmith.cli", "make-base-model", "--size", "tiny", "--pretrain-steps", "150"]
+    make = [sys.executable, "-m", "tinsmith_cli", "make-base-model", "--size", "tiny", "--pretrain-steps", "150"]
     subprocess.run([*make, "--out", str(model_dir)], check=True)
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from tinsmith.cli.make_certificates import make_certificates
 from tinsmith.rpc.tls import Certificates
+from tinsmith_cli.make_certificates import make_certificates
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from uuid import uuid4
 
 import pytest
 
-from tinsmith.cli.ports import free_ports
+from tinsmith_cli.ports import free_ports
 
 REQUIRED = "TINSMITH_REQUIRE_POSTGRES"
 """Set in CI: there a missing PostgreSQL is a failure."""

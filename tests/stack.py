@@ -30,7 +30,7 @@ def make_base_model(out: Path, *, size: str = "tiny", seed: int = 0, pretrain_st
     command = ["make-base-model", "--size", size, "--seed", str(seed), "--out", str(out)]
     if pretrain_steps:
         command += ["--pretrain-steps", str(pretrain_steps)]
-    subprocess.run([sys.executable, "-m", "tinsmith.cli", *command], check=True, capture_output=True, timeout=300)
+    subprocess.run([sys.executable, "-m", "tinsmith_cli", *command], check=True, capture_output=True, timeout=300)
     return out
 
 
@@ -57,7 +57,7 @@ class Stack:
         self.state_dir = state_dir
         if threads is not None:
             flags = ["--trainer-threads", str(threads), "--sampler-threads", str(threads), *flags]
-        self._argv = [python, "-m", "tinsmith.cli", "up", "--port", "0", "--state-dir", str(state_dir), *flags]
+        self._argv = [python, "-m", "tinsmith_cli", "up", "--port", "0", "--state-dir", str(state_dir), *flags]
         self._argv += [part for model in base_models for part in ("--base-model", model)]
         self._env = {**os.environ, **(env or {})}
         self._startup_timeout_s = startup_timeout_s

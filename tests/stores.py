@@ -15,7 +15,7 @@ from gcp_storage_emulator.server import create_server
 from moto.server import ThreadedMotoServer
 from prometheus_client import CollectorRegistry
 
-from tinsmith.cli.ports import free_ports
+from tinsmith_cli.ports import free_ports
 from trainer_service.metrics import Metrics
 from trainer_service.storage.checkpoints import CheckpointStore
 from trainer_service.storage.choice import open_storage

@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.integration.examples import BASE_MODEL
 from tests.stack import STOP_LIMIT_S
-from tinsmith.cli.ports import free_ports
+from tinsmith_cli.ports import free_ports
 
 START_LIMIT_S = 120.0
 _LOG_LINES_SHOWN = 60

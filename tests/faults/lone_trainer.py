@@ -11,9 +11,9 @@ import grpc
 import psutil
 
 from tests.faults.cluster import Process
-from tinsmith.cli.ports import free_ports
-from tinsmith.cli.stack import torchrun
 from tinsmith.v1.trainer_pb2_grpc import TrainerServiceStub
+from tinsmith_cli.ports import free_ports
+from tinsmith_cli.stack import torchrun
 
 _REPOSITORY = Path(__file__).parents[2]
 

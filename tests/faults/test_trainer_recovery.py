@@ -90,5 +90,5 @@ def results(stub: Any) -> tuple[list[dict[str, float]], dict[str, str]]:
 
 def tinsmith(*arguments: str) -> str:
     return subprocess.run(
-        [sys.executable, "-m", "tinsmith.cli", *arguments], check=True, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "tinsmith_cli", *arguments], check=True, capture_output=True, text=True, timeout=60
     ).stdout

@@ -11,7 +11,7 @@ import tinker
 from tests.integration.examples import PROMPT, batch, new_model, next_token_datum, sample, train
 from tests.integration.wire import Wire
 from tests.stack import Stack
-from tinsmith.cli import main
+from tinsmith_cli import main
 
 
 @pytest.fixture(scope="module")

@@ -66,7 +66,7 @@ def imported(stack: Stack, made_elsewhere: Path) -> str:
     command = ["checkpoints", "import", made_elsewhere, "--name", "elsewhere", "--base-url", stack.base_url]
     command += ["--base-model", BASE_MODEL, "--ttl", "2h"]
     done = subprocess.run(
-        [sys.executable, "-m", "tinsmith.cli", *map(str, command)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "tinsmith_cli", *map(str, command)], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     path, *notes = done.stdout.splitlines()
@@ -106,7 +106,7 @@ def test_an_adapter_that_is_no_plain_lora_is_refused_by_name(wire: Wire, tmp_pat
     (tmp_path / "adapter_model.safetensors").write_bytes(b"")
     command = ["checkpoints", "import", str(tmp_path), "--name", "dora", "--base-url", wire.base_url]
     command += ["--base-model", BASE_MODEL]
-    done = subprocess.run([sys.executable, "-m", "tinsmith.cli", *command], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-m", "tinsmith_cli", *command], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (2, "")
     assert "use_dora = true cannot be imported" in done.stderr
 

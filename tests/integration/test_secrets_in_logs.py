@@ -260,7 +260,7 @@ def subject(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     monkeypatch.setenv("SSL_CERT_FILE", str(made.good / "ca.pem"))
     (tmp_path / "tmp").mkdir()
     command = ["keys", "create", "--owner", "bea", "--state-dir", str(tmp_path / "state")]
-    done = subprocess.run([sys.executable, "-m", "tinsmith.cli", *command], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-m", "tinsmith_cli", *command], capture_output=True, text=True, check=True)
     flags = ["--certificates", str(made.good), "--checkpoint-dir", f"s3://{BUCKET}/secrets"]
     flags += ["--log-level", "DEBUG", "--tracing"]
     with closing(Collector()) as collector, s3() as bucket, mock.patch.dict(os.environ, bucket):
@@ -276,7 +276,7 @@ def subject(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 DEBUG_LINE = '"level": "DEBUG"'
 REACHED = {
-    "command line of": ("--log-level DEBUG", "tinsmith.cli up", *SERVICES.values()),
+    "command line of": ("--log-level DEBUG", "tinsmith_cli up", *SERVICES.values()),
     "metrics of": ("gateway_sampler_state", "sampler_kl_nats", "running_sequences"),
     "gateway.log": (
         DEBUG_LINE,
@@ -462,11 +462,11 @@ NAMED = "the database postgresql+asyncpg://***@127.0.0.1:1/none cannot be used"
         ("trainer_service", "--base-model x", {"TRAINER_API_KEYS": GRPC_KEY}, "api_keys"),
         ("trainer_service", "--base-model x", {"TRAINER_MAX_MODELS": "x"}, "TRAINER_MAX_MODELS"),
         ("sampler_service", "--base-model x", {"SAMPLER_SERVICE_KEY": f"{SERVICE_KEY} {KEY}"}, "SAMPLER_SERVICE_KEY"),
-        ("tinsmith.cli", "up --port 0", {"GATEWAY_API_KEYS": KEY}, "GATEWAY_API_KEYS"),
-        ("tinsmith.cli", "keys list", AWAY, NAMED),
-        ("tinsmith.cli", "keys list", {"GATEWAY_DATABASE_URL": NO_HOST}, "--database-url: is no SQLAlchemy URL"),
-        ("tinsmith.cli", "keys list", {"GATEWAY_DATABASE_URL": NOT_ESCAPED}, NAMED),
-        ("tinsmith.cli", "checkpoints list --base-url http://127.0.0.1:1", {"TINKER_API_KEY": KEY}, "no Tinsmith"),
+        ("tinsmith_cli", "up --port 0", {"GATEWAY_API_KEYS": KEY}, "GATEWAY_API_KEYS"),
+        ("tinsmith_cli", "keys list", AWAY, NAMED),
+        ("tinsmith_cli", "keys list", {"GATEWAY_DATABASE_URL": NO_HOST}, "--database-url: is no SQLAlchemy URL"),
+        ("tinsmith_cli", "keys list", {"GATEWAY_DATABASE_URL": NOT_ESCAPED}, NAMED),
+        ("tinsmith_cli", "checkpoints list --base-url http://127.0.0.1:1", {"TINKER_API_KEY": KEY}, "no Tinsmith"),
     ],
 )  # fmt: skip
 def test_a_start_that_fails_does_not_tell_them(
@@ -484,7 +484,7 @@ def test_a_start_that_fails_does_not_tell_them(
 def test_neither_does_up_when_a_service_ends(env: dict[str, str], says: str, toy: Path, tmp_path: Path) -> None:
     """It shows the end of that one's log."""
     status, output = start(
-        "tinsmith.cli", "up", "--port", "0", "--state-dir", str(tmp_path), "--log-level", "DEBUG",
+        "tinsmith_cli", "up", "--port", "0", "--state-dir", str(tmp_path), "--log-level", "DEBUG",
         "--base-model", f"{BASE_MODEL}={toy}", **env,
     )  # fmt: skip
     assert status == 1

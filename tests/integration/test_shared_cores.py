@@ -10,8 +10,8 @@ from pathlib import Path
 from tests.integration.examples import BASE_MODEL
 from tests.integration.wire import Wire, next_token_datum
 from tests.stack import Stack
-from tinsmith.cli.stack import Threads, divide_cores
 from tinsmith.cores import usable_cores
+from tinsmith_cli.stack import Threads, divide_cores
 
 
 def test_one_that_computes_alone_has_all_cores_and_two_have_their_shares(toy: Path, tmp_path: Path) -> None:

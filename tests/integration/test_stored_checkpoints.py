@@ -19,8 +19,8 @@ from tinker import ModelInput
 from tests.integration.examples import PROMPT, batch, forward, new_model, train
 from tests.integration.test_import_export import TOKENS, peft_logprobs
 from tests.stack import Stack
-from tinsmith.cli import main
-from tinsmith.cli.ports import free_ports
+from tinsmith_cli import main
+from tinsmith_cli.ports import free_ports
 
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 FILES = (*ADAPTER, "optimizer.safetensors")

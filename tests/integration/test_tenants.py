@@ -11,7 +11,7 @@ import tinker
 from tests.integration.examples import ADAM, PROMPT, batch, new_model
 from tests.integration.gateways import own_gateway
 from tests.stack import Stack
-from tinsmith.cli import main
+from tinsmith_cli import main
 
 NewKey = Callable[..., str]
 SAMPLING = tinker.SamplingParams(max_tokens=2)

@@ -12,9 +12,9 @@ import tinker
 from tests.certificates import make
 from tests.integration.examples import BASE_MODEL, PROMPT, batch, new_model, train
 from tests.stack import Stack
-from tinsmith.cli import main
 from tinsmith.rpc.channel import connect, is_serving
 from tinsmith.rpc.tls import Certificates
+from tinsmith_cli import main
 
 pytestmark = pytest.mark.slow
 

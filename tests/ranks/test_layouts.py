@@ -15,10 +15,10 @@ from google.protobuf import json_format
 from safetensors.torch import load_file
 
 from tests.ranks import scenario
-from tinsmith.cli.ports import free_ports
-from tinsmith.cli.stack import torchrun
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.v1 import types_pb2
+from tinsmith_cli.ports import free_ports
+from tinsmith_cli.stack import torchrun
 from trainer_service.engine.engine import TrainingEngine
 from trainer_service.storage.manifest import NAME, Manifest
 

@@ -20,10 +20,10 @@ import pytest
 from tests.batches import random_datum, request
 from tests.models import VOCAB_SIZE
 from tests.stack import Stack, make_base_model
-from tinsmith.cli.ports import free_ports
-from tinsmith.cli.stack import torchrun
 from tinsmith.v1 import trainer_pb2, types_pb2
 from tinsmith.v1.trainer_pb2_grpc import TrainerServiceStub
+from tinsmith_cli.ports import free_ports
+from tinsmith_cli.stack import torchrun
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     assert PYTHON.exists(), f"{PYTHON} is missing: run `make test-recipes`"
     assert (HUB / "env.sh").exists(), f"{HUB} holds no offline hub: run `make test-recipes`"
     state_dir = tmp_path_factory.mktemp("state")
-    command = [sys.executable, "-m", "tinsmith.cli", "up", "--port", "0", "--state-dir", str(state_dir)]
+    command = [sys.executable, "-m", "tinsmith_cli", "up", "--port", "0", "--state-dir", str(state_dir)]
     for name, folder in {MODEL: "base_model", TEACHER: "teacher_model"}.items():
         command += ["--base-model", f"{name}={HUB / folder}"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

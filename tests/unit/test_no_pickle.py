@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("tinsmith", "trainer_service", "sampler_service", "gateway", "docker")
+PACKAGES = ("tinsmith", "tinsmith_cli", "trainer_service", "sampler_service", "gateway", "docker")
 
 MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "jsonpickle"}
 CALLS = {
@@ -41,7 +41,7 @@ TEXTS = ("VLLM_ALLOW_INSECURE_SERIALIZATION", "allow_pickle=True", "trust_remote
 
 ALLOWED = {
     # On the machine of whoever owns the file, in the command line, by torch's restricted reader.
-    ("tinsmith/cli/convert_pickle.py", "torch.load"),
+    ("tinsmith_cli/convert_pickle.py", "torch.load"),
     # A pipe to a process that this one has started.
     ("sampler_service/vllm/reference.py", "import multiprocessing"),
     # Waits for the process that has started this one to end.

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from tinsmith.cli.child import die_with_parent
+from tinsmith.child import die_with_parent
 from tinsmith.rpc import logs
 from trainer_service.ranks.place import Place
 

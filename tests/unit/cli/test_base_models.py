@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith.cli.base_models import BaseModel, UsageError, parse
+from tinsmith_cli.base_models import BaseModel, UsageError, parse
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith.cli import checkpoint_export, main
+from tinsmith_cli import checkpoint_export, main
 
 FILES = {"adapter_config.json": b"{}", "adapter_model.safetensors": bytes(range(256)) * 4000}
 PATH = "tinker://s:train:0/weights/one"

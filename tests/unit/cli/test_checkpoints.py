@@ -15,7 +15,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from tinsmith.cli import main
+from tinsmith_cli import main
 
 
 @dataclass
@@ -217,5 +217,5 @@ def test_one_that_was_not_passed_is_the_exit_status(server: Server, capsys: pyte
 
 
 def test_the_command_line_imports_no_torch() -> None:
-    code = "import sys, tinsmith.cli; sys.exit('torch' in sys.modules)"
+    code = "import sys, tinsmith_cli; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from tinsmith.cli import main
-from tinsmith.cli.up import _report
+from tinsmith_cli import main
+from tinsmith_cli.up import _report
 from trainer_service.durability.journal import Journal
 from trainer_service.metrics import Metrics
 
@@ -75,7 +75,7 @@ def test_it_ends_without_a_word(command: str, unbuffered: str, state_dir: Path, 
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run(
-        [sys.executable, "-m", "tinsmith.cli", *argv],
+        [sys.executable, "-m", "tinsmith_cli", *argv],
         stdout=writing,
         stderr=subprocess.PIPE,
         text=True,
@@ -89,7 +89,7 @@ def test_it_ends_without_a_word(command: str, unbuffered: str, state_dir: Path, 
 def test_a_full_disk_is_named(state_dir: Path) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "tinsmith.cli", "keys", "list", "--state-dir", str(state_dir)],
+            [sys.executable, "-m", "tinsmith_cli", "keys", "list", "--state-dir", str(state_dir)],
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from tinsmith.cli.base_models import UsageError
-from tinsmith.cli.convert_pickle import to_safetensors
+from tinsmith_cli.base_models import UsageError
+from tinsmith_cli.convert_pickle import to_safetensors
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from tinsmith.cli import main
 from tinsmith.rpc.errors import InvalidRequest
 from tinsmith.v1 import trainer_pb2 as pb
+from tinsmith_cli import main
 from trainer_service.durability.journal import Journal
 from trainer_service.durability.journal_records import Body
 from trainer_service.metrics import Metrics

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tinsmith.cli import main
-from tinsmith.cli.base_models import UsageError
-from tinsmith.cli.up import _keys
+from tinsmith_cli import main
+from tinsmith_cli.base_models import UsageError
+from tinsmith_cli.up import _keys
 
 
 @pytest.fixture(autouse=True)

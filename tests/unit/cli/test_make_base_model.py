@@ -5,8 +5,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
-from tinsmith.cli import main
 from tinsmith.toy.model import RECIPE_FILE
+from tinsmith_cli import main
 
 
 def make(out: Path, *flags: str) -> int:

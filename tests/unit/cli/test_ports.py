@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tinsmith.cli import ports
+from tinsmith_cli import ports
 
 ANOTHER = """
-from tinsmith.cli import ports
+from tinsmith_cli import ports
 ports._BELOW_EPHEMERAL = range({start}, {stop})
 print(ports.free_ports(1)[0])
 """

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from tinsmith.cli.base_models import BaseModel
-from tinsmith.cli.stack import Keys, Stack, Threads, _wait_grpc, _wait_http, divide_cores
-from tinsmith.cli.supervisor import Service
 from tinsmith.cores import Cores, usable_cores
 from tinsmith.rpc.server import Server
+from tinsmith_cli.base_models import BaseModel
+from tinsmith_cli.stack import Keys, Stack, Threads, _wait_grpc, _wait_http, divide_cores
+from tinsmith_cli.supervisor import Service
 
 
 def make_stack(models: list[BaseModel], *, keys: Keys | None = None) -> Stack:

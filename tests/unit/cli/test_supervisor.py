@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith.cli.log_files import bound, last_lines
+from tinsmith_cli.log_files import bound, last_lines
 
 # argv: folder, then one Python program per service; those that begin with "# restarts" are started again. Prints what
 # is reported, and READY.
 SUPERVISOR = """
 import asyncio, os, sys
 from pathlib import Path
-from tinsmith.cli import supervisor
-from tinsmith.cli.supervisor import Service, supervise
+from tinsmith_cli import supervisor
+from tinsmith_cli.supervisor import Service, supervise
 
 folder = Path(sys.argv[1])
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith.cli import main
-from tinsmith.cli.up import _keys
+from tinsmith_cli import main
+from tinsmith_cli.up import _keys
 
 
 def run(*argv: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
@@ -100,7 +100,7 @@ def test_help_and_version_end_well(argv: list[str], capsys: pytest.CaptureFixtur
 
 def test_up_loads_no_torch() -> None:
     program = (
-        "import sys, tinsmith.cli, tinsmith.cli.up; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+        "import sys, tinsmith_cli, tinsmith_cli.up; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     )
     environment = {**os.environ, "PYTHONWARNINGS": "error"}
     output = subprocess.run(

@@ -10,7 +10,7 @@ import pytest
 
 from gateway.config import GatewayConfig
 from sampler_service.config import SamplerConfig
-from tinsmith.cli import up
+from tinsmith_cli import up
 from trainer_service.config import TrainerConfig
 
 DOCS = Path(__file__).parents[3] / "docs"

@@ -15,10 +15,10 @@ import torch
 from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel
 
 from tests.models import make_model
-from tinsmith.cli import main
-from tinsmith.doctor import oracle
-from tinsmith.doctor.subject import Subject, read_config
 from tinsmith.modeling import attention, kv_cache
+from tinsmith_cli import main
+from tinsmith_cli.doctor import oracle
+from tinsmith_cli.doctor.subject import Subject, read_config
 
 Doctor = Callable[..., tuple[int, dict[str, Any]]]
 
@@ -168,7 +168,7 @@ def test_memory_that_runs_out_is_one_line(
     def full(*args: object, **kwargs: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
-    monkeypatch.setattr("tinsmith.doctor.examine.examine", full)
+    monkeypatch.setattr("tinsmith_cli.doctor.examine.examine", full)
     status, report = doctor(model_folder)
     assert (status, report["ok"]) == (1, False)
     (line,) = capsys.readouterr().err.splitlines()
@@ -213,7 +213,7 @@ def test_a_model_of_conv1d_layers_is_trainable_in_part_only(
 
 
 def test_as_a_process_it_ends_with_its_status() -> None:
-    command = [sys.executable, "-m", "tinsmith.cli", "doctor", "/no/such/folder"]
+    command = [sys.executable, "-m", "tinsmith_cli", "doctor", "/no/such/folder"]
     process = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert process.returncode == 2
     assert process.stdout == ""
@@ -224,7 +224,7 @@ def test_as_a_process_it_ends_with_its_status() -> None:
 def test_a_missing_extra_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model_folder: Path, missing: str
 ) -> None:
-    for name in [name for name in sys.modules if name.startswith("tinsmith.doctor") or name == missing]:
+    for name in [name for name in sys.modules if name.startswith("tinsmith_cli.doctor") or name == missing]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)  # importing it raises ModuleNotFoundError
     assert main(["doctor", str(model_folder)]) == 2

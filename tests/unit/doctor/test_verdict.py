@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from tests.models import VOCAB_SIZE
-from tinsmith.doctor.coverage import Text
-from tinsmith.doctor.examine import examine
-from tinsmith.doctor.limits import Findings, gap, limits
-from tinsmith.doctor.oracle import Truth
-from tinsmith.doctor.report import as_json, as_text
-from tinsmith.doctor.subject import ALL, BASE, Logprobs, Subject, read_config
-from tinsmith.doctor.verdict import Verdict, judge
+from tinsmith_cli.doctor.coverage import Text
+from tinsmith_cli.doctor.examine import examine
+from tinsmith_cli.doctor.limits import Findings, gap, limits
+from tinsmith_cli.doctor.oracle import Truth
+from tinsmith_cli.doctor.report import as_json, as_text
+from tinsmith_cli.doctor.subject import ALL, BASE, Logprobs, Subject, read_config
+from tinsmith_cli.doctor.verdict import Verdict, judge
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from gateway.config import GatewayConfig
 from gateway.gateway import Gateway
 from gateway.http.server import GatewayServer
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack
-from tinsmith.cli.ports import free_ports
+from tinsmith_cli.ports import free_ports
 
 
 class Several:

@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from gateway.database import living
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, sample_body
-from tinsmith.cli import main
+from tinsmith_cli import main
 
 
 async def test_a_run_ends_once_its_work_is_done(stack: Stack, client: Client) -> None:

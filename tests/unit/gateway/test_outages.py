@@ -24,7 +24,7 @@ from gateway.gateway import Gateway
 from gateway.metrics import Metrics
 from tests.unit.gateway.commits import Statements, commits, lost
 from tests.unit.gateway.stack import Client, Stack, sample_body
-from tinsmith.cli.ports import free_ports
+from tinsmith_cli.ports import free_ports
 
 Full = Callable[[str], AbstractContextManager[list[str]]]
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tinsmith.cli.ports import free_ports
+from tinsmith_cli.ports import free_ports
 
 HANGS = """
 import asyncio

@@ -11,7 +11,7 @@ HEAVY = {"torch", "transformers", "vllm", "peft", "safetensors"}
 @pytest.mark.parametrize(
     "module",
     [
-        "tinsmith.cli",
+        "tinsmith_cli",
         "tinsmith.rpc.channel",
         "tinsmith.rpc.errors",
         "tinsmith.rpc.logs",

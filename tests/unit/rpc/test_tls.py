@@ -16,11 +16,11 @@ from pydantic import ValidationError
 from gateway.config import GatewayConfig
 from sampler_service.config import SamplerConfig
 from tests.certificates import Made, make
-from tinsmith.cli import main
-from tinsmith.cli.make_certificates import make_certificates
 from tinsmith.rpc.channel import connect, is_serving
 from tinsmith.rpc.server import Server
 from tinsmith.rpc.tls import Certificates, GrpcTls
+from tinsmith_cli import main
+from tinsmith_cli.make_certificates import make_certificates
 from trainer_service.config import TrainerConfig
 
 HEALTHCHECK = Path(__file__).parents[3] / "docker" / "healthcheck.py"

@@ -22,7 +22,6 @@ from prometheus_client import CollectorRegistry
 
 from tests.batches import datum, random_datum, request, wide
 from tests.models import VOCAB_SIZE, make_model
-from tinsmith.cli import main
 from tinsmith.cores import Cores
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
@@ -35,6 +34,7 @@ from tinsmith.rpc.times import duration, seconds_of
 from tinsmith.v1 import trainer_admin_pb2 as admin_pb
 from tinsmith.v1 import trainer_admin_pb2_grpc, trainer_pb2_grpc, types_pb2
 from tinsmith.v1 import trainer_pb2 as pb
+from tinsmith_cli import main
 from trainer_service.__main__ import serve
 from trainer_service.admin_servicer import TrainerAdminServicer
 from trainer_service.config import TrainerConfig

@@ -11,8 +11,8 @@ import urllib.parse
 import urllib.request
 from typing import IO, Any
 
-from tinsmith.cli.base_models import UsageError
 from tinsmith.rpc.paths import SCHEME
+from tinsmith_cli.base_models import UsageError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 _TIMEOUT_S = 600.0

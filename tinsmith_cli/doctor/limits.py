@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tinsmith.doctor import oracle, samplers, trainer
-from tinsmith.doctor.coverage import Text
-from tinsmith.doctor.subject import Logprobs, Subject
+from tinsmith_cli.doctor import oracle, samplers, trainer
+from tinsmith_cli.doctor.coverage import Text
+from tinsmith_cli.doctor.subject import Logprobs, Subject
 
 _FLOORS = {
     torch.float32: (2e-4, 2e-5, 1e-4),

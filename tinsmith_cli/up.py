@@ -19,16 +19,16 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from tinsmith.cli.base_models import BaseModel, UsageError, parse
-from tinsmith.cli.child import die_with_parent
-from tinsmith.cli.keys import has_keys
-from tinsmith.cli.left_journals import with_live_runs
-from tinsmith.cli.ports import free_ports
-from tinsmith.cli.stack import Keys, Stack, Threads, Tls
-from tinsmith.cli.supervisor import supervise
+from tinsmith.child import die_with_parent
 from tinsmith.rpc.auth import is_loopback
 from tinsmith.rpc.paths import check_checkpoint_root
 from tinsmith.rpc.tls import Certificates, check_pair
+from tinsmith_cli.base_models import BaseModel, UsageError, parse
+from tinsmith_cli.keys import has_keys
+from tinsmith_cli.left_journals import with_live_runs
+from tinsmith_cli.ports import free_ports
+from tinsmith_cli.stack import Keys, Stack, Threads, Tls
+from tinsmith_cli.supervisor import supervise
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -319,7 +319,7 @@ def _default_model(state_dir: Path) -> Path:
     out = state_dir / "base_models" / "small-qwen3"
     if not out.exists():
         _report("no --base-model given: making a small one (once, about a minute)")
-        command = [sys.executable, "-m", "tinsmith.cli", "make-base-model", *_DEFAULT_MODEL_SETTINGS, "--out", str(out)]
+        command = [sys.executable, "-m", "tinsmith_cli", "make-base-model", *_DEFAULT_MODEL_SETTINGS, "--out", str(out)]
         made = subprocess.run(command, preexec_fn=partial(die_with_parent, os.getpid()), check=False)  # noqa: S603
         if made.returncode:
             raise UsageError(f"the default base model could not be made (exit status {made.returncode})")

@@ -23,13 +23,13 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
-from tinsmith.cli.base_models import BaseModel
-from tinsmith.cli.ports import free_ports
-from tinsmith.cli.supervisor import Service
 from tinsmith.cores import make_page, usable_cores
 from tinsmith.rpc.auth import is_loopback
 from tinsmith.rpc.channel import connect, wait_serving
 from tinsmith.rpc.tls import Certificates, pinned
+from tinsmith_cli.base_models import BaseModel
+from tinsmith_cli.ports import free_ports
+from tinsmith_cli.supervisor import Service
 
 _HEALTH_TIMEOUT_S = 2.0
 _SPINS = "2000"

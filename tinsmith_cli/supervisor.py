@@ -20,7 +20,8 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tinsmith.cli import child, log_files
+from tinsmith import child
+from tinsmith_cli import log_files
 
 STOP_GRACE_S = 7.0
 """From the first SIGTERM to SIGKILL: a stop is promised within 10 s."""

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 import tinsmith
-from tinsmith.doctor.limits import Findings
-from tinsmith.doctor.trainer import Room, Speed
-from tinsmith.doctor.verdict import Check, Verdict
+from tinsmith_cli.doctor.limits import Findings
+from tinsmith_cli.doctor.trainer import Room, Speed
+from tinsmith_cli.doctor.verdict import Check, Verdict
 
 _WIDTH = 100
 _NAME = 44

@@ -1,4 +1,4 @@
-"""`tinsmith doctor MODEL`: what can be done with a model here. The work is in tinsmith.doctor."""
+"""`tinsmith doctor MODEL`: what can be done with a model here."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinsmith.cli.base_models import UsageError, resolve
 from tinsmith.cores import usable_cores
+from tinsmith_cli.base_models import UsageError, resolve
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -68,10 +68,10 @@ def _run(arguments: argparse.Namespace) -> int:
     try:
         import torch
 
-        from tinsmith.doctor.examine import examine
-        from tinsmith.doctor.report import as_json, as_text
-        from tinsmith.doctor.subject import NotFound, Subject, Unloadable, check_weights, read_config
-        from tinsmith.doctor.verdict import judge
+        from tinsmith_cli.doctor.examine import examine
+        from tinsmith_cli.doctor.report import as_json, as_text
+        from tinsmith_cli.doctor.subject import NotFound, Subject, Unloadable, check_weights, read_config
+        from tinsmith_cli.doctor.verdict import judge
         from trainer_service.engine.memory import is_out_of_memory
     except ModuleNotFoundError as error:
         raise UsageError(f"doctor needs the trainer and the sampler ({error}): pip install '{_EXTRAS}'") from None

@@ -1,5 +1,7 @@
 """What this machine and this version of Tinsmith can do with one base model: measured, not promised.
 
+    command    the command line of it
+    examine    the phases, one after the other
     subject    the model, where and how it is run, the token sequences and the adapters of every comparison
     oracle     plain transformers, one sequence at a time: what is right
     trainer    the packed training engine: the same logprobs, gradients, save and reload, speed, memory
@@ -9,6 +11,5 @@
     verdict    gaps and limits become checks; checks become a verdict
     report     the verdict as text and as JSON
 
-One model is in memory at a time. The package stands above the services, like the command line that it belongs to: no
-service imports it.
+One model is in memory at a time.
 """

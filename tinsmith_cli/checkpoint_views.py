@@ -9,9 +9,9 @@ import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from tinsmith.cli import client
-from tinsmith.cli.client import Server
 from tinsmith.rpc.paths import SCHEME
+from tinsmith_cli import client
+from tinsmith_cli.client import Server
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

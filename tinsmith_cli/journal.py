@@ -6,17 +6,16 @@ import argparse
 import asyncio
 import contextlib
 import os
-import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinsmith.cli.base_models import UsageError
 from tinsmith.rpc.times import seconds_of
 from tinsmith.rpc.words import word_of
 from tinsmith.v1 import trainer_admin_pb2 as pb
+from tinsmith_cli.base_models import UsageError
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -80,11 +79,12 @@ def run_show(arguments: argparse.Namespace) -> int:
     if arguments.trainer:
         _print_models(arguments.trainer, _call(arguments, "ListJournal", pb.ListJournalRequest()).models)
         return 0
-    from trainer_service.durability.journal_pruning import summaries  # for a stopped trainer only
+    from trainer_service.durability import stopped  # for a stopped trainer only
 
     for path in _journals(arguments.state_dir):
-        with _opened(path) as connection:
-            _print_models(str(path), [model.to_proto() for model in summaries(connection)])
+        with _opening():
+            models = stopped.summaries(path)
+        _print_models(str(path), [model.to_proto() for model in models])
     return 0
 
 
@@ -102,16 +102,12 @@ def run_prune(arguments: argparse.Namespace) -> int:
         request = pb.PruneJournalRequest(dry_run=not arguments.yes)
         _print_pruned(arguments.trainer, _call(arguments, "PruneJournal", request), done=arguments.yes)
         return 0
-    from trainer_service.durability.journal_pruning import prune  # for a stopped trainer only
+    from trainer_service.durability import stopped  # for a stopped trainer only
 
     for path in _journals(arguments.state_dir):
-        with _opened(path) as connection:
-            expired_before = time.time() - arguments.expired_after
-            connection.execute("BEGIN")
-            pruned = prune(connection, expired_before=expired_before, dry_run=not arguments.yes)
-            connection.execute("COMMIT")
-            if arguments.yes:
-                connection.execute("VACUUM")
+        expired_before = time.time() - arguments.expired_after
+        with _opening():
+            pruned = stopped.prune(path, expired_before=expired_before, dry_run=not arguments.yes)
         _print_pruned(str(path), pb.PruneJournalResponse(**asdict(pruned)), done=arguments.yes)
     return 0
 
@@ -120,15 +116,15 @@ def _delete_model(arguments: argparse.Namespace) -> int:
     """For one whose operations end the trainer whenever they run. Its snapshots go at the next start."""
     if arguments.trainer:
         raise UsageError("--model: a running trainer deletes a model when its session ends; stop the trainer first")
+    from trainer_service.durability import stopped  # for a stopped trainer only
+
     num_found = 0
     for path in _journals(arguments.state_dir):
-        with _opened(path) as connection:
-            row = connection.execute("SELECT 1 FROM models WHERE model_id = ?", (arguments.model,)).fetchone()
-            if row is not None:
-                num_found += 1
-                print(f"{path}: {'deleted' if arguments.yes else 'would delete'} {arguments.model}")
-                if arguments.yes:
-                    connection.execute("DELETE FROM models WHERE model_id = ?", (arguments.model,))
+        with _opening():
+            is_found = stopped.delete_model(path, arguments.model, dry_run=not arguments.yes)
+        if is_found:
+            num_found += 1
+            print(f"{path}: {'deleted' if arguments.yes else 'would delete'} {arguments.model}")
     if not num_found:
         raise UsageError(f"--model: no journal below {arguments.state_dir} has a model {arguments.model!r}")
     if not arguments.yes:
@@ -178,25 +174,22 @@ def _size(num_bytes: int) -> str:
 
 
 def _journals(folder: Path) -> list[Path]:
+    from trainer_service.durability import stopped
+
     folder = folder.expanduser()
-    name = "journal.sqlite"
-    found = [path for path in (folder / name, *sorted(folder.glob(f"trainers/*/{name}"))) if path.is_file()]
+    found = stopped.find(folder)
     if not found:
-        raise UsageError(f"--state-dir: {folder} holds no {name}, nor trainers/*/{name}")
+        raise UsageError(f"--state-dir: {folder} holds no journal.sqlite, nor trainers/*/journal.sqlite")
     return found
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[sqlite3.Connection]:
-    from trainer_service.durability.journal_file import connect  # for a stopped trainer only
-
+def _opening() -> Iterator[None]:
     try:
-        connection = connect(path)
+        yield
     except SystemExit as error:
         stop = "" if str(error).endswith("?") else "."
         raise UsageError(f"{error}{stop} A running one is asked with --trainer ADDRESS.") from None
-    with contextlib.closing(connection):
-        yield connection
 
 
 def _call(arguments: argparse.Namespace, rpc: str, request: Any) -> Any:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from tinsmith.doctor.subject import Subject, first_line
 from tinsmith.modeling.adapter import GROUPS, Group
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc.errors import Unsupported
+from tinsmith_cli.doctor.subject import Subject, first_line
 
 
 @dataclass(frozen=True, slots=True)

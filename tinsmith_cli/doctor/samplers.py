@@ -20,10 +20,10 @@ from prometheus_client import CollectorRegistry
 from sampler_service.config import SamplerConfig
 from sampler_service.engine import Ints, Params, Request, Result, SamplingEngine, StopCondition
 from sampler_service.metrics import SamplerMetrics
-from tinsmith.doctor.subject import ALL, BASE, Example, Logprobs, Subject, Unloadable, failed, free
 from tinsmith.modeling.adapter import GROUPS, Group
 from tinsmith.modeling.self_check import random_adapter
 from tinsmith.rpc.errors import ServiceError
+from tinsmith_cli.doctor.subject import ALL, BASE, Example, Logprobs, Subject, Unloadable, failed, free
 
 _BATCHES = (1, 8)
 _PROMPT = 16

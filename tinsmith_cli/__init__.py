@@ -8,8 +8,9 @@ import sys
 from collections.abc import Sequence
 
 import tinsmith
-from tinsmith.cli import checkpoints, doctor, journal, keys, make_base_model, make_certificates, sessions, up
-from tinsmith.cli.base_models import UsageError
+from tinsmith_cli import checkpoints, journal, keys, make_base_model, make_certificates, sessions, up
+from tinsmith_cli.base_models import UsageError
+from tinsmith_cli.doctor import command as doctor_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +49,7 @@ def _run(argv: Sequence[str] | None) -> int:
     sessions.add_parser(commands)
     keys.add_parser(commands)
     journal.add_parser(commands)
-    doctor.add_parser(commands)
+    doctor_command.add_parser(commands)
     arguments = parser.parse_args(argv)
     try:
         return arguments.run(arguments)

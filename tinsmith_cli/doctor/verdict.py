@@ -9,11 +9,11 @@ from typing import Literal
 import numpy as np
 import torch
 
-from tinsmith.doctor import samplers
-from tinsmith.doctor.limits import COMPANY, Findings, Limits, gap, limits, relative
-from tinsmith.doctor.subject import BASE, Logprobs
 from tinsmith.modeling.adapter import GROUPS, Group
 from tinsmith.modeling.pretrained import listed
+from tinsmith_cli.doctor import samplers
+from tinsmith_cli.doctor.limits import COMPANY, Findings, Limits, gap, limits, relative
+from tinsmith_cli.doctor.subject import BASE, Logprobs
 
 Status = Literal["ok", "note", "warning", "FAILED", "skipped"]
 

@@ -8,9 +8,9 @@ import urllib.parse
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from tinsmith.cli import client
-from tinsmith.cli.base_models import UsageError
-from tinsmith.cli.client import Server
+from tinsmith_cli import client
+from tinsmith_cli.base_models import UsageError
+from tinsmith_cli.client import Server
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

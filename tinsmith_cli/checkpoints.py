@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from tinsmith.cli import checkpoint_export, checkpoint_pruning, checkpoint_views, client
-from tinsmith.cli.base_models import UsageError
-from tinsmith.cli.checkpoint_views import seconds
-from tinsmith.cli.client import Server
-from tinsmith.cli.convert_pickle import to_safetensors
 from tinsmith.rpc.paths import SCHEME
+from tinsmith_cli import checkpoint_export, checkpoint_pruning, checkpoint_views, client
+from tinsmith_cli.base_models import UsageError
+from tinsmith_cli.checkpoint_views import seconds
+from tinsmith_cli.client import Server
+from tinsmith_cli.convert_pickle import to_safetensors
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

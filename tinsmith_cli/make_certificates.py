@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinsmith.cli.base_models import UsageError
+from tinsmith_cli.base_models import UsageError
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tinsmith.doctor.subject import BASE, Example, Logprobs, Subject, free, loading
 from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.pretrained import load_causal_lm
 from tinsmith.modeling.reference import adapted
+from tinsmith_cli.doctor.subject import BASE, Example, Logprobs, Subject, free, loading
 from trainer_service.engine.memory import available_bytes
 
 GRADIENT_TOKENS = 80

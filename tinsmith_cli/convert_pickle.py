@@ -5,7 +5,7 @@ from __future__ import annotations
 import zipfile
 from pathlib import Path
 
-from tinsmith.cli.base_models import UsageError
+from tinsmith_cli.base_models import UsageError
 
 
 def to_safetensors(path: Path) -> bytes:

@@ -15,15 +15,15 @@ import torch
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
-from tinsmith.doctor.coverage import Coverage
-from tinsmith.doctor.oracle import gradient_sequences
-from tinsmith.doctor.samplers import Drawn
-from tinsmith.doctor.subject import ALL, BASE, Example, Logprobs, Subject, Unfit, free, loading
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, chosen_targets, num_elements
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.self_check import random_adapter
 from tinsmith.rpc.errors import ServiceError
 from tinsmith.v1 import types_pb2 as pb
+from tinsmith_cli.doctor.coverage import Coverage
+from tinsmith_cli.doctor.oracle import gradient_sequences
+from tinsmith_cli.doctor.samplers import Drawn
+from tinsmith_cli.doctor.subject import ALL, BASE, Example, Logprobs, Subject, Unfit, free, loading
 from trainer_service.engine.batch import Batch, Datum
 from trainer_service.engine.budget import Plan
 from trainer_service.engine.engine import State, TrainingEngine

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from tinsmith.doctor import oracle, samplers, trainer
-from tinsmith.doctor.coverage import Text
-from tinsmith.doctor.limits import Findings
-from tinsmith.doctor.subject import Subject
+from tinsmith_cli.doctor import oracle, samplers, trainer
+from tinsmith_cli.doctor.coverage import Text
+from tinsmith_cli.doctor.limits import Findings
+from tinsmith_cli.doctor.subject import Subject
 
 
 def examine(subject: Subject, scratch: Path, *, report: Callable[[str], None]) -> Findings:

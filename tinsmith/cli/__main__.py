@@ -1,3 +1,0 @@
-from tinsmith.cli import main
-
-raise SystemExit(main())

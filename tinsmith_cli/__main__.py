@@ -1,0 +1,3 @@
+from tinsmith_cli import main
+
+raise SystemExit(main())
