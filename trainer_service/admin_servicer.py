@@ -1,4 +1,4 @@
-"""TrainerAdminService: the journal, for an operator."""
+"""TrainerAdminService: lets an operator list and prune the journal."""
 
 from __future__ import annotations
 

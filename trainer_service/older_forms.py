@@ -1,7 +1,7 @@
-"""Messages that earlier versions wrote, in the form of this one. Fields whose type has changed have new numbers.
+"""Converts messages that earlier versions wrote into today's form. A field whose type has changed has a new number.
 
-The journal holds messages in protobuf; manifests and certificates are JSON. No file is rewritten: a message is carried
-over each time it is read.
+The journal holds protobuf messages; manifests and certificates are JSON. Files are not rewritten: a message is
+converted each time it is read.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ _MOVED: Mapping[str, Mapping[int, tuple[str, Callable[[Any], Any]]]] = {
     "tinsmith.v1.CheckpointInfo": {8: ("created_at", _time), 11: ("ttl", duration), 13: ("optimizer", _kind)},
     "tinsmith.v1.PublishCertificate": {4: ("publish_time", _lasting), 8: ("issued_at", _time)},
 }
-"""By message and former number: the field of today, and the conversion of the value on the wire."""
+"""For each message, by former field number: today's field, and the conversion of the value on the wire."""
 
 
 def carried_over(message: M) -> M:
-    """Moves values of former fields to those of today, in a message and those within it. Returns the message."""
+    """Moves values of former fields to today's fields, in a message and the messages within it. Returns the message."""
     moved = _MOVED.get(message.DESCRIPTOR.full_name)
     if moved is not None:
         for unknown in UnknownFieldSet(message):
@@ -75,7 +75,7 @@ def carried_over(message: M) -> M:
 
 
 def checkpoint_of_format_1(content: Json) -> Json:
-    """CheckpointInfo as JSON of today. `content`: from a manifest of format 1."""
+    """Today's JSON of a CheckpointInfo. `content`: from a manifest of format 1."""
     content = dict(content)
     if "created_at" in content:
         content["created_at"] = timestamp(content["created_at"]).ToJsonString()
@@ -87,7 +87,7 @@ def checkpoint_of_format_1(content: Json) -> Json:
 
 
 def certificate_of_any_age(content: Json) -> Json:
-    """PublishCertificate as JSON of today. `content`: of any version; earlier ones wrote times in seconds."""
+    """Today's JSON of a PublishCertificate. `content`: from any version; earlier ones wrote times as seconds."""
     content = dict(content)
     if "publish_seconds" in content:
         content["publish_time"] = duration(content.pop("publish_seconds")).ToJsonString()

@@ -1,6 +1,6 @@
-"""Checkpoints that become models again: whether this server can train them, reading them, loading one into a model.
+"""Loads checkpoints into models: checks that this server can train them, and reads them.
 
-They are read before the operation's turn on the compute thread.
+A checkpoint is read before the operation's turn on the compute thread.
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ from trainer_service.storage.locations import Location
 
 @dataclass(slots=True)
 class Loads:
+    """The load_checkpoint operation, and reading checkpoints for other operations."""
+
     engine: TrainingEngine
     checkpoints: CheckpointStore
     models: LiveModels
     snapshots: Snapshots
 
     def load_checkpoint(self, request: pb.LoadCheckpointRequest) -> Work:
+        """The work of a load_checkpoint. Raises InvalidRequest for a malformed location."""
         location = Location.parse(request.location, field="location")
         return lambda turn: self._load(turn, request, location)
 
     async def _load(self, turn: Turn, request: pb.LoadCheckpointRequest, location: Location) -> pb.WaitResultResponse:
-        await turn.settled()  # it may be the checkpoint that the operation before is writing
+        await turn.settled()  # an earlier operation of the model may still write this checkpoint
         with turn.storing():
             info, state = await self.read_to_train(location, with_optimizer=request.load_optimizer, field="location")
         await turn.run(lambda: self.engine.restore(request.model_id, state, with_optimizer=request.load_optimizer))
@@ -44,8 +47,8 @@ class Loads:
     async def read_to_train(
         self, location: Location, *, with_optimizer: bool, field: str
     ) -> tuple[types_pb2.CheckpointInfo, State]:
-        """Raises InvalidRequest for what this server does not train, and NotFinite for what could only be trained on
-        into nothing."""
+        """Reads a checkpoint for training. Raises InvalidRequest for a checkpoint that this server does not train,
+        NotFinite for one with numbers that are not finite, and the errors of `read`."""
         await self._check_extent(location, field=field)
         info, state = await self.read(location, with_optimizer=with_optimizer, field=field)
         await self.checkpoints.reads(_check_finite, location, state, field=field)
@@ -71,7 +74,8 @@ class Loads:
     async def read(
         self, location: Location, *, with_optimizer: bool, field: str
     ) -> tuple[types_pb2.CheckpointInfo, State]:
-        """Raises InvalidRequest when it is of a base model that this server has not, or of other weights of one."""
+        """Reads a checkpoint. Raises InvalidRequest when it belongs to another base model or to other base weights, and
+        the errors of CheckpointStore.load."""
         try:
             info, state = await self.checkpoints.reads(
                 self.checkpoints.load, location, self.engine.base, with_optimizer=with_optimizer
@@ -85,7 +89,8 @@ class Loads:
         return info, state
 
     async def keep(self, turn: Turn, model: Model, seq_id: int, state: State, *, with_optimizer: bool) -> None:
-        """A model whose source may be deleted, once it has been loaded: it is to be durable before that is answered."""
+        """Writes a snapshot of a model that was just loaded, before the load is answered: after the answer, the client
+        may delete the checkpoint, and a replay could not read it again."""
         kept = state if with_optimizer else replace(state, optimizer=None)
         await self.snapshots.keep(turn, seq_id, model.snapshot_info(seq_id, kept), kept)
 

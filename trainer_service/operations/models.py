@@ -1,4 +1,4 @@
-"""The models that are live, by their ids, and the names of the base model that they may be made of."""
+"""The live models in memory, by id, and the base model's names and weights, by which requests are checked."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Model:
-    """What is known of a live model outside the engine."""
+    """The facts about a live model that the engine does not hold."""
 
     model_id: str
     base_model: str
     base_weights: str
-    """Sum of the weights that it adapts; empty where all parameters are its own."""
+    """Checksum of the base weights that the model adapts; empty for a model with all parameters of its own."""
     config: AdapterConfig
     optimizer: str
     user_metadata: Mapping[str, str]
     creation_id: str
-    """Tells it from other models that have had its id; empty for one that an earlier version of Tinsmith has made."""
+    """Distinguishes the model from earlier ones of the same id; empty when an earlier version of Tinsmith made it."""
     step: int = 0
+    """Number of optimizer steps applied."""
 
     @property
     def optimizer_kind(self) -> types_pb2.Optimizer:
         return value_of(types_pb2.Optimizer, self.optimizer)
 
     def version(self, seq_id: int) -> str:
-        """The id of its version after that operation."""
+        """Id of the model's version after the operation `seq_id`."""
         return version_of(self.model_id, seq_id, self.creation_id)
 
     def to_proto(self, *, next_seq_id: int) -> pb.ModelInfo:
@@ -54,7 +55,7 @@ class Model:
         )
 
     def snapshot_info(self, seq_id: int, state: State) -> types_pb2.CheckpointInfo:
-        """Of its state after that operation."""
+        """The facts for a snapshot of the state after the operation `seq_id`."""
         return types_pb2.CheckpointInfo(
             location=f"{self.model_id}/{seq_id}",
             kind=types_pb2.CHECKPOINT_KIND_TRAINING,
@@ -72,7 +73,7 @@ class Model:
 
     @classmethod
     def of_snapshot(cls, info: types_pb2.CheckpointInfo, state: State, *, base_weights: str) -> Model:
-        """base_weights: of the trainer that it goes on with."""
+        """The model that a snapshot describes. `base_weights`: checksum of this trainer's base weights."""
         metadata, creation_id = dict(info.user_metadata), creation_of(info.version_id)
         optimizer = word_of(types_pb2.Optimizer, info.optimizer)
         return cls(
@@ -81,14 +82,14 @@ class Model:
 
 
 class LiveModels:
-    """Of the base model that this trainer has, by model_id."""
+    """The live models in memory, by model_id. All train this trainer's base model."""
 
     def __init__(self, base_models: Sequence[str], base_weights: str, *, allow_other_weights: bool = False) -> None:
-        """allow_other_weights: what was trained on others of the same name is taken, with a warning."""
+        """`allow_other_weights`: models trained on other base weights of the same name are accepted, with a warning."""
         self.base_models = base_models
         """Public names of the base model."""
         self.base_weights = base_weights
-        """Sum of its weights (modeling/base_weights.py)."""
+        """Checksum of the base model's weights (modeling/base_weights.py)."""
         self._allow_other_weights = allow_other_weights
         self._models: dict[str, Model] = {}
 
@@ -96,6 +97,7 @@ class LiveModels:
         return model_id in self._models
 
     def get(self, model_id: str) -> Model:
+        """Raises ModelNotFound when no model of this id is in memory."""
         if model_id not in self._models:
             raise ModelNotFound(f"model_id: there is no model {model_id!r}", model_id=model_id)
         return self._models[model_id]
@@ -104,10 +106,11 @@ class LiveModels:
         self._models[model.model_id] = model
 
     def drop(self, model_id: str) -> None:
-        """One that is not live is left alone."""
+        """Removes a model, if it is there."""
         self._models.pop(model_id, None)
 
     def check_base_model(self, base_model: str, *, field: str) -> None:
+        """Raises InvalidRequest unless `base_model` is one of this trainer's names."""
         if base_model not in self.base_models:
             raise InvalidRequest(
                 f"{field}: {base_model!r} is not served by this trainer; it serves {', '.join(self.base_models)}",
@@ -115,11 +118,12 @@ class LiveModels:
             )
 
     def weights_of(self, config: AdapterConfig) -> str:
-        """What is noted of a model of this configuration: the sum, or nothing where all parameters are its own."""
+        """`Model.base_weights` for a model of this configuration."""
         return self.base_weights if config.rank else ""
 
     def check_base_weights(self, base_weights: str, *, field: str) -> None:
-        """Raises InvalidRequest for a sum of other weights; an empty one, from before there were sums, is none."""
+        """Raises InvalidRequest for the checksum of other base weights. An empty one, from before there were checksums,
+        is accepted."""
         if base_weights in ("", self.base_weights):
             return
         message = (

@@ -1,6 +1,7 @@
-"""What each kind of operation does: a request becomes work for the scheduler.
+"""Makes requests into work for the scheduler: what each kind of operation does.
 
-Checkpoints are read before an operation's turn on the compute thread, and written and published after it, from a copy.
+Checkpoints are read before an operation's turn on the compute thread. They are written and published after it, from a
+copy.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ from trainer_service.storage.locations import Location
 from trainer_service.weight_sync.certificate import Publisher
 
 _MAX_LOSS_CHECKS = 16
-"""Checks of custom losses at once, one of each model. They share the time that all checks may take."""
+"""Most checks of custom losses that run at once, one of each model. All share the time that checks may take."""
 
 MakeRoom = Callable[[Callable[[], bool]], Awaitable[None]]
 
 
 class Operations:
+    """Validates requests and makes their work. The work runs later, when the scheduler calls it."""
+
     def __init__(
         self,
         engine: TrainingEngine,
@@ -52,7 +55,7 @@ class Operations:
         snapshots: Snapshots,
         make_room: MakeRoom,
     ) -> None:
-        """`run_alone`: the scheduler's method. `make_room`: the method of its parking."""
+        """`run_alone`: Scheduler.run_alone. `make_room`: Parking.make_room."""
         self.engine = engine
         self.max_lora_rank = max_lora_rank
         self.snapshots = snapshots
@@ -62,10 +65,11 @@ class Operations:
         self.publishing = Publishing(engine, checkpoints, publisher, run_alone, self.models, self.loads)
         self._saves = Saves(engine, checkpoints, self.models, self.publishing)
         self.loss_checks = ThreadPoolExecutor(_MAX_LOSS_CHECKS, thread_name_prefix="custom-loss")
-        """Where custom losses are checked, which may take long."""
+        """Threads that check custom losses, which may take long."""
 
     def create_model(self, request: pb.CreateModelRequest) -> Work:
-        """Raises InvalidRequest for what is wrong on the face of it; a checkpoint is looked at in the work."""
+        """The work of a create_model. Raises InvalidRequest for errors in the request itself. The work checks the
+        checkpoint, if it has one."""
         check_model_id(request.model_id, field="model_id")
         check_known(types_pb2.Optimizer, request.optimizer, field="optimizer")
         if request.base_model or not request.from_location:
@@ -84,17 +88,17 @@ class Operations:
         return lambda turn: self._create(turn, request, location=None, config=config)
 
     async def check_servable(self, request: pb.CreateModelRequest) -> None:
-        """Raises InvalidRequest for a new model that samplers could never serve. Not for one that comes back after a
-        restart: it was accepted."""
+        """Raises InvalidRequest for a new model that samplers could never serve. A model that is restored after a
+        restart is not checked, because it was accepted before."""
         if request.model_id in self.models:
-            return  # a repeat
+            return  # the request is a repeat
         lora_config = request.lora_config
         if request.from_location:
             try:
                 location = Location.parse(request.from_location, field="from_location")
                 lora_config = (await self.loads.checkpoints.reads(self.loads.checkpoints.info, location)).lora_config
             except ServiceError:
-                return  # the creation says so, in its place
+                return  # the creation itself fails with this error
         config = config_of(lora_config, max_rank=lora_config.rank)
         self.publishing.publisher.sender.check_servable(rank=config.rank, num_bytes=self.engine.version_bytes(config))
 
@@ -151,8 +155,11 @@ class Operations:
         max_bytes: int | None = None,
         check_loss: bool = True,
     ) -> Work:
-        """`held_bytes`: its Batch.bytes_of, where that is known. `max_bytes`: memory that it may hold, for one that
-        comes; what was accepted before a restart was asked. `check_loss`: see Batch.from_proto."""
+        """The work of a forward_backward. An invalid request gives a work that fails.
+
+        For the arguments see Batch.from_proto. `max_bytes` is None after a restart: the request was within the limit
+        when it was accepted.
+        """
         limits = self.engine.limits
         try:
             return RunBatch(
@@ -162,7 +169,7 @@ class Operations:
             return self.refuse(request, error)
 
     def with_loss_checked(self, work: Work) -> Work:
-        """See Batch.with_loss_checked."""
+        """The work with its custom loss checked (Batch.with_loss_checked); a work that fails if the check fails."""
         if not isinstance(work, RunBatch) or not isinstance(work.batch, Batch):
             return work
         try:
@@ -172,15 +179,15 @@ class Operations:
             return self.refuse(work.batch.request, error)
 
     def refuse(self, request: Message, error: ServiceError) -> Work:
-        """The work of a request that is not run: it fails in its place of the order, and so does the step on a batch
-        whose gradients are missing for it."""
+        """The work of a request that is not run. It fails in its turn; if it would have added gradients, the next step
+        fails, too."""
         if isinstance(request, pb.ForwardBackwardRequest) and not request.forward_only:
             return self._taint(request, error)
         return refused(error)
 
     def work_of(self, kind: str, data: bytes) -> Work:
-        """Of a serialized request that was accepted before a restart. A custom loss is not checked; see
-        `with_loss_checked`."""
+        """The work of a serialized request that was accepted before a restart. A custom loss is not checked; see
+        `with_loss_checked`. Raises ServiceError for a kind of a later version."""
         try:
             match kind:
                 case "create_model":
@@ -201,7 +208,7 @@ class Operations:
             return refused(error)
 
     def check_custom_loss(self, request: pb.CheckCustomLossRequest) -> None:
-        """Raises InvalidRequest for what can be seen without data."""
+        """Raises InvalidRequest for errors of a custom loss that can be found without data."""
         CustomLoss.from_proto(request.custom_loss)
 
     def skip(self, request: pb.SkipOperationRequest) -> Work:
@@ -234,19 +241,19 @@ class Operations:
         return step
 
     def _snapshot(self, model_id: str) -> State | None:
-        """On the compute thread, after a step: a copy when one is due."""
+        """A copy of the model after a step, if a snapshot is due. Runs on the compute thread."""
         if not self.snapshots.is_due(model_id):
             return None
         try:
             return self.engine.capture(model_id, with_optimizer=True)
-        except (MemoryError, RuntimeError) as error:  # the step has been made, and its answer must say so
+        except (MemoryError, RuntimeError) as error:  # the step has been applied, so it must not fail
             if is_device_fault(error):
                 raise
             self.snapshots.skip(model_id, error)
             return None
 
     def save_checkpoint(self, request: pb.SaveCheckpointRequest, *, again: bool = False) -> Work:
-        """`again`: it was accepted before a restart, and may have been made."""
+        """The work of a save. `again`: the request was accepted before a restart, and its files may exist."""
         if not again:
             check_notes(request.user_metadata, field="user_metadata")
         return self._saves.save_checkpoint(request, again=again)
@@ -255,19 +262,20 @@ class Operations:
         return self.loads.load_checkpoint(request)
 
     async def delete_files(self, model_id: str) -> None:
-        """Removes what a model leaves outside the engine: its snapshots, and what publishing has made of it."""
+        """Removes a deleted model's data outside the engine: its snapshots, hidden checkpoints and published
+        versions."""
         self.models.drop(model_id)
         await self.snapshots.forget(model_id)
         await self.publishing.forget(model_id)
 
 
 def _kind_of(request: pb.CreateModelRequest) -> str:
-    """Name of the optimizer that a request asks for; empty where it asks for none."""
+    """Name of the optimizer that a request asks for; empty when it asks for none."""
     return word_of(types_pb2.Optimizer, request.optimizer)
 
 
 def refused(error: ServiceError) -> Work:
-    """The work of a request that validation refused: it fails in its place of the order."""
+    """The work of a refused request, which fails in its turn."""
 
     async def refuse(turn: Turn) -> pb.WaitResultResponse:
         raise error

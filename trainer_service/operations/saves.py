@@ -1,4 +1,4 @@
-"""Saves: a copy of the model, taken in the operation's turn, is written after it, and sent to samplers meanwhile."""
+"""Saves checkpoints: copies the model in the operation's turn, then writes the copy and sends it to samplers."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Saves:
+    """The save_checkpoint operation."""
+
     engine: TrainingEngine
     checkpoints: CheckpointStore
     models: LiveModels
@@ -35,7 +37,10 @@ class Saves:
     _being_replaced: set[Location] = field(default_factory=set)
 
     def save_checkpoint(self, request: pb.SaveCheckpointRequest, *, again: bool = False) -> Work:
-        """`again`: it was accepted before a restart, and may have been made."""
+        """The work of a save. `again`: the request was accepted before a restart, and its files may exist.
+
+        Raises InvalidRequest.
+        """
         if request.kind not in KINDS:
             raise InvalidRequest(
                 f"kind: {request.kind} is not one of TRAINING, SAMPLER, EPHEMERAL, EXTERNAL", field="kind"
@@ -64,7 +69,8 @@ class Saves:
         again: bool,
     ) -> pb.WaitResultResponse:
         if request.overwrite or location in self._being_replaced:
-            # An earlier save or load of this place, if it ran again after a restart, would find another checkpoint.
+            # Earlier operations are answered first. If a restart ran an earlier save or load of this location again, it
+            # would find another checkpoint there.
             await turn.earlier_stored()
         if not request.overwrite:
             return await self._write(turn, request, location, recipients, again=again)
@@ -126,18 +132,19 @@ class Saves:
         return _saved(stored, certified)
 
     def _written(self, location: Location, version_id: str) -> types_pb2.CheckpointInfo | None:
-        """What this very save has left there, when the trainer ended before it was answered."""
+        """The checkpoint at this location if this very save has written it, before the trainer ended; else None."""
         with contextlib.suppress(CheckpointNotFound, DataCorrupted):
             info = self.checkpoints.info(location)
             return info if info.version_id == version_id and info.location == str(location) else None
 
     async def _finish(self, info: types_pb2.CheckpointInfo, location: Location) -> pb.WaitResultResponse:
-        """A version never changes: what samplers may have of it already is what lies in its files."""
+        """Publishes and answers a save whose files exist. Samplers may have the version already: a version never
+        changes, so they have what is in the files."""
         certified: Certified | None = None
         if self.publishing.sends(info.kind):
             try:
                 certified = await self.publishing.publish(location, info.version_id)
-            except (NotReady, OutOfCapacity) as error:  # a sample that wants it publishes it
+            except (NotReady, OutOfCapacity) as error:  # the first sample that needs the version publishes it
                 logger.warning("%s is saved, but not published: %s", location, error)
         return _saved(info, certified)
 

@@ -1,1 +1,1 @@
-"""The order of operations, and what the compute thread does next."""
+"""The order of operations, and the compute thread."""

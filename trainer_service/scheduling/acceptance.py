@@ -1,4 +1,5 @@
-"""Operations into the journal, each (model_id, seq_id) once: a repeat finds the first one, running or finished."""
+"""Accepts operations into the journal, each (model_id, seq_id) once. A repeat gets the first one, running or
+finished."""
 
 from __future__ import annotations
 
@@ -25,6 +26,8 @@ from trainer_service.scheduling.work import Operation, RunBatch, Work
 
 
 class Acceptance:
+    """Checks new operations against the limits and earlier ones, and appends them to the journal."""
+
     def __init__(
         self,
         journal: Journal,
@@ -74,25 +77,25 @@ class Acceptance:
             async with self._parking.place():
                 if model_id not in self._models:
                     model = self._models.open(model_id)
-            if model is None:  # a repeat of this creation came meanwhile
+            if model is None:  # a repeat of this creation was accepted meanwhile
                 return await self._accept(model_id, seq_id, body, build, held_bytes=held_bytes)
         if model.gone is not None:
             raise model.gone
-        # One that closes a gap is always taken, or what waits behind the gap would wait for ever.
+        # An operation that closes a gap is always taken: others wait for it.
         if seq_id > max(model.operations, default=0) and model.num_queued >= self._max_queued_operations:
             raise OutOfCapacity(
                 f"{model_id}: {model.num_queued} operations are queued, this server's max_queued_operations"
             )
         self._check_near(model, seq_id)
-        # The next operation of a model may go above the bound of memory: those that fill it may wait for this one.
+        # A model's next operation may exceed the memory limit: the operations that fill it may wait for this one.
         is_next = seq_id == model.next_to_enter and model.has_settled_before(seq_id)
-        if seq_id:  # a creation was checked before it got a place
+        if seq_id:  # a creation was checked before it got its place in memory
             check = self._held.check_next if is_next else self._held.check
             check(model_id, held_bytes)
         return await self._append(model, seq_id, body, build, held_bytes=held_bytes, is_next=is_next)
 
     def _check_near(self, model: ModelQueue, seq_id: int) -> None:
-        """Raises InvalidRequest for a seq_id behind which more operations are missing than the queue could hold."""
+        """Raises InvalidRequest for a seq_id before which more operations are missing than the queue could hold."""
         most = self._max_queued_operations
         if seq_id - model.next_to_enter <= most or (ahead := seq_id - model.next_seq_id) <= most:
             return
@@ -122,6 +125,8 @@ class Acceptance:
         held_bytes: int,
         is_next: bool,
     ) -> Operation:
+        """Appends a new operation to the journal while `build` makes its work, and lets it run. Raises the errors of
+        both; nothing is accepted then."""
         loop = asyncio.get_running_loop()
         operation = Operation(
             model.model_id,
@@ -147,7 +152,7 @@ class Acceptance:
             )
             raise
         operation.accepted.set_result(None)
-        if not isinstance(work, RunBatch) and operation.held_bytes:  # a batch that is refused has no arrays
+        if not isinstance(work, RunBatch) and operation.held_bytes:  # a refused batch has no arrays
             self._held.hold(operation, body.num_bytes)
         if not operation.outcome.done():  # the model may have been deleted meanwhile
             self._metrics.operations.queue_length.labels(operation.kind).inc()
@@ -156,7 +161,10 @@ class Acceptance:
         return operation
 
     async def _stored(self, model_id: str, seq_id: int) -> Operation | None:
-        """A finished operation, from the journal."""
+        """A finished operation from the journal; None when the journal does not have it.
+
+        Raises ModelLost for an unfinished operation of a model that could not be restored.
+        """
         record = await self._journal.find(model_id, seq_id)
         if record is None:
             return None
@@ -183,6 +191,7 @@ async def _accepted(operation: Operation) -> Operation:
 
 
 def _same(operation: Operation, body: Body) -> Operation:
+    """Returns the operation. Raises SequenceConflict when its body is another one."""
     if operation.digest != body.digest:
         raise SequenceConflict(
             f"{operation.model_id}: seq_id {operation.seq_id} was used for another request, a {operation.kind}; "

@@ -1,38 +1,37 @@
-"""Which datums share a micro-batch: deficit round robin over the models, by tokens. Knows no torch, thread or clock.
+"""Chooses the datums of a micro-batch: deficit round robin over the models, by tokens. Knows no torch, thread or clock.
 
-Shreedhar and Varghese (1995, "Efficient Fair Queueing Using Deficit Round Robin") let every flow with something to send
-save up a deficit, and send when the deficit covers it. Here every token that is computed is a round: it is credited to
-all models in the ring in equal parts, and charged to the model that it belongs to. So the deficits of the ring always
-add up to zero, and a model is *owed* when its own is not negative. Of those that are owed, the model comes first whose
-deficit would cover its next datum first. (With rounds that fine, this is the "earliest eligible virtual deadline first"
-of Stoica and Abdel-Wahab, 1995.) What is kept for each model is not the deficit itself but what it was charged: its
-deficit is the mean of the ring minus that.
+In deficit round robin (Shreedhar and Varghese 1995, "Efficient Fair Queueing Using Deficit Round Robin") every flow
+with something to send saves up a deficit, and sends when the deficit covers it. Here every computed token is a round:
+it is credited to all models in the ring in equal parts, and charged to its own model. So the deficits always add up to
+zero. A model is *owed* tokens when its deficit is not negative. Among the owed models, the one comes first whose
+deficit would cover its next datum first. (With such fine rounds, this is the "earliest eligible virtual deadline first"
+of Stoica and Abdel-Wahab, 1995.) The code keeps what each model was charged; its deficit is the ring's mean minus that.
 
 A micro-batch of at most `budget` tokens is filled in two passes:
 
-1. Shares: with n models in the ring, each one that is owed takes datums up to budget / n tokens.
-2. The rest, one datum at a time, goes to the first model in the order above whose datum still fits. A datum that is
-   longer than the budget goes alone.
+1. Shares: with n models in the ring, each owed model takes datums up to budget / n tokens.
+2. The rest, one datum at a time, goes to the first model in the order above whose datum still fits. A datum longer than
+   the budget is a micro-batch by itself.
 
-Forward-only datums and those with a gradient never share a micro-batch. While models are owed that wait with either,
-the kinds alternate.
+Forward-only datums and those with a gradient never share a micro-batch. The two kinds alternate while owed models wait
+with both.
 
-The expected time of a custom loss counts as tokens of its datum, so that datums whose losses take long go apart, and
-others wait for one of them only. A model may also be charged for more than what was taken (`charge`): the compute
-thread does so for what such a loss took beyond that, when it is known. Such a charge is a debt like any other.
+The expected time of a custom loss counts as tokens of its datum. So datums with slow losses go into different
+micro-batches, and others wait for only one of them. A model may be charged for more (`charge`): the compute thread does
+so when a custom loss has taken longer than expected. Such a charge is a debt like any other.
 
-A model that has nothing left leaves the ring: what it was owed is dropped, so that nobody saves up for later. A debt
-stays until the others have caught up, or submitting in small portions would pay. A new model begins with deficit 0.
+A model without datums leaves the ring. Its credit is dropped, so that no model saves up for later. Its debt stays until
+the others have caught up, so that submitting in small portions does not pay. A new model begins with deficit 0.
 
-What follows, with n models in the ring, L_max the longest datum, and q = max(L_max, budget / 4):
+These guarantees hold, with n models in the ring, L_max the longest datum, and q = max(L_max, budget / 4):
 
-- A job of at most budget / n tokens whose model is owed, as a new one is, is computed in the next micro-batch of its
-  kind: after the one that runs when it comes and, at most, one of the other kind.
-- No model's debt exceeds q, and the largest `charge` beside it. Models with something to compute all the time have been
-  charged alike, to within twice that: without such charges they have received the same number of tokens, to within 2 q.
-- From when a datum of length L is the next of its model, which then has deficit d, until its micro-batch begins, at
-  most W = (n - 1) (L + q) + n max(0, -d) + budget tokens of others are computed, in at most 4 W / budget + 2
-  micro-batches.
+- A job of at most budget / n tokens of an owed model, as every new one is, runs in the next micro-batch of its kind:
+  after the micro-batch that runs when it comes and at most one of the other kind.
+- A model's debt is at most q plus the largest `charge`. Models that always have something to compute have been charged
+  equally, to within twice that. Without such charges they have received equally many tokens, to within 2 q.
+- Between the moment when a datum of length L is the next of its model, whose deficit then is d, and the beginning of
+  its micro-batch, at most W = (n - 1) (L + q) + n max(0, -d) + budget tokens of others are computed, in at most
+  4 W / budget + 2 micro-batches.
 """
 
 from __future__ import annotations
@@ -47,11 +46,12 @@ class Load:
     """The datums of one operation, which are taken in their order."""
 
     lengths: Sequence[int]
-    """Tokens that each is charged for."""
+    """Tokens that each datum is charged for."""
     forward_only: bool
     alone: bool = False
-    """No other load is in its micro-batches."""
+    """True when its micro-batches may have no datums of another load."""
     num_taken: int = 0
+    """Number of datums that have been taken."""
     num_tokens: int = field(init=False)
     """Tokens of the datums that have not been taken."""
 
@@ -65,21 +65,23 @@ class Load:
 
 @dataclass(slots=True, eq=False)
 class _Member:
+    """A model in the ring."""
+
     charged: int
-    """Tokens, counted from where the mean of the ring was when it came."""
+    """Tokens that the model was charged for, on top of the ring's mean when it came."""
     loads: deque[Load] = field(default_factory=deque)
-    """None of them is empty."""
+    """Loads with datums to take, in order."""
 
 
 class DeficitRoundRobin:
     """See the module's docstring."""
 
     def __init__(self, *, alone: bool = False) -> None:
-        """`alone`: every micro-batch has datums of one load only. Then how a load is divided depends on its own lengths
-        and the budget, and on nothing else."""
+        """`alone`: every micro-batch has datums of one load only, so that the division of a load depends only on its
+        own lengths and the budget."""
         self._alone = alone
-        self._members: dict[str, _Member] = {}  # in the order of their last turns, the longest ago first
-        self._total = 0  # of what they were charged
+        self._members: dict[str, _Member] = {}  # in the order of their last turns, the latest at the end
+        self._total = 0  # sum of the members' charges
         self._forward_only = False  # the kind of the last micro-batch
 
     def __bool__(self) -> bool:
@@ -87,21 +89,23 @@ class DeficitRoundRobin:
         return any(member.loads for member in self._members.values())
 
     def add(self, model_id: str, load: Load) -> None:
-        """Behind what the model has already."""
+        """Adds a load behind the model's other loads. Raises ValueError for a load without datums."""
         if not load.num_waiting:
             raise ValueError("a load without datums")
         self._settle()
         self._member(model_id).loads.append(load)
 
     def charge(self, model_id: str, tokens: int) -> None:
-        """For what a model cost beside its tokens. It may have left the ring meanwhile, and comes back with the debt;
-        nothing happens where nobody waits, who would be owed."""
+        """Charges a model for costs beside its tokens. A model that has left the ring comes back with the debt.
+
+        Does nothing when no datum waits, because then no other model has a claim.
+        """
         if self:
             self._member(model_id).charged += tokens
             self._total += tokens
 
     def _member(self, model_id: str) -> _Member:
-        """A new one has deficit 0."""
+        """The model's member, which is added with deficit 0 if it is not in the ring."""
         if model_id not in self._members:
             charged = self._total // max(1, len(self._members))
             self._members[model_id] = _Member(charged)
@@ -109,23 +113,24 @@ class DeficitRoundRobin:
         return self._members[model_id]
 
     def drop(self, model_id: str, load: Load) -> None:
-        """Takes back what is left of a load; nothing happens when that is nothing."""
+        """Removes a load's remaining datums, if there are any."""
         if model_id in self._members and load in self._members[model_id].loads:
             self._members[model_id].loads.remove(load)
 
     def remove(self, model_id: str) -> None:
-        """Takes back all loads of a model; its debt stays."""
+        """Removes all loads of a model. Its debt stays."""
         if model_id in self._members:
             self._members[model_id].loads.clear()
 
     def deficit(self, model_id: str) -> float:
-        """Tokens that the model is owed; negative when it has had more than its share, 0 for one not in the ring."""
+        """Tokens that the model is owed. Negative when it has had more than its share; 0 when it is not in the ring."""
         if model_id not in self._members:
             return 0.0
         return self._total / len(self._members) - self._members[model_id].charged
 
     def next_micro_batch(self, budget: int) -> list[tuple[Load, range]]:
-        """What to compute next, as indices into loads, and charges for it. Empty when nothing waits."""
+        """Takes the datums of the next micro-batch, and charges for them. Returns loads with indices of their datums;
+        an empty list when nothing waits."""
         self._settle()
         ready = {model_id: member for model_id, member in self._members.items() if member.loads}
         if not ready:
@@ -160,46 +165,48 @@ class DeficitRoundRobin:
         return member.charged * len(self._members) <= self._total
 
     def _settle(self) -> None:
-        """Models without a load leave, except those in debt while there are others that they owe to."""
+        """Removes models without a load from the ring. A model in debt stays while other models have datums."""
         if not self:
             self._members.clear()
             self._total = 0
         while leaving := [m for m, member in self._members.items() if not member.loads and self._is_owed(member)]:
-            self._total -= self._members.pop(leaving[0]).charged  # which raises the mean, if anything
+            self._total -= self._members.pop(leaving[0]).charged  # so the mean of the others does not fall
 
 
 class _MicroBatch:
-    """One that is being put together."""
+    """A micro-batch that is being filled."""
 
     def __init__(self, forward_only: bool, budget: int) -> None:
         self._forward_only = forward_only
         self._budget = self._room = budget
         self.taken: Counter[_Member] = Counter()
-        """Tokens of each."""
+        """Tokens taken from each member."""
         self.starts: dict[Load, int] = {}
-        """Where in each load it begins."""
+        """Index of the first datum taken from each load."""
 
     def next_length(self, member: _Member) -> int:
-        """Of its next datum; 0 when it has none of this kind."""
+        """Length of the member's next datum, in tokens; 0 when it has none of this kind."""
         if not member.loads or member.loads[0].forward_only != self._forward_only:
             return 0
         return member.loads[0].lengths[member.loads[0].num_taken]
 
     def share_allows(self, member: _Member, *, num_models: int) -> bool:
+        """True when the member's next datum fits into its share of the budget."""
         length = self.next_length(member)
         shares = length > 0 and not member.loads[0].alone
         return shares and (self.taken[member] + length) * num_models <= self._budget
 
     def fits(self, member: _Member) -> bool:
-        """Its next datum may join what is there."""
+        """True when the member's next datum may join the micro-batch."""
         return self.has_room(member) and not member.loads[0].alone
 
     def has_room(self, member: _Member) -> bool:
+        """True when there are tokens left for the member's next datum. Any datum fits into an empty micro-batch."""
         length = self.next_length(member)
         return length > 0 and (length <= self._room or not self.starts)
 
     def take(self, member: _Member) -> int:
-        """Returns the tokens of the datum."""
+        """Takes and charges the member's next datum. Returns its length in tokens."""
         load = member.loads[0]
         length = load.lengths[load.num_taken]
         self.starts.setdefault(load, load.num_taken)

@@ -1,4 +1,4 @@
-"""Memory that accepted operations hold, in bytes: from acceptance until the answer is in the journal."""
+"""Counts and limits the memory that accepted operations hold, from acceptance until the answer is in the journal."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from trainer_service.scheduling.work import Operation
 
 
 class HeldBytes:
-    """An account of all models, with one bound. On one event loop; the thread that serves the metrics may look.
+    """Bytes held by the operations of all models, with a common limit. Used on one event loop; the metrics may read it
+    on another thread.
 
-    A model may hold as many bytes as nobody holds (Choudhury and Hahne 1998, "Dynamic queue length thresholds for
-    shared-memory packet switches", with a factor of 1). So one model has at most half, n models that take all they can
-    get leave the share 1 / (n + 1) to others, and nobody is kept out by those who came first.
+    A model may hold at most as many bytes as are free (Choudhury and Hahne 1998, "Dynamic queue length thresholds for
+    shared-memory packet switches", with a factor of 1). So one model gets at most half of the limit. n models that take
+    all they can leave a share of 1 / (n + 1) free, so a further model is never shut out.
     """
 
     def __init__(self, metrics: Metrics, *, max_bytes: int) -> None:
@@ -23,18 +24,18 @@ class HeldBytes:
         self.total = 0
         self._by_model: Counter[str] = Counter()
         self._next: set[Operation] = set()
-        """Operations with nothing of their model before them."""
+        """Operations that were accepted as the next of their model, with none before them."""
         self._released = asyncio.Event()
         metrics.operations.held_bytes.set_function(lambda: self.total)
         metrics.operations.held_limit_bytes.set(max_bytes)
 
     @property
     def max_operation_bytes(self) -> int:
-        """An operation that would hold more can never be taken."""
+        """Most bytes of one operation; an operation that would hold more can never be accepted."""
         return self.max_bytes // 2
 
     def check(self, model_id: str, num_bytes: int) -> None:
-        """Raises OutOfCapacity where the model may not hold so many bytes more at this moment."""
+        """Raises OutOfCapacity when the model may not hold so many more bytes at this moment."""
         own = self._by_model[model_id]
         if own + num_bytes > self.max_bytes - self.total - num_bytes:
             raise OutOfCapacity(
@@ -43,17 +44,17 @@ class HeldBytes:
             )
 
     def check_next(self, model_id: str, num_bytes: int) -> None:
-        """Like `check`, for an operation with nothing of its model before it.
+        """Like `check`, for an operation with no other of its model before it.
 
-        Half as much memory as the bound is reserved for such operations, beside the bound itself. Each of them runs
-        without waiting for another, so there is room for every one in the end.
+        Beyond the limit, half as much memory again is reserved for such operations. None of them waits for another
+        operation, so each will release its memory, and each gets some in the end.
         """
         held = sum(operation.held_bytes for operation in self._next if not operation.outcome.done())
         if held + num_bytes > self.max_operation_bytes:
             self.check(model_id, num_bytes)
 
     def hold(self, operation: Operation, num_bytes: int, *, is_next: bool = False) -> None:
-        """Counts so many bytes for an operation, instead of those that it had. Also above the bound."""
+        """Counts so many bytes for an operation, instead of those counted before. The limit is not checked."""
         if is_next:
             self._next.add(operation)
         self._add(operation.model_id, num_bytes - operation.held_bytes)
@@ -65,6 +66,7 @@ class HeldBytes:
         self._released.set()
 
     async def next_release(self) -> None:
+        """Returns when an operation releases its memory."""
         self._released.clear()
         await self._released.wait()
 

@@ -1,4 +1,4 @@
-"""A model's accepted operations, and where it stands in them; and all live models."""
+"""The accepted operations of one model and its position in them, and the queues of all live models."""
 
 from __future__ import annotations
 
@@ -12,46 +12,49 @@ from trainer_service.metrics import Metrics
 from trainer_service.scheduling.work import Operation
 
 _AHEAD = 16
-"""Operations of a model whose bodies are read before their turn in a replay."""
+"""Most operations of a model whose bodies are in memory ahead of their turn in a replay."""
 
 
 @dataclass(slots=True, eq=False)
 class Restoration:
-    """How a model comes back, after a restart or from being parked."""
+    """The restoration of a model, after a restart or after it was parked."""
 
     num_left: int
-    """Operations that had run before, and have not run again."""
+    """Number of operations that have answers from before and have not run again yet."""
     forget: Callable[[], Awaitable[object]]
-    """Frees what there is of the model."""
+    """Frees the model's memory."""
     unparks: bool = False
     """True when the model was parked, by this process or by the one before."""
     feeder: asyncio.Task[None] | None = None
-    """Gives the operations their works."""
+    """Task that reads the operations' bodies and makes their work."""
     ahead: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_AHEAD))
+    """Limits the number of operations in `fed`."""
     fed: set[int] = field(default_factory=set)
-    """seq_ids of those that have works and no result: as many as `ahead` allows."""
+    """seq_ids of the operations that have work and no result yet."""
     is_over: asyncio.Event = field(default_factory=asyncio.Event)
     has_failed: bool = False
-    """The model could not be restored: its operations stay in the journal as they are, for another try."""
+    """True when the model could not be restored. Its operations stay unchanged in the journal, for another attempt."""
     forgetting: asyncio.Task[None] | None = None
     """Task that frees the rest of the model after a failure."""
 
 
 @dataclass(slots=True, eq=False)
 class ModelQueue:
+    """The accepted operations of one model."""
+
     model_id: str
     next_to_enter: int = 0
-    """seq_id of the first operation that has not got its place on the compute thread."""
+    """seq_id of the first operation without a place on the compute thread."""
     operations: dict[int, Operation] = field(default_factory=dict)
-    """Those whose results are not in the journal yet."""
+    """Operations whose results are not in the journal yet, by seq_id."""
     head: Operation | None = None
-    """The operation that has started and has not got its place yet: it reads a checkpoint, for example."""
+    """The operation that has started but has no place on the compute thread yet: it may read a checkpoint first."""
     unsettled: set[Operation] = field(default_factory=set)
-    """Started operations without a result."""
+    """Operations that have started and have no result."""
     gone: ServiceError | None = None
-    """Why nothing of this model runs any more."""
+    """Set when the model was deleted or given up: the error of its remaining operations."""
     restoration: Restoration | None = None
-    """How the model came back, if it is from before a restart or was parked."""
+    """The restoration of a model from before a restart or from being parked; None for a model made by this process."""
     used_s: float = field(default_factory=time.monotonic)
     """Time at which the last operation came or was answered, by time.monotonic."""
     stays_until_s: float = 0.0
@@ -66,7 +69,7 @@ class ModelQueue:
 
     @property
     def next_seq_id(self) -> int:
-        """Of the first operation that has neither begun nor failed."""
+        """seq_id of the first operation that has neither begun nor failed, whether it has arrived or not."""
         seq_id = self.next_to_enter
         while (before := self.operations.get(seq_id - 1)) is not None and _waits(before):
             seq_id -= 1
@@ -76,7 +79,7 @@ class ModelQueue:
 
     @property
     def num_queued(self) -> int:
-        """Operations that have been accepted and have not begun."""
+        """Number of accepted operations that have not begun."""
         return sum(map(_waits, self.operations.values()))
 
     def has_settled_before(self, seq_id: int) -> bool:
@@ -100,11 +103,11 @@ class ModelQueues:
         self.max_models = max_models
         self._max_known_models = max_known_models
         self.unrestored: dict[str, ServiceError] = {}
-        """Models that this process could not restore."""
+        """Errors of the models that this process could not restore, by model_id."""
         self.parked: set[str] = set()
-        """Live models that are on the disk only (parking.py)."""
+        """Ids of live models that are on disk only (parking.py)."""
         self.coming: set[str] = set()
-        """Ids of models on their way back into memory. Each of them has its place already."""
+        """Ids of models that are being brought back into memory. Each has its place in memory already."""
         self.released = asyncio.Event()
         """Set whenever a model may have become idle, or has gone. A task that waits for a place clears it."""
         metrics.memory.parked_models.set_function(lambda: len(self.parked))
@@ -126,8 +129,8 @@ class ModelQueues:
         return self._queues.get(model_id)
 
     def open(self, model_id: str) -> ModelQueue:
-        """Makes the queue of a new model, for which there is a place in memory. Raises OutOfCapacity above
-        max_known_models."""
+        """Makes the queue of a new model, for which there is a place in memory. Raises OutOfCapacity when there are
+        max_known_models already."""
         if (num_known := len(self) + len(self.parked)) >= self._max_known_models:
             raise OutOfCapacity(
                 f"{num_known} models are live, in memory or parked, this server's max_known_models "
@@ -136,7 +139,7 @@ class ModelQueues:
         return self.add(ModelQueue(model_id))
 
     def add(self, model: ModelQueue) -> ModelQueue:
-        """Adds a queue, also above max_models: the model may have been in memory before a restart."""
+        """Adds a queue, even beyond max_models: the model may have been in memory before a restart."""
         self._queues[model.model_id] = model
         self._metrics.memory.models.set(len(self._queues))
         return model

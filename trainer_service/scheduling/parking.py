@@ -1,12 +1,12 @@
-"""Parking of live models: a parked model is on the disk, and only its id is in memory.
+"""Parking of live models: a parked model is on disk, and only its id is in memory.
 
-A model is parked when it has had no work for a while, or when another one needs its place and it is the one that was
-used longest ago. A parked model comes back when a request needs it. Only an idle model is parked: all its accepted
-operations are answered, the answers are stored, and no call is about to use it.
+A model is parked when it has had no work for a while, or when another model needs its place and it was used longest
+ago. A parked model comes back when a request needs it. Only an idle model is parked: all its accepted operations are
+answered, the answers are stored, and no call is about to use it.
 
-A parked model is what a model is after the end of the trainer: a snapshot in the journal, which covers its last
-operation. So a trainer that is killed in the middle of a move finds the model as it was, and one that starts leaves
-those that are covered where they are (durability/restore.py).
+A parked model is in the same state as a model after the end of the trainer: it has a snapshot that covers its last
+operation. So a trainer that is killed while it parks a model finds the model unchanged, and a trainer that starts
+leaves all covered models parked (durability/restore.py).
 """
 
 from __future__ import annotations
@@ -27,34 +27,35 @@ from trainer_service.scheduling.model_queue import ModelQueue, ModelQueues
 logger = logging.getLogger(__name__)
 
 _PATIENCE_S = 5.0
-"""Longest wait of a model for a place while all others have work, in seconds."""
+"""Longest wait of a model for a place in memory while all other models have work, in seconds."""
 _TRY_AGAIN_S = 30.0
-"""Time after which a model that could not be parked is tried again, in seconds."""
+"""Time after which parking a model is tried again when it has failed, in seconds."""
 _LOOKS = 10
-"""Looks for idle models within the time after which they are parked."""
+"""Number of searches for idle models within the time after which they are parked."""
 _LONGEST_PAUSE_S = 30.0
+"""Longest pause between two searches, in seconds."""
 
 
 class Shelf(Protocol):
     """Storage of parked models."""
 
     async def put_away(self, model_id: str, seq_id: int) -> None:
-        """Makes the model durable, as it is after `seq_id`, its last operation, and frees its memory.
+        """Stores the model, as it is after its last operation `seq_id`, and frees its memory.
 
-        Raises OSError and ServiceError when that fails; the model then stays as it was.
+        Raises OSError and ServiceError when that fails; the model then stays in memory.
         """
         ...
 
     async def bring_back(self, model_id: str) -> None:
-        """Returns when the model is restored, or has been given up or lost.
+        """Restores the model. Returns, too, when the model has been given up or lost.
 
-        Raises OSError and ServiceError for a cause that may pass.
+        Raises OSError and ServiceError when another attempt may succeed.
         """
         ...
 
 
 class Parking:
-    """All methods run on one event loop."""
+    """Parks and unparks models. All methods run on one event loop."""
 
     def __init__(self, models: ModelQueues, metrics: Metrics, spawn: Spawn) -> None:
         self.shelf: Shelf | None = None
@@ -63,11 +64,11 @@ class Parking:
         self._metrics = metrics
         self._spawn = spawn
         self._moves: dict[str, asyncio.Task[Any]] = {}
-        """Tasks that bring a model to the disk or back, by model_id."""
+        """Tasks that park or unpark a model, by model_id."""
         self._wanted: Counter[str] = Counter()
         """Number of calls that are about to use a model, by model_id."""
         self._door = asyncio.Lock()
-        """Held while room is made, so that places are given in the order in which they are asked for."""
+        """Held while a place is made, so that places are given in the order of the requests."""
 
     async def run(self, *, idle_s: float) -> None:
         """Parks models that have had no work for `idle_s` seconds, until cancelled."""
@@ -94,13 +95,13 @@ class Parking:
                 self._models.released.set()
 
     async def settled(self, model_id: str) -> None:
-        """Returns when the model is not on its way to the disk or back."""
+        """Returns when the model is not being parked or unparked."""
         while (move := self._moves.get(model_id)) is not None:
             await asyncio.wait([move])
 
     async def have(self, model_id: str) -> None:
-        """Brings the model back if it is parked. To be called while it is `wanted`. Raises OutOfCapacity when there is
-        no place for it, and ModelLost when it cannot be restored."""
+        """Brings the model back if it is parked. Called within `wanted`. Raises OutOfCapacity when there is no place
+        for the model in memory, and other errors when it cannot be restored now."""
         while (move := self._moves.get(model_id)) is not None or model_id in self._models.parked:
             if move is None:
                 move = self._begin(model_id, self._unpark(model_id))
@@ -108,7 +109,8 @@ class Parking:
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
-        """A context in which there is a place for one more model in memory. Raises OutOfCapacity."""
+        """A context in which there is a place for one more model in memory. Parks a model if needed. Raises
+        OutOfCapacity."""
         deadline = time.monotonic() + _PATIENCE_S
         async with self._door:
             await self._park_until(lambda: len(self._models) < self._models.max_models, deadline=deadline)
@@ -120,7 +122,7 @@ class Parking:
             yield
 
     async def make_room(self, suffices: Callable[[], bool]) -> None:
-        """Parks models until `suffices()` is true. Returns, too, when no model can be parked for some seconds."""
+        """Parks models until `suffices()` is true. Gives up when no model can be parked for some seconds."""
         await self._park_until(suffices, deadline=time.monotonic() + _PATIENCE_S)
 
     async def _park_until(self, suffices: Callable[[], bool], *, deadline: float) -> None:
@@ -136,7 +138,7 @@ class Parking:
                     await self._models.released.wait()
 
     async def _park_one(self) -> bool:
-        """Parks the model that was used longest ago. False when no model may be parked."""
+        """Parks the idle model that was used longest ago. Returns False when no model could be parked."""
         for model in sorted(filter(self._may_go, self._models), key=lambda model: model.used_s):
             if self._may_go(model) and await self._park(model):
                 return True
@@ -183,7 +185,7 @@ class Parking:
             if isinstance(error := self._models.unrestored.get(model_id), OutOfCapacity):
                 del self._models.unrestored[model_id]
                 raise error
-        except BaseException:  # the model is on the disk as before, and the next call tries again
+        except BaseException:  # the model is still on disk, and the next call tries again
             self._models.parked.add(model_id)
             raise
         finally:

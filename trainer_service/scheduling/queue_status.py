@@ -1,7 +1,7 @@
-"""What an operation waits for, in numbers and in words.
+"""Describes what an operation waits for, in numbers and in words.
 
-Models share the compute thread by tokens. So while a model gets the R tokens up to the end of an operation, each other
-one gets as many, or as many as it has.
+Models share the compute thread equally, by tokens. So while a model computes the R tokens up to the end of an
+operation, every other model computes R tokens too, or as many as it has.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ _BEFORE = {
 _AFTER = {"save_checkpoint": "the checkpoint is being written"}
 
 _Work = tuple[Operation, int]
-"""An operation and tokens of it; 0 for a call."""
+"""An operation and the number of its tokens to compute; 0 for a call."""
 
 
 def status_of(operation: Operation, model: ModelQueue, *, backlog: Backlog, speed: Speed) -> QueueStatus:
-    """Of an operation of this model."""
+    """The status of an operation of this model."""
     if operation.outcome.done():
         return FINISHED
     running = backlog.running
     elapsed_s = time.perf_counter() - running.started_s if running is not None else 0.0
     lane = list(backlog.waiting(model.model_id))
     entered = next((n for n, (one, _) in enumerate(lane) if one is operation), None)
-    if entered is None and operation.seq_id < model.next_to_enter and not _runs(operation, running):  # it has run
+    if entered is None and operation.seq_id < model.next_to_enter and not _runs(operation, running):  # has been computed
         return QueueStatus(reason=_AFTER.get(operation.kind, "its result is being stored"))
     if entered is not None:
         own = lane[: entered + 1]
-    elif operation.seq_id < model.next_to_enter:  # the last of it runs
+    elif operation.seq_id < model.next_to_enter:  # its last micro-batch runs
         own = []
     else:
         coming = islice(model.in_turn(), operation.seq_id - model.next_to_enter + 1)
@@ -78,7 +78,7 @@ def status_of(operation: Operation, model: ModelQueue, *, backlog: Backlog, spee
 
 
 def _others(model: ModelQueue, num_own: int, backlog: Backlog) -> Iterator[_Work]:
-    """What other models get meanwhile: so many tokens each, and the calls between them."""
+    """The work of other models meanwhile: up to `num_own` tokens of each, and the calls between them."""
     for model_id in backlog.items:
         if model_id == model.model_id:
             continue

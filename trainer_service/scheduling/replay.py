@@ -1,6 +1,6 @@
-"""A model's journalled operations again, after a restart. durability/restore.py says from where.
+"""Runs a model's operations from the journal again, after a restart. durability/restore.py decides where they begin.
 
-Those that had an answer keep it, and run for what they do to the model; the others run as if they had just come.
+Operations with an answer keep it, and run only to change the model. The others run as if they had just arrived.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 
 class Replay:
+    """Feeds operations from the journal to the execution, and notes how the restoration of each model ends."""
+
     def __init__(
         self, models: ModelQueues, execution: Execution, held: HeldBytes, metrics: Metrics, spawn: Spawn
     ) -> None:
@@ -32,9 +34,9 @@ class Replay:
         self._started_at = time.monotonic()
         self._held = held
         self._reading = asyncio.Lock()
-        """One body at a time takes memory before it is known how much."""
+        """Lets one body be read at a time: how much memory it takes is known only afterwards."""
         self._num_sure = 0
-        """Operations that have run before, and whose works are made: they will run, and release what they hold."""
+        """Number of operations with an answer whose work has been made. They will run, and release their memory."""
 
     def begin(
         self,
@@ -51,7 +53,7 @@ class Replay:
         """See Scheduler.restore."""
         loop = asyncio.get_running_loop()
         known = {entry.seq_id: entry for entry in history if entry.seq_id >= start}
-        known.setdefault(start, Entry(start, "create_model", b"", State.DONE, 0))  # its row may be gone
+        known.setdefault(start, Entry(start, "create_model", b"", State.DONE, 0))  # its row may have been deleted
         entries = sorted(known.values(), key=lambda entry: entry.seq_id)
         restoration = Restoration(sum(entry.state != State.ACCEPTED for entry in entries), forget, unparks)
         model = self._models.add(ModelQueue(model_id, next_to_enter=start, restoration=restoration))
@@ -76,18 +78,19 @@ class Replay:
         restoration.feeder = loop.create_task(self._feed(model, restoration, entries, work, checked))
 
     def stop(self) -> None:
-        """Reads no more."""
+        """Stops reading bodies."""
         for model in self._models:
             if model.restoration is not None and model.restoration.feeder is not None:
                 model.restoration.feeder.cancel()
 
     def give_up(self, model_id: str, why: str, *, cause: ServiceError | None = None) -> None:
-        """The model cannot be restored by this process; the journal keeps it for another, or for another try."""
+        """Gives up the restoration of a model in this process. The journal keeps the model for the next process, or for
+        another attempt. `cause`: the error of the operation that failed."""
         model = self._models.remove(model_id)
         error: ServiceError = lost(model_id, why)
         unparks = model is not None and model.restoration is not None and model.restoration.unparks
         if unparks and isinstance(cause, OutOfCapacity):
-            error = cause  # the model is parked again
+            error = cause  # the model will be parked again, so it is not lost
         else:
             self._metrics.durability.unrestored_models.inc()
         logger.error("%s", error)
@@ -99,13 +102,15 @@ class Replay:
             model.restoration.forgetting = self._spawn(_forget(model, model.restoration))
 
     def has_settled(self, model: ModelQueue, operation: Operation) -> None:
-        """Makes room for the next one to be read."""
+        """Called when an operation has its outcome. Lets the body of a further one be read."""
         if (restoration := model.restoration) is not None and operation.seq_id in restoration.fed:
             restoration.fed.discard(operation.seq_id)
             self._num_sure -= operation.replayed
             restoration.ahead.release()
 
     def has_run_again(self, model: ModelQueue, operation: Operation, outcome: Outcome) -> None:
+        """Called when an operation with an answer has run again. The restoration is over after the last one, and fails
+        if one fails."""
         del model.operations[operation.seq_id]
         self._held.release(operation)
         operation.stored.set()
@@ -120,7 +125,7 @@ class Replay:
                 cause=outcome,
             )
             return
-        if not (restoration.unparks and operation.founds):  # then a snapshot was read, and nothing ran
+        if not (restoration.unparks and operation.founds):  # reading a parked model's snapshot is no replay
             self._metrics.durability.replayed_operations.labels(operation.kind).inc()
             logger.debug("%s of %s, seq_id %d, has run again", operation.kind, model.model_id, operation.seq_id)
         if operation.founds:
@@ -135,7 +140,10 @@ class Replay:
             self._models.released.set()
 
     def check_load(self, model: ModelQueue, operation: Operation, outcome: Outcome) -> None:
-        """A load that fails now, before operations that have run after it, makes them something else."""
+        """Gives up the model when a load without an answer fails, but later operations with answers had run after it.
+
+        Without the loaded checkpoint those would not give the same model.
+        """
         failed = operation.kind == "load_checkpoint" and isinstance(outcome, ServiceError)
         if failed and any(one.replayed and one.seq_id > operation.seq_id for one in model.operations.values()):
             self.give_up(model.model_id, f"what had been loaded before operations with answers is gone: {outcome}")
@@ -148,7 +156,7 @@ class Replay:
         work_of: Callable[[Entry], Awaitable[Work]],
         checked: Callable[[Entry, Work], Awaitable[Work]],
     ) -> None:
-        """Gives the operations their works, a few ahead of what runs: bodies take memory."""
+        """Makes the operations' work, only a few ahead of the one that runs, because bodies take memory."""
         for entry in history:
             await restoration.ahead.acquire()
             operation = model.operations[entry.seq_id]
@@ -166,8 +174,12 @@ class Replay:
             self._execution.advance(model)
 
     async def _read(self, operation: Operation, entry: Entry, work_of: Callable[[Entry], Awaitable[Work]]) -> Work:
-        """Waits for memory. What had not run is read without, when nothing else will release any: it had been
-        accepted within the bound, and may wait for an operation that has not come."""
+        """Reads an operation's body and makes its work. Waits for memory while operations with answers will release
+        some.
+
+        Otherwise it does not wait: the remaining operations were accepted within the limit, and may wait for an
+        operation that has not arrived, so they may release nothing.
+        """
         async with self._reading:
             while self._num_sure and self._held.total >= self._held.max_bytes:
                 await self._held.next_release()

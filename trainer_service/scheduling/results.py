@@ -1,4 +1,4 @@
-"""What becomes of an outcome: a line in the log, metrics, and its place in the journal."""
+"""Handles the outcome of an operation: logs it, counts it, and stores it in the journal."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ from trainer_service.scheduling.work import Operation
 logger = logging.getLogger(__name__)
 
 _STORE_AGAIN_S = 1.0
+"""Pause before the second attempt to store an answer, in seconds. It doubles with each attempt."""
 _LONGEST_PAUSE_S = 60.0
-"""The pause before an answer is tried to be stored again doubles up to this."""
+"""Longest pause between attempts to store an answer, in seconds."""
 
 
 class Results:
+    """Stores outcomes, and releases their operations."""
+
     def __init__(
         self,
         journal: Journal,
@@ -43,10 +46,11 @@ class Results:
         self._closed = False
 
     def close(self) -> None:
-        """What cannot be stored is not tried again."""
+        """Ends the attempts to store answers that could not be stored."""
         self._closed = True
 
     def keep(self, model: ModelQueue, operation: Operation, outcome: Outcome) -> None:
+        """Logs and counts an outcome, and stores it in the background."""
         failed = isinstance(outcome, ServiceError)
         self._metrics.operations.finished.labels(operation.kind, "failed" if failed else "ok").inc()
         logs.request_id.set(f"{operation.model_id}:{operation.seq_id}")
@@ -62,10 +66,11 @@ class Results:
         self._spawn(self._record(model, operation, outcome))
 
     async def _record(self, model: ModelQueue, operation: Operation, outcome: Outcome) -> None:
-        """Until the answer is stored, the operation is held here; a restart in between would run it again.
+        """Stores an answer, trying again until it succeeds, and then releases the operation.
 
-        Of an answer that can never be stored the journal knows only that the operation was done: a restart runs the
-        operation again for what it does to its model, and whoever asks for the answer is told that it is gone.
+        A restart before that would run the operation again. An answer that can never be stored is dropped, and the
+        journal only has that the operation is done. A restart then runs it again to change the model, and later
+        requests for its answer fail.
         """
         stored: Outcome | None = outcome
         pause_s = _STORE_AGAIN_S

@@ -1,4 +1,4 @@
-"""How fast the compute thread is, measured in its own works: micro-batches, and calls of another kind."""
+"""The measured speed of the compute thread: of its micro-batches, and of its calls."""
 
 from __future__ import annotations
 
@@ -7,22 +7,24 @@ from dataclasses import dataclass, field
 from statistics import median
 
 _KEPT = 0.9
-"""Share of what was measured before that the newest call leaves."""
+"""Weight of the earlier measurements in a moving average when a new one is added."""
 _MIN_TOKENS = 256
-"""Matrix products of fewer rows are slow for each of them: cutting further would cost everybody."""
+"""Smallest token limit of a micro-batch. Matrix products of fewer rows take longer per row."""
 _LARGE_KEPT = 5
+"""Number of large micro-batches whose median is the speed."""
 _LARGE_S = 0.05
-"""A micro-batch that would take so long at the speed of large ones is one of them."""
+"""A micro-batch counts as large when it would take at least this long at the speed of large ones, in seconds."""
 
 
 @dataclass(slots=True)
 class Speed:
-    """Moving averages. Micro-batches weigh by their tokens: many small ones do not hide how fast a large one is."""
+    """Moving averages of measured times. Micro-batches are weighted by their tokens, so that many small ones do not
+    hide how fast a large one is."""
 
     _tokens: float = 0.0
     _token_seconds: float = 0.0
     _loss_seconds: float = 0.0
-    """The part of them that custom losses took."""
+    """The part of `_token_seconds` that custom losses took."""
     _expected_loss_seconds: float = 0.0
     """Time that was expected for custom losses."""
     _calls: float = 0.0
@@ -32,24 +34,24 @@ class Speed:
 
     @property
     def large_tokens_per_s(self) -> float:
-        """Median of the newest large micro-batches, so that one that something disturbed says nothing; 0 before the
+        """Median speed of the newest large micro-batches, so that a single disturbed one does not count; 0 before the
         first."""
         return median(self._large) if self._large else 0.0
 
     def tokens_of(self, seconds: float) -> int:
-        """Tokens of a micro-batch that takes so long, as far as that is known; at least 256."""
+        """Expected number of tokens of a micro-batch that takes `seconds`; at least _MIN_TOKENS."""
         return max(_MIN_TOKENS, round(self.large_tokens_per_s * seconds))
 
     def observe(
         self, seconds: float, *, num_tokens: int, loss_seconds: float = 0.0, expected_loss_seconds: float = 0.0
     ) -> None:
-        """Notes the time of a micro-batch of so many tokens, or of a call when there are none. `loss_seconds`: the part
-        that custom losses took."""
+        """Records the time of a micro-batch of `num_tokens` tokens; 0 tokens mean a call. `loss_seconds`: the part that
+        custom losses took. `expected_loss_seconds`: the part that they were expected to take."""
         if num_tokens:
             self._note_large(num_tokens, seconds - min(loss_seconds, 0.999 * seconds))
             self._tokens = _KEPT * self._tokens + num_tokens
             self._token_seconds = _KEPT * self._token_seconds + seconds
-            # Those of several ranks run at once, and may be longer together than the micro-batch.
+            # Several ranks compute losses at once, so the sum of their times may exceed the micro-batch's time.
             self._loss_seconds = _KEPT * self._loss_seconds + min(loss_seconds, 0.999 * seconds)
             self._expected_loss_seconds = _KEPT * self._expected_loss_seconds + expected_loss_seconds
         else:
@@ -57,22 +59,24 @@ class Speed:
             self._call_seconds = _KEPT * self._call_seconds + seconds
 
     def _note_large(self, num_tokens: int, seconds: float) -> None:
-        """A small micro-batch takes longer for each token, and says nothing about large ones."""
+        """Records the speed of a large micro-batch. Small ones are ignored: they take longer per token."""
         if num_tokens >= self.large_tokens_per_s * _LARGE_S:
             self._large.append(num_tokens / seconds)
 
     def tokens_in(self, seconds: float) -> int:
-        """Tokens that micro-batches without custom losses have in so many seconds, as far as that is known."""
+        """Expected number of tokens, without custom losses, that are computed in `seconds`; 0 before the first
+        measurement."""
         without = self._token_seconds - self._loss_seconds
         return round(seconds * self._tokens / without) if without > 0 else 0
 
     def loss_tokens(self, expected_seconds: float) -> int:
-        """Tokens that are computed in the time of a custom loss. Earlier losses correct the expected time."""
+        """Number of tokens that take as long as a custom loss. Times of earlier losses correct the expected time."""
         known = self._expected_loss_seconds > 0 < self._loss_seconds
         return self.tokens_in(expected_seconds * (self._loss_seconds / self._expected_loss_seconds if known else 1.0))
 
     def seconds(self, *, num_tokens: int, num_calls: int) -> float | None:
-        """Expected time of so many tokens in micro-batches and of so many calls; None when one is not known yet."""
+        """Expected time of `num_tokens` tokens in micro-batches and of `num_calls` calls, in seconds; None when it is
+        not known yet."""
         if (num_tokens and not self._tokens) or (num_calls and not self._calls):
             return None
         batches = num_tokens * self._token_seconds / self._tokens if num_tokens else 0.0
