@@ -38,7 +38,7 @@ def status_of(operation: Operation, model: ModelQueue, *, backlog: Backlog, spee
     elapsed_s = time.perf_counter() - running.started_s if running is not None else 0.0
     lane = list(backlog.waiting(model.model_id))
     entered = next((n for n, (one, _) in enumerate(lane) if one is operation), None)
-    if entered is None and operation.seq_id < model.next_to_enter and not _runs(operation, running):  # has been computed
+    if entered is None and operation.seq_id < model.next_to_enter and not _runs(operation, running):  # is computed
         return QueueStatus(reason=_AFTER.get(operation.kind, "its result is being stored"))
     if entered is not None:
         own = lane[: entered + 1]

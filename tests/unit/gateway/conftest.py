@@ -22,7 +22,7 @@ async def stack(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> AsyncIterat
 
 @pytest.fixture
 async def impatient(stack: Stack) -> None:
-    """A gateway that waits only half a second for a trainer that does not answer. The default outwaits a busy machine."""
+    """A gateway that waits half a second for a trainer that does not answer. The default outwaits a busy machine."""
     await stack.restart_gateway(submit_timeout_s=0.5)
 
 
