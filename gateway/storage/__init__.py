@@ -1,1 +1,1 @@
-"""Checkpoints: their index, what comes and goes, and what is deleted."""
+"""Checkpoints: the index, copies, imports, downloads, deletion and retention."""

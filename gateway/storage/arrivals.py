@@ -1,7 +1,8 @@
-"""Checkpoints that no save has made: copies and imports, each in a training run of its own that cannot be trained.
+"""Copies and imports: checkpoints that no save made, each in a training run of its own that cannot be trained.
 
-Each is written down before the trainer makes it. So what a gateway leaves that ends, or loses its database, between the
-trainer's answer and the checkpoint's row is found, and indexed as if it had gone on.
+The gateway stores an operation before the trainer makes the checkpoint. A gateway may die, or lose its database,
+between the trainer's answer and the checkpoint's row. Then another one, or the same one later, finds the operation and
+indexes the checkpoint.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ from tinsmith.rpc.paths import TinkerPath
 logger = logging.getLogger(__name__)
 
 _PATIENCE_S = 3600.0
-"""How long a trainer may still be making what a gateway has left."""
+"""How long a trainer may go on making a checkpoint whose gateway is gone."""
 
 
 class Arrivals:
+    """Indexes copied and imported checkpoints, and those that a dead gateway left behind."""
+
     def __init__(self, store: Store, checkpoints: Checkpoints, *, gateway_id: str) -> None:
         self._store = store
         self._checkpoints = checkpoints
@@ -40,7 +43,10 @@ class Arrivals:
         self._in_work: Counter[str] = Counter()
 
     def operation(self, kind: str, path: TinkerPath, *, source: str | None = None, mark: str = "") -> Operation:
-        """`source`: the path that is copied. `mark`: of the request, to tell a repeat."""
+        """The operation that makes the checkpoint at `path`.
+
+        `source`: the path that is copied. `mark`: fingerprint of the request, by which a repeat is known.
+        """
         return Operation(
             request_id=str(path),
             model_id=path.run_id,
@@ -53,7 +59,8 @@ class Arrivals:
 
     @asynccontextmanager
     async def noted(self, operation: Operation) -> AsyncIterator[None]:
-        """While the block has a trainer make it. What fails for good leaves no note."""
+        """Stores the operation while the block has a trainer make the checkpoint; deletes it when that fails for
+        good."""
         path = operation.request_id
         self._in_work[path] += 1
         try:
@@ -66,11 +73,13 @@ class Arrivals:
                 raise
         finally:
             self._in_work[path] -= 1
-            self._in_work += Counter()  # without those at 0
+            self._in_work += Counter()  # drops the entries at 0
 
     async def add(self, row: Checkpoint, operation: Operation, *, owner: str) -> bool:
-        """The trainer has it: it is indexed, if a search has not done so, and goes into the audit log as made by
-        `owner`. False when that was done before."""
+        """Indexes a checkpoint that the trainer has made, and writes it into the audit log as made by `owner`.
+
+        False when it was in the audit log before.
+        """
         await self._add_run(row)
         await self._store.checkpoints.put(row)
 
@@ -80,7 +89,7 @@ class Arrivals:
         return await self._store.operations.settle(operation.request_id, note=note)
 
     async def _add_run(self, checkpoint: Checkpoint) -> None:
-        """The trainer never has it, so it is released from its beginning."""
+        """Adds the run of the checkpoint. It is released from its beginning, because no trainer ever has its model."""
         now = time.time()
         await self._store.models.add(
             Model(
@@ -99,13 +108,13 @@ class Arrivals:
         )
 
     async def finish_left(self) -> None:
-        """Indexes what gateways that are gone, or this one, have left in the trainers."""
+        """Indexes the checkpoints that dead gateways, or this one, had made and did not index."""
         in_work = list(self._in_work)
         for operation in await self._store.operations.left(self._gateway_id, kinds=ARRIVALS, in_work=in_work):
             try:
                 await self._finish(operation)
             except ServiceError as error:
-                logger.warning("what became of %s cannot be found out now: %s", operation.request_id, error.message)
+                logger.warning("cannot find out now whether %s was made: %s", operation.request_id, error.message)
 
     async def _finish(self, operation: Operation) -> None:
         path = TinkerPath.parse(operation.request_id, field="path")
@@ -119,7 +128,7 @@ class Arrivals:
                 await self._store.operations.delete(operation.request_id)
             return
         if await self.add(found, operation, owner=found.owner):
-            logger.info("%s was left by a gateway that ended, or had no database, and is indexed", path)
+            logger.info("%s is now indexed: the gateway that had it made ended, or had no database", path)
         if operation.kind == IMPORT:
             await self._store.sessions.end(session_id, reason="success", detail=None)
 

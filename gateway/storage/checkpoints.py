@@ -1,4 +1,7 @@
-"""Saved states by their public path. The store is an index: what it does not know, the trainers' manifests may."""
+"""Checkpoints by their public path.
+
+The database is only an index: when it does not have a checkpoint, the trainers are asked, whose manifests may.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +29,18 @@ from tinsmith.v1 import trainer_pb2, types_pb2
 logger = logging.getLogger(__name__)
 
 Purpose = Literal["load", "sample", "copy", "download"]
-"""Why somebody reads weights."""
+"""What the weights of a checkpoint are read for."""
 
 _DELETION_RETENTION_S = 86400.0
-"""How long a repeat of a deletion is known."""
+"""How long the key of a deletion is stored, by which a repeat is known."""
 _IS_NOT_DELETED = or_(Checkpoint.expires_at.is_(None), Checkpoint.expires_at != DELETED_AT)
 _DELETION = ("owner", "idempotency_key", "path")
 _Deletion = tuple[str, str, str]
 
 
 class Checkpoints:
+    """Finds, changes and deletes checkpoints."""
+
     def __init__(
         self, store: Store, clients: Clients, *, ledger: Ledger, retirement: Retirement, timeout_s: float
     ) -> None:
@@ -48,10 +53,10 @@ class Checkpoints:
         self._retirement = retirement
 
     async def find(self, path: str, *, field: str, caller: Caller | None) -> Checkpoint:
-        """One that the caller may read; None: one who has shown a right to it.
+        """A checkpoint that the caller may read. `caller` None: the right to read it was checked already.
 
-        Raises InvalidRequest for what is no path, CheckpointNotFound for a missing or expired one, and NotReady when a
-        trainer that may have it cannot be reached.
+        Raises InvalidRequest for a bad path, CheckpointNotFound for a missing or expired checkpoint, and NotReady when
+        a trainer that may have it cannot be reached.
         """
         parsed = TinkerPath.parse(path, field=field)
         known = await self._store.checkpoints.get(str(parsed))
@@ -65,20 +70,21 @@ class Checkpoints:
         return known
 
     async def find_own(self, path: str, *, field: str, caller: Caller) -> Checkpoint:
-        """One that the caller may change. Raises what `find` raises, also for what others have published."""
+        """A checkpoint that the caller may change. Raises what `find` raises; CheckpointNotFound also for a checkpoint
+        that another owner has published."""
         found = await self.find(path, field=field, caller=caller)
         if not self._access.changes(found, caller):
             raise CheckpointNotFound(f"{field}: there is no checkpoint {path}", field=field)
         return found
 
     async def read(self, path: str, *, field: str, caller: Caller, purpose: Purpose) -> Checkpoint:
-        """`find_usable`, for somebody who will have the weights: the audit log names them."""
+        """`find_usable`, for a caller who gets the weights: writes the read into the audit log."""
         checkpoint = await self.find_usable(path, field=field, caller=caller, purpose=purpose)
         self.record("checkpoint_read", checkpoint, owner=caller.owner, purpose=purpose)
         return checkpoint
 
     async def find_usable(self, path: str, *, field: str, caller: Caller, purpose: Purpose) -> Checkpoint:
-        """`find`. Raises InvalidRequest too when the checkpoint is not of a kind for this purpose."""
+        """`find`. Raises InvalidRequest, too, when this kind of checkpoint cannot be used for the purpose."""
         checkpoint = await self.find(path, field=field, caller=caller)
         if purpose in ("load", "sample") and checkpoint.kind == "external_weights":
             raise InvalidRequest(
@@ -89,8 +95,11 @@ class Checkpoints:
         return checkpoint
 
     async def _find_in_trainers(self, path: TinkerPath, *, caller: Caller | None) -> Checkpoint | None:
-        """Asks every trainer, and indexes what one finds again. It belongs to the owner of the run; where the database
-        has lost that, too, to the first admin who asks for it, and to nobody before."""
+        """Asks the trainers for a checkpoint, and indexes it when one of them has it.
+
+        The checkpoint belongs to the owner of its run. When the database has lost the run, too, the first admin who
+        asks becomes the owner; until then nobody finds the checkpoint.
+        """
         whose = await self._store.sessions.whose(path.run_id.partition(":")[0])
         if caller is None or not (caller.admin if whose is None else caller.sees(whose.owner)):
             return None
@@ -102,7 +111,10 @@ class Checkpoints:
         return row
 
     async def ask_trainers(self, path: TinkerPath) -> types_pb2.CheckpointInfo | None:
-        """What one of them has there. Raises NotReady when one that may have it cannot be reached."""
+        """The checkpoint at this path, from the first trainer that has it; None when none has it.
+
+        Raises NotReady when a trainer that may have it cannot be reached.
+        """
         for trainer in await self._clients.settle(self._clients.all_trainers, timeout_s=self._timeout_s):
             request = trainer_pb2.GetCheckpointRequest(location=path.location)
             try:
@@ -118,7 +130,7 @@ class Checkpoints:
         return None
 
     async def files(self, checkpoint: Checkpoint) -> Sequence[types_pb2.CheckpointFile]:
-        """What it consists of. Raises CheckpointNotFound, NotReady."""
+        """The files of the checkpoint. Raises CheckpointNotFound and NotReady."""
         trainer = self._clients.find_trainer(checkpoint.base_model)
         try:
             reply = await trainer.stub.GetCheckpoint(trainer_pb2.GetCheckpointRequest(location=checkpoint.location))
@@ -127,7 +139,8 @@ class Checkpoints:
         return list(reply.files)
 
     async def verify(self, checkpoint: Checkpoint) -> trainer_pb2.VerifyCheckpointResponse:
-        """Has the trainer read all of it. Raises CheckpointNotFound, DataCorrupted (the manifest), NotReady."""
+        """Has the trainer read and check every file. Raises CheckpointNotFound, NotReady, and DataCorrupted for a
+        damaged manifest; damaged files are in the reply."""
         trainer = self._clients.find_trainer(checkpoint.base_model)
         try:
             return await trainer.stub.VerifyCheckpoint(
@@ -139,35 +152,36 @@ class Checkpoints:
     # Changes
 
     async def publish(self, checkpoint: Checkpoint, *, public: bool, owner: str) -> None:
-        """Once more changes nothing."""
+        """Publishes or unpublishes the checkpoint; writes no event when nothing changes."""
         if checkpoint.public != public:
             event = event_of("checkpoint_publish" if public else "checkpoint_unpublish", checkpoint, owner=owner)
             await self._store.checkpoints.update(checkpoint.path, event, public=public)
 
     async def set_ttl(self, checkpoint: Checkpoint, ttl_seconds: int | None, *, owner: str) -> None:
-        """From now; None: it never expires."""
+        """Sets how long the checkpoint lives from now on, in seconds. None: it never expires."""
         expires_at = None if ttl_seconds is None else time.time() + ttl_seconds
         event = event_of("checkpoint_ttl", checkpoint, owner=owner, ttl_seconds=ttl_seconds)
         await self._store.checkpoints.update(checkpoint.path, event, expires_at=expires_at)
 
     async def pin(self, checkpoint: Checkpoint, *, pinned: bool, owner: str) -> None:
-        """Once more changes nothing."""
+        """Pins or unpins the checkpoint; writes no event when nothing changes."""
         if checkpoint.pinned != pinned:
             event = event_of("checkpoint_pin" if pinned else "checkpoint_unpin", checkpoint, owner=owner)
             await self._store.checkpoints.update(checkpoint.path, event, pinned=pinned)
 
     async def keep_for_samplers(self, path: TinkerPath) -> None:
-        """To be called before a save may replace the checkpoint: samplers of the old one go on."""
+        """Keeps the files at this path for live samplers. Must be called before a save may replace the checkpoint."""
         known = await self._store.checkpoints.get(str(path))
         if known is not None:
             await self._retirement.keep_for_samplers(known)
 
     async def delete(self, path: str, *, caller: Caller, idempotency_key: str | None = None) -> None:
-        """It is gone for everyone at once; its files are too, or when the trainer can be reached again. The same key
-        again, within a day, changes nothing.
+        """Deletes a checkpoint: nobody finds it any more. If its trainer is unreachable, the reaper removes the files
+        later.
 
-        Raises InvalidRequest for what is no path, or a base model that no trainer serves; CheckpointNotFound; and
-        NotReady when that cannot be known yet.
+        A repeat with the same `idempotency_key` within a day does nothing. Raises InvalidRequest for a bad path, or a
+        base model that no trainer serves; CheckpointNotFound; and NotReady when a trainer that must be asked cannot be
+        reached.
         """
         owner = caller.owner
         deletion = None if idempotency_key is None else (owner, idempotency_key, path)
@@ -199,12 +213,15 @@ class Checkpoints:
                 await db.merge(Deletion(**dict(zip(_DELETION, deletion, strict=True)), at=time.time()))
 
     async def forget_deletions(self) -> None:
-        """Those of which no repeat will come any more."""
+        """Forgets the keys of deletions that are older than a day."""
         async with self._store.begin() as db:
             await db.execute(delete(Deletion).where(Deletion.at < time.time() - _DELETION_RETENTION_S))
 
     async def prune(self, checkpoint: Checkpoint, *, owner: str) -> bool:
-        """`delete`, by a retention policy. False when it was pinned, published, replaced or deleted meanwhile."""
+        """Deletes a checkpoint for a retention policy.
+
+        False, and nothing is done, when it was pinned, published, replaced or deleted meanwhile.
+        """
         is_this = (
             Checkpoint.path == checkpoint.path,
             Checkpoint.version_id == checkpoint.version_id,
@@ -224,8 +241,10 @@ class Checkpoints:
         return True
 
     async def expire(self, checkpoint: Checkpoint) -> bool:
-        """Frees the disk of an expired checkpoint, or of one whose deletion did not come to its end. False when another
-        gateway did so."""
+        """Removes an expired checkpoint, or one whose deletion was not finished. False when another gateway was faster.
+
+        Raises what `_remove` raises.
+        """
         was_deleted = checkpoint.expires_at == DELETED_AT
         if not await self._remove(checkpoint):
             return False
@@ -234,8 +253,11 @@ class Checkpoints:
         return True
 
     async def _remove(self, checkpoint: Checkpoint) -> bool:
-        """Removes the files, then the row; False when that was gone. What a save has put there meanwhile stays. Raises
-        NotReady when the trainer cannot be reached."""
+        """Removes the files, then the row. False when the row was gone already.
+
+        A newer version that a save has put at the same path stays. Raises InvalidRequest when no trainer serves the
+        base model, and NotReady when the trainer cannot be reached.
+        """
         trainer: Trainer = self._clients.find_trainer(checkpoint.base_model)
         await self._retirement.keep_for_samplers(checkpoint)
         request = trainer_pb2.DeleteCheckpointRequest(location=checkpoint.location, version_id=checkpoint.version_id)
@@ -251,5 +273,5 @@ class Checkpoints:
 
 
 def event_of(event: str, checkpoint: Checkpoint, *, owner: str, **details: Any) -> AuditEvent:
-    """Of the audit log."""
+    """An event of the audit log that names this checkpoint and its run."""
     return audit_event(event, owner=owner, tinker_path=checkpoint.path, training_run_id=checkpoint.run_id, **details)

@@ -44,7 +44,11 @@ class Copies:
     async def into_project(
         self, source_path: str, project_id: str, *, ttl_seconds: int | None, caller: Caller, idempotency_key: str | None
     ) -> Checkpoint:
-        """A new session of the project owns it. The same key again gives the same copy, also without its source."""
+        """Copies a checkpoint into a new session of the project.
+
+        A repeat with the same `idempotency_key` gives the same copy, even when its source is gone. Raises what
+        `into_run` raises, and InvalidRequest when the key was used for another copy.
+        """
         name = f"copy of {TinkerPath.parse(source_path, field='source_path')}"
         key = None if idempotency_key is None else f"copy:{idempotency_key}"
         session = await self._store.sessions.of_key(caller.owner, key)
@@ -62,15 +66,15 @@ class Copies:
             )
         if (session.display_name, session.project_id) != (name, project_id):
             raise InvalidRequest(f"X-Idempotency-Key: {idempotency_key!r} was used for another copy before")
-        # Nobody sends its heartbeats: it has ended as soon as it has begun.
+        # No client sends heartbeats for this session, so it ends at once.
         await self._store.sessions.end(session.session_id, reason="success", detail=None)
         return await self.into_run(source_path, f"{session.session_id}:train:0", ttl_seconds=ttl_seconds, caller=caller)
 
     async def into_run(self, source_path: str, run_id: str, *, ttl_seconds: int | None, caller: Caller) -> Checkpoint:
-        """A new run of an existing session owns it; the same again gives the same copy while there is one.
+        """Copies a checkpoint into a new run of an existing session. A repeat gives the same copy while that exists.
 
-        Raises AlreadyExists when the run or the copy's path is taken by something else, CheckpointNotFound,
-        RateLimited, and BudgetExceeded. What it raises otherwise comes from the trainer.
+        Raises AlreadyExists (SequenceConflict for a training run) when the run or the copy's path is taken,
+        CheckpointNotFound, NotReady, RateLimited, BudgetExceeded, and the trainer's errors.
         """
         asked = TinkerPath.parse(source_path, field="source_path")
         path = TinkerPath(run_id, asked.kind, asked.name)
@@ -120,28 +124,34 @@ class Copies:
     async def _copied(
         self, source: TinkerPath, path: TinkerPath, *, ttl_seconds: int | None, caller: Caller
     ) -> Checkpoint | None:
-        """The copy at `path`, if it was made there and still is. Raises AlreadyExists when it was made otherwise."""
+        """The copy of `source` at `path`; None when there is none.
+
+        Raises AlreadyExists when `path` is a copy of another source, or has another ttl.
+        """
         known = await self._store.operations.get(str(path))
         if known is None:
             return None
         try:
             copy = await self._checkpoints.find(str(path), field="source_path", caller=caller)
         except CheckpointNotFound:
-            if known.settled_at is not None:  # otherwise it may just be made
+            if known.settled_at is not None:  # an unsettled copy may still be in work
                 await self._store.operations.delete(known.request_id)
             return None
         if known.path != str(source):
             raise AlreadyExists(f"model_seq_id: {path} is taken by another checkpoint, a copy of {known.path}")
         if known.fingerprint != _mark(ttl_seconds):
             raise _other_ttl(path, ttl_seconds)
-        if known.settled_at is None:  # `find` has indexed it: the gateway that had it made did not come to that
+        if known.settled_at is None:  # the gateway that had it made did not index it; `find` did
             await self._arrivals.add(copy, known, owner=caller.owner)
         return copy
 
     async def _made_before(
         self, source: Checkpoint, path: TinkerPath, *, ttl_seconds: int | None, caller: Caller
     ) -> Checkpoint:
-        """The copy that the trainer has and the database does not remember."""
+        """A copy that the trainer has already, but of which the database has no operation.
+
+        Raises AlreadyExists when it is another version, or has another ttl.
+        """
         found = await self._checkpoints.find(str(path), field="source_path", caller=caller)
         if found.version_id != source.version_id:
             raise AlreadyExists(f"model_seq_id: {path} is taken by another checkpoint")
@@ -157,5 +167,5 @@ def _mark(ttl_seconds: int | None) -> str:
 def _other_ttl(path: TinkerPath, ttl_seconds: int | None) -> AlreadyExists:
     return AlreadyExists(
         f"ttl_seconds: {path} was made with another value than {ttl_seconds}; a repeat (the same X-Idempotency-Key, or "
-        "session_id and model_seq_id) sends the same one"
+        "session_id and model_seq_id) must send the same value"
     )

@@ -1,4 +1,4 @@
-"""Addresses from which files can be fetched without a key, for a while: they carry a signature instead."""
+"""Download URLs: signed and limited in time, so that files can be fetched without a key."""
 
 from __future__ import annotations
 
@@ -26,25 +26,30 @@ from tinsmith.v1 import trainer_pb2, types_pb2
 
 @dataclass(frozen=True, slots=True)
 class Download:
+    """A signed URL."""
+
     url: str
     expires_at: float
+    """Seconds since 1970."""
 
 
 class Downloads:
+    """Signs download URLs, and checks them."""
+
     def __init__(self, config: GatewayConfig) -> None:
         self._public_url = config.public_url
         self._lifetime_s = config.download_url_s
         self._secret = config.download_secret.get_secret_value()
 
     async def start(self, store: Store) -> None:
-        """To be called once before any other method."""
+        """Reads the secret, or makes it. Must be called before any other method."""
         if not self._secret:
             self._secret = await store.settings.get("download_secret", default=secrets.token_hex(32))
 
     def sign(self, request: Request, *parts: str, version: str = "") -> Download:
-        """The address of /download/PART/PART/..., as the sender of `request` can reach it.
+        """The URL of /download/PART/PART/..., as the sender of `request` can reach it.
 
-        `version`: what lies there now; the address is good for nothing else that comes to lie there.
+        `version`: the version that the path names now. The URL does not give a later one.
         """
         base_url = self._public_url or str(request.base_url).rstrip("/")
         expires_at = int(time.time() + self._lifetime_s)
@@ -54,7 +59,10 @@ class Downloads:
         return Download(f"{base_url}/download/{path}?{query}", expires_at)
 
     def check(self, request: Request, *parts: str) -> str:
-        """The version that it was signed for. 403 unless it was signed for these parts, 410 when its time is over."""
+        """The version that the URL was signed for.
+
+        Raises HTTPException 403 unless the URL was signed for these parts, and 410 when it has expired.
+        """
         names = ("version", "expires", "signature")
         version, expires, signature = (request.query_params.get(name, "") for name in names)
         is_time = expires.isascii() and expires.isdigit() and len(expires) < 12
@@ -72,7 +80,7 @@ class Downloads:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What an address gives: bytes that are made here, and files of a checkpoint, one after the other."""
+    """The content of a download: bytes that the gateway makes and files of a checkpoint, one after the other."""
 
     parts: Sequence[bytes | types_pb2.CheckpointFile]
 
@@ -82,15 +90,18 @@ class Content:
 
     @property
     def tag(self) -> str:
-        """Of these very bytes."""
+        """The ETag: a digest of the content."""
         digest = hashlib.sha256()
         for part in self.parts:
             digest.update(part if isinstance(part, bytes) else part.sha256.encode())
         return f'"{digest.hexdigest()}"'
 
     async def read(self, trainer: Trainer, location: str, start: int, stop: int) -> AsyncIterator[bytes]:
-        """Bytes from `start` on, before `stop`, as they arrive. A damaged file is found here, before the first byte: it
-        is raised as DataCorrupted, as what else goes wrong at the beginning is raised as a ServiceError."""
+        """Opens the parts, and returns an iterator over the bytes `start` to `stop`.
+
+        Raises DataCorrupted for a damaged file, and another ServiceError when a file cannot be opened, so a client gets
+        an error instead of a body that breaks off.
+        """
         opened: list[AsyncIterator[bytes]] = []
         position = 0
         for part in self.parts:
@@ -109,7 +120,7 @@ def one_file(file: types_pb2.CheckpointFile) -> Content:
 
 
 def tar(files: Sequence[types_pb2.CheckpointFile], *, modified_at: float) -> Content:
-    """An archive, without a copy of it anywhere."""
+    """A tar archive of the files. It is put together while it is sent, so no copy of it is stored."""
     parts: list[bytes | types_pb2.CheckpointFile] = []
     for file in files:
         info = TarInfo(file.name)
@@ -119,11 +130,14 @@ def tar(files: Sequence[types_pb2.CheckpointFile], *, modified_at: float) -> Con
 
 
 def wanted_range(request: Request, content: Content) -> tuple[int, int] | None:
-    """First byte and end of what a Range header asks for; None: all. 416 when there is nothing of it."""
+    """The first byte that a Range header asks for, and the end, exclusive. None: the whole content.
+
+    Raises HTTPException 416 when the range begins behind the end of the content.
+    """
     size = content.num_bytes
     if request.headers.get("if-range", content.tag) != content.tag:
         return None
-    match = re.fullmatch(r"bytes=([0-9]{0,18})-([0-9]{0,18})", request.headers.get("range", ""))  # several: all
+    match = re.fullmatch(r"bytes=([0-9]{0,18})-([0-9]{0,18})", request.headers.get("range", ""))  # one range only
     if match is None or match[0] == "bytes=-" or (match[1] and match[2] and int(match[2]) < int(match[1])):
         return None
     if match[1]:

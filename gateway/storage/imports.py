@@ -1,4 +1,4 @@
-"""Adapters made elsewhere: each becomes a checkpoint of a training run of its own, in a session of its own."""
+"""Imports of adapters made elsewhere. Each becomes a checkpoint in a training run and a session of its own."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ from tinsmith.rpc.paths import TinkerPath
 from tinsmith.v1 import trainer_pb2
 
 _MAX_DRAINED_BYTES = 2**30
+"""Most bytes that are still read of an archive that the trainer has refused already."""
 
 
 @dataclass(frozen=True, slots=True)
 class Imported:
     checkpoint: Checkpoint
     notes: Sequence[str]
-    """What the user should know."""
+    """Messages of the trainer to the user."""
 
 
 class Imports:
@@ -60,8 +61,11 @@ class Imports:
         ttl_seconds: int | None,
         caller: Caller,
     ) -> Imported:
-        """`num_bytes`: what the archive has, or 0 where that is not known. Raises HTTPException for one that is too
-        large, RateLimited, BudgetExceeded, and what the trainer raises."""
+        """Imports the adapter in an archive. `num_bytes`: size of the archive, or 0 when it is not known.
+
+        Raises HTTPException 413 for an archive that is too large, NotReady, RateLimited, BudgetExceeded, and the
+        trainer's errors.
+        """
         trainer = await self._clients.settle(
             lambda: self._clients.find_trainer(base_model), timeout_s=self._config.submit_timeout_s
         )
@@ -98,7 +102,11 @@ class Imports:
         return Imported(row, list(reply.notes))
 
     async def _room(self, hold: Hold, path: TinkerPath) -> int | None:
-        """What is left of the owner's quota, for this import alone: nobody knows what an archive unpacks to."""
+        """Reserves all that is left of the owner's quota, and returns it in bytes; None: there is no quota.
+
+        One import gets all of it, because the size of the unpacked archive is not known. Raises RateLimited when other
+        saves of the owner take longer than PATIENCE_S, and BudgetExceeded.
+        """
         deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
@@ -116,8 +124,11 @@ class Imports:
         *,
         room: Callable[[], Awaitable[int | None]],
     ) -> trainer_pb2.ImportCheckpointResponse:
-        """Passes the archive on as it comes; `room` is asked when it has. What is not wanted any more is read all the
-        same, up to a bound: a client reads no answer before it has sent everything."""
+        """Passes the archive on as it arrives. `room` gives the most bytes that the checkpoint may have.
+
+        After a refusal the rest of the archive is still read, up to `_MAX_DRAINED_BYTES`, because most clients read no
+        answer before they have sent everything.
+        """
         limit = self._config.max_import_bytes
         call = trainer.stub.ImportCheckpoint()
         num_bytes = num_dropped = 0
@@ -147,6 +158,6 @@ class Imports:
 
     @staticmethod
     async def _write(call: grpc.aio.StreamUnaryCall, request: trainer_pb2.ImportCheckpointRequest) -> None:
-        # When it has ended with an error, that is read when the client has sent everything.
+        # `_send` reads the error of a call that has ended once the client has sent everything.
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             await call.write(request)

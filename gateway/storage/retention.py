@@ -1,6 +1,6 @@
-"""Retention: each run's policy, what it would delete, and its execution by the reaper.
+"""Retention policies of runs: reading and setting them, planning and doing their deletions.
 
-Nothing that is pinned, published, used by a live sampler, or about to be loaded is deleted.
+A checkpoint that is pinned, published, used by a live sampler, or about to be loaded is never deleted.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RunPolicy:
+    """The policy that applies to a run."""
+
     policy: Policy
     is_default: bool
-    """The run has none of its own."""
+    """The run has no policy of its own."""
 
 
 class Retention:
@@ -45,7 +47,7 @@ class Retention:
         return RunPolicy(self._default, True) if row is None else RunPolicy(Policy.model_validate(row.policy), False)
 
     async def set_policy(self, run_id: str, policy: Policy) -> None:
-        """One without rules keeps everything, whatever the default is."""
+        """Gives the run its own policy. A policy without rules keeps everything, whatever the default is."""
         row = RetentionPolicy(run_id=run_id, policy=policy.model_dump(exclude_none=True), changed_at=time.time())
         async with self._store.begin() as db:
             await db.merge(row)
@@ -56,7 +58,10 @@ class Retention:
                 await db.delete(row)
 
     async def plan(self, run_id: str, policy: Policy) -> list[Judged]:
-        """Of every checkpoint that rules may name, oldest first."""
+        """What the policy says of each checkpoint of the run, by kind and oldest first.
+
+        Checkpoints for download are not listed; no rule names them.
+        """
         is_this = Checkpoint.run_id == run_id, Checkpoint.kind.in_(KINDS.values()), exists_now()
         async with self._store.begin() as db:
             rows = list(await db.execute(select(Checkpoint, _is_in_use()).where(*is_this)))
@@ -71,8 +76,10 @@ class Retention:
     async def prune(
         self, run_id: str, policy: Policy, *, only: Collection[str] | None = None, owner: str | None = None
     ) -> list[Checkpoint]:
-        """Deletes what the policy does not keep, and returns it. `only`: nothing but these paths. `owner`: who wants
-        it, for the audit log; None: the owner of each."""
+        """Deletes the checkpoints that the policy does not keep, and returns them.
+
+        `only`: delete no other paths. `owner`: the one named in the audit log; None: the owner of each checkpoint.
+        """
         deleted = []
         for judged in await self.plan(run_id, policy):
             one = judged.checkpoint
@@ -84,7 +91,7 @@ class Retention:
         return deleted
 
     async def prune_all(self) -> None:
-        """Every run by its policy."""
+        """Prunes every run by its own policy or the default."""
         own = exists().where(RetentionPolicy.run_id == Checkpoint.run_id)
         concerned = select(Checkpoint.run_id).where(Checkpoint.kind.in_(KINDS.values())).distinct()
         if self._default.keep_all:
@@ -98,7 +105,7 @@ class Retention:
 
 
 def _is_in_use() -> ColumnElement[bool]:
-    """Of a checkpoint: a live sampler needs it, or an operation that is not over will load it."""
+    """True for a checkpoint that a live sampler needs, or that an unsettled operation will load."""
     loads = exists().where(
         Operation.path == Checkpoint.path, Operation.kind == "load_weights", Operation.settled_at.is_(None)
     )

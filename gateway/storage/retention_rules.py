@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are kept: rules, and what they come to. Pure functions."""
+"""Retention rules, and which checkpoints of a run they keep. Pure functions."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from gateway.database.tables.checkpoints import Checkpoint
 from gateway.known import Known
 
 KINDS = {"training": "weights", "sampler": "sampler_weights"}
-"""Kind of a path, for each part of a policy. Checkpoints for download have no rules."""
+"""Field of a policy -> kind of a path. Checkpoints for download have no rules."""
 
 
 class Rules(Known):
-    """Each rule names checkpoints that are kept; those that none names are deleted. Without a rule all are kept."""
+    """Rules for one kind of checkpoint. A checkpoint that no rule keeps is deleted; without rules all are kept."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     keep_last: int | None = Field(default=None, ge=1, lt=2**31)
-    """The newest so many."""
+    """Number of the newest checkpoints to keep."""
     keep_every_steps: int | None = Field(default=None, ge=1, lt=2**31)
-    """The first one at or after each multiple of so many optimizer steps."""
+    """Keeps the first checkpoint at or after each multiple of this number of optimizer steps."""
     keep_within_seconds: int | None = Field(default=None, ge=1, lt=2**31)
-    """All that are not older."""
+    """Keeps all checkpoints that are younger than this, in seconds."""
 
     @property
     def keep_all(self) -> bool:
@@ -32,33 +32,38 @@ class Rules(Known):
 
 
 class Policy(Known):
-    """Of a training run."""
+    """The retention policy of a training run."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     training: Rules = Rules()
-    """Of checkpoints that training resumes from."""
+    """Rules for checkpoints that training resumes from."""
     sampler: Rules = Rules()
-    """Of checkpoints for samplers."""
+    """Rules for checkpoints of sampler weights."""
 
     @property
     def keep_all(self) -> bool:
         return self.training.keep_all and self.sampler.keep_all
 
     def of(self, kind: str) -> Rules:
-        """`kind`: of a path."""
+        """The rules for a kind of path: "weights" or "sampler_weights"."""
         return {"weights": self.training, "sampler_weights": self.sampler}[kind]
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
+    """A checkpoint, and whether a policy keeps it."""
+
     checkpoint: Checkpoint
     kept_as: Sequence[str]
-    """Why it is kept: last, every, within, or pinned, published, in use; no_rules. Empty: it is to be deleted."""
+    """Reasons to keep it: no_rules, last, every, within, pinned, published, in_use. Empty: it is to be deleted."""
 
 
 def judge(checkpoints: Sequence[Checkpoint], rules: Rules, *, in_use: Collection[str], now: float) -> list[Judged]:
-    """Of one run and kind, oldest first. `in_use`: paths of those that somebody needs."""
+    """Applies the rules to the checkpoints of one run and kind; oldest first.
+
+    `in_use`: paths that a sampler or a load needs. `now`: seconds since 1970.
+    """
     oldest_first = sorted(checkpoints, key=lambda one: (one.created_at, one.step, one.path))
     last = {one.path for one in oldest_first[-rules.keep_last :]} if rules.keep_last is not None else set()
     every = set()

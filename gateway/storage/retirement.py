@@ -1,8 +1,8 @@
 """Files of deleted checkpoints that live samplers still need.
 
-A sampler goes on when its checkpoint is deleted or expires: the files are copied (as links, where the file system has
-them) to a place without a public path, where they are found by what the sampler knows: the old location and the
-version. They go when the last sampling session of that version has ended.
+A sampler goes on when its checkpoint is deleted or expires. The trainer copies the files (as links, where the file
+system has them) to a location without a public path. They are found there by the old location and the version, which
+the sampling session stores. The copy is deleted when the last sampling session of that version has ended.
 """
 
 from __future__ import annotations
@@ -27,26 +27,28 @@ logger = logging.getLogger(__name__)
 
 
 def _retired(location: str, version_id: str) -> str:
-    """The same at every try: one that a crash has interrupted leaves nothing behind."""
+    """Location of the copy. It depends on nothing else, so a retry after a crash reuses the first copy."""
     mark = hashlib.sha256(f"{location}\n{version_id}".encode()).hexdigest()[:32]
     return f"{RETIRED}/ephemeral/{mark}"
 
 
 class Retirement:
+    """Makes, finds and deletes these copies."""
+
     def __init__(self, store: Store, clients: Clients) -> None:
         self._store = store
         self._clients = clients
 
     async def find(self, location: str, version_id: str) -> str | None:
-        """Where a version lies whose checkpoint was deleted; None when nobody needed it then."""
+        """Location of a version whose checkpoint was deleted; None when no sampler needed it at that time."""
         async with self._store.begin() as db:
             row = await db.get(RetiredCheckpoint, _retired(location, version_id))
         return None if row is None else row.location
 
     async def keep_for_samplers(self, checkpoint: Checkpoint) -> None:
-        """To be called before the files of a checkpoint go. Does nothing when no live sampler uses them.
+        """Copies the files of a checkpoint if a live sampler uses them. Must be called before the files are deleted.
 
-        Raises what find_trainer raises, and NotReady when the trainer cannot be reached.
+        Raises what `Clients.find_trainer` raises, and NotReady when the trainer cannot be reached.
         """
         source, version_id = checkpoint.location, checkpoint.version_id
         async with self._store.begin() as db:
@@ -61,10 +63,10 @@ class Retirement:
                 case CheckpointExists():
                     pass
                 case CheckpointNotFound():
-                    return  # its files are gone already
+                    return  # the files are gone already
                 case _:
                     raise cause from error
-        # A client that deletes it, and the reaper that finds it deleted, may both be here.
+        # A client that deletes the checkpoint and the reaper may both add this row.
         row = self._store.insert(RetiredCheckpoint).values(
             location=location,
             source=source,
@@ -74,7 +76,7 @@ class Retirement:
         )
         async with self._store.begin() as db:
             await db.execute(row.on_conflict_do_nothing())
-        logger.info("%s goes on as %s: samplers use it", source, location)
+        logger.info("%s was copied to %s, because samplers still use it", source, location)
 
     async def delete_unused(self) -> None:
         """Deletes the copies that no live sampler uses any more."""
@@ -94,7 +96,10 @@ class Retirement:
 
 
 def is_sampled(location: Any, version_id: Any) -> ColumnElement[bool]:
-    """A live session has a sampler of this version (a value or a column), or one that follows its run to it."""
+    """True when a live session has a sampler of this version, or one that follows its run to it.
+
+    `location`, `version_id`: values or columns.
+    """
     samples = and_(SamplingSession.location == location, SamplingSession.version_id == version_id)
     follows = exists().where(
         Model.model_id == SamplingSession.inflight_run_id,

@@ -1,1 +1,1 @@
-"""Operations of training runs, and what goes into a batch."""
+"""Training operations: from the client's request through the trainer to the stored answer."""

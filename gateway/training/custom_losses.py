@@ -1,6 +1,6 @@
-"""Losses that clients have traced: kept for the session, and put into the batches that name them.
+"""Custom losses: graphs that clients have traced. They are stored with the session, and added to batches by `loss_id`.
 
-What a graph may contain is the trainer's business; the gateway only carries it.
+The gateway does not look into a graph; the trainer checks it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ KIND = "create_custom_loss"
 
 
 def to_message(body: schemas.CreateCustomLoss) -> trainer_pb2.CustomLoss:
-    """Raises InvalidRequest for a graph that holds what JSON cannot."""
+    """The loss as a protobuf message. Raises InvalidRequest for a graph with NaN or infinity, which JSON cannot
+    hold."""
     try:
         graph = json.dumps(body.graph, separators=(",", ":"), allow_nan=False)
     except ValueError as error:
@@ -41,6 +42,8 @@ def to_message(body: schemas.CreateCustomLoss) -> trainer_pb2.CustomLoss:
 
 
 class CustomLosses:
+    """Creates and stores custom losses, and puts them into batches."""
+
     def __init__(
         self, config: GatewayConfig, *, store: Store, clients: Clients, futures: Futures, refusals: Refusals
     ) -> None:
@@ -51,9 +54,11 @@ class CustomLosses:
         self._refusals = refusals
 
     async def create(self, loss_id: str, message: trainer_pb2.CustomLoss, *, session_id: str) -> None:
-        """Makes a future of the id, and stores the loss when the trainer accepts it, before it returns.
+        """Has a trainer check the loss, stores it, and makes a future of `loss_id`; a refused loss makes a failed
+        future.
 
-        Raises SequenceConflict when the id stands for another loss, and NotReady when no trainer can be asked.
+        Raises SequenceConflict when the id stands for another loss, and NotReady or OutOfCapacity when no trainer can
+        check the loss now.
         """
         content = message.SerializeToString(deterministic=True)
         mark = fingerprint(KIND, content)
@@ -80,7 +85,7 @@ class CustomLosses:
                 f"session {session_id} has {self._config.max_custom_losses} custom losses, which is max_custom_losses; "
                 "create a loss once, and use its handle again"
             )
-        # All trainers check alike.
+        # All trainers apply the same checks, so any of them will do.
         timeout_s = self._config.submit_timeout_s
         trainer = await self._clients.settle(self._clients.any_trainer, timeout_s=timeout_s)
         request = trainer_pb2.CheckCustomLossRequest(custom_loss=message)
@@ -93,7 +98,7 @@ class CustomLosses:
             raise NotReady(error.details() or "") if is_lost(error) else from_rpc_error(error) from error
 
     async def attach(self, request_id: str) -> None:
-        """Makes a future of a loss that is stored. Raises Gone when there is none."""
+        """Makes a future for a stored loss. Raises Gone when no loss is stored under this id."""
         row = await self._store.custom_losses.get(request_id)
         if row is None:
             raise Gone
@@ -102,7 +107,7 @@ class CustomLosses:
             self._futures.start(Pending(request_id, KIND, row.session_id, mark), _answer(request_id))
 
     async def attached(self, message: trainer_pb2.ForwardBackwardRequest, *, session_id: str) -> None:
-        """Puts the loss that the batch names by loss_id into it. Raises InvalidRequest, naming the field."""
+        """Replaces `loss_id` in the batch by the loss itself. Raises InvalidRequest, naming the field."""
         config = message.loss_fn_config_v2
         if message.loss_fn_config or set(config) != {"loss_id"} or config["loss_id"].WhichOneof("value") != "text":
             given = sorted({*message.loss_fn_config, *config})
@@ -111,7 +116,7 @@ class CustomLosses:
                 field="loss_fn_config",
             )
         loss_id = config["loss_id"].text
-        row = None if "\0" in loss_id else await self._store.custom_losses.get(loss_id)  # PostgreSQL would not look
+        row = None if "\0" in loss_id else await self._store.custom_losses.get(loss_id)  # PostgreSQL takes no NUL
         if row is None or row.session_id != session_id:
             raise InvalidRequest(
                 f"loss_fn_config.loss_id: there is no custom loss {loss_id!r} in session {session_id}; make one with "

@@ -1,7 +1,7 @@
-"""The JSON that SDKs before 0.25 speak where newer ones speak protobuf: training batches in, results out.
+"""The JSON form of training batches and results, for SDKs before 0.25; newer ones use protobuf.
 
-Which form a client gets is decided by its headers, never by its version. Arrays go between JSON and bytes as a whole,
-with numpy, and only what the wire can carry is checked here: what the numbers mean is the trainer's business.
+The headers of a request decide its form, never the SDK's version. numpy converts each array as a whole. The checks here
+cover only what the wire can carry; the trainer checks what the numbers mean.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tinsmith.v1 import sampler_pb2, trainer_pb2, types_pb2
 Array = npt.NDArray[Any]
 
 _EMPTY_LOGPROB = np.float32(-99999.0)
-"""Marks, with token 0, a cell of a top-k table that holds nothing."""
+"""Together with token 0, this logprob marks an empty cell of a top-k table."""
 _STOP_REASONS = {types_pb2.PUBLIC_STOP_REASON_STOP: "stop", types_pb2.PUBLIC_STOP_REASON_LENGTH: "length"}
 _INT64 = np.dtype("<i8")
 _DTYPES = {
@@ -46,7 +46,10 @@ _RESULT_DTYPES = {
 def forward_backward(
     content: Mapping[str, Any], *, model_id: str, seq_id: int, forward_only: bool
 ) -> trainer_pb2.ForwardBackwardRequest:
-    """The body of forward_backward or, with `forward_only`, of forward. Raises InvalidRequest, naming the field."""
+    """The request of a JSON body of forward_backward or, with `forward_only`, of forward.
+
+    Raises InvalidRequest or Unsupported, naming the field.
+    """
     key = "forward_input" if forward_only else "forward_backward_input"
     batch = _object(content.get(key), field=key)
     convert.check_fields(content, {key, "model_id", "seq_id", "forward_only"}, field="")
@@ -115,18 +118,18 @@ def _tensor(value: Mapping[str, Any], *, field: str) -> types_pb2.Tensor:
 
 
 def _numbers(values: Any, dtype: np.dtype[Any], *, field: str) -> Array:
-    """A flat JSON list as an array; integers must be whole and fit."""
+    """A flat JSON list as an array. Raises InvalidRequest for a fraction, or an integer beyond 64 bits, as int64."""
     if not isinstance(values, list):
         raise InvalidRequest(f"{field}: {_shown(values)} is not a list of numbers", field=field)
     try:
         array = np.array(values)
-    except (ValueError, OverflowError):  # lists of different lengths in it
+    except (ValueError, OverflowError):  # it holds lists of different lengths
         array = np.empty((), object)
-    # An empty list is an array of floats; integers beyond 64 bits are one of objects.
+    # numpy makes an array of floats of an empty list, and one of objects of integers beyond 64 bits.
     if array.ndim != 1 or array.dtype.kind not in ("i" if dtype.kind == "i" and values else "if"):
         wanted = "integers of 64 bits" if dtype.kind == "i" else "numbers"
         raise InvalidRequest(f"{field}: {_shown(values)} is not a flat list of {wanted}", field=field)
-    with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, as when the SDK converts it
+    with np.errstate(over="ignore"):  # a number too large for float32 becomes infinite, as in the SDK's conversion
         return array.astype(dtype)
 
 
@@ -150,7 +153,7 @@ def _shown(value: Any) -> str:
 
 
 def forward_backward_result(body: bytes) -> bytes:
-    """A serialized ForwardBackwardResponse as JSON. "nan", "inf" and "-inf" stand for the numbers that they name."""
+    """A serialized ForwardBackwardResponse as JSON, in which "nan", "inf" and "-inf" are strings."""
     message = trainer_pb2.ForwardBackwardResponse.FromString(body)
     return _dumps(
         {
@@ -183,7 +186,7 @@ def _split(tensor: types_pb2.BatchedTensor) -> list[dict[str, Any]]:
 
 
 def _values(data: bytes, dtype: types_pb2.Dtype) -> tuple[Array, str, int]:
-    """The values, the public name of their type, and the bytes of one on our wire."""
+    """The values, the public name of their type, and the size of one value on the wire, in bytes."""
     if dtype == types_pb2.DTYPE_BFLOAT16:
         return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32), "float32", 2
     kind, name = _RESULT_DTYPES[dtype]
@@ -191,7 +194,7 @@ def _values(data: bytes, dtype: types_pb2.Dtype) -> tuple[Array, str, int]:
 
 
 def _floats(values: Array, *, nan: str | None = "nan") -> Array | list[float | str | None]:
-    """For orjson, which writes null for what JSON has no number for."""
+    """The values for orjson, which would write null for NaN and infinities: NaN becomes `nan`, infinities text."""
     if np.isfinite(values).all():
         return values
     return [x if math.isfinite(x) else nan if math.isnan(x) else str(x) for x in values.tolist()]
@@ -226,7 +229,7 @@ def _sequence(sequence: types_pb2.SampledSequence) -> dict[str, Any]:
         result["logprobs"] = _floats(np.frombuffer(sequence.logprobs, "<f4"))
     if sequence.HasField("topk_sampled_logprobs"):
         result["topk_logprobs"] = _topk(sequence.topk_sampled_logprobs)
-    if sequence.version_spans:  # not of the public API; what reads JSON ignores names that it does not know
+    if sequence.version_spans:  # not in the public API, whose clients ignore names that they do not know
         result["version_spans"] = [
             {"version": span.version_id, "num_tokens": span.num_tokens} for span in sequence.version_spans
         ]
@@ -234,7 +237,7 @@ def _sequence(sequence: types_pb2.SampledSequence) -> dict[str, Any]:
 
 
 def _topk(table: types_pb2.TopkLogprobs) -> list[list[tuple[int, float]] | None]:
-    """For each position its (token, logprob) pairs, best first; None where there are none."""
+    """For each position its (token, logprob) pairs, best first; None for a position without any."""
     token_ids = np.frombuffer(table.token_ids, "<i4").reshape(table.length, table.k)
     logprobs = np.frombuffer(table.logprobs, "<f4").reshape(table.length, table.k)
     num_filled = ((token_ids != 0) | (logprobs != _EMPTY_LOGPROB)).sum(axis=1)

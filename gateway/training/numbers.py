@@ -1,4 +1,4 @@
-"""The number of a training operation that comes without a seq_id: the first one behind all that the trainer has."""
+"""Sequence numbers for training operations that come without a `seq_id`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ _MAX_HINTS = 10_000
 
 
 class Numbers:
-    """The trainer's journal decides what is taken, so a restart of the gateway or the trainer changes no number.
-    Operations without numbers of one model are submitted one after the other."""
+    """Gives each operation without a `seq_id` the first number that the trainer's journal does not hold.
+
+    The journal outlives restarts of the gateway and of the trainer, so no number is given twice. Operations of one
+    model are submitted one after the other.
+    """
 
     def __init__(self, clients: Clients, futures: Futures, *, timeout_s: float, are_several: bool) -> None:
         self._clients = clients
@@ -31,13 +34,13 @@ class Numbers:
         self._are_several = are_several
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._hints: OrderedDict[str, int] = OrderedDict()
-        """By model: behind the number that was given last. With it what is queued is not asked for number by number."""
+        """model_id -> the number after the last one given: saves asking the trainer for each queued number again."""
 
     @contextlib.asynccontextmanager
     async def next(self, model: Model) -> AsyncIterator[int]:
-        """A free number, which nobody else is given before the block ends: the operation must be submitted in it.
+        """A free number, reserved until the block ends. The operation must be submitted inside the block.
 
-        Raises NotReady when the trainer cannot be reached, and InvalidRequest where there are several gateways.
+        Raises NotReady when the trainer cannot be reached, and InvalidRequest when there are several gateways.
         """
         if self._are_several:
             raise InvalidRequest(
@@ -64,7 +67,7 @@ class Numbers:
                     number += 1
                 return number
         except TimeoutError:
-            raise NotReady("the trainer cannot be reached, which numbers the operation; send it again") from None
+            raise NotReady("the trainer cannot be reached to number this operation; send it again") from None
         except grpc.aio.AioRpcError as error:
             raise meaning(error) from error
 
@@ -73,7 +76,7 @@ class Numbers:
             reply = await stub.GetModel(pb.GetModelRequest(model_id=model_id))
         except grpc.aio.AioRpcError as error:
             if isinstance(meaning(error), ModelNotFound):
-                return 1  # it is being made
+                return 1  # the model is still being created
             raise
         return max(1, reply.model.next_seq_id)
 

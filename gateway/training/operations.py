@@ -1,8 +1,8 @@
 """Training operations, from submission to answer.
 
-A submission is a call to the trainer. Its initial metadata says that the operation is in the trainer's journal: only
-then is the client given a receipt. What happens to the connection after that is no concern of the client: the answer is
-fetched with WaitResult as soon as the trainer is back, also by a gateway that was started in between.
+A submission is a call to the trainer. The call's initial metadata arrives once the operation is in the trainer's
+journal; only then does the client get a receipt. A connection that breaks later costs the client nothing: this gateway,
+or one that was started in between, fetches the answer with WaitResult as soon as the trainer is back.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from tinsmith.v1 import trainer_pb2 as pb
 logger = logging.getLogger(__name__)
 
 _SELF_EXPLAINING = ("forward_backward", "optim_step")
-"""Endpoints whose answer needs nothing but the trainer's reply."""
+"""Endpoints whose answer is made from the trainer's reply alone, without a row of the database."""
 _WRITTEN_DOWN = ("create_model", "load_weights", "save_weights", "save_weights_for_sampler", "save_weights_external")
-"""Endpoints whose answer is written into the database, also when nobody asks for it any more."""
+"""Endpoints whose results go into the database, even when no client asks for the answer."""
 _MOST_TOLD = 4096
-"""Models in the middle of a step whose clients have been told of batches; an older one is forgotten."""
+"""Most models that are kept in `Operations._told`; beyond that the oldest is forgotten."""
 MAX_SEQ_ID = 2**31 - 1
 _REQUEST_ID = re.compile(r"(.+:train:[0-9]+):([0-9]{1,10})")
 
@@ -69,26 +69,26 @@ class Submission:
     base_model: str
     rpc: str
     body: bytes
-    """The RPC's request; of a batch it is empty once the trainer has it in its journal."""
+    """The RPC's request. The body of a batch is emptied once the trainer has it in its journal."""
     fingerprint: str
     path: str | None = None
-    """Tinker path that it loads or saves."""
+    """Tinker path that the operation loads or saves."""
     sampling_session_id: str | None = None
     """Set for an ephemeral save."""
     num_tokens: int = 0
-    """Tokens that it trains on."""
+    """Tokens that the operation trains on."""
     inflight: bool = False
     """A save with kind "inflight"."""
     is_forward_only: bool = False
     """A batch without gradients."""
     sends_parts_at_once: bool = True
-    """Its client sends all parts of a large batch before it asks for the answer of any."""
+    """The client sends all parts of a large batch before it asks for the answer of any part."""
     is_completed: bool = False
-    """The gateway has put things into the body that the client only names; a repeat may get others."""
+    """The gateway has added what the client only names (see `references`), so a repeat may have another body."""
     hold: Hold | None = None
-    """What it may use of its owner's budget while it is in work."""
+    """The part of the owner's budget that is reserved while the operation is in work."""
     error: ServiceError | None = None
-    """Why the gateway refuses it. The trainer is still told, because the number is used up: see refusal_body."""
+    """The gateway's reason to refuse it. The trainer gets a SkipOperation then, because the number is used up."""
 
     @property
     def request_id(self) -> str:
@@ -96,18 +96,20 @@ class Submission:
 
     @property
     def adds_gradients(self) -> bool:
-        """Or was to add them."""
+        """True also for a refused batch that was meant to add gradients."""
         return self.kind == "forward_backward" and not self.is_forward_only
 
 
 def refusal_body(kind: str, model_id: str, seq_id: int, error: ServiceError) -> bytes:
-    """A SkipOperation. It uses up the number, so that the operations after it may run."""
+    """A serialized SkipOperationRequest, which uses up the number so that the operations after it may run."""
     return pb.SkipOperationRequest(
         model_id=model_id, seq_id=seq_id, reason=error.message, gradients_missing=kind == "forward_backward"
     ).SerializeToString()
 
 
 class Operations:
+    """Submits training operations to the trainer, and turns its replies into the answers of their futures."""
+
     def __init__(
         self,
         config: GatewayConfig,
@@ -123,7 +125,8 @@ class Operations:
     ) -> None:
         self._gateway_id = gateway_id
         self._told: dict[str, Told] = {}
-        """By model_id. A gateway that does not know, after a restart for example, says 0, and the step is refused."""
+        """model_id -> the batches whose answers its client has. A model without an entry, such as after a restart of
+        the gateway, gets `failure_seen` 0, so its step behind a failed batch is refused."""
         self._config = config
         self._ledger = ledger
         self._history = history
@@ -134,15 +137,15 @@ class Operations:
         self._metrics = metrics
 
     async def submit(self, submission: Submission) -> None:
-        """Returns once the trainer has it in its journal, or has refused it for good: a receipt may be given.
+        """Returns once the trainer has the operation in its journal, or has refused it for good: time for a receipt.
 
-        Raises NotReady when the trainer cannot be reached, OutOfCapacity when the model has too much in work, and
-        SequenceConflict when another request has taken the number. There is no receipt then.
+        Raises, and the client gets no receipt: NotReady when the trainer cannot be reached, OutOfCapacity when the
+        model has too much in work, SequenceConflict when another request has taken the number.
         """
         model_id, seq_id = submission.model_id, submission.seq_id
         if submission.rpc == "OptimStep":
             seen = self._told[model_id].step(seq_id) if model_id in self._told else 0
-            # Fields of a message that follow it belong to it.
+            # Protobuf merges concatenated messages, so appended fields belong to the request.
             body = submission.body + pb.OptimStepRequest(failure_seen=seen).SerializeToString()
             submission = replace(submission, body=body)
         elif submission.adds_gradients and submission.sends_parts_at_once:
@@ -155,7 +158,7 @@ class Operations:
             raise
 
     def told(self, request_id: str, *, failed: bool) -> None:
-        """The client is given the answer of a future."""
+        """Notes that the client is given the answer of this future."""
         match = _REQUEST_ID.fullmatch(request_id)
         if match is not None and (told := self._told.get(match[1])) is not None:
             told.told(int(match[2]), failed=failed)
@@ -195,7 +198,10 @@ class Operations:
             await asyncio.shield(pending.accepted)
 
     async def is_repeat(self, request_id: str, mark: str) -> bool:
-        """This very CreateModel was submitted before: a receipt may be given. Raises what `submit` raised for it."""
+        """Whether this very CreateModel was submitted before, so that a receipt may be given.
+
+        Raises what `submit` raises for it while it is in work.
+        """
         if self._futures.fingerprint(request_id) == mark:
             pending = self._futures.pending(request_id)
             if pending is not None and pending.accepted is not None:
@@ -206,7 +212,7 @@ class Operations:
             return False
         if operation.error is not None:
             return True
-        # It is written down before the trainer has it; the model's facts come from the trainer.
+        # The row is written before the trainer has the operation; `lora_rank` is set from the trainer's reply.
         model = await self._store.models.get(operation.model_id)
         return model is not None and model.lora_rank is not None
 
@@ -224,7 +230,7 @@ class Operations:
             else:
                 logger.exception("%s was not accepted", submission.request_id)
                 accepted.set_exception(ServiceError("internal error of the gateway; its log has the cause"))
-            raise Gone from error  # no receipt: the client sends it again
+            raise Gone from error  # the client gets no receipt, so it sends the operation again
 
     async def _submit_and_wait(
         self, submission: Submission, pending: Pending, accepted: asyncio.Future[None]
@@ -237,14 +243,14 @@ class Operations:
         except asyncio.CancelledError:
             if pending.answer is None:
                 accepted.set_exception(NotReady("the gateway is going down"))
-            else:  # its model has ended: a failed future
+            else:  # the model has ended: the client gets a receipt of a failed future
                 accepted.set_result(None)
             raise
-        except ServiceError:  # the trainer does not exist, or it was refused before: a failed future
+        except ServiceError:  # no such trainer, or refused before: the client gets a receipt of a failed future
             accepted.set_result(None)
             raise
         if submission.rpc == "ForwardBackward":
-            submission.body = b""  # up to max_body_bytes, and the answer may take hours
+            submission.body = b""  # it has up to max_body_bytes, and the answer may take hours
         if call is not None:
             self._metrics.submissions.accept_seconds.observe(time.monotonic() - pending.started_at)
         accepted.set_result(None)
@@ -264,17 +270,18 @@ class Operations:
         return await self._written_down(pending, reply)
 
     async def _accept(self, submission: Submission) -> Any:
-        """The call, once the trainer has it in its journal; None when it had it before, with another body: what the
-        gateway puts in has changed since.
+        """The call, once the trainer has the operation in its journal.
 
-        Raises NotReady, OutOfCapacity and SequenceConflict as `submit` does, and what a repeat was refused with.
+        None for a repeat that the trainer has with another body, because what the gateway adds to the body has changed.
+        Raises NotReady, OutOfCapacity and SequenceConflict as `submit` does; for the repeat of an operation that was
+        refused, the refusal.
         """
         known: Operation | None = None
         try:
             if submission.kind not in _SELF_EXPLAINING or submission.is_completed or submission.error is not None:
                 known = await self._remember(submission)
                 if known is not None and known.error is not None and known.fingerprint != submission.fingerprint:
-                    raise SequenceConflict(known.error)  # refused before the trainer heard of it
+                    raise SequenceConflict(known.error)  # the gateway refused it, without the trainer
             call = await self._calls.accept(
                 submission.rpc, submission.body, base_model=submission.base_model, request_id=submission.request_id
             )
@@ -287,11 +294,11 @@ class Operations:
                 raise InvalidRequest(known.error) from None
             return None
         if known is not None and known.fingerprint != submission.fingerprint:
-            await self._store.operations.replace(self._operation(submission))  # the trainer never had the other one
+            await self._store.operations.replace(self._operation(submission))  # the trainer never got the stored one
         return call
 
     async def _reply(self, call: Any, submission: Submission, pending: Pending) -> Any:
-        """Raises what the operation has failed with, or was refused with here."""
+        """The trainer's reply. Raises the error of a failed operation; the gateway's own refusal comes first."""
         try:
             reply = await self._calls.reply(
                 call, base_model=submission.base_model, seq_id=submission.seq_id, pending=pending
@@ -305,7 +312,7 @@ class Operations:
         return reply
 
     async def _count(self, submission: Submission, pending: Pending) -> None:
-        """The tokens that it has trained on, in the usage of their owner."""
+        """Counts the trained tokens as usage of the model's owner."""
         if not submission.num_tokens:
             return
         self._metrics.submissions.trained_tokens.inc(submission.num_tokens)
@@ -318,13 +325,13 @@ class Operations:
             is_new=True,
         )
         if submission.hold is not None:
-            submission.hold.release()  # it is counted now, and would count twice until it is written
+            submission.hold.release()  # the tokens are counted now; held as well, they would count twice
             if submission.hold.is_budgeted:
                 await until_written(self._ledger.flush, what="the usage", pausing=pending.progress.paused)
 
     async def _written_down(self, pending: Pending, reply: Any) -> Answer:
-        """The client's answer, once what the reply has made is in the database."""
-        pending.ask = None  # the trainer is done with it
+        """The client's answer, once the results of the reply are in the database."""
+        pending.ask = None  # the trainer is done with the operation
 
         async def write() -> Answer:
             return await self._results.answer(pending.request_id, pending.group, reply)
@@ -341,7 +348,7 @@ class Operations:
         await until_written(settle, what=pending.request_id, pausing=pending.progress.paused)
 
     async def _remember(self, submission: Submission) -> Operation | None:
-        """What was remembered under this id before."""
+        """Stores the operation. Returns the one that was stored under its id before, if any."""
         known = await self._store.operations.get(submission.request_id)
         if known is None and not await self._store.operations.add(self._operation(submission)):
             known = await self._store.operations.get(submission.request_id)  # another gateway was faster
@@ -361,24 +368,27 @@ class Operations:
             gateway_id=self._gateway_id,
         )
 
-    # What another process has submitted
+    # Operations that another process submitted
 
     async def take_over(self) -> None:
-        """Writes down, in the background, what gateways that are gone have submitted: nobody may ask for it. What it
-        has taken nobody takes again, so it waits for a database that is away."""
+        """Attaches to the operations that dead gateways left unsettled: their results must be stored even if no client
+        asks for them. No other gateway takes them again, so this waits while the database cannot be used."""
         for request_id in await self._store.operations.take_over(self._gateway_id, kinds=_WRITTEN_DOWN):
             if self._futures.pending(request_id) is None:
                 logger.info("%s was left by a gateway that is gone", request_id)
-                with contextlib.suppress(Gone):  # a model of which nothing is left
+                with contextlib.suppress(Gone):  # neither the trainer nor the database knows its model
                     await until_written(partial(self.attach, request_id), what=request_id, pausing=lambda _: None)
 
     async def attach(self, request_id: str) -> None:
-        """Makes a future for an operation that this process did not submit. Raises Gone when it cannot be one."""
+        """Makes a future for an operation that this process did not submit.
+
+        Raises Gone when the id is no id of an operation, or its model is unknown.
+        """
         match = _REQUEST_ID.fullmatch(request_id)
         if match is None or int(match[2]) > MAX_SEQ_ID or (model := await self._store.models.get(match[1])) is None:
             raise Gone
         if self._futures.pending(request_id) is not None:
-            return  # a poll that came at the same time was faster
+            return  # another poll has attached meanwhile
         pending = Pending(request_id, "attach", model.model_id, fingerprint=None)
         self._calls.watch(pending, model.base_model, int(match[2]))
         self._futures.start(pending, self._attached(pending, model.base_model, int(match[2])))

@@ -1,7 +1,7 @@
-"""Spans of a datum -> what the sampler recorded at its targets, for stable_reinforce.
+"""Provenance for stable_reinforce: turns the spans of a datum into the logprobs that the sampler recorded.
 
-A client says of every token of a datum where it comes from: from the prompt, or from the output, of a sampled
-sequence. Each claim is held against the record of that sequence.
+The client's spans say where every token of a datum comes from: the prompt or the output of a sampled sequence. Each
+span is checked against the record of its sequence.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from tinsmith.v1 import trainer_pb2, types_pb2
 _INT32 = np.dtype("<i4")
 _FLOAT32 = np.dtype("<f4")
 _TOLERANCE = 1e-3
-"""Between a logprob that the client sends and the recorded one."""
+"""Largest difference between a logprob that the client sends and the recorded one, in nats."""
 _HOW = "sample with record_stability_info=True and attach the spans with Datum.with_provenance"
 
 
 def sequence_ids(message: trainer_pb2.ForwardBackwardRequest) -> Iterator[str]:
-    """All that the spans of a batch name."""
+    """The ids of all sequences that the spans of a batch name; repeats are not removed."""
     for datum in message.data:
         for spans in (datum.model_input_spans, datum.loss_fn_input_spans):
             for span in spans:
@@ -34,7 +34,8 @@ def sequence_ids(message: trainer_pb2.ForwardBackwardRequest) -> Iterator[str]:
 
 
 def resolve(message: trainer_pb2.ForwardBackwardRequest, records: Mapping[str, SequenceRecord]) -> None:
-    """Gives each datum `logprobs` and `sampled_mask`, float32 [N]: both are 0 at targets of a prompt.
+    """Adds `logprobs` and `sampled_mask`, float32 [targets], to each datum. Both are 0 where a target is a prompt
+    token.
 
     Raises InvalidRequest or Unsupported, naming the datum, the field and the position.
     """
@@ -45,14 +46,14 @@ def resolve(message: trainer_pb2.ForwardBackwardRequest, records: Mapping[str, S
 def _resolve_datum(datum: types_pb2.Datum, records: Mapping[str, SequenceRecord], *, where: str) -> None:
     inputs = datum.loss_fn_inputs
     if "sampled_mask" in inputs:
-        raise InvalidRequest(f"{where}.loss_fn_inputs.sampled_mask: is made by the server, from the spans")
+        raise InvalidRequest(f"{where}.loss_fn_inputs.sampled_mask: is made by the server from the spans; leave it out")
     if "target_tokens" not in inputs:
         field = f"{where}.loss_fn_inputs.target_tokens"
         raise InvalidRequest(f"{field}: is missing", field=field)
     targets = _flat(inputs["target_tokens"], field=f"{where}.loss_fn_inputs.target_tokens")
     tokens = _model_input(datum, where=where)
     _runs(datum.model_input_spans, tokens, records, padded=False, where=f"{where}.model_input_spans")
-    # Programs fill the targets of a prompt with zeros: nothing is learnt there.
+    # Clients fill the targets of prompt tokens with zeros, because nothing is trained there.
     runs = _runs(datum.loss_fn_input_spans, targets, records, padded=True, where=f"{where}.loss_fn_input_spans")
     logprobs = np.concatenate([run.logprobs for run in runs]) if runs else np.zeros(0, _FLOAT32)
     mask = np.concatenate([np.full(len(run.logprobs), run.is_sampled, _FLOAT32) for run in runs]) if runs else logprobs
@@ -65,7 +66,7 @@ def _resolve_datum(datum: types_pb2.Datum, records: Mapping[str, SequenceRecord]
 
 
 def _flat(tensor: types_pb2.Tensor, *, field: str) -> npt.NDArray[Any]:
-    """One number for each position. A sparse tensor has two dimensions, and is refused before it takes memory."""
+    """The tensor as an array of one dimension. A sparse one has two, and is refused before it takes memory."""
     array = None if tensor.WhichOneof("layout") == "sparse_csr" else to_numpy(tensor, field=field)
     if array is None or array.ndim != 1:
         dimensions = 2 if array is None else array.ndim
@@ -103,7 +104,10 @@ def _runs(
     padded: bool,
     where: str,
 ) -> list[_Run]:
-    """The spans must tile the tokens, and say the truth about each of them; `padded`: about each sampled one."""
+    """The targets of each span. Raises InvalidRequest unless the spans cover all tokens and match the records.
+
+    `padded`: only sampled tokens are compared, since clients put padding in the place of prompt tokens.
+    """
     if not spans and len(tokens):
         raise InvalidRequest(f"{where}: stable_reinforce needs to know where each token comes from; {_HOW}")
     lengths = [_origin(span, where=f"{where}[{i}]").length for i, span in enumerate(spans)]

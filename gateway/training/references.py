@@ -1,4 +1,4 @@
-"""What the gateway puts into a batch before the trainer gets it: things that the client only names."""
+"""References in a batch: the gateway replaces what a client only names by its content, before the trainer gets it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tinsmith.v1 import trainer_pb2
 
 
 async def complete(gateway: Gateway, message: trainer_pb2.ForwardBackwardRequest, *, num_bytes: int) -> bool:
-    """Adds the loss of a "custom" batch, and what the sampler has recorded to a "stable_reinforce" one.
+    """Adds the stored loss to a "custom" batch, and the recorded logprobs to a "stable_reinforce" batch.
 
-    False when there is nothing to add. Raises InvalidRequest or Unsupported, naming the field.
+    False for any other loss: nothing is added. Raises InvalidRequest or Unsupported, naming the field.
     """
     session_id = message.model_id.rpartition(":train:")[0]
     if message.HasField("custom_loss"):

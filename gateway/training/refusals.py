@@ -1,4 +1,4 @@
-"""Refusals that the trainer need not know of: futures that have failed, also at other gateways and after a restart."""
+"""Refusals that the trainer need not know of. Each is a failed future, also at other gateways and after a restart."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from tinsmith.rpc.errors import InvalidRequest, SequenceConflict, ServiceError
 
 _RETENTION_S = 86400.0
 _MAX_KEPT = 100_000
-"""Refusals of all owners. Whose refusal has gone sends the request again, and is refused again; of a training operation
-the trainer knows it."""
+"""Refusals that are stored, of all owners together. A client whose refusal was deleted sends the request again, and is
+refused again; the trainer itself keeps the refusals of training operations."""
 
 
 class Refusals:
+    """Stores refusals, and makes failed futures of them."""
+
     def __init__(self, store: Store, futures: Futures, *, gateway_id: str) -> None:
         self._store = store
         self._futures = futures
         self._gateway_id = gateway_id
 
     async def add(self, request_id: str, error: ServiceError, *, group: str, kind: str, mark: str) -> None:
-        """`group`: the model, or what else the request is about; `mark`: of the request, to tell a repeat.
+        """Makes a failed future of the id, and stores the refusal.
 
-        Raises SequenceConflict when the id stands for another request.
+        `group`: id of the model or session that the request concerns. `mark`: fingerprint of the request, by which a
+        repeat is known. Raises SequenceConflict when the id stands for another request.
         """
         known = self._futures.fingerprint(request_id)
         if known is None:
@@ -45,7 +48,7 @@ class Refusals:
         self._futures.fail(request_id, error, fingerprint=mark)
 
     async def attach(self, request_id: str) -> bool:
-        """Makes a future of a refusal that this process did not make. False when there is none."""
+        """Makes a failed future of a stored refusal. False when none is stored under this id."""
         operation = await self._store.operations.get(request_id)
         if operation is None or operation.error is None:
             return False
@@ -53,5 +56,5 @@ class Refusals:
         return True
 
     async def forget_old(self) -> None:
-        """Those of a day ago; the trainer remembers those that have used up a number."""
+        """Deletes refusals that are older than a day; the trainer remembers those that have used up a number."""
         await self._store.operations.delete_refused(before=time.time() - _RETENTION_S, keep_newest=_MAX_KEPT)

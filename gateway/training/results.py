@@ -1,7 +1,7 @@
-"""The trainer's replies, as what the client reads; and what they leave in the store.
+"""Turns the trainer's replies into the client's answers, and stores what the replies have made.
 
-The same for a reply that came to the call which submitted the operation and for one that WaitResult found: only the
-store knows what the client had asked for.
+The code reads what the client had asked for from the database. So it treats a reply to the submitting call and a reply
+that WaitResult found alike, also after a restart.
 """
 
 from __future__ import annotations
@@ -28,18 +28,24 @@ from tinsmith.v1 import types_pb2
 
 
 def _finite(value: float) -> float | str:
-    """JSON has no NaN; the SDK reads "nan" and "inf" as the numbers that they name."""
+    """The value, or text where JSON has no number: the SDK reads "nan" and "inf" as the numbers that they name."""
     return value if math.isfinite(value) else str(value)
 
 
 class Results:
+    """Makes and stores the answers of training operations."""
+
     def __init__(self, store: Store, inflight: Inflight, ledger: Ledger) -> None:
         self._store = store
         self._ledger = ledger
         self._inflight = inflight
 
     async def answer(self, request_id: str, model_id: str, reply: Any) -> Answer:
-        """Stores what the reply made, then gives the client's answer."""
+        """Stores what the reply has made, then returns the client's answer.
+
+        Raises InvalidRequest when the sampling session of a save is another request's; ServiceError for an unknown
+        reply, or a save that the database does not know.
+        """
         match reply:
             case pb.ForwardBackwardResponse():
                 return Answer(reply.SerializeToString(), PROTOBUF, json_forms.forward_backward_result)

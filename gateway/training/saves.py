@@ -1,4 +1,4 @@
-"""Saves that are on their way, for those who load what they will have made."""
+"""Loads of checkpoints whose saves are still in work: the load waits for the save."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from tinsmith.rpc.paths import TinkerPath
 
 
 class Saves:
+    """Finds checkpoints to load, and waits for those that are still being saved."""
+
     def __init__(
         self, store: Store, checkpoints: Checkpoints, futures: Futures, operations: Operations, *, patience_s: float
     ) -> None:
-        """`patience_s`: how long one request waits; clients come again."""
+        """`patience_s`: how long one request waits for a save. A client whose request gave up asks again."""
         self._store = store
         self._access = Access(store)
         self._checkpoints = checkpoints
@@ -29,10 +31,12 @@ class Saves:
         self._patience_s = patience_s
 
     async def read(self, path: str, *, field: str, caller: Caller) -> Checkpoint:
-        """`Checkpoints.read`, to load it. One that is not there, and that an accepted save of the caller's is about to
-        make, is waited for: as if it had been asked for later. Raises NotReady when that takes long."""
+        """`Checkpoints.read` for a load. Waits for a missing checkpoint that an accepted save of the caller will make.
+
+        Raises what `Checkpoints.read` raises, and NotReady when the save takes longer than `patience_s`.
+        """
         named = TinkerPath.parse(path, field=field)
-        # Asked first: between the two the save may end.
+        # The save is looked up first, because it may end before the checkpoint is read.
         request_id = await self._store.operations.saving(named)
         try:
             return await self._checkpoints.read(path, field=field, caller=caller, purpose="load")
@@ -48,17 +52,17 @@ class Saves:
             raise CheckpointNotFound(f"{error.message}; its save has failed: {why}", field=field) from error
 
     async def _wait(self, request_id: str, *, what: str) -> str:
-        """Why the save has failed; empty when it has not."""
+        """Waits for the save. Returns the error of a failed one, else an empty string."""
         try:
             answer = await self._answer(request_id)
-        except Gone:  # it never came to the trainer
+        except Gone:  # the save never reached the trainer
             return ""
         if answer is None:
-            raise NotReady(f"{what} is still being saved; it can be loaded when that is through")
+            raise NotReady(f"{what} is still being saved; it can be loaded once the save is done")
         return orjson.loads(answer.body)["error"] if answer.is_failure else ""
 
     async def _answer(self, request_id: str) -> Answer | None:
-        """None when it is not there in time. Raises Gone."""
+        """The answer of the save; None when it takes longer than `patience_s`. Raises Gone for an unknown save."""
         try:
             found = await self._futures.poll(request_id, timeout_s=self._patience_s)
         except Gone:

@@ -1,7 +1,7 @@
-"""From an HTTP request with a seq_id to its receipt.
+"""Takes an HTTP request of a training operation to its receipt.
 
-Whatever is wrong inside such a request fails its future and not the request itself: the client goes on with the next
-seq_id either way, and a 4xx on one of several chunks would leave it waiting for ever.
+A mistake inside such a request fails its future and not the request itself. The client goes on with the next `seq_id`
+either way, and a 4xx on one of several chunks would leave it waiting for ever.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from tinsmith.rpc.paths import TinkerPath
 
 @dataclass(frozen=True, slots=True)
 class Rpc:
-    """What a request asks of the trainer."""
+    """The trainer's RPC that a request becomes."""
 
     name: str
     body: bytes
     """The request's canonical bytes."""
     path: str | None = None
-    """Tinker path that it loads or saves."""
+    """Tinker path that the RPC loads or saves."""
     sampling_session_id: str | None = None
     """Set for an ephemeral save."""
     inflight: bool = False
@@ -43,7 +43,7 @@ class Rpc:
     is_forward_only: bool = False
     """A batch without gradients."""
     is_completed: bool = False
-    """The gateway has put things into the body that the client only names."""
+    """The gateway has added what the client only names (see `references`)."""
 
 
 def rpc_of(
@@ -64,7 +64,7 @@ def receipt(request_id: str, model_id: str) -> Response:
 async def failed_receipt(
     gateway: Gateway, request_id: str, model_id: str, error: ServiceError, *, kind: str, mark: str
 ) -> Response:
-    """A receipt for what has failed already, and that the trainer need not know of."""
+    """The receipt of a request that has failed already, and that the trainer need not know of."""
     await gateway.training.refusals.add(request_id, error, group=model_id, kind=kind, mark=mark)
     return receipt(request_id, model_id)
 
@@ -79,7 +79,7 @@ async def submit_json(
     schema: type[Schema],
     convert: Callable[[Schema], Awaitable[Rpc]],
 ) -> Response:
-    """For a JSON body with model_id, and seq_id or the next one: `content` is what `body` holds."""
+    """Submits a JSON body with `model_id`, and numbers it if it has no `seq_id`. `content` is `body`, parsed."""
     with gateway.tenants.limits.reading(caller):
         given = parse_ids(schemas.GivenIds, content)
     if given.seq_id is None:
@@ -90,7 +90,7 @@ async def submit_json(
             numbered = {**content, "seq_id": seq_id}
             return await submit_json(gateway, caller, numbered, body, kind=kind, schema=schema, convert=convert)
     ids = parse_ids(schemas.OperationIds, content)
-    if await gateway.tenants.access.model(ids.model_id, caller) is None:  # `convert` looks at what the model has
+    if await gateway.tenants.access.model(ids.model_id, caller) is None:  # `convert` may rely on the model
         return no_model(gateway, caller, ids.model_id, None)
     try:
         rpc = await convert(parse(schema, content))
@@ -103,7 +103,10 @@ async def submit_json(
 
 
 def no_model(gateway: Gateway, caller: Caller, model_id: str, model: Model | None) -> Response:
-    """The receipt of what is asked of no model of the caller, or of one that cannot be trained. Raises RateLimited."""
+    """The receipt of a failed future, for a model that cannot be trained. Raises RateLimited.
+
+    `model`: None when the caller has no such model.
+    """
     gateway.tenants.limits.count(caller)
     why = "its session has ended, or it is a copy"
     if model is None:
@@ -115,7 +118,7 @@ def no_model(gateway: Gateway, caller: Caller, model_id: str, model: Model | Non
 
 
 async def _admit(gateway: Gateway, caller: Caller, model: Model, request_id: str, rpc: Rpc, *, num_tokens: int) -> Hold:
-    """Raises RateLimited, and BudgetExceeded."""
+    """Reserves what the operation may use of its owner's budgets. Raises RateLimited and BudgetExceeded."""
     whose = await gateway.store.sessions.whose(model.session_id)
     assert whose is not None
     if rpc.sampling_session_id is not None:
@@ -153,7 +156,11 @@ async def submit(
     num_tokens: int = 0,
     sends_parts_at_once: bool = True,
 ) -> Response:
-    """The receipt, once the trainer has the operation, or the refusal, in its journal."""
+    """The receipt, once the trainer has the operation, or the SkipOperation of a refused one, in its journal.
+
+    `rpc`: what the trainer is to do, or the gateway's reason to refuse the request. `mark`: fingerprint of the request,
+    by which a repeat is known. Raises what `Operations.submit` raises, and RateLimited.
+    """
     model = await gateway.tenants.access.model(ids.model_id, caller)
     is_over = model is None or model.ended_at is not None or model.released_at is not None
     if model is None or is_over or not await gateway.store.sessions.lives(model.session_id):
@@ -165,7 +172,7 @@ async def submit(
             hold = await _admit(gateway, caller, model, request_id, rpc, num_tokens=num_tokens)
         except BudgetExceeded as error:
             rpc = error
-    if hold is None:  # a refusal, or a repeat
+    if hold is None:  # refusals and repeats count against the rates, too
         gateway.tenants.limits.operation(caller, request_id, owner=caller.owner, tokens=0).release()
     error = rpc if isinstance(rpc, ServiceError) else None
     if isinstance(rpc, ServiceError):

@@ -1,4 +1,4 @@
-"""Calls of the trainer's operations: accepted, then answered, whatever happens to the connection in between."""
+"""Calls of the trainer's operations, from acknowledgement to reply, also when the connection breaks in between."""
 
 from __future__ import annotations
 
@@ -26,15 +26,18 @@ _UNREACHABLE = "the trainer is unreachable; it goes on from its journal when it 
 
 
 class TrainerCalls:
+    """Starts operations on the trainer, and waits for their replies."""
+
     def __init__(self, clients: Clients, *, timeout_s: float) -> None:
-        """`timeout_s`: for the trainer's acknowledgement."""
+        """`timeout_s`: how long to wait for the trainer's acknowledgement."""
         self._clients = clients
         self._timeout_s = timeout_s
 
     async def accept(self, rpc: str, body: bytes, *, base_model: str, request_id: str) -> Any:
-        """The call, once it is acknowledged or has ended in a way that a repeat would not change.
+        """The call, once the trainer has acknowledged it, or it has failed in a way that a repeat would not change.
 
-        Raises NotReady, OutOfCapacity, and SequenceConflict when the trainer has another body under this number.
+        Raises NotReady when there is no acknowledgement in time, OutOfCapacity when the trainer's queue is full, and
+        SequenceConflict when the trainer has another body under this number.
         """
         lost = NotReady("the trainer did not acknowledge the operation in time; send it again")
         try:
@@ -53,7 +56,7 @@ class TrainerCalls:
                     if isinstance(error, SequenceConflict):
                         raise error
                     if isinstance(error, OutOfCapacity) and ACCEPTED not in tuple(metadata):
-                        raise error  # its queue is full: the client is to send the same again
+                        raise error  # the trainer's queue is full: the client has to send the operation again
                     if not isinstance(error, NotReady):
                         return call
                     lost = error
@@ -62,7 +65,7 @@ class TrainerCalls:
             raise lost from None
 
     async def reply(self, call: Any, *, base_model: str, seq_id: int, pending: Pending) -> Any:
-        """The trainer's reply message, also when the call is lost on the way."""
+        """The trainer's reply message; if the call is lost, WaitResult gets it. Raises the operation's error."""
         try:
             async for reply in call:
                 pending.ran = ran_of(await call.trailing_metadata())
@@ -81,7 +84,10 @@ class TrainerCalls:
             call.cancel()
 
     async def wait_result(self, base_model: str, seq_id: int, *, pending: Pending) -> Any:
-        """The reply of an operation that the trainer has accepted before. Raises ResultNotFound when it has not."""
+        """The reply of an operation that the trainer accepted before; waits while the trainer is unreachable.
+
+        Raises ResultNotFound when the trainer does not know the operation, and the error of a failed operation.
+        """
         request = pb.WaitResultRequest(model_id=pending.group, seq_id=seq_id)
         pause_s = 0.1
         while True:
@@ -101,7 +107,7 @@ class TrainerCalls:
             return getattr(found, found.WhichOneof("result"))
 
     def watch(self, pending: Pending, base_model: str, seq_id: int) -> None:
-        """The trainer has it: from now on it says what it waits for."""
+        """From now on polls of the future ask the trainer what the operation waits for."""
         request = pb.DescribeOperationRequest(model_id=pending.group, seq_id=seq_id)
 
         async def ask() -> types_pb2.QueueStatus:
@@ -113,7 +119,7 @@ class TrainerCalls:
 
 
 async def _error(call: Any) -> ServiceError | None:
-    """What a call that is done has failed with; None when it has not."""
+    """The error of a call that is done; None when it succeeded."""
     try:
         await call.wait_for_connection()
     except grpc.aio.AioRpcError as error:
