@@ -1,1 +1,1 @@
-"""What the gateway remembers: an index of what exists, which a restart does not lose."""
+"""The gateway's database: an index of sessions, runs, samplers and checkpoints that outlives a restart."""

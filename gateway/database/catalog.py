@@ -1,5 +1,4 @@
-"""What exists, for lists: training runs and checkpoints. Expired checkpoints are not there, also before they are
-deleted."""
+"""Lists of training runs and checkpoints. Expired checkpoints are left out, even before they are deleted."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from gateway.views import DEFAULT_PROJECT
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A training run, whose it is, and the newest checkpoints of two kinds."""
+    """A training run, its owner, and its newest checkpoints for training (`last`) and for samplers."""
 
     model: Model
     owner: str
@@ -27,7 +26,7 @@ class Run:
 
 
 def exists_now() -> ColumnElement[bool]:
-    """Of a checkpoint: it was not deleted, and has not expired, or is pinned."""
+    """True for a checkpoint that is pinned or has not expired, and was not deleted."""
     not_deleted = Checkpoint.expires_at != DELETED_AT
     return or_(
         Checkpoint.expires_at.is_(None), Checkpoint.expires_at > time.time(), and_(Checkpoint.pinned, not_deleted)
@@ -35,20 +34,25 @@ def exists_now() -> ColumnElement[bool]:
 
 
 def in_project(project_id: str) -> ColumnElement[bool]:
-    """Of a session."""
+    """True for a session of this project; sessions without a project belong to the default one."""
     if project_id == DEFAULT_PROJECT:
         return or_(Session.project_id == project_id, Session.project_id.is_(None))
     return Session.project_id == project_id
 
 
 class Catalog:
+    """Queries for the lists of the API."""
+
     def __init__(self, store: Store) -> None:
         self._store = store
 
     async def runs(
         self, *, owner: str | None, project_id: str | None, limit: int, offset: int
     ) -> tuple[list[Run], int]:
-        """One page, newest first, and the number of all. What was refused at its creation is no run."""
+        """One page of runs, newest first, and the number of all. None: all owners, or all projects.
+
+        A run whose creation was refused is left out.
+        """
         query = select(Model, Session.owner).join(Session).where(Model.lora_rank.is_not(None))
         if owner is not None:
             query = query.where(Session.owner == owner)
@@ -75,11 +79,14 @@ class Catalog:
             return list(await db.scalars(query.order_by(Checkpoint.created_at, Checkpoint.path)))
 
     async def size_of_save(self, model: Model, *, kind: str, base_models: Collection[str]) -> int | None:
-        """Bytes that a checkpoint of this run has: those of its newest one of the kind, else of another of the same
-        shape, be it another owner's or deleted. None when there was none. `base_models`: the names of its base."""
+        """The size in bytes that a new checkpoint of this run will have: that of the run's newest one of this kind,
+        else of the largest one of the same shape, whoever owns it. None when there is none.
+
+        `base_models`: all names of the run's base model.
+        """
         is_it: list[ColumnElement[bool]] = [Checkpoint.kind == kind]
         if kind == "weights":
-            is_it.append(Checkpoint.has_optimizer.is_(True))  # those that were imported have none
+            is_it.append(Checkpoint.has_optimizer.is_(True))  # imported checkpoints have no optimizer state
         own = select(Checkpoint.size_bytes).where(Checkpoint.run_id == model.model_id, *is_it)
         same = select(func.max(Checkpoint.size_bytes)).where(
             Checkpoint.base_model.in_(base_models),
@@ -97,7 +104,7 @@ class Catalog:
     async def checkpoints(
         self, *, owner: str, kinds: Sequence[str], limit: int, offset: int
     ) -> tuple[list[Checkpoint], int]:
-        """One page, newest first, and the number of all."""
+        """One page of an owner's checkpoints, newest first, and the number of all."""
         query = select(Checkpoint).where(Checkpoint.owner == owner, Checkpoint.kind.in_(kinds), exists_now())
         page = query.order_by(Checkpoint.created_at.desc(), Checkpoint.path.desc()).limit(limit).offset(offset)
         async with self._store.begin() as db:
@@ -109,7 +116,7 @@ async def _count(db: AsyncSession, query: SelectBase) -> int:
 
 
 async def _last_checkpoints(db: AsyncSession, run_ids: Sequence[str]) -> dict[tuple[str, str], Checkpoint]:
-    """The newest of each run and kind."""
+    """(run_id, kind) -> the newest checkpoint."""
     place = func.row_number().over(
         partition_by=(Checkpoint.run_id, Checkpoint.kind),
         order_by=(Checkpoint.created_at.desc(), Checkpoint.path.desc()),

@@ -1,4 +1,4 @@
-"""Checkpoints that have a public path, expired ones too until their files are gone."""
+"""Rows of checkpoints that have a public path. An expired checkpoint keeps its row until its files are deleted."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ class CheckpointRows:
         self._database = database
 
     async def put(self, checkpoint: Checkpoint, *, settles: str | None = None, note: Note | None = None) -> None:
-        """Adds it, or replaces the one of the same path, unless it is this very save.
+        """Adds the checkpoint, or replaces the one at the same path. Without `settles`, the row of the same version
+        stays.
 
-        `settles`: the request that has made it. Nothing is written when that is settled: what it made may be gone
-        since. `note`: what is written with it.
+        `settles`: id of the operation that made the checkpoint. Nothing is written when it was settled before, because
+        the checkpoint may have been deleted since. `note`: writes more in the same transaction.
         """
         names = [column.key for column in Checkpoint.__table__.columns]
-        # What the caller leaves to its default is absent here.
+        # Columns that are None are left out, so they get their defaults.
         values = {name: value for name in names if (value := getattr(checkpoint, name)) is not None}
         query = self._database.insert(Checkpoint).values(values)
         changed = {name: query.excluded[name] for name in names if name != "path"}
@@ -50,21 +51,21 @@ class CheckpointRows:
             return list(await db.scalars(query))
 
     async def count(self) -> dict[str, tuple[int, int]]:
-        """Number and bytes, of each kind of a path."""
+        """Kind of a path -> number of checkpoints and their bytes."""
         sums = select(Checkpoint.kind, func.count(), func.sum(Checkpoint.size_bytes)).group_by(Checkpoint.kind)
         async with self._database.begin() as db:
             found = {kind: (number, int(num_bytes)) for kind, number, num_bytes in await db.execute(sums)}
         return {kind: found.get(kind, (0, 0)) for kind in KINDS}
 
     async def delete(self, path: str, *, version_id: str) -> bool:
-        """False when another gateway was faster, or another version is there by now."""
+        """Deletes the row. False when it is gone already, or holds another version by now."""
         is_this = Checkpoint.path == path, Checkpoint.version_id == version_id
         async with self._database.begin() as db:
             result = await db.execute(delete(Checkpoint).where(*is_this))
             return result.rowcount > 0  # type: ignore[attr-defined]
 
     async def update(self, path: str, event: AuditEvent | None = None, **facts: Any) -> None:
-        """`event`: what this is in the audit log."""
+        """Sets columns of the row at this path. `event`: an entry for the audit log, in the same transaction."""
         async with self._database.begin() as db:
             await db.execute(update(Checkpoint).where(Checkpoint.path == path).values(**facts))
             if event is not None:

@@ -1,4 +1,4 @@
-"""The connection to the database: transactions, the schema, and what SQLite and PostgreSQL do differently."""
+"""The connection to the database: transactions, the schema, and the differences between SQLite and PostgreSQL."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ from gateway.metrics import Metrics
 
 MIGRATIONS = Path(__file__).parent / "migrations"
 _MIGRATION_LOCK = 0x74696E736D697468
-"""An advisory lock of PostgreSQL."""
+"""Number of an advisory lock of PostgreSQL."""
 _CONNECT_TIMEOUT_S = 10.0
 _LOCKED_S = 30
-"""What SQLite waits for another's lock."""
+"""How long SQLite waits for a lock that another connection holds."""
 _SILENT_S = 10
-"""A PostgreSQL whose machine does not answer for so long, or twice that, is gone: another one may have its name."""
+"""A PostgreSQL server whose machine does not answer is given up after one to two times this. Its name may lead to
+another machine by then."""
 
 
 def _upgrade(connection: Connection) -> None:
@@ -42,11 +43,13 @@ def _upgrade(connection: Connection) -> None:
 
 def _count_error(metrics: Metrics, context: ExceptionContext) -> None:
     error = context.sqlalchemy_exception
-    if not isinstance(error, IntegrityError):  # which is how a repeat is told
+    if not isinstance(error, IntegrityError):  # `add_once` expects this one when a row exists
         metrics.stored.database_errors.labels(type(error or context.original_exception).__name__).inc()
 
 
 class Database:
+    """Opens transactions, and brings the schema up to date."""
+
     def __init__(self, url: str, metrics: Metrics) -> None:
         is_sqlite = make_url(url).get_backend_name() == "sqlite"
         connect_args = {"factory": _Sqlite} if is_sqlite else {"timeout": _CONNECT_TIMEOUT_S}
@@ -66,7 +69,7 @@ class Database:
         return self._engine.dialect.name
 
     async def migrate(self) -> None:
-        """Brings the schema to head. Gateways that start at the same time do it one after the other."""
+        """Brings the schema up to date. Gateways that start at the same time do so one after the other."""
         async with self._engine.begin() as connection:
             if self.dialect == "postgresql":
                 await connection.execute(select(func.pg_advisory_xact_lock(_MIGRATION_LOCK)))
@@ -94,8 +97,10 @@ class Database:
         return {"sqlite": sqlite.insert, "postgresql": postgresql.insert}[self.dialect](table)
 
     async def keep_newest(self, table: type[Base], column: InstrumentedAttribute[Any], *, number: int) -> None:
-        """Deletes the rows that are not among the `number` with the largest values in this column, and
-        those that tie with the first to go. The column needs an index."""
+        """Keeps the `number` rows with the largest values in this column, and deletes the others.
+
+        Rows with the same value as a deleted one go, too. The column needs an index.
+        """
         async with self.begin() as db:
             first = await db.scalar(select(column).order_by(column.desc()).offset(number).limit(1))
             if first is not None:
@@ -116,11 +121,11 @@ class _Sqlite(sqlite3.Connection):
         super().__init__(*args, **kwargs)
         self.execute(f"PRAGMA busy_timeout={1000 * _LOCKED_S}")
         self._to_wal()
-        self.execute("PRAGMA synchronous=FULL")  # a receipt may rest on a row
+        self.execute("PRAGMA synchronous=FULL")  # a receipt promises that its row is on the disk
 
     def _to_wal(self) -> None:
-        """Two gateways that do this to a new database at the same time are in each other's way, and SQLite, which sees
-        that neither would yield, tells one of them at once that the database is locked, whatever its busy_timeout."""
+        """Switches to WAL. When two gateways do this to a new database at the same time, SQLite detects a deadlock, and
+        reports a locked database to one of them at once, without waiting for busy_timeout. So this tries again."""
         deadline = time.monotonic() + _LOCKED_S
         while True:
             try:
@@ -129,23 +134,23 @@ class _Sqlite(sqlite3.Connection):
             except sqlite3.OperationalError as error:
                 if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
                     raise
-            time.sleep(0.01)  # the thread is this connection's own
+            time.sleep(0.01)  # the connection has a thread of its own
 
     def close(self) -> None:
-        """Ends the transaction, too. SQLite would wait for the end of each statement, and keep the lock on the database
-        as long: of work that was cancelled, until the garbage collector has its cursor."""
+        """Rolls the transaction back before closing. Without that, SQLite would hold its lock until the last statement
+        is finalized; for cancelled work that is when the garbage collector takes the cursor."""
         with suppress(sqlite3.Error):
             self.rollback()
         super().close()
 
 
 def _set_up_postgresql(connection: Any, _record: object) -> None:
-    """Without this a machine that is gone without a word keeps who asked it waiting for a quarter of an hour."""
+    """Sets TCP timeouts. Without them, a query to a machine that vanished would hang for a quarter of an hour."""
     found = connection.driver_connection._transport.get_extra_info("socket")
     if found.family == socket.AF_UNIX:
         return
     found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # macOS knows neither of them under these names.
+    # macOS does not have all of these options.
     for name, value in (("TCP_KEEPIDLE", _SILENT_S), ("TCP_KEEPINTVL", 5), ("TCP_USER_TIMEOUT", 1000 * _SILENT_S)):
         if hasattr(socket, name):
             found.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

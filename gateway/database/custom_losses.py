@@ -1,4 +1,4 @@
-"""Losses that clients have traced, as they sent them."""
+"""Rows of custom losses: graphs as clients sent them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class CustomLossRows:
         self._database = database
 
     async def add(self, loss: CustomLoss) -> None:
-        """Adds it; a repeat changes nothing."""
+        """Adds the loss; a repeat changes nothing."""
         await self._database.add_once(loss)
 
     async def get(self, loss_id: str) -> CustomLoss | None:

@@ -1,6 +1,6 @@
-"""Rows that nobody needs any more: without this, the database of a service that runs for years would only grow.
+"""Deletes rows that nobody needs any more, so that the database of a service that runs for years stays small.
 
-What a user's history and bills are made of stays: sessions, runs, checkpoints, and usage.
+Sessions, runs, checkpoints and usage stay, because users' history and bills are made of them.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from gateway.database.tables.sessions import Model, SamplingSession, Session
 from gateway.database.tables.tenants import AuditEvent, CountedOperation, LedgerBatch
 
 FORGET_S = 60.0
-"""Between two times."""
+"""Pause between two rounds of deletion."""
 _BATCH_S = 30 * 86400.0
-"""So long after its last batch no gateway has one whose end it does not know: it was away, or idle."""
+"""How long the row of a ledger's newest batch is kept. No gateway sends a batch again after that long."""
 _PER_QUERY = 500
-"""Ids in one query: databases limit its parameters."""
+"""Most ids in one query, because databases limit its parameters."""
 _PER_TIME = 50_000
-"""Rows of one table that go at once, where there may be many; others may want to write meanwhile."""
+"""Most rows of a table with many rows that are deleted in one transaction, so that others can write in between."""
 
 
 class Forgetting:
@@ -53,12 +53,12 @@ class Forgetting:
     async def _forget_spans(self, *, before: float) -> None:
         async with self._store.begin() as db:
             await db.execute(delete(Span).where(Span.ended_at < before))
-            # Their numbers follow each other, so the newest are found without counting a million rows.
+            # Ids of spans are consecutive, so the newest ones are found without counting a million rows.
             newest = await db.scalar(select(func.max(Span.span_id))) or 0
             await db.execute(delete(Span).where(Span.span_id <= newest - self._config.max_spans))
 
     async def _forget_ended(self, *, before: float) -> None:
-        """Samplers and custom losses of sessions that ended before this time."""
+        """Deletes samplers and custom losses of sessions that ended before this time."""
         samplers = select(SamplingSession.sampling_session_id).join(Session)
         losses = select(CustomLoss.loss_id).join(Session)
         async with self._store.begin() as db:
@@ -74,7 +74,7 @@ class Forgetting:
                 await db.execute(delete(CustomLoss).where(CustomLoss.loss_id.in_(loss_ids[start : start + _PER_QUERY])))
 
     async def _forget_counted(self, *, before: float) -> None:
-        """What was counted, or written down by another gateway, after the model's release."""
+        """Deletes marks of counted operations that a gateway wrote after the release of their model."""
         counted = select(CountedOperation.model_id).distinct().subquery()
         query = select(Model.model_id).join(counted, counted.c.model_id == Model.model_id)
         async with self._store.begin() as db:
@@ -84,7 +84,7 @@ class Forgetting:
                 await db.execute(delete(CountedOperation).where(some))
 
     async def _forget_operations(self, *, before: float) -> None:
-        """What made copies and imports that are gone, and what was written down after the model's release."""
+        """Deletes operations whose copy or import is gone, and those that were written after their model's release."""
         there = exists().where(Checkpoint.path == Operation.request_id)
         released = exists().where(Model.model_id == Operation.model_id, Model.released_at < before)
         arrived = Operation.kind.in_(ARRIVALS)

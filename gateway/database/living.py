@@ -1,4 +1,4 @@
-"""Rows that never change while their session lives, kept in memory, so that a sample or a batch costs no query."""
+"""A cache of rows that belong to live sessions, so that a sample or a batch costs no query."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _Row = TypeVar("_Row", Model, SamplingSession)
 
 
 class Living(Generic[_Row]):
-    """The rows of one table that belong to living sessions and that were asked for."""
+    """Caches the rows of one table that were asked for, while their sessions live."""
 
     def __init__(self, database: Database, table: type[_Row]) -> None:
         self._database = database
@@ -26,7 +26,8 @@ class Living(Generic[_Row]):
         return key in self._rows
 
     async def get(self, key: str) -> _Row | None:
-        """The row, from memory or from the database; None for an unknown one. Those of ended sessions are not kept."""
+        """The row, from memory or else from the database; None for an unknown key. Rows of ended sessions are not
+        kept."""
         if key in self._rows:
             return self._rows[key]
         return await self.get_newest(key)
@@ -37,19 +38,19 @@ class Living(Generic[_Row]):
         async with self._database.begin() as db:
             row = await db.get(self._table, key)
             live = row is not None and await is_live(db, row.session_id)
-        if row is not None and live and seen == self._num_changes:  # after a change the row that was read may be old
+        if row is not None and live and seen == self._num_changes:  # a change meanwhile may have made it stale
             self._rows[key] = row
         else:
             self._rows.pop(key, None)
         return row
 
     def forget(self, key: str) -> None:
-        """Drops the kept row, because the database's has changed."""
+        """Drops the row from memory. Must be called after the row in the database has changed."""
         self._num_changes += 1
         self._rows.pop(key, None)
 
     def session_ids(self) -> set[str]:
-        """Sessions of which a row is kept."""
+        """The sessions of the rows in memory."""
         return {row.session_id for row in self._rows.values()}
 
     def forget_sessions(self, session_ids: set[str]) -> None:
@@ -58,6 +59,6 @@ class Living(Generic[_Row]):
 
 
 async def is_live(db: AsyncSession, session_id: str) -> bool:
-    """The session is known and has not ended."""
+    """Whether the session exists and has not ended."""
     query = select(Session.session_id).where(Session.session_id == session_id, Session.ended_at.is_(None))
     return await db.scalar(query) is not None

@@ -1,4 +1,4 @@
-"""Training runs: made, completed by what the trainer answers, followed by inflight samplers, released."""
+"""Rows of training runs, from their creation to their release."""
 
 from __future__ import annotations
 
@@ -21,17 +21,21 @@ class ModelRows:
         self._living = living
 
     async def add(self, model: Model) -> None:
-        """Adds it; a repeat changes nothing."""
+        """Adds the model; a repeat changes nothing."""
         await self._database.add_once(model)
 
     async def get(self, model_id: str, *, is_newest: bool = False) -> Model | None:
-        """The model, also one of an ended session until it is released. What is known of
-        it may be older than the database where another gateway has changed it; `is_newest` asks that."""
+        """The model; None for an unknown id.
+
+        The row in memory may be older than the database's if another gateway has changed it. `is_newest` reads the
+        database then.
+        """
         if is_newest and self._database.is_shared:
             return await self._living.get_newest(model_id)
         return await self._living.get(model_id)
 
     async def complete(self, model_id: str, **facts: Any) -> None:
+        """Sets columns that are known only from the trainer's reply."""
         async with self._database.begin() as db:
             await db.execute(update(Model).where(Model.model_id == model_id).values(**facts))
         self._living.forget(model_id)
@@ -39,7 +43,8 @@ class ModelRows:
     async def move_inflight(
         self, model_id: str, version_id: str, location: str, *, is_newer: Callable[[str, str], bool]
     ) -> bool:
-        """Inflight samplers of the model follow it to this version; False when they are there, or at a newer one."""
+        """Moves the model's inflight samplers to this version. False when they are at it, or at a newer one,
+        already."""
         moved = False
         while not moved:
             async with self._database.begin() as db:
@@ -55,21 +60,21 @@ class ModelRows:
         return True
 
     async def end(self, model_id: str) -> None:
-        """It takes nothing more. The first end counts."""
+        """Ends the run, so that it takes no more operations. A repeat changes nothing."""
         async with self._database.begin() as db:
             query = update(Model).where(Model.model_id == model_id, Model.ended_at.is_(None))
             await db.execute(query.values(ended_at=time.time()))
         self._living.forget(model_id)
 
     async def unreleased(self) -> list[tuple[Model, Session]]:
-        """Models that have ended, by themselves or with their sessions, and that the trainer still holds."""
+        """Models that the trainer still holds, though they or their sessions have ended."""
         has_ended = or_(Session.ended_at.is_not(None), Model.ended_at.is_not(None))
         query = select(Model, Session).join(Session).where(has_ended, Model.released_at.is_(None))
         async with self._database.begin() as db:
             return [(model, session) for model, session in await db.execute(query)]
 
     async def release(self, model_id: str) -> None:
-        """The trainer has freed it; what was kept to finish its operations goes too."""
+        """Notes that the trainer has freed the model, and deletes its operations."""
         async with self._database.begin() as db:
             await db.execute(update(Model).where(Model.model_id == model_id).values(released_at=time.time()))
             await db.execute(delete(Operation).where(Operation.model_id == model_id))

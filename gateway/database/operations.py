@@ -1,4 +1,4 @@
-"""What must be remembered of submissions: whose answers are still to be written down, and which were refused."""
+"""Rows of operations: submissions whose results must still be stored, and submissions that were refused."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tinsmith.rpc.paths import TinkerPath
 
 COPY, IMPORT = "copy_weights", "import_weights"
 Note = Callable[[AsyncSession], Awaitable[None]]
-"""Writes something in the transaction that it is given."""
+"""Writes more rows in a transaction of the caller."""
 ARRIVALS = (COPY, IMPORT)
-"""Kinds of what makes checkpoints and is no training operation: the request id is the path of what it makes."""
+"""Kinds of operations that make checkpoints without a training run. Their request id is the checkpoint's path."""
 
 
 class OperationRows:
@@ -25,12 +25,14 @@ class OperationRows:
         self._database = database
 
     async def add(self, operation: Operation) -> bool:
-        """Adds it. A repeat changes nothing, and is False."""
+        """Adds the operation. False, and nothing is changed, when its id exists already."""
         return await self._database.add_once(operation)
 
     async def settle(self, request_id: str, *, note: Note | None = None) -> bool:
-        """Its answer needs nothing more to be written down. False when it was settled before, or is not known.
-        `note`: what is written with the first settling, and only with it."""
+        """Notes that all results of the operation are stored. False when it was settled before, or is unknown.
+
+        `note`: writes more in the same transaction, unless the operation was settled before.
+        """
         async with self._database.begin() as db:
             is_first = await settle(db, request_id)
             if is_first and note is not None:
@@ -42,13 +44,19 @@ class OperationRows:
             await db.merge(operation)
 
     async def take_over(self, gateway_id: str, *, kinds: Collection[str]) -> list[str]:
-        """The request ids of those whose gateway is gone before they were settled; each to one who asks."""
+        """Takes over the unsettled operations of gateways that are gone, and returns their request ids.
+
+        Each operation goes to one gateway only.
+        """
         query = update(Operation).where(*_are_left(gateway_id, kinds))
         async with self._database.begin() as db:
             return list(await db.scalars(query.values(gateway_id=gateway_id).returning(Operation.request_id)))
 
     async def left(self, gateway_id: str, *, kinds: Collection[str], in_work: Collection[str]) -> list[Operation]:
-        """Those that nobody does any more: whose gateway is gone, or is this one and has only `in_work` in work."""
+        """Unsettled operations that no gateway works on: those of gateways that are gone, and this one's own.
+
+        `in_work`: request ids that this gateway still works on; they are left out.
+        """
         mine = (
             Operation.settled_at.is_(None),
             Operation.kind.in_(kinds),
@@ -60,7 +68,7 @@ class OperationRows:
             return list(await db.scalars(query))
 
     async def delete_refused(self, *, before: float, keep_newest: int) -> None:
-        """Deletes refusals from before this time, and those that are not among the newest."""
+        """Deletes refusals from before this time, and all but the `keep_newest` newest ones."""
         refused = Operation.error.is_not(None)
         newest = select(Operation.created_at).where(refused).order_by(Operation.created_at.desc())
         async with self._database.begin() as db:
@@ -73,7 +81,7 @@ class OperationRows:
             await db.execute(delete(Operation).where(Operation.request_id == request_id))
 
     async def saving(self, path: TinkerPath) -> str | None:
-        """The request id of a save of the run that makes this checkpoint, and is not through."""
+        """The request id of an unsettled save that will make this checkpoint; None when there is none."""
         query = select(Operation.request_id).where(
             Operation.model_id == path.run_id,
             Operation.path == str(path),
@@ -90,7 +98,7 @@ class OperationRows:
 
 
 def _are_left(gateway_id: str, kinds: Collection[str]) -> tuple[ColumnElement[bool], ...]:
-    """They are not settled, and their gateway is gone; it is not this one."""
+    """Conditions of an unsettled operation whose gateway is gone; this gateway is not gone."""
     return (
         Operation.settled_at.is_(None),
         Operation.error.is_(None),
@@ -103,7 +111,7 @@ def _are_left(gateway_id: str, kinds: Collection[str]) -> tuple[ColumnElement[bo
 
 
 async def settle(db: AsyncSession, request_id: str) -> bool:
-    """Settles the operation in this transaction. False when it was settled before."""
+    """Settles the operation in this transaction. False when it was settled before, or is unknown."""
     query = update(Operation).where(Operation.request_id == request_id, Operation.settled_at.is_(None))
     result = await db.execute(query.values(settled_at=time.time()))
     return result.rowcount > 0  # type: ignore[attr-defined]

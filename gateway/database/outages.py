@@ -1,4 +1,4 @@
-"""A database that cannot be used for a while: its disk is full, it restarts, nothing reaches it."""
+"""Outages: a database that cannot be used for a while, because its disk is full, it restarts, or it is unreachable."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _PASSING = ("08", "25", "40", "53", "57", "58")
-"""Classes of PostgreSQL's error codes: connection, read-only, rolled back, no resources, shutdown, system error."""
+"""Classes of PostgreSQL's error codes that pass: connection, read-only, rolled back, no resources, shutdown, system."""
 _LONGEST_PAUSE_S = 2.0
 
 TRY_AGAIN = "the gateway's database cannot be used at the moment; try again"
 
 
 class DatabaseUnusable(SQLAlchemyError):
-    """The one error of an outage: what cannot connect raises others than SQLAlchemy's."""
+    """The error that stands for every outage. A failed connection, for one, raises errors that are not SQLAlchemy's."""
 
 
 def is_outage(error: BaseException) -> bool:
-    """The same statement may well succeed later. False for what is wrong with the statement itself."""
+    """Whether the same statement may succeed later. False when the statement itself is wrong."""
     if isinstance(error, DatabaseUnusable):
         return True
     cause = error.orig if isinstance(error, DBAPIError) else error
-    if (code := getattr(cause, "sqlstate", None)) is not None:  # of asyncpg, also unwrapped, when it connects
+    if (code := getattr(cause, "sqlstate", None)) is not None:  # asyncpg's; unwrapped while it connects
         return str(code)[:2] in _PASSING
     if isinstance(error, DBAPIError):
         return error.connection_invalidated or isinstance(error, OperationalError)
@@ -38,19 +38,19 @@ def is_outage(error: BaseException) -> bool:
 
 
 def in_words(error: BaseException) -> str:
-    """Without the statement and its values."""
+    """The text of the error, without the statement and its values."""
     return str(error.orig if isinstance(error, DBAPIError) else error)
 
 
 def log_failure(what: str, error: Exception, *, by: logging.Logger) -> None:
-    """Of background work that is tried again. An outage is no reason for a traceback each time."""
+    """Logs a failure of background work that is tried again. An outage is logged without a traceback."""
     by.error("%s; it is tried again: %s", what, in_words(error), exc_info=not is_outage(error))
 
 
 async def until_written(write: Callable[[], Awaitable[T]], *, what: str, pausing: Callable[[str], object]) -> T:
-    """What `write` gives, once the database takes it: it may be begun again after any part of it was done.
+    """Calls `write` until there is no outage, and returns its result. Any other error is raised.
 
-    `pausing` is told the reason before each wait.
+    `write` must bear a repeat after any part of it was done. `pausing` is called with a reason before each wait.
     """
     pause_s = 0.1
     while True:

@@ -1,4 +1,4 @@
-"""Sampling sessions, the clients that join them, and how far each client's samples have come."""
+"""Rows of sampling sessions, of the clients that join them, and of each client's progress."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from gateway.database.tables.samples import SampleMark
 from gateway.database.tables.sessions import SamplingSession, Session
 
 _COUNTED_S = 60.0
-"""How long a number of sampling sessions is believed."""
+"""How long a count of sampling sessions is used before they are counted again."""
 _FULL_S = 1.0
-"""How long it is believed when it leaves no room."""
+"""How long a count is used that has reached the limit."""
 
 
 class SamplerRows:
@@ -23,11 +23,13 @@ class SamplerRows:
         self._database = database
         self._living = living
         self._counted: dict[str, tuple[float, int]] = {}
-        """By owner: when its sampling sessions were counted, and how many there are, with those made here since."""
+        """owner -> time of the last count on the monotonic clock, and the number, including those made here since."""
 
     async def take_place(self, owner: str, *, limit: int) -> bool:
-        """Counts one more of the owner's. False, and not counted, when there are as many as the limit; those of ended
-        sessions that are not forgotten are among them."""
+        """Counts one more sampling session of the owner. False, and nothing is counted, when the limit is reached.
+
+        Sampling sessions of ended sessions count until they are forgotten.
+        """
         counted_at, number = self._counted.get(owner, (-math.inf, 0))
         if time.monotonic() - counted_at > (_COUNTED_S if number < limit else _FULL_S):
             counted_at = time.monotonic()
@@ -40,22 +42,22 @@ class SamplerRows:
         return is_free
 
     async def add(self, row: SamplingSession) -> SamplingSession:
-        """Adds it and returns it; the first one when it is a repeat."""
+        """Adds the row and returns it. Returns the existing one when its id exists already."""
         if await self._database.add_once(row):
             return row
         async with self._database.begin() as db:
             return await db.get_one(SamplingSession, row.sampling_session_id)
 
     async def get(self, sampling_session_id: str) -> SamplingSession | None:
-        """None when it is unknown."""
+        """The sampling session; None for an unknown id."""
         return await self._living.get(sampling_session_id)
 
     def lives(self, sampling_session_id: str) -> bool:
-        """After `get`: only those of live sessions are kept in memory."""
+        """Whether the session of this sampling session lives. Only right after `get`, which loads it into memory."""
         return sampling_session_id in self._living
 
     async def join(self, sampling_session_id: str) -> int:
-        """A number from 1 that no other client of the sampling session has."""
+        """A number for a new client, from 1 on, that no other client of the sampling session has."""
         row = update(SamplingSession).where(SamplingSession.sampling_session_id == sampling_session_id)
         query = row.values(num_joined=SamplingSession.num_joined + 1).returning(SamplingSession.num_joined)
         async with self._database.begin() as db:
@@ -66,7 +68,10 @@ class SamplerRows:
             return await db.get(SampleMark, (sampling_session_id, clone_id))
 
     async def put_mark(self, mark: SampleMark, *, home: str | None) -> bool:
-        """False when the samples have another home than this one, which is None where there is one gateway."""
+        """Stores the progress of a client. False, and nothing is stored, when another gateway is the samples' home.
+
+        `home`: this gateway's id; None when it is the only one.
+        """
         values = {"low": mark.low, "high": mark.high}
         key = {"sampling_session_id": mark.sampling_session_id, "clone_id": mark.clone_id}
         query = self._database.insert(SampleMark).values(**key, **values, home=home)

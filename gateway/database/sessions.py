@@ -1,4 +1,4 @@
-"""Sessions: whose they are, whether they live, and when they were last heard of."""
+"""Rows of sessions: their owners, whether they live, and their heartbeats."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from gateway.database.tables.sessions import Model, SamplingSession, Session
 
 _MAX_WHOSE = 100_000
 _PER_QUERY = 500
-"""Ids in one query: databases limit its parameters."""
+"""Most ids in one query, because databases limit its parameters."""
 
 
 class Whose(NamedTuple):
-    """To whom a session belongs, for ever."""
+    """The owner and the key of a session, which never change."""
 
     owner: str
     key_id: str
-    """Of the key that made it."""
+    """Id of the key that made the session."""
 
 
 class SessionRows:
     def __init__(self, database: Database, *, of_sessions: Sequence[Living[Model] | Living[SamplingSession]]) -> None:
-        """`of_sessions`: what is kept in memory of living sessions, to be forgotten with them."""
+        """`of_sessions`: caches of rows that belong to sessions; they forget the rows of a session that ends."""
         self._database = database
         self._of_sessions = of_sessions
         self._living: set[str] = set()
-        """Sessions that live, of those that were made or asked for here."""
+        """Live sessions among those that were made or asked for at this gateway."""
         self._beats: dict[str, float] = {}
         self._whose: OrderedDict[str, Whose] = OrderedDict()
 
     async def create(self, *, owner: str, key_id: str = "", idempotency_key: str | None, **facts: Any) -> Session:
-        """A new session; the one made before when the same owner repeats the key. Its heartbeats cost no query."""
+        """A new session; when the owner repeats the `idempotency_key`, the session that was made with it."""
         now = time.time()
         session = Session(
             session_id=uuid4().hex,
@@ -58,7 +58,7 @@ class SessionRows:
         return known
 
     async def count(self, *, owner: str | None = None) -> int:
-        """Those that have not ended; None: everybody's."""
+        """Number of sessions that have not ended. `owner` None: of all owners."""
         query = select(func.count()).where(Session.ended_at.is_(None))
         if owner is not None:
             query = query.where(Session.owner == owner)
@@ -66,7 +66,7 @@ class SessionRows:
             return await db.scalar(query) or 0
 
     async def of_key(self, owner: str, idempotency_key: str | None) -> Session | None:
-        """The session that the owner made with this key."""
+        """The session that the owner made with this key; None when there is none."""
         if idempotency_key is None:
             return None
         query = select(Session).where(Session.owner == owner, Session.idempotency_key == idempotency_key)
@@ -78,7 +78,7 @@ class SessionRows:
             return await db.get(Session, session_id)
 
     async def whose(self, session_id: str) -> Whose | None:
-        """None for an unknown session."""
+        """Owner and key of the session; None for an unknown one."""
         if session_id not in self._whose:
             session = await self.get(session_id)
             if session is None:
@@ -92,11 +92,14 @@ class SessionRows:
             self._whose.popitem(last=False)
 
     def known_whose(self, session_id: str) -> Whose | None:
-        """None unless it is in memory, as it is soon after `whose`."""
+        """Owner and key of the session if they are in memory, as they are after `whose`; else None."""
         return self._whose.get(session_id)
 
     async def lives(self, session_id: str) -> bool:
-        """Costs a query once. Of an end at another gateway it hears with `forget_ended`."""
+        """Whether the session lives. Only the first call costs a query.
+
+        An end at another gateway is noticed with the next `forget_ended`.
+        """
         if session_id not in self._living:
             async with self._database.begin() as db:
                 if not await is_live(db, session_id):
@@ -105,7 +108,10 @@ class SessionRows:
         return True
 
     async def heartbeat(self, session_id: str) -> bool:
-        """True when the session lives. It is written behind, all sessions at once: a heartbeat waits for no disk."""
+        """Notes a heartbeat. False when the session does not live.
+
+        `write_heartbeats` writes those of all sessions together later, so a heartbeat does not wait for the disk.
+        """
         if await self.lives(session_id):
             self._beats[session_id] = time.time()
             return True
@@ -122,14 +128,14 @@ class SessionRows:
             await db.execute(query.values(last_seen_at=bindparam("at")), rows)
 
     async def end(self, session_id: str, *, reason: str, detail: str | None) -> bool:
-        """True for the first end; a later one changes nothing."""
+        """Ends the session. False, and nothing is changed, when it has ended before or is unknown."""
         live = update(Session).where(Session.session_id == session_id, Session.ended_at.is_(None))
         try:
             async with self._database.begin() as db:
                 result = await db.execute(live.values(ended_at=time.time(), end_reason=reason, end_detail=detail))
                 return result.rowcount > 0  # type: ignore[attr-defined]
         finally:
-            self._forget({session_id})  # it may have ended, too, when the connection was lost at the commit
+            self._forget({session_id})  # also after an error: a commit whose connection was lost may have succeeded
 
     def _forget(self, session_ids: set[str]) -> None:
         self._living -= session_ids
@@ -137,7 +143,7 @@ class SessionRows:
             living.forget_sessions(session_ids)
 
     async def forget_ended(self) -> set[str]:
-        """Those that another gateway has ended and that were still known here."""
+        """Sessions that this gateway took for live and that another gateway has ended. They are forgotten here."""
         known = sorted(self._living.union(*(living.session_ids() for living in self._of_sessions)))
         ended: set[str] = set()
         for start in range(0, len(known), _PER_QUERY):
@@ -153,6 +159,7 @@ class SessionRows:
             await db.execute(update(Session).where(Session.session_id == session_id).values(project_id=project_id))
 
     async def silent(self, *, seen_before: float) -> list[str]:
+        """Live sessions whose last heartbeat came before this time, in seconds since 1970."""
         query = select(Session.session_id).where(Session.ended_at.is_(None), Session.last_seen_at < seen_before)
         async with self._database.begin() as db:
             return list(await db.scalars(query))

@@ -1,4 +1,4 @@
-"""Facts that all gateways behind one database share."""
+"""Rows of settings: named values that all gateways behind one database share."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class SettingRows:
         self._database = database
 
     async def get(self, name: str, *, default: str) -> str:
-        """Its value; `default` becomes its value when it has none."""
+        """The value of a setting. A setting without a value gets `default` first."""
         await self._database.add_once(Setting(name=name, value=default))
         async with self._database.begin() as db:
             return (await db.get_one(Setting, name)).value
 
     async def swap(self, name: str, *, old: str, new: str) -> bool:
-        """Sets it if its value is `old`. False when another gateway was faster."""
+        """Sets the value if it is `old`. False when another gateway has changed it meanwhile."""
         query = update(Setting).where(Setting.name == name, Setting.value == old)
         async with self._database.begin() as db:
             result = await db.execute(query.values(value=new))

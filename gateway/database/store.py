@@ -1,5 +1,8 @@
-"""What exists, in SQL: a part for each subject. Rows come out detached and are read only; every change is a method of
-its subject's part, or of the file that alone has the table and works in `begin`."""
+"""The store: all access to the database, with one class for each subject.
+
+Rows that the store returns are detached and must not be changed. Every change is a method of the subject's class, or
+code in `begin` of the only file that uses the table.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Addresses of databases, which hold passwords."""
+"""URLs of databases, which may hold passwords."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 
 
 def parse(url: str) -> URL:
-    """Raises ValueError, which does not repeat the URL: a part that is in the wrong place may be the password."""
+    """Parses the URL. Raises ValueError, whose text does not repeat the URL, because any part of it may be a
+    password."""
     try:
         parsed = make_url(url)
         parsed.get_dialect().import_dbapi()
@@ -21,5 +22,5 @@ def parse(url: str) -> URL:
 
 
 def without_secrets(url: str) -> str:
-    """Without user, password and options, also where an "@" in the password is not escaped."""
+    """The URL without user, password and options, even when an "@" in the password is not escaped."""
     return re.sub("//.*@", "//***@", url.partition("?")[0])

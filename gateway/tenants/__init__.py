@@ -1,1 +1,1 @@
-"""Who calls, what exists for them, what they may use and what they have used."""
+"""Owners and their keys: authentication, access, rates, budgets and usage."""

@@ -1,9 +1,9 @@
-"""What exists for a caller: the one place that decides whose things somebody can see, use and change.
+"""Access: the one place that decides what a caller can see, use and change.
 
 Everything belongs to a session, and a session to the owner of the key that made it. The ids of models, samplers, custom
-losses and futures begin with that of their session, so one question answers for all of them. What belongs to another
-owner is answered like what does not exist. A published checkpoint is the exception: everyone may read it, and only its
-owner may change it. For a caller who is an admin everything exists.
+losses and futures begin with the id of their session, so one check serves them all. Things of another owner are
+answered as if they did not exist. Published checkpoints are the exception: everyone may read them, and only the owner
+may change them. An admin has access to everything.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class Access:
         self._store = store
 
     async def owns(self, thing_id: str, caller: Caller) -> bool:
-        """Of a session, model, sampler, custom loss or future, by its id. False for what does not exist."""
+        """Whether the caller has access to a session, model, sampler, custom loss or future; False for an unknown
+        id."""
         session_id, _, rest = thing_id.partition(":")
         if session_id == _REFUSED:
             return caller.admin or rest.startswith(f"{_tag(caller)}:")
@@ -55,14 +56,15 @@ class Access:
 
 
 def refused_id(caller: Caller, error: ServiceError) -> str:
-    """A request id for what is refused and has no id of its own: an id that the caller has sent may be another owner's.
-    The request id holds the refusal itself, so that it leaves nothing behind, and any gateway can tell it at any time.
+    """A request id for a refused request. An id that the caller sent cannot serve, because it may be another owner's.
+
+    The request id holds the text of the refusal. So nothing is stored, and any gateway can answer it at any time.
     """
     return f"{_REFUSED}:{_tag(caller)}:{error.message[:_MAX_TOLD].encode().hex()}"
 
 
 def refusal_in(request_id: str) -> str | None:
-    """The refusal that `refused_id` put into this id; None in others."""
+    """The text of the refusal that `refused_id` put into this id; None for any other id."""
     begin, _, told = request_id.rpartition(":")
     if not begin.startswith(f"{_REFUSED}:"):
         return None

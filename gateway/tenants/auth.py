@@ -1,9 +1,9 @@
-"""Who may call: holders of a key, or of a JWT that was given for one (tokens.py).
+"""Authentication: a caller needs a key, or a JWT that was issued for one (tokens.py).
 
-Keys come from the configuration and from the database (keys.py). Those of the database are kept here and read again
-every REFRESH_S, so that a request costs no query, and every gateway behind the database notices a new key, or one that
-was revoked, within seconds. Without any key anyone may call; as soon as the database has one, even a revoked one, a key
-is needed.
+Keys come from the configuration and from the database (keys.py). The keys of the database are held in memory and read
+again every REFRESH_S. So a request costs no query, and every gateway behind the database notices a new or revoked key
+within seconds. Anyone may call while there is no key at all. As soon as the database has one, even a revoked one, a key
+is required.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ LOCAL = "local"
 """Owner of everything when any key is accepted."""
 REFRESH_S = 2.0
 USED_S = 60.0
-"""How often it is written when keys were last used."""
+"""How often the times at which keys were last used are written."""
 
 _HEALTH = "/api/v1/healthz"
 _OPENAI = "/v1/"
 _PROTECTED = ("/api/", "/dashboard/api/", _OPENAI)
 _MISS_S = 0.25
-"""After an unknown key the database is asked for it, but not more often than this: guesses cost little."""
+"""Shortest time between two queries for unknown keys, so that guessing keys does not load the database."""
 
 
 def owner_of(key: str) -> str:
-    """A name for the holder of a key that does not tell the key."""
+    """A name for the holder of a key, which does not reveal the key."""
     return hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
@@ -69,23 +69,24 @@ def _stored(row: StoredKey) -> Caller:
 
 
 class Callers:
-    """All that may call. Without keys, that is anyone."""
+    """All callers that have a key, from the configuration and the database. Without any key, everyone is a caller."""
 
     def __init__(self, keys: Sequence[ApiKey], stored: Keys | None = None) -> None:
         self._ring = KeyRing(key.key.get_secret_value() for key in keys)
         self._configured: list[Caller] = []
         self._keys = stored
         self._rows: dict[str, StoredKey] = {}
-        """By hash, those that are not revoked."""
+        """Hash -> row, of the keys that are not revoked."""
         self._hashes: dict[str, str] = {}
-        """Of them, by id."""
+        """key_id -> hash, of the same keys."""
         self._has_rows = False
         self._read_at = 0.0
         self._used: dict[str, float] = {}
         self._wrote_used_at = time.monotonic()
         self._reading = asyncio.Lock()
         self.also_read: Callable[[], Awaitable[None]] | None = None
-        """What belongs to keys, and is read with them: who has a new one does not come before its budget."""
+        """Reads budgets whenever keys are read, so that the holder of a new key cannot call before its budget is
+        known."""
         for position, key in enumerate(keys):
             text = key.key.get_secret_value()
             self._configured.append(
@@ -106,15 +107,15 @@ class Callers:
         return not self._configured and not self._has_rows
 
     async def find(self, key: str) -> Caller | None:
-        """By key. One that is not known yet is looked for in the database."""
+        """The caller with this key. Asks the database when the key is not in memory."""
         return self.by_key(key) or (self.by_key(key) if await self._is_news() else None)
 
     async def find_id(self, key_id: str) -> Caller | None:
-        """By id, in the same way."""
+        """The caller whose key has this id. Asks the database when the id is not in memory."""
         return self.by_id(key_id) or (self.by_id(key_id) if await self._is_news() else None)
 
     async def _is_news(self) -> bool:
-        """Whether the database was read after this was asked."""
+        """Has the keys read again, at most every `_MISS_S`. False when there is no database to read."""
         if self._keys is None:
             return False
         asked_at = time.monotonic()
@@ -127,7 +128,7 @@ class Callers:
             return _ANYONE
         if (position := self._ring.find(key)) is not None:
             return self._configured[position]
-        # A dictionary: how long it looks for a hash tells nothing about the keys behind the others.
+        # The time of a dictionary's look-up depends on the hash of a key, so it does not help to guess a key.
         return self._active(self._rows.get(hash_of(key)))
 
     def by_id(self, key_id: str) -> Caller | None:
@@ -137,7 +138,7 @@ class Callers:
         return next(known, None) or self._active(self._rows.get(self._hashes.get(key_id, "")))
 
     def by_owner(self, owner: str) -> Caller | None:
-        """The first of those whose owner it is, for its name."""
+        """The owner's first key, for its name and note."""
         if self.anyone:
             return _ANYONE if owner == LOCAL else None
         known = (caller for caller in self._configured if caller.owner == owner)
@@ -150,21 +151,24 @@ class Callers:
         self._used[row.key_hash] = time.time()
         return _stored(row)
 
-    # The database's
+    # Keys of the database
 
     async def read(self) -> None:
-        """All keys of the database. Raises SQLAlchemyError."""
+        """Reads all keys of the database. Raises SQLAlchemyError."""
         if self._keys is not None:
             rows = await self._keys.all()
             if self.also_read is not None:
                 await self.also_read()
-            self._has_rows = self._has_rows or bool(rows)  # who empties the table has not opened the server
+            self._has_rows = self._has_rows or bool(rows)  # an emptied table must not open the server
             self._rows = {row.key_hash: row for row in rows if row.revoked_at is None}
             self._hashes = {id_of(key_hash): key_hash for key_hash in self._rows}
             self._read_at = time.monotonic()
 
     async def refresh(self, *, since: float | None = None) -> None:
-        """Reads them again, unless that was done `since`. When they cannot be read, those that are known stay."""
+        """Reads the keys again, unless they were read after `since`, a time of the monotonic clock.
+
+        Keeps the keys that are in memory when the database cannot be read.
+        """
         async with self._reading:
             if since is not None and self._read_at > since:
                 return
@@ -173,10 +177,10 @@ class Callers:
                 if time.monotonic() - self._wrote_used_at > USED_S:
                     await self.write_used()
             except SQLAlchemyError as error:
-                logger.warning("the keys cannot be read from the database, so those known before stay: %s", error)
+                logger.warning("the keys cannot be read from the database, so those read before stay valid: %s", error)
 
     async def write_used(self) -> None:
-        """When keys were last used, since the last time."""
+        """Writes the times at which keys were last used."""
         used, self._used = self._used, {}
         self._wrote_used_at = time.monotonic()
         if used and self._keys is not None:
@@ -186,7 +190,7 @@ class Callers:
 class Authentication:
     """ASGI middleware for everything below /api/ and /v1/ except healthz.
 
-    It leaves in request.state: `owner`, `caller`, and `token`, which is the JWT that the request came with or "".
+    Sets request.state.owner, .caller and .token: the JWT that the request came with, or "".
     """
 
     def __init__(self, app: ASGIApp, *, callers: Callers, tokens: Tokens, limits: Limits) -> None:
@@ -200,7 +204,7 @@ class Authentication:
             return await self._app(scope, receive, send)
         request = Request(scope)
         credential = given_key(request.headers)
-        is_token = self._tokens.are_used and credential.startswith("eyJ")  # as the SDK tells them apart
+        is_token = self._tokens.are_used and credential.startswith("eyJ")  # the SDK tells a JWT from a key in this way
         try:
             caller = await self._by_token(credential) if is_token else await self._callers.find(credential)
         except InvalidToken as error:
@@ -231,7 +235,7 @@ class Authentication:
 
 
 def _refusal(scope: Scope, text: str, *, challenge: str = "") -> Response:
-    """401. The SDK asks for a new JWT, once, when it reads the challenge "invalid_token" (RFC 6750)."""
+    """The answer 401. The challenge "invalid_token" (RFC 6750) makes the SDK ask for a new JWT, once."""
     headers = {"WWW-Authenticate": f'Bearer error="{challenge}"' if challenge else "Bearer"}
     if scope["path"].startswith(_OPENAI):
         return json_response(error_body(401, text, code="invalid_api_key"), status=401, headers=headers)

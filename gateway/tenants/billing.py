@@ -1,4 +1,4 @@
-"""What was used and what it would cost, by hour. Prices are the operator's own; nothing is ever charged."""
+"""Usage and its cost, by hour. The operator sets the prices; nothing is ever charged."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ from tinsmith.rpc.errors import InvalidRequest
 GIGABYTE = 10**9
 HOUR_S = 3600
 HOURS_OF_MONTH = 720
-"""Of storage that is priced by the month."""
+"""Hours in a month, for the price of storage."""
 
 MAX_EVENTS = 20_000
-"""Of one answer: all of them are in memory at once."""
+"""Most events in one answer, which is held in memory as a whole."""
 
 _METERED_UNTIL = "storage_metered_until"
 
 
 class Billing:
+    """Meters storage, and lists usage with its cost."""
+
     def __init__(self, config: GatewayConfig, *, store: Store, ledger: Ledger) -> None:
         self._token_prices = config.token_prices_usd
         self._storage_price = config.storage_price_usd
@@ -39,9 +41,9 @@ class Billing:
     # Storage
 
     async def meter_storage(self) -> None:
-        """Counts the byte-hours since the last time, of all gateways behind the database together.
+        """Counts the byte-hours since the last metering. Only one of the gateways behind the database does it.
 
-        What was deleted in between counts up to the time before.
+        A checkpoint that was deleted in between counts up to the last metering.
         """
         now = time.time()
         last = await self._store.settings.get(_METERED_UNTIL, default=repr(now))
@@ -53,7 +55,7 @@ class Billing:
                 self._ledger.use("storage", amount, base_model=base_model, owner=owner, hour=hour)
 
     async def _stored(self, begin: float, end: float) -> list[tuple[str, str, float]]:
-        """Owner, base model and byte-seconds between two times."""
+        """Owner, base model and byte-seconds, between two times in seconds since 1970."""
         since = case((Checkpoint.created_at > begin, Checkpoint.created_at), else_=begin)
         until = case((Checkpoint.expires_at < end, Checkpoint.expires_at), else_=end)
         query = (
@@ -65,8 +67,8 @@ class Billing:
             return [(owner, base_model, float(amount)) for owner, base_model, amount in await db.execute(query)]
 
     async def stored_now(self, project_id: str | None, *, owner: str | None) -> list[tuple[str, str, int, int]]:
-        """Project, owner, number and bytes of the checkpoints, of one owner or of all."""
-        # A literal: PostgreSQL does not see that the parameters of SELECT and GROUP BY are one.
+        """Project, owner, number of checkpoints and their bytes. None: all projects, or all owners."""
+        # As a literal, because PostgreSQL takes the parameters of SELECT and GROUP BY for two different values.
         project = func.coalesce(Session.project_id, literal_column(f"'{DEFAULT_PROJECT}'"))
         query = (
             select(project, Checkpoint.owner, func.count(), func.sum(Checkpoint.size_bytes))
@@ -93,9 +95,10 @@ class Billing:
     async def usage(
         self, begin_hour: int, end_hour: int, *, owner: str | None
     ) -> tuple[list[Json], dict[str, Session]]:
-        """The events of hours since 1970, `end_hour` not included, and the sessions that they name.
+        """The usage events of a span of hours, and the sessions that they name.
 
-        `owner`: whose; None is everyone's. Raises InvalidRequest for hours that have more than MAX_EVENTS.
+        Hours count from 1970; `end_hour` is not included. `owner` None: the events of all owners. Raises InvalidRequest
+        when the hours have more than MAX_EVENTS events.
         """
         await self._ledger.flush()
         query = (
@@ -130,7 +133,7 @@ class Billing:
         match usage.kind:
             case "storage":
                 gigabyte_hours = usage.amount / GIGABYTE
-                # Without `free`, which is false: SDKs before 0.33 refuse what they do not know in an event.
+                # The field `free`, which would be false, is left out: SDKs before 0.33 refuse unknown fields.
                 event["event_info"] = {"type": "storage", "gigabyte_hours": gigabyte_hours}
                 event["effective_rate_usd_per_gigabyte_month"] = self._storage_price
                 event["estimated_cost_usd"] = self._storage_price * gigabyte_hours / HOURS_OF_MONTH
@@ -157,6 +160,6 @@ def _token_info(kind: TokenKind, count: int) -> dict[str, Any]:
 
 
 def hours_between(begin: float, end: float) -> Iterator[tuple[int, float, float]]:
-    """Each hour since 1970 that a time span touches, with its part of it."""
+    """Each hour since 1970 that the span touches, with the begin and end of their overlap in seconds."""
     for hour in range(int(begin // HOUR_S), int(end // HOUR_S) + 1):
         yield hour, max(begin, hour * HOUR_S), min(end, (hour + 1) * HOUR_S)

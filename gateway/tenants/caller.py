@@ -1,4 +1,4 @@
-"""The holder of a key, as everything behind the authentication sees it."""
+"""The caller of a request, as authentication hands it on."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The holder of a key."""
+    """The holder of a key, or anyone when the server has no keys."""
 
     owner: str
     key_id: str = ""
-    """The same at every start, wherever the key stands in the list; empty when any key is accepted."""
+    """A prefix of the key's hash, so it does not depend on the order of keys; empty when any key is accepted."""
     name: str = ""
     note: str = ""
     email: str = ""
@@ -20,7 +20,7 @@ class Caller:
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     key_hash: str = field(default="", repr=False)
-    """Of a key of the database."""
+    """Hash of a key of the database; empty for a key of the configuration."""
 
     @property
     def number(self) -> int:
@@ -28,10 +28,10 @@ class Caller:
         return int(self.key_id, 16) if self.key_id else 0
 
     def sees(self, owner: str) -> bool:
-        """Whether what belongs to `owner` exists for this caller: the one rule of it."""
+        """Whether the caller has access to things of `owner`: the one rule that all access checks use."""
         return self.admin or owner == self.owner
 
     @property
     def cache_salt(self) -> str:
-        """Of an owner's samples, so that they reuse nothing of other owners'; empty when any key is accepted."""
+        """Keeps an owner's prompts apart from others' in the samplers' caches; empty when any key is accepted."""
         return hashlib.sha256(self.owner.encode()).hexdigest()[:32] if self.key_id else ""

@@ -1,8 +1,7 @@
-"""Keys that the command line makes, and what their owners may use: rows of the database that all gateways share.
+"""Keys that the command line makes, and the budgets of their owners: rows of the database that all gateways share.
 
-A key is 256 random bits, so its SHA-256 is enough to store: nobody can try that many, and a slow hash with a salt,
-which protects what people choose, would only make every request slower. Who reads the database cannot call with what
-is there.
+The database holds only the SHA-256 of a key, so nobody who reads the database can call with its content. A slow hash
+with a salt protects passwords that people choose; for a key of 256 random bits it would only make requests slower.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from tinsmith.rpc.auth import OWNER_PATTERN
 from tinsmith.rpc.errors import InvalidRequest, NotFound
 
 PREFIX = "tml-"
-"""What the SDK wants a key to begin with."""
+"""The SDK requires a key to begin like this."""
 ID_LENGTH = 12
 OPERATOR = "operator"
-"""Who has done what the command line did, in the audit log."""
+"""The command line's name in the audit log."""
 AUDIT_CATEGORY = "organizations"
 
 
@@ -37,7 +36,7 @@ def hash_of(key: str) -> str:
 
 
 def id_of(key_hash: str) -> str:
-    """What a key is called where the key itself must not stand."""
+    """The public id of a key, which does not reveal the key."""
     return key_hash[:ID_LENGTH]
 
 
@@ -46,7 +45,7 @@ def is_active(row: StoredKey) -> bool:
 
 
 def check_owner(owner: str) -> str:
-    """Raises InvalidRequest for what cannot be an owner's name."""
+    """Returns the owner's name. Raises InvalidRequest when it is malformed."""
     if not re.fullmatch(OWNER_PATTERN, owner):
         raise InvalidRequest(
             f"owner: {owner!r} is not 1 to 64 letters, digits, '.', '_', '@' or '-', beginning with a letter or digit",
@@ -57,17 +56,19 @@ def check_owner(owner: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What an owner has used and may use; None: any amount."""
+    """An owner's usage and budgets. A budget of None is no limit."""
 
     owner: str
     tokens: int
-    """Since the budget began to count."""
+    """Tokens used since the budget began to count."""
     token_budget: int | None
     stored_bytes: int
     storage_quota: int | None
 
 
 class Keys:
+    """Reads and changes keys and budgets in the database."""
+
     def __init__(self, store: Store) -> None:
         self._store = store
 
@@ -83,7 +84,10 @@ class Keys:
         requests_per_minute: int | None = None,
         tokens_per_minute: int | None = None,
     ) -> tuple[str, StoredKey]:
-        """The key itself, which is nowhere afterwards, and its row. Raises InvalidRequest for a wrong owner."""
+        """Makes a key. Returns the key itself, which is stored nowhere, and its row.
+
+        Raises InvalidRequest for a malformed owner.
+        """
         key = PREFIX + secrets.token_urlsafe(32)
         row = StoredKey(
             key_hash=hash_of(key),
@@ -103,12 +107,12 @@ class Keys:
         return key, row
 
     async def all(self) -> list[StoredKey]:
-        """Oldest first, those that are revoked too."""
+        """All keys, revoked ones too; oldest first."""
         async with self._store.begin() as db:
             return list(await db.scalars(select(StoredKey).order_by(StoredKey.created_at, StoredKey.key_hash)))
 
     async def revoke(self, key_id: str, *, by: str = OPERATOR) -> StoredKey:
-        """Of the key with this id. Once more changes nothing. Raises NotFound."""
+        """Revokes the key with this id; a repeat changes nothing. Raises NotFound."""
         is_it = StoredKey.key_hash.startswith(key_id, autoescape=True)
         async with self._store.begin() as db:
             found = list(await db.scalars(select(StoredKey).where(is_it))) if len(key_id) == ID_LENGTH else []
@@ -121,7 +125,7 @@ class Keys:
         return row
 
     async def used(self, times: Mapping[str, float]) -> None:
-        """Writes when keys, by their hash, were last used."""
+        """Writes when keys were last used: hash -> seconds since 1970."""
         async with self._store.begin() as db:
             for key_hash, at in sorted(times.items()):
                 await db.execute(update(StoredKey).where(StoredKey.key_hash == key_hash).values(last_used_at=at))
@@ -131,8 +135,11 @@ class Keys:
     async def set_budget(
         self, owner: str, limits: Mapping[str, int | None], *, restart: bool = False
     ) -> dict[str, int | None]:
-        """What `limits` were before, by the name of their column, tokens and storage_bytes; those that are not there
-        stay. `restart`: tokens that were used before do not count any more."""
+        """Sets the owner's `tokens` and `storage_bytes`, and returns what they were before. None: no limit.
+
+        A name that is not in `limits` keeps its value. `restart`: tokens that were used before no longer count. Raises
+        InvalidRequest for a malformed owner.
+        """
         check_owner(owner)
         async with self._store.begin() as db:
             row = await db.get(Budget, owner)
@@ -161,7 +168,7 @@ class Keys:
             return {row.owner: row for row in await db.scalars(select(Budget))}
 
     async def token_counts(self, owners: Sequence[str] | None = None) -> list[TokenCount]:
-        """Of these owners, or of all."""
+        """The token counts of these owners; None: of all."""
         query = select(TokenCount)
         if owners is not None:
             query = query.where(TokenCount.owner.in_(owners))
@@ -169,7 +176,7 @@ class Keys:
             return list(await db.scalars(query))
 
     async def stored_bytes(self, owner: str, *, without: Collection[str] = ()) -> int:
-        """Of all checkpoints but those with the paths `without`."""
+        """Bytes of all checkpoints of the owner, except those at the paths in `without`."""
         query = select(func.sum(Checkpoint.size_bytes)).where(
             Checkpoint.owner == owner, Checkpoint.path.not_in(without), exists_now()
         )
@@ -177,7 +184,7 @@ class Keys:
             return int(await db.scalar(query) or 0)
 
     async def accounts(self) -> dict[str, Account]:
-        """Of everyone who has a key, a budget, or has used something."""
+        """owner -> account, for every owner with a key, a budget or usage."""
         budgets = await self.budgets()
         tokens: dict[str, int] = {}
         for count in await self.token_counts():

@@ -1,14 +1,13 @@
-"""What was used, what was done to checkpoints, how long work took, and when a run was last asked for something:
-written behind, a batch at a time.
+"""The ledger writes usage, audit events, spans of work and times of the last request, in batches, in the background.
 
-These rows are for reading later; nothing that a client waits for depends on them. A gateway that is killed loses at
-most the last FLUSH_S seconds of them. What is done to a checkpoint is recorded in the transaction that does it.
+No client waits for these rows, so a gateway that is killed may lose those of the last FLUSH_S seconds. An event that
+changes a checkpoint is an exception: it is written in the transaction of the change.
 
-Each batch is written once. Its number is in the same transaction: when a connection is lost, or a write cut off, nobody
-knows whether the database has it, and the same batch, sent again, finds its own number.
+Each batch is written exactly once. A lost connection leaves open whether the database has the batch, so the batch is
+sent again; its number, which is written in the same transaction, tells a batch that the database has already.
 
-Several gateways may see the answer of one training operation: who submitted it, and those that were asked for it later.
-Each counts its tokens, in the transaction that marks the operation as counted, and only the first mark counts.
+Several gateways may see the answer of one training operation: the one that submitted it, and those that were asked for
+it later. Each adds the tokens in a transaction that also marks the operation as counted. Only the first mark counts.
 """
 
 from __future__ import annotations
@@ -44,35 +43,38 @@ UsageKind = Literal["training", "sampling_prefill", "sampling_prefill_cached", "
 TOKEN_KINDS = ("training", "sampling_prefill", "sampling_prefill_cached", "sampling_sample")
 
 _Used = tuple[int, Whose, str, str, str]
-"""Hour, whose, session, base model, kind."""
+"""Hour since 1970, owner and key, session_id, base model, kind."""
 _UNKNOWN = Whose("", "")
 _Operation = tuple[str, int]
-"""Model and seq_id."""
+"""model_id and seq_id."""
 _MAX_ROWS = 50_000
-"""Spans and audit events that may wait for a database that cannot be written; further spans are dropped."""
+"""Most spans and audit events that wait while the database cannot be written. Beyond that, spans are dropped."""
 _MAX_TRAINED = 50_000
-"""Training operations whose tokens may wait for it; further ones are not accepted, so that none goes unbilled."""
+"""Most training operations whose usage waits for the database. Beyond that, `check_room` refuses new ones, so that no
+usage is lost."""
 PER_STATEMENT = 1000
-"""Most rows that one statement writes. The event loop goes on between two statements."""
+"""Most rows that one statement writes. Other work of the event loop runs between two statements."""
 _PER_QUERY = 500
-"""Owners in one query: databases limit its parameters."""
+"""Most owners in one query, because databases limit its parameters."""
 _USAGE, _COUNTS = cast(Table, Usage.__table__), cast(Table, TokenCount.__table__)
 _COUNTED, _MODELS = cast(Table, CountedOperation.__table__), cast(Table, Model.__table__)
-"""A batch changes many rows of each table in one statement. SQLAlchemy sends a list of rows to a table at once; to a
-mapped class it would send an UPDATE or INSERT ... ON CONFLICT one row at a time."""
+"""Tables, not mapped classes: SQLAlchemy sends an UPDATE or INSERT ... ON CONFLICT with a list of rows to a table in
+one statement, and to a mapped class one row at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Trained:
+    """The usage of one training operation."""
+
     used: _Used
     num_tokens: int
     is_new: bool
-    """Submitted here, so nobody has counted it, unless somebody else saw its answer a moment earlier."""
+    """Submitted by this gateway, so most likely no gateway has counted it yet."""
 
 
 @dataclass(slots=True)
 class _Gathered:
-    """What is not in the database yet."""
+    """Rows that are not in the database yet."""
 
     usage: Counter[_Used] = field(default_factory=Counter)
     trained: dict[_Operation, _Trained] = field(default_factory=dict)
@@ -84,19 +86,21 @@ class _Gathered:
 
 
 class Ledger:
+    """Gathers rows, writes them in batches, and knows the token counts of owners."""
+
     def __init__(self, store: Store) -> None:
         self._store = store
         self._ledger_id = uuid4().hex
         self._gathered = _Gathered()
         self._batch = _Gathered()
-        """What is being written, or was when it failed."""
+        """The batch that is being written, or whose writing failed."""
         self._number = 0
-        """Of the batch."""
+        """The number of that batch."""
         self._flushing = asyncio.Lock()
         self._counted: dict[Whose, int] = {}
-        """Tokens that the database had when it was last written or read; they never get fewer."""
+        """Tokens in the database when it was last written or read. These counts only grow."""
         self._unwritten: Counter[Whose] = Counter()
-        """Tokens that it does not have yet."""
+        """Tokens that are not in the database yet."""
 
     def use(
         self,
@@ -109,8 +113,10 @@ class Ledger:
         key_id: str = "",
         hour: int | None = None,
     ) -> None:
-        """Counts tokens or byte-hours. Owner and key are those of the session unless an owner is given;
-        the hour, counted since 1970, is now."""
+        """Counts tokens or byte-hours. Owner and key are those of the session unless `owner` is given.
+
+        `hour`: hours since 1970; None: the present hour.
+        """
         if amount > 0:
             whose = self._whose(session_id) if owner is None else Whose(owner, key_id)
             used = (_this_hour() if hour is None else hour, whose, session_id, base_model, kind)
@@ -121,8 +127,10 @@ class Ledger:
     def train(
         self, model_id: str, seq_id: int, num_tokens: int, *, base_model: str, session_id: str, is_new: bool
     ) -> None:
-        """Counts the tokens of a training operation once, however often and wherever this is called. `is_new`: it was
-        submitted here."""
+        """Counts the tokens of a training operation, once even if several gateways call this for it.
+
+        `is_new`: this gateway submitted the operation.
+        """
         operation, whose = (model_id, seq_id), self._whose(session_id)
         if num_tokens > 0 and operation not in self._gathered.trained:
             used = (_this_hour(), whose, session_id, base_model, "training")
@@ -134,30 +142,33 @@ class Ledger:
         return self._store.sessions.known_whose(session_id) or _UNKNOWN
 
     def owner_of(self, session_id: str) -> str:
-        """Empty where it is not known without asking the database."""
+        """The owner of a session; empty unless it is in memory."""
         return self._whose(session_id).owner
 
     def tokens(self, owner: str) -> int:
-        """All that the owner has used, of every kind and at every gateway, as far as it is known here. For a moment it
-        may be more: the database has, and `heard` of, what this ledger does not know to be written."""
+        """All tokens that the owner has used, of every kind and at every gateway, as far as this gateway knows.
+
+        The number may be too high for a moment: between a commit and its confirmation, `heard` may have read from the
+        database what is still in `_unwritten`.
+        """
         return self.written(owner) + _of(owner, self._unwritten)
 
     def written(self, owner: str) -> int:
-        """Those that the database has, as far as it is known here: never more."""
+        """The owner's tokens in the database, as far as this gateway knows; never too high."""
         return _of(owner, self._counted)
 
     def heard(self, rows: Iterable[TokenCount]) -> None:
-        """What the database had a moment ago."""
+        """Takes over token counts that were just read from the database."""
         for row in rows:
             whose = Whose(row.owner, row.key_id)
             self._counted[whose] = max(self._counted.get(whose, 0), row.amount)
 
     def touch(self, model_id: str) -> None:
-        """The training run is asked for something now."""
+        """Notes that a client asks something of the training run now."""
         self._gathered.touched[model_id] = time.time()
 
     def touched_at(self, model_id: str) -> float | None:
-        """When the run was asked for something, if that is not in the database yet."""
+        """Time of the run's last request if it is not in the database yet, in seconds since 1970; else None."""
         return self._gathered.touched.get(model_id) or self._batch.touched.get(model_id)
 
     def audit(self, event: str, *, owner: str, category: str = "checkpoints", **details: Any) -> None:
@@ -170,7 +181,7 @@ class Ledger:
             self._gathered.rows.append(row)
 
     def check_room(self) -> None:
-        """Raises NotReady when so much usage waits for the database that no more may be made."""
+        """Raises NotReady when the usage of `_MAX_TRAINED` training operations waits for the database."""
         num_waiting = len(self._gathered.trained) + len(self._batch.trained)
         if num_waiting >= _MAX_TRAINED:
             raise NotReady(
@@ -179,7 +190,7 @@ class Ledger:
             )
 
     async def count_checkpoint(self, db: AsyncSession, *, base_model: str, session_id: str, owner: str) -> None:
-        """One more, in a transaction of the caller's: with it or not at all."""
+        """Counts one checkpoint in the transaction of the caller."""
         await self._count(db, Counter({(_this_hour(), Whose(owner, ""), session_id, base_model, "checkpoint"): 1}))
 
     async def run(self) -> None:
@@ -191,7 +202,7 @@ class Ledger:
                 log_failure("the ledger cannot be written", error, by=logger)
 
     async def flush(self) -> None:
-        """Writes what has gathered; it is kept when that fails. Afterwards all of it can be read."""
+        """Writes the gathered rows to the database. They are kept when that fails. Raises SQLAlchemyError."""
         await to_its_end(self._flush())
 
     async def _flush(self) -> None:
@@ -212,7 +223,7 @@ class Ledger:
             operation: (await self._with_owner(each.used), each.num_tokens) for operation, each in batch.trained.items()
         }
         known = Counter[Whose]()
-        """What counts in `tokens` until it is written."""
+        """The share of `_unwritten` that is in this batch."""
         for (_, whose, _, _, kind), amount in batch.usage.items():
             if kind in TOKEN_KINDS and whose != _UNKNOWN:
                 known[whose] += amount
@@ -230,12 +241,15 @@ class Ledger:
                 counted = await _counts(db, known)
         for whose, amount in counted.items():
             self._counted[whose] = max(self._counted.get(whose, 0), amount)
-        self._unwritten -= known  # what is zero by that goes
+        self._unwritten -= known  # also drops the entries at 0
         self._batch = _Gathered()
 
     async def _is_new(self, db: AsyncSession) -> bool:
-        """False when the database has the batch. Who wrote it and lost its connection may still be at it: then this
-        waits for the end."""
+        """Writes the number of the batch. False when the database has the batch already.
+
+        The transaction of an earlier try may still be open, though its connection is lost. This waits until it has
+        ended.
+        """
         row = {"number": self._number, "written_at": time.time()}
         note = self._store.insert(LedgerBatch).values(ledger_id=self._ledger_id, **row)
         is_later = LedgerBatch.number < note.excluded.number
@@ -243,10 +257,10 @@ class Ledger:
         return (await db.scalars(noted.returning(LedgerBatch.number))).one_or_none() is not None
 
     async def _count(self, db: AsyncSession, usage: Counter[_Used]) -> dict[Whose, int]:
-        """Adds it to the hours, and to the tokens of whom it belongs to: how many these are now."""
+        """Adds usage to the hours and to the token counts. Returns the new token counts."""
         if not usage:
             return {}
-        # In one order for all gateways, so that none waits for another that waits for it.
+        # Sorted, so that all gateways lock rows in one order: no deadlock.
         rows = [
             {
                 "hour": hour,
@@ -285,7 +299,7 @@ class Ledger:
         return hour, whose, session_id, base_model, kind
 
     async def _mark(self, db: AsyncSession, operations: Sequence[_Operation]) -> list[_Operation]:
-        """Those of them that had no mark."""
+        """Marks operations as counted. Returns those that had no mark."""
         if not operations:
             return []
         rows = [{"model_id": model_id, "seq_id": seq_id} for model_id, seq_id in operations]
@@ -295,7 +309,7 @@ class Ledger:
 
 
 def audit_event(event: str, *, owner: str, category: str = "checkpoints", **details: Any) -> AuditEvent:
-    """As of now."""
+    """An audit event with the present time."""
     return AuditEvent(at=time.time(), owner=owner, category=category, event=event, details=details)
 
 
@@ -306,12 +320,13 @@ async def _add_rows(db: AsyncSession, batch: _Gathered) -> None:
     for kind in (AuditEvent, Span):
         rows = [row for row in batch.rows if isinstance(row, kind)]
         for start in range(0, len(rows), PER_STATEMENT):
-            # Not as objects, and not all at once: after an outage they would hold up the event loop for seconds.
+            # As values, and a part at a time: after an outage, objects all at once would block the event loop for
+            # seconds.
             await db.execute(insert(kind), [_values(row) for row in rows[start : start + PER_STATEMENT]])
 
 
 async def _counts(db: AsyncSession, whose: Iterable[Whose]) -> dict[Whose, int]:
-    """The tokens that the database has."""
+    """The token counts in the database of these owners."""
     owners = sorted({each.owner for each in whose})
     counted: dict[Whose, int] = {}
     for start in range(0, len(owners), _PER_QUERY):
@@ -325,10 +340,10 @@ def _of(owner: str, counts: Mapping[Whose, int]) -> int:
 
 
 def _this_hour() -> int:
-    """Since 1970."""
+    """Hours since 1970."""
     return int(time.time() // 3600)
 
 
 def _values(row: AuditEvent | Span) -> dict[str, Any]:
-    """What the row holds, without the number that the database gives it."""
+    """The columns of the row, without the key that the database assigns."""
     return {column.name: getattr(row, column.name) for column in row.__table__.columns if not column.primary_key}

@@ -1,17 +1,17 @@
-"""What callers may use: requests and tokens in a minute by key, tokens and stored bytes in total by owner.
+"""Limits of callers: requests and tokens per minute for each key, tokens and stored bytes in total for each owner.
 
-A **budget** is never passed: what is in work counts with all that it may still use, so work that might not fit is
-refused, or, where it would fit if others used less than they may, told to come again; so is what would fit by what the
-database has, because what waits to be written there may be counted twice for a moment. Of a save nobody knows the size
-before the first of its shape is stored: that one may take all the room there is, and others wait for it. Tokens of
-other gateways are known when those have written them, which they do every second. A refusal by a budget is final for
-the SDK (403, or a future that fails with category "user"), because nothing changes until somebody raises the budget:
-402 would make it ask again for an hour without a word to its user.
+A **budget** is never exceeded. Work in progress counts with all that it may still use.
+- Work that cannot fit is refused. Work that would fit if the work in progress used less than it may is told to try
+  again. So is work that fits by the count in the database, because unwritten tokens may be counted twice for a moment.
+- The size of a save is not known before the first of its shape is stored. That first save may take all the room there
+  is, and others wait for it.
+- The tokens of other gateways are known once those have written them, which they do every second.
+- A refusal by a budget is final for the SDK (403, or a future that fails with category "user"), because nothing changes
+  until somebody raises the budget. 402 would make the SDK retry for an hour without a word to its user.
 
 A **rate** makes work wait: 429 with Retry-After, on which the SDK backs off. A training operation that has waited for
-PATIENCE_S is let through all the same, because its client gives up after 300 s, and the operations after it in the
-order of the run would wait for it for ever; what it uses is taken from the minutes to come. Each gateway counts for
-itself.
+PATIENCE_S is let through anyway, and its usage is taken from the minutes to come. Its client gives up after 300 s, and
+later operations of the run would wait for it for ever. Each gateway counts rates for itself.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from tinsmith.rpc.errors import BudgetExceeded, RateLimited, ServiceError
 from tinsmith.v1 import sampler_pb2
 
 Size = int | None | Callable[[], Awaitable[int | None]]
-"""Bytes of a checkpoint, or a function that returns them; None where they are not known yet."""
+"""Bytes of a checkpoint, or a function that returns them; None: not known yet."""
 
 PATIENCE_S = 120.0
 _MAX_WAITING = 100_000
 _MAX_PATHS = 10_000
 _LONGEST_RETRY_S = 60
-"""The SDK does not read a longer Retry-After."""
+"""Longest Retry-After that the SDK obeys, in seconds."""
 _FREE = (
     "/api/v1/auth/token",
     "/api/v1/client/",
@@ -54,8 +54,8 @@ _FREE = (
     "/dashboard/api/sessions",
     "/dashboard/api/runs/",
 )
-"""Paths that begin so do not count: clients call them by themselves, over and over, and waiting is no use. None of them
-leaves a row."""
+"""Requests to paths with these beginnings do not count. Clients repeat them on their own, a wait would help nobody, and
+none of them writes a row."""
 _LATER = {
     ("POST", f"/api/v1/{name}")
     for name in (
@@ -68,11 +68,11 @@ _LATER = {
         "load_weights",
     )
 }
-"""These count once their body is read, as `operation`, or as `count` where they are none."""
+"""Requests that count only once their body is read: in `operation`, or in `count` when they are no valid operation."""
 
 
 class Bucket:
-    """So many units in a minute; as many at once. What has been taken may be more than was there: then it is owed."""
+    """A token bucket: it holds a minute's units, and refills all the time. Its level may become negative, as a debt."""
 
     def __init__(self, per_minute: int) -> None:
         self.per_minute = per_minute
@@ -80,7 +80,7 @@ class Bucket:
         self._at = time.monotonic()
 
     def wait_s(self) -> float:
-        """Until something can be taken; 0 for now."""
+        """Seconds until a unit can be taken; 0: at once."""
         self._fill()
         return max(0.0, 1 - self._level) * 60 / self.per_minute
 
@@ -96,40 +96,43 @@ class Bucket:
 
 @dataclass(slots=True, eq=False)
 class Hold:
-    """What work that was let in may still use; it is given back when that is over."""
+    """A reservation: what a piece of work may still use of its owner's budgets. It is released when the work is
+    over."""
 
     limits: Limits
     owner: str
     key_id: str = ""
     least: int = 0
-    """Tokens that it uses in any case."""
+    """Tokens that the work uses in any case."""
     most: int = 0
-    """Tokens that it may use."""
+    """Tokens that the work uses at most."""
     path: str = ""
-    """Of the checkpoint that is being stored."""
+    """Path of the checkpoint that is being stored."""
     num_bytes: int | None = 0
-    """What it will have; None: nobody knows, and it may take all the room there is."""
+    """Size of that checkpoint in bytes; None: not known, so it may take all the room there is."""
     _is_released: bool = field(default=False, repr=False)
 
     @property
     def is_budgeted(self) -> bool:
-        """Its owner's tokens have a bound: they are to be written down before the client has what it paid for."""
+        """The owner has a token budget, so usage must be in the database before the client gets its answer."""
         return self.limits.has_budget(self.owner)
 
     def drawn(self, tokens: int) -> None:
-        """So many were sampled: they count against the rate of the key."""
+        """Counts sampled tokens against the rate of the key."""
         self.limits.took(self.key_id, tokens)
 
     def release(self) -> None:
-        """Once more does nothing."""
+        """Gives the reservation back; a repeat does nothing."""
         if not self._is_released:
             self._is_released = True
             self.limits.release(self)
 
 
 class Limits:
+    """Counts requests and work against rates and budgets."""
+
     def __init__(self, keys: Keys, ledger: Ledger, *, context_length: Callable[[str], int]) -> None:
-        """`context_length`: of a base model, as far as it is known."""
+        """`context_length`: gives the context length of a base model, in tokens."""
         self._context_length = context_length
         self._keys = keys
         self._ledger = ledger
@@ -137,15 +140,16 @@ class Limits:
         self._held_least: Counter[str] = Counter()
         self._held_most: Counter[str] = Counter()
         self._saves: defaultdict[str, set[Hold]] = defaultdict(set)
-        """By owner, what stores checkpoints now."""
+        """owner -> the reservations of saves in work."""
         self._storing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._requests: dict[str, Bucket] = {}
         self._tokens: dict[str, Bucket] = {}
         self._waiting: OrderedDict[str, float] = OrderedDict()
-        """Training operations that were told to come again: since when."""
+        """request_id of a training operation that was told to try again -> when it first came, on the monotonic
+        clock."""
 
     async def refresh(self) -> None:
-        """Budgets, and what other gateways have counted."""
+        """Reads budgets, and the tokens that other gateways have counted."""
         self._budgets = await self._keys.budgets()
         limited = [owner for owner, budget in self._budgets.items() if budget.tokens is not None]
         if limited:
@@ -154,14 +158,16 @@ class Limits:
     # Rates
 
     def request(self, caller: Caller, method: str, path: str) -> None:
-        """Counts a request that does not count later, nor never. Raises RateLimited."""
+        """Counts a request, unless it is free or counts later. Raises RateLimited."""
         if not path.startswith(_FREE) and (method, path) not in _LATER:
             self.count(caller)
 
     @contextmanager
     def reading(self, caller: Caller) -> Iterator[None]:
-        """While the body of a training operation is read: one that is refused before it is known which operation it is
-        counts as a request. Raises RateLimited then."""
+        """Around reading the body of a training operation: counts the request when the block refuses it.
+
+        A request that is not refused counts in `operation`. Raises RateLimited.
+        """
         try:
             yield
         except (ServiceError, HTTPException) as error:
@@ -180,7 +186,7 @@ class Limits:
         bucket.take(1)
 
     def _rates(self, caller: Caller, *, tokens: int) -> list[tuple[str, Bucket]]:
-        """Of a training operation with so many tokens."""
+        """Name and bucket of each rate that applies to a training operation with this number of tokens."""
         found = []
         if caller.requests_per_minute is not None:
             bucket = self._bucket(self._requests, caller.key_id, caller.requests_per_minute)
@@ -203,9 +209,10 @@ class Limits:
     # Work
 
     def operation(self, caller: Caller, request_id: str, *, owner: str, tokens: int, hold: Hold | None = None) -> Hold:
-        """A training operation of the run's owner, with the tokens that it trains on. `hold`: what it has already.
+        """Lets a training operation in, and reserves the tokens that it trains on in the budget of the run's owner.
 
-        Raises RateLimited, on which the same one is to be sent again, and BudgetExceeded.
+        `hold`: a reservation to extend, such as that of a save. Raises RateLimited, after which the client has to send
+        the operation again, and BudgetExceeded.
         """
         rates = self._rates(caller, tokens=tokens)
         try:
@@ -226,14 +233,17 @@ class Limits:
         return hold
 
     def _is_patient(self, request_id: str) -> bool:
-        """Whether the operation may be told to come again."""
+        """Whether the operation may still be told to try again: for PATIENCE_S after it first came."""
         since = self._waiting.setdefault(request_id, time.monotonic())
         if len(self._waiting) > _MAX_WAITING:
             self._waiting.popitem(last=False)
         return time.monotonic() - since < PATIENCE_S
 
     def sample(self, caller: Caller, request: sampler_pb2.SampleRequest, *, base_model: str) -> Hold:
-        """Raises RateLimited, on which the same one is to be sent again, and BudgetExceeded."""
+        """Lets a sample in, and reserves the tokens of its prompt and the most that it may generate.
+
+        Raises RateLimited, after which the client has to send it again, and BudgetExceeded.
+        """
         bucket = None
         if caller.tokens_per_minute is not None:
             bucket = self._bucket(self._tokens, caller.key_id, caller.tokens_per_minute)
@@ -253,7 +263,8 @@ class Limits:
         if budget is not None and budget.tokens is not None and most > 0:
             used = self._ledger.tokens(owner) - budget.tokens_from
             written = self._ledger.written(owner) - budget.tokens_from
-            # What waits for this one in the order of a run never ends before.
+            # What work in progress uses in any case counts as used. Operations of a run may wait for this one to fill a
+            # gap in their order, so a wait for their end would not help.
             surely = written + self._held_least[owner]
             if surely + least > budget.tokens or (not self._held_most[owner] and written + most > budget.tokens):
                 raise BudgetExceeded(
@@ -277,7 +288,7 @@ class Limits:
         return hold
 
     def start(self, owner: str) -> Hold:
-        """Holds nothing yet."""
+        """A reservation that holds nothing yet."""
         return Hold(self, owner)
 
     def has_budget(self, owner: str) -> bool:
@@ -289,14 +300,14 @@ class Limits:
         return budget is not None and budget.storage_bytes is not None
 
     async def store(self, hold: Hold, path: str, *, num_bytes: Size, request_id: str | None = None) -> int | None:
-        """For a checkpoint of the owner at this path, which will have about so many bytes, or None where nobody knows;
-        what the hold had before is forgotten. The bytes that there are for it; None where there is no quota.
-        A function `num_bytes` is called once no other save can be let in: an earlier save may tell the size.
+        """Reserves storage for a checkpoint at this path, in place of what `hold` had reserved before.
 
-        Raises RateLimited, on which the same one is to be sent again, and BudgetExceeded; that, too, when the training
-        operation `request_id` has come again for long enough.
+        `num_bytes`: the expected size in bytes; None: not known. A function is called while no other save of the owner
+        can be let in, because an earlier save may tell the size. Returns the bytes that the checkpoint may have; None:
+        there is no quota. Raises RateLimited, after which the client has to send the request again, and BudgetExceeded,
+        which the training operation `request_id` also gets once it has tried again for PATIENCE_S.
         """
-        async with self._storing[hold.owner]:  # so that nothing is let in while the sum is read
+        async with self._storing[hold.owner]:  # no other save may be let in while the sum is read
             if callable(num_bytes):
                 num_bytes = await num_bytes()
             try:
@@ -314,13 +325,13 @@ class Limits:
         budget = self._budgets.get(owner)
         if budget is None or (quota := budget.storage_bytes) is None:
             return None
-        # What is in work now may be stored while the sum is read, and over: it counts as work, and once.
+        # A save in work may end while the sum is read. It counts as work only, and its path is left out of the sum.
         in_work = [save for save in self._saves[owner] if save is not hold]
         unknown = any(save.num_bytes is None for save in in_work)
         sizes: dict[str, int] = {}
         for save in in_work:
             sizes[save.path] = max(save.num_bytes or 0, sizes.get(save.path, 0))
-        # A database takes about 32,000 values in one query; the rest would count twice.
+        # A query may have about 32,000 parameters. Paths beyond _MAX_PATHS may count twice.
         without = {path, *islice(sizes, _MAX_PATHS)}
         stored = await self._keys.stored_bytes(owner, without=without)
         needs = "nobody knows yet how many" if num_bytes is None else f"about {num_bytes}"

@@ -1,4 +1,7 @@
-"""JWTs that the SDK gets in exchange for its key, when jwt_auth is on. HS256: whoever verifies them also makes them."""
+"""JWTs that the SDK gets in exchange for its key, when `jwt_auth` is on.
+
+They are signed with HS256, since only the gateways that issue them verify them.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,17 @@ _ALGORITHM = "HS256"
 _SUBJECT = "tml:organization_user:"
 _KEY_ID = "key_id"
 _REQUIRED = ["exp", "iat", "sub", "org_id", "email", _KEY_ID]
-"""The claims that the SDK reads, and the key that it was issued for: it is good for as long as that is."""
+"""The claims that the SDK reads, and the id of the key that the JWT was issued for; it is valid only while the key
+is."""
 
 
 class InvalidToken(Exception):
-    """The message says why."""
+    """A JWT that is expired, forged or damaged; the message says which."""
 
 
 class Tokens:
+    """Issues JWTs, and checks them."""
+
     def __init__(self, config: GatewayConfig) -> None:
         self.are_used = config.jwt_auth
         self._organization = config.organization
@@ -29,7 +35,7 @@ class Tokens:
         self._secret = config.jwt_secret.get_secret_value()
 
     async def start(self, store: Store) -> None:
-        """To be called once before any other method."""
+        """Reads the secret, or makes it. Must be called before any other method."""
         if self.are_used and not self._secret:
             self._secret = await store.settings.get("jwt_secret", default=secrets.token_hex(32))
 
@@ -46,13 +52,13 @@ class Tokens:
         return jwt.encode(claims, self._secret, algorithm=_ALGORITHM)
 
     def key_id_of(self, token: str) -> str:
-        """Of the key that it was issued for. Raises InvalidToken when it is expired, forged or damaged."""
+        """The id of the key that the JWT was issued for. Raises InvalidToken when it is expired, forged or damaged."""
         try:
             claims = jwt.decode(
                 token,
                 self._secret,
                 algorithms=[_ALGORITHM],
-                # Another gateway's clock may be ahead of this one's.
+                # `iat` is not checked: the clock of the gateway that issued the JWT may be ahead.
                 options={"require": _REQUIRED, "verify_iat": False},
             )
         except jwt.ExpiredSignatureError:

@@ -1,4 +1,4 @@
-"""Runs migrations on the connection that the store gives."""
+"""Runs migrations on the connection that `Database.migrate` passes."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The tables, by subject."""
+"""The database's tables, one file for each subject."""

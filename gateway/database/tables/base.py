@@ -1,4 +1,4 @@
-"""The database: an index of what exists. Times are seconds since 1970, UTC."""
+"""Base class of the tables. All times in them are seconds since 1970, UTC."""
 
 from __future__ import annotations
 

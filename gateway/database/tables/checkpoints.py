@@ -1,4 +1,4 @@
-"""Saved states, which of them are kept, and what is left of those that were deleted."""
+"""Tables of checkpoints, their retention policies, and deleted ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sqlalchemy.orm import Mapped, mapped_column
 from gateway.database.tables.base import Base
 
 DELETED_AT = 0.0
-"""As a checkpoint's time of expiry: it was deleted, and its files go as soon as the trainer does it."""
+"""Value of `expires_at` that marks a deleted checkpoint whose files the trainer has still to remove."""
 
 
 class Checkpoint(Base):
@@ -38,40 +38,40 @@ class Checkpoint(Base):
     expires_at: Mapped[float | None] = mapped_column(index=True)
     user_metadata: Mapped[dict[str, str]] = mapped_column(JSON)
     public: Mapped[bool] = mapped_column(server_default=false())
-    """Published: whoever has the path may read it."""
+    """Published: everyone who has the path may read it."""
     inflight: Mapped[bool] = mapped_column(server_default=false())
     """Saved with kind "inflight": samplers made from its path follow the run's newest inflight version."""
     pinned: Mapped[bool] = mapped_column(server_default=false())
-    """No retention policy deletes it, and its time does not run out."""
+    """Retention policies do not delete it, and it does not expire."""
 
 
 class RetiredCheckpoint(Base):
-    """Files of a deleted or expired checkpoint that live samplers still need. They go when the last sampler ends."""
+    """A copy of a deleted or expired checkpoint that live samplers still need. It goes when the last sampler ends."""
 
     __tablename__ = "retired_checkpoints"
 
     location: Mapped[str] = mapped_column(primary_key=True)
-    """Where the files lie now."""
+    """Location of the copy at the trainer."""
     source: Mapped[str]
-    """Where they lay when the samplers were made."""
+    """Location of the checkpoint when the samplers were made."""
     version_id: Mapped[str]
     base_model: Mapped[str]
     retired_at: Mapped[float]
 
 
 class RetentionPolicy(Base):
-    """Which checkpoints of a run are kept, where that is not the default."""
+    """The retention policy of a run that does not have the default one."""
 
     __tablename__ = "retention_policies"
 
     run_id: Mapped[str] = mapped_column(primary_key=True)
     policy: Mapped[dict[str, Any]] = mapped_column(JSON)
-    """gateway/storage/retention_rules.py reads it."""
+    """A `Policy` of gateway/storage/retention_rules.py."""
     changed_at: Mapped[float]
 
 
 class Deletion(Base):
-    """A checkpoint that was deleted by a request with an X-Idempotency-Key, which may come again."""
+    """A deletion by a request with an X-Idempotency-Key, by which a repeat is known."""
 
     __tablename__ = "deletions"
 

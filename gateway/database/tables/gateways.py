@@ -1,4 +1,4 @@
-"""The gateways behind one database, and what they share."""
+"""Tables of the gateways behind one database, and of what they share."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from gateway.database.tables.base import Base
 
 
 class GatewayRow(Base):
-    """One of several gateways behind the database: it lives as long as its row is here."""
+    """One of several gateways behind the database. A gateway is alive as long as its row exists."""
 
     __tablename__ = "gateways"
 
     gateway_id: Mapped[str] = mapped_column(primary_key=True)
-    """New at every start."""
+    """A new id at every start."""
     url: Mapped[str]
-    """Where the others reach it."""
+    """URL under which the other gateways reach it."""
     beat: Mapped[int] = mapped_column(BigInteger)
-    """Goes up as long as it lives; who sees that it no longer does takes the row away."""
+    """The gateway increments it every second. When it stops growing, another gateway deletes the row."""
     busy_models: Mapped[list[str]] = mapped_column(JSON)
-    """Models for which it waits for the trainer."""
+    """Models with operations in work at this gateway."""
 
 
 class Lease(Base):
-    """Work that one of the gateways does for all."""
+    """A kind of background work that only one of the gateways, the holder, does."""
 
     __tablename__ = "leases"
 
@@ -33,7 +33,7 @@ class Lease(Base):
 
 
 class Setting(Base):
-    """A fact that all gateways behind one database share."""
+    """A named value that all gateways behind one database share."""
 
     __tablename__ = "settings"
 

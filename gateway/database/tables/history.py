@@ -1,4 +1,4 @@
-"""What happened in a session and in a run, for timelines and charts."""
+"""Tables behind timelines of sessions and charts of runs."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from gateway.database.tables.base import Base
 
 
 class Span(Base):
-    """A piece of work that is over, for the timeline of its session."""
+    """One finished piece of work in the timeline of its session."""
 
     __tablename__ = "spans"
 
     span_id: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
     session_id: Mapped[str]
     track: Mapped[str]
-    """Model or sampling session."""
+    """Id of the model or sampling session."""
     name: Mapped[str]
-    """Endpoint."""
+    """The endpoint, such as optim_step."""
     request_id: Mapped[str]
     submitted_at: Mapped[float]
     started_at: Mapped[float | None]
-    """When a service began to compute it; absent when that is not known."""
+    """When a service began to compute; absent when that is not known."""
     computed_at: Mapped[float | None]
-    """When that service was done with it."""
+    """When that service had computed the result."""
     ended_at: Mapped[float] = mapped_column(index=True)
     outcome: Mapped[str]
     """ok, user, server, unknown or dropped."""
@@ -34,18 +34,18 @@ class Span(Base):
 
 
 class MetricPoint(Base):
-    """What the trainer answered to one operation of a run, or to several that were merged."""
+    """The metrics of one operation of a run, or of several operations that were merged."""
 
     __tablename__ = "metric_points"
 
     run_id: Mapped[str] = mapped_column(primary_key=True)
     seq_id: Mapped[int] = mapped_column(BigInteger, primary_key=True)
-    """Of the last operation."""
+    """seq_id of the last operation."""
     first_seq_id: Mapped[int] = mapped_column(BigInteger)
     at: Mapped[float] = mapped_column(index=True)
-    """When the last one was computed."""
+    """When the last operation was computed."""
     num_steps: Mapped[int]
-    """Optimizer steps among them."""
+    """Number of optimizer steps among the operations."""
     num_operations: Mapped[int]
     sums: Mapped[dict[str, list[float]]] = mapped_column(JSON)
-    """Of each metric, [value, weight, values that were not finite]; gateway/dashboard/points.py reads it."""
+    """metric -> [value, weight, number of values that were not finite]; see gateway/dashboard/points.py."""

@@ -1,4 +1,4 @@
-"""What clients have sent that must outlive a restart of the gateway."""
+"""Tables of what clients have sent and a restart of the gateway must not lose."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from gateway.database.tables.sessions import Session
 
 
 class Operation(Base):
-    """What the gateway must remember of a submission to finish it after a restart."""
+    """A submission that the gateway must be able to finish after a restart, or that it has refused."""
 
     __tablename__ = "operations"
 
     request_id: Mapped[str] = mapped_column(primary_key=True)
     model_id: Mapped[str]
     kind: Mapped[str]
-    """Endpoint: create_model, load_weights, save_weights, save_weights_for_sampler, or another that was refused;
-    copy_weights, import_weights, whose request_id is the path of what they make."""
+    """The endpoint: create_model, load_weights, a kind of save, any endpoint of a refused request or of a batch that
+    the gateway has completed; or copy_weights or import_weights, whose request_id is the path of the new checkpoint."""
     path: Mapped[str | None]
-    """Path that was loaded or copied, or is being saved."""
+    """Tinker path that is loaded, saved, or the source of a copy."""
     sampling_session_id: Mapped[str | None]
     """Set for an ephemeral save."""
     inflight: Mapped[bool] = mapped_column(server_default=false())
     """A save with kind "inflight"."""
     error: Mapped[str | None]
-    """Why the gateway refused it; the trainer then has only its number."""
+    """The gateway's reason to refuse the request; the trainer knows at most its seq_id then."""
     fingerprint: Mapped[str]
-    """Hash of the request, to tell a repeat from a conflict."""
+    """Hash of the request, which tells a repeat from a conflict."""
     created_at: Mapped[float]
     gateway_id: Mapped[str | None]
-    """Who sees to it that what the trainer answers is written down."""
+    """The gateway that stores the results of the operation."""
     settled_at: Mapped[float | None]
-    """When that was done; what it has made may have gone since."""
+    """When the results were stored. What the operation made may have been deleted since."""
 
     __table_args__ = (
         Index("ix_operations_model_id", "model_id"),
@@ -48,12 +48,12 @@ class Operation(Base):
 
     @validates("error")
     def _storable(self, _: str, error: str | None) -> str | None:
-        """It may name a key that the client chose, and PostgreSQL takes no NUL character."""
+        """Escapes NUL, which PostgreSQL does not store. The error may quote text of the client."""
         return None if error is None else error.replace("\0", "\\0")
 
 
 class CustomLoss(Base):
-    """One loss that a client has traced."""
+    """A loss that a client has traced."""
 
     __tablename__ = "custom_losses"
 

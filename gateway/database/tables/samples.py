@@ -1,4 +1,4 @@
-"""What sampling leaves: how far it has come, records for losses, and the newest sequences to look at."""
+"""Tables of sampling: progress of clients, records for losses, and the newest sequences for the dashboard."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from gateway.database.tables.base import Base
 
 
 class SampleMark(Base):
-    """How far the seq_ids of one client's samples have come, so that a restarted gateway can tell the client to look
-    after those that were in work."""
+    """The range of one client's samples that may be in work. A restarted gateway tells the client to send those
+    again."""
 
     __tablename__ = "sample_marks"
 
@@ -18,22 +18,23 @@ class SampleMark(Base):
     clone_id: Mapped[int] = mapped_column(BigInteger, primary_key=True)
     """seq_id // 10**9."""
     low: Mapped[int] = mapped_column(BigInteger)
-    """Every sample before this seq_id is over."""
+    """Every sample before this seq_id is done."""
     high: Mapped[int] = mapped_column(BigInteger)
     """No sample after this seq_id was accepted."""
     home: Mapped[str | None]
-    """The gateway that has these samples, where there are several; absent: the next that is asked for one."""
+    """Id of the gateway that has these samples, when there are several. Absent: the next one that is asked takes
+    them."""
 
 
 class SequenceRecord(Base):
-    """What sampling with record_stability_info leaves of a sequence, for losses that name it."""
+    """A sequence that was sampled with record_stability_info, for losses that name it."""
 
     __tablename__ = "sequence_records"
 
     sequence_id: Mapped[str] = mapped_column(primary_key=True)
     session_id: Mapped[str] = mapped_column(index=True)
     version_id: Mapped[str]
-    """What it was drawn from; empty for the base model."""
+    """The version that the sequence was drawn from; empty for the base model."""
     prompt: Mapped[bytes] = mapped_column(LargeBinary)
     """int32, little endian."""
     tokens: Mapped[bytes] = mapped_column(LargeBinary)
@@ -44,19 +45,19 @@ class SequenceRecord(Base):
 
 
 class RecentSample(Base):
-    """One of the newest sequences that were drawn from a run, to look at."""
+    """One of the newest sequences that were drawn from a run, for the dashboard."""
 
     __tablename__ = "recent_samples"
 
     sample_id: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
     run_id: Mapped[str]
     owner: Mapped[str]
-    """Who drew it; nobody else sees it."""
+    """The owner who drew it; only this owner and admins see it."""
     base_model: Mapped[str]
     at: Mapped[float] = mapped_column(index=True)
     request_id: Mapped[str]
     version_id: Mapped[str]
-    """What its last token was drawn from."""
+    """The version that the last token was drawn from."""
     num_prompt_tokens: Mapped[int]
     prompt: Mapped[bytes] = mapped_column(LargeBinary)
     """int32, little endian: the end of the prompt."""
@@ -64,11 +65,11 @@ class RecentSample(Base):
     tokens: Mapped[bytes] = mapped_column(LargeBinary)
     """int32, little endian: the beginning of the output."""
     logprobs: Mapped[bytes] = mapped_column(LargeBinary)
-    """float32, little endian, one for each of `tokens`; empty when there are none."""
+    """float32, little endian, one for each of `tokens`; empty when no logprobs were returned."""
     ranks: Mapped[bytes] = mapped_column(LargeBinary)
-    """uint16, little endian, one for each of `tokens`: its place among the most probable ones, from 1, or 0 where it
-    is none of those that were asked for; empty when none were."""
+    """uint16, little endian, one for each of `tokens`: its rank by probability from 1, or 0 when it is not among the
+    top-k tokens of the answer. Empty when no top-k tokens were asked for."""
     is_finished: Mapped[bool]
-    """It ended by itself, not at max_tokens."""
+    """The sequence ended by itself, not at max_tokens."""
 
     __table_args__ = (Index("ix_recent_samples_run_id_owner", "run_id", "owner"),)

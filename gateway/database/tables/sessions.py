@@ -1,4 +1,4 @@
-"""Sessions, and what belongs to them: training runs and sampling sessions."""
+"""Tables of sessions, and of the training runs and sampling sessions that belong to them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from gateway.database.tables.base import Base
 
 
 class Session(Base):
-    """One ServiceClient."""
+    """A session: one ServiceClient of the SDK."""
 
     __tablename__ = "sessions"
 
     session_id: Mapped[str] = mapped_column(primary_key=True)
     owner: Mapped[str]
     key_id: Mapped[str] = mapped_column(server_default=text("''"))
-    """Of the key that made it; empty when there was none, or when keys were not counted yet."""
+    """Id of the key that made the session; empty when there was none, or when the row is older than this column."""
     idempotency_key: Mapped[str | None]
     created_at: Mapped[float] = mapped_column(index=True)
     last_seen_at: Mapped[float]
@@ -35,7 +35,7 @@ class Session(Base):
 
 
 class Model(Base):
-    """One training run. The adapter's facts are known once the trainer has made it."""
+    """A training run. The columns from lora_rank to train_attn are absent until the trainer has made the model."""
 
     __tablename__ = "models"
 
@@ -51,19 +51,19 @@ class Model(Base):
     user_metadata: Mapped[dict[str, str]] = mapped_column(JSON)
     created_at: Mapped[float]
     ended_at: Mapped[float | None]
-    """When it was ended by itself; absent for a run that ends with its session."""
+    """When the run was ended by unload_model; absent for a run that ends with its session."""
     released_at: Mapped[float | None]
-    """When the trainer was told to free it."""
+    """When the trainer was told to free the model."""
     last_request_at: Mapped[float | None]
-    """Of a training operation; written now and then."""
+    """Time of the last training operation; written in batches."""
     inflight_version_id: Mapped[str | None]
-    """The newest version that was saved with kind "inflight": what all inflight samplers of the run sample from."""
+    """The newest version that was saved with kind "inflight"; all inflight samplers of the run sample from it."""
     inflight_location: Mapped[str | None]
-    """Where the trainer finds it again."""
+    """Location of that version at the trainer."""
 
 
 class SamplingSession(Base):
-    """One SamplingClient: a version of one model's weights, or the base model."""
+    """A sampling session: one version of a model's weights, or the base model, to sample from."""
 
     __tablename__ = "sampling_sessions"
 
@@ -75,9 +75,9 @@ class SamplingSession(Base):
     version_id: Mapped[str]
     """Empty for the base model."""
     location: Mapped[str]
-    """Where the trainer finds the version again; empty for the base model."""
+    """Location of the version at the trainer; empty for the base model."""
     created_at: Mapped[float]
     inflight_run_id: Mapped[str | None]
-    """The run whose newest inflight version it follows; absent for a snapshot."""
+    """The run whose newest inflight version is sampled; absent when the version is fixed."""
     num_joined: Mapped[int] = mapped_column(server_default=text("0"))
-    """Clients that have joined it, which is the newest client_counter."""
+    """Number of clients that have joined; also the newest client_counter."""

@@ -1,4 +1,4 @@
-"""Who uses the service: keys, budgets, what was used, and what was done."""
+"""Tables of keys, budgets, usage and the audit log."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from gateway.database.tables.base import Base
 
 
 class StoredKey(Base):
-    """A key that the command line has made. Its row stays when it is revoked."""
+    """A key that the command line has made. A revoked key keeps its row."""
 
     __tablename__ = "api_keys"
 
     key_hash: Mapped[str] = mapped_column(primary_key=True)
-    """SHA-256 in hexadecimal digits; the key itself is nowhere. No salt and no slow hash: a key is 256 random bits."""
+    """SHA-256 of the key, in hexadecimal digits. A key has 256 random bits, so it needs no salt and no slow hash."""
     owner: Mapped[str]
     name: Mapped[str]
     note: Mapped[str]
     email: Mapped[str]
     admin: Mapped[bool]
-    """Sees and changes what belongs to any owner."""
+    """The holder may see and change things of any owner."""
     created_at: Mapped[float]
     last_used_at: Mapped[float | None]
-    """Written now and then."""
+    """Time of the last use; written every minute."""
     expires_at: Mapped[float | None]
     revoked_at: Mapped[float | None]
     requests_per_minute: Mapped[int | None] = mapped_column(BigInteger)
@@ -33,20 +33,20 @@ class StoredKey(Base):
 
 
 class Budget(Base):
-    """What an owner may use in total. Who has no row, or an empty column, may use any amount."""
+    """The budgets of an owner. No row, or an empty column, means no limit."""
 
     __tablename__ = "budgets"
 
     owner: Mapped[str] = mapped_column(primary_key=True)
     tokens: Mapped[int | None] = mapped_column(BigInteger)
     tokens_from: Mapped[int] = mapped_column(BigInteger)
-    """The owner's count of tokens from which the budget counts."""
+    """The owner's count of used tokens at which the budget began to count."""
     storage_bytes: Mapped[int | None] = mapped_column(BigInteger)
     changed_at: Mapped[float]
 
 
 class Usage(Base):
-    """What was used in one hour: tokens, checkpoints, or byte-hours of storage."""
+    """Usage of one kind in one hour: tokens, checkpoints, or byte-hours of storage."""
 
     __tablename__ = "usage"
 
@@ -62,18 +62,18 @@ class Usage(Base):
 
 
 class TokenCount(Base):
-    """All tokens that were trained on, read or sampled: the sum of the usage of all hours."""
+    """Sum of all tokens of an owner and key that were trained on, read or sampled, over all hours."""
 
     __tablename__ = "token_counts"
 
     owner: Mapped[str] = mapped_column(primary_key=True)
     key_id: Mapped[str] = mapped_column(primary_key=True)
-    """Of the key that made the session; empty for what was used before keys were counted."""
+    """Id of the key that made the session; empty for usage from before this column existed."""
     amount: Mapped[int] = mapped_column(BigInteger)
 
 
 class CountedOperation(Base):
-    """A training operation whose tokens are in the usage: several gateways may see its answer, and one counts."""
+    """A training operation whose tokens are counted. Of several gateways that see its answer, only one counts them."""
 
     __tablename__ = "counted_operations"
 
@@ -82,27 +82,27 @@ class CountedOperation(Base):
 
 
 class LedgerBatch(Base):
-    """The newest batch that a gateway's ledger has written, in the transaction that wrote it."""
+    """The newest batch of a gateway's ledger. The row is written in the transaction of the batch."""
 
     __tablename__ = "ledger_batches"
 
     ledger_id: Mapped[str] = mapped_column(primary_key=True)
-    """Of one run of a gateway."""
+    """A new id at every start of a gateway."""
     number: Mapped[int] = mapped_column(BigInteger)
     written_at: Mapped[float]
 
 
 class AuditEvent(Base):
-    """Something that was done to a checkpoint, a project or a key."""
+    """An entry of the audit log: an action on a checkpoint, a project or a key."""
 
     __tablename__ = "audit_events"
 
     event_id: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
     at: Mapped[float] = mapped_column(index=True)
     owner: Mapped[str]
-    """Who did it."""
+    """The owner who did it, or "operator" for the command line."""
     category: Mapped[str]
     """checkpoints, projects, teams or organizations."""
     event: Mapped[str]
-    """Such as checkpoint_delete."""
+    """Name of the action, such as checkpoint_delete."""
     details: Mapped[dict[str, Any]] = mapped_column(JSON)
