@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -12,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.examples import BASE_MODEL
-from tests.stack import Stack
+from tests.integration.killed_trainer import check_that_a_killed_trainer_changes_nothing
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/grpc/go"
@@ -68,29 +66,8 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return source / "client"
 
 
-def start(client: Path, stack: Stack, *, pause: str) -> subprocess.Popen[str]:
-    command = [str(client), stack.trainers[0], stack.samplers[0]]
-    env = os.environ | {"TINSMITH_PAUSE": pause}
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
 @pytest.mark.slow
 def test_a_go_client_trains_saves_and_samples_and_a_killed_trainer_changes_nothing(
     client: Path, toy: Path, tmp_path: Path
 ) -> None:
-    with Stack(tmp_path, base_models=[f"{BASE_MODEL}={toy}"]) as stack:
-        undisturbed, _ = start(client, stack, pause="0s").communicate(timeout=120)
-        lines = []
-        with start(client, stack, pause="300ms") as running:
-            assert running.stdout is not None
-            for line in running.stdout:
-                lines.append(line)
-                if line.startswith("step 2"):
-                    (trainer,) = (one for one in stack.processes() if "trainer_service" in one.cmdline())
-                    trainer.kill()
-        assert running.returncode == 0, "".join(lines)
-    disturbed = "".join(lines)
-    assert "once more" in disturbed
-    results = [re.findall(r"^(?:step|sampled) .*$", text, re.MULTILINE) for text in (undisturbed, disturbed)]
-    assert len(results[0]) == 7, undisturbed
-    assert results[0] == results[1]
+    check_that_a_killed_trainer_changes_nothing([str(client)], base_model=toy, state_dir=tmp_path, cwd=client.parent)

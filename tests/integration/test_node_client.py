@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.integration.examples import BASE_MODEL
-from tests.stack import Stack
+from tests.integration.killed_trainer import check_that_a_killed_trainer_changes_nothing
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/grpc/node"
@@ -34,29 +31,14 @@ def client() -> Path:
     return CACHE
 
 
-def start(client: Path, stack: Stack, *, pause_ms: int) -> subprocess.Popen[str]:
-    command = ["node", "client.js", stack.trainers[0], stack.samplers[0]]
-    env = os.environ | {"TINSMITH_PROTO": str(ROOT / "proto"), "TINSMITH_PAUSE_MS": str(pause_ms)}
-    return subprocess.Popen(command, cwd=client, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
 @pytest.mark.slow
 def test_a_node_client_trains_saves_and_samples_and_a_killed_trainer_changes_nothing(
     client: Path, toy: Path, tmp_path: Path
 ) -> None:
-    with Stack(tmp_path, base_models=[f"{BASE_MODEL}={toy}"]) as stack:
-        undisturbed, _ = start(client, stack, pause_ms=0).communicate(timeout=120)
-        lines = []
-        with start(client, stack, pause_ms=300) as running:
-            assert running.stdout is not None
-            for line in running.stdout:
-                lines.append(line)
-                if line.startswith("step 2"):
-                    (trainer,) = (one for one in stack.processes() if "trainer_service" in one.cmdline())
-                    trainer.kill()
-        assert running.returncode == 0, "".join(lines)
-    disturbed = "".join(lines)
-    assert "once more" in disturbed
-    results = [re.findall(r"^(?:step|sampled) .*$", text, re.MULTILINE) for text in (undisturbed, disturbed)]
-    assert len(results[0]) == 7, undisturbed
-    assert results[0] == results[1]
+    check_that_a_killed_trainer_changes_nothing(
+        ["node", "client.js"],
+        base_model=toy,
+        state_dir=tmp_path,
+        cwd=client,
+        env={"TINSMITH_PROTO": str(ROOT / "proto")},
+    )

@@ -85,7 +85,7 @@ func datum(tokens []int32) *pb.Datum {
 
 func main() {
 	trainer, sampler := pb.NewTrainerServiceClient(connect(os.Args[1])), pb.NewSamplerServiceClient(connect(os.Args[2]))
-	pause, _ := time.ParseDuration(os.Getenv("TINSMITH_PAUSE"))
+	pause, _ := time.ParseDuration(os.Getenv("TINSMITH_PAUSE_MS") + "ms")
 	tokens := make([]int32, 16)
 	for n := range tokens {
 		tokens[n] = int32(5 + 7*n%90)
