@@ -17,8 +17,9 @@ CPU_S = 2
 """Most CPU time of a check, in seconds."""
 MEMORY_BYTES = 512 * 1024 * 1024
 """Most memory of a check, in bytes."""
-WHITESPACE = r"( |\r?\n[ \t]{0,40})"
-"""Pattern of the space between two parts of JSON. Without a bound a model may go on with spaces until max_tokens."""
+SPACES = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+"""Spaces in JSON: at most one after each comma and colon. The library repeats a pattern for spaces, so that a model may go
+on with them until max_tokens."""
 
 
 def limits() -> LLParserLimits:
@@ -30,7 +31,7 @@ def limits() -> LLParserLimits:
 def source_of(form: str, text: str) -> str:
     """A grammar in the library's own form. Raises ValueError for a JSON Schema that is no JSON object."""
     if form == "json_schema":
-        return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE})
+        return LLMatcher.grammar_from_json_schema(text, defaults=SPACES)
     return LLMatcher.grammar_from_lark(text)
 
 

@@ -29,7 +29,8 @@ UNSUPPORTED = "unsupported"
 """Type of the validation errors that say that this server cannot honour a value."""
 
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-_WHITESPACE = r"( |\r?\n[ \t]{0,40})"
+_SPACES = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+"""Spaces in JSON: at most one after each comma and colon. Else a model may go on with spaces until max_tokens."""
 
 DEFAULT_MAX_TOKENS = 16
 """Longest output of a completion that names no maximum, in tokens, as in OpenAI's API. For chats a setting says it."""
@@ -309,9 +310,8 @@ class ResponseFormat(Body):
 
 
 def compiled_text(schema: dict[str, Any], *, strict: bool) -> str:
-    """A JSON Schema for the sampler's compiler. Without a bound on the space between two parts of JSON, a model may go
-    on with it until max_tokens."""
-    return json.dumps({**schema, "x-guidance": {"lenient": not strict, "whitespace_pattern": _WHITESPACE}})
+    """A JSON Schema for the sampler's compiler."""
+    return json.dumps({**schema, "x-guidance": {"lenient": not strict, **_SPACES}})
 
 
 class Chat(Generate):

@@ -14,7 +14,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from sampler_service import grammars
-from sampler_service.engine import Grammar, StopCondition
+from sampler_service.engine import Grammar, Penalties, StopCondition
 from sampler_service.grammars import Grammars
 from tests.unit.sampler_service.conftest import Service
 from tests.unit.sampler_service.serving import generate, metric, plain_logits, request, sample, serving
@@ -108,6 +108,19 @@ async def test_what_the_grammar_forbids_is_never_drawn_however_probable(
         result = await generate(engine, prompt(5), max_tokens=30, grammar=ANSWER, **draw)
     text = texts(text_model_folder, result)[0]
     assert text == "yes" or text.startswith("no, and ")
+
+
+async def test_a_model_that_likes_spaces_does_not_go_on_with_them(text_model_folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(text_model_folder)
+    spaces = [token for token in range(len(tokenizer)) if not tokenizer.decode([token]).strip()]
+    penalties = Penalties(logit_bias=[(token, 100.0) for token in spaces])
+    async with serving(text_model_folder) as engine:
+        result = await generate(engine, prompt(5), max_tokens=240, seed=1, grammar=schema(PERSON), penalties=penalties)
+    text = texts(text_model_folder, result)[0]
+    assert ": " in text
+    assert ", " in text
+    assert result.sequences[0].stop_reason == "stop"
+    jsonschema.validate(json.loads(text), PERSON)
 
 
 async def test_max_tokens_cuts_the_text(text_model_folder: Path) -> None:
