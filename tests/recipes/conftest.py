@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.recipes.harness import HUB, MODEL, PYTHON, TEACHER
+from tests.recipes.harness import ANSWERER, HUB, MODEL, PYTHON, TEACHER
 
 
 @pytest.fixture(scope="session")
@@ -15,7 +15,7 @@ def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     assert (HUB / "env.sh").exists(), f"{HUB} holds no offline hub: run `make test-recipes`"
     state_dir = tmp_path_factory.mktemp("state")
     command = [sys.executable, "-m", "tinsmith_cli", "up", "--port", "0", "--state-dir", str(state_dir)]
-    for name, folder in {MODEL: "base_model", TEACHER: "teacher_model"}.items():
+    for name, folder in {MODEL: "base_model", ANSWERER: "base_model", TEACHER: "teacher_model"}.items():
         command += ["--base-model", f"{name}={HUB / folder}"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:

@@ -17,6 +17,8 @@ MODEL = "Qwen/Qwen3-8B"
 """A name that the recipes know; the weights are the hub's tiny model."""
 TEACHER = "Qwen/Qwen3.6-35B-A3B"
 """The name that prompt_distillation has in its code; the weights answer its prompt."""
+ANSWERER = "Qwen/Qwen3.5-9B"
+"""The name that twenty_questions has in its code; the weights are the hub's tiny model."""
 
 
 def environment(base_url: str) -> dict[str, str]:
@@ -66,9 +68,13 @@ class Recipe:
     settings: dict[str, object]
     log_path: Path
     base_url: str
+    takes_base_url: bool = True
+    """Whether the recipe has a setting for it; all read the environment."""
 
     def start(self, output: Path) -> subprocess.Popen[bytes]:
-        settings = {**self.settings, "base_url": self.base_url, "log_path": self.log_path}
+        settings = {**self.settings, "log_path": self.log_path}
+        if self.takes_base_url:
+            settings["base_url"] = self.base_url
         return run_module(self.name, settings, base_url=self.base_url, output=output)
 
     def run(self, output: Path) -> str:

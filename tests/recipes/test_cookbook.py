@@ -144,3 +144,22 @@ def test_sdft_runs_with_a_teacher_of_top_k_logprobs(base_url: str, tmp_path: Pat
     assert len(entropies) == 4
     assert all(0 < entropy < 20 for entropy in entropies)
     assert all(norm > 0 for norm in recipe.metric("grad_norm:mean"))
+
+
+@pytest.mark.parametrize("game", ["guess_number", "twenty_questions"])
+def test_games_of_several_turns_run_to_their_end(game: str, base_url: str, tmp_path: Path) -> None:
+    settings: dict[str, object] = {
+        "model_name": MODEL,
+        "renderer_name": "qwen3_instruct",
+        "batch_size": 2,
+        "group_size": 4,
+        "max_tokens": 16,
+        "max_steps": 2,
+        "eval_every": 0,
+    }
+    recipe = Recipe(f"multiplayer_rl.{game}.train", settings, tmp_path / "run", base_url, takes_base_url=False)
+    recipe.run(tmp_path / "log")
+    turns = recipe.metric("env/all/turns_per_episode")
+    assert len(turns) == 2
+    assert all(1 < each <= 20 for each in turns)
+    assert max(map(abs, recipe.metric("optim/kl_sample_train_v2"))) < 1e-6
