@@ -157,14 +157,17 @@ def chunk(value: dict[str, Any], *, field: str) -> types_pb2.Chunk:
         case "encoded_text":
             tokens = value.get("tokens")
             if not isinstance(tokens, list):
-                raise InvalidRequest(f"{field}.tokens: {shown(tokens)} is not a list of token ids", field=field)
+                raise InvalidRequest(
+                    f"{field}.tokens: {shown(tokens)} is not a list of token ids", field=f"{field}.tokens"
+                )
             data = int32_bytes(tokens, field=f"{field}.tokens")
             return types_pb2.Chunk(encoded_text=types_pb2.EncodedText(tokens=data))
         case "image":
             expected = value.get("expected_tokens")
             if expected is not None and type(expected) is not int:
                 raise InvalidRequest(
-                    f"{field}.expected_tokens: {shown(expected)} is not a number of tokens", field=field
+                    f"{field}.expected_tokens: {shown(expected)} is not a number of tokens",
+                    field=f"{field}.expected_tokens",
                 )
             image = types_pb2.Image(
                 data=_base64(value.get("data"), field=f"{field}.data"),

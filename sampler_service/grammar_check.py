@@ -18,8 +18,8 @@ CPU_S = 2
 MEMORY_BYTES = 512 * 1024 * 1024
 """Most memory of a check, in bytes."""
 SPACES = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-"""Spaces in JSON: at most one after each comma and colon. The library repeats a pattern for spaces, so a model may go on
-with them until max_tokens."""
+"""Spaces in JSON: at most one after each comma and colon. The library repeats a pattern for spaces, so that a model may
+go on with them until max_tokens."""
 
 
 def limits() -> LLParserLimits:

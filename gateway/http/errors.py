@@ -111,5 +111,6 @@ def invalid(error: ValidationError) -> InvalidRequest:
 
 
 def name_of(place: Iterable[str | int]) -> str:
-    """Name of the field at this place of a body, whose keys may be as long as the body."""
-    return ".".join(map(shown_name, place))
+    """Path of the field at this place of a body: "messages[0].role". A key may be as long as the body, and is cut."""
+    parts = (f"[{part}]" if isinstance(part, int) else f".{shown_name(part)}" for part in place)
+    return "".join(parts).removeprefix(".")

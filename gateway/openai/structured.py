@@ -80,7 +80,7 @@ def structure_of(
     strict = [n for n, tool in enumerate(tools) if tool.is_strict]
     form = tokenizer.tool_calls
     if form is None and strict and not forced:
-        field = f"tools.{strict[0]}.function.strict"
+        field = f"tools[{strict[0]}].function.strict"
         raise Unsupported(
             f"{field}: this model's chat template shows calls in a form that is not known here, so nothing can hold it "
             'to the schema; leave strict out, or set tool_choice to "required"',
@@ -132,7 +132,7 @@ class _Rules:
             fields += [""] * (len(lines) - len(fields)) + ["response_format.json_schema.schema"]
             lines.append(f"answer: %json {schema}")
         for n in self._only:
-            fields += [""] * (len(lines) - len(fields)) + [f"tools.{n}.function.parameters"]
+            fields += [""] * (len(lines) - len(fields)) + [f"tools[{n}].function.parameters"]
             lines.append(self._tool(n))
         return lines, fields
 

@@ -60,7 +60,7 @@ def forward_backward(
         forward_only = forward_only or bool(asked)
     loss_fn = batch.get("loss_fn")
     if not isinstance(loss_fn, str):
-        raise InvalidRequest(f"{key}.loss_fn: {_shown(loss_fn)} is not the name of a loss", field="loss_fn")
+        raise InvalidRequest(f"{key}.loss_fn: {_shown(loss_fn)} is not the name of a loss", field=f"{key}.loss_fn")
     message = trainer_pb2.ForwardBackwardRequest(
         model_id=model_id, seq_id=seq_id, loss_fn=loss_fn, forward_only=forward_only
     )
@@ -68,9 +68,10 @@ def forward_backward(
         if isinstance(value, str):
             message.loss_fn_config_v2[name].text = value
         elif isinstance(value, int | float) and abs(value) <= sys.float_info.max:  # false for NaN
-            message.loss_fn_config_v2[name].number = value
+            message.loss_fn_config[name] = message.loss_fn_config_v2[name].number = value  # both, as newer SDKs do
         else:
-            raise InvalidRequest(f"loss_fn_config.{name}: {_shown(value)} is neither a number nor a text")
+            where = f"{key}.loss_fn_config.{name}"
+            raise InvalidRequest(f"{where}: {_shown(value)} is neither a number nor a text", field=where)
     for index, value in enumerate(_list(batch.get("data"), field=f"{key}.data")):
         message.data.append(_datum(_object(value, field=f"data[{index}]"), field=f"data[{index}]"))
     return message
@@ -99,7 +100,9 @@ def _tensor(value: Mapping[str, Any], *, field: str) -> types_pb2.Tensor:
     convert.check_fields(value, _TENSOR_FIELDS, field=field)
     dtype = value.get("dtype")
     if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise InvalidRequest(f"{field}.dtype: {_shown(dtype)} is not one of {', '.join(_DTYPES)}", field=field)
+        raise InvalidRequest(
+            f"{field}.dtype: {_shown(dtype)} is not one of {', '.join(_DTYPES)}", field=f"{field}.dtype"
+        )
     number, kind = _DTYPES[dtype]
     data = _numbers(value.get("data"), kind, field=f"{field}.data")
     shape = value.get("shape")

@@ -135,10 +135,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "response_format.json_schema.schema",
         "uniqueItems",
     ),
-    "tool": ({"tools": [CLOCK, BROKEN], "tool_choice": "required"}, "tools.1.function.parameters", "strong"),
+    "tool": ({"tools": [CLOCK, BROKEN], "tool_choice": "required"}, "tools[1].function.parameters", "strong"),
     "no object": (
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
-        "tools.0.function",
+        "tools[0].function",
         "an object",
     ),
     "no tools": ({"tool_choice": "required"}, "tool_choice", "needs tools"),
@@ -148,7 +148,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "none of the tools",
     ),
     "no schema": ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema is needed"),
-    "name": ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function", "letters"),
+    "name": ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function", "letters"),
 }
 
 

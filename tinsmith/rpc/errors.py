@@ -49,8 +49,6 @@ from grpc_status import rpc_status
 Category = Literal["user", "server", "unknown"]
 
 DOMAIN = "tinsmith"
-_KEY = re.compile(r"\['([^']*)'\]")
-"""A key of a map, as messages show it."""
 _RETRY_S = 1
 """Time after which another try is worth while, where the error names none, in seconds."""
 
@@ -65,8 +63,6 @@ class ServiceError(Exception):
         self.message = message
         self.metadata = {key: str(value) for key, value in metadata.items()}
         """`field`: path of the wrong value from the root of the request: "data[3].loss_fn_inputs.target_tokens"."""
-        if "field" in self.metadata:
-            self.metadata["field"] = _KEY.sub(r".\1", self.metadata["field"])
 
     def move(self, before: str, after: str) -> None:
         """Replaces the beginning `before` of the field's path by `after`, in the message, too. Does nothing to an error

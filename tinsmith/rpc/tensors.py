@@ -69,7 +69,7 @@ def _values(data: bytes, dtype: pb.Dtype, *, field: str) -> Array:
         halves = _frombuffer(data, np.dtype("<u2"), field=field)
         return (halves.astype(np.uint32) << 16).view(np.float32)
     if dtype not in _NUMPY:
-        raise InvalidRequest(f"{field}: dtype {dtype} is not one of {choices(pb.Dtype)}", field=f"{field}.dtype")
+        raise InvalidRequest(f"{field}.dtype: {dtype} is not one of {choices(pb.Dtype)}", field=f"{field}.dtype")
     return _frombuffer(data, _NUMPY[dtype], field=field)
 
 

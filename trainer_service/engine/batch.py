@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tinsmith.rpc import tensors
-from tinsmith.rpc.errors import InvalidRequest, UnknownLossFn, about
+from tinsmith.rpc.errors import InvalidRequest, UnknownLossFn
 from tinsmith.rpc.server import MAX_MESSAGE_BYTES
 from tinsmith.v1 import trainer_pb2, types_pb2
 from trainer_service.objectives.custom_loss import MAX_BYTES, MAX_NODE_BYTES, CustomLoss
@@ -186,10 +186,8 @@ class Batch:
             raise InvalidRequest(f"custom_loss: missing; loss_fn {CUSTOM!r} needs it", field="custom_loss")
         settings = [*request.loss_fn_config, *request.loss_fn_config_v2]
         if settings:
-            raise InvalidRequest(
-                f"loss_fn_config[{settings[0]!r}]: a custom loss takes no settings; custom_loss holds all of it",
-                field=f"{'loss_fn_config' if request.loss_fn_config else 'loss_fn_config_v2'}.{settings[0]}",
-            )
+            where = _setting(request, settings[0])
+            raise InvalidRequest(f"{where}: a custom loss takes no settings; custom_loss holds all of it", field=where)
         loss = CustomLoss.from_proto(request.custom_loss)
         _check_sparse_inputs(request)
         datums = [_custom_datum(one, loss, limits, field=f"data[{index}]") for index, one in enumerate(request.data)]
@@ -229,10 +227,11 @@ def _check_targets(request: trainer_pb2.ForwardBackwardRequest, limits: Limits) 
             continue
         targets = datum.loss_fn_inputs["target_tokens"]
         if len(targets.shape) == 2 and targets.shape[1] > limits.max_targets_per_token:
+            where = f"data[{index}].loss_fn_inputs.target_tokens"
             raise InvalidRequest(
-                f"data[{index}].loss_fn_inputs['target_tokens']: {targets.shape[1]} targets for a token are above this "
-                f"server's max_targets_per_token {limits.max_targets_per_token}",
-                field=f"data[{index}].loss_fn_inputs.target_tokens",
+                f"{where}: {targets.shape[1]} targets for a token are above this server's max_targets_per_token "
+                f"{limits.max_targets_per_token}",
+                field=where,
             )
         num_targets += tensors.num_elements(targets)
     num_bytes = num_targets * np.dtype(np.float32).itemsize
@@ -258,35 +257,39 @@ def _check_sparse_inputs(request: trainer_pb2.ForwardBackwardRequest) -> None:
                 ("dense, in all datums,", total, MAX_BYTES),
             ):
                 if used > limit:
+                    where = f"data[{index}].loss_fn_inputs.{name}"
                     raise InvalidRequest(
-                        f"data[{index}].loss_fn_inputs[{name!r}]: sparse inputs of a custom loss are {used} bytes when "
-                        f"they are {what} this server allows {limit}",
-                        field=f"data[{index}].loss_fn_inputs.{name}",
+                        f"{where}: sparse inputs of a custom loss are {used} bytes when they are {what} this server "
+                        f"allows {limit}",
+                        field=where,
                     )
 
 
 def _config(request: trainer_pb2.ForwardBackwardRequest, loss: Loss) -> Mapping[str, float]:
     given: dict[str, float] = dict(request.loss_fn_config)
-    place = "loss_fn_config"
     if request.loss_fn_config_v2:
-        given, place = {}, "loss_fn_config_v2"
+        given = {}
         for key, value in request.loss_fn_config_v2.items():
             if value.WhichOneof("value") != "number":
-                raise InvalidRequest(f"loss_fn_config[{key!r}]: {value.text!r} is not a number", field=f"{place}.{key}")
+                where = _setting(request, key)
+                raise InvalidRequest(f"{where}: {value.text!r} is not a number", field=where)
             given[key] = value.number
     for key, number in given.items():
+        where = _setting(request, key)
         if key not in loss.config:
             known = ", ".join(loss.config) or "no settings"
-            raise InvalidRequest(
-                f"loss_fn_config[{key!r}]: {request.loss_fn} takes {known}", field=f"{place}.{key}", key=key
-            )
+            raise InvalidRequest(f"{where}: {request.loss_fn} takes {known}", field=where, key=key)
         if not math.isfinite(number):
-            raise InvalidRequest(f"loss_fn_config[{key!r}]: {number} is not finite", field=f"{place}.{key}", key=key)
+            raise InvalidRequest(f"{where}: {number} is not finite", field=where, key=key)
     config = {**loss.config, **given}
     if loss.check_config is not None:
-        with about(place):
-            loss.check_config(config)
+        loss.check_config(config, "loss_fn_config" if request.loss_fn_config else "loss_fn_config_v2")
     return config
+
+
+def _setting(request: trainer_pb2.ForwardBackwardRequest, key: str) -> str:
+    """Path of a setting of the loss. The SDK sends each number in both fields, and its users know the first one."""
+    return f"loss_fn_config.{key}" if key in request.loss_fn_config else f"loss_fn_config_v2.{key}"
 
 
 def _datum(
@@ -296,10 +299,8 @@ def _datum(
     unknown = set(datum.loss_fn_inputs) - {"target_tokens", *loss.arrays}
     if unknown:
         name = min(unknown)
-        raise InvalidRequest(
-            f"{field}.loss_fn_inputs[{name!r}]: {loss_fn} takes target_tokens, {', '.join(loss.arrays)}",
-            field=f"{field}.loss_fn_inputs.{name}",
-        )
+        where = f"{field}.loss_fn_inputs.{name}"
+        raise InvalidRequest(f"{where}: {loss_fn} takes target_tokens, {', '.join(loss.arrays)}", field=where)
     targets = _targets(datum, tokens.size, loss_fn, tuple(range(1, loss.max_dims + 1)), limits, field=field)
     inputs: dict[str, Floats] = {}
     for name in loss.arrays:
@@ -308,10 +309,8 @@ def _datum(
         elif name == "weights" and datum.loss_fn_inputs["target_tokens"].WhichOneof("layout") == "sparse_csr":
             # An absent cell reads as token 0, and so does a real target of token 0. Default weights of 1 would train
             # both, so the weights must say which cells count.
-            raise InvalidRequest(
-                f"{field}.loss_fn_inputs['weights']: missing; sparse target_tokens do not say which cells count",
-                field=f"{field}.loss_fn_inputs.weights",
-            )
+            where = f"{field}.loss_fn_inputs.weights"
+            raise InvalidRequest(f"{where}: missing; sparse target_tokens do not say which cells count", field=where)
         else:
             inputs[name] = np.full(targets.shape, config.get(name, 1.0), np.float32)
     if loss.check is not None:
@@ -329,7 +328,7 @@ def _custom_datum(datum: types_pb2.Datum, loss: CustomLoss, limits: Limits, *, f
     targets = _targets(datum, tokens.size, f"loss {loss.name!r}", (logprobs.rank,), limits, field=field)
     inputs: dict[str, npt.NDArray[Any]] = {}
     for declared in others:
-        where = f"{field}.loss_fn_inputs[{declared.name!r}]"
+        where = f"{field}.loss_fn_inputs.{declared.name}"
         if declared.name not in datum.loss_fn_inputs:
             raise InvalidRequest(f"{where}: missing; loss {loss.name!r} reads it", field=where)
         tensor = datum.loss_fn_inputs[declared.name]
@@ -361,19 +360,17 @@ def _tokens(datum: types_pb2.Datum, limits: Limits, *, field: str) -> npt.NDArra
 def _targets(
     datum: types_pb2.Datum, num_tokens: int, reader: str, ranks: tuple[int, ...], limits: Limits, *, field: str
 ) -> npt.NDArray[np.int64]:
-    where = f"{field}.loss_fn_inputs['target_tokens']"
+    where = f"{field}.loss_fn_inputs.target_tokens"
     if "target_tokens" not in datum.loss_fn_inputs:
-        raise InvalidRequest(f"{where}: missing; {reader} needs it", field=f"{field}.loss_fn_inputs.target_tokens")
+        raise InvalidRequest(f"{where}: missing; {reader} needs it", field=where)
     targets = tensors.to_numpy(datum.loss_fn_inputs["target_tokens"], field=where)
     if targets.dtype.kind != "i":
-        raise InvalidRequest(
-            f"{where}: dtype {targets.dtype} must be int64", field=f"{field}.loss_fn_inputs.target_tokens"
-        )
+        raise InvalidRequest(f"{where}: dtype {targets.dtype} must be int64", field=where)
     if targets.ndim not in ranks or targets.shape[0] != num_tokens or 0 in targets.shape:
         shapes = " or ".join(f"[{num_tokens}{', K' * (rank - 1)}]" for rank in ranks)
         raise InvalidRequest(
             f"{where}: shape {list(targets.shape)} must be {shapes}, one row for each token of the model input",
-            field=f"{field}.loss_fn_inputs.target_tokens",
+            field=where,
         )
     tensors.check_tokens(targets, limits.vocab_size, field=where)
     return targets.astype(np.int64, copy=False)
@@ -382,16 +379,17 @@ def _targets(
 def _fitting(datum: Datum, limits: Limits, *, field: str) -> Datum:
     """Returns the datum, or raises InvalidRequest when its arrays are too large for memory."""
     if limits.longest_datum is not None and datum.charge > limits.longest_datum:
+        where = f"{field}.loss_fn_inputs.target_tokens"
         raise InvalidRequest(
-            f"{field}.loss_fn_inputs['target_tokens']: shape {list(datum.targets.shape)} counts as {datum.charge} "
-            f"tokens, with all that belongs to it, which is above {limits.longest_datum}, {_FITS_MEMORY}",
-            field=f"{field}.loss_fn_inputs.target_tokens",
+            f"{where}: shape {list(datum.targets.shape)} counts as {datum.charge} tokens, with all that belongs to it, "
+            f"which is above {limits.longest_datum}, {_FITS_MEMORY}",
+            field=where,
         )
     return datum
 
 
 def _floats(datum: types_pb2.Datum, name: str, targets: npt.NDArray[np.int64], *, field: str) -> Floats:
-    where = f"{field}.loss_fn_inputs[{name!r}]"
+    where = f"{field}.loss_fn_inputs.{name}"
     if name not in datum.loss_fn_inputs:
         raise InvalidRequest(f"{where}: missing", field=where)
 

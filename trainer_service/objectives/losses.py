@@ -142,39 +142,36 @@ def _clip(x: Targets, ratio_M: Tensor) -> Tensor:
 Check = Callable[[Arrays, str], None]
 
 
-def _ordered_settings(config: Mapping[str, float]) -> None:
+def _ordered_settings(config: Mapping[str, float], where: str) -> None:
     low, high = config["clip_low_threshold"], config["clip_high_threshold"]
     if low > high:
         raise InvalidRequest(
-            f"loss_fn_config: clip_low_threshold {low} is above clip_high_threshold {high}; both bound the ratio",
-            field="loss_fn_config",
+            f"{where}: clip_low_threshold {low} is above clip_high_threshold {high}; both bound the ratio", field=where
         )
 
 
-def _stable_settings(config: Mapping[str, float]) -> None:
+def _stable_settings(config: Mapping[str, float], where: str) -> None:
     for name, least in (("kl_coeff", 0.0), ("ratio_cap", 1.0)):
         if config[name] < least:
-            raise InvalidRequest(f"loss_fn_config[{name!r}]: {config[name]} is below {least}", field="loss_fn_config")
+            field = f"{where}.{name}"
+            raise InvalidRequest(f"{field}: {config[name]} is below {least}", field=field)
 
 
 def _ordered_thresholds(arrays: Arrays, where: str) -> None:
     low, high = arrays["clip_low_threshold"], arrays["clip_high_threshold"]
     if (low > high).any():
         n = int(np.argmax(low > high))
+        field = f"{where}.clip_low_threshold"
         raise InvalidRequest(
-            f"{where}: clip_low_threshold[{n}] {low[n]} is above clip_high_threshold[{n}] {high[n]}; "
-            "both bound the ratio",
-            field=f"{where}.clip_low_threshold",
+            f"{field}[{n}]: {low[n]} is above clip_high_threshold[{n}] {high[n]}; both bound the ratio", field=field
         )
 
 
 def _sequence_ratio(arrays: Arrays, where: str) -> None:
     _ordered_thresholds(arrays, where)
     if not arrays["sequence_ratio_mask"].any():
-        raise InvalidRequest(
-            f"{where}['sequence_ratio_mask']: is zero everywhere; gspo needs a target to take the ratio from",
-            field=f"{where}.sequence_ratio_mask",
-        )
+        field = f"{where}.sequence_ratio_mask"
+        raise InvalidRequest(f"{field}: is zero everywhere; gspo needs a target to take the ratio from", field=field)
 
 
 def _only_sampled_targets(arrays: Arrays, where: str) -> None:
@@ -182,10 +179,11 @@ def _only_sampled_targets(arrays: Arrays, where: str) -> None:
     bad = (advantages != 0) & (arrays["sampled_mask"] == 0)
     if bad.any():
         n = int(np.argmax(bad))
+        field = f"{where}.advantages"
         raise InvalidRequest(
-            f"{where}['advantages'][{n}]: {advantages[n]} is at a target that was not sampled (sampled_mask is 0); "
+            f"{field}[{n}]: {advantages[n]} is at a target that was not sampled (sampled_mask is 0); "
             "stable_reinforce trains sampled targets only",
-            field=f"{where}.advantages",
+            field=field,
         )
 
 
@@ -207,8 +205,8 @@ class Loss:
     sampled: str = ""
     """The array that is not 0 where a target was sampled. Empty: targets with an advantage or a logprob other than 0
     count as sampled. Targets of weight 0 never count."""
-    check_config: Callable[[Mapping[str, float]], None] | None = None
-    """Raises InvalidRequest for invalid settings."""
+    check_config: Callable[[Mapping[str, float], str], None] | None = None
+    """Raises InvalidRequest for invalid settings. Its second argument is their path in the request."""
     check: Check | None = None
     """Raises InvalidRequest for wrong arrays of one datum. Its second argument names them in the message."""
 

@@ -27,7 +27,7 @@ BODIES: list[tuple[str, str, dict[str, Any]]] = [
     ("session_id", "create_custom_loss", {"custom_loss_seq_id": 0, "name": "x", "inputs": [], "graph": {}}),
     ("session_id", "sessions/search", {}),
     ("cursor.last_session_id", "sessions/search", {"cursor": CURSOR}),
-    ("project_ids.0", "sessions/search", {"project_ids": [NUL]}),
+    ("project_ids[0]", "sessions/search", {"project_ids": [NUL]}),
     ("display_name", "sessions/search", {}),
     ("model_id", "optim_step", {"seq_id": 1, "adam_params": {}}),
     ("model_id", "save_weights", {"seq_id": 1, "path": "x"}),

@@ -32,12 +32,12 @@ def clip(low: list[float], high: list[float]) -> dict[str, object]:
         ([datum([1] * 9, **GOOD)], "cross_entropy", {}, r"data\[0\].model_input: 9 tokens are outside 1\.\.8"),
         ([datum([1, 100], **GOOD)], "cross_entropy", {}, r"data\[0\].model_input\[1\]: token id 100"),
         ([datum([1, -1], **GOOD)], "cross_entropy", {}, r"token id -1"),
-        ([datum([1, 2])], "cross_entropy", {}, r"loss_fn_inputs\['target_tokens'\]: missing"),
-        ([datum([1, 2], target_tokens=[2, 101])], "cross_entropy", {}, r"target_tokens'\]\[1\]: token id 101"),
+        ([datum([1, 2])], "cross_entropy", {}, r"loss_fn_inputs\.target_tokens: missing"),
+        ([datum([1, 2], target_tokens=[2, 101])], "cross_entropy", {}, r"target_tokens\[1\]: token id 101"),
         ([datum([1, 2], target_tokens=[2])], "cross_entropy", {}, r"shape \[1\] must be \[2\] or \[2, K\]"),
         ([datum([1, 2], target_tokens=np.float32([1, 2]))], "cross_entropy", {}, "dtype float32 must be int64"),
         ([datum([1, 2], **{**GOOD, "weights": np.float32([1])})], "cross_entropy", {}, r"shape \[1\] is not that of"),
-        ([datum([1, 2], **GOOD, mask=[1, 1])], "cross_entropy", {}, r"loss_fn_inputs\['mask'\]: cross_entropy takes"),
+        ([datum([1, 2], **GOOD, mask=[1, 1])], "cross_entropy", {}, r"loss_fn_inputs\.mask: cross_entropy takes"),
         ([datum([1, 2], **{**GOOD, "weights": np.float32([1, math.nan])})], "cross_entropy", {}, r"\[1\]: nan is not"),
         (
             [datum([1, 2], **{**POLICY, "advantages": np.float32([1, math.inf])})],
@@ -49,10 +49,10 @@ def clip(low: list[float], high: list[float]) -> dict[str, object]:
             [datum([1, 2], **POLICY, weights=np.float32([1]))],
             "importance_sampling",
             {},
-            r"'weights'\]: shape \[1\] is not that of",
+            r"\.weights: shape \[1\] is not that of",
         ),
-        ([datum([1, 2], target_tokens=[2, 3])], "importance_sampling", {}, r"'logprobs'\]: missing"),
-        ([datum([1, 2], **POLICY)], "ppo", {"beta": 1.0}, r"loss_fn_config\['beta'\]: ppo takes clip_low_threshold"),
+        ([datum([1, 2], target_tokens=[2, 3])], "importance_sampling", {}, r"\.logprobs: missing"),
+        ([datum([1, 2], **POLICY)], "ppo", {"beta": 1.0}, r"loss_fn_config\.beta: ppo takes clip_low_threshold"),
         ([datum([1, 2], **POLICY)], "ppo", {"clip_low_threshold": math.nan}, "nan is not finite"),
         ([datum([1, 2], **POLICY)], "ppo", {"clip_low_threshold": 2.0}, "clip_low_threshold 2.0 is above"),
         ([datum([1, 2], **GOOD)], "cross_entropy", {"beta": 1.0}, "takes no settings"),
@@ -60,48 +60,48 @@ def clip(low: list[float], high: list[float]) -> dict[str, object]:
             [datum([1, 2], **GSPO, **clip([0.8, 1.3], [1.2, 1.2]))],
             "gspo",
             {},
-            r"clip_low_threshold\[1\] 1.29.* is above",
+            r"clip_low_threshold\[1\]: 1.29.* is above",
         ),
-        ([datum([1, 2], **POLICY, **clip([0.8, 2], [1.2, 1]))], "ppo", {}, r"clip_low_threshold\[1\] 2.0 is above"),
+        ([datum([1, 2], **POLICY, **clip([0.8, 2], [1.2, 1]))], "ppo", {}, r"clip_low_threshold\[1\]: 2.0 is above"),
         (
             [datum([1, 2], **POLICY, clip_high_threshold=np.float32([1, 0.5]))],
             "ppo",
             {},
-            r"low_threshold\[1\] 0.8.* is above",
+            r"low_threshold\[1\]: 0.8.* is above",
         ),
         (
             [datum([1, 2], **POLICY, **clip([0], [1]))],
             "cispo",
             {},
-            r"'clip_low_threshold'\]: shape \[1\] is not that of",
+            r"\.clip_low_threshold: shape \[1\] is not that of",
         ),
         (
             [datum([1, 2], **POLICY, **clip([0, 0], [1, 1]))],
             "dro",
             {},
-            r"'clip_high_threshold'\]: dro takes target_tokens",
+            r"\.clip_high_threshold: dro takes target_tokens",
         ),
-        ([datum([1, 2], **POLICY)], "gspo", {}, r"'sequence_ratio_mask'\]: missing"),
+        ([datum([1, 2], **POLICY)], "gspo", {}, r"\.sequence_ratio_mask: missing"),
         (
             [datum([1, 2], **{**GSPO, "sequence_ratio_mask": np.float32([0, 0])})],
             "gspo",
             {},
-            r"data\[0\].loss_fn_inputs\['sequence_ratio_mask'\]: is zero everywhere",
+            r"data\[0\].loss_fn_inputs\.sequence_ratio_mask: is zero everywhere",
         ),
-        ([datum([1, 2], **POLICY)], "stable_reinforce", {}, r"'sampled_mask'\]: missing"),
+        ([datum([1, 2], **POLICY)], "stable_reinforce", {}, r"\.sampled_mask: missing"),
         (
             [datum([1, 2], **POLICY, sampled_mask=np.float32([1, 0]))],
             "stable_reinforce",
             {},
-            r"'advantages'\]\[1\]: 1.0 is at a target that was not sampled",
+            r"\.advantages\[1\]: 1.0 is at a target that was not sampled",
         ),
-        ([datum([1, 2], **STABLE)], "stable_reinforce", {"kl_coeff": -0.1}, r"\['kl_coeff'\]: -0.1 is below 0"),
-        ([datum([1, 2], **STABLE)], "stable_reinforce", {"ratio_cap": 0.5}, r"\['ratio_cap'\]: 0.5 is below 1"),
+        ([datum([1, 2], **STABLE)], "stable_reinforce", {"kl_coeff": -0.1}, r"\.kl_coeff: -0.1 is below 0"),
+        ([datum([1, 2], **STABLE)], "stable_reinforce", {"ratio_cap": 0.5}, r"\.ratio_cap: 0.5 is below 1"),
         (
             [datum([1, 2], **STABLE)],
             "stable_reinforce",
             {"mode": 1},
-            r"\['mode'\]: stable_reinforce takes kl_coeff, ratio_cap",
+            r"\.mode: stable_reinforce takes kl_coeff, ratio_cap",
         ),
     ],
 )
@@ -145,7 +145,7 @@ def test_the_second_config_map_wins_and_refuses_words() -> None:
         Batch.from_proto(one, LIMITS)
     stable = request([datum([1, 2], **STABLE)], "stable_reinforce", config={"kl_coeff": 0.01})
     stable.loss_fn_config_v2["mode"].text = "x"
-    with pytest.raises(InvalidRequest, match=r"loss_fn_config\['mode'\]: 'x' is not a number"):
+    with pytest.raises(InvalidRequest, match=r"loss_fn_config_v2\.mode: 'x' is not a number"):
         Batch.from_proto(stable, LIMITS)
 
 
@@ -178,7 +178,7 @@ def test_sparse_inputs_are_densified_each_on_its_own() -> None:
     assert got.targets.tolist() == [[5, 0, 7], [0, 9, 0]]
     assert got.inputs["weights"].tolist() == [[0.5, 0.25, 0.0], [0.0, 0.0, 0.0]]
     del one.loss_fn_inputs["weights"]  # ones would train the absent cells towards token 0
-    with pytest.raises(InvalidRequest, match=r"'weights'\]: missing; sparse target_tokens"):
+    with pytest.raises(InvalidRequest, match=r"\.weights: missing; sparse target_tokens"):
         Batch.from_proto(request([one]), LIMITS)
 
 
@@ -210,7 +210,7 @@ def test_broken_sparse_indices_are_refused(crow: list[int], col: list[int], mess
 def test_half_a_number_is_refused() -> None:
     one = datum([1, 2], **GOOD)
     one.loss_fn_inputs["weights"].dense = b"\0" * 7
-    with pytest.raises(InvalidRequest, match=r"'weights'\]: 7 bytes are not whole float32 values"):
+    with pytest.raises(InvalidRequest, match=r"\.weights: 7 bytes are not whole float32 values"):
         Batch.from_proto(request([one]), LIMITS)
 
 

@@ -211,11 +211,11 @@ def test_what_only_values_can_show_fails_its_own_request_only(engine: TrainingEn
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ({"target_tokens": [2, 3]}, r"data\[0\].loss_fn_inputs\['reference'\]: missing; loss 'dpo_like' reads it"),
+        ({"target_tokens": [2, 3]}, r"data\[0\].loss_fn_inputs\.reference: missing; loss 'dpo_like' reads it"),
         ({"target_tokens": [[2], [3]]}, r"shape \[2, 1\] must be \[2\]"),
         (
             {"target_tokens": [2, 3], "reference": np.zeros((2, 1), np.float32), "chosen": [0, 1]},
-            r"'reference'\]: shape \[2, 1\] has 2 dimensions, but loss 'dpo_like' declares rank 1",
+            r"\.reference: shape \[2, 1\] has 2 dimensions, but loss 'dpo_like' declares rank 1",
         ),
         (
             {"target_tokens": [2, 3], "reference": np.zeros(3, np.float32), "chosen": [0, 1]},
@@ -238,7 +238,7 @@ def test_the_loss_and_its_graph_go_together(engine: TrainingEngine) -> None:
     message.loss_fn = "cross_entropy"
     with pytest.raises(InvalidRequest, match="custom_loss: goes with loss_fn 'custom' only"):
         Batch.from_proto(message, engine.limits)
-    with pytest.raises(InvalidRequest, match=r"loss_fn_config\['beta'\]: a custom loss takes no settings"):
+    with pytest.raises(InvalidRequest, match=r"loss_fn_config\.beta: a custom loss takes no settings"):
         Batch.from_proto(custom(data, loss, config={"beta": 1.0}), engine.limits)
 
 

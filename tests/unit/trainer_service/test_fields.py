@@ -33,6 +33,7 @@ from trainer_service.engine.optimizers import params_from_proto
 LIMITS = Limits(vocab_size=100, max_context_length=64)
 SAMPLING = SamplingLimits(100, max_context_length=64, max_kv_tokens=64, max_num_samples=8, max_topk_logprobs=4)
 ONES = np.ones(3, np.float32)
+NUMBER = types_pb2.LossConfigValue(number=1)
 
 
 def batch(change: Callable[[types_pb2.Datum], Any]) -> None:
@@ -97,7 +98,8 @@ REFUSED: list[tuple[str, Callable[[], Any]]] = [
     ("sampling_params.stop.token_ids", lambda: sample(stop=StopCondition((), (100,)))),
     ("lora_config.train_mlp", lambda: config_of(types_pb2.LoraConfig(train_attn=True), max_rank=8)),
     ("loss_fn_config.beta", lambda: setting(loss_fn_config={"beta": 1.0})),
-    ("loss_fn_config_v2.x", lambda: setting(loss_fn_config_v2={"x": types_pb2.LossConfigValue(number=1)})),
+    ("loss_fn_config.beta", lambda: setting(loss_fn_config={"beta": 1.0}, loss_fn_config_v2={"beta": NUMBER})),
+    ("loss_fn_config_v2.x", lambda: setting(loss_fn_config_v2={"x": NUMBER})),
     (
         "data[1].model_input[1].encoded_text.tokens",
         lambda: batch(lambda one: one.model_input.add().encoded_text.MergeFrom(types_pb2.EncodedText(tokens=b"abc"))),
@@ -119,11 +121,13 @@ def test_a_refusal_names_its_field_by_one_path_from_the_root_of_the_request(
     (violation,) = bad.field_violations
     assert info.metadata["field"] == violation.field == path
     assert violation.description == status.message
+    # The third is the hosted service's own wording.
+    assert status.message.startswith((f"{path}: ", f"{path}[", "Prompt length plus max_tokens"))
     assert re.fullmatch(r"[a-z_]\w*(\[\d+\])?(\.[a-z_]\w*(\[\d+\])?)*", path)
 
 
 def test_no_refusal_offers_the_unspecified_value_of_an_enum() -> None:
-    with pytest.raises(ServiceError, match="dtype 0 is not one of DTYPE_FLOAT32, ") as caught:
+    with pytest.raises(ServiceError, match=r"dtype: 0 is not one of DTYPE_FLOAT32, ") as caught:
         batch(lambda one: targets(one).ClearField("dtype"))
     assert "UNSPECIFIED" not in caught.value.message
 

@@ -334,7 +334,7 @@ async def test_an_unknown_model_is_refused_before_the_journal(service: Service) 
 
 
 async def test_an_invalid_batch_fails_and_the_next_request_works(stub: Any) -> None:
-    await fails(stub.ForwardBackward(bad_batch(1)), errors.InvalidRequest, "weights'][1]: nan is not finite")
+    await fails(stub.ForwardBackward(bad_batch(1)), errors.InvalidRequest, "weights[1]: nan is not finite")
     await fails(stub.ForwardBackward(batch(2, loss_fn="nope")), errors.UnknownLossFn, "'nope'")
     await fails(stub.OptimStep(step(3)), errors.FailedPrecondition, "'nope'")
     await stub.ForwardBackward(batch(4))
