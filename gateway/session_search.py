@@ -1,4 +1,4 @@
-"""Sessions, for lists and searches."""
+"""Lists and searches of sessions."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from gateway.views import FINISH_REASONS, owner_of_urn
 
 _SCANNED_ROWS = 500
 MAX_SCANNED = 20 * _SCANNED_ROWS
-"""Sessions that one search looks at, where names and metadata are compared."""
+"""Most sessions that one search compares by name and metadata."""
 _COMPARED = 1000
-"""Characters of metadata that the database compares: it takes no long patterns."""
+"""Most characters of metadata that the database compares, because it takes no long patterns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A session and what is stored of it."""
+    """A session, and the number and size of its checkpoints."""
 
     session: Session
     num_checkpoints: int
@@ -37,11 +37,13 @@ class Found:
 
 
 class SessionSearch:
+    """Queries over sessions."""
+
     def __init__(self, store: Store) -> None:
         self._store = store
 
     async def ids(self, *, owner: str | None, limit: int, offset: int) -> list[str]:
-        """Newest first."""
+        """Ids of sessions, newest first. `owner` None: of all owners."""
         query = select(Session.session_id).order_by(Session.created_at.desc(), Session.session_id.desc())
         if owner is not None:
             query = query.where(Session.owner == owner)
@@ -49,17 +51,19 @@ class SessionSearch:
             return list(await db.scalars(query.limit(limit).offset(offset)))
 
     async def members(self, session_id: str) -> tuple[list[str], list[str]]:
-        """Its training runs and its samplers, oldest first."""
+        """Ids of the session's training runs and of its sampling sessions, oldest first."""
         models = select(Model.model_id).where(Model.session_id == session_id).order_by(Model.created_at)
         samplers = select(SamplingSession.sampling_session_id).where(SamplingSession.session_id == session_id)
         async with self._store.begin() as db:
             return list(await db.scalars(models)), list(await db.scalars(samplers.order_by(SamplingSession.created_at)))
 
     async def search(self, asked: schemas.SearchSessions, *, caller: Caller) -> tuple[list[Found], Session | None]:
-        """One page, newest first, and the session behind which the next one begins; None at the end. At most
-        MAX_SCANNED sessions are looked at: a page may hold fewer than were asked for, and have a next one all the same.
+        """One page of sessions, newest first, and the session after which the next page begins; None: no next page.
+
+        The search stops after MAX_SCANNED sessions. So a page may hold fewer sessions than were asked for, and still
+        have a next page.
         """
-        # Without tags and metadata, which may have 64 Ki characters each and are read from JSON on the event loop.
+        # Tags and metadata are not loaded: each may have 64 Ki characters of JSON, parsed on the event loop.
         scanned = load_only(Session.created_at, Session.display_name)
         query = select(Session).options(scanned).order_by(Session.created_at.desc(), Session.session_id.desc())
         if not caller.admin:
@@ -80,7 +84,7 @@ class SessionSearch:
         is_cut = False
         async with self._store.begin() as db:
             after = await self._position(asked.cursor, caller=caller)
-            # Names and metadata are compared here: databases differ in what they take for a lower case letter.
+            # Names are compared here, because databases differ in which letters they lower.
             num_scanned = 0
             while len(matching) <= asked.limit and num_scanned < MAX_SCANNED:
                 page = query if after is None else query.where(_comes_after(*after))
@@ -107,10 +111,10 @@ class SessionSearch:
     async def _with_metadata(
         self, db: AsyncSession, session_ids: Sequence[str], wanted: Mapping[str, str]
     ) -> Sequence[str]:
-        """Those of the sessions whose metadata has these entries, in the same order."""
+        """The sessions whose metadata has these entries, in the same order."""
         if not wanted or not session_ids:
             return session_ids
-        # The database leaves out most of the others by their text, which costs the event loop nothing.
+        # The database removes most of the others by comparing text, which costs the event loop nothing.
         longest = max((json.dumps({key: value})[1:-1] for key, value in wanted.items()), key=len)
         has_part = cast(Session.user_metadata, Text).contains(longest[:_COMPARED], autoescape=True)
         query = select(Session.session_id, Session.user_metadata).where(Session.session_id.in_(session_ids), has_part)
@@ -121,14 +125,14 @@ class SessionSearch:
     async def _position(self, cursor: schemas.SearchCursor | None, *, caller: Caller) -> tuple[float, str] | None:
         if cursor is None:
             return None
-        # The cursor's time is rounded to a microsecond; the row has all of it.
+        # The row has the exact time; the cursor's is rounded to a microsecond.
         session = await self._store.sessions.get(cursor.last_session_id)
         is_seen = session is not None and caller.sees(session.owner)
         at = session.created_at if session is not None and is_seen else cursor.last_created_at.timestamp()
         return at, cursor.last_session_id
 
     async def _sizes(self, session_ids: Sequence[str]) -> dict[str, tuple[int, int]]:
-        """Number and bytes of the checkpoints of each session that has any."""
+        """session_id -> number and bytes of its checkpoints, for the sessions that have any."""
         query = (
             select(Model.session_id, func.count(), func.sum(Checkpoint.size_bytes))
             .join(Checkpoint, Checkpoint.run_id == Model.model_id)
@@ -140,7 +144,7 @@ class SessionSearch:
 
 
 def _comes_after(created_at: float, session_id: str) -> ColumnElement[bool]:
-    """In the order newest first."""
+    """True for sessions that come later in the order newest first."""
     return or_(Session.created_at < created_at, and_(Session.created_at == created_at, Session.session_id < session_id))
 
 
@@ -150,13 +154,13 @@ def _has_status(status: schemas.StatusQuery) -> ColumnElement[bool]:
             return Session.ended_at.is_(None)
         case schemas.FinishedQuery(reasons=reasons):
             return Session.end_reason.in_(reasons or FINISH_REASONS)
-    return Session.session_id.in_([])  # no session is ever cancelled or failed here: a failed request fails alone
+    return Session.session_id.in_([])  # a session here is never cancelled, and a failed request does not fail it
 
 
 def _is_named(session: Session, asked: schemas.SearchSessions) -> bool:
-    """Whether name or id are those that are asked for, if any are."""
+    """Whether the session has the name or the id that the search asks for, if it asks for a name."""
     if asked.display_name is None:
-        return True  # the query has compared the id
+        return True  # the query compares the id
     if session.session_id == asked.session_id:
         return True
     name = (session.display_name or "").casefold()

@@ -1,4 +1,4 @@
-"""Values of a client's as error messages show them."""
+"""Short forms of a client's values, for error messages."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _DEPTH = 3
 
 
 def shown_name(name: object) -> str:
-    """A key of a client's object, which may be as long as the body."""
+    """The beginning of a key of a client's object, which may be as long as the body."""
     return str(name)[:_LONGEST]
 
 
 def shown(value: Any) -> str:
-    """The beginning of repr(value), without a repr of all of it: the value may be as large as a body."""
+    """The beginning of repr(value), without computing the whole repr: the value may be as large as a body."""
     text = repr(_beginning(value, _DEPTH))
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 

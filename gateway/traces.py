@@ -1,10 +1,10 @@
-"""A session's requests on a timeline: Chrome's JSON trace format, which Perfetto (ui.perfetto.dev) reads.
+"""A session's requests on a timeline, in Chrome's JSON trace format, which Perfetto (ui.perfetto.dev) reads.
 
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 
-Each service is a process. A model or a sampling session is a thread of it; where its requests overlap, further threads
-of the same name take them, because slices of one thread may only lie inside each other. A slice lasts from submission
-to answer, and holds the time in which the service computed, if that is known.
+Each service is a process of the trace, and each model or sampling session a thread. Slices of one thread must not
+overlap unless one lies inside the other, so requests that overlap go to further threads of the same name. A slice lasts
+from submission to answer. Inside it lies a slice of the service's computation, if that time is known.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ Event = dict[str, Any]
 
 
 def service_of(track: str) -> str:
-    """Which service works for a model or a sampling session."""
+    """The service that works for a model, a sampling session or a session, by its id."""
     if ":sample:" in track:
         return "sampler"
     return "trainer" if ":train:" in track else "gateway"
 
 
 class _Threads:
-    """Thread numbers: one for each track, and as many as its requests overlap."""
+    """Numbers of threads. A track has as many threads as it has requests that overlap."""
 
     def __init__(self) -> None:
         self._count = 0
         self._free: dict[str, list[tuple[float, int]]] = {}
-        """Of each track, its threads by the time at which they are free."""
+        """track -> heap of its threads: (time at which the thread is free, its number)."""
 
     def take(self, track: str, *, begin: float, end: float) -> tuple[int, str | None]:
-        """A thread that is free at `begin`, and its name when it is new. Spans must come in the order of `begin`."""
+        """A thread of the track that is free at `begin`, and its name if it is new. Calls must be ordered by
+        `begin`."""
         threads = self._free.setdefault(track, [])
         if threads and threads[0][0] <= begin:
             _, number = heapq.heapreplace(threads, (end, threads[0][1]))
@@ -74,7 +75,7 @@ def _name(what: str, name: str, **ids: int) -> Event:
 
 
 def events(span: Span, threads: _Threads) -> Iterator[Event]:
-    """Of one span. What is not known is not there."""
+    """The trace events of one span."""
     place: Event = {"pid": _SERVICES[service_of(span.track)]}
     number, name = threads.take(span.track, begin=span.submitted_at, end=span.ended_at)
     place["tid"] = number
@@ -90,7 +91,7 @@ def events(span: Span, threads: _Threads) -> Iterator[Event]:
 
 
 async def spans(store: Store, session_id: str) -> AsyncIterator[Span]:
-    """In the order of their submission. One page is in memory at a time."""
+    """The spans of a session in the order of submission, read a page at a time."""
     query = select(Span).where(Span.session_id == session_id).order_by(Span.submitted_at, Span.span_id)
     after: Span | None = None
     while True:
@@ -108,7 +109,7 @@ async def spans(store: Store, session_id: str) -> AsyncIterator[Span]:
 
 
 async def trace(store: Store, session: Session) -> AsyncIterator[bytes]:
-    """The file, in pieces."""
+    """The trace file, in pieces."""
     about = {"session_id": session.session_id, "display_name": session.display_name or ""}
     yield b'{"displayTimeUnit":"ms","otherData":' + orjson.dumps(about) + b',"traceEvents":['
     names = [_name("process_name", service, pid=pid) for service, pid in _SERVICES.items()]

@@ -1,4 +1,4 @@
-"""Traces begin here: with an HTTP request, or with the one that its client has begun (W3C `traceparent`)."""
+"""Begins a trace for each HTTP request, or continues the client's trace (W3C `traceparent`)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tinsmith.rpc import tracing
 
 _POLLED = ("/api/v1/retrieve_future", "/api/v1/session_heartbeat", "/api/v1/healthz", "/metrics")
-"""Beginnings of paths that are asked for again and again; what is waited for there has a trace of its own."""
+"""Paths with these beginnings are polled, and get no trace. The work that a poll waits for has a trace of its own."""
 
 
 class Traces:
-    """ASGI middleware, for a gateway with --tracing."""
+    """ASGI middleware that traces requests, for a gateway with --tracing."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -36,6 +36,7 @@ class Traces:
             await self._app(scope, receive, watch)
         finally:
             if (endpoint := scope.get("endpoint")) is not None:
-                # Paths with ids would be a name each; below a mount an unknown one has the router, which has no name.
+                # Named by the endpoint, since a path may hold an id. Below a mount, an unknown path has the router as
+                # its endpoint, which has no name.
                 span.update_name(f"{scope['method']} {getattr(endpoint, '__name__', 'unknown')}")
             tracing.end(span, error=f"HTTP {status}" if status >= 500 else "")

@@ -1,12 +1,12 @@
-"""Turns: what comes by the hundred, all at once, is begun a few at a time.
+"""Turns: spreads work that arrives in bursts over many passes of the event loop.
 
-A gateway has one event loop, which does everything that is ready before it looks at what has come meanwhile. When a
-client submits a thousand samples at once, or a sampler ends a hundred of them, that would be seconds in which no
-heartbeat is read. So each of them takes a turn first: a few begin in each pass of the loop, one of each owner after the
-other and of an owner in the order in which they came, and whatever takes no turn waits for those few only. So who comes
-with ten thousand delays others by as many turns as there are owners.
+The event loop runs everything that is ready before it reads new input. A client that submits a thousand samples at
+once, or a sampler that ends a hundred, would thus keep all heartbeats waiting for seconds. So each sample first takes a
+turn. A few turns begin in each pass of the loop, and other work waits for those few only. Owners take turns one after
+the other, and the work of one owner goes in its order of arrival. So a burst of ten thousand delays another owner's
+work by at most as many turns as there are owners.
 
-A turn is not held, so nothing that fails, waits or is cancelled can keep it from the next one.
+A turn is not held, so work that fails, waits or is cancelled does not block the next turn.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ import asyncio
 from collections import OrderedDict, deque
 
 _PER_PASS = 4
-"""About 10 ms of work. More makes a pass longer, and no work cheaper."""
+"""Turns in one pass of the event loop: about 10 ms of work. More turns make a pass longer, and no work cheaper."""
 
 
 class Turns:
+    """Gives out turns, a few in each pass of the event loop."""
+
     def __init__(self, *, per_pass: int = _PER_PASS) -> None:
         self._per_pass = per_pass
         self._num_begun = 0
-        """In this pass."""
+        """Turns that were given in this pass."""
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-        """By owner; the first is the next."""
+        """owner -> waiting turns; the first owner is the next."""
 
     async def take(self, owner: str = "") -> None:
-        """Returns when it is this one's turn: at once, where few came in this pass. What is nobody's has one place
-        among the owners."""
+        """Waits for a turn; returns at once while this pass has turns left. "" counts as one owner more."""
         loop = asyncio.get_running_loop()
-        if self._num_begun < self._per_pass:  # then nobody waits
+        if self._num_begun < self._per_pass:  # nobody can be waiting then
             self._num_begun += 1
             if self._num_begun == 1:
                 loop.call_soon(self._next_pass, loop)
@@ -46,7 +47,7 @@ class Turns:
             turn = turns.popleft()
             if turns:
                 self._waiting[owner] = turns
-            if not turn.done():  # who waited may have been cancelled
+            if not turn.done():  # it is done if the waiting task was cancelled
                 turn.set_result(None)
                 self._num_begun += 1
         if self._num_begun:

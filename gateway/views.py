@@ -17,16 +17,16 @@ Json = dict[str, Any]
 
 _USER = "tml:organization_user:"
 DEFAULT_PROJECT = "default"
-"""Where sessions are that name no project; the public API has no session without one."""
+"""Project of sessions that name none; in the public API every session has a project."""
 
 
 def time_text(at: float) -> str:
-    """ISO 8601 with a zone, to the microsecond."""
+    """A time in seconds since 1970 as ISO 8601, UTC, to the microsecond."""
     return datetime.fromtimestamp(at, UTC).isoformat().replace("+00:00", "Z")
 
 
 def urn_of(owner: str) -> str:
-    """How the public API names the holder of a key."""
+    """The owner's name in the public API."""
     return _USER + owner
 
 
@@ -72,7 +72,7 @@ _APPLIED = {
 
 
 def certificate_view(certificate: types_pb2.PublishCertificate) -> Json:
-    """A gap that is not finite is the text "inf", as in metrics."""
+    """The certificate as JSON. A gap that is not finite becomes the text "inf", as in metrics."""
     return {
         "version_id": certificate.version_id,
         "passed": certificate.passed,
@@ -98,7 +98,7 @@ def certificate_view(certificate: types_pb2.PublishCertificate) -> Json:
 
 
 def lora_view(rank: int | None) -> Json:
-    """What a model or its checkpoint is. Rank 0 is a model whose parameters are all trained."""
+    """The LoRA fields of a model or checkpoint. Rank 0 means that all parameters are trained."""
     return {"is_lora": rank != 0, "lora_rank": rank or None}
 
 
@@ -117,7 +117,7 @@ def run_view(model: Model, owner: str, *, last: Checkpoint | None, last_sampler:
 
 
 def status_view(session: Session) -> Json | None:
-    """None for one that has fallen silent: it neither finished nor is known to be running."""
+    """The session's status. None for one that ended for want of heartbeats: it may have finished or not."""
     if session.ended_at is None:
         return {"type": "active"}
     if session.end_reason in FINISH_REASONS:

@@ -1,1 +1,1 @@
-"""The page at `/`: what it shows is gathered here, what it looks like lies in `static`."""
+"""The dashboard at `/`: its data is gathered and read here, its page lies in `static`."""

@@ -1,8 +1,8 @@
-"""The history of each run's metrics: written behind, a batch at a time, and bounded.
+"""The history of each run's metrics: written in batches, in the background, and bounded.
 
-Every answer to a training operation that passes through this gateway becomes a row, once, whichever gateway it passes
-through and however often. When a run has too many rows, neighbours are merged, so that all of the run stays visible.
-A gateway that is killed loses at most the last second.
+The answer to a training operation becomes one row, even when it passes several times or through several gateways. When
+a run has too many rows, neighbouring rows are merged, so that the whole run stays visible. A gateway that is killed
+loses at most the last second.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from tinsmith.v1 import trainer_pb2 as pb
 
 _TABLE = cast(Table, MetricPoint.__table__)
 _MAX_WAITING = 20_000
-"""Points that may wait for a database that cannot be written, about 1 kB each; older ones are forgotten."""
+"""Most points that wait while the database cannot be written, about 1 kB each. Beyond that the oldest are dropped."""
 _PER_WRITE = 1000
 """Most points that one transaction writes."""
 _PER_QUERY = 500
 _MAX_UNCHECKED = 10_000
-"""Runs of which this process knows how many rows they have at most; what it forgets is counted again."""
+"""Most runs in `History._unchecked`. Beyond that all are forgotten, and the next write to a run counts its rows."""
 _TAIL_ROWS = 240
 """Rows that a summary reads."""
 
@@ -40,19 +40,21 @@ class Summary:
     """The newest part of a run's history."""
 
     num_steps: int
-    """Of the whole run."""
+    """Optimizer steps of the whole run."""
     recent: Columns
     """The last steps."""
 
 
 class History:
+    """Records the metrics of runs, bounds them, and reads them."""
+
     def __init__(self, store: Store, *, max_points: int) -> None:
-        """`max_points`: of each run, at least 16; 0: nothing is kept."""
+        """`max_points`: most points of each run, at least 16; 0: no history."""
         self._store = store
         self._max_points = max_points
         self._waiting: deque[MetricPoint] = deque()
         self._unchecked: Counter[str] = Counter()
-        """Of each run that this process has written to, rows since it last counted them."""
+        """run_id -> rows that this process has written since it last counted the run's rows."""
         self._flushing = asyncio.Lock()
 
     def add(
@@ -65,12 +67,15 @@ class History:
         body: bytes = b"",
         is_forward_only: bool = False,
     ) -> None:
-        """An answer of the trainer; those that have no metrics are ignored. `ran`: when it was computed. `body`: the
-        request, if it is an OptimStep and at hand."""
+        """Adds an answer of the trainer; answers without metrics are ignored.
+
+        `ran`: begin and end of the computation, in seconds since 1970; None: now. `body`: the request of an OptimStep,
+        when this gateway has it.
+        """
         if self._max_points and isinstance(reply, (pb.ForwardBackwardResponse, pb.OptimStepResponse)):
             at, compute_s = (time.time(), None) if ran is None else (ran[1], ran[1] - ran[0])
             seen = Observation(run_id, seq_id, at, reply, body, is_forward_only, compute_s)
-            self._waiting.append(point_of(seen))  # at once: the answer may be a thousand times larger
+            self._waiting.append(point_of(seen))  # not `seen`, whose answer may be a thousand times larger
             self._forget_oldest()
 
     def _forget_oldest(self) -> None:
@@ -79,12 +84,12 @@ class History:
             self._store.dropped_rows.labels(kind="point").inc()
 
     async def flush(self) -> None:
-        """Writes what has gathered; it stays gathered when that fails."""
+        """Writes the waiting points. They go on waiting when that fails. Raises SQLAlchemyError."""
         async with self._flushing:
             points = sorted(self._waiting, key=lambda point: point.run_id)
             self._waiting.clear()
             try:
-                while points:  # all points of an outage at once would hold up the event loop for seconds
+                while points:  # the points of a long outage, all at once, would block the event loop for seconds
                     await self._write(points[:_PER_WRITE])
                     del points[:_PER_WRITE]
             except BaseException:
@@ -117,16 +122,16 @@ class History:
                 await self._bound(run_id)
 
     async def _bound(self, run_id: str) -> None:
-        """Merges neighbours when there are too many rows."""
+        """Merges neighbouring rows of a run that has too many."""
         mine = MetricPoint.run_id == run_id
         async with self._store.begin() as db:
-            # One gateway at a time; SQLite has one writer anyway.
+            # Locks the run, so that one gateway at a time merges. SQLite has one writer anyway.
             await db.execute(select(Model.model_id).where(Model.model_id == run_id).with_for_update())
             count = await db.scalar(select(func.count()).select_from(MetricPoint).where(mine)) or 0
             if count <= self._max_points * 7 // 8:
                 return
             points = list(await db.scalars(select(MetricPoint).where(mine).order_by(MetricPoint.seq_id)))
-            # The newest stay as they are: another gateway may still have an answer from between them.
+            # The newest points are not merged, because another gateway may yet add an answer between them.
             older = points[: -self._max_points // 4]
             fewer = [_as_dict(point) for point in thinned(older, target=self._max_points // 4)]
             stale = [point.seq_id for point in older]
@@ -138,7 +143,7 @@ class History:
                 await db.execute(self._store.insert(_TABLE), fewer[start : start + _PER_QUERY])
 
     async def forget(self, *, before: float, keep_newest: int) -> None:
-        """Deletes what was computed before this time, and what is not among the newest points of all runs."""
+        """Deletes points from before this time, and all but the `keep_newest` newest points of all runs."""
         async with self._store.begin() as db:
             await db.execute(delete(MetricPoint).where(MetricPoint.at < before))
         await self._store.keep_newest(MetricPoint, MetricPoint.at, number=keep_newest)
@@ -146,8 +151,11 @@ class History:
     # Reading
 
     async def read(self, run_id: str, *, after: int = 0, num_steps: int = 0) -> dict[str, Any]:
-        """The points behind `after`, which is the last point that the reader has, at its step `num_steps`. All of them
-        ("reset") when the reader's points are not those that are there."""
+        """The points of a run, as `columns` with "reset".
+
+        The reader has the points up to the seq_id `after`, and counts `num_steps` steps in them. It gets the points
+        after these when the count is right, else all of them, with "reset" true.
+        """
         mine = MetricPoint.run_id == run_id
         known = select(func.sum(MetricPoint.num_steps), func.max(MetricPoint.at)).where(
             mine, MetricPoint.seq_id <= after
@@ -158,20 +166,20 @@ class History:
             rows = select(MetricPoint).where(mine, *([MetricPoint.seq_id > after] if is_same else []))
             points = list(await db.scalars(rows.order_by(MetricPoint.seq_id)))
         steps, waiting = by_steps(points)
-        shown = steps if steps or is_same else waiting  # of a run that only looks, each batch
+        shown = steps if steps or is_same else waiting  # a run without any step shows its batches
         if is_same:
             return {"reset": False, **columns(shown, steps_before=num_steps, at_before=at_before)}
         return {"reset": True, **columns(shown, steps_before=0, at_before=None)}
 
     async def newest(self, run_ids: Sequence[str]) -> dict[str, int]:
-        """The last operation that is known of each run that has points."""
+        """run_id -> seq_id of the newest point, for the runs that have points."""
         last = select(func.max(MetricPoint.seq_id)).where(MetricPoint.run_id == Model.model_id).scalar_subquery()
         async with self._store.begin() as db:
             found: Any = await db.execute(select(Model.model_id, last).where(Model.model_id.in_(run_ids)))
             return {run_id: seq_id for run_id, seq_id in found if seq_id is not None}
 
     async def summaries(self, run_ids: Sequence[str]) -> dict[str, Summary]:
-        """Of the runs that have points, at most _PER_QUERY of them: in two queries."""
+        """run_id -> summary, for the runs that have points; in two queries. At most _PER_QUERY runs."""
         tails = [
             select(_TABLE).where(_TABLE.c.run_id == run_id).order_by(_TABLE.c.seq_id.desc()).limit(_TAIL_ROWS)
             for run_id in run_ids
@@ -192,10 +200,10 @@ class History:
 
 
 def _summary(points: Sequence[MetricPoint], *, total: int) -> Summary:
-    """Of a run with so many steps, by its newest points."""
+    """The summary of a run. `points`: its newest ones. `total`: its number of steps."""
     steps, waiting = by_steps(points)
     shown = steps or waiting
-    is_cut = len(points) == _TAIL_ROWS and len(shown) > 1  # the first may lack its beginning
+    is_cut = len(points) == _TAIL_ROWS and len(shown) > 1  # the first step may lack its first batches
     begin = total - sum(point.num_steps for point in shown)
     if is_cut:
         begin += shown[0].num_steps
@@ -204,7 +212,7 @@ def _summary(points: Sequence[MetricPoint], *, total: int) -> Summary:
 
 
 async def _merged_ranges(db: AsyncSession, run_id: str, *, since: int) -> Iterable[tuple[int, int]]:
-    """Of the run's merged points, those that may hold operations from `since` on."""
+    """First and last seq_id of the run's merged points that may hold operations from `since` on."""
     query = select(MetricPoint.first_seq_id, MetricPoint.seq_id).where(
         MetricPoint.run_id == run_id, MetricPoint.seq_id >= since, MetricPoint.num_operations > 1
     )

@@ -1,4 +1,4 @@
-"""What the page lists: runs with their newest numbers, sessions, checkpoints."""
+"""The dashboard's lists: runs with their newest metrics, sessions, checkpoints."""
 
 from __future__ import annotations
 
@@ -26,65 +26,69 @@ from tinsmith.rpc.errors import NotFound
 from tinsmith.rpc.paths import KINDS
 
 MAX_RUNS = 100
-"""In a list; the newest."""
+"""Most runs in a list, the newest ones. Older runs that are active are listed in addition."""
 MAX_SESSIONS = 200
 MAX_CHECKPOINTS = 500
 _FRESH_S = 1.5
 _SETTLED_S = 120.0
-"""After the last request for so long, and with nothing in work, the numbers of a run are final."""
+"""The metrics of a run are final when this time has passed since its last request, and it has nothing in work."""
 _MAX_KEPT = 4 * MAX_RUNS
 _ACTIVE_S = 20.0
-"""A run that was asked for something so recently is listed, however old it is."""
+"""A run whose last request is not older than this is listed, however old the run is."""
 _MAX_SHARED = 256
 _SHOWN = 500
-"""Characters that a list shows of a text of the client's, which may have 64 Ki."""
+"""Most characters of a client's text that a list shows; the text may have 64 Ki."""
 _NO_NOTES = (defer(Session.user_metadata), defer(Session.tags), defer(Session.end_detail))
-"""A list loads none of a session's long texts: they would be read from JSON on the event loop."""
+"""Columns that lists do not load: they may be long, and parsing their JSON would block the event loop."""
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """The newest part of a run's history, as it was at some time."""
+    """The newest part of a run's history, as it was read at some time."""
 
     at: float
     newest: int
-    """The last operation that it has; 0 where there is none."""
+    """seq_id of its newest point; 0: there is none."""
     summary: Summary | None
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """A list that all tabs of one owner are shown."""
+    """A list that is read once for all tabs of an owner."""
 
     begun_at: float
     read: asyncio.Task[Any]
 
 
 class Lists:
+    """Reads the lists."""
+
     def __init__(self, store: Store, *, history: History, futures: Futures, clients: Clients) -> None:
         self._store = store
         self._history = history
         self._futures = futures
         self._clients = clients
         self._reads: OrderedDict[str, Read] = OrderedDict()
-        """By run; those read last come last."""
+        """run_id -> the last reading; the latest reading comes last."""
         self._shared: OrderedDict[tuple[str, str | None], Shared] = OrderedDict()
-        """By the list's name and the owner; None: everyone's."""
+        """Name of a list and owner -> the list. Owner None: of all owners."""
         self._asked_at: dict[str, float] = {}
-        """By base model: when its samplers were asked what they hold."""
+        """Base model -> when its samplers were last asked which versions they hold, on the monotonic clock."""
 
     async def runs(self, *, owner: str | None) -> Json:
-        """The newest runs, newest first, without what was refused at its creation, and those that are active now, with
-        the numbers of all. `owner`: whose; None: everyone's."""
+        """The newest runs, newest first, and then older ones that are active now; with totals of all runs.
+
+        A run whose creation was refused is left out. `owner` None: runs of all owners.
+        """
         return await self._share("runs", owner, self._runs)
 
     async def sessions(self, *, owner: str | None) -> list[Json]:
-        """The newest, newest first."""
+        """The newest sessions, newest first."""
         return await self._share("sessions", owner, self._sessions)
 
     async def _share(self, name: str, owner: str | None, read: Callable[[str | None], Coroutine[Any, Any, Any]]) -> Any:
-        """The list, read once for all who ask within _FRESH_S."""
+        """The list, read once for all requests within _FRESH_S."""
         key = (name, owner)
         shared = self._shared.get(key)
         if shared is None or (shared.read.done() and time.monotonic() - shared.begun_at > _FRESH_S):
@@ -143,7 +147,7 @@ class Lists:
         }
 
     async def run(self, run_id: str, *, owner: str | None) -> Json:
-        """Raises NotFound for one that is unknown, or somebody else's."""
+        """One run with its checkpoints. Raises NotFound when it is unknown, or of another owner."""
         query = select(Model, Session).join(Session).where(Model.model_id == run_id).options(*_NO_NOTES)
         if owner is not None:
             query = query.where(Session.owner == owner)
@@ -170,7 +174,7 @@ class Lists:
         return about | {"checkpoints": [self._checkpoint(row) for row in checkpoints]}
 
     async def check_sees(self, run_id: str, *, owner: str | None) -> None:
-        """Raises NotFound for a run that is unknown, or somebody else's."""
+        """Raises NotFound for a run that is unknown, or of another owner."""
         query = select(Session.owner).join(Model, Model.session_id == Session.session_id)
         async with self._store.begin() as db:
             found = await db.scalar(query.where(Model.model_id == run_id))
@@ -208,14 +212,14 @@ class Lists:
         }
 
     async def _read(self, models: Sequence[Model]) -> None:
-        """Reads the newest part of the histories that may have changed, of all these runs together."""
+        """Reads the newest part of the histories that may have changed; all runs in a few queries."""
         now = time.time()
         due = [model.model_id for model in models if self._is_due(model, now)]
         newest = await self._history.newest(due) if due else {}
         changed = []
         for model in models:
             run_id, read = model.model_id, self._reads.get(model.model_id)
-            is_last_time = read is not None and read.at < _settled_at(model) <= now  # for what came late
+            is_last_time = read is not None and read.at < _settled_at(model) <= now  # late points
             if run_id in newest and (read is None or is_last_time or read.newest != newest[run_id]):
                 changed.append(run_id)
         summaries = await self._history.summaries(changed)
@@ -272,7 +276,7 @@ class Lists:
 
 
 def _first_tags(text: str) -> list[str]:
-    """The tags that a list shows, from the beginning of their JSON."""
+    """The tags that a list shows, taken from the first characters of their JSON."""
     tags = [json.loads(each) for each in _QUOTED.findall(text)]
     return tags if len(text) <= _SHOWN else [*tags, "..."]
 

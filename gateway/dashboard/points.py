@@ -1,8 +1,8 @@
-"""Points of a run's metrics: made of the trainer's answers, merged, and read as numbers. Pure functions.
+"""Points of a run's metrics: made from the trainer's answers, merged, and read as numbers. Pure functions.
 
-A metric's name ends in how answers are put together: ":sum", ":mean" (by sequences), ":max", ":min", as the SDK does it
-for the chunks of one batch. What was merged once can be merged again: each metric is kept as [value, weight, number of
-values that were not finite], where the value of a mean is multiplied by its weight.
+The end of a metric's name says how several answers are merged: ":sum", ":mean" (weighted by sequences), ":max" or
+":min", as the SDK merges the chunks of one batch. A metric is stored as [value, weight, number of values that were not
+finite], and the value of a mean is multiplied by its weight. So merged points can be merged again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NUM_TOKENS = "num_tokens:sum"
 COMPUTE_SECONDS = "compute_seconds:sum"
 LEARNING_RATE = "learning_rate:mean"
 FORWARD = "forward/"
-"""Before the names of metrics of batches without gradients: they are no part of the training curve."""
+"""Prefix of the metrics of batches without gradients, which are no part of the training curve."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +33,13 @@ class Observation:
     at: float
     reply: pb.ForwardBackwardResponse | pb.OptimStepResponse
     body: bytes = b""
-    """The request of an OptimStep, where this gateway has it."""
+    """The request of an OptimStep; empty when this gateway does not have it."""
     is_forward_only: bool = False
     compute_s: float | None = None
 
 
 def point_of(seen: Observation) -> MetricPoint:
-    """As a row."""
+    """The observation as a row of the database."""
     metrics = dict(seen.reply.metrics)
     weight = 1.0
     if isinstance(seen.reply, pb.OptimStepResponse):
@@ -83,7 +83,7 @@ def _together(name: str, one: list[float], other: list[float]) -> list[float]:
 
 
 def merge(points: Sequence[MetricPoint]) -> MetricPoint:
-    """One point for several neighbours, in their order."""
+    """Merges neighbouring points, in order, into one."""
     if len(points) == 1:
         return points[0]
     sums: Sums = {}
@@ -102,7 +102,7 @@ def merge(points: Sequence[MetricPoint]) -> MetricPoint:
 
 
 def by_steps(points: Iterable[MetricPoint]) -> tuple[list[MetricPoint], list[MetricPoint]]:
-    """A point for each optimizer step, with the batches before it; and the batches that no step has followed yet."""
+    """One point for each optimizer step, merged with the batches before it; and the batches that wait for a step."""
     steps: list[MetricPoint] = []
     waiting: list[MetricPoint] = []
     for point in points:
@@ -122,8 +122,10 @@ def _operations(point: MetricPoint) -> int:
 
 
 def thinned(points: Sequence[MetricPoint], *, target: int) -> list[MetricPoint]:
-    """At most `target` points and those that wait for a step, at most `target` too. Every point but the last stands for
-    about as many steps as any other, however often this is done."""
+    """At most `target` points of steps, and at most `target` points of batches that wait for a step.
+
+    Each point but the last stands for about the same number of steps, even after repeated thinning.
+    """
     steps, waiting = by_steps(points)
     return [*_even(steps, target=target, size=_steps), *_even(waiting, target=target, size=_operations)]
 
@@ -142,8 +144,10 @@ def _even(points: Sequence[MetricPoint], *, target: int, size: Callable[[MetricP
 
 
 def value_of(name: str, point: MetricPoint) -> float | str | None:
-    """What the metric is at this point: a sum is that of one step. "nan" when a value was not finite; None when it has
-    none."""
+    """The value of a metric at this point; a sum is divided by the number of steps.
+
+    "nan" when any value was not finite; None when the point does not have the metric.
+    """
     entry = point.sums.get(name)
     if entry is None:
         return None
@@ -168,7 +172,7 @@ def loss_per_token(point: MetricPoint, *, prefix: str = "") -> float | str | Non
 
 
 def tokens_of(point: MetricPoint) -> float:
-    """Tokens that were trained on."""
+    """Number of tokens that were trained on."""
     return point.sums.get(NUM_TOKENS, [0.0])[0]
 
 
@@ -176,7 +180,10 @@ Columns = dict[str, list[Any]]
 
 
 def columns(points: Sequence[MetricPoint], *, steps_before: int, at_before: float | None) -> Columns:
-    """The page's form: of each metric a list, one value for each point. `at_before`: of the point before the first."""
+    """The points as the page reads them: for each metric a list with one value for each point.
+
+    `steps_before`: steps before the first point. `at_before`: time of the point before it; None: there is none.
+    """
     names = sorted({name for point in points for name in point.sums if _kind(name) != "sum"})
     found: Columns = {"seq": [], "step": [], "at": [], "num_steps": [], "tokens": []}
     series: Columns = {

@@ -1,4 +1,4 @@
-"""The dashboard's parts: what is recorded for it, and what it reads."""
+"""The dashboard's recording in the background, and its parts."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ _FORGET_S = 60.0
 
 
 class Dashboard:
+    """Holds the parts of the dashboard, writes what they record, and deletes what is old."""
+
     def __init__(
         self, config: GatewayConfig, *, store: Store, clients: Clients, futures: Futures, metrics: Metrics
     ) -> None:
@@ -38,7 +40,7 @@ class Dashboard:
         self.started_at = time.time()
 
     async def run(self) -> None:
-        """Writes what has gathered once a second, and deletes what is old."""
+        """Flushes once a second, and deletes old rows once a minute."""
         forget_at = 0.0
         while True:
             await asyncio.sleep(FLUSH_S)
@@ -48,10 +50,10 @@ class Dashboard:
                     forget_at = time.monotonic() + _FORGET_S
                     await to_its_end(self._forget())
             except SQLAlchemyError as error:
-                log_failure("what the dashboard shows cannot be written", error, by=logger)
+                log_failure("the dashboard's history and samples cannot be written", error, by=logger)
 
     async def flush(self) -> None:
-        """Afterwards all of it can be read."""
+        """Writes all points and samples that wait. Raises SQLAlchemyError."""
         await self.history.flush()
         await self.samples.flush()
 

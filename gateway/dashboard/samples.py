@@ -1,6 +1,7 @@
-"""The newest sequences that were drawn from each run, for somebody to read. Written behind; the older ones go.
+"""The newest sequences that were drawn from each run, for people to read. They are written in the background.
 
-Whose request it was sees it, and nobody else: a published checkpoint is sampled by strangers.
+A sequence belongs to the owner of the request, who is not always the owner of the run: anyone may sample a published
+checkpoint. Other owners do not see it.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from gateway.database.tables.samples import RecentSample
 from tinsmith.v1 import sampler_pb2, types_pb2
 
 MAX_PROMPT_TOKENS = 256
-"""Of the end of a prompt."""
+"""Most tokens that are kept of a prompt, from its end."""
 MAX_TOKENS = 2048
-"""Of the beginning of an output."""
+"""Most tokens that are kept of an output, from its beginning."""
 _MAX_PER_FLUSH = 512
 _INT32 = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The part of one sequence that is kept. Its request and its answer may be a thousand times larger."""
+    """The part of a sequence that is kept. Its request and answer may be a thousand times larger."""
 
     run_id: str
     session_id: str
@@ -40,8 +41,10 @@ class Drawn:
 
 
 class RecentSamples:
+    """Records the newest sequences, and reads them."""
+
     def __init__(self, store: Store, *, keep: int) -> None:
-        """`keep`: of each run and owner; 0: none."""
+        """`keep`: number of sequences for each run and owner; 0: none."""
         self._store = store
         self._keep = keep
         self._drawn: deque[Drawn] = deque(maxlen=_MAX_PER_FLUSH)
@@ -57,8 +60,10 @@ class RecentSamples:
         session_id: str = "",
         owner: str = "",
     ) -> None:
-        """What a sampler has answered. The owner is that of the session unless one is given. Samples of a base model
-        belong to no run, and are not kept."""
+        """Adds the sequences of a sampler's answer. `owner` empty: the owner of the session.
+
+        Sequences of a base model belong to no run, and are not kept.
+        """
         run_id = request.version_id.rpartition("@")[0]
         if self._keep and run_id:
             prompt = b"".join(chunk.encoded_text.tokens for chunk in request.prompt)
@@ -75,7 +80,10 @@ class RecentSamples:
                 self._drawn.append(Drawn(run_id, session_id, owner, row))
 
     async def flush(self) -> None:
-        """Writes what has gathered. It is not tried again when that fails: newer ones come."""
+        """Writes the sequences that wait. When that fails they are dropped, since newer ones follow.
+
+        Raises SQLAlchemyError.
+        """
         async with self._flushing:
             drawn = list(self._drawn)
             self._drawn.clear()
@@ -102,13 +110,13 @@ class RecentSamples:
                     await db.execute(delete(RecentSample).where(*mine, RecentSample.sample_id < oldest))
 
     async def forget(self, *, before: float, keep_newest: int) -> None:
-        """Deletes what was drawn before this time, and what is not among the newest of all runs and owners."""
+        """Deletes sequences from before this time, and all but the `keep_newest` newest ones of all runs and owners."""
         async with self._store.begin() as db:
             await db.execute(delete(RecentSample).where(RecentSample.at < before))
         await self._store.keep_newest(RecentSample, RecentSample.at, number=keep_newest)
 
     async def read(self, run_id: str, *, owner: str | None, after: int = 0, limit: int = 64) -> list[RecentSample]:
-        """Those behind `after`, newest first. `owner`: whose; None: everyone's."""
+        """Sequences of a run whose id is larger than `after`; newest first. `owner` None: of all owners."""
         query = select(RecentSample).where(RecentSample.run_id == run_id, RecentSample.sample_id > after)
         if owner is not None:
             query = query.where(RecentSample.owner == owner)
@@ -117,7 +125,7 @@ class RecentSamples:
 
 
 def _version(sequence: types_pb2.SampledSequence) -> str:
-    """Id of the version that drew the last tokens; empty where the sampler did not say."""
+    """Id of the version that drew the last token; empty when the sampler did not say."""
     spans = sequence.version_spans
     return spans[-1].version_id if spans else ""
 
@@ -134,7 +142,10 @@ def _row(sequence: types_pb2.SampledSequence) -> dict[str, Any]:
 
 
 def _ranks(tokens: bytes, table: types_pb2.TopkLogprobs) -> bytes:
-    """Place of each token in its row, from 1; 0 where it is not there. An empty cell, which is token 0, comes last."""
+    """Rank of each token in its row of the table, from 1; 0: not in the row. uint16, one for each token.
+
+    An empty cell holds token 0. Such cells come last, so a drawn token 0 is found before them.
+    """
     drawn_T = np.frombuffer(tokens, "<i4")
     best_Tk = np.frombuffer(table.token_ids, "<i4").reshape(-1, table.k)[: len(drawn_T)]
     found_Tk = best_Tk == drawn_T[: len(best_Tk), None]

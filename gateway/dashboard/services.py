@@ -1,4 +1,4 @@
-"""How gateway, trainers and samplers are: what they say of themselves, asked for only while somebody looks."""
+"""State and metrics of gateway, trainers and samplers. They are asked only while somebody looks at the page."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ from tinsmith.v1 import metrics_pb2, metrics_pb2_grpc
 logger = logging.getLogger(__name__)
 
 _FRESH_S = 1.5
-"""Who asks again within so long gets the same answer."""
+"""Requests within this time share one answer."""
 _ASK_TIMEOUT_S = 1.0
 _LEFT_OUT = ("_bucket", "_created")
 _SHOWN = ("trainer_", "sampler_", "gateway_pending", "gateway_sampler", "gateway_trained", "process_")
 
 
 class Services:
+    """Asks the services for their metrics."""
+
     def __init__(self, clients: Clients, metrics: Metrics) -> None:
         self._clients = clients
         self._registry: CollectorRegistry = metrics.registry
@@ -35,7 +37,7 @@ class Services:
         self._asked_at = 0.0
 
     async def state(self) -> Json:
-        """Of all of them. `figures` of a service are its metrics by name, with labels; None when it does not say."""
+        """The state of all services. `figures` of a service: see `parse_figures`; None when it does not answer."""
         if self._asking is None or time.monotonic() - self._asked_at > _FRESH_S:
             self._asking, self._asked_at = asyncio.create_task(self._ask()), time.monotonic()
         return await asyncio.shield(self._asking)
@@ -56,14 +58,16 @@ async def _figures(channel: grpc.aio.Channel) -> dict[str, float] | None:
     try:
         reply = await stub.GetMetrics(metrics_pb2.GetMetricsRequest(), timeout=_ASK_TIMEOUT_S)
     except grpc.aio.AioRpcError as error:
-        logger.debug("a service does not tell its metrics: %s", error.details())
+        logger.debug("the metrics of a service cannot be read: %s", error.details())
         return None
     return parse_figures(reply.exposition)
 
 
 def parse_figures(exposition: str) -> dict[str, float]:
-    """The numbers in Prometheus's text format that the page may show, by name and labels: `trainer_queue_length{kind=
-    "optim_step"}` is "trainer_queue_length:optim_step"."""
+    """Name and labels -> value, of the metrics in Prometheus's text format that the page may show.
+
+    `trainer_queue_length{kind="optim_step"}` becomes "trainer_queue_length:optim_step".
+    """
     return {
         ":".join([sample.name, *sample.labels.values()]): sample.value
         for family in text_string_to_metric_families(exposition)

@@ -1,1 +1,1 @@
-"""Samples, and the samplers that draw them."""
+"""Samples, the samplers that generate them, and the publishing of versions to samplers."""

@@ -1,4 +1,5 @@
-"""Certificates of published versions: how far each sampler was from the trainer. The trainers keep them."""
+"""Certificates of published versions: how far each sampler's logprobs were from the trainer's. The trainers store
+them."""
 
 from __future__ import annotations
 
@@ -14,17 +15,25 @@ from tinsmith.v1 import trainer_pb2, types_pb2
 
 
 class Certificates:
+    """Reads certificates from the trainers."""
+
     def __init__(self, clients: Clients, inflight: Inflight, retirement: Retirement) -> None:
         self._clients = clients
         self._inflight = inflight
         self._retirement = retirement
 
     async def of_checkpoint(self, checkpoint: Checkpoint) -> types_pb2.PublishCertificate:
-        """Raises NotFound when its version was never published, CheckpointNotFound, NotReady."""
+        """The certificate of a checkpoint's version.
+
+        Raises NotFound when the version was never published, CheckpointNotFound, and NotReady.
+        """
         return await self._get(checkpoint.location, base_model=checkpoint.base_model)
 
     async def of_sampler(self, session: SamplingSession) -> types_pb2.PublishCertificate:
-        """Of the version that a sample which starts now is drawn from. Raises NotFound, also for a base model's."""
+        """The certificate of the version that a sample would be drawn from now.
+
+        Raises NotFound when the version was never published, or the session samples from the base model.
+        """
         drawn_from = await self._inflight.resolve(session)
         version_id, base_model = drawn_from.version_id, drawn_from.base_model
         if not version_id:

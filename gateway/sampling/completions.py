@@ -1,12 +1,13 @@
-"""Which samples of a client are done: what retrieve_futures tells the one poller that a client has.
+"""Completions for retrieve_futures: which samples of a client are done. A client polls for all its samples at once.
 
-A target is one client of a sampling session: the samples whose seq_id // 10**9 is its clone id. Its completions are a
-list that grows; the client names the position up to which it knows them, so an answer that was lost on its way can be
-asked for again. The list is made when the client first asks, and can be made anew at any time, from its samples that
-are not in work. So it may be forgotten, and a restarted gateway has it too: how far the
-seq_ids had come is in the database, and what was in work then is reported as failed. The client asks for each of those
-with retrieve_future, is told 410, and samples again. One that was reported too often does no harm: retrieve_future
-waits for the work that there is.
+A target is one client of a sampling session: its samples have the seq_ids with seq_id // 10**9 equal to its clone id.
+Its completions are a growing list. The client sends the position up to which it has them, so a lost answer can be asked
+for again.
+
+The list can be rebuilt at any time from the samples that are not in work, so it may be forgotten. A restarted gateway
+rebuilds it, too: the database has the range of seq_ids, and samples that were in work at the restart are reported as
+failed. The client asks for each of those with retrieve_future, gets 410, and samples again. A sample that is wrongly
+reported does no harm, because retrieve_future waits for work that exists.
 """
 
 from __future__ import annotations
@@ -24,28 +25,28 @@ from gateway.futures import Futures, Gone
 from tinsmith.rpc.errors import NotReady
 
 CLONE_BLOCK = 10**9
-"""seq_ids of one client; the first of client n is n times this."""
+"""Number of seq_ids of one client; the first seq_id of client n is n times this."""
 MAX_PAGE = 1000
-"""Completions of one answer."""
+"""Most completions in one answer."""
 LAST_SEQ_ID = 2**63 - 1
-"""What a database can hold."""
+"""Largest integer that the databases can store."""
 LAST_CLONE_ID = LAST_SEQ_ID // CLONE_BLOCK
 _MARKED_AHEAD = 256
-"""One write to the database in so many samples."""
+"""The range in the database is extended by this many seq_ids at a time, so most samples cost no write."""
 _MAX_LISTS = 1024
 _MAX_TARGETS = 16_384
-"""Targets of which the samples are in memory; of others the database has enough to know them again."""
+"""Most targets in memory. A forgotten one is rebuilt from the range in the database."""
 _ELSEWHERE_S = 1.0
-"""Longest poll for a client without samples where there are several gateways."""
+"""Longest poll for a client without samples when there are several gateways."""
 _MAX_OPEN = 100_000
 _MAX_SETTLED = 4096
 _KEPT = MAX_PAGE
-"""Completions that a client has confirmed and that are kept all the same."""
+"""Confirmed completions that are still kept, in case the client asks for them again."""
 
 _SEQ_ID = re.compile(r"[0-9]{1,19}")
 
 Target = tuple[str, int]
-"""Sampling session and clone id."""
+"""sampling_session_id and clone id."""
 
 
 def first_of(clone_id: int) -> int:
@@ -54,13 +55,13 @@ def first_of(clone_id: int) -> int:
 
 
 def target_of(request_id: str) -> Target | None:
-    """The target of a sample; None when it is not one."""
+    """The target of a sample, by its request id; None when the id is no sample's."""
     found = _target_of(request_id)
     return None if found is None else found[0]
 
 
 def _target_of(request_id: str) -> tuple[Target, int] | None:
-    """The target and the seq_id of a sample."""
+    """The target and the seq_id of a sample, by its request id; None when the id is no sample's."""
     sampling_session_id, _, seq_id = request_id.rpartition(":")
     if ":sample:" not in sampling_session_id or not _SEQ_ID.fullmatch(seq_id) or int(seq_id) > LAST_SEQ_ID:
         return None
@@ -73,23 +74,23 @@ class _Samples:
 
     low: int
     high: int
-    """Smallest and largest seq_id that the database covers."""
+    """Smallest and largest seq_id of the range in the database."""
     open: dict[int, None] = field(default_factory=dict)
-    """seq_ids that the client may wait for with its poller, in the order in which they came."""
+    """seq_ids whose completion the client may still wait for, in order of arrival."""
     settled: dict[int, None] = field(default_factory=dict)
-    """The latest of those that it need not be told of any more."""
+    """The latest seq_ids whose completion the client no longer waits for."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 @dataclass(slots=True)
 class _List:
-    """Completions from position `start` on."""
+    """The completions of a target, from position `start` on."""
 
     start: int
     request_ids: list[str]
     grown: asyncio.Event = field(default_factory=asyncio.Event)
     has_ended: bool = False
-    """With its sampling session."""
+    """The sampling session has ended."""
 
     @property
     def end(self) -> int:
@@ -106,28 +107,33 @@ class _List:
 
 
 class Completions:
+    """Keeps the completions of all targets, and answers polls."""
+
     def __init__(self, store: Store, futures: Futures, *, home: str | None = None) -> None:
-        """`home`: this gateway, where there are several (homes.py)."""
+        """`home`: this gateway's id when there are several gateways (homes.py), else None."""
         self._store = store
         self._futures = futures
         self._home = home
         self._samples: OrderedDict[Target, _Samples] = OrderedDict()
-        """The least recently used first."""
+        """Targets in memory, the least recently used first."""
         self._lists: OrderedDict[Target, _List] = OrderedDict()
         self._closing = False
         futures.listener = self
 
     async def reserve(self, request_id: str) -> None:
-        """To be awaited before the receipt of a sample: no restart hides from then on that it is lost."""
+        """Notes a sample in the database. Must be awaited before its receipt, so that a restart cannot hide its loss.
+
+        Raises NotReady when another gateway has taken over the target.
+        """
         if (found := _target_of(request_id)) is None:
             return
         target, seq_id = found
         samples = await self._load(target)
         samples.settled.pop(seq_id, None)
         samples.open[seq_id] = None
-        while len(samples.open) > _MAX_OPEN:  # abandoned without a word; more than that is never in work
+        while len(samples.open) > _MAX_OPEN:  # abandoned by the client; never so many are in work
             del samples.open[next(iter(samples.open))]
-        if not samples.low <= seq_id <= samples.high:  # they come in any order
+        if not samples.low <= seq_id <= samples.high:  # seq_ids arrive in any order
             async with samples.lock:
                 if not samples.low <= seq_id <= samples.high:
                     low = min(samples.open, default=seq_id)
@@ -138,7 +144,7 @@ class Completions:
                     samples.low, samples.high = low, high
 
     async def _load(self, target: Target) -> _Samples:
-        """What is known of a target; what an earlier process may have left in work is open."""
+        """The samples of a target. After a restart, those that may have been in work are open."""
         if target not in self._samples:
             mark = await self._store.samplers.mark(*target)
             if target not in self._samples:
@@ -153,13 +159,14 @@ class Completions:
     def _make_room(self) -> None:
         while len(self._samples) > _MAX_TARGETS:
             oldest, samples = next(iter(self._samples.items()))
-            if samples.lock.locked():  # its mark is being written
+            if samples.lock.locked():  # `reserve` is writing its range
                 self._samples.move_to_end(oldest)
                 return
             del self._samples[oldest]
 
     def settle(self, request_ids: Iterable[str]) -> None:
-        """The client no longer needs to be told of these: it has asked for them, has them, or has given them up."""
+        """Notes samples that the client has asked for, has received, or has given up: a new list leaves out failures of
+        these."""
         for request_id in request_ids:
             if (found := _target_of(request_id)) is not None and found[0] in self._samples:
                 samples, seq_id = self._samples[found[0]], found[1]
@@ -170,7 +177,7 @@ class Completions:
                     del samples.settled[next(iter(samples.settled))]
 
     def cancelled(self, of: Callable[[str], bool]) -> None:
-        """Ends the polls of these sampling sessions, and frees what is kept for them."""
+        """Ends the polls of the sampling sessions whose id `of` accepts, and frees their memory."""
         for target in [target for target in self._samples if of(target[0])]:
             del self._samples[target]
         for target in [target for target in self._lists if of(target[0])]:
@@ -179,7 +186,7 @@ class Completions:
             completions.grown.set()
 
     def forget(self, target: Target) -> None:
-        """What another gateway did since is in the database alone."""
+        """Forgets a target, because another gateway may have changed it in the database."""
         self._samples.pop(target, None)
         if (completions := self._lists.pop(target, None)) is not None:
             completions.grown.set()
@@ -193,13 +200,13 @@ class Completions:
         found = _target_of(request_id)
         if found is not None and (completions := self._lists.get(found[0])) is not None:
             completions.add(request_id)
-            if len(completions.request_ids) > _MAX_OPEN:  # nobody reads it
+            if len(completions.request_ids) > _MAX_OPEN:  # the client does not read it
                 del self._lists[found[0]]
 
     async def poll(self, target: Target, *, prev_cursor: int, timeout_s: float) -> tuple[list[dict[str, Any]], int]:
-        """Completions after `prev_cursor`, as soon as there is one, and the position after the last of them.
+        """Waits for completions after position `prev_cursor`. Returns them, and the position after the last one.
 
-        Raises Gone when the sampling session ends meanwhile.
+        Returns none after `timeout_s`. Raises Gone when the sampling session ends meanwhile.
         """
         if target not in self._samples and await self._store.samplers.mark(*target) is None:
             return await self._poll_new(target, prev_cursor=prev_cursor, timeout_s=timeout_s)
@@ -209,9 +216,9 @@ class Completions:
     async def _poll_new(
         self, target: Target, *, prev_cursor: int, timeout_s: float
     ) -> tuple[list[dict[str, Any]], int]:
-        """For a client that has no samples yet, of which nothing is kept but the list, and that no longer than the poll
-        waits: anyone can name any number of clients that never sample."""
-        if self._home is not None:  # the first sample may come to another gateway, and this one would not hear of it
+        """`poll` for a client without samples. Only the list is kept, and only during the poll, because a caller can
+        make up any number of clients."""
+        if self._home is not None:  # the first sample may arrive at another gateway, which this one does not notice
             timeout_s = min(timeout_s, _ELSEWHERE_S)
         completions = self._lists.setdefault(target, _List(prev_cursor, []))
         try:
@@ -263,6 +270,6 @@ class Completions:
         }
 
     def closing(self) -> None:
-        """Answers all polls now, and new ones at once."""
+        """Answers all polls now, and later ones without waiting."""
         self._closing = True
         self.rouse()

@@ -1,9 +1,9 @@
-"""Which of several gateways has a client's samples.
+"""The home of a client's samples: the one of several gateways that has them in memory.
 
-The samples of one client of a sampling session are in the memory of one gateway, its home: the first that is asked for
-one of them. What is about them and arrives elsewhere is passed on to it, with the client's own credentials. When the
-home is gone, the next that is asked takes over, and answers as a restarted gateway does (completions.py): samples that
-were in work are gone, and the client samples again.
+The first gateway that gets a sample of a client of a sampling session becomes the home of all its samples. Any other
+gateway passes requests about them on to the home, with the client's own credentials. When the home is dead, the next
+gateway that is asked becomes the home, and answers as a restarted gateway does (completions.py): samples that were in
+work are gone, and the client samples again.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from tinsmith.rpc.errors import NotReady
 logger = logging.getLogger(__name__)
 
 _PASSED_ON = "x-tinsmith-passed-on"
-"""Header with a secret that the gateways share: the request comes from one of them."""
+"""Header with a secret that the gateways share. It proves that another gateway has passed the request on."""
 _ELSEWHERE = 421
-"""Misdirected Request (RFC 9110, 15.5.20): another gateway is the home by now."""
+"""Misdirected Request (RFC 9110, 15.5.20): this gateway is not, or no longer, the home."""
 _OWN = {
     "connection",
     "content-length",
@@ -48,11 +48,13 @@ _OWN = {
 _MAX_KNOWN = 100_000
 _GIVE_UP_S = 2 * SILENT_S
 _ANSWER_S = 60.0
-"""More than a long poll takes."""
+"""Longest wait for the home's answer; more than a long poll takes."""
 _SMALL_BYTES = 2**20
 
 
 class Homes:
+    """Finds the homes of samples, and passes requests on to them."""
+
     def __init__(self, store: Store, peers: Peers, completions: Completions) -> None:
         self._store = store
         self._peers = peers
@@ -60,16 +62,16 @@ class Homes:
         self._known: dict[Target, str] = {}
         self._secret = ""
         self._http: httpx.AsyncClient | None = None
-        """To the others, where there are several."""
+        """Client for the other gateways; None when there are none."""
         peers.on_taken_for_dead = self._forget
 
     async def start(self) -> None:
         if self._peers.are_several:
             self._secret = await self._store.settings.get("peer_secret", default=secrets.token_hex(32))
-            # Clients have as many long polls at once as they like.
+            # No bound on connections, because clients may have any number of long polls at once.
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
             timeout = httpx.Timeout(_ANSWER_S, connect=BEAT_S)
-            authorities = ssl.create_default_context()  # with those of SSL_CERT_FILE
+            authorities = ssl.create_default_context()  # it reads SSL_CERT_FILE
             self._http = httpx.AsyncClient(limits=limits, timeout=timeout, verify=authorities, trust_env=False)
 
     async def close(self) -> None:
@@ -77,17 +79,17 @@ class Homes:
             await self._http.aclose()
 
     def was_passed_on(self, request: Request) -> bool:
-        """By another gateway, which has looked at it."""
+        """Whether another gateway has passed the request on to this one."""
         given = request.headers.get(_PASSED_ON, "")
         return bool(self._secret) and hmac.compare_digest(given.encode(), self._secret.encode())
 
     async def pass_on(
         self, request: Request, body: bytes, target: Target | str, *, is_new: bool = False
     ) -> Response | None:
-        """The home's answer to a request about a target, or about a sample by its id; None when it is to be answered
-        here. `is_new`: the request is a sample, and this gateway becomes the home where there is none.
+        """Passes a request on to its home. Returns the home's answer; None when this gateway has to answer.
 
-        Raises NotReady when the home does not answer and nobody has taken over in time.
+        `target`: a target, or the id of a sample. `is_new`: the request is a new sample, so this gateway becomes the
+        home if there is none. Raises NotReady when the home does not answer, and no gateway has taken over in time.
         """
         found = target_of(target) if isinstance(target, str) else target
         if found is None or not self._peers.are_several:
@@ -122,11 +124,11 @@ class Homes:
         )
         reply = await self._http.send(passed_on, stream=True)
         if int(reply.headers.get("content-length", 0)) <= _SMALL_BYTES:
-            await reply.aread()  # what breaks here can be asked for again
+            await reply.aread()  # if the connection breaks here, `pass_on` can still try again
         return reply
 
     async def _elsewhere(self, target: Target, *, is_new: bool) -> str | None:
-        """Where the home is; None when it is here, or nowhere."""
+        """URL of the home; None when this gateway is the home, or there is none."""
         if not self._peers.is_fresh:
             await self._peers.refresh()
         home = self._known.get(target)
@@ -142,8 +144,11 @@ class Homes:
         return None if home == self._peers.gateway_id else url
 
     async def _find(self, target: Target, *, is_new: bool) -> tuple[str | None, str | None]:
-        """The home and its address. It becomes this gateway where there is none, unless the session has ended, or the
-        target has no samples and gets none now."""
+        """Id and URL of the home; None, None when there is none.
+
+        This gateway becomes the home when there is none that lives, the session lives, and the target has samples or
+        gets one now (`is_new`).
+        """
         sampling_session_id, clone_id = target
         mine = self._peers.gateway_id
         await self._store.samplers.get(sampling_session_id)
@@ -169,7 +174,7 @@ class Homes:
         return (None, None) if row is None else (row[0], row[1])
 
     def _forget(self) -> None:
-        """Others may be the homes of all by now: who waits here is to ask again."""
+        """Other gateways may be the homes of all samples by now: waiting clients have to ask again."""
         self._known.clear()
         self._completions.rouse()
 

@@ -1,8 +1,10 @@
-"""Samplers that follow a training run: each new sample starts on the newest version that was saved with kind
-"inflight", and those that are generating go on with it from their next token.
+"""Inflight samplers: sampling sessions that follow a training run to its newest version.
 
-A sampler that did not hear of a save, because it was away, may have gone on generating with older weights. When it is
-back it is asked what it generates, the newest versions of those runs are published to it, and its generations move.
+A save with kind "inflight" makes a new version. Each new sample starts on the newest such version, and samples in work
+go on with it from their next token.
+
+A sampler that was unreachable during a save may still generate with an older version. When it is back, the gateway asks
+it which versions it generates with, publishes the newest versions of those runs to it, and moves its generations.
 """
 
 from __future__ import annotations
@@ -25,12 +27,14 @@ from tinsmith.v1 import sampler_pb2, types_pb2
 logger = logging.getLogger(__name__)
 
 _MOVE_TIMEOUT_S = 60.0
-"""A sampler moves its generations between two steps."""
+"""How long a sampler may take to move its generations, which it does between two steps."""
 _PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""After each attempt to bring up a sampler that is behind: the trainer may see later than we do that it is back."""
+"""Pauses after each attempt to catch a sampler up. The trainer may notice later than the gateway that it is back."""
 
 
 class Inflight:
+    """Moves inflight samplers to the newest version of their run."""
+
     def __init__(self, store: Store, clients: Clients, publishing: Publishing) -> None:
         self._store = store
         self._clients = clients
@@ -40,9 +44,9 @@ class Inflight:
         clients.samplers.on_serving = self._start_catch_up
 
     async def move(self, run_id: str, saved: types_pb2.CheckpointInfo) -> None:
-        """The save is complete. One that was made before the newest, and is answered again, moves nothing back.
+        """Moves the run's inflight samplers to a save that is complete, unless they are at a newer version already.
 
-        The generations are not waited for.
+        Does not wait for the samplers to move their generations.
         """
         if not await self._store.models.move_inflight(run_id, saved.version_id, saved.location, is_newer=_is_newer):
             return
@@ -65,18 +69,18 @@ class Inflight:
     # Samplers that are behind
 
     def _start_catch_up(self, replica: Replica) -> None:
-        """From the beginning, where it is on its way already."""
+        """Starts `_catch_up` for the sampler; one that is running is cancelled first."""
         if (before := self._catching_up.get(replica)) is not None:
             before.cancel()
         self._catching_up[replica] = asyncio.create_task(self._catch_up(replica))
 
     async def _catch_up(self, replica: Replica) -> None:
-        """What it generates for runs that were saved without its knowledge goes on with their newest versions."""
+        """Moves the sampler's generations to the newest versions of their runs, if it has missed a save."""
         for pause_s in _PAUSES_S:
             try:
                 versions = await replica.describe_versions()
             except grpc.aio.AioRpcError:
-                return  # it is away again, and begins anew when it is back
+                return  # the sampler is unreachable again; this starts again when it is back
             newest = await self._newest({version.version_id for version in versions if version.num_running})
             if not newest:
                 return
@@ -86,7 +90,7 @@ class Inflight:
             await asyncio.sleep(pause_s)
 
     async def _newest(self, version_ids: set[str]) -> list[SamplingSession]:
-        """The newest versions of the runs that are at newer ones than these, each with its run."""
+        """The newest versions of runs that have a newer version than one of these, as sampling sessions."""
         found: dict[str, SamplingSession] = {}
         for version_id in version_ids:
             run_id = run_of(version_id)
@@ -132,14 +136,16 @@ class Inflight:
 
 
 async def _move_generations(replica: Replica, run_id: str, version_id: str) -> bool:
-    """False where it fails: then generations go on with the version that they have. Those that a lost sampler had begin
-    anew."""
+    """Has the sampler move its generations of the run to a version. False when that fails.
+
+    The generations then go on with their present version, or start again elsewhere if the sampler is lost.
+    """
     request = sampler_pb2.MoveGenerationsRequest(run_id=run_id, version_id=version_id)
     try:
         reply = await replica.stub.MoveGenerations(request, timeout=_MOVE_TIMEOUT_S)
     except grpc.aio.AioRpcError as error:
         logger.warning(
-            "generations of %s at %s do not move to %s: %s",
+            "generations of %s at %s cannot be moved to %s: %s",
             run_id, replica.address, version_id, error.details(),
         )  # fmt: skip
         return False
@@ -149,5 +155,5 @@ async def _move_generations(replica: Replica, run_id: str, version_id: str) -> b
 
 
 def _is_newer(version_id: str, than: str) -> bool:
-    """Of two versions of one run."""
+    """Whether `version_id` is newer than `than`, another version of the same run."""
     return is_newer(version_id, than, run_id=run_of(version_id))

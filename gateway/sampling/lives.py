@@ -1,9 +1,10 @@
-"""What is known of who kills samplers: the requests that were at one when its process or its engine died.
+"""Finds requests that kill samplers.
 
-A request that was there is a suspect: it may have done it. Suspects are given to a sampler one at a time, until they
-have their first token. So when a sampler dies again, and a suspect is on trial there, that one has done it, and nobody
-else is suspected. A death without a trial makes suspects of all that were there; one that was there at two deaths, and
-shares that with nobody, has done it; several that share it are on trial until they end.
+When a sampler's process or engine dies, any request that it had in work may be the cause, and becomes a suspect. A
+suspect is on trial until its first token, and a sampler takes one suspect on trial at a time. If the sampler dies
+during a trial, the suspect on trial is the cause, and no other request is suspected. If it dies without a trial, all
+its requests become suspects. A suspect that is present at a second death is the cause if it is the only suspect there;
+several such suspects stay on trial until they end.
 """
 
 from __future__ import annotations
@@ -14,25 +15,25 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True, eq=False)
 class Suspicion:
-    """Against one request."""
+    """How much one request is suspected."""
 
     deaths: int = 0
-    """Of samplers that may have died of it."""
+    """Number of samplers that died and may have been killed by the request."""
 
 
 @dataclass(slots=True, eq=False)
 class Life:
-    """A sampler's process, from when it begins to serve until it is lost."""
+    """One life of a sampler's process: from when it begins to serve until it is lost."""
 
     is_over: bool = False
     trial: asyncio.Lock = field(default_factory=asyncio.Lock)
     on_trial: Suspicion | None = None
-    """The suspect that has no token here yet. It stays when the sampler dies."""
+    """The suspect that has no token from this sampler yet. It is kept when the sampler dies."""
     suspects: set[Suspicion] = field(default_factory=set)
-    """Those in work here that have one. They stay when the sampler dies."""
+    """Suspects in work here that have their first token. They are kept when the sampler dies."""
 
     def ends(self, suspicion: Suspicion) -> bool:
-        """The sampler has died with this request in work. True when the request has now killed two."""
+        """Notes that the sampler died with this request in work. True when the request has now killed two samplers."""
         self.is_over = True
         if self.on_trial is not None and self.on_trial is not suspicion:
             return False

@@ -1,4 +1,4 @@
-"""Versions that samplers lack, and that the trainer publishes to them from a checkpoint: once for all who want one."""
+"""Has the trainer publish versions from checkpoints to samplers that lack them, once for all requests that wait."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tinsmith.v1 import trainer_pb2, types_pb2
 logger = logging.getLogger(__name__)
 
 _TOP_UP_S = 10.0
-"""Between two attempts to give a version to those that lack it; twice that after another one so soon, and so on: they
-may have no room for all that is sampled."""
+"""Pause between two attempts to publish a version to samplers that lack it. The pause doubles while attempts keep
+following each other soon, because a sampler may have no room for all versions that are sampled."""
 _MAX_TOP_UP_S = 600.0
 _MAX_TOPPED_UP = 4096
 _ASK_TIMEOUT_S = 0.4
@@ -35,13 +35,15 @@ _WORDS = "publishing the weights to the sampler"
 
 
 class Publishing:
+    """Publishes versions, each at most once at a time."""
+
     def __init__(self, clients: Clients, retirement: Retirement) -> None:
         self._clients = clients
         self._retirement = retirement
         self._publishing: dict[str, asyncio.Task[None]] = {}
-        """By version."""
+        """version_id -> the publish in progress."""
         self._topped_up: dict[str, tuple[float, float]] = {}
-        """When a version was last published to those that lacked it, and for how long it is not again."""
+        """version_id -> time of the last `top_up` on the monotonic clock, and the pause after it in seconds."""
         self._background: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
@@ -51,9 +53,11 @@ class Publishing:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def provide(self, session: SamplingSession, replica: Replica, *, progress: Progress) -> bool:
-        """After VERSION_NOT_LOADED from a replica: True once a usable one is known to hold the session's version, which
-        is published if need be, or is with one that comes back meanwhile; False when none can have it now. Raises what
-        the trainer says when it never will."""
+        """Handles VERSION_NOT_LOADED from a replica. True once a usable replica holds the session's version.
+
+        Publishes the version, unless a replica that holds it comes back first. False when the version cannot be
+        published now. Raises the trainer's error when it never can.
+        """
         samplers, name, version_id = self._clients.samplers, session.base_model, session.version_id
         replica.versions.discard(version_id)
         if samplers.holders(name, version_id):
@@ -73,8 +77,10 @@ class Publishing:
             await asyncio.gather(published, held, return_exceptions=True)
 
     async def describe(self, base_model: str, progress: Progress) -> types_pb2.QueueStatus:
-        """For who waits in `provide`. Raises TimeoutError where the trainer does not answer, which the progress then
-        says."""
+        """The status of a request that waits in `provide`.
+
+        When the trainer does not answer, `progress` says so, and TimeoutError is raised.
+        """
         try:
             trainer = self._clients.find_trainer(base_model)
             await trainer.stub.GetTrainerInfo(trainer_pb2.GetTrainerInfoRequest(), timeout=_ASK_TIMEOUT_S)
@@ -84,7 +90,7 @@ class Publishing:
         return types_pb2.QueueStatus(reason=_WORDS)
 
     def top_up(self, session: SamplingSession) -> None:
-        """Has the version published to replicas that lack it where others hold it; nobody waits for that."""
+        """Has the version published, in the background, to replicas that lack it while others hold it."""
         version_id, now = session.version_id, time.monotonic()
         lacking = self._clients.samplers.lacking(session.base_model, version_id)
         if not lacking or version_id in self._publishing:
@@ -109,14 +115,14 @@ class Publishing:
             logger.info("%s cannot be published to %s: %s", session.version_id, addresses, error.message)
 
     async def publish(self, session: SamplingSession, *, progress: Progress) -> bool:
-        """Has the trainer send the session's version to the samplers that lack it; False when it cannot now.
+        """Has the trainer send the session's version to the samplers that lack it. False when it cannot do so now.
 
-        Raises what the trainer says when it never will.
+        Raises the trainer's error when it never can.
         """
         progress.active(_WORDS)
         version_id = session.version_id
         if not version_id:
-            raise FailedPrecondition("the sampler does not hold the base model that it names")
+            raise FailedPrecondition("the sampler does not hold the base model that it says it serves")
         if version_id not in self._publishing:
             task = asyncio.create_task(self._publish_once(session))
             self._publishing[version_id] = task
@@ -131,12 +137,12 @@ class Publishing:
     def _ended(self, version_id: str, task: asyncio.Task[None]) -> None:
         del self._publishing[version_id]
         if not task.cancelled():
-            task.exception()  # nobody may wait for it any more
+            task.exception()  # read it, in case no request waits for the task any more
 
     async def _publish_once(self, session: SamplingSession) -> None:
         try:
             await self._publish_from(session.location, session)
-        except (CheckpointNotFound, VersionGone):  # it was deleted, has expired, or its path was used again
+        except (CheckpointNotFound, VersionGone):  # the checkpoint was deleted, has expired, or was replaced
             location = await self._retirement.find(session.location, session.version_id)
             if location is None:
                 raise

@@ -1,7 +1,7 @@
-"""What sampling with record_stability_info leaves: prompt, tokens and logprobs of each sequence, under its id.
+"""Records of sequences that were sampled with record_stability_info: prompt, tokens and logprobs, by sequence id.
 
-Losses that name the sequences take from here what the sampler thought of them. A record lives for record_retention_s;
-a use starts that time anew.
+A loss that names a sequence gets the sampler's logprobs from its record. A record is deleted `record_retention_s` after
+its last use.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from gateway.database.tables.samples import SequenceRecord
 from tinsmith.v1 import sampler_pb2
 
 _PER_QUERY = 500
-"""Ids in one query: databases limit its parameters."""
+"""Most ids in one query, because databases limit its parameters."""
 _TOUCH_AFTER_S = 60.0
-"""A use within so long of the one before is not written."""
+"""A use is not written to the database if the previous one was at most this long ago."""
 
 
 @dataclass(slots=True)
@@ -31,6 +31,8 @@ class _Batch:
 
 
 class Records:
+    """Writes and reads records."""
+
     def __init__(self, store: Store, *, retention_s: float) -> None:
         self._store = store
         self._retention_s = retention_s
@@ -45,7 +47,7 @@ class Records:
         *,
         session_id: str,
     ) -> None:
-        """Returns once the sequences of the answer are in the database; those of a repeat replace them."""
+        """Writes the sequences of an answer; returns once they are in the database. A repeat replaces them."""
         prompt = b"".join(chunk.encoded_text.tokens for chunk in request.prompt)
         expires_at = time.time() + self._retention_s
         rows = [
@@ -67,7 +69,7 @@ class Records:
         await asyncio.shield(batch.write)
 
     async def _write(self) -> None:
-        """One transaction at a time: what comes meanwhile is the next one."""
+        """Writes the gathered rows in one transaction. Rows that arrive meanwhile go into the next one."""
         async with self._writing:
             batch, self._batch = self._batch, None
             assert batch is not None
@@ -79,10 +81,10 @@ class Records:
                 )
 
     async def find(self, sequence_ids: Iterable[str], *, session_id: str) -> Mapping[str, SequenceRecord]:
-        """Those of this session that have not expired; they live on from now."""
+        """sequence_id -> record, of those that belong to this session and have not expired. This counts as a use."""
         now = time.time()
         found: dict[str, SequenceRecord] = {}
-        wanted = sorted({each for each in sequence_ids if "\0" not in each})  # which PostgreSQL would not look for
+        wanted = sorted({each for each in sequence_ids if "\0" not in each})  # PostgreSQL takes no NUL
         for start in range(0, len(wanted), _PER_QUERY):
             mine = (
                 SequenceRecord.sequence_id.in_(wanted[start : start + _PER_QUERY]),

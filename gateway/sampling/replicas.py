@@ -1,11 +1,11 @@
-"""The samplers: which of them are well, which versions they hold, and who gets a request.
+"""The samplers: their health, the versions that they hold, and the choice of one for each request.
 
-Every replica is asked for its health twice a second. One whose connection is lost, that says that it does not serve, or
-that answers nothing for `timeout_s`, gets no request any more, and what it holds is taken away as soon as another
-replica is there: those calls end with NotReady, so that their callers send them again. Where no other is, calls stay
-with a replica that is silent: it may only have been stopped, and go on.
+Every replica is asked for its health twice a second. A replica gets no requests while its connection is lost, it says
+that it does not serve, or it has not answered for `timeout_s`. Its calls are taken away as soon as another replica can
+take them: they end with NotReady, and their callers send them again. While there is no other replica, calls stay with a
+silent one, whose process may only be suspended.
 
-A version is sampled at replicas that hold it, as far as they have said; `lacking` tells who does not.
+A version is sampled at replicas that hold it, by what they last said.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc
 logger = logging.getLogger(__name__)
 
 State = Literal["gone", "silent", "loading", "serving"]
-"""No connection; a connection, and no answer; an answer that is not SERVING; well."""
+"""gone: no connection. silent: a connection, but no answer. loading: an answer other than SERVING. serving: healthy."""
 
 _INTERVAL_S = 0.5
 _RETRY_S = 0.2
@@ -49,31 +49,33 @@ class _Held:
 
 
 class Replica:
+    """One sampler, as the gateway knows it."""
+
     def __init__(self, address: str, *, api_key: str, certificates: Certificates | None) -> None:
         self.address = address
-        # A call that was lost may have killed the sampler: whether it is made again is for tries.py to say.
+        # gRPC must not resend a lost call, which may have killed the sampler; tries.py decides about that.
         self.channel = connect(address, api_key=api_key, certificates=certificates, resends=False)
         self.life = Life()
         self.stub: Any = sampler_pb2_grpc.SamplerServiceStub(self.channel)
         self.health: Any = health_pb2_grpc.HealthStub(self.channel)
         self.info: sampler_pb2.GetSamplerInfoResponse | None = None
-        """What it has said last; stays while it is away."""
+        """The last answer to GetSamplerInfo; kept while the sampler is unreachable."""
         self.state: State = "gone"
         self.versions: set[str] = set()
-        """Those that it holds, as far as is known."""
+        """version_ids that it holds, by its last answer."""
         self.held: set[_Held] = set()
         self.load = 0
-        """Sequences in work."""
+        """Sequences in work for this gateway."""
         self.complaint: str | None = None
-        """What it has said instead of what it serves."""
+        """The last error of GetSamplerInfo that was logged."""
         self.poked = asyncio.Event()
-        """To be asked for its health now."""
+        """Set to have its health asked for now."""
 
     def serves(self, base_model: str) -> bool:
         return self.state == "serving" and self.info is not None and base_model in self.info.base_models
 
     async def ask(self) -> None:
-        """What it serves and which versions it holds."""
+        """Asks what it serves and which versions it holds."""
         self.info = await self.stub.GetSamplerInfo(sampler_pb2.GetSamplerInfoRequest(), timeout=_ASK_TIMEOUT_S)
         self.versions = await self.list_versions()
 
@@ -102,7 +104,7 @@ class Replicas:
         timeout_s: float = 3.0,
         load_factor: float = 1.25,
     ) -> None:
-        """`changed` is told of every replica that comes or goes, and of what they hold. `load_factor`: see
+        """`changed` is notified when a replica comes or goes, or its versions were read. `load_factor`: see
         routing.choose."""
         self.all = [Replica(address, api_key=api_key, certificates=certificates) for address in addresses]
         self._changed = changed
@@ -110,10 +112,11 @@ class Replicas:
         self._timeout_s = timeout_s
         self._load_factor = load_factor
         self._conversations = Conversations()
-        self._listing: dict[str, asyncio.Task[None]] = {}  # by base model
+        self._listing: dict[str, asyncio.Task[None]] = {}
+        """Base model -> the `list_versions` in progress."""
         self._tasks: list[asyncio.Task[None]] = []
         self.on_serving: Callable[[Replica], None] | None = None
-        """Told of each that can be used from now on, or again."""
+        """Called with each replica that begins to serve, or serves again."""
 
     def start(self) -> None:
         for replica in self.all:
@@ -145,7 +148,7 @@ class Replicas:
                     await replica.poked.wait()
 
     async def _watch_connection(self, replica: Replica) -> None:
-        """Says at once that a connection is lost; that it is there again is for _watch to find."""
+        """Notices a lost connection at once. `_watch` notices when it is back."""
         while True:
             connectivity = replica.channel.get_state()
             if connectivity != grpc.ChannelConnectivity.READY and replica.state != "gone":
@@ -192,7 +195,7 @@ class Replicas:
             self._changed.notify_all()
 
     def _take_away(self) -> None:
-        """Ends the calls of replicas that are not well and whose work another can do. Those of a lost connection end by
+        """Cancels the calls of unhealthy replicas whose work another can do. Calls of a lost connection end by
         themselves."""
         for replica in self.all:
             if replica.state not in ("silent", "loading") or replica.info is None:
@@ -206,8 +209,8 @@ class Replicas:
 
     @contextlib.contextmanager
     def holding(self, replica: Replica, call: Any, *, weight: int = 1) -> Iterator[None]:
-        """The replica has the call in work, until the end of the block. In it, a call that is taken away raises
-        NotReady."""
+        """Counts the call as the replica's work until the block ends. A call that is taken away raises NotReady in the
+        block."""
         held = _Held(call, weight)
         self._metrics.services.sampler_requests.labels(replica.address).inc()
         replica.held.add(held)
@@ -224,27 +227,28 @@ class Replicas:
             replica.load -= weight
 
     def lost(self, replica: Replica) -> None:
-        """A call has found it unreachable, and is going to be sent again."""
+        """Notes that the replica lost a call, which will be sent again, and has its health asked for now."""
         self._metrics.services.resubmissions.labels(replica.address).inc()
         replica.poked.set()
 
-    # Who gets a request
+    # The choice of a replica
 
     def usable(self, base_model: str) -> list[Replica]:
+        """The replicas that serve this base model now."""
         return [replica for replica in self.all if replica.serves(base_model)]
 
     def lacking(self, base_model: str, version_id: str) -> list[Replica]:
-        """Those that do not hold a version, where others do."""
+        """The usable replicas that do not hold a version; empty when none holds it."""
         usable = self.usable(base_model)
         lacking = [replica for replica in usable if version_id and version_id not in replica.versions]
         return lacking if len(lacking) < len(usable) else []
 
     def holders(self, base_model: str, version_id: str) -> list[Replica]:
-        """The usable ones that are known to hold a version."""
+        """The usable replicas that hold a version, by their last answer."""
         return [replica for replica in self.usable(base_model) if version_id in replica.versions]
 
     def candidates(self, base_model: str, version_id: str) -> list[Replica]:
-        """Those that may be asked for a version, or for the base model: where some hold it, only those."""
+        """The replicas that may get a request for a version: its holders if there are any, else all usable ones."""
         return self.holders(base_model, version_id) or self.usable(base_model)
 
     async def wait_for_holder(self, base_model: str, version_id: str) -> None:
@@ -252,7 +256,7 @@ class Replicas:
             await self._changed.wait_for(lambda: self.holders(base_model, version_id))
 
     async def wait(self, base_model: str) -> list[Replica]:
-        """The usable ones, once there is one."""
+        """Waits for a usable replica. Returns all usable ones."""
         if usable := self.usable(base_model):
             return usable
         async with self._changed:
@@ -263,8 +267,10 @@ class Replicas:
     async def route(
         self, base_model: str, request: sampler_pb2.SampleRequest | None = None, *, avoid: Collection[Replica] = ()
     ) -> Replica:
-        """The replica for a request, or for no particular one; one to avoid only where no other may have it.
-        Waits until there is one."""
+        """Chooses a replica for a request; waits until there is one. Without `request`: the least loaded one.
+
+        A replica in `avoid` is chosen only when no other may have the request.
+        """
         await self.wait(base_model)
         version_id = "" if request is None else request.version_id
         if version_id and len(self.usable(base_model)) > 1 and not self.holders(base_model, version_id):
@@ -286,7 +292,7 @@ class Replicas:
         return by_address[choose(key, loads, weight=max(1, request.num_samples), factor=self._load_factor)]
 
     async def list_versions(self, base_model: str) -> None:
-        """Asks the usable replicas what they hold; at once for all who want to know."""
+        """Asks the usable replicas which versions they hold. Callers share a query in progress."""
         if base_model not in self._listing:
             task = asyncio.create_task(self._list_versions(self.usable(base_model)))
             self._listing[base_model] = task
@@ -295,12 +301,12 @@ class Replicas:
 
     async def _list_versions(self, replicas: Sequence[Replica]) -> None:
         outcomes = await asyncio.gather(*(replica.list_versions() for replica in replicas), return_exceptions=True)
-        # All at once: one that answers first would get all requests of a burst.
+        # All answers are applied together; else the replica that answers first would get all requests of a burst.
         for replica, outcome in zip(replicas, outcomes, strict=True):
             if isinstance(outcome, set):
                 replica.versions = outcome
             elif isinstance(outcome, grpc.aio.AioRpcError):
-                logger.debug("%s does not say what it holds: %s", replica.address, outcome.details())
+                logger.debug("the versions at %s cannot be read: %s", replica.address, outcome.details())
             else:
                 raise outcome
         async with self._changed:

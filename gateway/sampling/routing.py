@@ -1,13 +1,13 @@
-"""Which replica of a sampler gets a request. Pure: no clock, no network.
+"""Chooses the replica of a sampler for a request. Pure functions: no clock, no network.
 
 Consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2016), over rendezvous hashing: a key ranks
-all replicas, and its requests go to the first of them whose load is below a factor of the mean. So what shares a key
-shares a prefix cache while that costs nobody much; when a replica leaves, only its own keys move, each to its next
-choice, and they come back with it.
+all replicas, and its requests go to the first one whose load is below a factor of the mean. So requests with one key
+share a prefix cache as long as that does not overload a replica. When a replica leaves, only its own keys move, each to
+its next choice; they move back when the replica returns.
 
-A key stands for a conversation: a prompt that continues an earlier one has that one's key, and so has the same prompt
-again. Other prompts that begin alike, mostly with the same system prompt, are conversations of their own, because all
-replicas soon hold what they share; only while the replica that has it is idle do they join it.
+A key stands for a conversation: a prompt gets the key of an earlier prompt that it continues or repeats. Prompts that
+only begin alike, mostly with the same system prompt, are separate conversations, since all replicas soon hold that
+beginning. As an exception, such a prompt joins the replica of its beginning while that replica is idle.
 """
 
 from __future__ import annotations
@@ -20,34 +20,40 @@ from hashlib import blake2b
 import numpy as np
 
 BLOCK_TOKENS = 16
-"""As the samplers' prefix caches cut prompts."""
+"""Block size of the samplers' prefix caches, in tokens."""
 _MAX_PROMPTS = 65536
 _ODD = np.frombuffer(secrets.token_bytes(8 * (BLOCK_TOKENS + 2)), np.uint64) | np.uint64(1)
 
 
 def ranked(key: bytes, names: Iterable[str]) -> list[str]:
-    """All names, in an order that depends on the key, and for two names on nothing else."""
+    """All names, ranked by the key. The order of two names does not depend on the other names."""
     return sorted(names, key=lambda name: blake2b(name.encode(), key=key, digest_size=8).digest(), reverse=True)
 
 
 def choose(key: bytes, loads: Mapping[str, float], *, weight: float, factor: float) -> str:
-    """The first of the key's replicas whose load is below `factor` times the mean, with the new request's `weight` in
-    it. `loads` is not empty; `factor` is at least 1, so that the least loaded one always is."""
+    """The first of the key's replicas whose load is below `factor` times the mean load.
+
+    The mean counts the new request's `weight`, too. `loads` must not be empty. `factor` must be at least 1, so that the
+    least loaded replica is always below the bound.
+    """
     bound = factor * (sum(loads.values()) + weight) / len(loads)
     return next(name for name in ranked(key, loads) if loads[name] < bound)
 
 
 class Conversations:
-    """Keys of prompts. The latest prompts are remembered."""
+    """Finds the keys of prompts, and remembers the latest prompts."""
 
     def __init__(self, *, max_prompts: int = _MAX_PROMPTS) -> None:
         self._max_prompts = max_prompts
         self._keys: OrderedDict[int, bytes] = OrderedDict()
-        """By the hash of everything up to a prompt's last full block; the latest used last."""
+        """Hash of a prompt up to its last full block -> key; the most recently used one comes last."""
 
     def key(self, namespace: str, tokens: bytes, *, is_idle: Callable[[bytes], bool]) -> bytes:
-        """`namespace`: what shares keys and values, a version and an owner's salt. `tokens`: int32. `is_idle`: whether
-        the first choice of a key has nothing to do."""
+        """The key of a prompt.
+
+        `namespace`: the version and the owner's salt; only within it prompts share a cache. `tokens`: int32, as bytes.
+        `is_idle`: whether the first replica of a key has no work.
+        """
         prefixes = _prefix_hashes(namespace, tokens)
         known = next((prefix for prefix in reversed(prefixes) if prefix in self._keys), None)
         if known is not None:
@@ -64,7 +70,7 @@ class Conversations:
 
 
 def _prefix_hashes(namespace: str, tokens: bytes) -> list[int]:
-    """Of everything up to the end of each full block; of all of it when there is none."""
+    """Hashes of the prompt up to the end of each full block; of the whole prompt when it has no full block."""
     values = np.frombuffer(tokens, "<u4").astype(np.uint64)
     blocks = values[: len(values) // BLOCK_TOKENS * BLOCK_TOKENS].reshape(-1, BLOCK_TOKENS)
     if not len(blocks):
@@ -77,5 +83,5 @@ def _prefix_hashes(namespace: str, tokens: bytes) -> list[int]:
 
 
 def _digest(namespace: str, tokens: bytes) -> bytes:
-    """Two gateways agree on it."""
+    """A digest that is the same in all gateways."""
     return blake2b(tokens, key=blake2b(namespace.encode(), digest_size=16).digest(), digest_size=16).digest()

@@ -1,8 +1,9 @@
 """Samples, from submission to answer.
 
-A sample is a call to a sampler (replicas.py chooses which). When that goes away, or is full, another is tried, and when
-there is none it is waited for. A version that none holds is published to them by the trainer, once for all samples that
-want it (publishing.py); one that only some hold is sampled there, and meanwhile published to the others.
+A sample is a call to a sampler, which replicas.py chooses. When the sampler goes away or is full, another one is tried;
+when there is none, the sample waits. A version that no sampler holds is published by the trainer, once for all samples
+that want it (publishing.py). A version that only some samplers hold is sampled there, and published to the others
+meanwhile.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ KIND = "asample"
 
 
 def check_pending(config: GatewayConfig, owner: str, *, num_own: int, num_all: int) -> None:
-    """Raises OutOfCapacity when so many samples in work are too many."""
+    """Raises OutOfCapacity when the samples in work, of the owner or of all owners, have reached their limit."""
     for number, limit, name, whose in (
         (num_own, config.max_pending_samples_per_owner, "max_pending_samples_per_owner", f" of {owner!r}"),
         (num_all, config.max_pending_samples, "max_pending_samples", ""),
@@ -60,6 +61,8 @@ def check_pending(config: GatewayConfig, owner: str, *, num_own: int, num_all: i
 
 
 class Samples:
+    """Runs samples of sampling sessions, each as a future."""
+
     def __init__(
         self,
         config: GatewayConfig,
@@ -86,8 +89,8 @@ class Samples:
         self._turns = turns
 
     def check_capacity(self, owner: str) -> None:
-        """Raises OutOfCapacity when too many samples are in work, of the owner or of all; cheap, to be asked before the
-        body is read."""
+        """Raises OutOfCapacity when too many samples are in work. It is cheap, so it is called before a body is
+        read."""
         num_own = self._futures.num_pending(KIND, owner=owner)
         check_pending(self._config, owner, num_own=num_own, num_all=self._futures.num_pending(KIND))
 
@@ -102,9 +105,9 @@ class Samples:
         hold: Hold | None = None,
         held: Share | None = None,
     ) -> None:
-        """Starts it. A repeat does nothing; raises SequenceConflict for another body under the same id.
+        """Starts a sample. A repeat does nothing. Raises SequenceConflict for another body under the same id.
 
-        `is_recorded`: what is sampled is kept for losses that name its sequences.
+        `is_recorded`: the sequences are stored, for losses that name them.
         """
         known = self._futures.fingerprint(request_id)
         if known is None:
@@ -126,7 +129,7 @@ class Samples:
             raise ServiceError(
                 f"gave up after {self._config.sample_timeout_s:g} s (sample_timeout_s): {pending.progress.reason}"
             ) from None
-        await self._turns.take("" if pending.hold is None else pending.hold.owner)  # a sampler ends many at once
+        await self._turns.take("" if pending.hold is None else pending.hold.owner)  # samples may end in bursts
         if is_recorded:
 
             async def record() -> None:
@@ -153,7 +156,7 @@ class Samples:
         use("sampling_sample", num_sampled)
         if pending.hold is not None:
             pending.hold.drawn(num_sampled)
-            pending.hold.release()  # it is counted now, and would count twice until it is written
+            pending.hold.release()  # the tokens are counted now; held as well, they would count twice
             if pending.hold.is_budgeted:
                 await until_written(self._ledger.flush, what="the usage", pausing=pending.progress.paused)
         return Answer(response.SerializeToString(), PROTOBUF, json_forms.sample_result)
@@ -161,7 +164,7 @@ class Samples:
     async def _sample(
         self, pending: Pending, request: sampler_pb2.SampleRequest, session: SamplingSession
     ) -> sampler_pb2.SampleResponse:
-        """Draws from the version that the session has now, and sets it in the request."""
+        """Samples from the version that the session has now. Sets `version_id` and `follow_run` of the request."""
         tries = Tries(self._clients.samplers, session.base_model)
         while True:
             drawn_from = await self._inflight.resolve(session)
@@ -190,7 +193,7 @@ class Samples:
                     if (await self._inflight.resolve(session)).version_id == drawn_from.version_id:
                         raise
                     await tries.provided()
-                    continue  # an inflight sampler has moved on, and what it has left is gone
+                    continue  # the run has a newer inflight version by now, and the older one is gone
             await tries.next()
 
     async def _call(
@@ -201,7 +204,7 @@ class Samples:
         *,
         begun: Callable[[], None] | None,
     ) -> sampler_pb2.SampleResponse:
-        """`begun`: to be called at the first token."""
+        """Calls the replica. `begun` is called at the first token; None: the first token is not awaited."""
         pending.progress.active("the sampler is working on it")
         pending.ask = lambda: _ask(replica, pending)
         try:
@@ -228,7 +231,7 @@ class Samples:
 
 
 async def _last_of(call: Any, begun: Callable[[], None]) -> sampler_pb2.SampleResponse:
-    """The result of a stream, whose first piece says that the sampler has begun."""
+    """The result of a stream. Calls `begun` at each piece; the first one says that the sampler has begun."""
     result = sampler_pb2.SampleResponse()
     try:
         while (piece := await call.read()) is not grpc.aio.EOF:
@@ -240,7 +243,8 @@ async def _last_of(call: Any, begun: Callable[[], None]) -> sampler_pb2.SampleRe
 
 
 async def _ask(replica: Replica, pending: Pending) -> types_pb2.QueueStatus:
-    """Raises TimeoutError at once where nothing answers."""
+    """What the request waits for, by the replica's answer. Raises TimeoutError at once when the replica is
+    unhealthy."""
     if replica.state != "serving":
         pending.progress.paused("the sampler does not answer")
         raise TimeoutError

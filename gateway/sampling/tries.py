@@ -1,4 +1,4 @@
-"""Where one request goes, try after try."""
+"""Tries of one request: the choice of a replica for each try, and the pauses in between."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Pause:
-    """Grows with every try in vain."""
+    """A pause that doubles with every use, up to 2 s."""
 
     next_s: float = 0.1
 
@@ -29,8 +29,10 @@ class Pause:
 
 
 class Tries:
-    """To another replica that may have the request at once, and when all were tried, after a pause. A request that has
-    killed two of them is given to no other (lives.py)."""
+    """Sends a request to one replica after the other, and pauses when all have been tried.
+
+    A request that has killed two replicas is not sent to another (lives.py).
+    """
 
     def __init__(self, replicas: Replicas, base_model: str) -> None:
         self._replicas = replicas
@@ -44,7 +46,7 @@ class Tries:
 
     @property
     def is_suspect(self) -> bool:
-        """A sampler has died, perhaps of this request."""
+        """A sampler has died that this request may have killed."""
         return self._suspicion.deaths > 0
 
     async def route(self, request: sampler_pb2.SampleRequest | None) -> Replica:
@@ -54,10 +56,10 @@ class Tries:
 
     @asynccontextmanager
     async def at(self, replica: Replica) -> AsyncIterator[Callable[[], None]]:
-        """The replica has the request in work, until the end of the block, which calls what it is given at the first
-        token. A suspect waits here for its turn.
+        """Watches the request while the replica has it in work, which is until the block ends.
 
-        Raises NotReady when the replica is lost, and ServiceError when the request has killed two.
+        The block gets a function, and must call it at the first token. A suspect waits here for its trial. Raises
+        NotReady when the replica is lost, and ServiceError when the request has killed two replicas.
         """
         mine, life = self._suspicion, replica.life
         was_over = life.is_over
@@ -90,7 +92,7 @@ class Tries:
                 life.on_trial = None if life.on_trial is mine else life.on_trial
 
     async def next(self) -> None:
-        """The last try was in vain."""
+        """Notes that the last try failed. Pauses when every replica that may have the request was tried."""
         if self._replica is not None:
             self._in_vain.add(self._replica)
         if self._in_vain.issuperset(self._replicas.candidates(self._base_model, self._version_id)):
@@ -98,22 +100,22 @@ class Tries:
             await self._pause.wait()
 
     async def provided(self) -> None:
-        """The last try found no version, and by now one has it: no pause, unless that has helped nothing before."""
+        """Notes that the last try found no version, and that a replica has it now. Pauses from the second time on."""
         if self._was_provided:
             await self._pause.wait()
         self._was_provided = True
 
 
 def _is_death(error: NotReady) -> bool:
-    """Of the process, or of its engine, which says whether it was computing the request."""
+    """Whether the sampler's process or engine died. A dead engine says whether it was computing the request."""
     if isinstance(error, EngineDead):
         return error.metadata.get("computing") != "no"
     return isinstance(error, ConnectionLost)
 
 
 def _killer(mine: Suspicion, error: NotReady) -> ServiceError:
-    logger.error("a request is given to no other sampler: %d have died of it", mine.deaths)
+    logger.error("a request is not given to another sampler, because %d samplers died while they had it", mine.deaths)
     return ServiceError(
         f"{mine.deaths} samplers ended while they computed this request, so it is not given to another; the samplers' "
-        f"logs have the cause (of the last one was heard: {error.message})"
+        f"logs have the cause (the last one's error: {error.message})"
     )

@@ -1,8 +1,8 @@
-"""Samples that name no sampling session, or no number in one.
+"""Samples without a sampling session or without a `seq_id`.
 
 A gateway makes a session for each key that samples by `model_path` or `base_model`, and in it a sampling session for
-each version that is named. Numbers come from a block that the gateway takes as one more client of the sampling session,
-so that no other gateway, no earlier process and no client of the session uses them too.
+each version that is named. For missing seq_ids the gateway joins the sampling session as one more client. So it has a
+block of seq_ids of its own, which no other gateway, earlier process or client uses.
 """
 
 from __future__ import annotations
@@ -21,25 +21,27 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 _MAX_KNOWN = 16_384
-"""Keys, versions and sampling sessions that are remembered. A forgotten one gets a new session, or a new block."""
+"""Most entries of each map below. A forgotten key gets a new session, a forgotten sampling session a new block."""
 
 Weights = tuple[str | None, str | None, str]
-"""What a sample names: base_model, model_path, and the version that this path stands for now."""
+"""Weights that a sample names: base_model, model_path, and the version_id that the path stands for now."""
 
 
 class Unnamed:
+    """Gives samples the sampling sessions and seq_ids that they lack."""
+
     def __init__(self, store: Store) -> None:
         self._store = store
         self._sessions: OrderedDict[str, str] = OrderedDict()
-        """key id -> session."""
+        """key_id -> session_id."""
         self._samplers: OrderedDict[tuple[str, Weights], str] = OrderedDict()
-        """Session and weights -> sampling session."""
+        """session_id and weights -> sampling_session_id."""
         self._numbers: OrderedDict[str, Iterator[int]] = OrderedDict()
-        """By sampling session: what is left of this gateway's block."""
+        """sampling_session_id -> the unused rest of this gateway's block of seq_ids."""
         self._seq = itertools.count()
 
     async def seq_id(self, sampling_session_id: str) -> int:
-        """A number of the sampling session that nobody else has."""
+        """A seq_id of the sampling session that no other sample has."""
         if sampling_session_id not in self._numbers:
             block = await self._store.samplers.join(sampling_session_id)
             self._numbers.setdefault(sampling_session_id, itertools.count(first_of(block)))
@@ -49,7 +51,10 @@ class Unnamed:
     async def sampling_session(
         self, weights: Weights, caller: Caller, make: Callable[[str, int], Awaitable[SamplingSession]]
     ) -> str:
-        """The caller's sampling session for these weights; `make` makes one from a session and a number in it."""
+        """Id of the caller's sampling session for these weights.
+
+        `make` is called with a session_id and a number, and returns a new sampling session of it.
+        """
         session_id = self._sessions.get(caller.key_id)
         if session_id is None or not await self._store.sessions.heartbeat(session_id):
             session_id = await self._session(caller)
@@ -75,7 +80,7 @@ class Unnamed:
 
 
 def _used(known: OrderedDict[Key, Value], key: Key) -> Value:
-    """The value, now the most recently used one; the least recently used one goes when there are too many."""
+    """The value of a key, which becomes the most recently used one. Drops the least recently used one of too many."""
     known.move_to_end(key)
     if len(known) > _MAX_KNOWN:
         known.popitem(last=False)

@@ -1,4 +1,4 @@
-// What the page asks the server. The key travels in a header and lies in sessionStorage: it ends with the tab.
+// Requests to the server. The key is sent in a header and kept in sessionStorage, which ends with the tab.
 
 import { askForKey } from "./dialogs.js";
 
@@ -29,7 +29,7 @@ async function newKey(why) {
   sessionStorage.setItem(STORED, key);
 }
 
-/** The JSON of the answer. Throws Refused with the server's own words. */
+/** The JSON of the answer. Throws Refused with the text of the server's error. */
 export async function call(path, { method = "GET", body } = {}) {
   for (;;) {
     if (prompting) await prompting;
@@ -64,7 +64,7 @@ const checkpointPath = (path) =>
     .split("/")
     .map(encodeURIComponent);
 
-/** An address of the public API for a checkpoint's tinker:// path. */
+/** URL of the public API for a checkpoint's tinker:// path. */
 export function checkpointUrl(path, action = "") {
   const [run, kind, name] = checkpointPath(path);
   return `/api/v1/training_runs/${run}/checkpoints/${kind}/${name}${action}`;
@@ -74,7 +74,7 @@ export const downloadUrl = (path) => `/dashboard/api/checkpoints/${checkpointPat
 
 export async function endRun(id) {
   const { request_id } = await call("/api/v1/unload_model", { method: "POST", body: { model_id: id } });
-  // A run that does not exist is refused in the answer; one whose work is not done yet has ended all the same.
+  // The id in the answer tells a refusal. A run that exists has ended now, even if accepted work is still being done.
   if (!request_id.endsWith(":unload")) throw new Refused(404, `there is no run ${id}`);
 }
 

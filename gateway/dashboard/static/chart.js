@@ -1,4 +1,4 @@
-// Charts of a run: one for each metric, with one cursor and one range of x for all of them.
+// Charts of a run: one for each metric. All charts of a page share the cursor and the range of x.
 
 import uPlot from "./vendor/uplot/uPlot.esm.js";
 import { h, setText } from "./dom.js";
@@ -7,14 +7,14 @@ import { duration, number } from "./format.js";
 const HEIGHT = 168;
 const probe = h("span", { hidden: true });
 
-/** A colour of the style sheet, as a canvas takes it. */
+/** A colour variable of the style sheet, in a form that a canvas takes. */
 function color(name) {
   if (!probe.isConnected) document.body.append(probe);
   probe.style.color = `var(${name})`;
   return getComputedStyle(probe).color;
 }
 
-/** Exponential mean without the bias of its beginning, as TensorBoard's; gaps stay gaps. */
+/** Exponential moving average, corrected for its bias at the start, as TensorBoard's; gaps stay gaps. */
 export function smooth(values, weight) {
   if (!weight) return values;
   let mean = 0;
@@ -34,7 +34,7 @@ function axisNumber(value) {
   return String(Number(value.toPrecision(6)));
 }
 
-/** Of a logarithmic axis: whole powers of ten, as many as have room. */
+/** Labels of a logarithmic axis: whole powers of ten, as many as fit. */
 function decades(u, splits) {
   const tens = splits.filter((each) => Math.abs(Math.log10(each) - Math.round(Math.log10(each))) < 1e-6);
   const every = Math.ceil(tens.length / 6);
@@ -43,7 +43,7 @@ function decades(u, splits) {
 }
 
 export class Chart {
-  /** `about`: {name, title, unit, help, log}. `group`: what the charts of a page share. */
+  /** `about`: {name, title, unit, help, log}. `group`: state that all charts of a page share. */
   constructor(about, group) {
     this.about = about;
     this.group = group;
@@ -85,7 +85,7 @@ export class Chart {
     this.rebuild();
   }
 
-  /** `xs`: steps or times; `values`: of the metric, with null for gaps and "nan" for what was not finite. */
+  /** `xs`: steps or times. `values`: the metric's values; null is a gap, "nan" a value that was not finite. */
   show(xs, values) {
     this.xs = xs;
     this.values = values;
@@ -197,7 +197,7 @@ export class Chart {
     return [min >= 0 && min - pad < 0 ? 0 : min - pad, max + pad];
   }
 
-  /** Saves as ticks at the bottom; what was not finite as red lines. */
+  /** Draws saves as ticks at the bottom, and values that were not finite as red lines. */
   drawMarks(u) {
     const { ctx, bbox } = u;
     const draw = (xs, stroke, height) => {

@@ -1,4 +1,4 @@
-// The checkpoints of one run, and what can be done with them: all through the public API.
+// The checkpoints of one run, with their actions, which all use the public API.
 
 import { Refused, call, checkpointUrl, downloadUrl } from "./api.js";
 import { confirm, copy, toast } from "./dialogs.js";
@@ -54,7 +54,7 @@ export class Checkpoints {
     const [kind, help] = KINDS[checkpoint.kind] ?? [checkpoint.kind, ""];
     const cell = (label) => h("td", { "data-label": label });
     const [step, size, saved, expires, holders, gap] = ["Step", "Size", "Saved", "Expires", "On samplers", "Gap"].map(cell);
-    const shared = h("span", { class: "badge public", hidden: true, title: "Whoever has the path may read it" }, "published");
+    const shared = h("span", { class: "badge public", hidden: true, title: "Anyone who has the path may read it" }, "published");
     const publish = h("button", { type: "button" });
     const lifetime = h(
       "select",
@@ -135,7 +135,7 @@ export class Checkpoints {
     setAttribute(row.gap, "title", found.samplers.map((each) => `${each.address}: ${each.max_gap}; applied: ${each.applied ?? "not asked"}`).join("\n"));
   }
 
-  /** How far samplers were from the trainer: asked once for each version. */
+  /** Reads the gaps between samplers and trainer, once for each version. */
   async certify(checkpoints) {
     const wanted = checkpoints
       .filter((each) => each.kind === "sampler_weights" && !this.certificates.has(each.path))
@@ -182,6 +182,6 @@ export class Checkpoints {
 }
 
 const HELP = {
-  "On samplers": "Samplers that hold these weights now, of those that serve the model; others get them when they are asked",
+  "On samplers": "Samplers that hold these weights now, out of those that serve the model; the others get them on demand",
   Gap: "Largest difference of a logprob between trainer and sampler, when the weights were last published",
 };

@@ -1,4 +1,4 @@
-// What interrupts: a key that is needed, a deletion to confirm; and what passes by: toasts.
+// Dialogs (asking for a key, confirming a deletion) and toasts.
 
 import { h } from "./dom.js";
 
@@ -23,7 +23,7 @@ export function askForKey(problem) {
       "form",
       { class: "dialog" },
       h("h2", {}, "This server needs a key"),
-      h("p", {}, "The same that you give the SDK as TINKER_API_KEY. It stays in this tab, and is forgotten with it."),
+      h("p", {}, "Use the key that you give the SDK as TINKER_API_KEY. It is kept in this tab only, and forgotten when the tab closes."),
       h("label", { for: "key" }, "API key"),
       input,
       h("p", { class: "problem", role: "alert" }, problem),
@@ -46,7 +46,7 @@ export function askForKey(problem) {
   });
 }
 
-/** Resolves with true when it is confirmed. */
+/** Resolves with whether the user has confirmed. */
 export function confirm({ title, text, subject, action }) {
   return new Promise((resolve) => {
     const cancel = h("button", { type: "button", onclick: () => dialog.close("no") }, "Cancel");
@@ -73,11 +73,11 @@ export function confirm({ title, text, subject, action }) {
   });
 }
 
-/** Ends a run or a session when that is confirmed; resolves with whether it was. */
+/** Asks, and then ends a run or a session. Resolves with whether the user has confirmed. */
 export async function confirmEnd({ what, id, end }) {
   const isSure = await confirm({
     title: `End this ${what}?`,
-    text: "What it has accepted is done first, and checkpoints stay. Its client cannot go on with it.",
+    text: "Work that was accepted is finished first, and checkpoints stay. The client cannot use it any more.",
     subject: id,
     action: `End ${what}`,
   });
@@ -101,7 +101,7 @@ export function toast(text, kind = "good") {
 export async function copy(text, what = "Copied") {
   try {
     if (navigator.clipboard) await navigator.clipboard.writeText(text);
-    else copyByHand(text); // not over plain HTTP from another machine
+    else copyByHand(text); // there is no clipboard API over plain HTTP from another machine
     toast(what);
   } catch {
     toast("The browser does not allow copying.", "bad");

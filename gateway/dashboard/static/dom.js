@@ -1,4 +1,4 @@
-// Elements. Text goes in as text, never as markup: it may be what a model has written.
+// Helpers for elements. Text is always inserted as text, never as markup, because a model may have written it.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -26,7 +26,7 @@ export function svg(tag, attributes = {}, ...children) {
   return add(element, children);
 }
 
-/** Sets the text only where it differs, so that a selection survives an update. */
+/** Sets the text only if it differs, so that a selection survives an update. */
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
@@ -36,7 +36,7 @@ export function setAttribute(element, name, value) {
   else if (element.getAttribute(name) !== value) element.setAttribute(name, value);
 }
 
-/** Puts the elements into the parent in this order, moving only those that are elsewhere. */
+/** Makes these elements the children of the parent, in this order; moves only those that are out of place. */
 export function arrange(parent, elements) {
   const wanted = new Set(elements);
   for (const child of [...parent.children]) if (!wanted.has(child)) child.remove();
@@ -45,7 +45,7 @@ export function arrange(parent, elements) {
   });
 }
 
-/** Rows that stay the same elements while what they show changes. */
+/** Rows by key: a row keeps its element while its content changes. */
 export class Keyed {
   constructor(parent, make) {
     this.parent = parent;
@@ -67,7 +67,7 @@ export class Keyed {
   }
 }
 
-/** A curve as wide as its box. */
+/** A small curve that fills the width of its box. */
 export class Sparkline {
   constructor(width = 120, height = 28) {
     this.width = width;

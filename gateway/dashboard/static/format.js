@@ -1,4 +1,4 @@
-// Numbers, times and names as a person reads them.
+// Numbers, times and names as people read them.
 
 export const NONE = "–";
 

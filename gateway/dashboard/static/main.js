@@ -1,4 +1,4 @@
-// Which view is shown, how it stays up to date, and the theme.
+// Chooses the view, keeps it up to date, and sets the theme.
 
 import { Refused, forgetKey, hasKey } from "./api.js";
 import { h, setText } from "./dom.js";
@@ -51,11 +51,11 @@ function later(ms) {
   timer = setTimeout(update, ms);
 }
 
-/** Asks for what the view shows, then again after a pause; never twice at once, and not in a hidden tab. */
+/** Updates the view, and again after a pause. One request at a time; none while the tab is hidden. */
 async function update() {
   clearTimeout(timer);
   if (document.hidden) return say("wait", "paused");
-  if (asking === view) return; // the answer that is on its way sets the next time
+  if (asking === view) return; // a request is under way; it schedules the next one
   const mine = view;
   asking = mine;
   try {
@@ -84,7 +84,7 @@ function showMissing(text) {
   );
 }
 
-// Theme: as the system, light, dark, and round again.
+// The theme button goes round: as the system, light, dark.
 
 const THEMES = ["", "light", "dark"];
 const themeButton = document.getElementById("theme");
@@ -99,7 +99,7 @@ function showTheme() {
 themeButton.addEventListener("click", () => {
   const root = document.documentElement;
   const dark = matchMedia("(prefers-color-scheme: dark)").matches;
-  const order = dark ? ["", "light", "dark"] : ["", "dark", "light"]; // the first click always changes something
+  const order = dark ? ["", "light", "dark"] : ["", "dark", "light"]; // so that the first click changes the colours
   const next = order[(order.indexOf(root.dataset.theme ?? "") + 1) % THEMES.length];
   if (next) root.dataset.theme = next;
   else delete root.dataset.theme;
@@ -107,7 +107,7 @@ themeButton.addEventListener("click", () => {
     if (next) localStorage.setItem("tinsmith-theme", next);
     else localStorage.removeItem("tinsmith-theme");
   } catch {
-    // It is forgotten with the page.
+    // Without storage, the choice lasts as long as the page.
   }
   showTheme();
   view?.content?.rebuild?.();

@@ -8,15 +8,15 @@ import { moment, number } from "./format.js";
 const KNOWN = [
   ["loss/token", "Loss per token", "nats", "Loss of a step divided by the tokens of its model inputs"],
   ["grad_norm:mean", "Gradient norm", "", "Global L2 norm, before clipping"],
-  ["learning_rate:mean", "Learning rate", "", "As optim_step was told", { isExact: true }],
-  ["tokens/s", "Throughput", "tokens/s", "Tokens trained on between two steps, by the clock on the wall"],
+  ["learning_rate:mean", "Learning rate", "", "As given to optim_step", { isExact: true }],
+  ["tokens/s", "Throughput", "tokens/s", "Tokens trained on between two steps, by wall-clock time"],
   ["sampler_kl:mean", "Mismatch: KL(sampler ‖ trainer)", "nats", "Estimator k3, for each sampled token", { log: true }],
-  ["ess:mean", "Effective sample size", "of 1", "Kish's, as a share of the sampled tokens"],
-  ["ratio:max", "Largest ratio", "", "Of the trainer's to the sampler's probability of a sampled token"],
+  ["ess:mean", "Effective sample size", "of 1", "Kish's effective sample size, as a share of the sampled tokens"],
+  ["ratio:max", "Largest ratio", "", "The trainer's probability of a sampled token, divided by the sampler's"],
   ["s/step", "Time per step", "s", "From one optimizer step to the next"],
-  ["compute/step", "Compute per step", "s", "What the trainer worked on this run's requests; requests of others may share it"],
-  ["tokens/step", "Tokens per step", "", "Of the model inputs", { isExact: true }],
-  ["forward/loss/token", "Loss per token, forward only", "nats", "Of batches without gradients"],
+  ["compute/step", "Compute per step", "s", "Time that the trainer worked on this run's requests; it may work on others' at once"],
+  ["tokens/step", "Tokens per step", "", "Tokens of the model inputs", { isExact: true }],
+  ["forward/loss/token", "Loss per token, forward only", "nats", "Loss of batches without gradients"],
 ];
 
 function describe(name) {
@@ -37,7 +37,7 @@ function store(name, value) {
   try {
     localStorage.setItem(name, value);
   } catch {
-    // It is forgotten with the page.
+    // Without storage, the choice lasts as long as the page.
   }
 }
 
@@ -133,7 +133,7 @@ export class Metrics {
     this.draw();
   }
 
-  /** Saves, at the step that had been made by then. */
+  /** Marks each save at the newest step before it. */
   setMarks(checkpoints) {
     this.checkpoints = checkpoints;
     const { at, step } = this.data;

@@ -1,4 +1,4 @@
-// One run: what it is, its newest numbers, and its parts.
+// One run: its facts, its newest metrics, and tabs for its parts.
 
 import { dashboard, endRun } from "./api.js";
 import { Checkpoints } from "./checkpoints.js";

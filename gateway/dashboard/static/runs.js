@@ -1,4 +1,4 @@
-// All runs, with their newest numbers.
+// The list of runs, with their newest metrics.
 
 import { dashboard } from "./api.js";
 import { copy } from "./dialogs.js";
@@ -9,7 +9,7 @@ const BUSY_S = 20;
 
 export const titleOf = (run) => run.user_metadata?.name || run.name || shortId(run.run_id);
 
-/** [state, in words]: what a run does now. */
+/** The state of a run now, as [state, text]. */
 export function stateOf(run, now) {
   if (run.num_pending) return ["busy", "running"];
   if (run.ended_at !== null) {

@@ -1,4 +1,4 @@
-// What the run has sampled of late: text, shaded by how improbable each token was.
+// Recent samples of a run: text in which improbable tokens are shaded.
 
 import { dashboard } from "./api.js";
 import { copy } from "./dialogs.js";
@@ -6,12 +6,12 @@ import { h, setText } from "./dom.js";
 import { ago, number } from "./format.js";
 
 const LEVELS = [0.9, 0.5, 0.25, 0.1, 0.03, 0.01];
-/** Probabilities from which on a token is shaded less. */
+/** Probabilities at which the shade of a token changes; a more probable token is lighter. */
 const MAX_CARDS = 64;
 const MAX_WAITING = 64;
 const FIRST_TOKENS = 500;
 
-/** 0: as good as certain .. 6: hardly expected. */
+/** The shade of a token: 0 (nearly certain) to 6 (very improbable). */
 export function level(logprob) {
   if (logprob === null || logprob === undefined) return 0;
   const probability = Math.exp(logprob);
@@ -56,7 +56,7 @@ function tokenSpan(sample, index) {
   return span;
 }
 
-/** The tokens of a sample. Arrow keys go from one to the next. */
+/** The tokens of a sample; arrow keys move between them. */
 function tokensOf(sample) {
   const box = h("div", {
     class: "tokens",
@@ -211,7 +211,7 @@ export class Samples {
     );
   }
 
-  /** Newest first, one card for each request. */
+  /** Shows one card for each request, newest first. */
   showNews() {
     const requests = new Map();
     for (const sample of this.waiting) {

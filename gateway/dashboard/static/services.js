@@ -1,4 +1,4 @@
-// The gateway, the trainers and the samplers: are they well, and what do they have in work.
+// State and load of the gateway, the trainers and the samplers.
 
 import { dashboard } from "./api.js";
 import { Keyed, Sparkline, h, setAttribute, setText } from "./dom.js";
@@ -25,7 +25,7 @@ function certificates(figures) {
   return [`${number(of("passed"))} passed`, ...bad.map(([name, n]) => `${number(n)} ${name}`)].join(", ");
 }
 
-/** Of each kind of service: what is shown, from its figures and the whole of what is known about it. */
+/** The rows that are shown for each kind of service: [label, (figures, service, time) => text]. */
 const SHOWN = {
   gateway: [
     ["Memory", (f) => bytes(f.process_resident_memory_bytes)],
@@ -131,7 +131,7 @@ export class ServicesView {
     for (const rate of card.rates) this.showRate(rate, one.figures?.[rate.name] ?? null, at);
   }
 
-  /** Counters become rates from one answer to the next. */
+  /** Turns counters into rates, from the difference of two answers. */
   showRate(rate, total, at) {
     if (rate.before && total !== null && at > rate.before.at && total >= rate.before.total) {
       rate.past.push((total - rate.before.total) / (at - rate.before.at));

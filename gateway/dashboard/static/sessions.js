@@ -1,4 +1,4 @@
-// Clients: each ServiceClient is a session.
+// The list of sessions: each ServiceClient of the SDK is one.
 
 import { dashboard, endSession } from "./api.js";
 import { confirmEnd } from "./dialogs.js";

@@ -1,7 +1,7 @@
-// Before the first paint: the theme that was chosen here, if any.
+// Sets the chosen theme before the first paint.
 try {
   const chosen = localStorage.getItem("tinsmith-theme");
   if (chosen === "light" || chosen === "dark") document.documentElement.dataset.theme = chosen;
 } catch {
-  // No storage: as the system.
+  // Without storage, the theme is the system's.
 }
