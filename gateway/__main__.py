@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 _LONGEST_STOP_S = 6.0
-"""Before supervisors lose patience: `tinsmith up` after 7 s, Docker after 10 s."""
+"""Longest stop. It is shorter than supervisors wait: `tinsmith up` 7 s, Docker 10 s."""
 
 
 async def run(config: GatewayConfig) -> None:
@@ -39,7 +39,7 @@ async def _limit_stop(stop: asyncio.Event) -> None:
 
 
 def _give_up(loop: asyncio.AbstractEventLoop) -> None:
-    """A stop that hangs ends like a kill, which loses nothing that was accepted; the log says what it waited for."""
+    """Ends a stop that hangs, and logs what it waited for. Like a kill, this loses nothing that was accepted."""
     tasks = "".join(f"\n{task!r}" for task in asyncio.all_tasks(loop))
     logger.error("not stopped after %g s, so it is cut short; still at work:%s", _LONGEST_STOP_S, tasks)
     faulthandler.dump_traceback()

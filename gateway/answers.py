@@ -1,4 +1,4 @@
-"""Answers that can be asked for again, in memory up to a number of bytes."""
+"""Answers that clients may ask for again, kept in memory up to a number of bytes."""
 
 from __future__ import annotations
 
@@ -9,22 +9,24 @@ from dataclasses import dataclass
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
 _OVERHEAD_BYTES = 1024
-"""What an answer costs beside its body."""
+"""Memory of an answer beside its body, about."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What retrieve_future sends."""
+    """The answer of a future, as retrieve_future sends it."""
 
     body: bytes
     media_type: str = JSON
     as_json: Callable[[bytes], bytes] | None = None
-    """Makes JSON of a protobuf body, for clients that do not accept it."""
+    """Converts a protobuf body to JSON, for clients that do not accept protobuf."""
     is_failure: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
+    """An answer in memory."""
+
     owner: str
     answer: Answer
     fingerprint: str | None
@@ -36,17 +38,20 @@ class Kept:
 
 
 class Answers:
-    """By request id. Above the bound the owner whose answers are largest together loses the least recently used of
-    them, so that nobody loses an answer to somebody who has more. The newest answer stays in any case: its client may
-    not have it yet, so that one answer may lie above the bound."""
+    """Keeps answers by request id, up to `max_bytes`.
+
+    Above the bound, the owner whose answers take most memory loses the least recently used one. So no owner loses an
+    answer to one who has more. The newest answer is always kept, even above the bound, because its client may not have
+    it yet.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._kept: dict[str, Kept] = {}
         self._ids: defaultdict[str, OrderedDict[str, None]] = defaultdict(OrderedDict)
-        """By owner, the least recently used first."""
+        """owner -> request ids, the least recently used first."""
         self._bytes: Counter[str] = Counter()
-        """By owner."""
+        """owner -> bytes of the kept answers."""
         self._num_bytes = 0
 
     def __contains__(self, request_id: str) -> bool:

@@ -1,8 +1,8 @@
-"""Which trainers and samplers there are, and which serves which base model.
+"""The trainers and samplers, and the base models that they serve.
 
-Services may be down when the gateway starts and come later. Each trainer is watched by a task that asks what it serves
-whenever a connection to it is made, so that a restarted service with another model is noticed; samplers are watched in
-sampling/replicas.py.
+A service may be down when the gateway starts, and come up later. A task for each trainer asks what it serves whenever a
+connection is made, so a trainer that was restarted with another model is noticed. sampling/replicas.py watches the
+samplers.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _REPLIES: dict[str, Any] = {
 
 
 class ConnectionLost(NotReady):
-    """The service ended, or the way to it broke, with the call in work: nobody has said anything."""
+    """The connection broke with a call in work, so it is not known what became of the call."""
 
 
 def is_lost(error: grpc.aio.AioRpcError) -> bool:
-    """True when the service went away or is not ready: the call may be made again."""
+    """Whether the service went away or is not ready, so that the call may be made again."""
     return error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
@@ -52,7 +52,8 @@ _NESTED = ("request", "chat", "header")
 
 
 def meaning(error: grpc.aio.AioRpcError, *, lost: str = "") -> ServiceError:
-    """What a failed call means; NotReady, with the words `lost` where there are some, when the service is_lost."""
+    """The ServiceError of a failed call. NotReady when the service is lost (`is_lost`), with the text `lost` if
+    given."""
     meant = from_rpc_error(error)
     for message in _NESTED:
         meant.move(f"{message}.", "")
@@ -63,13 +64,15 @@ def meaning(error: grpc.aio.AioRpcError, *, lost: str = "") -> ServiceError:
 
 
 class Trainer:
+    """The connection to a trainer, and what it serves."""
+
     def __init__(self, address: str, *, api_key: str, certificates: Certificates | None) -> None:
         self.address = address
         self.channel = connect(address, api_key=api_key, certificates=certificates)
         self.stub: Any = trainer_pb2_grpc.TrainerServiceStub(self.channel)
         self.info: trainer_pb2.GetTrainerInfoResponse | None = None
-        # The RPCs are unary, but grpc.aio gives a unary call's initial metadata only together with its reply. On the
-        # wire a unary call is a stream of one message, and a stream's initial metadata comes as soon as it is sent.
+        # The RPCs are unary, but grpc.aio gives the initial metadata of a unary call only together with the reply. On
+        # the wire a unary call is a stream of one message, and grpc.aio gives a stream's initial metadata at once.
         self._operations: dict[str, Any] = {
             name: self.channel.unary_stream(
                 f"/{_TRAINER}/{name}", request_serializer=list[bytes].pop, response_deserializer=reply.FromString
@@ -78,15 +81,18 @@ class Trainer:
         }
 
     def start(self, rpc: str, body: bytes, *, request_id: str) -> Any:
-        """A call of one of the RPCs that are acknowledged by initial metadata; iterate it for its one reply."""
-        # In a list, which is empty once the body is sent: a call keeps its request until its reply.
+        """Starts a call of an RPC that is acknowledged by initial metadata. Iterate it for its one reply."""
+        # A call keeps its request until the reply. The list is emptied when the body is serialized, which frees it.
         return self._operations[rpc]([body], metadata=((REQUEST_ID_METADATA, request_id),), wait_for_ready=True)
 
     async def ask(self) -> None:
+        """Asks what the trainer serves; waits for its connection."""
         self.info = await self.stub.GetTrainerInfo(trainer_pb2.GetTrainerInfoRequest(), wait_for_ready=True)
 
 
 class Clients:
+    """Connections to all trainers and samplers."""
+
     def __init__(
         self,
         *,
@@ -98,7 +104,7 @@ class Clients:
         sampler_timeout_s: float = 3.0,
         sampler_load_factor: float = 1.25,
     ) -> None:
-        """`api_key` is sent to all of them, unless it is empty."""
+        """`api_key`: sent to all services, unless it is empty."""
         self._trainers = [Trainer(address, api_key=api_key, certificates=certificates) for address in trainers]
         self._metrics = metrics
         self._changed = asyncio.Condition()
@@ -136,7 +142,7 @@ class Clients:
                 if not is_quiet:
                     logger.info("%s does not say yet what it serves: %s", trainer.address, error.details())
                 is_quiet = True
-                await asyncio.sleep(0.1)  # it is up, but loading
+                await asyncio.sleep(0.1)  # the trainer is up, but loading
                 continue
             is_quiet = False
             up.set(1)
@@ -147,7 +153,7 @@ class Clients:
                 self._changed.notify_all()
             await trainer.channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
 
-    # What is served
+    # Services and their base models
 
     @property
     def trainers(self) -> list[Trainer]:
@@ -160,19 +166,21 @@ class Clients:
         return (sampler.info for sampler in self.samplers.all if sampler.info is not None)
 
     def context_length(self, base_model: str) -> int:
-        """Most tokens of a sequence that a sampler of this base model takes; 0 while none has said so."""
+        """Longest sequence that a sampler of this base model takes, in tokens; 0 while it is not known."""
         infos = [info for info in self.sampler_infos() if base_model in info.base_models]
         return max((info.max_context_length for info in infos), default=0)
 
     def vocab_size(self, base_model: str) -> int:
-        """Token ids of this base model are below this; 0 while no sampler has said so."""
+        """Vocabulary size of this base model; 0 while no sampler has said so."""
         infos = [info for info in self.sampler_infos() if base_model in info.base_models]
         return max((info.vocab_size for info in infos), default=0)
 
     @property
     def unreached(self) -> list[str]:
-        """Addresses of those that have not said yet what they serve; but not of samplers that are more than one for
-        each base model that is trained."""
+        """Addresses of the services that have not said yet what they serve.
+
+        Empty when all trainers have said so, and each of their base models has a sampler: the others are not needed.
+        """
         trainers = [trainer.address for trainer in self._trainers if trainer.info is None]
         samplers = [sampler.address for sampler in self.samplers.all if sampler.info is None]
         sampled = {name for info in self.sampler_infos() for name in info.base_models}
@@ -181,7 +189,7 @@ class Clients:
         return trainers + samplers
 
     def all_trainers(self) -> list[Trainer]:
-        """Raises NotReady while one has not said yet what it serves."""
+        """All trainers. Raises NotReady while one of them has not said yet what it serves."""
         if any(trainer.info is None for trainer in self._trainers):
             raise NotReady("not every trainer has been reached yet")
         return self._trainers
@@ -192,14 +200,17 @@ class Clients:
             raise NotReady("not every service has been reached yet")
 
     def any_trainer(self) -> Trainer:
-        """One that has been reached. Raises NotReady when none has."""
+        """A trainer that has been reached. Raises NotReady when none has."""
         for trainer in self._trainers:
             if trainer.info is not None:
                 return trainer
         raise NotReady("no trainer has been reached yet")
 
     def find_trainer(self, base_model: str) -> Trainer:
-        """The first that serves it. Raises NotReady while one that is not known yet may do so, then InvalidRequest."""
+        """The first trainer that serves the base model.
+
+        Raises NotReady while a trainer that has not been reached may serve it, else InvalidRequest.
+        """
         for trainer in self._trainers:
             if trainer.info is not None and base_model in trainer.info.base_models:
                 return trainer
@@ -212,17 +223,17 @@ class Clients:
         )
 
     def are_same(self, one: str, other: str) -> bool:
-        """True when both are names of one base model, as far as is known now."""
+        """Whether both are names of one base model, as far as the services have said."""
         infos = (*self.trainer_infos(), *self.sampler_infos())
         return one == other or any(one in info.base_models and other in info.base_models for info in infos)
 
     def names_of(self, base_model: str) -> set[str]:
-        """All names of this base model, as far as is known now."""
+        """All names of this base model, as far as the services have said."""
         infos = (*self.trainer_infos(), *self.sampler_infos())
         return {base_model}.union(*(info.base_models for info in infos if base_model in info.base_models))
 
     def check_sampled(self, base_model: str) -> None:
-        """Raises NotReady or InvalidRequest unless a sampler serves it."""
+        """Raises InvalidRequest when no sampler serves the base model, and NotReady while that is not known."""
         if any(base_model in info.base_models for info in self.sampler_infos()):
             return
         if any(sampler.info is None for sampler in self.samplers.all):
@@ -234,7 +245,7 @@ class Clients:
         )
 
     async def settle(self, find: Callable[[], T], *, timeout_s: float | None = None) -> T:
-        """What `find` returns, once it no longer raises NotReady. Raises that itself after the timeout."""
+        """Calls `find` until it does not raise NotReady, and returns its result. Raises NotReady after the timeout."""
         try:
             async with asyncio.timeout(timeout_s), self._changed:
                 while True:
@@ -246,9 +257,9 @@ class Clients:
             return find()
 
     async def trainer(self, base_model: str) -> Trainer:
-        """find_trainer, but waits while it is not known; raises InvalidRequest only."""
+        """`find_trainer`, but waits where that raises NotReady. Raises InvalidRequest."""
         return await self.settle(lambda: self.find_trainer(base_model))
 
     async def sampler(self, base_model: str) -> Replica:
-        """Any that serves it now; waits until there is one."""
+        """The least loaded sampler that serves the base model; waits until there is one."""
         return await self.samplers.route(base_model)

@@ -1,4 +1,4 @@
-"""The public API's JSON <-> our protobuf. Pure functions; every refusal names the field and the value."""
+"""Converts the public API's JSON to protobuf, and protobuf to rows. Pure functions; errors name field and value."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _DTYPES = {
 
 
 def fold_seed(seed: int) -> int:
-    """Any integer as a non-negative one of 63 bits. Equal seeds stay equal; -1 becomes 2**63 - 1."""
+    """Maps any integer to 63 bits, non-negative. Equal seeds stay equal; -1 becomes 2**63 - 1."""
     return seed & _SEED_MASK
 
 
@@ -43,7 +43,7 @@ def check_int32(value: int, *, field: str) -> int:
 
 
 def optimizer(kind: str) -> types_pb2.Optimizer:
-    """The enum's value for the name of an optimizer. Raises InvalidRequest for an unknown name."""
+    """The enum value of an optimizer's name. Raises InvalidRequest for an unknown name."""
     try:
         return value_of(types_pb2.Optimizer, kind)
     except ValueError:
@@ -53,7 +53,7 @@ def optimizer(kind: str) -> types_pb2.Optimizer:
 
 
 def ttl_of(ttl_seconds: int | None) -> Duration | None:
-    """A lifetime in seconds as the Duration that the services take; None for none."""
+    """A lifetime in seconds as the Duration that the services take; None: it does not expire."""
     return None if ttl_seconds is None else duration(ttl_seconds)
 
 
@@ -77,7 +77,10 @@ def lora_config(config: schemas.LoraConfig) -> types_pb2.LoraConfig:
 
 
 def optim_step(body: schemas.OptimStep) -> trainer_pb2.OptimStepRequest:
-    """That the parameters are those of the model's optimizer, the trainer checks."""
+    """The request for the trainer, which checks that the parameters fit the model's optimizer.
+
+    Raises InvalidRequest unless exactly one set of parameters is given.
+    """
     request = trainer_pb2.OptimStepRequest(model_id=body.model_id, seq_id=body.seq_id)
     match body.adam_params, body.optimizer_params:
         case None, None:
@@ -98,7 +101,7 @@ def optim_step(body: schemas.OptimStep) -> trainer_pb2.OptimStepRequest:
 
 
 def int32_bytes(values: Sequence[Any], *, field: str) -> bytes:
-    """Token ids, little endian."""
+    """Token ids as int32, little endian. Raises InvalidRequest, naming the first value that is no token id."""
     with contextlib.suppress(ValueError, OverflowError):
         array = np.array(values)
         are_numbers = bool not in set(map(type, values))  # numpy takes true for 1
@@ -124,7 +127,7 @@ def _base64(value: Any, *, field: str) -> bytes:
 
 
 def _implied_type(value: dict[str, Any]) -> str | None:
-    """Of a chunk without one: early SDKs send no field that has its default."""
+    """The type of a chunk that names none: early SDKs leave out fields with their default."""
     kinds = {"tokens": "encoded_text", "location": "image_asset_pointer", "data": "image"}
     return next((kind for key, kind in kinds.items() if key in value), None)
 
@@ -137,7 +140,7 @@ _CHUNK_FIELDS = {
 
 
 def check_fields(value: Mapping[str, Any], known: Collection[str], *, field: str) -> None:
-    """Raises InvalidRequest for a field that is set and that is not known. For objects without a schema."""
+    """Raises InvalidRequest for an unknown field that is set. For objects without a schema."""
     for name, content in value.items():
         if content is not None and name not in known and name not in schemas.Body.HARMLESS:
             place = f"{field}.{shown_name(name)}" if field else shown_name(name)
@@ -149,7 +152,7 @@ def check_fields(value: Mapping[str, Any], known: Collection[str], *, field: str
 
 
 def chunk(value: dict[str, Any], *, field: str) -> types_pb2.Chunk:
-    """One piece of a prompt."""
+    """One chunk of a prompt. Raises InvalidRequest or Unsupported, naming the field."""
     kind = value.get("type", _implied_type(value))
     if isinstance(kind, str) and kind in _CHUNK_FIELDS:
         check_fields(value, _CHUNK_FIELDS[kind], field=field)
@@ -184,7 +187,7 @@ def chunk(value: dict[str, Any], *, field: str) -> types_pb2.Chunk:
 
 
 def tensor(value: schemas.TensorData, *, field: str) -> types_pb2.Tensor:
-    """A dense or CSR tensor; its shape is checked by who computes with it."""
+    """A dense or CSR tensor. The service that computes with it checks its shape."""
     number, dtype = _DTYPES[value.dtype]
     sparse = (value.sparse_crow_indices, value.sparse_col_indices)
     if (sparse[0] is None) != (sparse[1] is None):
@@ -217,7 +220,7 @@ def _number_bytes(values: Sequence[float], dtype: np.dtype[Any], *, field: str) 
 
 
 def stop_condition(stop: str | Sequence[str] | Sequence[int] | None) -> sampler_pb2.StopCondition | None:
-    """Absent: the model's own end. [] stops nothing. Text, texts or token ids: these."""
+    """The texts or token ids at which to stop. None: the model's own end. []: nothing stops the output."""
     if stop is None:
         return None
     if isinstance(stop, str):
@@ -241,7 +244,7 @@ def sampling_params(params: schemas.SamplingParams) -> sampler_pb2.SamplingParam
 
 
 def sample_request(body: schemas.Sample, *, version_id: str) -> sampler_pb2.SampleRequest:
-    """Everything that the client set. What the sampler cannot do, it refuses."""
+    """The request for the sampler, with every field that the client set; the sampler refuses what it cannot do."""
     for field in ("base_model", "model_path"):
         if getattr(body, field) is not None:
             raise Unsupported(f"{field}: a sample names its weights by sampling_session_id only")

@@ -1,7 +1,7 @@
-"""request_id -> the work in progress, then its answer.
+"""Futures: request_id -> the work in progress, and then its answer.
 
-An answer can be asked for again. Answers are kept in memory up to a number of bytes; those of training operations can
-be read from the trainer's journal after that, those of samples are gone, on which the SDK samples again.
+A client may ask for an answer again. Answers are kept in memory, up to a number of bytes. After that, the answer of a
+training operation is read from the trainer's journal; the answer of a sample is gone, and the SDK samples again.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ logger = logging.getLogger(__name__)
 
 
 def failed(error: ServiceError) -> Answer:
+    """The answer of a failed future."""
     return Answer(orjson.dumps({"error": error.message, "category": error.category}), is_failure=True)
 
 
 class Gone(Exception):
-    """There is no such work: it was never accepted, or nobody knows it any more."""
+    """The future is unknown: it was never accepted, or its answer is gone."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """What a future waits for, in words for the user."""
+    """The state of a future, and a text for the user that says what it waits for."""
 
     state: str = "active"
     reason: str = "the request is on its way"
@@ -59,23 +60,23 @@ class Pending:
     request_id: str
     kind: str
     group: str
-    """Model or sampling session."""
+    """Id of the model, sampling session or session that the work belongs to."""
     fingerprint: str | None
     """Hash of the request; None when only the request id is known."""
     progress: Progress = field(default_factory=Progress)
     accepted: asyncio.Future[None] | None = None
-    """Done once a receipt may be given; None when it may at once."""
+    """Done once a receipt may be given. None: a receipt may be given at once."""
     name: str = ""
-    """What it is called in the session's timeline; empty: its kind."""
+    """Name in the session's timeline; empty: the kind."""
     num_tokens: int = 0
     hold: Hold | None = None
-    """What it may use of its owner's budget; given back when it is over."""
+    """The reservation in the owner's budgets; released when the work ends."""
     held: Share | None = None
-    """Memory that its request takes until it is over."""
+    """The memory of the request; released when the work ends."""
     ask: Callable[[], Awaitable[types_pb2.QueueStatus]] | None = None
-    """Asks the service that has it what it waits for; set while one has it."""
+    """Asks the service what the work waits for. None while no service has the work."""
     ran: tuple[float, float] | None = None
-    """When the service began to compute it and when it was done, in seconds since 1970; None when it did not say."""
+    """Begin and end of the service's computation, in seconds since 1970; None while not known."""
     submitted_at: float = field(default_factory=time.time)
     started_at: float = field(default_factory=time.monotonic)
     task: asyncio.Task[None] | None = None
@@ -84,7 +85,7 @@ class Pending:
 
     @property
     def session_id(self) -> str:
-        """Of "<session>:train:<n>", "<session>:sample:<n>", or a session itself."""
+        """The session of `group`, which is "<session>:train:<n>", "<session>:sample:<n>" or a session."""
         return re.split(r":(?:train|sample):\d+$", self.group)[0]
 
     def wake(self) -> None:
@@ -94,19 +95,21 @@ class Pending:
 
 
 class Listener(Protocol):
-    """Wants to know what becomes of futures."""
+    """Is told when futures end."""
 
     def ended(self, request_id: str) -> None:
-        """In whatever way."""
+        """The future has ended, with or without an answer."""
 
     def cancelled(self, of: Callable[[str], bool]) -> None:
-        """The models or sampling sessions whose id `of` says yes to have ended."""
+        """The models or sampling sessions whose id `of` accepts have ended."""
 
     def closing(self) -> None:
         """The gateway is going down."""
 
 
 class Futures:
+    """Runs work, keeps its answers, and lets clients wait for them."""
+
     def __init__(self, *, cache_bytes: int, metrics: Metrics, ledger: Ledger) -> None:
         self._metrics = metrics
         self._ledger = ledger
@@ -117,41 +120,42 @@ class Futures:
         self._closing = False
 
     def num_pending(self, kind_or_group: str, *, owner: str | None = None) -> int:
-        """Of a kind or in a group; of a kind, also those that hold something of this owner's budget."""
+        """Number of pending futures of a kind or a group. `owner`: only those of a kind whose hold is this owner's."""
         return self._num_pending[kind_or_group if owner is None else (kind_or_group, owner)]
 
     def busy_models(self) -> list[str]:
-        """Models that have something in work."""
+        """Ids of models with work in progress."""
         return sorted(group for group in self._num_pending if isinstance(group, str) and ":train:" in group)
 
     def pending(self, request_id: str) -> Pending | None:
         return self._pending.get(request_id)
 
     def fingerprint(self, request_id: str) -> str | None:
-        """Hash of the request behind this id; None when it is not known here."""
+        """Hash of the request with this id; None when this gateway does not know it."""
         if (pending := self._pending.get(request_id)) is not None:
             return pending.fingerprint
         kept = self._answers.get(request_id)
         return None if kept is None else kept.fingerprint
 
     def fail(self, request_id: str, error: ServiceError, *, fingerprint: str) -> None:
-        """A future that has failed already; an answer that is there stays."""
+        """Makes a future that has failed already. An answer that is kept stays."""
         if request_id not in self._answers:
             self._keep(request_id, fingerprint, failed(error))
             if self.listener is not None:
                 self.listener.ended(request_id)
 
     def answer(self, request_id: str) -> Answer | None:
-        """The answer when it is there and still kept."""
+        """The answer; None when there is none, or it is no longer kept."""
         kept = self._answers.get(request_id)
         return None if kept is None else kept.answer
 
     def forget(self, request_id: str) -> None:
-        """The client has the answer: its memory is of more use to others."""
+        """Drops an answer that its client has received, to make room for others."""
         self._answers.forget(request_id)
 
     def start(self, pending: Pending, work: Coroutine[None, None, Answer]) -> None:
-        """Runs the work. It takes the place of other work for the same id, whose own waiters still get its answer."""
+        """Runs the work as a task. It replaces other work with the same id; whoever waits for that still gets its
+        answer."""
         self._pending[pending.request_id] = pending
         self._num_pending.update(_counted(pending))
         self._metrics.submissions.pending_futures.labels(kind=pending.kind).inc()
@@ -204,7 +208,7 @@ class Futures:
         self._answers.put(request_id, Kept(owner, answer, fingerprint))
 
     async def poll(self, request_id: str, *, timeout_s: float) -> Answer | Progress:
-        """The answer, or what it waits for when it is not there in time. Raises Gone for an unknown id."""
+        """Waits for the answer. Returns the progress when there is no answer in time. Raises Gone for an unknown id."""
         if (kept := self._answers.get(request_id)) is not None:
             self._answers.use(request_id)
             return kept.answer
@@ -230,7 +234,7 @@ class Futures:
             pending.waiters.discard(waiter)
 
     def cancel(self, of: Callable[[str], bool], *, error: ServiceError) -> None:
-        """Fails what is in progress for the models or sampling sessions whose id `of` says yes to."""
+        """Fails the work in progress of the models or sampling sessions whose id `of` accepts."""
         for pending in [pending for pending in self._pending.values() if of(pending.group)]:
             pending.answer = failed(error)
             if pending.task is not None:
@@ -239,14 +243,15 @@ class Futures:
             self.listener.cancelled(of)
 
     def abandon(self, request_id: str, *, kind: str) -> None:
-        """The client no longer wants this work of this kind: it ends now. Work that is over, or unknown, stays so."""
+        """Ends work that the client no longer wants. Does nothing when it is of another kind, over, or unknown."""
         if (pending := self._pending.get(request_id)) is None or pending.kind != kind or pending.task is None:
             return
         pending.answer = failed(FailedPrecondition("the client has cancelled it"))
         pending.task.cancel()
 
     def end_polls(self) -> None:
-        """Answers all long polls with try_again now, and new ones at once: the gateway is going down."""
+        """Answers all long polls with try_again now, and later ones without waiting, since the gateway is going
+        down."""
         self._closing = True
         for pending in self._pending.values():
             pending.wake()

@@ -1,4 +1,4 @@
-"""How the gateway's parts start and stop."""
+"""The gateway: all its parts, and how they start and stop."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ logger = logging.getLogger(__name__)
 
 
 _HEARTBEATS_S = 1.0
-"""Between two times that they are written."""
+"""Pause between two writes of heartbeats."""
 
 
 class StartError(Exception):
-    """The gateway cannot start; the message says why."""
+    """The gateway cannot start; the message gives the reason."""
 
 
 class Gateway(Core):
-    """All of it in one process; handlers reach it with gateway_of."""
+    """All parts of the gateway. Handlers get it from `gateway_of`."""
 
     def __init__(self, config: GatewayConfig) -> None:
         super().__init__(config)
@@ -64,12 +64,16 @@ class Gateway(Core):
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Raises StartError when the database cannot be used."""
+        """Prepares the database, and starts the background tasks.
+
+        Raises StartError when the database cannot be used, other gateways use it, or a key is required and there is
+        none.
+        """
         try:
             if not self.config.database_url.get_secret_value():
                 self.config.state_dir.mkdir(parents=True, exist_ok=True)
                 database = self.config.state_dir / DATABASE
-                database.touch(mode=0o600)  # it holds secrets that sign
+                database.touch(mode=0o600)  # it holds secrets for signing
                 database.chmod(0o600)
             await self.store.migrate()
             await self.tenants.tokens.start(self.store)
@@ -115,7 +119,10 @@ class Gateway(Core):
                 logger.warning("heartbeats cannot be written, so those of the last second are lost: %s", error)
 
     async def stop(self) -> None:
-        """Accepted operations go on in the trainer; samples in work are lost, and the SDK submits them again."""
+        """Stops all tasks, and writes what is gathered.
+
+        Accepted operations go on in the trainer. Samples in work are lost, and the SDK submits them again.
+        """
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -138,10 +145,10 @@ def gateway_of(request: Request) -> Gateway:
 
 
 def caller_of(request: Request) -> Caller:
-    """Who the API key belongs to."""
+    """The holder of the request's key."""
     return cast(Caller, request.state.caller)
 
 
 def owner_of(request: Request) -> str:
-    """To whom belongs what the request makes."""
+    """The owner of everything that the request makes."""
     return caller_of(request).owner

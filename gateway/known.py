@@ -1,4 +1,4 @@
-"""The one rule for fields that no schema has: refused by name, unless they are null."""
+"""The rule for fields that are not in a schema: they are refused by name, unless they are null."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 
 class Known(BaseModel):
-    """An object from a client. Each of its fields is applied or refused."""
+    """Base class of objects that clients send. Each field is applied or refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     HARMLESS: ClassVar[frozenset[str]] = frozenset()
-    """Fields that may be sent though no schema has them, because they ask for nothing."""
+    """Unknown fields that are ignored, because they ask for nothing."""
 
     @model_validator(mode="before")
     @classmethod
     def _only_what_is_set(cls, content: Any) -> Any:
-        """Leaves out unknown fields that are null or harmless. One of the others stays, for pydantic to refuse: an
-        error for each of a hundred thousand would hold up the event loop."""
+        """Leaves out unknown fields that are null or harmless. Of the others one stays, and pydantic refuses it.
+
+        An error for each of a hundred thousand unknown fields would block the event loop.
+        """
         fields = _names(cls)
         if not isinstance(content, dict) or all(name in fields for name in content):
             return content
@@ -33,5 +35,5 @@ class Known(BaseModel):
 
 @cache
 def _names(schema: type[Known]) -> Collection[str]:
-    """Names of the schema's fields, as clients write them, in their order."""
+    """Names of the schema's fields as clients write them, in the schema's order."""
     return {field.alias or name: None for name, field in schema.model_fields.items()}

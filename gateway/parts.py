@@ -1,4 +1,4 @@
-"""The gateway's parts, by subject as its packages are. Each is built from those above it and knows none below it."""
+"""The gateway's parts, one class for each package. Each is built from those above it, and knows none below it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from tinsmith.rpc.auth import named
 
 
 class Core:
-    """What every subject uses: the database, the services, the work that was accepted, and the other gateways."""
+    """Parts that all others use: database, services, futures and the other gateways."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
@@ -71,7 +71,7 @@ class Core:
 
 
 class Tenants:
-    """Who calls, what exists for them, what they may use and what they have used."""
+    """Owners and their keys: authentication, access, rates, budgets and usage."""
 
     def __init__(self, core: Core) -> None:
         self.tokens = Tokens(core.config)
@@ -84,7 +84,7 @@ class Tenants:
 
 
 class Storage:
-    """Checkpoints: their index, what comes and goes, and what is deleted."""
+    """Checkpoints: the index, copies, imports, downloads, deletion and retention."""
 
     def __init__(self, core: Core, tenants: Tenants) -> None:
         config, store, clients, ledger = core.config, core.store, core.clients, core.ledger
@@ -100,7 +100,7 @@ class Storage:
 
 
 class Sampling:
-    """Samples, and the samplers that draw them."""
+    """Samples, the samplers that generate them, and the publishing of versions to samplers."""
 
     def __init__(self, core: Core, tenants: Tenants, storage: Storage) -> None:
         config, store, clients, peers = core.config, core.store, core.clients, core.peers
@@ -136,7 +136,7 @@ class Sampling:
 
 
 class Training:
-    """Operations of training runs, and what goes into a batch."""
+    """Training operations: from the client's request through the trainer to the stored answer."""
 
     def __init__(self, core: Core, storage: Storage, sampling: Sampling) -> None:
         config, store, clients, futures = core.config, core.store, core.clients, core.futures

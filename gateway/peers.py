@@ -1,10 +1,11 @@
-"""The gateways behind one database: which of them live, and what only one of them does at a time.
+"""The gateways behind one database: which of them live, and which one does the work that only one may do.
 
-Each has a row, whose number it raises every second. Who sees that a number has not gone up for SILENT_S takes the row
-away, and by that alone a gateway is dead: for samples (sampling/homes.py), leases and operations, whichever gateway
-asks. One that was only slow finds its row gone, and goes on as a new one would. No clocks are compared.
+Each gateway keeps a heartbeat row, and increments its number every second. A gateway that sees a number unchanged for
+SILENT_S deletes the row. A gateway without a row is dead: other gateways take over its samples (sampling/homes.py),
+leases and operations. A gateway that was only slow finds its row gone, and goes on like a new one. Clocks of different
+machines are never compared.
 
-A gateway without peer_url is the only one of its database. It has no row, and nothing here costs it anything.
+A gateway without peer_url is the only one of its database. It has no row, and none of this costs it anything.
 """
 
 from __future__ import annotations
@@ -29,14 +30,16 @@ logger = logging.getLogger(__name__)
 BEAT_S = 1.0
 SILENT_S = 5.0
 FRESH_S = 3.0
-"""So long after its last beat a gateway knows, without asking, that nobody can have taken it for dead."""
+"""For this long after its last beat, a gateway need not ask whether others have taken it for dead."""
 
 
 class OtherGateways(Exception):
-    """There are others, and this one was not told how they would reach it."""
+    """Other gateways use the database, and this one has no peer_url."""
 
 
 class Peers:
+    """Beats for this gateway, watches the others, and takes leases."""
+
     def __init__(self, store: Store, futures: Futures, *, url: str) -> None:
         self.gateway_id = uuid4().hex
         self._store = store
@@ -44,37 +47,38 @@ class Peers:
         self._url = url
         self._rows: dict[str, GatewayRow] = {}
         self._seen: dict[str, tuple[int, float]] = {}
-        """The number of each of the others, and when it was first seen."""
+        """gateway_id -> its number, and when this number was first seen, on the monotonic clock."""
         self._beaten_at = -SILENT_S
         self._beating = asyncio.Lock()
         self.on_taken_for_dead: Callable[[], None] = lambda: None
-        """Told when others may have taken over what this gateway had."""
+        """Called when other gateways have taken this one for dead, and may have taken over its samples."""
         self.on_beat: Callable[[], Awaitable[None]] | None = None
 
     @property
     def are_several(self) -> bool:
-        """There are others, or there may be."""
+        """Whether there may be other gateways, which is when this one has a peer_url."""
         return bool(self._url)
 
     @property
     def is_fresh(self) -> bool:
+        """Whether the last beat is so recent that no other gateway can have taken this one for dead."""
         return time.monotonic() < self._beaten_at + FRESH_S
 
     def url_of(self, gateway_id: str) -> str | None:
-        """None for one that is not known to live."""
+        """The URL of a gateway; None when it is not known to live."""
         row = self._rows.get(gateway_id)
         return None if row is None else row.url
 
     def busy_models(self) -> set[str]:
-        """Models that others wait for the trainer for."""
+        """Models with operations in work at other gateways."""
         others = (row for row in self._rows.values() if row.gateway_id != self.gateway_id)
         return {model_id for row in others for model_id in row.busy_models}
 
     async def start(self) -> None:
-        """Raises OtherGateways when this one is to be the only one, and is not."""
+        """Makes this gateway's row. Raises OtherGateways when this one has no peer_url and others live."""
         if self.are_several:
             async with self._store.begin() as db:
-                # Who had this address before does not have it any more.
+                # A row with this URL is left of an earlier gateway, which is gone.
                 await db.execute(delete(GatewayRow).where(GatewayRow.url == self._url))
             await self.beat()
             return
@@ -107,19 +111,19 @@ class Peers:
                 logger.exception("the other gateways cannot be told that this one lives; it is tried again")
 
     async def refresh(self) -> None:
-        """To be called before a decision that rests on this gateway's being alive: is_fresh from then on."""
+        """Beats unless `is_fresh`. Must be called before a decision that is right only while this gateway lives."""
         async with self._beating:
             if not self.is_fresh:
                 await self._beat()
 
     async def beat(self) -> None:
-        """Says that this gateway lives, and looks after the others."""
+        """Increments this gateway's number, and deletes rows of gateways that are silent. Raises SQLAlchemyError."""
         async with self._beating:
             await self._beat()
 
     async def _beat(self) -> None:
         began = time.monotonic()
-        if began - self._beaten_at > SILENT_S:  # the database may have been away, and the others as silent as this one
+        if began - self._beaten_at > SILENT_S:  # in an outage of the database all gateways are silent; start anew
             self._seen.clear()
         mine = GatewayRow.gateway_id == self.gateway_id
         busy = self._futures.busy_models()
@@ -155,7 +159,7 @@ class Peers:
                 yield row.gateway_id
 
     async def leads(self, work: str) -> bool:
-        """True for one of the gateways, until it is gone."""
+        """Whether this gateway has the lease for this kind of work. Takes it if no living gateway has it."""
         if not self.are_several:
             return True
         is_free = or_(Lease.holder == self.gateway_id, Lease.holder.not_in(living()))
@@ -168,7 +172,7 @@ class Peers:
 
 
 def living() -> Select[str]:
-    """The ids of the gateways that live, as a subquery."""
+    """The ids of the living gateways, as a subquery."""
     return select(GatewayRow.gateway_id)
 
 

@@ -1,5 +1,8 @@
-"""Ends sessions, frees what the trainer holds for ended ones, takes over what gateways that are gone have left, deletes
-what has expired, and counts what is stored."""
+"""The reaper: background work of the gateway, done every `reap_interval_s`.
+
+It ends silent sessions, frees the models of ended ones, takes over operations of dead gateways, deletes what has
+expired, and counts sessions and checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +40,14 @@ from tinsmith.v1 import trainer_pb2
 logger = logging.getLogger(__name__)
 
 UNLOAD = ":unload"
-"""End of the request id of an unload_model, behind the model's id."""
+"""Suffix of the request id of an unload_model, after the model's id."""
 EXPIRED = "expired"
-"""Reason of a session that was ended for want of heartbeats."""
+"""Reason of a session that ended because it sent no heartbeats."""
 
 
 class Reaper:
+    """Ends sessions and runs, and cleans up after them."""
+
     def __init__(
         self,
         config: GatewayConfig,
@@ -77,25 +82,26 @@ class Reaper:
         self._forgetting = Forgetting(config, store=store)
         self._metrics = metrics
         self._heard_until = 0.0
-        """When silence was last looked for, by the clock of the wall."""
+        """When silent sessions were last looked for, in seconds since 1970."""
         self._hears_since = 0.0
-        """Since when a live session cannot have been silent here."""
+        """Since when heartbeats could arrive without interruption, in seconds since 1970."""
         self._wake = asyncio.Event()
 
     async def end_session(self, session_id: str, *, reason: str, detail: str | None) -> None:
-        """The first end counts. Samples of the session end now; its models are freed once their work is done."""
+        """Ends a session; a repeat changes nothing. Its samples end now, and its models are freed once their work is
+        done."""
         if await self._store.sessions.end(session_id, reason=reason, detail=detail):
             logger.info("session %s ended: %s", session_id, reason)
             self._ended(session_id)
 
     async def end_run(self, model_id: str) -> None:
-        """The run takes nothing more. It is freed once its work is done, as with the end of its session."""
+        """Ends a run, so that it takes no more operations. Its model is freed once its work is done."""
         await self._store.models.end(model_id)
         logger.info("run %s was ended", model_id)
         self._wake.set()
 
     async def attach_end(self, request_id: str) -> None:
-        """Makes a future of the end of a run. Raises Gone when the run was not ended."""
+        """Makes a future of an unload_model. Raises Gone when the run was not ended."""
         model_id = request_id.removesuffix(UNLOAD)
         model = await self._store.models.get(model_id, is_newest=True)
         if model is None or model.ended_at is None:
@@ -106,7 +112,7 @@ class Reaper:
             self._futures.start(pending, self._freed(model_id))
 
     async def _freed(self, model_id: str) -> Answer:
-        """The answer of unload_model, once any gateway has freed the model."""
+        """Waits until a gateway has freed the model. Returns the answer of unload_model. Raises Gone."""
         pause_s = 0.1
         while (model := await self._store.models.get(model_id, is_newest=True)) is not None:
             if model.released_at is not None:
@@ -122,12 +128,12 @@ class Reaper:
         self._wake.set()
 
     async def hear_of_ends(self) -> None:
-        """Of sessions that other gateways have ended."""
+        """Notices sessions that other gateways have ended, and ends their samples here."""
         for session_id in await self._store.sessions.forget_ended():
             self._ended(session_id)
 
     async def run(self) -> None:
-        """Reaps every reap_interval_s, and when a session ends; of several gateways one does so."""
+        """Reaps every `reap_interval_s`, and when a session or run ends. Of several gateways only one reaps."""
         while True:
             await self._try(self._count_sessions)
             await self._try(self._count_stored)
@@ -147,7 +153,7 @@ class Reaper:
         for step in (
             self._end_silent_sessions,
             self._release_models,
-            self._billing.meter_storage,  # before what it counts is deleted
+            self._billing.meter_storage,  # before the checkpoints that it counts are deleted
             self._delete_expired,
             self._retention.prune_all,
             self._retirement.delete_unused,
@@ -169,8 +175,8 @@ class Reaper:
 
     async def _end_silent_sessions(self) -> None:
         now, timeout_s = time.time(), self._config.session_timeout_s
-        # Heartbeats could not arrive, or not be written, for a long time: this gateway was down, its machine slept, the
-        # database was away, another gateway did this; or it was not so long, and the clock was set.
+        # The last look is long ago, so heartbeats may have been lost: this gateway was down, its machine slept, the
+        # database had an outage, or another gateway was the reaper. Or the clock was set. All sessions get time anew.
         if abs(now - self._heard_until) > max(timeout_s / 2, 2 * self._config.reap_interval_s):
             self._hears_since = now
         if now - self._hears_since >= timeout_s:
@@ -181,7 +187,8 @@ class Reaper:
 
     async def _release_models(self) -> None:
         for model, session in await self._store.models.unreleased():
-            # close() may come while the last save waits for its turn. A gap in seq_id may hold it for ever, though.
+            # A client may close its session while its last save is queued, so the model waits for its work. Not for
+            # ever: a gap in the seq_ids may keep the work from running.
             ended_at = min(at for at in (model.ended_at, session.ended_at) if at is not None)
             ended_s = time.time() - max(ended_at, self._hears_since)
             overdue = session.end_reason == EXPIRED or ended_s > self._config.session_timeout_s
@@ -189,7 +196,7 @@ class Reaper:
                 await self._release(model)
 
     def _is_busy_elsewhere(self, model: Model, ended_s: float) -> bool:
-        """What the others wait for is known with a delay."""
+        """Whether the model may have work at another gateway, which this one learns with a delay."""
         is_heard_of = ended_s > 3 * BEAT_S
         return self._peers.are_several and (not is_heard_of or model.model_id in self._peers.busy_models())
 
@@ -199,7 +206,7 @@ class Reaper:
             await self._keep_inflight(model)
             await trainer.stub.DeleteModel(trainer_pb2.DeleteModelRequest(model_id=model.model_id))
         except InvalidRequest:
-            pass  # its base model is not served any more, or never was
+            pass  # no trainer serves its base model any more
         except NotReady as error:
             logger.warning("model %s cannot be freed now: %s", model.model_id, error.message)
             return
@@ -212,8 +219,10 @@ class Reaper:
         self._futures.cancel(model.model_id.__eq__, error=error)
 
     async def _keep_inflight(self, model: Model) -> None:
-        """Samplers of other sessions that follow the run go on with its last version, which may lie in its own folder
-        of ephemeral saves."""
+        """Keeps the run's newest inflight version for samplers of other sessions that follow the run.
+
+        The trainer would delete it with the model if it is an ephemeral save.
+        """
         location, version_id = model.inflight_location, model.inflight_version_id
         if location is not None and location.startswith(f"{model.model_id}/ephemeral/"):
             last = Checkpoint(location=location, version_id=version_id, base_model=model.base_model)
@@ -229,7 +238,7 @@ class Reaper:
                 continue
             reason = "deleted" if checkpoint.expires_at == DELETED_AT else "expired"
             self._metrics.stored.swept_checkpoints.labels(reason).inc()
-            logger.info("the files of %s, %s, are gone", checkpoint.path, reason)
+            logger.info("deleted the files of %s (%s)", checkpoint.path, reason)
 
     async def _count_stored(self) -> None:
         for kind, (number, num_bytes) in (await self._store.checkpoints.count()).items():

@@ -1,4 +1,4 @@
-"""What the services report about work that they have: what it waits for, and when it ran."""
+"""Reports of the services about their work: what it waits for, and when it ran."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ASK_TIMEOUT_S = 0.5
 
 
 def ran_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> tuple[float, float] | None:
-    """Start and end of the computation; None when the call's trailing metadata does not say."""
+    """Begin and end of the computation, in seconds since 1970, from a call's trailing metadata; None when absent."""
     for key, value in metadata or ():
         if key == RAN:
             start, _, end = str(value).partition(":")
@@ -31,21 +31,23 @@ def ran_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> tuple[float, f
 
 
 async def explain(pending: Pending) -> Progress:
-    """What it waits for now, as the service that has it says; what the gateway knows when that does not answer."""
+    """What pending work waits for now: as the service says, or else as the gateway knows it."""
     if pending.ask is None:
         return pending.progress
     try:
         async with asyncio.timeout(_ASK_TIMEOUT_S):
             status = await pending.ask()
     except (TimeoutError, grpc.aio.AioRpcError) as error:
-        logger.debug("what %s waits for cannot be told: %s", pending.request_id, error)
+        logger.debug("cannot ask what %s waits for: %s", pending.request_id, error)
         return pending.progress
     return in_words(status)
 
 
 def in_words(status: types_pb2.QueueStatus) -> Progress:
-    """The service's own words, with the place in the queue and the time that it may take. Only what waits behind other
-    work is paused: what waits for its client is not."""
+    """The service's text, with the position in the queue and the expected time.
+
+    Work behind other work is "paused_capacity". Work that waits for its client is not.
+    """
     facts = [f"position {status.position + 1}"] if status.position else []
     if status.HasField("expected_time"):
         facts.append(f"done in about {_duration(seconds_of(status.expected_time))}")

@@ -1,4 +1,4 @@
-"""Work that may be cancelled at any time."""
+"""Background work that gets time to finish when it is cancelled."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ GRACE_S = 2.0
 
 
 async def to_its_end(work: Coroutine[None, None, None]) -> None:
-    """Does the work. When this is cancelled, the work still has GRACE_S, and is cut off then: a query that is cut off
-    costs its connection, and an error in the log. Nobody knows whether the database has done it all the same, so only
-    what may be done again is to be done by this."""
+    """Does the work. After a cancellation the work has GRACE_S to end, and is cancelled then.
+
+    A query that is cancelled loses its connection and logs an error, and the database may have done it or not. So the
+    work must bear being done again.
+    """
     task = asyncio.create_task(work)
     try:
         await asyncio.shield(task)
