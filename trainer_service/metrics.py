@@ -1,8 +1,8 @@
-"""What the trainer measures, by subject. Kinds of operations are the field names of WaitResultResponse.
+"""The trainer's metrics, by subject. Kinds of operations are the field names of WaitResultResponse.
 
 A phase is a part of the compute thread's time: `schedule` (choosing the next work), `pack`, `forward`, `loss`,
-`backward`, `accumulate` of each micro-batch, `optimizer`, and `capture` (the copy for a checkpoint or a snapshot).
-Forward and backward end with a value that the host waits for, so that on a GPU, too, they are what they took.
+`backward` and `accumulate` of each micro-batch, `optimizer`, and `capture` (the copy for a checkpoint or a snapshot).
+The host waits for a value at the end of forward and of backward, so their times are right on a GPU, too.
 """
 
 from __future__ import annotations
@@ -23,54 +23,52 @@ _RATIOS = [1.0, 1.001, 1.01, 1.1, 1.2, 1.5, 2.0, 5.0, 10.0, 100.0, 1000.0]
 
 
 class Operations:
-    """Of clients: from acceptance to the answer."""
+    """Operations, from acceptance to the answer."""
 
     def __init__(self, declare: Declare) -> None:
         self.finished = declare.counter("operations", "Finished operations, by kind and outcome.", "kind", "outcome")
-        for kind in KINDS:  # a series that begins at 1 has no increase
+        for kind in KINDS:  # each series must begin at 0: Prometheus sees no increase in one that begins at 1
             for outcome in ("ok", "failed"):
                 self.finished.labels(kind, outcome)
         self.queue_length = declare.gauge("queue_length", "Accepted operations that have not been executed.", "kind")
-        self.queue_seconds = declare.seconds("queue", "From acceptance to execution.", "kind")
+        self.queue_seconds = declare.seconds("queue", "Time from acceptance to execution.", "kind")
         self.queue_oldest = declare.gauge(
             "queue_oldest_seconds",
-            "How long the next operation of a model has waited, of the model where that is longest; 0 for none.",
+            "Longest time that a model's next operation has waited, over all models; 0 when none waits.",
         )
         self.held_bytes = declare.gauge(
             "held_bytes",
             "Memory of accepted operations whose answers are not stored: bodies, batches, answers.",
         )
-        self.held_limit_bytes = declare.gauge("held_limit_bytes", "Bound of it: max_queued_bytes.")
+        self.held_limit_bytes = declare.gauge("held_limit_bytes", "Limit on held_bytes: max_queued_bytes.")
 
 
 class Compute:
     """The compute thread."""
 
     def __init__(self, declare: Declare) -> None:
-        self.step_seconds = declare.seconds("step", "Execution on the compute thread.", "kind")
+        self.step_seconds = declare.seconds("step", "Time of one micro-batch or call on the compute thread.", "kind")
         self.running = declare.gauge(
-            "running_seconds", "How long the compute thread has been at its present work; 0 for none."
+            "running_seconds", "Time that the compute thread has spent on its current work; 0 while it is idle."
         )
-        self.threads = declare.gauge("threads", "CPU threads of this process's newest work; 0 for torch's default.")
+        self.threads = declare.gauge("threads", "CPU threads of this process's newest work; 0 means torch's default.")
         self.tokens_per_second = declare.gauge(
             "tokens_per_second", "Measured speed of large micro-batches, by which their size is chosen; 0 at first."
         )
         self.idle_seconds = declare.counter("idle_seconds", "Time in which the compute thread had nothing to do.")
         phases = declare.seconds(
             "phase",
-            "One phase of the compute thread's work; there is one of each for a micro-batch, step or capture.",
+            "Time of one phase of the compute thread's work: of each micro-batch, step or capture.",
             "phase",
             buckets=PHASE_BUCKETS_S,
         )
         self.phases = {phase: phases.labels(phase) for phase in PHASES}
         self.micro_batches = declare.counter(
-            "micro_batches", "Works of the engine; forward_backward operations share them."
+            "micro_batches", "Micro-batches computed; forward_backward operations share them."
         )
-        self.tokens = declare.counter(
-            "tokens", "Tokens of micro-batches, as they are charged: datums with many targets count for more."
-        )
+        self.tokens = declare.counter("tokens", "Charged tokens of micro-batches: a datum with many targets has more.")
         self.micro_batch_tokens = declare.histogram(
-            "micro_batch_tokens", "Tokens of one micro-batch, as they are charged.", buckets=[2**n for n in range(18)]
+            "micro_batch_tokens", "Charged tokens of one micro-batch.", buckets=[2**n for n in range(18)]
         )
         self.micro_batch_models = declare.histogram(
             "micro_batch_models", "Models with datums in one micro-batch.", buckets=[2**n for n in range(9)]
@@ -82,40 +80,42 @@ class Memory:
 
     def __init__(self, declare: Declare) -> None:
         self.token_budget = declare.gauge(
-            "token_budget", "Most tokens of a micro-batch: as many as fit into memory, or as are set."
+            "token_budget", "Most tokens of a micro-batch: as many as fit into memory, or as configured."
         )
         self.out_of_memory = declare.counter(
-            "out_of_memory", "Micro-batches that ran out of memory, and were tried smaller."
+            "out_of_memory", "Micro-batches that ran out of memory and were tried again in smaller parts."
         )
         self.models = declare.gauge("models", "Live models in memory.")
-        self.parked_models = declare.gauge("parked_models", "Live models that are parked: on the disk only.")
-        self.park_seconds = declare.seconds("park", "Parking a model: writing what is not on the disk, freeing it.")
+        self.parked_models = declare.gauge("parked_models", "Live models that are parked: on disk only.")
+        self.park_seconds = declare.seconds(
+            "park", "Time of parking a model: writing its state and freeing its memory."
+        )
         self.unpark_seconds = declare.seconds(
-            "unpark", "Bringing a parked model back, from the first call that needs it; with the wait for a place."
+            "unpark", "Time of bringing back a parked model, including the wait for a place in memory."
         )
         self.model_bytes = declare.gauge(
-            "model_bytes", "Weights, gradients and moments of the models in memory, by where they lie.", "place"
+            "model_bytes", "Weights, gradients and moments of the models in memory, on the device or the host.", "place"
         )
         self.model_reserved_bytes = declare.gauge(
-            "model_reserved_bytes", "What the models in memory take once each has gradients and moments."
+            "model_reserved_bytes", "Memory that the models take once each has gradients and moments."
         )
         self.model_limit_bytes = declare.gauge(
-            "model_limit_bytes", "Bound of the reserved bytes; infinite where none was set."
+            "model_limit_bytes", "Limit on model_reserved_bytes; infinite without a limit."
         )
         self.device_bytes = declare.gauge(
             "device_memory_bytes",
-            "The GPU's memory: allocated by tensors, reserved by torch, free, in all. On the CPU there is none.",
+            "The GPU's memory: allocated by tensors, reserved by torch, free, and total. A CPU has no such series.",
             "state",
         )
 
 
 class Agreement:
-    """How far trainer and sampler are apart in what is trained on."""
+    """The gap between trainer and sampler on the tokens of training batches."""
 
     def __init__(self, declare: Declare) -> None:
         self.sampler_kl = declare.histogram(
             "sampler_kl_nats",
-            "KL(sampler || trainer) for each token of a batch, by its loss.",
+            "KL(sampler || trainer) per token of a batch, by loss.",
             "loss_fn",
             buckets=_NATS,
         )
@@ -123,39 +123,45 @@ class Agreement:
             "ess_ratio", "Effective sample size of a batch, as a share of its tokens.", "loss_fn", buckets=_SHARES
         )
         self.ratio_max = declare.histogram(
-            "max_importance_ratio", "Largest ratio, trainer to sampler, of a batch.", "loss_fn", buckets=_RATIOS
+            "max_importance_ratio",
+            "Largest ratio of a token's probability, trainer to sampler, in a batch.",
+            "loss_fn",
+            buckets=_RATIOS,
         )
 
     def observe(self, mismatch: Mismatch, *, loss_fn: str) -> None:
-        """Of one forward_backward."""
+        """Records one forward_backward."""
         self.sampler_kl.labels(loss_fn).observe(mismatch.sampler_kl)
         self.ess.labels(loss_fn).observe(mismatch.ess)
         self.ratio_max.labels(loss_fn).observe(mismatch.ratio_max)
 
 
 class Publishing:
-    """Versions on their way to the samplers."""
+    """Publishing versions to the samplers."""
 
     def __init__(self, declare: Declare) -> None:
-        self.publish_seconds = declare.seconds("publish", "Publishing a version to the samplers.")
+        self.publish_seconds = declare.seconds("publish", "Time of publishing a version to the samplers.")
         self.publish_gap = declare.histogram(
-            "publish_gap_nats", "Largest gap of a canary token, of one sampler and version.", "engine", buckets=_NATS
+            "publish_gap_nats",
+            "Largest logprob gap of a canary token between trainer and sampler, by publish and sampler.",
+            "engine",
+            buckets=_NATS,
         )
         self.publish_certificates = declare.counter(
             "publish_certificates",
-            "Publishes: passed, warned, refused, or unscored: by no sampler.",
+            "Publishes: passed, warned, refused, or unscored (no sampler could be measured).",
             "outcome",
         )
-        for outcome in ("passed", "warned", "refused", "unscored"):  # a series that begins at 1 has no increase
+        for outcome in ("passed", "warned", "refused", "unscored"):  # each series must begin at 0, as above
             self.publish_certificates.labels(outcome)
         self.applied = declare.counter(
             "publish_applied",
-            "Measured samplers: whether their logprobs change with the version as the trainer's do.",
+            "Measured samplers, by whether the version changes their logprobs as it changes the trainer's.",
             "applied",
         )
         for state in ("yes", "too_weak_to_tell", "no"):
             self.applied.labels(state)
-        self.publish_bytes = declare.counter("publish_bytes", "Adapter bytes broadcast, once for each publish.")
+        self.publish_bytes = declare.counter("publish_bytes", "Bytes of sent versions, counted once for each publish.")
         self.publish_failures = declare.counter("publish_failures", "Attempts to publish that failed.")
         self.weight_groups = declare.counter("weight_groups", "Process groups formed with samplers.")
         self.samplers = declare.gauge("samplers", "Samplers that are serving.")
@@ -165,12 +171,12 @@ class Storage:
     """Checkpoints."""
 
     def __init__(self, declare: Declare) -> None:
-        self.checkpoint_seconds = declare.seconds("checkpoint", "Writing a checkpoint.")
+        self.checkpoint_seconds = declare.seconds("checkpoint", "Time of writing a checkpoint.")
         self.checkpoint_bytes = declare.counter("checkpoint_bytes", "Bytes of written checkpoints.")
         self.storage_free_bytes = declare.gauge(
-            "storage_free_bytes", "Free bytes of the disk that checkpoints are written on."
+            "storage_free_bytes", "Free bytes on the disk to which checkpoints are written."
         )
-        self.storage_free_bytes.set(math.inf)  # as in an object store, until a folder says otherwise
+        self.storage_free_bytes.set(math.inf)  # until the storage has been opened
         self.refused_saves = declare.counter(
             "refused_saves", "Saves, copies, imports and loads that were refused because the disk would become full."
         )
@@ -178,18 +184,18 @@ class Storage:
             "swept_leftovers", "Unfinished checkpoints of dead writers that were deleted."
         )
         self.damaged_checkpoints = declare.counter(
-            "damaged_checkpoints", "Times that a file was not what its manifest says."
+            "damaged_checkpoints", "Reads of a checkpoint's file that differs from its manifest."
         )
 
 
 class Durability:
-    """Journal and snapshots, and what a restart makes of them."""
+    """The journal, the snapshots, and restoring models from them."""
 
     def __init__(self, declare: Declare) -> None:
         self.state_free_bytes = declare.gauge(
-            "state_free_bytes", "Free bytes of the disk with the journal and the snapshots."
+            "state_free_bytes", "Free bytes on the disk of the journal and the snapshots."
         )
-        self.snapshot_seconds = declare.seconds("snapshot", "Writing a snapshot, from its capture on.")
+        self.snapshot_seconds = declare.seconds("snapshot", "Time of writing a snapshot, until it is durable.")
         self.snapshot_bytes = declare.counter("snapshot_bytes", "Bytes of written snapshots.")
         self.snapshot_failures = declare.counter(
             "snapshot_failures", "Snapshots that could not be captured or written."
@@ -201,20 +207,20 @@ class Durability:
         self.replayed_operations = declare.counter(
             "replayed_operations", "Operations that ran again after a restart.", "kind"
         )
-        for kind in KINDS:  # a replay is over between two scrapes: a series that begins at its end has no increase
+        for kind in KINDS:  # each series must begin at 0: a replay may be over before the first scrape
             self.replayed_operations.labels(kind)
-        self.restore_seconds = declare.seconds(
-            "restore", "From the start to where a model was again when the trainer ended."
-        )
+        self.restore_seconds = declare.seconds("restore", "Time from the trainer's start until a model was restored.")
         self.journal_bytes = declare.gauge("journal_bytes", "Bytes of requests and results in the journal.")
-        self.journal_limit_bytes = declare.gauge("journal_limit_bytes", "Bound of the journal: journal_max_bytes.")
+        self.journal_limit_bytes = declare.gauge("journal_limit_bytes", "Limit on journal_bytes: journal_max_bytes.")
         self.journal_failures = declare.counter(
-            "journal_failures", "Transactions that failed: their operations were refused."
+            "journal_failures", "Transactions of the journal that failed and were rolled back."
         )
-        self.journal_commit_seconds = declare.seconds("journal_commit", "One transaction of the journal.")
+        self.journal_commit_seconds = declare.seconds("journal_commit", "Time of one transaction of the journal.")
 
 
 class Metrics:
+    """All metrics of a trainer."""
+
     def __init__(self, registry: CollectorRegistry) -> None:
         declare = Declare("trainer", registry)
         self.operations = Operations(declare)
