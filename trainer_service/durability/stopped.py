@@ -1,6 +1,7 @@
-"""Journals of trainers that do not run: `tinsmith journal` and `tinsmith up` read and prune them.
+"""Reads and prunes the journals of stopped trainers, for `tinsmith journal` and `tinsmith up`.
 
-Except in `num_live_runs`, SystemExit says why a journal cannot be opened, as in `journal_file.connect`.
+All functions but `find` and `num_live_runs` raise SystemExit when a journal cannot be opened, as `journal_file.connect`
+does.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ def find(folder: Path) -> list[Path]:
 
 
 def summaries(path: Path) -> list[Summary]:
+    """Summaries of all models of a journal."""
     with closing(journal_file.connect(path)) as connection:
         return journal_pruning.summaries(connection)
 
 
 def prune(path: Path, *, expired_before: float, dry_run: bool) -> Pruned:
-    """Deletes what `journal_pruning.prune` does, and gives its space back to the disk."""
+    """Prunes a journal as `journal_pruning.prune` does, and returns the freed space to the disk."""
     with closing(journal_file.connect(path)) as connection:
         connection.execute("BEGIN")
         pruned = journal_pruning.prune(connection, expired_before=expired_before, dry_run=dry_run)
@@ -36,7 +38,7 @@ def prune(path: Path, *, expired_before: float, dry_run: bool) -> Pruned:
 
 
 def delete_model(path: Path, model_id: str, *, dry_run: bool) -> bool:
-    """Deletes a model with all that it had accepted. False: the journal has none of this name."""
+    """Deletes a model and its operations. Returns False when the journal has no model of this id."""
     with closing(journal_file.connect(path)) as connection:
         found = connection.execute("SELECT 1 FROM models WHERE model_id = ?", (model_id,)).fetchone() is not None
         if found and not dry_run:
@@ -45,7 +47,8 @@ def delete_model(path: Path, model_id: str, *, dry_run: bool) -> bool:
 
 
 def num_live_runs(path: Path) -> int:
-    """Live models. The journal is not locked; one that cannot be read has none, and its own trainer will say why."""
+    """Number of live models. Does not lock the journal. Returns 0 for one that cannot be read: its own trainer reports
+    the error."""
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
             (count,) = connection.execute("SELECT count(*) FROM models WHERE state = 'live'").fetchone()

@@ -1,7 +1,7 @@
-"""The compute thread: one micro-batch, or one call, after the other, as long as there is something to do.
+"""The compute thread: runs one micro-batch or one call after the other, while there is something to do.
 
-The event loop puts in what is to be computed (lanes.py says who comes next), and gets the results. Between two works
-the thread asks nobody: results become protobuf, journal and log on the event loop, while it goes on.
+The event loop puts in work and gets the results; lanes.py chooses the next work. Between two works the thread does not
+wait for the event loop, which converts, stores and logs results while the thread goes on.
 """
 
 from __future__ import annotations
@@ -26,54 +26,55 @@ from trainer_service.scheduling.work import BatchEngine, Operation, Output
 logger = logging.getLogger(__name__)
 
 _LONE_AFTER_S = 30.0
-"""After so long without an operation of another model, a model has the trainer for itself."""
+"""A model has the trainer for itself when no other model's operation has come for this long, in seconds."""
 _LONE_MICRO_BATCH_S = 2.0
+"""Time that a micro-batch should take while one model has the trainer for itself, in seconds."""
 _SHARED_MICRO_BATCH_S = 0.1
-"""Time that a micro-batch should take: whoever comes while it runs waits for its end."""
+"""Time that a micro-batch should take otherwise, in seconds. Operations that arrive meanwhile wait for its end."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """What the thread does now."""
+    """The work that the thread does now."""
 
     operations: Sequence[Operation]
     num_tokens: int
-    """0 for a call."""
+    """Charged tokens of a micro-batch; 0 for a call."""
     started_s: float
-    """Of time.perf_counter."""
+    """Time of its start, by time.perf_counter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How fast the thread computes, and in what portions."""
+    """The speed of the thread, and the size of its micro-batches."""
 
     num_threads: int
-    """0 for torch's default."""
+    """CPU threads of the newest work; 0 means torch's default."""
     micro_batch_tokens: int
     """Most tokens of the next micro-batch."""
     tokens_per_s: float
-    """Of large micro-batches; 0 before the first."""
+    """Measured speed of large micro-batches; 0 before the first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """What there is to compute, at one moment."""
+    """The work to be done, at one moment."""
 
     running: Running | None
     items: Mapping[str, Sequence[Item]]
-    """For each model what has not ended, in order."""
+    """For each model its items that have not ended, in order."""
 
     def waiting(self, model_id: str) -> Iterator[tuple[Operation, int]]:
-        """A model's operations in order, with the tokens of them that wait; 0 for a call."""
+        """A model's waiting operations in order, each with the number of its waiting tokens; 0 for a call."""
         for item in self.items.get(model_id, ()):
             if item.operation is not None and item.may_be_withdrawn:
                 yield item.operation, item.num_tokens
 
 
 class ComputeThread:
-    """All public methods run on the event loop in which it was made."""
+    """Owns the compute thread. All public methods run on the event loop on which it was made."""
 
     def __init__(
         self, engine: BatchEngine, metrics: Metrics, executing: Executing, cores: Cores, *, alone: bool = False
@@ -85,25 +86,26 @@ class ComputeThread:
         self._loop = asyncio.get_running_loop()
         self._lanes = Lanes(alone=alone)
         self._alone = alone
-        self._stopped: list[BatchRun] = []  # begun, and to end without the rest
+        self._stopped: list[BatchRun] = []  # batches that the engine has begun and must end early
         self._running: Running | None = None
         self._closed = False
         self._changed = threading.Condition()  # guards everything above
-        self._results: list[tuple[asyncio.Future[Any], object]] = []  # which the event loop does not have yet
+        self._results: list[tuple[asyncio.Future[Any], object]] = []  # not delivered to the event loop yet
         self._ended = asyncio.Event()
         self.engine_died = asyncio.Event()
-        """Nothing is computed any more, by no operation's fault. What runs and what waits gets no result."""
+        """Set when nothing can be computed any more. Running and waiting items get no result, because the fault is not
+        theirs."""
         self.speed = Speed()
         self._newest_model = ""
         """The model whose item came last; empty before the first one."""
         self._shared_at: float | None = None
-        """When the items of one model were last followed by another's, by time.monotonic."""
+        """Time at which an item of another model than the one before came last, by time.monotonic."""
         metrics.operations.queue_oldest.set_function(self._oldest_s)
         metrics.compute.running.set_function(self._running_s)
         threading.Thread(target=self._work, name="compute", daemon=True).start()
 
     def put(self, model_id: str, item: Item) -> None:
-        """Behind the model's other items. The item's result comes in time; after `close` it is cancelled."""
+        """Adds an item behind the model's other items. Its result is set later; after `close` it is cancelled."""
         with self._changed:
             if self._closed:
                 item.result.cancel()
@@ -115,12 +117,13 @@ class ComputeThread:
             self._changed.notify()
 
     def withdraw(self, model_id: str, error: ServiceError) -> None:
-        """Fails what waits. What has begun goes on up to the end of the call or micro-batch that runs now."""
+        """Fails a model's waiting items with `error`. A batch that has begun is stopped after the current micro-batch,
+        and a running call ends as usual."""
         with self._changed:
             for item in self._lanes.withdraw(model_id):
                 if isinstance(item, BatchRun) and item.operation.has_begun:
                     item.error = error
-                    self._stopped.append(item)  # the engine has begun it, and must be told
+                    self._stopped.append(item)  # the engine has begun the batch, and must finish it
                 else:
                     item.result.set_exception(error)
             self._changed.notify()
@@ -137,7 +140,7 @@ class ComputeThread:
         return await result
 
     async def close(self, *, timeout_s: float) -> bool:
-        """Starts nothing more. Returns False when something still runs after `timeout_s` seconds."""
+        """Stops the thread after its current work. Returns False when that still runs after `timeout_s` seconds."""
         with self._changed:
             self._closed = True
             for item in self._lanes.withdraw_all():
@@ -159,11 +162,11 @@ class ComputeThread:
 
     @property
     def loss_speed(self) -> Speed | None:
-        """Measured speed, by which the time of custom losses counts as tokens; None where micro-batches must not depend
-        on measurements."""
+        """Measured speed, which converts the time of custom losses into tokens. None for a deterministic trainer, whose
+        micro-batches must not depend on measurements."""
         return None if self._alone else self.speed
 
-    # Asked by the thread that serves the metrics
+    # Called by the thread that serves the metrics
 
     def _oldest_s(self) -> float:
         with self._changed:
@@ -177,8 +180,8 @@ class ComputeThread:
     # On the thread
 
     def _work(self) -> None:
-        """What an operation raises becomes its result. Whatever arrives here is an error of the engine or of this
-        loop, after which operations would wait for ever, or fail for nothing of their own."""
+        """The thread's loop. An operation's own error becomes its result. Any other error sets `engine_died`: otherwise
+        operations would wait for ever, or fail without a fault of their own."""
         try:
             while (work := self._next()) is not None:
                 assert self._running is not None
@@ -191,17 +194,17 @@ class ComputeThread:
                     self._run_call(work)
                 else:
                     self._run_micro_batch(work)
-                self._executing.end(names)  # and not after an exception, with which the process ends
+                self._executing.end(names)  # not after an exception: the process ends then, and the operations count
         except BaseException:
             logger.critical("the compute thread has died, and the trainer ends: a restart runs again", exc_info=True)
             self._loop.call_soon_threadsafe(self.engine_died.set)
         self._loop.call_soon_threadsafe(self._ended.set)
 
     def _next(self) -> Call | MicroBatch | None:
-        """Waits for something to do; None when the thread is to end.
+        """Waits for the next work; None when the thread is to end.
 
-        The event loop gets the results of what came before when it is known what comes next: it takes the interpreter's
-        lock to work on them.
+        The results of the last work are delivered only when the next is known, because the event loop takes the
+        interpreter's lock to handle them.
         """
         while True:
             self._end_stopped()
@@ -223,9 +226,8 @@ class ComputeThread:
         return work
 
     def _micro_batch_tokens(self) -> int:
-        """Most tokens of the next micro-batch: as many as it computes in the time that it should take, at the speed of
-        the earlier ones, and no more than the engine's budget. Only the latter where micro-batches must not depend on
-        measurements."""
+        """Most tokens of the next micro-batch: as many as are computed in the time that it should take, at the measured
+        speed, and at most the engine's token budget. For a deterministic trainer, the budget alone."""
         budget = self._engine.token_budget
         if self._alone:
             return budget
@@ -338,12 +340,13 @@ class ComputeThread:
             return internal_error()
 
     def _check_alive(self, error: Exception) -> None:
-        """Raises EngineDead for an error that would fail everything that follows, too."""
+        """Raises EngineDead for an error after which every further work would fail, too."""
         if self._engine.is_dead(error):
             raise EngineDead(f"the engine has died: {error}") from error
 
     def _measure(self, kind: str, *, loss_seconds: float = 0.0, expected_loss_seconds: float = 0.0) -> None:
-        """Records the time of the work that has just run. `loss_seconds`: the part that custom losses took."""
+        """Records the time of the work that has just run. `loss_seconds`: the part that custom losses took.
+        `expected_loss_seconds`: the part that they were expected to take."""
         running = self._running
         assert running is not None
         seconds = time.perf_counter() - running.started_s
@@ -362,7 +365,7 @@ class ComputeThread:
 
 def _resolve(results: Sequence[tuple[asyncio.Future[Any], object]]) -> None:
     for future, result in results:
-        if future.done():  # nobody waits any more
+        if future.done():  # cancelled meanwhile
             continue
         if isinstance(result, Exception):
             future.set_exception(result)

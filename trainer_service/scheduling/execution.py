@@ -1,8 +1,8 @@
-"""A model's operations on their way to their outcomes, one after the other.
+"""Executes a model's operations, one after the other, up to their outcomes.
 
-An operation's place on the compute thread is in its model's lane (lanes.py). A batch gets it when the operation before
-has got its own. Every other operation is a coroutine that asks for its place, at most once, with `Turn.run`. What it
-awaits before delays its own model only. What it awaits after delays only its own result: the model goes on.
+An operation gets a place on the compute thread in its model's lane (lanes.py). A batch gets it as soon as the operation
+before it has its own. Every other operation is a coroutine that asks for its place with `Turn.run`, at most once. While
+it waits for something before that, only its own model is delayed. After that, only its own result is delayed.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Spawn = Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
 """Starts a task that the scheduler waits for when it closes."""
 
 _LARGE_TOKENS = 8192
-"""Results of more tokens become protobuf on a thread, to keep the event loop free."""
+"""Results of more tokens are converted to protobuf on a thread, to keep the event loop free."""
 
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """The Turn that an operation is given."""
+    """The Turn of one operation."""
 
     _execution: Execution
     _model: ModelQueue
@@ -69,6 +69,8 @@ class _Turn:
 
 
 class Execution:
+    """Starts operations in order, gives them places on the compute thread, and sets their outcomes."""
+
     def __init__(
         self,
         compute: ComputeThread,
@@ -77,7 +79,7 @@ class Execution:
         spawn: Spawn,
         has_settled: Callable[[ModelQueue, Operation, Outcome], None],
     ) -> None:
-        """has_settled: is told of each outcome, once it is set."""
+        """`has_settled`: called with each outcome, once it is set."""
         self._compute = compute
         self._metrics = metrics
         self.executing = executing
@@ -90,12 +92,12 @@ class Execution:
         self._closed = True
 
     def advance(self, model: ModelQueue) -> None:
-        """Starts the model's next operations, up to one that has yet to ask for its place."""
+        """Starts the model's next operations, up to the first that does not ask for its place at once."""
         while not (model.gone or model.head or self._closed):
             operation = model.operations.get(model.next_to_enter)
             if operation is None or operation.work is None:
                 return
-            if any(earlier.founds for earlier in model.unsettled):  # the model does not exist yet
+            if any(earlier.founds for earlier in model.unsettled):  # the model is still being made
                 return
             model.head = operation
             model.unsettled.add(operation)
@@ -109,7 +111,7 @@ class Execution:
                 self._spawn(self._run_work(model, operation, operation.work))
 
     def enter(self, model: ModelQueue, item: Item) -> None:
-        """The head of the model gets its place on the compute thread."""
+        """Gives the model's head its place on the compute thread."""
         if model.gone is not None:
             item.result.set_exception(model.gone)
             return
@@ -117,7 +119,7 @@ class Execution:
         _leave_head(model)
 
     def settle(self, model: ModelQueue, operation: Operation, outcome: Outcome) -> None:
-        """Nothing happens when it has an outcome."""
+        """Sets the operation's outcome, unless it has one."""
         model.unsettled.discard(operation)
         if operation.outcome.done():
             return
@@ -127,13 +129,14 @@ class Execution:
         self._has_settled(model, operation, outcome)
 
     def abandon(self, model: ModelQueue, error: ServiceError) -> None:
-        """Fails what is queued, and what runs in micro-batches at the next one; a call that runs goes on."""
+        """Fails the model's queued operations, and a running batch before its next micro-batch. A running call goes
+        on."""
         model.gone = error
         if model.restoration is not None:
             if model.restoration.feeder is not None:
                 model.restoration.feeder.cancel()
             model.restoration.is_over.set()
-        self._compute.withdraw(model.model_id, error)  # whose operations end by this
+        self._compute.withdraw(model.model_id, error)  # ends the operations that have a place on the compute thread
         for operation in list(model.operations.values()):
             if operation not in model.unsettled:
                 self.settle(model, operation, error)
@@ -150,7 +153,7 @@ class Execution:
                     outcome = await asyncio.to_thread(_answer, output) if large else _answer(output)
         except ServiceError as error:
             outcome = error
-        except Exception:  # of its answer: the compute thread gives none
+        except Exception:  # making the answer failed; the compute thread itself raises only ServiceError
             logger.exception("%s, seq_id %d: no answer can be made", model.model_id, run.operation.seq_id)
             outcome = internal_error()
         self.settle(model, run.operation, outcome)
@@ -171,7 +174,7 @@ class Execution:
             outcome = internal_error()
         if operation.seq_id == 0 and not operation.replayed and isinstance(outcome, ServiceError):
             self.abandon(model, ModelNotFound(f"model_id: the creation of {model.model_id!r} failed: {outcome}"))
-        if model.head is operation:  # it needs no place
+        if model.head is operation:  # it ended without asking for a place
             _leave_head(model)
             self.advance(model)
         self.settle(model, operation, outcome)

@@ -1,11 +1,12 @@
-"""What waits for the compute thread: a lane for each model, in the model's order, and who comes next.
+"""The work that waits for the compute thread, in a lane for each model, and the choice of the next work.
 
-The batches up to a lane's first call are open: their datums share micro-batches, fairly (fairness.py). A call runs when
-everything before it in its lane is over, and what is behind it waits for it. So a step sees all gradients before it and
-none after it, and what a model has pipelined is here before its turn comes: nobody else is asked between a batch and
-the step that follows it.
+A lane holds a model's batches and calls in order. The batches before its first call are open: their datums share
+micro-batches with other models', fairly (fairness.py). A call runs when everything before it in its lane is over, and
+everything behind it waits. So a step sees all gradients before it and none after it. A pipelined step is in the lane
+before its turn comes, so the compute thread need not wait for the event loop between a batch and its step.
 
-Calls run between micro-batches, at most one of each model in a row: neither waits for more than one of the other.
+Calls run between micro-batches, at most one of each model in a row. So a micro-batch waits for at most one call of each
+model, and a call for at most one micro-batch.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from trainer_service.scheduling.work import Batch, Job, Operation, Output
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """What the coroutine of an operation wants from the compute thread."""
+    """A function that runs on the compute thread, for the coroutine of an operation."""
 
     operation: Operation | None
-    """None for what belongs to no operation."""
+    """None for a call that belongs to no operation."""
     run: Callable[[], Any]
     result: asyncio.Future[Any]
     pass_tokens: int | None = None
@@ -45,18 +46,19 @@ class Call:
 
 @dataclass(slots=True, eq=False)
 class BatchRun:
-    """A forward_backward, datum by datum."""
+    """A forward_backward that runs in micro-batches."""
 
     operation: Operation
     batch: Batch
     load: Load
-    """Tokens that each datum counts for, with those for the time of its loss."""
+    """Its datums, with the tokens that each is charged for, including those for the time of its custom loss."""
     result: asyncio.Future[Output]
     job: Job | None = None
-    """None until its first micro-batch, and when the engine did not take it."""
+    """The engine's job; None before the first micro-batch, and when the engine refused the batch."""
     error: ServiceError | None = None
-    """Why it stops here, or was not taken; what the engine says is in the job."""
+    """Why the batch was stopped, or why the engine refused it. Errors while it runs are in the job."""
     is_over: bool = False
+    """True when nothing of it will run any more, and its result is known."""
 
     @classmethod
     def of(
@@ -68,24 +70,24 @@ class BatchRun:
         speed: Speed | None = None,
         alone: bool = False,
     ) -> BatchRun:
-        """`speed`: converts the time of custom losses into tokens; without it that time counts for none. `alone`: the
-        batch shares no micro-batch."""
+        """`speed`: converts the expected time of custom losses into tokens; without it that time is not charged.
+        `alone`: the batch shares no micro-batch."""
         more = [0 if speed is None or not one.loss_s else speed.loss_tokens(one.loss_s) for one in batch.datums]
         lengths = [one.charge + tokens for one, tokens in zip(batch.datums, more, strict=True)]
         return cls(operation, batch, Load(lengths, batch.forward_only, alone=alone), result)
 
     def num_charged(self, indices: Sequence[int]) -> int:
-        """Tokens that these datums count for, without the time of their losses."""
+        """Charge of these datums in tokens, without the time of their losses."""
         return sum(self.batch.datums[index].charge for index in indices)
 
     @property
     def num_tokens(self) -> int:
-        """Of what waits."""
+        """Charged tokens of the datums that still wait."""
         return self.load.num_tokens
 
     @property
     def has_ended(self) -> bool:
-        """Nothing of it is to run any more, once what runs now is done."""
+        """True when nothing of the batch is left to run after the current micro-batch."""
         failed = self.error is not None or (self.job is not None and self.job.error is not None)
         return failed or not self.load.num_waiting
 
@@ -96,7 +98,7 @@ class BatchRun:
 
 Item = Call | BatchRun
 MicroBatch = Sequence[tuple[BatchRun, range]]
-"""Datums of batches, by index."""
+"""Batches with the indices of their datums."""
 
 
 @dataclass(slots=True)
@@ -106,17 +108,21 @@ class _Lane:
 
 
 class Lanes:
-    """See the module's docstring. Not thread safe."""
+    """All models' lanes; see the module's docstring. Not thread safe."""
 
     def __init__(self, *, alone: bool = False) -> None:
         """`alone`: no two batches share a micro-batch."""
         self._lanes: dict[str, _Lane] = {}
         self._ring = DeficitRoundRobin(alone=alone)
-        self._runs: dict[Load, BatchRun] = {}  # those in the ring, and those of the micro-batch that runs
-        self._calls: deque[Call] = deque()  # the first of their lanes
+        self._runs: dict[Load, BatchRun] = {}
+        """Batches in the ring, and those of the current micro-batch, by their loads."""
+        self._calls: deque[Call] = deque()
+        """Calls that may run now: the first ones of their lanes, and those of `put_first`."""
         self._calls_before_batch = 0
+        """Number of calls that run before the next micro-batch."""
 
     def put(self, model_id: str, item: Item) -> None:
+        """Adds an item at the end of the model's lane."""
         lane = self._lanes.setdefault(model_id, _Lane())
         lane.items.append(item)
         if isinstance(item, Call):
@@ -127,12 +133,16 @@ class Lanes:
             self._open(model_id, item)
 
     def put_first(self, call: Call) -> None:
-        """A call of no lane, before all others."""
+        """Adds a call outside the lanes, which runs next."""
         self._calls.appendleft(call)
         self._calls_before_batch += 1
 
     def next(self, budget: int) -> Call | MicroBatch | None:
-        """What the compute thread does next; None when nothing is ready. Say `end` when an item is over."""
+        """Takes the next work of the compute thread; None when nothing is ready. `budget`: most tokens of a
+        micro-batch.
+
+        `end` must be called for each item that is over.
+        """
         if self._calls and (self._calls_before_batch > 0 or not self._ring):
             self._calls_before_batch = max(0, self._calls_before_batch - 1)
             return self._calls.popleft()
@@ -140,21 +150,21 @@ class Lanes:
         return [(self._runs[load], indices) for load, indices in parts] or None
 
     def charge(self, model_id: str, tokens: int) -> None:
-        """A model has cost more than the tokens of its datums."""
+        """Charges a model for costs beyond the tokens of its datums."""
         self._ring.charge(model_id, tokens)
 
     def end_micro_batch(self) -> None:
-        """The calls that wait now go before the next one."""
+        """Called after a micro-batch. The calls that wait now run before the next micro-batch."""
         self._calls_before_batch = len(self._calls)
 
     def end(self, model_id: str, item: Item) -> None:
-        """It has run, or has failed; what is left of a batch is dropped."""
+        """Removes an item that has run or failed from its lane. The remaining datums of a batch are dropped."""
         item.is_over = True
         if isinstance(item, BatchRun):
             self._runs.pop(item.load, None)
             self._ring.drop(model_id, item.load)
         lane = self._lanes.get(model_id)
-        if lane is None or item not in lane.items:  # withdrawn
+        if lane is None or item not in lane.items:  # its lane was withdrawn
             return
         lane.items.remove(item)
         if not lane.items:
@@ -169,7 +179,7 @@ class Lanes:
             self._calls.append(first)
 
     def withdraw(self, model_id: str) -> list[Item]:
-        """Takes back a model's lane. Returns what is not over and will not end with what runs now."""
+        """Removes a model's lane. Returns the items that the compute thread will not end after its current work."""
         lane = self._lanes.pop(model_id, None)
         if lane is None:
             return []
@@ -183,16 +193,17 @@ class Lanes:
         return withdrawn
 
     def withdraw_all(self) -> list[Item]:
+        """Removes all lanes and calls, and returns items as `withdraw` does."""
         withdrawn = [item for model_id in list(self._lanes) for item in self.withdraw(model_id)]
         alone, self._calls = self._calls, deque()
         return [*withdrawn, *alone]
 
     def waiting(self) -> dict[str, list[Item]]:
-        """For each model what has not ended, in order. Takes no longer than copies of lists do."""
+        """The items of each model that have not ended, in order. Copies lists only, so it is fast."""
         return {model_id: list(lane.items) for model_id, lane in self._lanes.items()}
 
     def next_of_each(self) -> list[Operation]:
-        """The operation of each model that begins next, if any waits."""
+        """For each model with waiting operations, the one that begins next."""
         following = (
             next((item.operation for item in lane.items if item.operation and not item.operation.has_begun), None)
             for lane in self._lanes.values()
@@ -200,5 +211,6 @@ class Lanes:
         return [operation for operation in following if operation is not None]
 
     def _open(self, model_id: str, run: BatchRun) -> None:
+        """Lets a batch's datums join micro-batches."""
         self._runs[run.load] = run
         self._ring.add(model_id, run.load)

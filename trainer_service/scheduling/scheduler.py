@@ -1,14 +1,14 @@
-"""The order of training operations. Three promises, for each model:
+"""The scheduler of training operations. It makes three promises for each model:
 
-1. Order: operations are executed by seq_id, without gaps, whatever order they arrive in. One that comes early waits;
-   for how long, where a seq_id never comes, is decided elsewhere (operations/lost.py). A failed operation, also one
-   that validation refused, uses up its seq_id.
-2. Once: the same (model_id, seq_id) again is the same operation, running or finished; with another body it is refused.
-3. One at a time: the engine sees one call at a time, on one compute thread.
+1. Order: operations are executed by seq_id, without gaps, in whatever order they arrive. An early operation waits.
+   operations/lost.py decides how long it waits for a seq_id that never arrives. A failed operation uses up its seq_id,
+   even if validation refused it.
+2. Once: a repeated (model_id, seq_id) is the same operation, running or finished. With another body it is refused.
+3. One at a time: the engine gets one call at a time, on one compute thread.
 
-An operation is accepted when it is in the journal (acceptance.py). From then on it lives here, whatever becomes of the
-call that brought it, and also after a restart (replay.py). It is executed in its turn (execution.py), and its answer is
-stored (results.py).
+An operation is accepted when it is in the journal (acceptance.py). From then on it does not depend on the call that
+brought it, and survives a restart (replay.py). It is executed in its turn (execution.py), and its answer is stored
+(results.py).
 """
 
 from __future__ import annotations
@@ -42,11 +42,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Gap:
+    """An operation that has not arrived, and for which others of its model wait."""
+
     model_id: str
     seq_id: int
-    """Has not arrived."""
+    """seq_id of the missing operation."""
     behind: frozenset[int]
-    """Those that have, and wait for it."""
+    """seq_ids of the operations that wait for it."""
 
 
 async def _unchanged(entry: Entry, work: Work) -> Work:
@@ -70,8 +72,8 @@ class Scheduler:
         executing: Executing | None = None,
         cores: Cores | None = None,
     ) -> None:
-        """`alone`: no two batches share a micro-batch. `executing`: that of the journal's folder; made
-        here unless given. `cores`: None leaves the number of threads as it is."""
+        """`alone`: no two batches share a micro-batch. `executing`: the Executing of the journal's folder; made here if
+        it is None. `cores`: None leaves the number of threads unchanged."""
         self._journal = journal
         self._tasks: set[asyncio.Task[Any]] = set()
         self._models = ModelQueues(metrics, max_models=max_models, max_known_models=max_known_models)
@@ -96,12 +98,12 @@ class Scheduler:
 
     @property
     def engine_died(self) -> asyncio.Event:
-        """Nothing is computed any more. The process is to end: what is in the journal runs again after a restart."""
+        """Set when nothing can be computed any more. The process must end; a restart runs the journal's operations."""
         return self._compute.engine_died
 
     @property
     def max_operation_bytes(self) -> int:
-        """Memory of the largest operation that can be taken at all."""
+        """Memory of the largest operation that can ever be accepted, in bytes."""
         return self._held.max_operation_bytes
 
     async def accept(
@@ -113,11 +115,13 @@ class Scheduler:
         *,
         held_bytes: int | None = None,
     ) -> Operation:
-        """Returns once the operation is in the journal; a repeat returns the first one. Operation 0 makes the model.
+        """Accepts an operation. Returns once it is in the journal; a repeat returns the first operation. Operation 0
+        makes the model.
 
-        `build` makes the work while the journal writes; what it refuses must be a work that fails. `held_bytes`:
-        memory that the operation will hold, when that is more than its body. Raises
-        ModelNotFound, ModelLost, SequenceConflict, ResultNotFound (a repeat whose result has expired), OutOfCapacity.
+        `build`: makes the work while the journal writes. For a request that it refuses it must return work that fails.
+        `held_bytes`: memory that the operation will hold, in bytes; None means that of its body. Raises ModelNotFound,
+        ModelLost, SequenceConflict, OutOfCapacity, InvalidRequest for a seq_id that is too far ahead, and
+        ResultNotFound for a repeat whose result has expired.
         """
         held_bytes = min(body.num_bytes, self.max_operation_bytes) if held_bytes is None else held_bytes
         return await asyncio.shield(
@@ -129,7 +133,7 @@ class Scheduler:
         return await self._acceptance.find(model_id, seq_id)
 
     async def describe(self, model_id: str, seq_id: int) -> QueueStatus:
-        """What an accepted operation waits for. Raises ResultNotFound when there is none, or its result has expired."""
+        """Describes what an accepted operation waits for. Raises ResultNotFound as `find` does."""
         operation = await self.find(model_id, seq_id)
         model = self._models.get(model_id)
         if model is not None and model.operations.get(seq_id) is operation:
@@ -147,7 +151,7 @@ class Scheduler:
         return await self._compute.run_alone(call, pass_tokens=pass_tokens)
 
     def gaps(self) -> list[Gap]:
-        """Of the models whose accepted operations all wait for one that has not arrived."""
+        """The missing operations, one of each model whose accepted operations all wait for one that has not arrived."""
         return [
             Gap(model.model_id, model.next_to_enter, behind)
             for model in self._models
@@ -165,8 +169,8 @@ class Scheduler:
         return self._models[model_id].next_seq_id
 
     async def check_held(self, model_id: str) -> None:
-        """Waits while the model is being made or restored, and brings it back if it is parked. Raises ModelLost for one
-        that could not be restored, OutOfCapacity when there is no place for it."""
+        """Waits while the model is being made or restored, and brings it back if it is parked. Raises ModelLost for a
+        model that could not be restored, and OutOfCapacity when there is no place for it in memory."""
         with self.parking.wanted(model_id):
             await self.parking.have(model_id)
             await self._check_held(model_id)
@@ -193,12 +197,14 @@ class Scheduler:
         checked: Callable[[Entry, Work], Awaitable[Work]] = _unchanged,
         unparks: bool = False,
     ) -> None:
-        """Brings a model back from the journal: `found` makes it as it was after operation `start`, or runs operation
-        0 again, and the later ones follow. Those that had an answer keep it, and `work_of` makes what they do again.
-        `checked` is asked for each work that `work_of` has made, may take long, and gives what runs.
+        """Begins to bring a model back from the journal.
 
-        When one of those fails that had not, the model is given up, and `forget` frees what there is of it.
-        `unparks`: the model was parked.
+        `found`: work that makes the model as it was after operation `start`, or runs operation 0 again. The later
+        operations of `history` follow. `work_of` makes the work of each; operations with an answer keep it. `checked`
+        checks the work that `work_of` has made, which may take long, and returns the work to run.
+
+        When an operation with an answer fails now, the model is given up, and `forget` frees its memory. `unparks`: the
+        model was parked.
         """
         self._replay.begin(
             model_id,
@@ -212,7 +218,7 @@ class Scheduler:
         )
 
     async def restored(self, model_id: str) -> None:
-        """Returns when a model that `restore` brings back is there, or has been given up and is forgotten."""
+        """Returns when a model that `restore` brings back is restored, or has been given up and its memory freed."""
         model = self._models.get(model_id)
         if model is None or (restoration := model.restoration) is None:
             return
@@ -225,13 +231,14 @@ class Scheduler:
         self._models.parked.add(model_id)
 
     def give_up(self, model_id: str, why: str) -> None:
-        """The model cannot be restored by this process; the journal keeps it for another."""
+        """Records that this process cannot restore a model. The journal keeps it for the next process."""
         self._replay.give_up(model_id, why)
 
     async def delete(self, model_id: str, call: Callable[[], object]) -> None:
-        """Forgets a model: what is queued fails, and so does a batch that is not through when this micro-batch ends.
+        """Deletes a model. Its queued operations fail, and so does a batch that needs more than the current
+        micro-batch.
 
-        What else runs is waited for, then `call` runs on the compute thread.
+        Waits for its other running operations, then runs `call` on the compute thread.
         """
         await self.parking.settled(model_id)
         self._models.unrestored.pop(model_id, None)
@@ -246,10 +253,10 @@ class Scheduler:
         self.executing.forget_model(model_id)
 
     async def close(self, *, timeout_s: float) -> bool:
-        """Starts nothing more, no micro-batch either, and waits for what runs.
+        """Starts no further operation or micro-batch, and waits for the current work. Unfinished operations stay
+        accepted in the journal.
 
-        What is not through then stays accepted in the journal.
-        Returns False when something still ran after `timeout_s` seconds, or when the engine has died.
+        Returns False when something still runs after `timeout_s` seconds, or when the engine has died.
         """
         self._execution.close()
         self._results.close()
@@ -274,6 +281,7 @@ class Scheduler:
         self._replay.check_load(model, operation, outcome)
 
     def spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Starts a task that `close` waits for."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

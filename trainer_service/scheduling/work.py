@@ -1,4 +1,4 @@
-"""What the scheduler runs: an operation, its work, and what it must know of an engine. Knows no torch."""
+"""The scheduler's types: an operation, its work, and the interfaces of engine and batch. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ Answer = trainer_pb2.WaitResultResponse
 
 
 class Datum(Protocol):
+    """One example of a batch, as far as the scheduler needs it."""
+
     @property
     def length(self) -> int:
-        """In tokens."""
+        """Number of tokens."""
         ...
 
     @property
     def charge(self) -> int:
-        """Tokens that it counts for in its model's turns and in a micro-batch."""
+        """Tokens that the datum counts for in its model's turns and in a micro-batch."""
         ...
 
     @property
@@ -36,7 +38,7 @@ class Datum(Protocol):
 
 
 class Batch(Protocol):
-    """What the scheduler must know of a batch."""
+    """The data of a forward_backward, as far as the scheduler needs it."""
 
     @property
     def forward_only(self) -> bool: ...
@@ -46,7 +48,7 @@ class Batch(Protocol):
 
     @property
     def held_bytes(self) -> int:
-        """Memory that it takes, with its request and its answer."""
+        """Memory that the batch takes with its request and its answer, in bytes."""
         ...
 
 
@@ -58,41 +60,43 @@ class Job(Protocol):
     """A forward_backward that the engine has begun."""
 
     error: ServiceError | None
-    """Why it has failed: the engine sets it in `run`, the compute thread when the job is to stop."""
+    """Why the job has failed. The engine sets it in `run`; the compute thread sets it to stop the job."""
     loss_seconds: float
-    """Time that its custom loss has taken and that its model has not been charged for: `run` adds to it."""
+    """Time of the custom loss that its model has not been charged for yet, in seconds. `run` adds to it."""
 
     def piece(self, indices: Sequence[int]) -> Any:
-        """Some of its datums, for `run`."""
+        """The datums at these indices, for `run`."""
         ...
 
 
 class BatchEngine(Protocol):
-    """What the scheduler itself asks of the engine; the other operations bring their own calls.
+    """The engine, as far as the scheduler itself calls it. Operations other than batches bring their own calls.
 
-    All of it is called on the compute thread. For each job: `begin` once, `run` with every datum once in pieces of any
-    size, `finish` once, when all have run or the job has failed. After a failure nothing of it is run any more.
+    All methods are called on the compute thread. For each job `begin` is called once, then `run` with every datum once,
+    in pieces of any size, then `finish` once. After a failure the remaining datums are not run.
     """
 
     @property
     def token_budget(self) -> int:
-        """Tokens of one micro-batch, as of now. A longer datum goes alone."""
+        """Most tokens of a micro-batch at present. A longer datum is a micro-batch by itself."""
         ...
 
     def begin(self, model_id: str, batch: Any) -> Job:
-        """Raises ServiceError when the batch can never be computed."""
+        """Makes a job. Raises ServiceError when the batch can never be computed."""
         ...
 
     def run(self, pieces: Sequence[Any]) -> None:
-        """One micro-batch: pieces of any models' jobs, all of them forward_only or none. Errors of a job go into it."""
+        """Computes one micro-batch: pieces of any models' jobs, either all forward_only or none. A job that fails gets
+        its `error`."""
         ...
 
     def finish(self, job: Any) -> Output | ServiceError:
-        """The result, or the job's error. After that error the next optim_step knows that gradients are missing."""
+        """The result, or the job's error. After an error the model's next optim_step fails, because gradients are
+        missing."""
         ...
 
     def taint(self, model_id: str, reason: str, *, seq_id: int) -> None:
-        """Says so of a forward_backward that has no job."""
+        """Makes the model's next optim_step fail with `reason`, for a forward_backward `seq_id` that has no job."""
         ...
 
     def is_dead(self, error: Exception) -> bool:
@@ -119,8 +123,8 @@ class Turn(Protocol):
         ...
 
     def storing(self) -> AbstractContextManager[None]:
-        """A context for reading or writing a checkpoint. An operation in which the process dies too often is not tried
-        again."""
+        """A context for reading or writing a checkpoint. An operation is given up when the process has died in this
+        context too often."""
         ...
 
     async def settled(self) -> None:
@@ -137,39 +141,46 @@ class Turn(Protocol):
 
 
 Work = RunBatch | Callable[[Turn], Coroutine[Any, Any, Answer]]
-"""What an operation does."""
+"""The work of an operation: a batch, or a coroutine function that gets the operation's Turn."""
 
 
 @dataclass(slots=True, eq=False)
 class Operation:
+    """An accepted operation, from its arrival until its answer is stored."""
+
     model_id: str
     seq_id: int
     kind: str
     digest: bytes
+    """Digest of the request, by which a repeat is distinguished from a conflict."""
     accepted: asyncio.Future[ServiceError | None]
+    """None once the operation is in the journal, or the error that kept it out."""
     outcome: asyncio.Future[Answer | ServiceError]
     work: Work | None = None
     """None until the operation is in the journal, and after a restart until its body has been read."""
     founds: bool = False
-    """It makes the model: the creation, or after a restart the reading of a snapshot."""
+    """True when the operation makes the model: the creation, or after a restart the reading of a snapshot."""
     replayed: bool = False
-    """Its answer is in the journal since before a restart; it runs again for what it does to the model."""
+    """True when the operation has had its answer since before a restart, and runs again only to change the model."""
     held_bytes: int = 0
-    """Memory that it is counted for (held.py)."""
+    """Bytes that the operation counts for in HeldBytes (held.py)."""
     arrived_s: float = field(default_factory=time.perf_counter)
+    """Time of arrival, by time.perf_counter."""
     arrived_at: float = field(default_factory=time.time)
+    """Time of arrival, in seconds since 1970."""
     trace: Any = field(default_factory=tracing.current)
-    """The call that brought it, for tracing; None while that is off."""
+    """Trace of the call that brought the operation; None while tracing is off."""
     ran: tuple[float, float] | None = None
-    """When the compute thread began and ended it, in seconds since 1970; None until then, and when it never ran."""
+    """Times at which the compute thread began and ended the operation, in seconds since 1970; None when it has not
+    run."""
     has_begun: bool = False
-    """The compute thread has begun it. Until then it counts as queued."""
+    """True when the compute thread has begun the operation. Until then it counts as queued."""
     stored: asyncio.Event = field(default_factory=asyncio.Event)
-    """Its result is in the journal, or will never be."""
+    """Set when the result is in the journal, or will never be."""
 
     @property
     def changes_model(self) -> bool:
-        """False when a replay need not run it."""
+        """False when a replay need not run the operation."""
         if isinstance(self.work, RunBatch):
             return not self.work.batch.forward_only
         return self.kind != "save_checkpoint"
