@@ -66,19 +66,21 @@ long until it has the lock again, some hundred times in each micro-batch; Python
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _SNAPSHOTS = "snapshots"
 _QUEUED_SHARE = 8
-"""Of the memory that is free when the base model is there, this part is for what is queued."""
+"""One part in this many of the memory that is free once the base model is loaded is for queued operations."""
 _CALL_GRACE_S = 0.3
+"""Time that running calls get to end when the server stops, in seconds."""
 _STOP_TIMEOUT_S = 2.0
+"""Longest wait for the current micro-batch or step when the trainer stops, in seconds."""
 
 
 class _RestoringFailed(Exception):
-    """What keeps the models of the last run from coming back, and is not the base model."""
+    """The models of the last run cannot be restored, for a reason other than the base model."""
 
 
 async def serve(config: TrainerConfig, group: RankGroup | None, cores: Cores) -> None:
-    """Runs until SIGINT or SIGTERM, or until the engine has died. `group`: of several ranks.
+    """Serves until SIGINT or SIGTERM, or until the engine has died. `group`: the ranks; None when there is only one.
 
-    Health is NOT_SERVING while the base model is loaded.
+    The health service says NOT_SERVING while the base model is loaded. Raises SystemExit when the trainer cannot start.
     """
     registry = new_registry()
     metrics = Metrics(registry)
@@ -113,7 +115,7 @@ async def serve(config: TrainerConfig, group: RankGroup | None, cores: Cores) ->
         starting = asyncio.create_task(start(config, journal, executing, metrics, group, cores, port=server.port))
         await asyncio.wait({stopping, starting}, return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
-            executing.close()  # the first models may be running again already
+            executing.close()  # restored models may run operations already
             _leave("stopped while the base model was loading")
         try:
             servicer.trainer = trainer = starting.result()
@@ -165,9 +167,9 @@ async def start(
     *,
     port: int,
 ) -> Trainer:
-    """Loads the base model and puts the parts together.
+    """Loads the base model, makes the parts of the trainer, and begins to restore the models.
 
-    Raises StorageUnusable, _RestoringFailed, and what `load` raises.
+    Raises StorageUnusable, _RestoringFailed, and the errors of `load`.
     """
     storage = await asyncio.to_thread(
         open_storage,
@@ -238,7 +240,7 @@ async def start(
 
 
 def follow(config: TrainerConfig, group: RankGroup, cores: Cores) -> None:
-    """What every rank but the first does: it loads the base model, and then what rank 0 says."""
+    """The work of a rank other than 0: loads the base model, then runs the commands of rank 0."""
     try:
         base = load(config, group)
     except (UnsupportedModel, OSError, ValueError) as error:
@@ -247,7 +249,7 @@ def follow(config: TrainerConfig, group: RankGroup, cores: Cores) -> None:
 
 
 def engine_settings(config: TrainerConfig) -> dict[str, Any]:
-    """The same on every rank."""
+    """Settings of the engine, which are the same on every rank."""
     return {
         "max_tokens_per_microbatch": config.max_tokens_per_microbatch,
         "max_targets_per_token": config.max_targets_per_token,
@@ -261,7 +263,8 @@ def snapshot_policy(config: TrainerConfig) -> Policy:
 
 
 def plan(engine: TrainingEngine, config: TrainerConfig) -> Plan:
-    """Raises ValueError where a deterministic trainer could not keep its token budget."""
+    """The memory plan of this machine. Raises ValueError when memory does not suffice for the token budget of a
+    deterministic trainer."""
     measured = measure(engine, bounds(config))
     if config.deterministic and measured.token_budget < config.fixed_token_budget:
         raise ValueError(
@@ -289,9 +292,10 @@ def gap_rule(config: TrainerConfig, dtype: torch.dtype) -> GapRule:
 
 
 def load(config: TrainerConfig, group: RankGroup | None) -> BaseModel:
+    """Loads the base model on this rank. Raises UnsupportedModel, OSError, ValueError."""
     device = device_of(config)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # of this thread, which computes
+        torch.cuda.set_device(device)  # the setting is per thread
     dtype = config.dtype
     if dtype == "auto":
         dtype = "bfloat16" if device.type == "cuda" else "float32"
@@ -306,7 +310,7 @@ def load(config: TrainerConfig, group: RankGroup | None) -> BaseModel:
 
 
 def cores_of(config: TrainerConfig, place: Place, device: torch.device) -> Cores:
-    """This rank's. Raises ValueError for a cores_page that is none."""
+    """This rank's share of the cores. Raises ValueError for an invalid cores_page."""
     most = config.num_threads
     if not config.cores_page and device.type == "cpu":
         most = process.num_threads(place, most, cores=usable_cores())
@@ -321,7 +325,7 @@ def cores_of(config: TrainerConfig, place: Place, device: torch.device) -> Cores
 
 
 def device_of(config: TrainerConfig) -> torch.device:
-    """This rank's own."""
+    """The device on which this rank computes."""
     kind = config.device
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -329,7 +333,7 @@ def device_of(config: TrainerConfig) -> torch.device:
 
 
 def _leave(reason: str, *, status: int = 0) -> NoReturn:
-    """Ends the process as it is: the interpreter would wait for threads that compute, which cannot be stopped."""
+    """Logs the reason and ends the process at once: a regular exit would wait for the compute thread."""
     logger.info("%s", reason)
     tracing.shutdown()
     process.leave(status)

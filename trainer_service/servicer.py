@@ -1,4 +1,5 @@
-"""TrainerService over gRPC. Each operation: look at the ids, into the journal, acknowledge, wait for the answer."""
+"""TrainerService over gRPC. An operation's ids are checked and it enters the journal; the call acknowledges that, and
+waits for the answer."""
 
 from __future__ import annotations
 
@@ -45,17 +46,18 @@ T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 _PIECE_BYTES = 1024 * 1024
-"""Of a file that is streamed."""
+"""Size of the pieces in which a file is streamed."""
 _CREATION_BYTES = 6
-"""Of the random number that tells creations of one model_id apart."""
+"""Size of the random number that distinguishes creations of the same model_id."""
 _MANY_DATUMS = 64
+"""A batch of more datums counts as large, without adding up its bytes."""
 _LARGE_BYTES = 64 * 1024
 """Messages above this size are parsed and packed on a thread, to keep the event loop free."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trainer:
-    """The parts behind the service, once the base model is loaded."""
+    """The parts behind the service, which exist once the base model is loaded."""
 
     boot_id: str
     operations: Operations
@@ -72,11 +74,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     def __init__(self) -> None:
         self._deleting: dict[str, asyncio.Task[None]] = {}
-        """By model_id."""
+        """Deletions in progress, by model_id."""
         self._told: dict[str, Told] = {}
-        """By model_id; for callers that do not keep account themselves, as the gateway does for its clients."""
+        """Failures that callers have been told of, by model_id. It serves callers that send no failure_seen; the
+        gateway does."""
         self._check_turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """By model_id: one custom loss of each model at most is being checked."""
+        """A lock for each model_id, so that at most one custom loss of each model is checked at a time."""
 
     @property
     def _ready(self) -> Trainer:
@@ -124,9 +127,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             raise InvalidRequest(f"creation_id: {request.creation_id!r}: only the trainer sets it", field="creation_id")
         check_notes(request.user_metadata, field="user_metadata")
         if (deleting := self._deleting.get(request.model_id)) is not None:
-            await asyncio.wait([deleting])  # or it would take what the new one makes
+            await asyncio.wait([deleting])  # otherwise the deletion would remove the new model's data
         body = Body.pack("create_model", request)
-        # A replay must begin with the same numbers. The digest stays: a repeat does not bring them either.
+        # The fields below are stored, so that a replay makes the same model. They are not in the digest, because a
+        # repeated request does not have them.
         request.creation_id = secrets.token_hex(_CREATION_BYTES)
         if request.lora_config.rank and not request.lora_config.HasField("seed"):
             request.lora_config.seed = secrets.randbits(31)
@@ -168,7 +172,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._drop_idle(request.model_id)
         request.ClearField("failure_seen")
         body = Body.pack("optim_step", request)
-        if failure_seen:  # a replay must know it, and it is not in the digest: a repeat may bring another
+        if failure_seen:  # stored for a replay, but not in the digest: a repeat may have another value
             request.failure_seen = failure_seen
             body = replace(body, compressed=Body.pack("optim_step", request).compressed)
         build = partial(operations.optim_step, request)
@@ -314,14 +318,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def _operate(
         self, model_id: str, seq_id: int, kind: str, request: Message, build: Callable[..., Work], context: Context
     ) -> Answer:
-        # A custom loss is run without data when it is checked, which takes long for a small message.
+        # Checking a custom loss may take long even for a small message.
         custom = isinstance(request, pb.ForwardBackwardRequest) and request.HasField("custom_loss")
         large = _is_large(request)
         body = await _run(lambda: Body.pack(kind, request), on_thread=large)
         held_bytes = None
         if isinstance(request, pb.ForwardBackwardRequest):
             needed = await _run(lambda: Batch.bytes_of(request), on_thread=large)
-            if needed <= self._ready.scheduler.max_operation_bytes:  # what needs more is refused, and holds its body
+            if needed <= self._ready.scheduler.max_operation_bytes:  # a larger one is refused, and holds only its body
                 held_bytes = needed
             build = partial(build, held_bytes=needed)
         return await self._accept(
@@ -342,13 +346,15 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         on_thread: bool = False,
         custom: bool = False,
     ) -> Answer:
-        """`custom`: the request has a custom loss."""
+        """Has the scheduler accept an operation, acknowledges it, and waits for its answer. `build`: makes the work, on
+        a thread if `on_thread`. `custom`: the request has a custom loss."""
         trainer = self._ready
 
         async def work() -> Work:
             try:
                 trainer.scheduler.executing.check(model_id, seq_id)
-                # The turn comes first: a suspect that waited for one within its stage would wait for who waits for it.
+                # The lock comes before the stage: a suspect within its stage makes all others wait, so it must not wait
+                # for a lock that one of them holds.
                 turn = self._check_turns.setdefault(model_id, asyncio.Lock()) if custom else nullcontext()
                 async with turn, trainer.scheduler.executing.stage(model_id, seq_id):
                     if custom and not trainer.scheduler.is_queued(model_id, seq_id):
@@ -375,7 +381,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return await self._answer(operation, context)
 
     async def _answer(self, operation: Operation, context: Context) -> Answer:
-        """What the caller is told, as it is remembered for the model's next optim_step."""
+        """The operation's answer. Records for the model's next optim_step that the caller is told of it."""
         failed = False
         try:
             return await _answer(operation, context)
@@ -383,7 +389,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             failed = True
             raise
         finally:
-            # Without an outcome the caller has gone, and is told nothing.
+            # Without an outcome the call was cancelled, and its caller is told nothing.
             if operation.outcome.done() and (told := self._told.get(operation.model_id)) is not None:
                 told.told(operation.seq_id, failed=failed)
                 self._drop_idle(operation.model_id)
@@ -399,8 +405,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
 
 def _is_large(request: Message) -> bool:
-    """Whether the request is to be packed on a thread. Not by the ByteSize of a batch, which encodes all of it: 0.2 s
-    for 64 MB."""
+    """True when the request must be packed on a thread. A batch's ByteSize is not used, because it encodes the whole
+    batch (0.2 s for 64 MB)."""
     if not isinstance(request, pb.ForwardBackwardRequest):
         return request.ByteSize() > _LARGE_BYTES
     if len(request.data) > _MANY_DATUMS:
@@ -420,6 +426,7 @@ def _check_seq_id(seq_id: int) -> None:
 
 
 def _adds_gradients(request: Message) -> bool:
+    """True when the request adds gradients, or stands for one that would have added some."""
     if isinstance(request, pb.SkipOperationRequest):
         return request.gradients_missing
     return isinstance(request, pb.ForwardBackwardRequest) and not request.forward_only

@@ -1,6 +1,7 @@
-"""From checkpoints to samplers: together with a save, or later on demand.
+"""Publishes checkpoints to the samplers: together with their save, or later on demand.
 
-A version that samplers have may be wanted again when a save has replaced its checkpoint, so its files stay, hidden.
+A version that samplers have may be needed again after a save has replaced its checkpoint. So a hidden copy of its files
+is kept.
 """
 
 from __future__ import annotations
@@ -51,11 +52,13 @@ class RunAlone(Protocol):
 
 @dataclass(slots=True)
 class Publishing:
+    """Publishes versions, stores their certificates, and keeps replaced versions."""
+
     engine: TrainingEngine
     checkpoints: CheckpointStore
     publisher: Publisher
     run_alone: RunAlone
-    """Of the scheduler."""
+    """Scheduler.run_alone."""
     models: LiveModels
     loads: Loads
     _running: dict[tuple[Location, str], asyncio.Task[Certified]] = field(default_factory=dict)
@@ -64,13 +67,13 @@ class Publishing:
     _scoring: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def sends(self, kind: types_pb2.CheckpointKind) -> bool:
-        """Whether a save of that kind goes to samplers now."""
+        """True when a save of this kind is published, and there are samplers."""
         return kind in _SENT_KINDS and self.publisher.has_samplers
 
     async def capture_and_score(self, turn: Turn, model_id: str) -> tuple[State, asyncio.Future[Scores]]:
-        """A copy, as soon as it is made: the call goes on with scoring the canary while the copy is stored and sent.
+        """Copies the model and scores the canary in one call on the compute thread.
 
-        So a publish asks for the compute thread once.
+        Returns as soon as the copy is made, with a future of the scores, so that the copy is stored and sent meanwhile.
         """
         loop = asyncio.get_running_loop()
         captured: asyncio.Future[State] = loop.create_future()
@@ -83,7 +86,7 @@ class Publishing:
         scores = asyncio.ensure_future(turn.run(call, pass_tokens=self.publisher.num_tokens))
         await asyncio.wait({captured, scores}, return_when=asyncio.FIRST_COMPLETED)
         if not captured.done():
-            await scores  # raises: there is no copy
+            await scores  # raises, because the copy has failed
         return captured.result(), scores
 
     async def with_save(
@@ -104,7 +107,7 @@ class Publishing:
             raise
         try:
             certified = await publishing
-        except (NotReady, OutOfCapacity) as error:  # a sample that wants it publishes it
+        except (NotReady, OutOfCapacity) as error:  # the first sample that needs the version publishes it
             logger.warning("%s is saved, but not published: %s", info.location, error)
             return stored, None
         except ServiceError as error:
@@ -116,10 +119,10 @@ class Publishing:
         return stored, certified
 
     async def publish(self, location: Location, version_id: str) -> Certified:
-        """Sends a stored version to the samplers; calls that want the same one share the work.
+        """Sends a stored version to the samplers. Concurrent calls for the same version share the work.
 
-        Raises VersionGone when the location holds another version, NotReady when no sampler can be reached or measured,
-        and VersionRefused when one is too far from the trainer.
+        Raises VersionGone when the location now holds another version, NotReady when no sampler can be reached or
+        measured, and VersionRefused when the gap of a sampler is above the limit.
         """
         key = location, version_id
         running = self._running.get(key)
@@ -129,7 +132,7 @@ class Publishing:
         return await asyncio.shield(running)
 
     def keep_replaced(self, location: Location) -> None:
-        """A version that samplers have may be wanted again when its checkpoint is replaced: its files stay, hidden."""
+        """Keeps a hidden copy of a checkpoint that is about to be replaced, if samplers may have its version."""
         with contextlib.suppress(CheckpointNotFound, CheckpointExists, DataCorrupted):
             info = self.checkpoints.info(location)
             hidden = _hidden(location, info.version_id)
@@ -137,7 +140,7 @@ class Publishing:
                 self.checkpoints.copy(location, hidden, ttl=None)
 
     async def forget(self, model_id: str) -> None:
-        """The model has ended: its ephemeral checkpoints and its hidden copies go, and its versions in the samplers."""
+        """Deletes a model's ephemeral checkpoints and hidden copies, and frees its versions in the samplers."""
         self._asked_for -= {version_id for version_id in self._asked_for if version_id.startswith(f"{model_id}@")}
         await self.checkpoints.writes(self.checkpoints.delete_ephemeral, model_id)
         await self.publisher.sender.remove_all(f"{model_id}@")
@@ -154,7 +157,7 @@ class Publishing:
         return certified
 
     async def _score(self, state: State) -> Scores:
-        """One at a time, so that micro-batches wait for one of many at most."""
+        """Scores the canary, for one publish at a time, so that micro-batches wait for at most one score."""
         async with self._scoring:
             return await self.run_alone(
                 lambda: self.engine.score(state.adapter, self.publisher.sequences),
@@ -177,16 +180,16 @@ class Publishing:
         return await self.loads.read(hidden, with_optimizer=False, field="location")
 
     async def _keep(self, certificate: PublishCertificate, location: str) -> None:
-        """With the version's files, whatever it says. Raises VersionRefused."""
+        """Stores a certificate with the version's files. Raises VersionRefused if it refuses the version."""
         where = Location.parse(location, field="location")
         try:
             await self.checkpoints.writes(self.checkpoints.put_certificate, where, certificate)
-        except OutOfCapacity as error:  # it is in the answer and in the metrics
+        except OutOfCapacity as error:  # no failure: the answer and the metrics have the certificate, too
             logger.warning("the certificate of %s is not stored: %s", location, error)
         self.publisher.check(certificate, location=location)
 
     def _was_asked_for(self, info: types_pb2.CheckpointInfo, location: Location) -> bool:
-        """Samplers have it: a publish goes on, or one, perhaps before a restart, has left a certificate."""
+        """True when a version was published on demand: in this process, or before a restart, by its certificate."""
         if info.version_id in self._asked_for:
             return True
         try:
@@ -197,7 +200,8 @@ class Publishing:
 
 
 def _hidden(location: Location, version_id: str) -> Location | None:
-    """Where a replaced version of a run lies until the run is deleted. None for what is no version of this run."""
+    """Location of the hidden copy of a version, which stays until its run is deleted. None for an id that is no version
+    of this run."""
     run_id, _, name = version_id.rpartition("@")
     if run_id != location.run_id or not name.replace(".", "", 1).isalnum():
         return None
