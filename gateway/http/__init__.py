@@ -1,1 +1,1 @@
-"""The HTTP side: bodies, connections, routes and what they are documented as."""
+"""HTTP: bodies, connections, routes and the OpenAPI document."""

@@ -1,8 +1,9 @@
-"""What a page in a browser may do: be shown by this server, and nothing through somebody else's page.
+"""Protection against pages of other sites in a user's browser.
 
-A gateway without keys trusts whoever reaches its loopback address, and every page that the user opens does: by a form
-or a fetch to http://127.0.0.1:8000, or under a name of its own that it has made point there (DNS rebinding). The first
-shows in the header Origin, the second in Host. There is no CORS: no page of another origin can read an answer.
+A gateway without keys trusts everything that reaches its loopback address. Any page that the user opens can do so: with
+a form or a fetch to http://127.0.0.1:8000, or under its own host name, which it has made to point there (DNS
+rebinding). The header Origin shows the first, the header Host the second. There is no CORS, so no page of another
+origin can read an answer.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tinsmith.rpc.auth import is_loopback
 
 _OF_EVERYTHING = {"X-Content-Type-Options": "nosniff"}
 _OF_PAGES = {
-    # img-src: the icon and charts that a page has drawn itself.
+    # img-src: the icon, and charts that a page draws itself.
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'self'; "
     "frame-ancestors 'none'; object-src 'none'",
     "Referrer-Policy": "no-referrer",
@@ -28,11 +29,11 @@ _OF_PAGES = {
 
 
 _UNSPECIFIED = ("0.0.0.0", "::")  # noqa: S104 - nothing is bound to it
-"""Addresses by which this machine reaches its loopback address, too. No page of another site has such a name."""
+"""Addresses that lead to this machine's loopback address, too. No page of another site has such a host name."""
 
 
 class SecurityHeaders:
-    """ASGI middleware: headers that tell a browser what it must not do. A page's own ones stay."""
+    """ASGI middleware that adds security headers for browsers. A header that an answer has already stays."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -50,14 +51,14 @@ class SecurityHeaders:
 
 
 class OwnHost:
-    """ASGI middleware for a gateway without keys: refuses what another site's page has sent.
+    """ASGI middleware for a gateway without keys: refuses requests of other sites' pages.
 
-    A request without Origin is no page's, or one of this gateway's own. A browser always sends it with anything but a
-    plain GET, and no GET changes anything here.
+    A request without Origin is safe. Browsers always send Origin, except with a plain GET, and no GET changes anything
+    in a gateway.
     """
 
     def __init__(self, app: ASGIApp, *, callers: Callers, hosts: Iterable[str]) -> None:
-        """`hosts`: names and addresses beside the loopback ones."""
+        """`hosts`: further names and addresses of the gateway, beside the loopback ones."""
         self._app = app
         self._callers = callers
         self._hosts = {host.lower() for host in hosts}
@@ -70,7 +71,7 @@ class OwnHost:
         if host and not self._is_own(_name(f"//{host}")):
             text = (
                 f"host: {host[:100]!r} is no name of this gateway, which has no keys and so answers under loopback "
-                "names only; ask for http://127.0.0.1, or list the name in GATEWAY_ALLOWED_HOSTS"
+                "names only; use http://127.0.0.1, or list the name in GATEWAY_ALLOWED_HOSTS"
             )
             return await detail(421, text)(scope, receive, send)
         if origin is not None and not self._is_same(origin, host):
@@ -85,11 +86,12 @@ class OwnHost:
         return is_loopback(name) or name in _UNSPECIFIED or name in self._hosts
 
     def _is_same(self, origin: str, host: str) -> bool:
-        """On a loopback name another port is another server. A proxy may change the host that it asks for."""
+        """Whether the origin is this gateway. The whole host is compared, since another port is another server; with a
+        configured host only the name, since a proxy may change the header Host."""
         return _name(origin) in self._hosts or origin.lower().partition("://")[2] == host.lower()
 
 
 def _name(url: str) -> str:
-    """Host of SCHEME://HOST or SCHEME://HOST:PORT; empty when it is neither."""
+    """The host of SCHEME://HOST or SCHEME://HOST:PORT; empty for any other text."""
     match = re.fullmatch(r"[a-z]*:?//(?:\[([0-9a-f:.]+)\]|([^][:/?#@\s]+))(?::[0-9]*)?", url.lower())
     return "" if match is None else match[1] or match[2]

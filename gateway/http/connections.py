@@ -1,8 +1,8 @@
-"""HTTP connections that are bounded: in number, in the size of their headers, and in how slow they may be.
+"""Bounds on HTTP connections: their number, the size of their headers, and how slow they may be.
 
 uvicorn itself bounds only how long a connection may be idle between two requests. A client that sends its headers or
-its body byte by byte, or reads its answer so, would hold memory and a place for ever. Here one task looks at all
-connections again and again, which costs less than timers for each.
+its body byte by byte, or reads its answer so slowly, would hold memory and a connection for ever. One task checks all
+connections at intervals, which costs less than timers for each.
 """
 
 from __future__ import annotations
@@ -28,25 +28,28 @@ logger = logging.getLogger(__name__)
 _AROUND = 4
 """Bytes of a header beside its name and its value."""
 _IDLE_S = 15.0
-"""No connection is closed for being idle before that. Clients that keep connections drop them sooner (httpx after 5 s),
-so none of them sends a request while its connection is being closed."""
+"""Shortest idle time after which a connection may be closed. Clients drop idle connections sooner (httpx after 5 s), so
+none of them sends a request while its connection is being closed."""
 _UNREAD_BODY_S = 30.0
-"""For a body that is not read any more, on a connection that ends with it."""
+"""How long a connection stays open to receive a body that is not read any more."""
 _LINGER_S = 1.0
-"""After a refusal what still comes is thrown away for so long: who closes at once takes back what was answered."""
+"""How long a connection stays open after a refusal, while incoming bytes are thrown away. If it were closed while bytes
+arrive, the client could lose the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
+    """The bounds; settings of the same names."""
+
     max_connections: int
     max_idle_connections: int
-    """Above it those that wait for a next request are closed."""
+    """Most connections that wait for a next request; those above it are closed."""
     max_header_bytes: int
     header_timeout_s: float
-    """From the connection, or from a request's first byte, to the end of its headers."""
+    """Longest time from the connection, or from a request's first byte, to the end of its headers."""
     transfer_grace_s: float
     min_transfer_bytes_s: int
-    """A body or an answer may be waited for as long as it would take at this rate, and the grace."""
+    """Slowest rate. A transfer may take its size divided by this rate, plus `transfer_grace_s`."""
 
     @property
     def interval_s(self) -> float:
@@ -54,7 +57,7 @@ class Limits:
 
 
 class _Waiting:
-    """How long has been waited for a transfer, and whether that is too long."""
+    """Time and progress of a transfer that the gateway waits for."""
 
     __slots__ = ("num_bytes", "seconds")
 
@@ -67,10 +70,10 @@ class _Waiting:
 
 
 class _CountingTransport:
-    """Knows how much of what was written has left this process."""
+    """A transport that counts the bytes that it has sent."""
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
-        """close: what uvicorn's closing becomes."""
+        """`close`: called when uvicorn closes the transport."""
         self._transport = transport
         self._num_written = 0
         self.close = close
@@ -88,7 +91,7 @@ class _CountingTransport:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection. `limits` is a class attribute of the subclass that `bounded` makes."""
+    """One connection with bounds. `bounded` makes a subclass with `limits` as a class attribute."""
 
     limits: Limits
 
@@ -103,12 +106,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._headers_since: float | None = None
         self._header_bytes = 0
         self._receiving: _Waiting | None = None
-        """While a body is not complete."""
+        """The body that is being received; None when it is complete."""
         self._sending = _Waiting()
         self._num_sent = 0
         self._is_refused = False
         self._closes = False
-        """Once the body that is still coming has come."""
+        """The connection closes when the body that is still arriving is complete."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._counting = _CountingTransport(transport, partial(self._close, transport))
@@ -127,8 +130,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if receiving is not None:
             receiving.num_bytes += len(data)
         if self._headers_since is None and self._receiving is None and self.cycle and self.cycle.response_complete:
-            # Between two requests. What has come stopped the timer of the kept connection: the end of a body that
-            # nobody reads, or empty lines, which could go on for ever.
+            # Between two requests. The bytes stopped the keep-alive timer, but began no request: they are the end of a
+            # body that nobody reads, or empty lines, which could go on for ever.
             if receiving is None:
                 self._headers_since = time.monotonic()
             else:
@@ -139,7 +142,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._refuse(b"431 Request Header Fields Too Large", f"above {self.limits.max_header_bytes} bytes")
 
     def idle_s(self) -> float | None:
-        """Since its last request; None while it has one, or has never had one."""
+        """Seconds since the connection's last request; None during a request, or before the first one."""
         if self.timeout_keep_alive_task is None:
             return None
         return self.loop.time() - (self.timeout_keep_alive_task.when() - self.timeout_keep_alive)
@@ -168,9 +171,12 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _close(self, transport: asyncio.Transport) -> None:
-        """Of a connection that is not kept (urllib's) and whose answer, a refusal, is there before its body: who closes
-        now takes back the answer, because the client still sends. What comes is thrown away, as slowly as any body may
-        come, and for a while only. Told again, as by a gateway that stops, it closes."""
+        """Closes the connection; waits for the end of the body if that is still arriving.
+
+        That happens when a request is refused before its body is complete, on a connection that is not kept alive
+        (urllib's). Closing while the client sends could make it lose the answer. So the rest of the body is thrown
+        away, for `_UNREAD_BODY_S` at most. A second call, as when the gateway stops, closes at once.
+        """
         if self._receiving is None or self._closes:
             transport.close()
             return
@@ -178,7 +184,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.loop.call_later(_UNREAD_BODY_S, transport.close)
 
     def check(self, now: float, seconds: float) -> None:
-        """Ends the connection when it is too slow. `seconds`: since the last call."""
+        """Ends the connection if it is too slow. `now`: on the monotonic clock. `seconds`: time since the last call."""
         if self._headers_since is not None and now - self._headers_since > self.limits.header_timeout_s:
             self._refuse(b"408 Request Timeout", "the headers did not come in time")
         elif self._receiving is not None and not self.flow.read_paused:
@@ -197,7 +203,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_sent = num_sent
 
     def _refuse(self, status: bytes, why: str) -> None:
-        """Answers, where no answer has begun, and closes."""
+        """Closes the connection; sends an empty answer with this status first, if no answer has begun."""
         is_first = self.cycle is None or self.cycle.response_complete
         if self._receiving is not None and not self.pipeline:
             is_first |= not self.cycle.response_started
@@ -217,24 +223,24 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 async def _refuse_headers(scope: object, receive: object, send: Send) -> None:
-    """An application for a request whose headers came at once, and are too large."""
+    """An ASGI application that answers 431, for a request whose headers are complete and too large."""
     headers = [(b"connection", b"close"), (b"content-length", b"0")]
     await send({"type": "http.response.start", "status": 431, "headers": headers})
     await send({"type": "http.response.body"})
 
 
 def bounded(limits: Limits) -> type[BoundedProtocol]:
-    """The protocol with these limits, for uvicorn.Config(http=...)."""
+    """A protocol class with these limits, for uvicorn.Config(http=...)."""
     return type("BoundedProtocol", (BoundedProtocol,), {"limits": limits})
 
 
 async def watch(connections: set[Any], limits: Limits) -> None:
-    """Checks all of them, again and again, until it is cancelled."""
+    """Checks all connections at intervals, until it is cancelled."""
     checked_at = time.monotonic()
     while True:
         await asyncio.sleep(limits.interval_s)
         now = time.monotonic()
-        # When this process itself was stopped or busy, the clients are not to blame.
+        # A longer pause means that this process was suspended or busy, for which clients are not to blame.
         seconds = min(now - checked_at, 2 * limits.interval_s)
         for connection in list(connections):
             connection.check(now, seconds)
@@ -243,7 +249,7 @@ async def watch(connections: set[Any], limits: Limits) -> None:
 
 
 def close_idle(connections: Collection[BoundedProtocol], limits: Limits) -> None:
-    """Closes those idle for longest, down to max_idle_connections."""
+    """Closes the connections that are idle for longest, down to `max_idle_connections`."""
     idle = [(seconds, one) for one in connections if (seconds := one.idle_s()) is not None]
     num_above = len(idle) - limits.max_idle_connections
     if num_above > 0:

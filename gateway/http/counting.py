@@ -1,8 +1,8 @@
-"""How much a body holds, counted before it is parsed.
+"""Counts the values in a body before it is parsed.
 
-A parser has the interpreter's lock until it is done, so the event loop waits for it, in whatever thread it runs. What
-a parser makes may be a hundred times the size of the body, too. So a body is counted first, which is cheap and can be
-interrupted, and one that holds too much is not parsed at all.
+A parser holds the interpreter's lock until it is done, so the event loop waits, whichever thread parses. The parsed
+objects may also take a hundred times the memory of the body. Counting is cheap, and other threads can run meanwhile. So
+a body is counted first, and one with too many values is not parsed.
 """
 
 from __future__ import annotations
@@ -13,23 +13,25 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 _CONTAINER_COST = 10
 _MEMBER_COST = 3
-"""What a list or an object, and each member of an object, costs beside its value; a number costs 1."""
+"""Count of a list or an object, and of each member of an object beside its value; a number counts 1."""
 _PIECE_BYTES = 2**16
-"""Bytes of a body that are looked at in one go. The event loop may go on between two pieces."""
+"""Bytes of a body that are counted in one go. The event loop can run between two pieces."""
 _VARINT, _FIXED64, _SIZED, _FIXED32 = 0, 1, 2, 5
 
 
 def json_values(body: bytes, *, limit: int) -> int:
-    """Upper bound of the values in a JSON text: each but the last ends with a comma, or contains others. A list or an
-    object counts as 10, and a member of an object as 3 more than its value. Counting ends above `limit`."""
+    """An upper bound of the values in a JSON text, by its punctuation. Stops counting above `limit`.
+
+    A list or an object counts as 10, and a member of an object as 3 more than its value.
+    """
     if (at_most := 1 + _punctuation(body)) <= limit:
         return at_most
-    # The quick count is too high. Count again without punctuation within texts, which is no value.
+    # The quick count includes punctuation inside texts, which may make it too high. Count again without that.
     count, is_text, rest = 1, False, b""
     for start in range(0, len(body), _PIECE_BYTES):
         piece = rest + body[start : start + _PIECE_BYTES]
         num_backslashes = len(piece) - len(piece.rstrip(b"\\"))
-        rest = piece[len(piece) - num_backslashes % 2 :]  # a lone backslash, which belongs to the next byte
+        rest = piece[len(piece) - num_backslashes % 2 :]  # a backslash that escapes the next byte
         piece = piece[: len(piece) - len(rest)].replace(b"\\\\", b"").replace(b'\\"', b"")
         parts = piece.split(b'"')
         count += _punctuation(b"".join(parts[is_text::2]))
@@ -46,14 +48,16 @@ def _punctuation(text: bytes) -> int:
 
 @functools.cache
 def _inside(kind: Descriptor) -> dict[int, Descriptor | None]:
-    """By field number: the message that a field with a size holds; None for packed numbers. Texts are not in it."""
+    """Field number -> type of the message in a field with a size; None for packed numbers. Texts are left out."""
     texts = (FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_STRING)
     return {field.number: field.message_type for field in kind.fields if field.type not in texts}
 
 
 def protobuf_values(body: bytes, kind: Descriptor, *, limit: int) -> int:
-    """Fields of a message and of those in it, and bytes of packed numbers; it stops counting above `limit`. For a
-    broken message, those before the place that is broken."""
+    """Number of fields of a message and the messages in it, plus bytes of packed numbers. Stops counting above `limit`.
+
+    In a broken message, only what comes before the break is counted.
+    """
     count = 0
     messages = [(kind, 0, len(body))]
     try:
@@ -77,12 +81,12 @@ def protobuf_values(body: bytes, kind: Descriptor, *, limit: int) -> int:
                 else:
                     at += 8 if wire == _FIXED64 else 4 if wire == _FIXED32 else 0
     except IndexError:
-        pass  # the parser says where it is broken
+        pass  # the message is broken, which the parser will report
     return count
 
 
 def _varint(body: bytes, at: int) -> tuple[int, int]:
-    """The number at this place, and the place behind it. Raises IndexError when there is none."""
+    """The varint at this place, and the place after it. Raises IndexError when it is cut off."""
     value = 0
     for shift in range(0, 70, 7):
         byte = body[at]

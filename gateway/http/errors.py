@@ -1,6 +1,6 @@
-"""Errors that are answered at once: HTTP status and {"detail": ...}.
+"""Errors as HTTP answers: a status and {"detail": ...}.
 
-409 is never used: the SDK takes it for a reason to send the same again, for five minutes.
+409 is never used, because the SDK would repeat the request for five minutes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tinsmith.rpc.errors import (
 logger = logging.getLogger(__name__)
 
 _LONGEST = 200
-"""Characters of a message that may hold what a client sent."""
+"""Most characters of a message that may repeat what a client sent."""
 
 
 def json_response(content: object, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -48,7 +48,7 @@ def status_of(error: ServiceError) -> int:
         case AlreadyExists():
             return 422
         case BudgetExceeded():
-            return 403  # 402 would make the SDK ask again for an hour
+            return 403  # 402 would make the SDK repeat the request for an hour
         case OutOfCapacity():
             return 429
         case NotReady():
@@ -57,7 +57,7 @@ def status_of(error: ServiceError) -> int:
 
 
 def retry_after(error: ServiceError) -> dict[str, str] | None:
-    """Headers of an answer on which the client is to come again."""
+    """The header Retry-After for an error after which the client should try again; None for other errors."""
     if status_of(error) not in (429, 503):
         return None
     return {"Retry-After": error.metadata.get("retry_after_s", "1")}
@@ -85,18 +85,18 @@ async def http_error(request: Request, error: Exception) -> Response:
 
 
 async def gone(request: Request, error: Exception) -> Response:
-    """The client has left in the middle of its body: nobody reads this."""
+    """The answer to a client that left in the middle of its body; it appears in metrics only."""
     return detail(400, "the body ended before it was complete")
 
 
 async def internal_error(request: Request, error: Exception) -> Response:
-    # This answer goes out beside the middleware that adds it to all others.
+    # This answer bypasses the middleware that adds the request id to all others.
     headers = {logs.REQUEST_ID_METADATA: logs.request_id.get()}
     return detail(500, "internal error of the gateway; its log has the cause", headers=headers)
 
 
 def invalid(error: ValidationError) -> InvalidRequest:
-    """Names the first field that is wrong, its value, and what would be right."""
+    """The error for the first wrong field: it names the field, its value, and what would be right."""
     first = error.errors(include_url=False)[0]
     field = name_of(first["loc"])
     if first["type"] == "extra_forbidden":
@@ -111,6 +111,6 @@ def invalid(error: ValidationError) -> InvalidRequest:
 
 
 def name_of(place: Iterable[str | int]) -> str:
-    """Path of the field at this place of a body: "messages[0].role". A key may be as long as the body, and is cut."""
+    """The path of a field in a body, such as "messages[0].role". Long keys are cut."""
     parts = (f"[{part}]" if isinstance(part, int) else f".{shown_name(part)}" for part in place)
     return "".join(parts).removeprefix(".")

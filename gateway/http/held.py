@@ -1,8 +1,8 @@
-"""How many bytes of request bodies this gateway holds, of all clients together, and a bound on them.
+"""A bound on the memory of request bodies, for all clients together.
 
-A body is held from its first byte until it is answered; for a training operation that is until the trainer has it in
-its journal. A sample's is held until it is drawn, because it may have to be sent again. Small ones do not count, so
-that heartbeats and polls go on whatever large ones wait.
+A body counts from its first byte until its request is answered. For a training operation that is when the trainer has
+it in its journal. The body of a sample counts until the sample is done, because it may have to be sent again. Small
+bodies do not count, so that heartbeats and polls get through when large bodies fill the bound.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from tinsmith.rpc.errors import OutOfCapacity
 
 SMALL_BYTES = 64 * 2**10
 _PIECE_BYTES = 256 * 2**10
-"""Of an answer that is written at once. The connection copies what it cannot send yet."""
+"""Size of the pieces in which an answer is written. The connection copies what it cannot send yet."""
 
 
 class Bodies:
+    """Counts the bytes of request bodies in memory."""
+
     def __init__(self, max_bytes: int, gauge: Gauge) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
@@ -29,7 +31,7 @@ class Bodies:
 
 
 class Share:
-    """Bytes of request bodies that one request holds."""
+    """The share of one request in `Bodies`."""
 
     def __init__(self, bodies: Bodies) -> None:
         self._bodies = bodies
@@ -37,8 +39,8 @@ class Share:
         self._num_counted = 0
 
     def take(self, num_bytes: int) -> None:
-        """So many bytes more. Raises OutOfCapacity when all requests together would hold too many; then this one holds
-        nothing any more."""
+        """Adds bytes to the share. Raises OutOfCapacity, and releases the share, when all shares would exceed the
+        bound."""
         self._num_bytes += num_bytes
         if self._num_bytes <= SMALL_BYTES:
             return
@@ -58,10 +60,10 @@ class Share:
 
 
 class HoldBodies:
-    """ASGI middleware: it leaves a Share in request.state.held, which the request gives back at its end.
+    """ASGI middleware: puts a Share into request.state.held, and releases it at the end of the request.
 
-    An answer is sent in pieces, each once the client has read those before. So a request of a client that does not read
-    has not ended, and holds what it has sent; and an answer that many clients ask for lies in memory once.
+    It also sends an answer in pieces, each once the client has read those before. So the request of a client that does
+    not read stays open and keeps its share, and an answer that many clients ask for is in memory only once.
     """
 
     def __init__(self, app: ASGIApp, *, bodies: Bodies) -> None:

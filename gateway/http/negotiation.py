@@ -1,4 +1,4 @@
-"""Which form of an answer a client gets."""
+"""Content negotiation: protobuf or JSON for an answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gateway.http.body import off_loop
 
 
 async def negotiate(request: Request, answer: Answer, config: GatewayConfig) -> Response:
-    """Protobuf for those whose Accept names it, and JSON for all others: SDKs before 0.18.1 read nothing else."""
+    """The answer in protobuf if the header Accept names that, else in JSON: SDKs before 0.18.1 read only JSON."""
     to_json = answer.as_json
     weights = _weights(request.headers.get("accept", ""))
     protobuf = weights.get(PROTOBUF, 0.0)
@@ -22,7 +22,7 @@ async def negotiate(request: Request, answer: Answer, config: GatewayConfig) -> 
 
 
 def _weights(accept: str) -> dict[str, float]:
-    """Media types of an Accept header and how much they are wanted (RFC 9110, 12.5.1); 0 means not at all."""
+    """Media type -> weight, of an Accept header (RFC 9110, 12.5.1). Weight 0 means not acceptable."""
     weights = {}
     for item in accept.lower().split(","):
         media_type, *parameters = (part.strip() for part in item.split(";"))

@@ -1,4 +1,4 @@
-"""JSON bodies and URL parameters that clients send. A field that is set and that no schema knows is refused by name."""
+"""Schemas of JSON bodies and URL parameters. An unknown field that is set is refused by name."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from tinsmith.rpc.notes import MAX_CHARACTERS, MAX_ENTRIES, texts_of
 
 def _storable(text: str) -> str:
     if "\0" in text:
-        raise ValueError("holds a NUL character, which a database cannot keep")
+        raise ValueError("holds a NUL character, which a database cannot store")
     return text
 
 
 Text = Annotated[str, AfterValidator(_storable)]
-"""A string that is stored, or looked for in the database: also each id."""
+"""A string that is stored, or looked up in the database; ids are such strings, too."""
 
 Id = Annotated[str, Field(max_length=1000), AfterValidator(_storable)]
-"""An id, a name or a path. Errors repeat them."""
+"""An id, a name or a path. Its length is bounded, because errors repeat it."""
 RequestId = Annotated[str, Field(max_length=20_000), AfterValidator(_storable)]
-"""Longer than others, because the id of a refused request holds the refusal."""
+"""A request id. It may be longer than other ids, because the id of a refused request holds the text of the refusal."""
 
 
 def _as_text(value: Any) -> str:
-    """Text stays as it is; numbers and other JSON become their JSON, because the SDKs read notes as text."""
+    """The value as text: any JSON but a string becomes its JSON, because the SDKs read notes as text."""
     return _storable(value if isinstance(value, str) else json.dumps(value))
 
 
 Note = Annotated[Any, AfterValidator(_as_text)]
-"""Any JSON, kept as text."""
+"""Any JSON; stored as text."""
 
 
 def _short_together(notes: Any) -> Any:
@@ -50,8 +50,10 @@ Tags = Annotated[list[Text], Field(max_length=MAX_ENTRIES), AfterValidator(_shor
 
 
 class _UpToOneError:
-    """Marks a list whose validation ends at the first wrong item: an error for each of a million would hold up the
-    event loop. pydantic's own mark, FailFast, cannot be part of a union."""
+    """Marks a list whose validation ends at the first wrong item; a million errors would block the event loop.
+
+    pydantic's own mark, FailFast, cannot be part of a union.
+    """
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return cast(CoreSchema, handler(source) | {"fail_fast": True})
@@ -64,8 +66,8 @@ Listed = Annotated[list[Item], _UpToOneError()]
 _MAX_STOPS = 1024
 Stops = Annotated[list[Item], _UpToOneError(), Field(max_length=_MAX_STOPS)]
 _MAX_STOP_BYTES = 4096
-"""Most bytes of the stop strings of one request, in UTF-8: each drawn token is compared with all of them. Samplers have
-the same bound."""
+"""Most bytes of the stop strings of one request, in UTF-8, since each new token is compared with all of them. Samplers
+have the same bound."""
 
 
 def _short_stops(stop: str | list[Any]) -> str | list[Any]:
@@ -81,7 +83,7 @@ ShortStops = AfterValidator(_short_stops)
 class Body(Known):
     model_config = ConfigDict(strict=True, protected_namespaces=())
     HARMLESS = frozenset({"type"})
-    """The SDKs name the kind of each object in it; where it says something, a schema has it."""
+    """The SDKs send `type` with each object. A schema that needs it has a field for it."""
 
 
 class CreateSession(Body):
@@ -114,7 +116,7 @@ class LoraConfig(Body):
 
 
 class OptimizerConfig(Body):
-    """The trainer knows which types there are."""
+    """Type of the optimizer. The trainer checks it."""
 
     type: str = "adamw"
     version: Literal[1] | None = None
@@ -122,7 +124,7 @@ class OptimizerConfig(Body):
     @model_validator(mode="after")
     def _version_is_dimuons(self) -> OptimizerConfig:
         if self.version is not None and self.type != "dimuon":
-            raise ValueError(f"version: is of dimuon only; {self.type!r} has none")
+            raise ValueError(f"version: only dimuon has one; {self.type!r} has none")
         return self
 
 
@@ -139,7 +141,7 @@ class CreateModel(NewModelIds):
 
 
 def _may_lack(*names: str) -> ConfigDict:
-    """For the description of a body whose absent ids the gateway fills in before it is validated."""
+    """Makes fields optional in the OpenAPI document; the gateway fills them in before the body is validated."""
 
     def drop(schema: dict[str, Any]) -> None:
         schema["required"] = [name for name in schema.get("required", ()) if name not in names]
@@ -155,7 +157,7 @@ class OperationIds(Body):
 
 
 class GivenIds(Body):
-    """Of an operation that may come without a number: then it gets the next one."""
+    """Ids of a training operation; without seq_id it gets the next number."""
 
     model_id: Text = Field(min_length=1, max_length=300)
     seq_id: int | None = Field(default=None, ge=1, lt=2**31)
@@ -198,7 +200,7 @@ class SaveWeightsForSampler(OperationIds):
 
 
 class LoadWeights(Body):
-    """Both forms; the ids of either are checked before."""
+    """Fields of both forms of load_weights; the ids of each form are checked separately."""
 
     path: Id
     optimizer: bool = False
@@ -235,7 +237,7 @@ class SampleIds(Body):
 
 
 class GivenSampleIds(Body):
-    """Of a sample that may come without ids: then it names its weights, and gets the next number."""
+    """Ids of a sample; without sampling_session_id it names its weights, and without seq_id it gets the next number."""
 
     sampling_session_id: Text | None = Field(default=None, min_length=1, max_length=300)
     seq_id: int | None = Field(default=None, ge=0, lt=2**63)
@@ -281,7 +283,7 @@ class Sample(SampleIds):
 
 class RetrieveFuture(Body):
     HARMLESS = Body.HARMLESS | {"model_id", "sample_sequence_ids"}
-    """A receipt may be sent back as it is."""
+    """A client may send back a whole receipt."""
 
     request_id: RequestId
     allow_metadata_only: bool = False
@@ -334,15 +336,15 @@ class SaveWeightsExternal(OperationIds):
 
 class Prune(Body):
     policy: Policy | None = None
-    """Instead of the run's own."""
+    """Policy to apply; the run's own unless given."""
     paths: Listed[str] | None = None
-    """Delete none but these, whatever the policy has come to meanwhile."""
+    """Delete only these paths, even if the policy keeps fewer by now."""
     dry_run: bool = False
 
 
 class SetTtl(Body):
     ttl_seconds: int | None
-    """None removes the expiry."""
+    """Lifetime from now on, in seconds; null: it does not expire."""
 
 
 class CopyWeights(Body):

@@ -1,4 +1,4 @@
-"""What the SDK says of itself in the headers of each request."""
+"""Properties of the client's SDK and Python, by the headers of a request."""
 
 from __future__ import annotations
 
@@ -7,33 +7,38 @@ import re
 from starlette.requests import Request
 
 _KNOWS_EXTERNAL = (0, 30)
-"""First SDK version that knows checkpoints of type external; an older one refuses a list with one in it."""
+"""First SDK version that knows checkpoints of type external. An older one refuses a list that holds one."""
 _SENDS_PARTS_AT_ONCE = (0, 28)
-"""SDK version that sends the first part of a large batch last. Earlier ones may be told that the first part has failed
-before they send the second, and send it, and the optim_step behind it, all the same."""
+"""First SDK version that sends all parts of a large batch before it waits for an answer. An older one may hear that the
+first part failed, and still send the second part and the optim_step."""
 _KEEPS_CANCELS = (3, 12)
-"""First Python whose `asyncio.wait_for` keeps a cancel that arrives together with the answer (python/cpython#86296)."""
+"""First Python whose `asyncio.wait_for` keeps a cancellation that arrives together with the answer
+(python/cpython#86296)."""
 
 
 def knows_external_checkpoints(request: Request) -> bool:
+    """Whether the client can read lists with checkpoints of type external. Other clients than the SDK can."""
     version = _version(request, "x-stainless-package-version")
     return version is None or version >= _KNOWS_EXTERNAL
 
 
 def sends_parts_at_once(request: Request) -> bool:
-    """Whether all parts of a batch are there before the answer of any is. Other clients than the SDK are held to it."""
+    """Whether the client sends all parts of a batch before it asks for an answer. Other clients than the SDK have
+    to."""
     version = _version(request, "x-stainless-package-version")
     return version is None or version >= _SENDS_PARTS_AT_ONCE
 
 
 def can_use_pyqwest(request: Request) -> bool:
-    """Whether a request of the SDK that is cancelled ends. The pyqwest transport of its HTTP client awaits answers in
-    `wait_for`; where a heartbeat loses its cancel there, `ServiceClient.close()` waits for ever."""
+    """Whether the SDK may use the pyqwest transport of its HTTP client, which awaits answers in `asyncio.wait_for`.
+
+    In an older Python a heartbeat could lose its cancellation there, and `ServiceClient.close()` would wait for ever.
+    """
     version = _version(request, "x-stainless-runtime-version")
     return version is None or version >= _KEEPS_CANCELS
 
 
 def _version(request: Request, header: str) -> tuple[int, int] | None:
-    """None where the header is absent, or no version."""
+    """Major and minor version in a header; None when it is absent or holds no version."""
     found = re.match(r"(\d+)\.(\d+)", request.headers.get(header, ""))
     return (int(found[1]), int(found[2])) if found else None

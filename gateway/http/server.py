@@ -1,4 +1,4 @@
-"""Serves the application until it is told to stop."""
+"""The HTTP server: runs the application until it is told to stop."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tinsmith.rpc.tls import warn_of_clear_text
 logger = logging.getLogger(__name__)
 
 _OTHER_DESCRIPTORS = 256
-"""The database, the services, the log."""
+"""File descriptors for everything but HTTP connections: the database, the services, the log."""
 _TELL_INTERVAL_S = 0.05
 
 
 class GatewayServer(uvicorn.Server):
-    """uvicorn, without its signal handlers: it ends when `stop` is called."""
+    """A uvicorn server without signal handlers; it ends when `stop` is called."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self.app = create_app(config)
@@ -44,7 +44,7 @@ class GatewayServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 proxy_headers=False,  # the setting public_url says what clients see
-                timeout_keep_alive=120,  # longer than proxies keep idle connections, so that they close them
+                timeout_keep_alive=120,  # longer than proxies', so that the proxy closes an idle connection, not we
                 timeout_graceful_shutdown=2,
             )
         )
@@ -62,7 +62,8 @@ class GatewayServer(uvicorn.Server):
             await asyncio.gather(watching, return_exceptions=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Also of connections that were being accepted when uvicorn told all to end, and which it would wait for."""
+        """Shuts down, and tells all connections to end until they have. uvicorn tells them once, and would wait for a
+        connection that was being accepted at that moment."""
         telling = asyncio.create_task(self._tell_all_to_end())
         try:
             await super().shutdown(sockets)
@@ -77,18 +78,18 @@ class GatewayServer(uvicorn.Server):
                 connection.shutdown()
 
     def stop(self) -> None:
-        """Long polls are answered now; running requests have two seconds."""
+        """Stops the server: long polls are answered now, and running requests have two seconds."""
         self.app.state.gateway.futures.end_polls()
         self.should_exit = True
 
     @property
     def bound_port(self) -> int:
-        """The port, also when the configured one is 0."""
+        """The port that the server listens on, also when the configured port is 0."""
         return self.servers[0].sockets[0].getsockname()[1]
 
 
 def allow_descriptors(num_connections: int) -> None:
-    """Raises this process's limit of open files as far as it may; says so where that is not enough."""
+    """Raises the limit of open files for this number of connections; logs a warning when it may not be high enough."""
     wanted = num_connections + _OTHER_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -100,7 +101,7 @@ def allow_descriptors(num_connections: int) -> None:
 
 
 async def serve(config: GatewayConfig, *, stop: asyncio.Event) -> None:
-    """Returns after `stop` is set. Raises SystemExit when the gateway cannot start."""
+    """Serves until `stop` is set. Raises SystemExit when the gateway cannot start."""
     allow_descriptors(config.max_connections)
     if config.tls_cert is None:
         remedy = "set tls_cert and tls_key, or have a proxy on this machine do it"
@@ -116,12 +117,12 @@ async def serve(config: GatewayConfig, *, stop: asyncio.Event) -> None:
     finally:
         await gateway.stop()
     if not server.started:
-        raise SystemExit(f"cannot listen on {config.host}:{config.port}; the log says why")
+        raise SystemExit(f"cannot listen on {config.host}:{config.port}; the log has the cause")
 
 
 async def _serve(server: GatewayServer, *, stop: asyncio.Event) -> None:
     async def run() -> None:
-        with contextlib.suppress(SystemExit):  # how uvicorn says that it could not start; it has logged the cause
+        with contextlib.suppress(SystemExit):  # uvicorn could not start, and has logged the cause
             await server.serve()
 
     serving = asyncio.create_task(run())

@@ -1,4 +1,4 @@
-"""Bodies that have two forms, or that are checked without a schema, as the document shows them."""
+"""Schemas for the OpenAPI document of bodies that have two forms, or that are checked without a schema."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Forward(schemas.OperationIds):
 
 
 class LoadWeights(schemas.LoadWeights):
-    """session_id and model_seq_id for a new model, or model_id and seq_id for one that exists."""
+    """session_id and model_seq_id for a new model, or model_id and seq_id for an existing one."""
 
     session_id: str | None = None
     model_seq_id: int | None = Field(default=None, ge=0, lt=2**31)
@@ -36,7 +36,7 @@ class LoadWeights(schemas.LoadWeights):
 
 
 class SignedQuery(schemas.Query):
-    """Of a signed address."""
+    """Parameters of a signed URL."""
 
     expires: int
     signature: str

@@ -29,7 +29,7 @@ _MEANING = {
     403: "Refused",
     404: "There is no such thing",
     410: "It is gone",
-    413: "The body is above max_body_bytes",
+    413: "The body is larger than max_body_bytes",
     422: "The number was used by another request before",
     429: "Too much work; send it again later",
     503: "A service that is needed cannot be reached; send it again later",
@@ -37,7 +37,7 @@ _MEANING = {
 
 
 def routes_of(routes: Sequence[BaseRoute], prefix: str = "") -> Iterator[tuple[str, str, Route]]:
-    """Method in lower case, path, and route of everything that belongs into the document."""
+    """Method in lower case, path and route, of every route that belongs in the document."""
     for route in routes:
         if isinstance(route, Mount):
             yield from routes_of(route.routes, prefix + route.path)
@@ -47,7 +47,7 @@ def routes_of(routes: Sequence[BaseRoute], prefix: str = "") -> Iterator[tuple[s
 
 
 class _Schemas:
-    """Components, and references to them."""
+    """Schemas of all bodies and answers, as components of the document."""
 
     def __init__(self, operations: Sequence[Operation]) -> None:
         bodies = [op.body for op in operations if op.body is not None]
@@ -68,7 +68,7 @@ class _Schemas:
 
 
 def document(routes: Sequence[BaseRoute]) -> Json:
-    """Raises KeyError, naming the function, for a route that `operations` does not know."""
+    """The document of these routes. Raises KeyError with the function of a route that is missing in OPERATIONS."""
     found = list(routes_of(routes))
     schemas = _Schemas([OPERATIONS[route.endpoint] for *_, route in found])
     paths: Json = {}
@@ -77,7 +77,7 @@ def document(routes: Sequence[BaseRoute]) -> Json:
         operation = _operation(path, route, schemas)
         name = operation["operationId"]
         names[name] += 1
-        if names[name] > 1:  # a function that serves another path too
+        if names[name] > 1:  # the function serves several paths
             operation["operationId"] = f"{name}.{names[name]}"
         paths.setdefault(_PARAMETER.sub(r"{\1}", path), {})[method] = operation
     return {

@@ -1,4 +1,4 @@
-"""What the document says about each route function. A route that is missing here fails a test."""
+"""Descriptions of all route functions for the OpenAPI document. A test fails for a route that is missing here."""
 
 from __future__ import annotations
 
@@ -43,24 +43,24 @@ class Operation:
 
     summary: str
     answer: Any = None
-    """Type of the JSON of success; None when it has none."""
+    """Type of the JSON answer of success; None: no JSON."""
     body: type[BaseModel] | None = None
-    """Of the JSON that is sent."""
+    """Schema of the JSON body."""
     query: type[BaseModel] | None = None
     errors: tuple[int, ...] = ()
-    """Statuses beside success, and those of all operations with a body or a key."""
+    """Error statuses, beside those of every operation with a body or a key."""
     also_takes: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     """Further media types of the body, and their schemas."""
     also_answers: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     status: int = 200
-    """Of success."""
+    """Status of success."""
     needs_key: bool = True
     unready: Any = None
-    """Type of the JSON of status 503, where it is no error."""
+    """Type of the JSON answer of status 503, if that is no error."""
 
 
 _SUBMISSION = (422, 429, 503)
-"""The number was used by another request; there is too much work; the trainer cannot be reached."""
+"""Error statuses of submissions: the number was used by another request, too much work, the trainer is unreachable."""
 _CHECKPOINT = (400, 404, 503)
 
 OPERATIONS: dict[Callable[..., Any], Operation] = {
@@ -72,12 +72,10 @@ OPERATIONS: dict[Callable[..., Any], Operation] = {
         "Metrics for Prometheus", also_answers={"text/plain": {"type": "string"}}, needs_key=False
     ),
     service.client_config: Operation("Flags that a client reads once", answers.service.ClientConfig),
-    service.client_dynamic_config: Operation(
-        "Flags that a client reads again and again", answers.service.DynamicConfig
-    ),
+    service.client_dynamic_config: Operation("Flags that a client reads repeatedly", answers.service.DynamicConfig),
     service.get_server_capabilities: Operation("Base models", answers.service.Capabilities),
     keys.auth_token: Operation("A JWT for the key", answers.service.Jwt, errors=(404,)),
-    keys.get_own_key: Operation("What is known about the key", answers.service.OwnKey),
+    keys.get_own_key: Operation("Facts about the key", answers.service.OwnKey),
     keys.delete_own_key: Operation("Revoke the key, unless it is set in the configuration", errors=(403,)),
     telemetry.telemetry: Operation("Accepted and thrown away unread", answers.service.Accepted),
     # Sessions
@@ -90,19 +88,22 @@ OPERATIONS: dict[Callable[..., Any], Operation] = {
         "Ids of sessions", answers.training.SessionIds, query=schemas.SessionsQuery, errors=(400,)
     ),
     sessions.get_session: Operation(
-        "What a session holds", answers.training.SessionMembers, query=schemas.ScopedQuery, errors=(400, 404)
+        "Training runs and samplers of a session",
+        answers.training.SessionMembers,
+        query=schemas.ScopedQuery,
+        errors=(400, 404),
     ),
     sessions.search_sessions: Operation("Search sessions", answers.training.SessionPage, schemas.SearchSessions),
     sessions.assign_project: Operation(
         "Put a session into a project", answers.service.Empty, schemas.AssignProject, errors=(404,)
     ),
-    sessions.trace_export: Operation("Address of a session's timeline", answers.records.TraceExport, errors=(404,)),
+    sessions.trace_export: Operation("URL of a session's timeline", answers.records.TraceExport, errors=(404,)),
     # Training
     models.create_model: Operation(
         "A new model", answers.training.Receipt, schemas.CreateModel, errors=(404, *_SUBMISSION)
     ),
     models.unload_model: Operation("End a model", answers.training.Receipt, schemas.UnloadModel, errors=(429,)),
-    models.get_info: Operation("What a model is", answers.training.ModelInfo, schemas.GetInfo, errors=(404, 503)),
+    models.get_info: Operation("Facts about a model", answers.training.ModelInfo, schemas.GetInfo, errors=(404, 503)),
     training.forward_backward: Operation(
         "Add gradients of a batch",
         answers.training.Receipt,
@@ -146,7 +147,7 @@ OPERATIONS: dict[Callable[..., Any], Operation] = {
         errors=(404, *_SUBMISSION),
     ),
     weights.weights_info: Operation(
-        "What a checkpoint is", answers.training.WeightsFacts, schemas.WeightsInfo, errors=(404, 503)
+        "Facts about a checkpoint", answers.training.WeightsFacts, schemas.WeightsInfo, errors=(404, 503)
     ),
     weights.copy_weights: Operation(
         "Copy a checkpoint", answers.training.CopiedWeights, schemas.CopyWeights, errors=(403, 404, 422, 503)
@@ -165,15 +166,15 @@ OPERATIONS: dict[Callable[..., Any], Operation] = {
     sampling.join_sampling_session: Operation(
         "One more client of a sampler", answers.training.JoinedSampler, schemas.JoinSamplingSession, errors=(404,)
     ),
-    sampling.get_sampler: Operation("What a sampler samples from", answers.training.Sampler, errors=(404,)),
+    sampling.get_sampler: Operation("The weights of a sampler", answers.training.Sampler, errors=(404,)),
     sampling.certificate: Operation(
-        "How far the samplers are from the trainer, for the version of a sampler",
+        "Certificate of a sampler's version: how far the samplers are from the trainer",
         answers.checkpoints.Certificate,
         errors=(400, 404, 503),
     ),
     sampling.asample: Operation("Samples", answers.training.SampleReceipt, schemas.Sample, errors=(422, 429, 503)),
     futures.retrieve_future: Operation(
-        "A result, by a long poll; protobuf for those whose Accept names it",
+        "A result, by a long poll; in protobuf if the header Accept names it",
         dict[str, Any],
         schemas.RetrieveFuture,
         errors=(410,),
@@ -201,74 +202,81 @@ OPERATIONS: dict[Callable[..., Any], Operation] = {
     ),
     checkpoints.delete: Operation("Delete a checkpoint", answers.service.Empty, errors=_CHECKPOINT),
     checkpoints.show: Operation(
-        "What a checkpoint is, and its files", answers.checkpoints.CheckpointDetails, errors=_CHECKPOINT
+        "A checkpoint and its files", answers.checkpoints.CheckpointDetails, errors=_CHECKPOINT
     ),
     checkpoints.verify: Operation(
-        "Read all of a checkpoint and compare it with its sums", answers.checkpoints.Verified, errors=_CHECKPOINT
+        "Read all files of a checkpoint and compare them with their checksums",
+        answers.checkpoints.Verified,
+        errors=_CHECKPOINT,
     ),
     checkpoints.pin: Operation(
-        "Keep a checkpoint, whatever rules and TTL say", answers.service.Empty, errors=_CHECKPOINT
+        "Pin a checkpoint: neither retention nor TTL deletes it", answers.service.Empty, errors=_CHECKPOINT
     ),
-    checkpoints.unpin: Operation("Keep it no longer than they say", answers.service.Empty, errors=_CHECKPOINT),
+    checkpoints.unpin: Operation("Unpin a checkpoint", answers.service.Empty, errors=_CHECKPOINT),
     retention.get_retention: Operation(
-        "Which checkpoints of a training run are kept, and what would be deleted now",
+        "The retention policy of a training run, and what it would delete now",
         answers.checkpoints.Retention,
         errors=(404,),
     ),
     retention.set_retention: Operation(
-        "A policy for a training run", answers.checkpoints.Retention, retention_rules.Policy, errors=(404,)
+        "Set the retention policy of a training run",
+        answers.checkpoints.Retention,
+        retention_rules.Policy,
+        errors=(404,),
     ),
     retention.use_default_retention: Operation(
-        "The server's policy for a training run", answers.checkpoints.Retention, errors=(404,)
+        "Go back to the server's retention policy", answers.checkpoints.Retention, errors=(404,)
     ),
     retention.prune: Operation(
-        "Delete now what a policy does not keep, or say what that is",
+        "Delete the checkpoints that a policy does not keep, or list them",
         answers.checkpoints.Pruned,
         schemas.Prune,
         errors=(404,),
     ),
     checkpoints.publish: Operation("Publish a checkpoint", answers.service.Empty, errors=_CHECKPOINT),
-    checkpoints.unpublish: Operation("Take a publication back", answers.service.Empty, errors=_CHECKPOINT),
+    checkpoints.unpublish: Operation("Unpublish a checkpoint", answers.service.Empty, errors=_CHECKPOINT),
     checkpoints.set_ttl: Operation(
-        "When a checkpoint expires", answers.service.Empty, schemas.SetTtl, errors=(404, 503)
+        "Set when a checkpoint expires", answers.service.Empty, schemas.SetTtl, errors=(404, 503)
     ),
     checkpoints.external_weights_urls: Operation(
-        "Addresses of files", answers.checkpoints.SignedUrls, errors=_CHECKPOINT
+        "Signed URLs of a checkpoint's files", answers.checkpoints.SignedUrls, errors=_CHECKPOINT
     ),
     checkpoints.archive: Operation(
-        "Address of an archive", answers.checkpoints.SignedUrl, errors=_CHECKPOINT, status=302
+        "Signed URL of an archive of a checkpoint", answers.checkpoints.SignedUrl, errors=_CHECKPOINT, status=302
     ),
     checkpoints.certificate: Operation(
-        "How far the samplers were from the trainer at the last publish",
+        "Certificate of a checkpoint: how far the samplers were from the trainer at the last publish",
         answers.checkpoints.Certificate,
         errors=_CHECKPOINT,
     ),
     downloads.checkpoint_file: Operation(
-        "A file, by its signed address",
+        "A file, by its signed URL",
         query=bodies.SignedQuery,
         errors=(403, 404, 410, 503),
         also_answers={"application/octet-stream": BINARY},
         needs_key=False,
     ),
     downloads.archive: Operation(
-        "An archive, by its signed address",
+        "An archive, by its signed URL",
         query=bodies.SignedQuery,
         errors=(403, 404, 410, 503),
         also_answers={"application/x-tar": BINARY},
         needs_key=False,
     ),
     downloads.trace: Operation(
-        "A timeline, by its signed address",
+        "A timeline, by its signed URL",
         dict[str, Any],
         query=bodies.SignedQuery,
         errors=(403, 404, 410),
         needs_key=False,
     ),
-    admin.audit: Operation("What was done on a day", answers.records.AuditLog, query=schemas.AuditQuery, errors=(400,)),
+    admin.audit: Operation("Audit log of a day", answers.records.AuditLog, query=schemas.AuditQuery, errors=(400,)),
     admin.billing_usage: Operation(
-        "What was used", answers.records.UsageEvents, query=schemas.UsageQuery, errors=(400,)
+        "Usage by hour", answers.records.UsageEvents, query=schemas.UsageQuery, errors=(400,)
     ),
-    admin.checkpoint_storage: Operation("What is stored", answers.records.Storage, query=schemas.StorageQuery),
+    admin.checkpoint_storage: Operation(
+        "Stored checkpoints and their size", answers.records.Storage, query=schemas.StorageQuery
+    ),
     # OpenAI
     openai.list_models: Operation("Base models and the newest checkpoints", answers.openai.ModelCards),
     openai.get_model: Operation("A base model or a checkpoint", answers.openai.ModelCard, errors=(400, 404, 503)),

@@ -63,7 +63,7 @@ def test_optimizer_configs_are_those_of_the_sdk() -> None:
     ("config", "message"),
     [
         ({"type": "dimuon", "version": 2}, "version: .*not 2"),
-        ({"type": "adamw", "version": 1}, "version: is of dimuon only; 'adamw' has none"),
+        ({"type": "adamw", "version": 1}, "version: only dimuon has one; 'adamw' has none"),
         (
             {"type": "dimuon", "version": 1, "nesterov": True},
             "nesterov: this server knows no such field and",

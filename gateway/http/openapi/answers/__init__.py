@@ -1,5 +1,5 @@
-"""What the gateway answers with, for the document. Handlers write these objects themselves; the fuzz tests hold their
-answers against this."""
+"""Types of the gateway's answers, for the OpenAPI document. Handlers build their answers without them; the fuzz tests
+compare the answers with these types."""
 
 from gateway.http.openapi.answers import checkpoints, openai, records, service, training
 

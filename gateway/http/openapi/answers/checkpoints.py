@@ -1,4 +1,4 @@
-"""Checkpoints, and the runs that they are of."""
+"""Answers about checkpoints and training runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Below /v1."""
+"""Answers below /v1."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class Usage(TypedDict):
 
 
 class VersionSpan(TypedDict):
-    """A stretch of a choice's tokens that one version drew."""
+    """Consecutive tokens of a choice that one version generated."""
 
     version: str
     num_tokens: int
 
 
 class ChoiceExtension(TypedDict):
-    """Of a choice that follows a training run."""
+    """Extension of a choice that follows a training run."""
 
     version_spans: list[VersionSpan]
 

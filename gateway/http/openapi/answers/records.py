@@ -1,4 +1,4 @@
-"""What was done and used."""
+"""Answers about the audit log, usage and storage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The service, its keys, and the errors of all."""
+"""Answers about the service and keys, and the errors of all operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sessions, models, samplers, and receipts of what they do."""
+"""Answers about sessions, models and samplers, and receipts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Heartbeat(TypedDict):
 
 
 class Receipt(TypedDict):
-    """The result comes from retrieve_future."""
+    """Receipt of a submission; retrieve_future gives the result."""
 
     request_id: str
     model_id: str
