@@ -30,7 +30,7 @@ _NAMES = (
     (re.compile(r"messages\b"), "input"),
     (re.compile(r"max_tokens\b"), "max_output_tokens"),
     (re.compile(r"response_format(\.json_schema)?\b"), "text.format"),
-    (re.compile(r"(tools\.\d+)\.function\b"), r"\1"),
+    (re.compile(r"(tools\[\d+\])\.function\b"), r"\1"),
 )
 """Fields of a chat -> those of a response."""
 
