@@ -1,4 +1,4 @@
-"""What is sent to clients: lists of log-probabilities, choices, chunks."""
+"""Parts of answers: lists of log-probabilities, and chunks of streams."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Json: TypeAlias = dict[str, Any]
 
 
 def log_begin(request_id: str, source: Source, *, user: str | None) -> None:
-    """`user`: what the client calls its user."""
+    """Logs the begin of a request. `user`: the client's name of its user."""
     logs.request_id.set(request_id)
     logs.model_id.set(run_of(source.version_id))
     logger.info("samples from %s%s", source.name, "" if user is None else f" for user {user[:200]!r}")
@@ -40,7 +40,7 @@ def chat_logprobs(entries: Sequence[Entry], vocabulary: Vocabulary) -> Json:
 
 
 def completion_logprobs(entries: Sequence[Entry], vocabulary: Vocabulary, *, has_top: bool) -> Json:
-    """The parallel lists of the older endpoint. A top list has the token itself too, whatever its rank."""
+    """Log-probabilities as parallel lists, for completions. A top list also has the token itself, whatever its rank."""
     tops: list[Json | None] = []
     for entry in entries:
         own = {} if entry.logprob is None else {vocabulary.text_of(entry.token): entry.logprob}
@@ -54,14 +54,14 @@ def completion_logprobs(entries: Sequence[Entry], vocabulary: Vocabulary, *, has
 
 
 def extension(update: Update) -> Json:
-    """What OpenAI's choices have no field for."""
+    """Fields of a choice that OpenAI does not have."""
     if not update.spans:
         return {}
     return {"tinsmith": {"version_spans": [{"version": name, "num_tokens": count} for name, count in update.spans]}}
 
 
 def head_of(request_id: str, source: Source, *, kind: str) -> Json:
-    """What all chunks of one answer share."""
+    """Fields that all chunks of an answer share."""
     return {
         "id": request_id,
         "object": kind,
@@ -87,7 +87,10 @@ async def chunks_of(
     include_usage: bool,
     first: Json | None = None,
 ) -> AsyncGenerator[Json, None]:
-    """A chunk for each choice that an update makes, and one with the usage. `first`: only in the first one."""
+    """The chunks of a stream: one for each choice of an update, and a last one with the usage.
+
+    `first`: fields of the first chunk only.
+    """
     if include_usage:
         head = head | {"usage": None}
     extra = first or {}

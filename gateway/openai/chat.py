@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: a conversation, rendered by the model's own template."""
+"""POST /v1/chat/completions: a conversation, rendered by the model's chat template."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ bound."""
 
 
 def _json(value: Any, *, field: str) -> str:
-    """Raises InvalidRequest for more than a sampler takes."""
-    # Not orjson: a tool's schema may hold integers of any size. Not as ASCII, which takes many times as long.
+    """The value as JSON. Raises InvalidRequest when it is longer than a sampler takes, or nested too deeply."""
+    # orjson cannot write integers of any size, which a tool's schema may hold. ASCII would take many times as long.
     try:
         text = json.dumps(value, ensure_ascii=False)
     except RecursionError as error:  # arguments of a call may be deeper than a body
@@ -56,8 +56,10 @@ def _json(value: Any, *, field: str) -> str:
 
 
 def _check_arguments(messages: Sequence[Message], *, max_values: int) -> None:
-    """Raises InvalidRequest when the arguments of all calls hold more values than a body may: they are JSON within a
-    text of the body, which counts as one value there."""
+    """Raises InvalidRequest when the arguments of all tool calls hold more values than a body may.
+
+    The arguments are JSON inside a string, which counts as only one value of the body.
+    """
     num_values = 0
     for call in (call for message in messages for call in message.tool_calls or ()):
         if isinstance(call.function.arguments, str):
@@ -71,7 +73,10 @@ def _check_arguments(messages: Sequence[Message], *, max_values: int) -> None:
 
 
 def _message(message: Message) -> dict[str, Any]:
-    """As chat templates want it: content is text, arguments of tool calls are objects."""
+    """A message in the form of chat templates: content is text, and arguments of tool calls are objects.
+
+    Raises InvalidRequest for arguments that are not JSON.
+    """
     made = message.model_dump(exclude_none=True)
     made["content"] = put_together(message.content)
     for call in made.get("tool_calls", ()):
@@ -87,7 +92,7 @@ def _message(message: Message) -> dict[str, Any]:
 
 
 def chat_of(body: Chat, *, max_values: int) -> pb.Chat:
-    """`max_values`: those of a request. Raises InvalidRequest."""
+    """The chat for the sampler, which renders it. `max_values`: most values of all arguments. Raises InvalidRequest."""
     _check_arguments(body.messages, max_values=max_values)
     tools = [tool.model_dump() for tool in body.tools or ()] if body.tool_choice != "none" else []
     continues = bool(body.continue_final_message)
@@ -137,7 +142,10 @@ class Form(Protocol):
 
 
 async def chat(gateway: Gateway, request: Request, body: Chat, *, caller: Caller, form: Form | None = None) -> Response:
-    """Raises ServiceError, and ClientDisconnect when the client has left."""
+    """Answers a chat. `form`: another API's form of the answer.
+
+    Raises ServiceError, and ClientDisconnect when the client has left.
+    """
     limit = gateway.config.max_num_samples
     if body.num_choices > limit:
         raise InvalidRequest(f"n: {body.num_choices} is above this server's max_num_samples {limit}", field="n")
@@ -208,13 +216,13 @@ class _Choices:
     vocabulary: Vocabulary
     messages: Messages
     _begun: set[int] = field(default_factory=set)
-    """Indices of the choices of which a chunk has been sent."""
+    """Indices of the choices whose first chunk was sent."""
 
     def whole(self, update: Update) -> Json:
         return self._make(update, message=self.messages.message(update))
 
     def of(self, update: Update) -> list[Json]:
-        """Choices of the chunks that an update makes."""
+        """The choices of an update, one for each chunk."""
         made = []
         if update.index not in self._begun:
             self._begun.add(update.index)

@@ -31,7 +31,7 @@ Prompt = str | list[int]
 
 
 def prompts_of(body: Completion) -> list[Prompt]:
-    """One for each text or list of tokens. A list of numbers is one prompt."""
+    """The prompts of a request: each is a text or a list of token ids."""
     prompt = body.prompt
     if isinstance(prompt, str):
         return [prompt]
@@ -41,7 +41,7 @@ def prompts_of(body: Completion) -> list[Prompt]:
 
 
 def checked_tokens(gateway: Gateway, source: Source, prompt: Sequence[int], *, field: str) -> bytes:
-    """Token ids of a client's, little endian. Raises InvalidRequest for what no sampler could read."""
+    """A client's token ids as int32, little endian. Raises InvalidRequest for too many, or an id out of range."""
     longest = gateway.clients.context_length(source.base_model)
     if len(prompt) > longest > 0:
         raise InvalidRequest(f"{field}: {len(prompt)} tokens are above the context length, {longest}", field=field)
@@ -59,7 +59,7 @@ async def _tokens(gateway: Gateway, source: Source, prompt: Prompt, *, add_speci
 
 
 async def complete(gateway: Gateway, request: Request, body: Completion, *, caller: Caller) -> Response:
-    """Raises ServiceError, and ClientDisconnect when the client has left."""
+    """Answers a completion. Raises ServiceError, and ClientDisconnect when the client has left."""
     prompts = prompts_of(body)
     num_choices, limit = len(prompts) * body.num_choices, gateway.config.max_num_samples
     if not 1 <= num_choices <= limit:
@@ -134,7 +134,7 @@ def _draw(
     request_id: str,
     n: int,
 ) -> Draw:
-    """Of the nth prompt."""
+    """The draw of the nth prompt."""
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     sampling = sample_request(
         body,
@@ -161,13 +161,13 @@ def _draw(
 
 @dataclass(frozen=True, slots=True)
 class _Choices:
-    """What the draws tell, as choices of the answer."""
+    """Turns updates of the draws into choices of the answer."""
 
     body: Completion
     vocabulary: Vocabulary
     draws: Sequence[Draw]
     _begun: set[int] = field(default_factory=set)
-    """Those that have had the tokens of their prompt."""
+    """Indices of the choices that have the tokens of their prompt already."""
 
     def of(self, update: Update) -> list[Json]:
         """None for an update that says nothing."""

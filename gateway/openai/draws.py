@@ -1,7 +1,4 @@
-"""One prompt and the choices drawn for it: from a request's fields to tokens, text and log-probabilities.
-
-Shapes: L tokens of a sequence, k columns of a table.
-"""
+"""A prompt and the choices drawn for it: from a request's fields to tokens, text and log-probabilities."""
 
 from __future__ import annotations
 
@@ -25,15 +22,15 @@ from tinsmith.v1 import types_pb2
 
 _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 _EMPTY_LOGPROB = -99999.0
-"""What the wire puts into an empty cell of a top-k table."""
+"""Logprob of an empty cell of a top-k table."""
 
 _MANY_TOKENS = 1024
-"""Making text of more tokens than this would hold up the event loop."""
+"""Text of more tokens than this is made in `_THREAD`, because it would block the event loop."""
 _THREAD = ThreadPoolExecutor(1, "text")
-"""One, so that many long answers do not take the interpreter from the event loop."""
+"""One thread only, because several would keep the interpreter's lock from the event loop."""
 
 _owners: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-"""Those who have work for it."""
+"""owner -> lock, so that each owner has at most one piece of work in `_THREAD`."""
 
 T = TypeVar("T")
 FinishReason = Literal["stop", "length"]
@@ -47,14 +44,14 @@ class Entry:
     logprob: float | None
     """None for a prompt's first token."""
     top: Sequence[tuple[int, float]]
-    """Most probable tokens, best first."""
+    """The most probable tokens and their logprobs, best first."""
     offset: int
-    """Where its text begins in the text of the choice."""
+    """Position of its text in the text of the choice, in characters."""
 
 
 @dataclass(slots=True)
 class Update:
-    """What is new in a choice."""
+    """New text and tokens of a choice."""
 
     index: int
     text: str = ""
@@ -62,11 +59,13 @@ class Update:
     entries: list[Entry] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     spans: Sequence[tuple[str, int]] = ()
-    """With the end, of a choice that follows a run: versions, and how many tokens each has drawn."""
+    """With the end of a choice that follows a run: each version, and the number of tokens that it has drawn."""
 
 
 @dataclass(slots=True)
 class Usage:
+    """Token counts of an answer."""
+
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
@@ -95,7 +94,10 @@ def sample_request(
     topk: int = 0,
     prompt_logprobs: bool = False,
 ) -> pb.SampleRequest:
-    """`prompt`: int32 tokens, little endian. A stop of the client's is added to the model's own."""
+    """The request for the sampler. `prompt`: int32 tokens, little endian.
+
+    The client's stop strings and tokens are added to the model's own end tokens.
+    """
     stop = None
     if body.stop_strings or body.stop_token_ids:
         token_ids = [check_int32(token, field="stop_token_ids") for token in body.stop_token_ids or ()]
@@ -127,7 +129,7 @@ def sample_request(
 
 
 async def text_off_loop(work: Callable[[], T], *, num_tokens: int) -> T:
-    """Does the work that so many tokens cause, in a thread when they are many."""
+    """Does work on a number of tokens; in `_THREAD` when they are many."""
     if num_tokens <= _MANY_TOKENS:
         return work()
     return await asyncio.get_running_loop().run_in_executor(_THREAD, work)
@@ -137,7 +139,7 @@ Tops = Sequence[Sequence[tuple[int, float]]]
 
 
 class _Choice:
-    """The text of one sequence, token by token, after that of its prompt where this is wanted too."""
+    """The text of one sequence, token by token; with an echo it begins with the text of the prompt."""
 
     def __init__(self, index: int, text: TextStream, prompt_text: TextStream | None, *, with_entries: bool) -> None:
         self.num_tokens = 0
@@ -149,11 +151,11 @@ class _Choice:
 
     @property
     def has_echo(self) -> bool:
-        """The prompt is wanted, and was not given yet."""
+        """An echo of the prompt is wanted, and was not given yet."""
         return self._prompt_text is not None
 
     def echo(self, tokens: Sequence[int], logprobs: Sequence[float | None], tops: Tops) -> Update:
-        """The prompt; nothing when it is not wanted, or was given before."""
+        """An update with the prompt; empty when no echo is wanted, or it was given before."""
         update = Update(self.index)
         if self._prompt_text is not None:
             _push(update, self._prompt_text, tokens, logprobs, tops, with_entries=self._with_entries)
@@ -182,8 +184,8 @@ def _push(
     start: int = 0,
     with_entries: bool,
 ) -> None:
-    pieces = [update.text]  # joined once: adding each to the text would copy all of a long prompt for each token
-    if not with_entries:  # millions of them would hold up everybody whenever Python looks for garbage
+    pieces = [update.text]  # joined once at the end: adding each piece would copy the whole text for each token
+    if not with_entries:  # millions of entries would slow down every garbage collection
         pieces += map(text.push, tokens)
         tokens = ()
     for token, logprob, top in zip(tokens, logprobs, tops, strict=with_entries):
@@ -212,11 +214,11 @@ class Draw:
         shown: Sequence[int] = (),
         with_entries: bool = True,
     ) -> None:
-        """`scores_only`: drawn tokens are thrown away. `echo`: the text begins with the prompt, and with those of its
-        special tokens that `prompt_text` holds. `shown`: special tokens whose text is part of the output.
-        `with_entries`: each token is told, and not the text alone."""
+        """`scores_only`: drawn tokens are thrown away. `echo`: the text begins with the prompt, including special
+        tokens that occur in `prompt_text`. `shown`: special tokens whose text is part of the output. `with_entries`:
+        updates have an entry for each token."""
         self.usage = Usage()
-        """Once it is over."""
+        """Complete once the draw is over."""
         self.prompt: list[int] = np.frombuffer(request.prompt[0].encoded_text.tokens, _INT32).tolist()
         self._generator = generator
         self._source = source
@@ -224,11 +226,11 @@ class Draw:
         self._request_id = request_id
         self._scores_only = scores_only
         self._num_echoed = len(self.prompt) * request.num_samples if echo else 0
-        # Scores of the prompt, which come first, are in the result only: then nothing can be shown before it.
+        # Scores of the prompt come first in the text, but only with the result. So nothing can be shown before it.
         self._waits = bool(request.prompt_logprobs or scores_only)
         vocabulary = tokenizer.vocabulary
         stop = request.sampling_params.stop
-        stops = tuple(stop.strings)  # protobuf would make each text anew whenever it is looked at
+        stops = tuple(stop.strings)  # a copy: protobuf decodes the strings at each access
         hidden = {*tokenizer.eos_token_ids, *stop.token_ids}
         in_prompt = [token for token in vocabulary.special if echo and vocabulary.text_of(token) in prompt_text]
         self._choices = [
@@ -242,13 +244,13 @@ class Draw:
         ]
 
     async def result(self) -> list[Update]:
-        """Each choice as a whole."""
+        """Draws the choices. Returns one update for each, which holds all of it."""
         response = await self._generator.sample(self._source, self._request, request_id=self._request_id)
         return await self._updates_of(response)
 
     @contextlib.asynccontextmanager
     async def updates(self) -> AsyncIterator[AsyncIterator[Update]]:
-        """Pieces of the choices as they come. Once it is entered, the sampler has begun."""
+        """Draws the choices, as a stream of updates. When the context is entered, the sampler has begun."""
         async with self._generator.stream(self._source, self._request, request_id=self._request_id) as pieces:
             yield self._updates(pieces)
 
@@ -267,7 +269,8 @@ class Draw:
                 yield update
 
     async def _echo(self, choice: _Choice) -> Update:
-        """The prompt without log-probabilities; nothing when it is not wanted, or was given before."""
+        """An update with the prompt, without log-probabilities; empty when no echo is wanted, or it was given
+        before."""
         if not choice.has_echo:
             return Update(choice.index)
         num_prompt = len(self.prompt)
@@ -280,15 +283,15 @@ class Draw:
         return await self._off_loop(lambda: list(self._finished(response)), num_tokens=self._num_echoed + num_sampled)
 
     async def _off_loop(self, work: Callable[[], T], *, num_tokens: int) -> T:
-        """As `text_off_loop`. An owner has one piece of work there at a time: another's waits for that one only."""
+        """`text_off_loop`, but with one piece of work of each owner at a time, so that no owner fills the queue."""
         if num_tokens <= _MANY_TOKENS:
-            await self._generator.turn(self._source)  # a thousand prompts may come to this at once
+            await self._generator.turn(self._source)  # a thousand prompts may get here at once
             return work()
         async with _owners.setdefault(self._source.owner, asyncio.Lock()):
             return await text_off_loop(work, num_tokens=num_tokens)
 
     def _finished(self, response: pb.SampleResponse) -> Iterator[Update]:
-        """What the deltas have not brought, and the ends."""
+        """The last update of each choice: what the deltas have not delivered, and the finish reason."""
         num_prompt = len(self.prompt)
         prompt_logprobs: list[float | None] = [None] * num_prompt
         if response.HasField("prompt_logprobs"):
@@ -312,7 +315,7 @@ class Draw:
 
 
 def _rows(table: types_pb2.TopkLogprobs, length: int) -> Tops:
-    """A top-k table [length, k] without its empty cells; empty rows when there is none."""
+    """The rows of a top-k table [length, k], without empty cells; empty rows when there is no table."""
     if not table.k:
         return [()] * length
     token_ids = np.frombuffer(table.token_ids, _INT32).reshape(table.length, table.k).tolist()

@@ -22,7 +22,7 @@ _PARAMS = {
     "topk_sample_logprobs": "top_logprobs",
     "topk_prompt_logprobs": "logprobs",
 }
-"""Our name of a field -> OpenAI's."""
+"""Name of a field in our protobuf -> its name in the OpenAI API."""
 
 
 def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def error_body(status: int, message: str, *, param: str | None = None, code: str
 
 
 def body_of(error: ServiceError) -> tuple[int, dict[str, Any]]:
-    """Status and body. What cannot be honoured is the caller's mistake: 400."""
+    """Status and body of an error. An unsupported value is the caller's mistake: 400."""
     status = 400 if isinstance(error, Unsupported) else status_of(error)
     field = error.metadata.get("field")
     param = None if field is None else _PARAMS.get(field, field.removeprefix("sampling_params."))
@@ -50,13 +50,13 @@ def http_error(error: HTTPException) -> Response:
 
 
 def _is_branch(part: str | int) -> bool:
-    """True for pydantic's name of a branch of a union, which an error's place holds beside the names of fields."""
+    """Whether a part of an error's location is pydantic's name of a union's branch, and not a field."""
     return isinstance(part, str) and part.endswith("]") and part.startswith(("list[", "tagged-union["))
 
 
 def invalid(error: ValidationError) -> ServiceError:
-    """Names the first field that is wrong, its value, and what would be right."""
-    # Of a union, the branches that do not fit at all come first: the deepest location says most.
+    """The error for a wrong field: it names the field, its value, and what would be right."""
+    # A union gives an error for each branch. The branch that fits best has the deepest location.
     found = max(error.errors(include_url=False), key=lambda each: len(each["loc"]))
     field = name_of(part for part in found["loc"] if not _is_branch(part)) or None
     message, value = found["msg"], shown(found["input"])

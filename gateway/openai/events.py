@@ -1,4 +1,4 @@
-"""Server-sent events, and clients that leave."""
+"""Server-sent events, and the end of work whose client leaves."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ async def event_stream(
     places: contextlib.ExitStack,
     are_named: bool = False,
 ) -> StreamingResponse:
-    """Begins all draws; then a response that sends what `chunks` makes of their updates, as they come. `places` is
-    closed at its end. `are_named`: each chunk's `type` is the name of its event, and no [DONE] follows the last one.
+    """Begins all draws, and returns a response that streams the chunks which `chunks` makes of their updates.
 
-    Raises what a draw fails with before its first token. A later failure is sent as an event, because the status has
-    been sent.
+    `places` is closed at the end of the response. `are_named`: the `type` of a chunk is the name of its event, and no
+    [DONE] follows the last one. Raises the error of a draw that fails before its first token. A later failure is sent
+    as an event, because the status has been sent.
     """
     stack = contextlib.AsyncExitStack()
     stack.callback(places.close)
@@ -84,7 +84,7 @@ async def event_stream(
 
 
 class _Stream(StreamingResponse):
-    """Ends the draws whatever happens to the client."""
+    """A streaming response that always ends its draws, also when the client leaves."""
 
     def __init__(self, events: AsyncGenerator[bytes, None], stack: contextlib.AsyncExitStack) -> None:
         super().__init__(events, media_type=MEDIA_TYPE, headers={"Cache-Control": "no-store"})
@@ -108,7 +108,7 @@ async def together(works: Sequence[Awaitable[T]]) -> list[T]:
 
 
 async def _merge(sources: list[AsyncIterator[T]]) -> AsyncGenerator[T, None]:
-    """Items of all sources in the order in which they come. Raises what one of them raises."""
+    """The items of all sources in order of arrival. Raises the first error of a source."""
     if len(sources) == 1:
         async for item in sources[0]:
             yield item

@@ -1,8 +1,8 @@
-"""Calls of samplers for the OpenAI API: straight to gRPC, without a future.
+"""Calls of samplers for the OpenAI API: directly over gRPC, without a future.
 
-A sampler that is away or full is waited for a while, unless another does the work; a version that none holds is
-published. A client that leaves stops its generation. What a stream had by then is counted; of an answer in one piece
-the gateway has heard nothing yet, and counts nothing.
+A request goes to another sampler when one is unreachable or full, and waits for a while when there is none. A version
+that no sampler holds is published. When a client leaves, its generation is stopped. The tokens that a stream has sent
+by then are counted; for an answer in one piece the gateway has received nothing, and counts nothing.
 """
 
 from __future__ import annotations
@@ -45,41 +45,45 @@ from tinsmith.v1 import sampler_pb2 as pb
 T = TypeVar("T")
 _FORMS: Mapping[int, Form] = {pb.TOOL_CALL_FORMAT_HERMES: "hermes", pb.TOOL_CALL_FORMAT_LLAMA3: "llama3"}
 _MAX_SAMPLED = 100_000
-"""Versions and owners of which the audit log is known to have the reading; of others it has it once more."""
+"""Most entries of `Generator._sampled`. A forgotten entry is written into the audit log once more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What is sampled from."""
+    """The weights of a request, and its owner."""
 
     name: str
-    """As the client calls it."""
+    """The client's name of the model."""
     base_model: str
     owner: str
-    """Whose request it is."""
+    """Owner of the request."""
     version_id: str = ""
     """Empty for the base model."""
     location: str = ""
-    """Where the trainer finds the version again."""
+    """Location of the version at the trainer."""
     follow_run: str = ""
-    """The run whose newer versions a generation moves to; empty for what is fixed."""
+    """The run whose newer versions a generation moves to; empty for a fixed version."""
     caller: Caller | None = None
-    """Whose budget and rates it counts against; None: nobody's."""
+    """The caller whose budget and rates the request counts against; None: it counts against none."""
 
     def session(self) -> SamplingSession:
-        """Of no client; it is not stored."""
+        """A sampling session with these weights, which is not stored."""
         return SamplingSession(base_model=self.base_model, version_id=self.version_id, location=self.location)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerInfo:
+    """The tokenizer of a base model."""
+
     vocabulary: Vocabulary
     eos_token_ids: tuple[int, ...]
     tool_calls: Form | None = None
-    """Form in which the model writes calls of tools; None when its chat template has no form that is known."""
+    """Form in which the model writes calls of tools; None when its chat template has no known form."""
 
 
 class Generator:
+    """Samples, tokenizes and reads tokenizers for the OpenAI API."""
+
     def __init__(
         self,
         config: GatewayConfig,
@@ -101,14 +105,16 @@ class Generator:
         self._recent = recent
         self._metrics = metrics
         self._sampled: OrderedDict[tuple[str, str], None] = OrderedDict()
-        """Owners and the versions that they have sampled here, the least recently used first."""
-        self._running_of: Counter[str] = Counter()  # by owner
-        self._tokenizers: dict[str, asyncio.Task[TokenizerInfo]] = {}  # by boot_id, of samplers that are known now
+        """Pairs of an owner and a version that the owner has sampled here, the least recently used first."""
+        self._running_of: Counter[str] = Counter()
+        """owner -> prompts in work."""
+        self._tokenizers: dict[str, asyncio.Task[TokenizerInfo]] = {}
+        """boot_id of a known sampler -> its tokenizer."""
         self._vocabularies: WeakValueDictionary[bytes, Vocabulary] = WeakValueDictionary()
-        """By digest: samplers of one base model have one."""
+        """Digest of a tokenizer -> its vocabulary, which all samplers of a base model share."""
 
     def is_first(self, owner: str, version_id: str) -> bool:
-        """Whether the owner samples the version for the first time: the audit log has that once, not each request."""
+        """Whether the owner samples the version for the first time. Only then the audit log gets an entry."""
         is_new = (owner, version_id) not in self._sampled
         self._sampled[owner, version_id] = None
         self._sampled.move_to_end((owner, version_id))
@@ -119,7 +125,7 @@ class Generator:
     # Text
 
     async def tokenizer(self, source: Source) -> TokenizerInfo:
-        """Of the base model; asked for once of each sampler process."""
+        """The tokenizer of the base model. Each sampler process is asked once."""
         replica = await self._in_time(self._clients.sampler(source.base_model), source)
         boot_id = replica.info.boot_id if replica.info is not None else ""
         if boot_id not in self._tokenizers:
@@ -127,7 +133,7 @@ class Generator:
         try:
             return await asyncio.shield(self._tokenizers[boot_id])
         except Exception:
-            self._tokenizers.pop(boot_id, None)  # another request may have more luck
+            self._tokenizers.pop(boot_id, None)  # another request may succeed
             raise
 
     async def _load_tokenizer(self, source: Source) -> TokenizerInfo:
@@ -141,14 +147,14 @@ class Generator:
         return TokenizerInfo(vocabulary, tuple(reply.eos_token_ids), _FORMS.get(reply.tool_call_format))
 
     async def tokenize(self, source: Source, request: pb.TokenizeRequest) -> bytes:
-        """int32 tokens, little endian."""
+        """The tokens of a text or a chat, int32, little endian."""
         reply = await self._ask_of_text(source, lambda replica: replica.stub.Tokenize(request))
         return reply.tokens
 
     # Samples
 
     async def turn(self, source: Source) -> None:
-        """Returns when a prompt of the owner's may be worked on."""
+        """Waits for the owner's turn to work on a prompt."""
         await self._turns.take(source.owner)
 
     @property
@@ -157,9 +163,9 @@ class Generator:
 
     @contextlib.contextmanager
     def place(self, owner: str, *, num_prompts: int = 1) -> Iterator[None]:
-        """Places among the samples in work, from before the prompts are rendered to the end of the answer.
+        """Counts prompts as samples in work. Held from before the prompts are rendered to the end of the answer.
 
-        Raises OutOfCapacity when too many samples are in work, of the owner or of all.
+        Raises OutOfCapacity when too many samples are in work, of the owner or of all owners.
         """
         check_pending(self._config, owner, num_own=self._running_of[owner], num_all=self.num_running)
         self._running_of[owner] += num_prompts
@@ -194,8 +200,11 @@ class Generator:
     async def stream(
         self, source: Source, request: pb.SampleRequest, *, request_id: str
     ) -> AsyncIterator[AsyncIterator[pb.StreamSampleResponse]]:
-        """Deltas, then the result. Once it is entered, a sampler has begun; leaving it stops that. One that is lost in
-        the middle is replaced by another."""
+        """A stream of deltas, and then the result.
+
+        When the context is entered, a sampler has begun; leaving the context stops it. When the sampler is lost in the
+        middle, another one goes on.
+        """
         num_sampled = num_cached = 0
         is_counted = False
         opened = contextlib.AsyncExitStack()
@@ -267,7 +276,7 @@ class Generator:
 
     @contextlib.contextmanager
     def _holding_budget(self, source: Source, request: pb.SampleRequest) -> Iterator[Hold | None]:
-        """What the request may use while it is in work. Raises RateLimited and BudgetExceeded."""
+        """Reserves what the request may use of budgets while it is in work. Raises RateLimited and BudgetExceeded."""
         hold = None
         if source.caller is not None:
             hold = self._limits.sample(source.caller, request, base_model=source.base_model)
@@ -302,15 +311,15 @@ class Generator:
         self._ledger.use("sampling_sample", num_sampled, **whose)
         if hold is None:
             return
-        hold.release()  # it is counted now, and would count twice until it is written
+        hold.release()  # the tokens are counted now; held as well, they would count twice
         if hold.is_budgeted:
-            with contextlib.suppress(SQLAlchemyError):  # what is drawn goes out; the ledger tries again, and says why
+            with contextlib.suppress(SQLAlchemyError):  # the answer goes out; the ledger logs the error and tries again
                 await self._ledger.flush()
 
     # Waiting
 
     async def _in_time(self, replica: Awaitable[Replica], source: Source) -> Replica:
-        """Raises NotReady when none comes in time."""
+        """Waits for a replica. Raises NotReady when there is none within `openai_wait_s`."""
         try:
             async with asyncio.timeout(self._config.openai_wait_s):
                 return await replica
@@ -319,7 +328,7 @@ class Generator:
 
     @contextlib.contextmanager
     def _holding(self, replica: Replica, call: Any, *, weight: int = 1) -> Iterator[None]:
-        """The replica has the call in work. Raises ServiceError for what the call fails with."""
+        """Counts the call as the replica's work. Raises the call's error as ServiceError."""
         samplers = self._clients.samplers
         try:
             with samplers.holding(replica, call, weight=weight):
@@ -337,7 +346,7 @@ class Generator:
             return await call
 
     async def _ask_of_text(self, source: Source, start: Callable[[Replica], Any]) -> Any:
-        """The reply to a call about text. No engine computes it, but a sampler may die of it all the same."""
+        """The reply to a call about text. No engine computes it, but it, too, may kill a sampler."""
         tries = Tries(self._clients.samplers, source.base_model)
 
         async def call(replica: Replica) -> Any:
@@ -354,12 +363,14 @@ class Generator:
         *,
         tries: Tries,
     ) -> T:
-        """The answer of a sampler: of the one for the request, or of any. After openai_wait_s in vain it raises what
-        stands in the way: NotReady or OutOfCapacity."""
+        """Calls samplers until one answers. `request`: routes the call; None: any sampler will do.
+
+        Raises NotReady or OutOfCapacity, the last cause, when none has answered within `openai_wait_s`.
+        """
         give_up_at = time.monotonic() + self._config.openai_wait_s
         while True:
             replica = await self._in_time(tries.route(request), source)
-            await self.turn(source)  # a request may have a thousand prompts, and each call takes a millisecond to begin
+            await self.turn(source)  # a request may have a thousand prompts; beginning a call takes a millisecond
             if request is not None:
                 self._publishing.top_up(source.session())
             try:
@@ -378,7 +389,7 @@ class Generator:
             await tries.next()
 
     async def _provide(self, source: Source, replica: Replica, *, timeout_s: float) -> bool:
-        """False when it cannot be done now. Raises what the trainer says when it never will."""
+        """Has the version published. False when it cannot be done now. Raises the trainer's error when it never can."""
         try:
             async with asyncio.timeout(max(0.0, timeout_s)):
                 return await self._publishing.provide(source.session(), replica, progress=Progress())

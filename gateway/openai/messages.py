@@ -1,4 +1,4 @@
-"""The choices of a chat as messages: text, and calls of tools."""
+"""Turns the choices of a chat into messages, with text and calls of tools."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from gateway.openai.tool_calls import Call, Piece, ToolCallReader
 
 
 class Messages:
-    """Reads the choices of one request as they come."""
+    """Reads the choices of one request, update by update."""
 
     def __init__(self, structure: Structure) -> None:
         self._structure = structure
         self._readers: dict[int, ToolCallReader | None] = {}
-        """Reader of each choice, by its index; None where calls are not read."""
+        """Index of a choice -> its reader; None: calls are not read."""
 
     def read(self, update: Update) -> list[Piece]:
-        """Pieces that an update adds to its choice."""
+        """The pieces that an update adds to its choice."""
         if update.index not in self._readers:
             self._readers[update.index] = self._structure.reader()
         reader = self._readers[update.index]
@@ -27,16 +27,16 @@ class Messages:
         return pieces + reader.end() if update.finish_reason is not None else pieces
 
     def calls(self, update: Update) -> list[Call]:
-        """Calls of tools in the update's choice so far."""
+        """The calls of tools in the update's choice so far."""
         reader = self._readers.get(update.index)
         return [] if reader is None else reader.calls
 
     def finish_reason(self, update: Update) -> str | None:
-        """Finish reason of the update's choice, once all of the choice has been read."""
+        """The finish reason of the update's choice. Call it after `read` has seen the update."""
         return "tool_calls" if update.finish_reason == "stop" and self.calls(update) else update.finish_reason
 
     def message(self, update: Update) -> Json:
-        """Message of a choice, from an update that holds all of it."""
+        """The message of a choice, from an update that holds all of it."""
         pieces = self.read(update)
         content = "".join(piece.text for piece in pieces if piece.call is None)
         message: Json = {"role": "assistant", "content": content, "refusal": None}
@@ -49,7 +49,7 @@ class Messages:
         return message
 
     def deltas(self, update: Update) -> list[Json]:
-        """Deltas of a stream's chunks, from an update."""
+        """The deltas of an update, one for each chunk."""
         return [_delta(piece) for piece in self.read(update)]
 
 

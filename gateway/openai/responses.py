@@ -1,6 +1,6 @@
-"""POST /v1/responses: a chat in the words of OpenAI's Responses API. Nothing is kept between requests.
+"""POST /v1/responses: OpenAI's Responses API, on top of chats. Nothing is stored between requests.
 
-A request becomes a chat, and the answer of the chat becomes a response. So limits, usage, tools and errors are those of
+A request becomes a chat, and the chat's answer becomes a response. So limits, usage, tools and errors are those of
 chats.
 """
 
@@ -32,12 +32,12 @@ _NAMES = (
     (re.compile(r"response_format(\.json_schema)?\b"), "text.format"),
     (re.compile(r"(tools\[\d+\])\.function\b"), r"\1"),
 )
-"""Fields of a chat -> those of a response."""
+"""Field of a chat -> field of a response."""
 
 
 @contextlib.contextmanager
 def _named() -> Iterator[None]:
-    """Errors about a field of the chat name the field that it came from."""
+    """Makes errors about a field of the chat name the field of the response from which it came."""
     try:
         yield
     except ServiceError as error:
@@ -50,13 +50,13 @@ def _named() -> Iterator[None]:
 
 
 def _renamed(pattern: re.Pattern[str], name: str, text: str) -> str:
-    """The text with another name at its beginning, if that is the name of the field."""
+    """The text, with the name at its beginning replaced if it matches the pattern."""
     found = pattern.match(text)
     return found.expand(name) + text[found.end() :] if found else text
 
 
 def _messages(body: Respond) -> list[Json]:
-    """Messages of the chat. Calls of tools join the assistant's message before them."""
+    """The messages of the chat. A call of a tool is added to the assistant's message before it."""
     messages: list[Json] = []
     if body.instructions is not None:
         messages.append({"role": "system", "content": body.instructions})
@@ -71,7 +71,7 @@ def _messages(body: Respond) -> list[Json]:
         elif item.type == "function_call_output":
             messages.append({"role": "tool", "content": put_together(item.output), "tool_call_id": item.call_id})
         else:
-            role = "system" if item.role == "developer" else item.role  # most templates know no developer
+            role = "system" if item.role == "developer" else item.role  # most templates do not know developer
             messages.append({"role": role, "content": put_together(item.content)})
     return messages
 
@@ -111,7 +111,7 @@ def chat_of(body: Respond) -> Chat:
 
 
 async def respond(gateway: Gateway, request: Request, body: Respond, *, caller: Caller) -> Response:
-    """Raises ServiceError, and ClientDisconnect when the client has left."""
+    """Answers a request. Raises ServiceError, and ClientDisconnect when the client has left."""
     if not body.input:
         raise InvalidRequest("input: is empty; send text or at least one item", field="input")
     with _named():
@@ -124,9 +124,9 @@ class ResponseForm:
     def __init__(self, body: Respond) -> None:
         self._response = _opening(body)
         self._text: Json | None = None
-        """Text part of the message in `_item`; None while no text is open."""
+        """The open text part of the message in `_item`; None while no text is open."""
         self._item: Json | None = None
-        """Output item that is still open; None between two items."""
+        """The open output item; None between two items."""
         self._call = -1
         """The chat's index of the open call."""
         self._reason: str | None = None
@@ -141,7 +141,7 @@ class ResponseForm:
         return self._response
 
     async def events(self, chunks: AsyncIterator[Json]) -> AsyncGenerator[Json, None]:
-        """Events of a stream, from the chunks of a chat. A failure in the middle becomes an event, too."""
+        """The events of a stream, from the chunks of a chat. A failure in the middle becomes an event, too."""
         usage: Json = {}
         try:
             async for chunk in chunks:
@@ -164,7 +164,7 @@ class ResponseForm:
             yield event
 
     def _begin(self, answer: Json) -> None:
-        """`answer`: the chat's, or a chunk of it."""
+        """Takes over id, time and version. `answer`: the chat's answer, or a chunk of it."""
         self._response["id"] = answer["id"].replace("chatcmpl-", "resp_", 1)
         self._response["created_at"] = answer["created"]
         self._response["version"] = answer["version"]
@@ -176,17 +176,17 @@ class ResponseForm:
         return {"type": kind, "sequence_number": self._number - 1, **fields}
 
     def _shown(self) -> Json:
-        """Copy of the response as it is now: an event may be read after the response has changed."""
+        """A copy of the response as it is now, because an event may be read after the response has changed."""
         return {**self._response, "output": [*self._response["output"]]}
 
     @property
     def _place(self) -> Json:
-        """Id and index of the open item, for its events."""
+        """The id and the index of the open item, for its events."""
         assert self._item is not None
         return {"item_id": self._item["id"], "output_index": len(self._response["output"])}
 
     def _take(self, said: Json, choice: Json) -> Iterator[Json]:
-        """`said`: the chat's message, or a delta of it."""
+        """Adds text and calls to the response, and gives the events. `said`: the chat's message, or a delta of it."""
         logprobs = (choice.get("logprobs") or {}).get("content") or []
         if said.get("content") or logprobs:
             if self._text is None:
@@ -237,7 +237,7 @@ class ResponseForm:
         yield self._event("output_item.added", output_index=len(self._response["output"]), item=dict(self._item))
 
     def _close(self, status: str) -> Iterator[Json]:
-        """Ends the open item; there may be none."""
+        """Ends the open item, if there is one."""
         item, text = self._item, self._text
         if item is None:
             return
@@ -258,7 +258,7 @@ class ResponseForm:
     def _end(self, usage: Json) -> Iterator[Json]:
         status = "incomplete" if self._reason == "length" else "completed"
         if self._item is None and not self._response["output"]:
-            yield from self._open_text()  # the model has said nothing
+            yield from self._open_text()  # the model has generated no text
         yield from self._close(status)
         self._response["status"] = status
         if status == "incomplete":
@@ -274,7 +274,7 @@ class ResponseForm:
 
 
 def _opening(body: Respond) -> Json:
-    """The response before anything is drawn. Like OpenAI's, it repeats the settings of its request."""
+    """The response before anything is generated. Like OpenAI's, it repeats the settings of its request."""
     choice = body.tool_choice
     return {
         "object": "response",

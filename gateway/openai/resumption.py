@@ -1,8 +1,8 @@
-"""A stream of a sampler that goes on at another one when the first is lost.
+"""Streams that continue at another sampler when the first one is lost.
 
-The request is sent again with the same seed, and what the client has seen already is skipped, after it was found equal:
-tokens of two tries never mix. Samplers draw the same tokens for a seed up to rounding; where that made a difference, or
-the weights are newer ones, the stream fails.
+The request is sent again with the same seed. Tokens that the client has already are compared, and skipped when they are
+equal, so tokens of two tries never mix. Samplers draw the same tokens for a seed, up to rounding. When rounding, or
+newer weights, make a difference, the stream fails.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _TOKEN_BYTES = 4
 _MAX_TRIES = 5
 
 Try = Callable[[NotReady], Awaitable[AsyncIterator[pb.StreamSampleResponse]]]
-"""Begins a stream after another was lost, which is told; the iterator raises NotReady when the sampler is lost."""
+"""Begins a new stream. Its argument is the error of the lost one; its iterator raises NotReady when it is lost, too."""
 
 
 def with_seed(request: pb.SampleRequest) -> pb.SampleRequest:
-    """The request itself, with a seed of ours where it has none."""
+    """Gives the request a random seed if it has none. Returns the request."""
     if not request.sampling_params.HasField("seed"):
         request.sampling_params.seed = secrets.randbits(63)
     return request
@@ -30,13 +30,15 @@ def with_seed(request: pb.SampleRequest) -> pb.SampleRequest:
 async def resumed(
     first: AsyncIterator[pb.StreamSampleResponse], again: Try, *, num_samples: int
 ) -> AsyncIterator[pb.StreamSampleResponse]:
-    """The pieces of `first`; when that is lost, those of `again` which are new. Raises ServiceError when they do not
-    go on from what was there."""
+    """The pieces of `first`, and when that is lost, the new pieces of `again`.
+
+    Raises ServiceError when the new stream differs from what the client has already, and NotReady after _MAX_TRIES.
+    """
     seen = [bytearray() for _ in range(num_samples)]
     pieces = first
     for num_left in reversed(range(_MAX_TRIES)):
         passed = [0] * num_samples
-        """Bytes of each sequence in this try."""
+        """Bytes of each sequence that this try has delivered."""
         try:
             async for piece in pieces:
                 if piece.HasField("result"):
@@ -62,12 +64,12 @@ async def resumed(
 def _check(before: bytes, now: bytes) -> None:
     if before != now:
         raise ServiceError(
-            "the sampler went away in the middle, and what another one drew differs from what was sent; ask again"
+            "the sampler went away in the middle, and another sampler's tokens differ from those sent; ask again"
         )
 
 
 def _after(delta: pb.SampleDelta, count: int) -> pb.SampleDelta:
-    """Without its first `count` tokens."""
+    """The delta without its first `count` tokens."""
     rest = pb.SampleDelta(
         index=delta.index, tokens=delta.tokens[_TOKEN_BYTES * count :], logprobs=delta.logprobs[_TOKEN_BYTES * count :]
     )

@@ -1,4 +1,4 @@
-"""JSON bodies of the OpenAI API. A field that is not here is refused: nothing that a client sets is dropped.
+"""Schemas of the JSON bodies of the OpenAI API. An unknown field is refused, so nothing that a client sets is dropped.
 
 Fields that OpenAI does not have are marked as extensions.
 """
@@ -26,19 +26,21 @@ from gateway.http.schemas import Id, Listed, ShortStops, Stops
 from gateway.known import Known
 
 UNSUPPORTED = "unsupported"
-"""Type of the validation errors that say that this server cannot honour a value."""
+"""Type of validation errors about values that this server does not support."""
 
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 _SPACES = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-"""Spaces in JSON: at most one after each comma and colon. Else a model may go on with spaces until max_tokens."""
+"""Spaces in JSON: at most one after each comma and colon. Otherwise a model might write spaces until max_tokens."""
 
 DEFAULT_MAX_TOKENS = 16
-"""Longest output of a completion that names no maximum, in tokens, as in OpenAI's API. For chats a setting says it."""
+"""Longest output of a completion that names no maximum, in tokens, as in OpenAI's API. Chats have a setting for it."""
 
 
 class _Only:
-    """Marks a field that may be sent as long as it changes nothing: with one of these values, or null. `why`: error for
-    all other values; unless given, the error lists these values."""
+    """Marks a field that may be sent only with values that change nothing: null, or one of `values`.
+
+    `why`: error for other values; unless given, the error lists `values`.
+    """
 
     def __init__(self, *values: Any, why: str = "") -> None:
         self._values = values
@@ -51,7 +53,7 @@ class _Only:
         return {"enum": [None, *self._values]}
 
     def _check(self, value: Any) -> Any:
-        # JSON's true is no 1, but 0.0 is 0.
+        # true does not equal 1, but 0.0 equals 0.
         if value is not None and not any(
             value == known and isinstance(value, bool) == isinstance(known, bool) for known in self._values
         ):
@@ -93,7 +95,7 @@ def _biases(value: dict[str, Any]) -> dict[str, Any]:
 
 class StreamOptions(Body):
     include_usage: bool | None = None
-    """Send a last chunk with the usage."""
+    """Send the usage in a last chunk."""
     include_obfuscation: Annotated[Any, _Only(False)] = None
 
 
@@ -107,8 +109,8 @@ HARMLESS = frozenset(
         "verbosity",
     }
 )
-"""Fields that say how OpenAI is to run, bill or store a request, or how its own models are to think. They are
-ignored, because none of them changes what is sampled here."""
+"""Fields about how OpenAI runs, bills or stores a request, or how its own models think. They are ignored, because none
+of them changes what is sampled here."""
 
 
 class Generate(Body):
@@ -119,9 +121,9 @@ class Generate(Body):
     model: str = Field(min_length=1, max_length=1000)
     """Public name of a base model, or tinker:// path of a checkpoint."""
     n: int | None = Field(default=None, ge=1)
-    """Choices for each prompt; 1 unless given."""
+    """Number of choices for each prompt; 1 unless given."""
     temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    """Divides the logits; 0 is greedy; 1 unless given. Log-probabilities are those after it."""
+    """Divides the logits; 0 is greedy; 1 unless given. Log-probabilities are computed after it."""
     top_p: float | None = Field(default=None, gt=0, le=1)
     """Draw from the most probable tokens that together reach this probability."""
     top_k: int | None = None
@@ -129,9 +131,9 @@ class Generate(Body):
     seed: int | None = None
     """Makes the draws reproducible."""
     stop: Annotated[str | Stops[str], ShortStops] | None = None
-    """End before one of these, as well as at the model's own end."""
+    """Texts before which the output ends; it also ends at the model's own end."""
     stop_token_ids: Stops[int] | None = None
-    """Extension: end at one of these tokens too; their text is not shown."""
+    """Extension: tokens at which the output also ends; their text is not shown."""
     stream: bool | None = None
     """Send server-sent events, token by token."""
     stream_options: StreamOptions | None = None
@@ -142,17 +144,17 @@ class Generate(Body):
     """Extension: answer with prompt_token_ids and, in each choice, token_ids."""
     store: Annotated[Any, _Only(False)] = None
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    """Subtracted from a token's logit for each time that the output has it so far."""
+    """Subtracted from a token's logit for each occurrence in the output so far."""
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
-    """Subtracted once from the logits of tokens that the output has."""
+    """Subtracted once from the logit of each token that occurs in the output so far."""
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
-    """Extension: divides positive and multiplies negative logits of tokens that prompt or output have; 1 unless
-    given."""
+    """Extension: divides the positive and multiplies the negative logits of tokens that occur in prompt or output; 1
+    unless given."""
     min_p: float | None = Field(default=None, ge=0, le=1)
-    """Extension: leave out tokens that are less probable than this share of the most probable one."""
+    """Extension: leave out tokens whose probability is below this share of the most probable token's."""
     logit_bias: Annotated[dict[str, Any], Field(max_length=MAX_BIASES), AfterValidator(_biases)] | None = None
-    """Token id -> bias that is added to the token's logit, -100 .. 100. Log-probabilities stay the model's: neither
-    penalties nor min_p nor logit_bias change them."""
+    """Token id -> bias that is added to the token's logit, -100 .. 100. Log-probabilities are the model's own:
+    penalties, min_p and logit_bias do not change them."""
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> Generate:
@@ -179,13 +181,13 @@ class Completion(Generate):
     max_tokens: int | None = Field(default=None, ge=0)
     """Longest output; 16 unless given. 0 scores the prompt, with echo and logprobs."""
     logprobs: int | None = Field(default=None, ge=0)
-    """Log-probability of each token, and of so many most probable ones; true means 1."""
+    """Log-probabilities of each token, and of this number of most probable tokens; true means 1."""
     echo: bool | None = None
     """Begin the text with the prompt."""
     best_of: int | None = None
-    """Only as many as n."""
+    """Must equal n."""
     add_special_tokens: bool | None = None
-    """Extension: put the tokenizer's own tokens around a prompt of text; true unless given."""
+    """Extension: add the tokenizer's special tokens to a prompt of text; true unless given."""
     suffix: Annotated[Any, _Only("")] = None
 
     @field_validator("logprobs", mode="before")
@@ -224,13 +226,13 @@ class ToolCall(Body):
 
 
 class Message(Body):
-    """What the model's chat template makes of it is the template's choice."""
+    """A message of a chat. The model's chat template decides how its fields are used."""
 
     role: str = Field(min_length=1)
     content: str | Listed[TextPart] | None = None
     """Text; parts are put together."""
     reasoning_content: str | None = None
-    """Extension: what the assistant thought."""
+    """Extension: the assistant's thoughts."""
     name: str | None = None
     tool_calls: Listed[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -239,8 +241,8 @@ class Message(Body):
 class FunctionTool(Body):
     type: Literal["function"]
     function: dict[str, Any]
-    """The function, as the chat template gets it: `name`, `description`, and `parameters`, a JSON Schema. `strict`
-    holds calls to that schema."""
+    """The function as the chat template gets it: `name`, `description`, and `parameters`, a JSON Schema. With `strict`
+    calls must match the schema."""
 
     @field_validator("function")
     @classmethod
@@ -263,7 +265,7 @@ class FunctionTool(Body):
         return bool(self.function.get("strict"))
 
     def schema_text(self) -> str:
-        """Schema of a call's arguments, which are an object, for the sampler's compiler."""
+        """The schema of a call's arguments, which are an object, for the sampler's compiler."""
         return compiled_text({"type": "object", **(self.function.get("parameters") or {})}, strict=self.is_strict)
 
 
@@ -286,7 +288,7 @@ class JsonSchema(Body):
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     """JSON Schema of the answer; any object unless given."""
     strict: bool | None = None
-    """Refuse a schema with keywords that cannot be enforced; without it they are left to the model."""
+    """Refuse a schema with keywords that cannot be enforced; otherwise these are left to the model."""
 
 
 class ResponseFormat(Body):
@@ -301,7 +303,7 @@ class ResponseFormat(Body):
         return self
 
     def schema_text(self) -> str | None:
-        """Schema of the answer, for the sampler's compiler; None means any text."""
+        """The schema of the answer, for the sampler's compiler; None: any text."""
         if self.type == "text":
             return None
         if self.json_schema is None or self.json_schema.schema_ is None:
@@ -318,7 +320,7 @@ class Chat(Generate):
     messages: Listed[Message]
     """Rendered by the model's chat template."""
     prompt_token_ids: Listed[int] | None = None
-    """Extension: the prompt as tokens; then messages is []."""
+    """Extension: the prompt as tokens, with messages []."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Longest output; this server's openai_default_max_tokens unless given, and no further than the context."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
@@ -326,20 +328,20 @@ class Chat(Generate):
     logprobs: bool | None = None
     """Log-probability of each token."""
     top_logprobs: int | None = Field(default=None, ge=0)
-    """And of so many most probable ones; only with logprobs."""
+    """Log-probabilities of this number of most probable tokens, too; only with logprobs."""
     tools: Listed[FunctionTool] | None = None
-    """Given to the chat template. Calls are read from the answer where the template has a known form for them."""
+    """Tools for the chat template. Calls are read from the answer if the template has a known form for them."""
     tool_choice: ToolChoice | None = None
-    """"none" does not show the tools to the model; "required" and a named one make the answer a call."""
+    """"none" hides the tools from the model; "required", or the name of a tool, makes the answer a call."""
     parallel_tool_calls: bool | None = None
-    """False: no more than one call."""
+    """False: at most one call."""
     response_format: ResponseFormat | None = None
-    """Make the answer JSON, of a schema or any object."""
+    """Make the answer JSON: of a schema, or any object."""
     modalities: Annotated[Any, _Only(["text"])] = None
     add_generation_prompt: bool | None = None
     """Extension: open the assistant's next message; true unless given, or continue_final_message."""
     continue_final_message: bool | None = None
-    """Extension: leave the last message open, so that it is continued."""
+    """Extension: leave the last message open, so that the model continues it."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Extension: further variables of the chat template."""
 
@@ -386,7 +388,7 @@ class Chat(Generate):
 
 
 class OutputPart(Body):
-    """Text of a message, as a client sends it or as a response had it."""
+    """Text of a message, as a client writes it or as an earlier response had it."""
 
     HARMLESS = frozenset({"annotations", "logprobs"})
     type: Literal["input_text", "output_text", "text"]
@@ -397,7 +399,7 @@ class InputMessage(Body):
     HARMLESS = frozenset({"id", "status", "phase"})
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    """A developer's message is given to the chat template as the system's."""
+    """Role of the message. The chat template gets developer as system."""
     content: str | Listed[OutputPart]
     """Text; parts are put together."""
 
@@ -451,7 +453,7 @@ class ResponseToolChoice(Body):
 class ResponseText(Body):
     HARMLESS = frozenset({"verbosity"})
     format: dict[str, Any] | None = None
-    """Form of the text: response_format of a chat, with the fields of json_schema beside type."""
+    """Form of the text: the response_format of a chat, with the fields of json_schema beside `type`."""
 
 
 class ResponseStreamOptions(Body):
@@ -477,7 +479,7 @@ class Respond(Body):
     top_p: float | None = Field(default=None, gt=0, le=1)
     """Draw from the most probable tokens that together reach this probability."""
     top_logprobs: int | None = Field(default=None, ge=0)
-    """Log-probability of each token, and of so many most probable ones."""
+    """Log-probabilities of each token, and of this number of most probable tokens."""
     include: Listed[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     """message.output_text.logprobs asks for log-probabilities. The other value is ignored: there is no reasoning."""
     stream: bool | None = None
@@ -490,7 +492,7 @@ class Respond(Body):
     parallel_tool_calls: bool | None = None
     text: ResponseText | None = None
     metadata: dict[str, Any] | None = None
-    """Notes that come back in the response."""
+    """Notes that the response repeats."""
     reasoning: dict[str, Any] | None = None
     """Ignored."""
     user: str | None = None
@@ -502,7 +504,7 @@ class Respond(Body):
     chat_template_kwargs: dict[str, Any] | None = None
     """Extension: further variables of the chat template."""
     store: Annotated[Any, _Only(False)] = None
-    """Nothing is stored, also where this is left out."""
+    """Nothing is stored, even if this is left out."""
     background: Annotated[Any, _Only(False)] = None
     truncation: Annotated[Any, _Only("disabled")] = None
     previous_response_id: Annotated[Any, _Only(why=_NOTHING_KEPT)] = None

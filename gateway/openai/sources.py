@@ -1,4 +1,4 @@
-"""Model names: base models, and checkpoints by their tinker:// path."""
+"""Names of models in the OpenAI API: base models, and checkpoints by their tinker:// path."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from tinsmith.rpc.errors import InvalidRequest, ModelNotFound
 from tinsmith.rpc.paths import KINDS, SCHEME
 
 MAX_LISTED = 100
-"""Checkpoints in the list of models; the newest."""
+"""Most checkpoints in the list of models, the newest ones."""
 
 
 async def find_source(gateway: Gateway, model: str, *, caller: Caller) -> Source:
-    """Raises ModelNotFound for an unknown name, InvalidRequest for what is no path, and NotReady when the service that
-    may know it cannot be reached."""
+    """The weights behind a model's name.
+
+    Raises ModelNotFound and CheckpointNotFound for an unknown name, InvalidRequest for a bad path, and NotReady when a
+    service that may know the name cannot be reached.
+    """
     version_id = location = follow_run = ""
     base_model = model
     if model.startswith(SCHEME):
@@ -30,7 +33,7 @@ async def find_source(gateway: Gateway, model: str, *, caller: Caller) -> Source
             checkpoints.record("checkpoint_read", checkpoint, owner=caller.owner, purpose="sample")
         base_model, version_id, location = checkpoint.base_model, checkpoint.version_id, checkpoint.location
         run = await gateway.store.models.get(checkpoint.run_id) if checkpoint.inflight else None
-        if run is not None and run.inflight_version_id is not None:  # the newest of those that the path stands for
+        if run is not None and run.inflight_version_id is not None:  # the path stands for the newest one
             version_id, location = run.inflight_version_id, run.inflight_location or ""
             follow_run = checkpoint.run_id
     try:
@@ -47,7 +50,7 @@ def _model(name: str, *, created: float, parent: str | None = None) -> dict[str,
 
 
 async def list_models(gateway: Gateway, *, owner: str) -> list[dict[str, Any]]:
-    """Base models, then the caller's newest checkpoints."""
+    """The base models, and then the caller's newest checkpoints."""
     infos = gateway.clients.sampler_infos()
     names = sorted({name for info in infos for name in info.base_models})
     mine = (
@@ -69,7 +72,7 @@ async def list_models(gateway: Gateway, *, owner: str) -> list[dict[str, Any]]:
 
 
 async def get_model(gateway: Gateway, name: str, *, caller: Caller) -> dict[str, Any]:
-    """Raises what find_source raises."""
+    """One entry of the list of models. Raises what `find_source` raises."""
     await find_source(gateway, name, caller=caller)
     if not name.startswith(SCHEME):
         return _model(name, created=0)

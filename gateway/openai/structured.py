@@ -1,7 +1,7 @@
-"""Grammars for the sampler, by which an answer has to be JSON of a schema, or calls of tools.
+"""Grammars for the sampler that make an answer JSON of a schema, or calls of tools.
 
-A tool's `parameters` and a `response_format` are JSON Schema. Keywords that the sampler's compiler cannot enforce are
-refused when the schema is strict, and left to the model when it is not.
+A tool's `parameters` and a `response_format` are JSON Schemas. Keywords that the sampler's compiler cannot enforce are
+refused in a strict schema, and left to the model otherwise.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from tinsmith.rpc.errors import InvalidRequest, Unsupported
 from tinsmith.v1 import sampler_pb2 as pb
 
 _PLACE = re.compile(r"\bat (\d+)\(\d+\)")
-"""Line and column of a mistake, in the message of the sampler's compiler."""
+"""Matches the place of a mistake, "at LINE(COLUMN)", in a message of the sampler's compiler."""
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """Grammar of an answer, and the form in which calls of tools are read from it."""
+    """The grammar of an answer, and the form in which calls of tools are read from it."""
 
     grammar: pb.Grammar | None = None
-    """Grammar for the sampler; None means any text."""
+    """Grammar for the sampler; None: any text."""
     form: Form | None = None
-    """Form in which calls of tools are written; None means that they are not read."""
+    """Form of the calls of tools; None: calls are not read."""
     names: Sequence[str] = ()
-    """Tools that may be called."""
+    """Names of the request's tools."""
     shown: Sequence[int] = ()
-    """Special tokens that mark calls, whose text is needed to read them."""
+    """Special tokens that mark calls; their text is needed to read the calls."""
     fields: Sequence[str] = ()
-    """Field of the request in each line of the grammar, for errors."""
+    """The field of the request behind each line of the grammar, for errors."""
 
     def reader(self) -> ToolCallReader | None:
         return None if self.form is None else ToolCallReader(self.form, self.names)
 
     @contextlib.contextmanager
     def blaming(self) -> Iterator[None]:
-        """Turns an error in the grammar into one that names the field of the request which it comes from."""
+        """Turns an error about the grammar into one that names the field of the request behind it."""
         try:
             yield
         except InvalidRequest as error:
@@ -65,9 +65,9 @@ def structure_of(
     tool_choice: ToolChoice | None = None,
     parallel: bool = True,
 ) -> Structure:
-    """The structure that response_format and tools of a request ask for. `parallel`: several calls are allowed.
+    """The structure for a request's response_format and tools. `parallel`: several calls are allowed.
 
-    Raises Unsupported for a strict tool whose calls cannot be told from text.
+    Raises Unsupported for a strict tool when the model's form of calls is not known.
     """
     schema = None if response_format is None else response_format.schema_text()
     if not tools or tool_choice == "none":
@@ -101,7 +101,7 @@ def _shown(vocabulary: Vocabulary) -> list[int]:
 
 
 class _Rules:
-    """Grammar of calls of tools, in Lark's form. Each schema has a line of its own, which an error names."""
+    """The grammar of calls of tools, in Lark's syntax. Each schema has its own line, by which errors find its field."""
 
     def __init__(
         self, form: Form, vocabulary: Vocabulary, tools: Sequence[FunctionTool], only: Sequence[int], *, parallel: bool
@@ -113,8 +113,10 @@ class _Rules:
         self._parallel = parallel
 
     def lines(self, schema: str | None, *, forced: bool) -> tuple[list[str], list[str]]:
-        """Lines of the grammar, and the field of the request that each comes from, empty for most. `schema`: JSON
-        Schema of an answer without calls. `forced`: the answer has to be a call."""
+        """The lines of the grammar, and for each the field of the request behind it, empty for most.
+
+        `schema`: JSON Schema of an answer without calls. `forced`: the answer must be a call.
+        """
         lines, fields = ["%llguidance {}", f"start: {self._start(schema, forced=forced)}"], ["tools", ""]
         tool = " | ".join(f"tool_{n}" for n in self._only)
         if self._form == "hermes":
@@ -149,7 +151,8 @@ class _Rules:
         return '("\\n" call)*' if self._parallel else '""'
 
     def _text(self) -> str:
-        """Rule for text without calls. Marks of a thought that are tokens are named: a pattern does not match them."""
+        """The rule for text without calls. Marks of a thought that are tokens are listed, since no pattern matches
+        them."""
         marks = [mark for mark in ("<think>", "</think>") if self._is_token(mark)]
         return f"TEXT (({' | '.join(marks)}) TEXT)*" if marks else "TEXT"
 

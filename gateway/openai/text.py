@@ -1,6 +1,6 @@
-"""Tokens -> text, as they come.
+"""Decodes tokens to text, token by token.
 
-Text is decoded from the bytes of the tokens, so a character that several tokens make is never shown in halves.
+Text is decoded from the bytes of the tokens, so a character that several tokens make is never shown in part.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ _SPACE_MARK = "\u2581"
 
 
 def _byte_of_char() -> dict[str, int]:
-    """The printable characters by which byte-level BPE writes the 256 bytes (GPT-2, `bytes_to_unicode`): those that
-    are printable in Latin-1 stand for themselves, the others for 256, 257, ... in order."""
+    """Character -> byte, as byte-level BPE writes bytes (GPT-2, `bytes_to_unicode`).
+
+    Bytes that are printable in Latin-1 are written as themselves, the others as characters 256, 257, ... in order.
+    """
     own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in own]
     return {chr(byte): byte for byte in own} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -39,10 +41,10 @@ def _kinds(decoder: dict[str, Any]) -> set[str]:
 
 
 class Vocabulary:
-    """What the tokens of a tokenizer stand for."""
+    """The bytes and the text of each token of a tokenizer."""
 
     def __init__(self, tokenizer_json: str) -> None:
-        """Raises Unsupported when the text of a token depends on its neighbours."""
+        """Reads a tokenizer.json. Raises Unsupported when the text of a token depends on its neighbours."""
         self._tokenizer = Tokenizer.from_str(tokenizer_json)
         decoder: Any = self._tokenizer.decoder
         state = {"type": None} if decoder is None else json.loads(decoder.__getstate__())
@@ -57,7 +59,7 @@ class Vocabulary:
             )
         added = self._tokenizer.get_added_tokens_decoder()
         self.added = {token.content: number for number, token in added.items()}
-        """Tokens that stand beside the vocabulary of text, by name."""
+        """Text -> id, of the tokens that were added to the vocabulary."""
         self.special = {number for number, token in added.items() if token.special}
         self._bytes: dict[int, bytes] = {}
 
@@ -65,13 +67,13 @@ class Vocabulary:
         return token in self.special
 
     def bytes_of(self, token: int) -> bytes:
-        """Nothing for an id that the tokenizer does not have: models may have more rows than that, and clients send
-        what they like."""
+        """The bytes of a token. Empty for an id that the tokenizer does not have: a model may have more rows than the
+        tokenizer, and clients may send any id."""
         found = self._bytes.get(token)
         if found is None:
             text = self._tokenizer.id_to_token(token) if token >= 0 else None
             if text is None:
-                return b""  # not remembered: there are four billion such ids
+                return b""  # not cached, because there are four billion such ids
             found = self._bytes[token] = self._bytes_of(text)
         return found
 
@@ -84,12 +86,12 @@ class Vocabulary:
         return text.replace(_SPACE_MARK, " ").encode()
 
     def text_of(self, token: int) -> str:
-        r"""Of one token, for a list of log-probabilities; bytes that are no whole character are shown as \xe2."""
+        r"""The text of one token, for a list of log-probabilities. Parts of characters are shown like \xe2."""
         return self.bytes_of(token).decode(errors="backslashreplace")
 
 
 class TextStream:
-    """The text of one sequence. Special tokens have none; a stop string ends it and does not belong to it."""
+    """The text of one sequence, without special tokens. A stop string ends the text, and is not part of it."""
 
     def __init__(
         self,
@@ -99,28 +101,28 @@ class TextStream:
         hidden: Iterable[int] = (),
         shown: Iterable[int] = (),
     ) -> None:
-        """`hidden`: further tokens without text; `shown`: special tokens with it."""
+        """`hidden`: further tokens without text. `shown`: special tokens whose text is shown."""
         self.stopped = False
-        """A stop string was found; what comes after has no text."""
+        """A stop string was found; later tokens have no text."""
         self.num_chars = 0
-        """Characters of the tokens so far, with those that may still turn out to be a stop string."""
+        """Characters of all tokens so far, including those that may still turn out to be a stop string."""
         self._vocabulary = vocabulary
         self._stops = stops
         self._hidden = frozenset(hidden)
         self._shown = frozenset(shown)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        # Not released yet. The engine looks for stop strings in the text with special tokens, so they lie here too.
+        # Text that is not released yet, with the text of special tokens: the engine looks for stop strings in it, too.
         self._pending = ""
         self._is_shown: list[bool] = []
 
     def push(self, token: int) -> str:
-        """The text that is certain now."""
+        """Adds a token. Returns the text that cannot become part of a stop string any more."""
         shown = token not in self._hidden and (token in self._shown or not self._vocabulary.is_special(token))
         data = self._vocabulary.bytes_of(token)
         return self._take(self._utf8.decode(data) if shown else data.decode(errors="replace"), shown=shown)
 
     def flush(self) -> str:
-        """The rest, after the last token."""
+        """The rest of the text, after the last token."""
         return self._take(self._utf8.decode(b"", final=True), shown=True) + self._release(len(self._pending))
 
     def _take(self, text: str, *, shown: bool) -> str:
@@ -140,7 +142,7 @@ class TextStream:
         return self._release(len(self._pending) - self._num_held())
 
     def _num_held(self) -> int:
-        """Characters at the end with which a stop string may have begun."""
+        """Number of characters at the end that may be the beginning of a stop string."""
         longest = max((len(stop) for stop in self._stops), default=1) - 1
         return next(
             (

@@ -1,4 +1,4 @@
-"""Calls of tools in what a model writes: read from its text as it comes."""
+"""Reads calls of tools from a model's text, piece by piece."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, Literal
 from uuid import uuid4
 
 Form = Literal["hermes", "llama3"]
-"""hermes: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, once for each call, after any text. llama3:
-{"name": ..., "parameters": {...}}, which is the whole message."""
+"""Form of calls. hermes: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, once for each call, after any text.
+llama3: {"name": ..., "parameters": {...}}, which is the whole message."""
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
@@ -22,11 +22,11 @@ _CALLED = {"hermes": "arguments", "llama3": "parameters"}
 @dataclass(slots=True, eq=False)
 class Call:
     index: int
-    """Place among the calls of its message, from 0."""
+    """Index among the calls of its message, from 0."""
     name: str
     id: str
     arguments: str = ""
-    """JSON, as the model wrote it; incomplete when the model's text is."""
+    """JSON as the model wrote it; incomplete when the model's text is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Piece:
 
     text: str
     call: Call | None = None
-    """Call that the arguments belong to; None for text of the message."""
+    """The call to which the arguments belong; None for text of the message."""
     begins: bool = False
     """True for the first piece of a call."""
 
@@ -44,19 +44,19 @@ class ToolCallReader:
     """Splits one message into text and calls of tools. A broken call is text."""
 
     def __init__(self, form: Form, names: Collection[str]) -> None:
-        """`names`: of the request's tools."""
+        """`names`: names of the request's tools."""
         self.calls: list[Call] = []
         self._form: Form = form
         self._names = names
         self._state: Literal["text", "head", "arguments", "object", "tail", "plain"] = "text"
         self._rest = ""
-        """Text that was pushed, and is not in any piece yet."""
+        """Text that was pushed, but is not in a piece yet."""
         self._depth = 0
         self._in_string = False
         self._escaped = False
 
     def push(self, text: str) -> list[Piece]:
-        """Pieces that can be told apart with this text after all earlier ones."""
+        """Adds text. Returns the pieces that are certain now."""
         self._rest += text
         pieces: list[Piece] = []
         while True:
@@ -78,7 +78,7 @@ class ToolCallReader:
                 return pieces
 
     def end(self) -> list[Piece]:
-        """Pieces that are left after the last text."""
+        """The remaining pieces, after the last text."""
         if self._state == "head":
             return self._whole(self._rest, closed=False)
         if self._state == "tail":  # no mark has closed the call
@@ -140,7 +140,7 @@ class ToolCallReader:
             self._state = "tail" if self._form == "hermes" else "text"
 
     def _closing(self) -> tuple[str, bool]:
-        """Takes text up to the brace that closes what is open, and says whether the brace has come."""
+        """Takes text up to the closing brace of the open object. Returns it, and whether the brace was found."""
         size = 0
         for char in self._rest:
             size += 1
@@ -159,8 +159,7 @@ class ToolCallReader:
         return text, not self._depth
 
     def _tail(self) -> None:
-        """Skips what the model wrote from the end of the object to the mark that closes the call, or, where that is
-        missing, to the next call."""
+        """Skips text after the object, up to the closing mark of the call; without one, up to the next call."""
         at, after = self._rest.find(CLOSE), self._rest.find(OPEN)
         if after >= 0 and (at < 0 or after < at):
             self._rest = self._rest[after:]
@@ -171,7 +170,7 @@ class ToolCallReader:
         self._state = "text"
 
     def _whole(self, text: str, *, closed: bool) -> list[Piece]:
-        """Takes a call whose members stand in another order than usual. A broken one becomes text."""
+        """Takes a call as a whole, whose members are in an unusual order. A broken call becomes text."""
         self._rest = self._rest[len(text) + len(CLOSE) * closed :]
         self._state = "text"
         try:

@@ -1,4 +1,4 @@
-"""What each path does."""
+"""Routes: one file for each subject, with the handlers of its paths."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from starlette.convertors import StringConvertor, register_url_convertor
 
 
 class _Id(StringConvertor):
-    """A part of a path: without a NUL character, which PostgreSQL does not take in an id. No route has such a path."""
+    """A part of a path without NUL, which PostgreSQL does not take in an id. A path with NUL matches no route."""
 
     regex = "[^/\0]+"
 
 
-# Before a module of routes is imported: a Route looks its convertors up when it is made.
+# Must run before a module of routes is imported, because a Route looks up its convertors when it is made.
 register_url_convertor("str", _Id())

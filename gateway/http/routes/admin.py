@@ -1,4 +1,4 @@
-"""For those who run the server: what was done, what was used, what is stored."""
+"""The audit log, usage and stored checkpoints, for operators."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_USAGE_DAYS = 14
 
 
 def _whose(request: Request) -> str | None:
-    """Whose usage the caller sees; None: everyone's."""
+    """The owner whose usage the caller may see; None: all owners."""
     caller = caller_of(request)
     return None if caller.admin else caller.owner
 
@@ -42,8 +42,7 @@ def _entry(event: AuditEvent) -> Json:
 
 
 async def audit(request: Request) -> Response:
-    """What the caller has done, or everyone for an admin, on one day, from midnight to midnight UTC; today unless
-    another is named."""
+    """The caller's actions on one day, from midnight to midnight UTC; for an admin, everyone's. Default: today."""
     gateway = gateway_of(request)
     query = parse(schemas.AuditQuery, dict(request.query_params))
     day = query.day or datetime.now(UTC).date()
@@ -60,7 +59,7 @@ async def audit(request: Request) -> Response:
 
 
 def _hour(at: datetime, *, field: str) -> int:
-    """Hours since 1970."""
+    """A time as hours since 1970. Raises InvalidRequest unless it is the beginning of an hour."""
     hour, rest = divmod(at.timestamp(), HOUR_S)
     if rest:
         raise InvalidRequest(f"{field}: {at.isoformat()} is not the beginning of an hour, UTC", field=field)
@@ -88,7 +87,7 @@ async def billing_usage(request: Request) -> Response:
         {
             "data": events,
             "sessions": {key: {"user_metadata": row.user_metadata or None} for key, row in sessions.items()},
-            "cost_data_through": None,  # there are no invoices: every estimate comes from the operator's prices
+            "cost_data_through": None,  # there are no invoices; every cost is an estimate by the operator's prices
         }
     )
 

@@ -1,5 +1,5 @@
-"""What can be done with a checkpoint: its owner deletes it, publishes it, lets it expire; who may read it downloads
-it."""
+"""Operations on one checkpoint: its owner may delete, publish and pin it or set its TTL; everyone who may read it can
+download it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tinsmith.rpc.paths import KINDS, SCHEME
 _ONE = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 _BARE = "/training_runs/{run_id}/checkpoints/{name}"
 _ACTIONS = ("archive", "publish", "ttl")
-"""What SDKs ask for below a checkpoint, also with a name that lacks its kind."""
+"""Actions below a checkpoint that SDKs also ask for with a name that lacks its kind."""
 
 
 def _lacks_kind(run_id: str, name: str, action: str | None = None) -> InvalidRequest:
-    """A name alone may be that of several checkpoints."""
+    """The error for a name without its kind, which several checkpoints may have."""
     end = f"/{action}" if action else ""
     forms = " or ".join(f"/training_runs/{run_id}/checkpoints/{kind}/{name}{end}" for kind in KINDS)
     return InvalidRequest(f"checkpoint_id: {name!r} lacks its kind; ask for {forms}", field="checkpoint_id")
@@ -59,7 +59,7 @@ async def delete(request: Request) -> Response:
 
 
 async def without_kind(request: Request, action: str | None = None) -> Response:
-    """400."""
+    """Refuses a name without its kind, with 400."""
     raise _lacks_kind(request.path_params["run_id"], request.path_params["name"], action)
 
 
@@ -84,7 +84,7 @@ async def set_ttl(request: Request) -> Response:
 
 
 async def external_weights_urls(request: Request) -> Response:
-    """An address for each file."""
+    """A signed URL for each file."""
     gateway = gateway_of(request)
     path, caller = _path(request), caller_of(request)
     if request.path_params["kind"] != "external_weights":
@@ -102,7 +102,7 @@ async def external_weights_urls(request: Request) -> Response:
 
 
 async def pin(request: Request) -> Response:
-    """Tinsmith's own: neither a retention policy nor its TTL deletes it."""
+    """Tinsmith's own endpoint: pins the checkpoint, so that neither a retention policy nor its TTL deletes it."""
     await gateway_of(request).storage.checkpoints.pin(await _find_own(request), pinned=True, owner=owner_of(request))
     return json_response({})
 
@@ -113,18 +113,18 @@ async def unpin(request: Request) -> Response:
 
 
 async def show(request: Request) -> Response:
-    """Tinsmith's own: everything that is known of it."""
+    """Tinsmith's own endpoint: all facts about the checkpoint, and its files."""
     checkpoint = await _find(request)
     files = await gateway_of(request).storage.checkpoints.files(checkpoint)
     return json_response(checkpoint_details(checkpoint, files))
 
 
 async def verify(request: Request) -> Response:
-    """Tinsmith's own: the trainer reads every file and compares it with the manifest."""
+    """Tinsmith's own endpoint: the trainer reads every file and compares it with the manifest."""
     checkpoint = await _find(request)
     try:
         found = await gateway_of(request).storage.checkpoints.verify(checkpoint)
-    except (DataCorrupted, CheckpointNotFound) as error:  # its manifest is, or all of it is gone
+    except (DataCorrupted, CheckpointNotFound) as error:  # the manifest is damaged, or all files are gone
         damaged = {"tinker_path": checkpoint.path, "intact": False, "files": [], "problem": error.message}
         return json_response(damaged)
     return json_response(
@@ -138,13 +138,13 @@ async def verify(request: Request) -> Response:
 
 
 async def certificate(request: Request) -> Response:
-    """Tinsmith's own: how far the samplers were from the trainer when the version was last published."""
+    """Tinsmith's own endpoint: how far the samplers were from the trainer when the version was last published."""
     found = await gateway_of(request).sampling.certificates.of_checkpoint(await _find(request))
     return json_response(certificate_view(found))
 
 
 async def archive(request: Request) -> Response:
-    """The address of a tar archive of the adapter's files; SDKs up to 0.30 download those, early ones only by a 302."""
+    """The signed URL of a tar archive of the files. SDKs up to 0.30 use it; early ones only follow a 302."""
     gateway = gateway_of(request)
     path, caller = _path(request), caller_of(request)
     checkpoint = await gateway.storage.checkpoints.read(path, field="path", caller=caller, purpose="download")

@@ -1,4 +1,4 @@
-"""Losses that a client has traced."""
+"""Custom losses that clients have traced."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from gateway.training.custom_losses import to_message
 
 
 async def create_custom_loss(request: Request) -> Response:
-    """Idempotent on session_id and custom_loss_seq_id. A graph that the trainer refuses fails the future."""
+    """Stores a custom loss. Idempotent by session_id and custom_loss_seq_id. A graph that the trainer refuses fails
+    the future."""
     gateway = gateway_of(request)
     content, _ = await read_json(request, gateway.config)
     body = parse(schemas.CreateCustomLoss, content)

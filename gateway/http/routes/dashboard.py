@@ -1,5 +1,5 @@
-"""The page at `/` and what it reads. The page itself needs no key: it has no data, and asks for a key where one is
-needed. What it changes, it changes through the public API."""
+"""The dashboard's page at `/`, and its data. The page itself needs no key, because it holds no data; it asks the user
+for a key if the server needs one. It makes changes through the public API only."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tinsmith.rpc.paths import SCHEME
 
 STATIC = Path(__file__).parents[2] / "dashboard" / "static"
 _HEADERS = {
-    # Styles and scripts come from files alone, and nothing from elsewhere: a sample's text can do no harm here.
+    # Styles and scripts come from files of this server only, so the text of a sample cannot run as a script.
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'; "
     "object-src 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -39,11 +39,11 @@ _HEADERS = {
 }
 _MAX_SAMPLES = 64
 _MAX_NUMBER = 2**31 - 1
-"""Of a sample, an operation or a step, as the database has it."""
+"""Largest id of a sample or number of an operation or a step that the database can store."""
 
 
 class _Files(StaticFiles):
-    """With the page's headers."""
+    """Static files, sent with the page's headers."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
         response = await super().get_response(path, scope)
@@ -57,7 +57,7 @@ async def page(request: Request) -> Response:
 
 
 def _scope(request: Request) -> str | None:
-    """Whose things the caller sees; None: everyone's."""
+    """The owner whose data the caller may see; None: all owners."""
     return None if request.state.caller.admin else owner_of(request)
 
 
@@ -69,7 +69,7 @@ def _number(request: Request, name: str) -> int:
 
 
 async def overview(request: Request) -> Response:
-    """The newest runs with their newest numbers, and what the server is."""
+    """The newest runs with their newest metrics, and facts about the server."""
     gateway = gateway_of(request)
     clients = gateway.clients
     infos = [*clients.trainer_infos(), *clients.sampler_infos()]
@@ -105,7 +105,7 @@ async def run(request: Request) -> Response:
 
 
 async def history(request: Request) -> Response:
-    """The metrics of a run behind the point `after`, which was its step `steps`."""
+    """The metrics of a run after the point `after`, up to which the page has counted `steps` steps."""
     gateway, run_id = gateway_of(request), request.path_params["run_id"]
     await gateway.dashboard.lists.check_sees(run_id, owner=_scope(request))
     after, num_steps = _number(request, "after"), _number(request, "steps")
@@ -113,7 +113,7 @@ async def history(request: Request) -> Response:
 
 
 async def samples(request: Request) -> Response:
-    """The newest samples of a run behind the one with id `after`, newest first: the caller's own."""
+    """The caller's samples of a run that are newer than the one with id `after`; newest first."""
     gateway, run_id = gateway_of(request), request.path_params["run_id"]
     await gateway.dashboard.lists.check_sees(run_id, owner=_scope(request))
     rows = await gateway.dashboard.samples.read(
@@ -132,7 +132,7 @@ async def samples(request: Request) -> Response:
 
 
 async def _vocabulary(gateway: Gateway, row: RecentSample) -> Vocabulary | None:
-    """None where no sampler can give a tokenizer now."""
+    """The vocabulary of a sample's base model; None when no sampler can give a tokenizer now."""
     if not gateway.clients.samplers.usable(row.base_model):
         return None
     try:
@@ -164,7 +164,7 @@ def _sample(row: RecentSample, vocabulary: Vocabulary | None) -> Json:
 
 
 def _texts(vocabulary: Vocabulary, tokens: list[int]) -> list[str]:
-    """Of each token; a character of several tokens is that of the last one."""
+    """The text of each token. A character that several tokens make belongs to the last one."""
     utf8 = codecs.getincrementaldecoder("utf-8")("replace")
     texts = [utf8.decode(vocabulary.bytes_of(token)) for token in tokens]
     if texts:
@@ -173,7 +173,7 @@ def _texts(vocabulary: Vocabulary, tokens: list[int]) -> list[str]:
 
 
 async def download(request: Request) -> Response:
-    """A signed address, on this host, of the archive of a checkpoint's files."""
+    """A signed path on this host of the archive of a checkpoint's files."""
     gateway = gateway_of(request)
     path = SCHEME + "/".join(request.path_params[part] for part in ("run_id", "kind", "name"))
     checkpoint = await gateway.storage.checkpoints.read(

@@ -1,4 +1,4 @@
-"""Files behind signed addresses. No key is asked for: whoever has the address got it from somebody with a key."""
+"""Files behind signed URLs. They need no key, because only callers with a key get such a URL."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tinsmith.rpc.paths import SCHEME
 from tinsmith.v1 import types_pb2
 
 _OPTIMIZER = "optimizer."
-"""How the name of the file begins that an archive does not have."""
+"""Beginning of the names of files that an archive leaves out."""
 
 
 async def _find(request: Request, *, version: str) -> tuple[Checkpoint, Sequence[types_pb2.CheckpointFile]]:
-    """410 when something else lies there by now."""
+    """The checkpoint of the path, and its files. Raises HTTPException 410 when it is another version by now."""
     gateway = gateway_of(request)
     path = SCHEME + "/".join(request.path_params[part] for part in ("run_id", "kind", "name"))
     checkpoint = await gateway.storage.checkpoints.find(path, field="path", caller=None)
@@ -35,7 +35,7 @@ async def _find(request: Request, *, version: str) -> tuple[Checkpoint, Sequence
 async def _answer(
     request: Request, checkpoint: Checkpoint, content: Content, *, name: str, media_type: str
 ) -> Response:
-    """All of it, the range that was asked for, or for HEAD what GET would say of it."""
+    """The content, or the range that was asked for; for HEAD only the headers."""
     wanted = downloads.wanted_range(request, content)
     start, stop = wanted or (0, content.num_bytes)
     headers = {
@@ -76,7 +76,7 @@ async def archive(request: Request) -> Response:
 
 
 async def trace(request: Request) -> Response:
-    """Its length is not known before its end, so it has no Content-Length."""
+    """The timeline of a session. It has no Content-Length, because its length is not known before its end."""
     gateway = gateway_of(request)
     session_id = request.path_params["session_id"]
     gateway.storage.downloads.check(request, "traces", session_id)
@@ -89,7 +89,7 @@ async def trace(request: Request) -> Response:
     return StreamingResponse(content, media_type="application/json", headers=headers)
 
 
-# Without HEAD, which Starlette adds to GET: it would make the whole timeline to send nothing of it.
+# Starlette adds HEAD to GET, which would make the whole timeline and then send nothing of it.
 _TRACE = Route("/traces/{session_id}", trace, methods=["GET"])
 _TRACE.methods = {"GET"}
 

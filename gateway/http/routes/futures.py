@@ -1,4 +1,4 @@
-"""Answers to what was submitted."""
+"""Answers of submissions, by long polls, and cancellation."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ from tinsmith.rpc.errors import InvalidRequest
 
 
 async def retrieve_future(request: Request) -> Response:
-    """The answer, its size when it is large and the client allows that, or try_again after a long poll; 410 for an id
-    that nobody knows."""
+    """The answer, or try_again after a long poll. A large answer is announced by its size if the client allows that.
+
+    Answers 410 for an unknown id.
+    """
     gateway = gateway_of(request)
     content, raw = await read_json(request, gateway.config)
     body = parse(schemas.RetrieveFuture, content)
@@ -80,14 +82,14 @@ async def _poll(gateway: Gateway, request_id: str) -> Answer | Progress:
 
 
 async def retrieve_futures(request: Request) -> Response:
-    """Which samples of one client are done: one long poll for all of them."""
+    """The completed samples of one client, by one long poll for all of them."""
     gateway = gateway_of(request)
     content, raw = await read_json(request, gateway.config)
     body = parse(schemas.RetrieveFutures, content)
     sampling_session_id = body.target.sampling_session_id
     if await gateway.tenants.access.sampling_session(sampling_session_id, caller_of(request)) is None:
         raise HTTPException(404, f"target.sampling_session_id: there is no {sampling_session_id!r}")
-    ended = HTTPException(410, f"target.sampling_session_id: the session has ended of {sampling_session_id!r}")
+    ended = HTTPException(410, f"target.sampling_session_id: the session of {sampling_session_id!r} has ended")
     if not gateway.store.samplers.lives(sampling_session_id):
         raise ended
     target = (sampling_session_id, body.target.cloned_sampler_id)
@@ -110,7 +112,7 @@ async def retrieve_futures(request: Request) -> Response:
 
 
 async def cancel_future(request: Request) -> Response:
-    """Stops a sample. One that is over, or unknown, is no error; other work is not stopped."""
+    """Stops a sample. Does nothing for a sample that is done or unknown, and for other work."""
     gateway = gateway_of(request)
     content, raw = await read_json(request, gateway.config)
     request_id = parse(schemas.CancelFuture, content).request_id

@@ -16,7 +16,8 @@ from tinsmith.rpc.paths import check_name
 
 
 async def import_checkpoint(request: Request) -> Response:
-    """The body is a tar archive with adapter_config.json and adapter_model.safetensors, plain or compressed."""
+    """Imports an adapter. The body is a tar archive, plain or compressed, with adapter_config.json and
+    adapter_model.safetensors."""
     encoding = request.headers.get("content-encoding", "identity")
     if encoding != "identity":
         raise HTTPException(400, f"content-encoding {encoding!r} is not supported; send the archive as it is")

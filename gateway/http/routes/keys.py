@@ -1,4 +1,4 @@
-"""What a caller can learn about its own key, and the JWT that it can get for it."""
+"""The caller's own key: facts about it, its revocation, and a JWT for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tinsmith.rpc.errors import NotFound
 
 
 async def auth_token(request: Request) -> Response:
-    """A JWT for the key. A JWT gets itself back: it lives no longer than it was to live."""
+    """A JWT for the key. A request with a JWT gets the same JWT back, so its lifetime is never extended."""
     tokens = gateway_of(request).tenants.tokens
     if not tokens.are_used:
         raise NotFound("this server issues no JWTs: its setting jwt_auth is off")
@@ -39,7 +39,7 @@ async def get_own_key(request: Request) -> Response:
 
 
 async def delete_own_key(request: Request) -> Response:
-    """Revokes it. 403 for a key of the configuration: an answer of success would leave that working."""
+    """Revokes the caller's key. 403 for a key of the configuration, which would go on working."""
     gateway, caller = gateway_of(request), caller_of(request)
     if caller.key_hash:
         await gateway.tenants.keys.revoke(caller.key_id, by=caller.owner)
@@ -48,7 +48,7 @@ async def delete_own_key(request: Request) -> Response:
     return detail(
         403,
         f"the key {caller.name!r} stays valid: it is set in the server's configuration (api_keys); "
-        "who runs the server can take it out there",
+        "the operator of the server can remove it there",
     )
 
 

@@ -1,4 +1,4 @@
-"""Making models, and what they are."""
+"""Models: creating and ending them, and facts about them."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ async def create_model(request: Request) -> Response:
 
 
 class _LoadNew(schemas.LoadWeights, schemas.NewModelIds):
-    """The form that makes a model."""
+    """The form of load_weights that makes a model."""
 
 
 async def create_from_checkpoint(gateway: Gateway, content: dict[str, Any], body: bytes, *, caller: Caller) -> Response:
-    """load_weights with session_id: the new model's rank, flags and base model are those of the checkpoint."""
+    """load_weights with session_id: makes a model with the rank, flags and base model of the checkpoint."""
 
     async def to_message(model_id: str) -> tuple[trainer_pb2.CreateModelRequest, str | None]:
         asked = parse(_LoadNew, content)
@@ -103,12 +103,13 @@ async def _create(
     *,
     caller: Caller,
 ) -> Response:
-    """`to_message` makes the request from the new model's id, and names the path that it loads."""
+    """Creates a model. `to_message` makes the trainer's request from the new model_id, and returns it with the path
+    that it loads."""
     ids = parse_ids(schemas.NewModelIds, content)
     await check_session(gateway, ids.session_id, caller=caller)
     model_id = f"{ids.session_id}:train:{ids.model_seq_id}"
     request_id = request_id_of(model_id, 0)
-    # The client's own bytes: what it loads may be gone when it repeats them.
+    # The fingerprint is of the client's own bytes, because the checkpoint may be gone at a repeat.
     mark = fingerprint(kind, body)
     if await gateway.training.operations.is_repeat(request_id, mark):
         return receipt(request_id, model_id)
@@ -123,7 +124,7 @@ async def _create(
     except ServiceError as error:
         made = await gateway.store.models.get(model_id)
         if made is not None and made.lora_rank is not None and made.released_at is None:
-            # Its future may be forgotten, and must not fail in place of the other one.
+            # The future of the other request may be forgotten; this refusal must not take its place.
             raise SequenceConflict(
                 f"{request_id} was used by another request before; this one was not run ({error})"
             ) from error
@@ -195,7 +196,7 @@ async def get_info(request: Request) -> Response:
 
 
 async def unload_model(request: Request) -> Response:
-    """Ends a run, once what it has accepted is done. Its checkpoints and their samplers stay."""
+    """Ends a run, once its accepted work is done. Its checkpoints and their samplers stay."""
     gateway, caller = gateway_of(request), caller_of(request)
     content, _ = await read_json(request, gateway.config)
     model_id = parse(schemas.UnloadModel, content).model_id

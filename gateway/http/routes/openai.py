@@ -25,11 +25,11 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 Schema = TypeVar("Schema", bound=BaseModel)
 
 CLIENT_LEFT = 499
-"""As nginx has it; nobody reads it but the metrics."""
+"""Status for a client that has left, as nginx uses it. Only metrics show it."""
 
 
 def _openai(endpoint: Endpoint) -> Endpoint:
-    """Errors in OpenAI's form."""
+    """Wraps a handler, so that its errors have OpenAI's form."""
 
     @functools.wraps(endpoint)
     async def answer(request: Request) -> Response:
@@ -87,7 +87,7 @@ async def responses(request: Request) -> Response:
 
 @_openai
 async def no_such_path(request: Request) -> Response:
-    """Everything else below /v1: 405 where another method is answered, 404 otherwise."""
+    """Refuses any other path below /v1: 405 if the path has another method, else 404."""
     others = [route for route in _ROUTES if route.matches(request.scope)[0] is Match.PARTIAL]
     what = f"{request.method} {request.url.path}"
     if others:

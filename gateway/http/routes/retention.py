@@ -1,4 +1,4 @@
-"""What becomes of a run's checkpoints: Tinsmith's own endpoints."""
+"""Retention policies of runs: Tinsmith's own endpoints."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def _answer(request: Request, run_id: str) -> Response:
 
 
 async def get_retention(request: Request) -> Response:
-    """The policy, and what it would delete now."""
+    """The run's policy, and the checkpoints that it would delete now."""
     return await _answer(request, await _own_run(request))
 
 
@@ -60,7 +60,7 @@ async def use_default_retention(request: Request) -> Response:
 
 
 async def prune(request: Request) -> Response:
-    """Deletes now what a policy does not keep: one that is sent, or the run's."""
+    """Deletes the checkpoints that a policy does not keep. The policy is the one in the body, or else the run's."""
     gateway, run_id = gateway_of(request), await _own_run(request)
     content, _ = await read_json(request, gateway.config)
     body = parse(schemas.Prune, content)

@@ -1,4 +1,4 @@
-"""Training runs and their checkpoints, for lists."""
+"""Lists of training runs and checkpoints."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from tinsmith.rpc.paths import KINDS
 
 
 def visible_kinds(request: Request) -> Sequence[str]:
-    """Kinds of checkpoints that the caller's SDK can read."""
+    """Kinds of checkpoints that the client's SDK knows."""
     return [kind for kind in KINDS if kind != "external_weights" or knows_external_checkpoints(request)]
 
 
 def owner_in_scope(request: Request, query: schemas.ScopedQuery) -> str | None:
-    """Whose things are asked for; None: everyone's, which only an admin can see."""
+    """The owner whose data is asked for; None: all owners, which only an admin can see."""
     caller = caller_of(request)
     return None if caller.admin and query.access_scope == "accessible" else caller.owner
 
 
 def _view(gateway: Gateway, run: Run) -> Json:
-    touched_at = gateway.ledger.touched_at(run.model.model_id)  # a reader waits for no write
+    touched_at = gateway.ledger.touched_at(run.model.model_id)  # readers do not wait for the ledger
     view = run_view(run.model, run.owner, last=run.last, last_sampler=run.last_sampler)
     return view if touched_at is None else view | {"last_request_time": time_text(touched_at)}
 
@@ -59,7 +59,7 @@ async def get_training_run(request: Request) -> Response:
 
 
 async def list_checkpoints_of_run(request: Request) -> Response:
-    """All of them, oldest first."""
+    """All checkpoints of a run, oldest first."""
     catalog = gateway_of(request).catalog
     run_id = request.path_params["run_id"]
     if not await gateway_of(request).tenants.access.owns(run_id, caller_of(request)):
@@ -71,7 +71,7 @@ async def list_checkpoints_of_run(request: Request) -> Response:
 
 
 async def list_checkpoints(request: Request) -> Response:
-    """The caller's, of all runs."""
+    """The caller's checkpoints of all runs."""
     query = parse(schemas.CheckpointsQuery, dict(request.query_params))
     checkpoints, total = await gateway_of(request).catalog.checkpoints(
         owner=owner_of(request), kinds=visible_kinds(request), limit=query.limit, offset=query.offset

@@ -29,7 +29,7 @@ _SAMPLING_SESSION_ID = re.compile(r"[^/\s]+:sample:\d+")
 
 
 async def create_sampling_session(request: Request) -> Response:
-    """The weights are loaded when they are first sampled."""
+    """Makes a sampling session. Its weights are loaded when they are first sampled."""
     gateway = gateway_of(request)
     content, _ = await read_json(request, gateway.config)
     body = parse(schemas.CreateSamplingSession, content)
@@ -37,11 +37,11 @@ async def create_sampling_session(request: Request) -> Response:
     await check_session(gateway, body.session_id, caller=caller)
     if body.base_model is None and body.model_path is None:
         raise InvalidRequest("base_model, model_path: send at least one of the two")
-    # A repeat is answered though its checkpoint may be gone since.
+    # A repeat is answered even if the checkpoint is gone by now.
     made = await gateway.store.samplers.get(_id_of(body))
     if made is None:
         made = await gateway.store.samplers.add(await _sampling_session(gateway, body, caller=caller))
-    # Without a path the base model was meant, and not an ephemeral save.
+    # A request without a path means the base model, never an ephemeral save.
     is_same = body.model_path == made.model_path and (body.model_path is not None or not made.location)
     if not is_same or body.base_model not in (None, made.base_model):
         what = made.model_path or made.location or made.base_model
@@ -91,7 +91,7 @@ async def _sampling_session(
 
 
 async def join_sampling_session(request: Request) -> Response:
-    """A number for one more client of the sampling session: its seq_ids begin at a billion times this."""
+    """A number for a new client of the sampling session; its seq_ids begin at 10**9 times this number."""
     gateway = gateway_of(request)
     content, _ = await read_json(request, gateway.config)
     sampling_session_id = parse(schemas.JoinSamplingSession, content).sampling_session_id
@@ -117,7 +117,7 @@ async def get_sampler(request: Request) -> Response:
 
 
 async def certificate(request: Request) -> Response:
-    """Tinsmith's own: of the version that a sample which starts now is drawn from."""
+    """Tinsmith's own endpoint: the certificate of the version that a sample would be drawn from now."""
     gateway = gateway_of(request)
     sampler_id = request.path_params["sampling_session_id"]
     session = await gateway.tenants.access.sampling_session(sampler_id, caller_of(request))
@@ -127,7 +127,7 @@ async def certificate(request: Request) -> Response:
 
 
 async def _named(gateway: Gateway, content: dict[str, Any], *, caller: Caller) -> dict[str, Any]:
-    """A sample's content with a sampling session and a number, where it comes without."""
+    """The content of a sample, with a sampling session and a seq_id added if it has none."""
     given = parse_ids(schemas.GivenSampleIds, content)
     sampling_session_id = given.sampling_session_id
     if sampling_session_id is None:
@@ -153,14 +153,14 @@ async def _named(gateway: Gateway, content: dict[str, Any], *, caller: Caller) -
     if given.seq_id is None:
         session = await gateway.tenants.access.sampling_session(sampling_session_id, caller)
         is_own = session is not None and gateway.store.samplers.lives(sampling_session_id)
-        # One that cannot be sampled from is refused whatever its number.
+        # A session that cannot be sampled from is refused later, with any seq_id.
         seq_id = await gateway.sampling.unnamed.seq_id(sampling_session_id) if is_own else 0
         content = {**content, "seq_id": seq_id}
     return content
 
 
 async def asample(request: Request) -> Response:
-    """Idempotent on sampling_session_id and seq_id, where they are given."""
+    """Submits a sample. Idempotent by sampling_session_id and seq_id if they are given."""
     gateway, caller = gateway_of(request), caller_of(request)
     gateway.sampling.samples.check_capacity(caller.owner)
     content, raw = await read_json(request, gateway.config)
@@ -189,7 +189,7 @@ async def asample(request: Request) -> Response:
 
         message, is_recorded, mark = await off_loop(to_message, num_bytes=len(raw), config=gateway.config)
         hold = None
-        held = Share(gateway.bodies)  # beyond this request: the sample may have to be sent again
+        held = Share(gateway.bodies)  # outlives this request, because the sample may have to be sent again
         if gateway.futures.fingerprint(request_id) is None:
             held.take(message.ByteSize())
             try:
@@ -201,7 +201,7 @@ async def asample(request: Request) -> Response:
         raise  # the SDK sends it again
     except ServiceError as error:
         mark = fingerprint(raw)
-        if not has_home:  # the id may be somebody else's, and any gateway may be asked for the answer
+        if not has_home:  # the id may be another owner's, and the client may ask any gateway for the answer
             return _receipt(refused_id(caller, error), num_sequences=0)
         if gateway.futures.fingerprint(request_id) not in (None, mark):
             what = f"{request_id} was used by another sample before; this one was not run ({error})"

@@ -1,4 +1,4 @@
-"""What the server is and offers."""
+"""Health, metrics, flags for clients, and the capabilities of the server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tinsmith.v1 import sampler_pb2, trainer_pb2
 
 
 async def healthz(request: Request) -> Response:
-    """503 until every trainer and sampler has said what it serves; from then on that the gateway runs."""
+    """Whether the gateway is ready: 503 until the services that are needed have said what they serve, then 200."""
     if unreached := gateway_of(request).clients.unreached:
         return json_response({"status": "starting", "waiting_for": unreached}, status=503)
     return json_response({"status": "ok"})
@@ -44,15 +44,14 @@ async def client_config(request: Request) -> Response:
 
 
 async def client_dynamic_config(request: Request) -> Response:
-    """Flags that a client reads again and again."""
+    """Flags that a client reads repeatedly."""
     return json_response({"sample_cancel_enabled": gateway_of(request).config.sample_cancel_enabled})
 
 
 async def get_server_capabilities(request: Request) -> Response:
-    """Every name that a base model is known by, of the services that have been reached since the start.
+    """The base models, under all their names, of the services that have been reached since the start.
 
-    What a service has said stays true while it is down, because its requests wait for it; it is asked anew when it is
-    back.
+    A service that is down keeps its base models here, because requests wait for it. It is asked again when it is back.
     """
     clients = gateway_of(request).clients
     with contextlib.suppress(NotReady):
@@ -67,8 +66,8 @@ def _supported(
     trainers: Sequence[trainer_pb2.GetTrainerInfoResponse],
     samplers: Sequence[sampler_pb2.GetSamplerInfoResponse],
 ) -> dict[str, object]:
-    """What fits into every service that a request for this model may go to."""
-    trainer = next((info for info in trainers if name in info.base_models), None)  # as Clients.find_trainer chooses
+    """Limits that hold for every service to which a request for this base model may go."""
+    trainer = next((info for info in trainers if name in info.base_models), None)  # `Clients.find_trainer`'s choice
     trainable = trainer is not None and trainer.trainable
     limits = [info.max_context_length for info in samplers if name in info.base_models]
     sampleable = bool(limits)

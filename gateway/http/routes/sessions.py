@@ -1,4 +1,4 @@
-"""The life of a session, and what sessions there are."""
+"""Sessions: creating, keeping alive, ending, listing and searching them."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ async def assign_project(request: Request) -> Response:
 
 
 async def trace_export(request: Request) -> Response:
-    """Always ready: the file is made while it is downloaded."""
+    """The signed URL of a session's timeline. It is always ready, because the file is made during the download."""
     session = await _find(request)
     download = gateway_of(request).storage.downloads.sign(request, "traces", session.session_id)
     return json_response({"status": "ready", "url": download.url})

@@ -1,4 +1,4 @@
-"""Telemetry is accepted and thrown away unread: it can hold API keys."""
+"""Telemetry of the SDK: accepted and thrown away unread, because it may hold API keys."""
 
 from __future__ import annotations
 

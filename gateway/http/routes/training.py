@@ -25,7 +25,7 @@ async def forward_backward(request: Request) -> Response:
 
 
 async def forward(request: Request) -> Response:
-    """What SDKs before 0.25 send for forward_backward with forward_only."""
+    """A batch without gradients; newer SDKs send forward_backward with forward_only instead."""
     return await _submit_batch(request, forward_only=True)
 
 
@@ -50,20 +50,20 @@ async def _submit_batch(request: Request, *, forward_only: bool) -> Response:
 async def _submit_numbered(
     gateway: Gateway, caller: Caller, batch: Batch, *, forward_only: bool, at_once: bool
 ) -> Response:
-    """`at_once`: its client sends all parts of a batch before it asks for the answer of any."""
+    """Submits a batch. `at_once`: the client sends all parts of a batch before it asks for an answer."""
     ids = schemas.OperationIds(model_id=batch.model_id, seq_id=batch.seq_id)
     message = batch.message
     if isinstance(message, ServiceError):
-        kind = "forward" if forward_only else "forward_backward"  # only the latter leaves gradients missing
+        kind = "forward" if forward_only else "forward_backward"  # refusing a forward loses no gradients
         return await submit(
             gateway, caller, kind=kind, ids=ids, rpc=message, mark=batch.refused_mark, sends_parts_at_once=at_once
         )
-    # The mark is of what the client sent, whatever is put into it here.
+    # The fingerprint is of what the client sent, without what the gateway adds below.
     body, mark, num_tokens = await off_loop(
         lambda: canonical(message), num_bytes=batch.num_bytes, config=gateway.config
     )
     kind, rpc = "forward_backward", Rpc("ForwardBackward", body, is_forward_only=message.forward_only)
-    if await gateway.tenants.access.model(ids.model_id, caller) is None:  # `complete` looks at what its session has
+    if await gateway.tenants.access.model(ids.model_id, caller) is None:  # `complete` reads data of its session
         return no_model(gateway, caller, ids.model_id, None)
     try:
         if await complete(gateway, message, num_bytes=batch.num_bytes):

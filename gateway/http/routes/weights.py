@@ -1,4 +1,4 @@
-"""Saving, loading, and what a saved state is."""
+"""Saving, loading and copying weights, and facts about a checkpoint."""
 
 from __future__ import annotations
 
@@ -37,8 +37,10 @@ async def save_weights(request: Request) -> Response:
 
 
 async def save_weights_for_sampler(request: Request) -> Response:
-    """Named, or ephemeral: then it makes a sampling session and has no path. With kind "inflight" all samplers of the
-    run that were made of such a save follow it to these weights."""
+    """Saves weights for samplers, under a name or as an ephemeral save, which makes a sampling session and has no path.
+
+    With kind "inflight", all inflight samplers of the run move to these weights.
+    """
 
     async def to_rpc(body: schemas.SaveWeightsForSampler) -> Rpc:
         if (body.path is None) == (body.sampling_session_seq_id is None):
@@ -57,7 +59,7 @@ async def save_weights_for_sampler(request: Request) -> Response:
 
 
 async def save_weights_external(request: Request) -> Response:
-    """Files for download; with age_encryption_recipients each of them is encrypted."""
+    """Saves files for download. With age_encryption_recipients each file is encrypted."""
 
     async def to_rpc(body: schemas.SaveWeightsExternal) -> Rpc:
         path = TinkerPath(body.model_id, "external_weights", check_name(body.path, field="path"))
@@ -81,7 +83,7 @@ def _saving(
     path: TinkerPath | None,
     **fields: Any,
 ) -> Rpc:
-    """`fields`: what only some kinds have."""
+    """The RPC of a save. `fields`: fields of the request that only some kinds have."""
     message = trainer_pb2.SaveCheckpointRequest(
         model_id=body.model_id,
         seq_id=body.seq_id,
@@ -94,16 +96,16 @@ def _saving(
 
 
 class _LoadInto(schemas.LoadWeights, schemas.OperationIds):
-    """The legacy form: into a model that exists."""
+    """The legacy form of load_weights: into an existing model."""
 
 
 async def load_weights(request: Request) -> Response:
-    """With session_id it creates the model from the checkpoint; with model_id it replaces that model's weights."""
+    """With session_id, creates a model from the checkpoint; with model_id, replaces the weights of that model."""
     gateway, caller = gateway_of(request), caller_of(request)
     with gateway.tenants.limits.reading(caller):
         content, body = await read_json(request, gateway.config)
     if content.get("session_id") is not None:
-        gateway.tenants.limits.count(caller)  # it has no place in the order of a run
+        gateway.tenants.limits.count(caller)  # it is no numbered operation of a run
         return await create_from_checkpoint(gateway, content, body, caller=caller)
 
     async def to_rpc(body: _LoadInto) -> Rpc:
@@ -117,7 +119,7 @@ async def load_weights(request: Request) -> Response:
                 raise Unsupported(f"{field}: cannot be set when weights are loaded into a model that exists")
         named = TinkerPath.parse(body.path, field="path")
         if named.run_id == body.model_id and await gateway.store.operations.saving(named) is not None:
-            path, location = str(named), named.location  # the trainer waits for the saves of the same run before a load
+            path, location = str(named), named.location  # a load waits for earlier saves of its own run
         else:
             checkpoint = await gateway.training.saves.read(body.path, field="path", caller=caller)
             path, location = checkpoint.path, checkpoint.location
@@ -147,7 +149,7 @@ async def weights_info(request: Request) -> Response:
 
 
 async def copy_weights(request: Request) -> Response:
-    """The copy belongs to a run that cannot be trained: in a new session of a project, or in a live session."""
+    """Copies a checkpoint into a run that cannot be trained, in a new session of a project or in a live session."""
     gateway, caller = gateway_of(request), caller_of(request)
     content, _ = await read_json(request, gateway.config)
     body = parse(schemas.CopyWeights, content)
@@ -156,7 +158,7 @@ async def copy_weights(request: Request) -> Response:
             f"weights_access_token (header {_ACCESS_TOKEN}): this server issues none; publish the checkpoint"
         )
     if (body.session_id is None) != (body.model_seq_id is None):
-        raise InvalidRequest("session_id, model_seq_id: go together")
+        raise InvalidRequest("session_id, model_seq_id: belong together; send both or neither")
     if (body.destination_project_id is None) == (body.session_id is None):
         raise InvalidRequest("destination_project_id, session_id: send exactly one of the two")
     ttl_seconds = check_ttl(body.ttl_seconds)
