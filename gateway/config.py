@@ -1,4 +1,4 @@
-"""What an operator can set."""
+"""The gateway's settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tinsmith.rpc.auth import AnyKey, ServiceKey
 from tinsmith.rpc.tls import GrpcTls, check_pair
 
 DATABASE = "gateway.db"
-"""Name of the default database's file in state_dir."""
+"""File name of the default database in state_dir."""
 
 _BODY_BYTES = 64 * 2**20
 
@@ -37,77 +37,81 @@ class GatewayConfig(GrpcTls, BaseSettings):
     )
 
     host: str = "127.0.0.1"
-    """Address to listen on. Any other than a loopback address needs a key, of api_keys or of `tinsmith keys create`."""
+    """Address to listen on. An address other than loopback needs a key, from api_keys or `tinsmith keys create`."""
     port: int = Field(default=8000, ge=0, le=65535)
     """Port to listen on."""
     tls_cert: Path | None = None
-    """Certificate (PEM, with those between it and its authority) for HTTPS; with tls_key. Absent: plain HTTP."""
+    """Certificate for HTTPS (PEM, with its intermediate certificates); needs tls_key. Absent: plain HTTP."""
     tls_key: Path | None = None
     """Private key (PEM) of tls_cert, without a passphrase."""
     trainers: list[str] = ["127.0.0.1:8001"]
-    """gRPC addresses of the trainers, HOST:PORT; each serves the base models that it names."""
+    """gRPC addresses of the trainers, HOST:PORT. The gateway asks each which base models it serves."""
     samplers: list[str] = ["127.0.0.1:8002"]
-    """gRPC addresses of the samplers, HOST:PORT; those that serve one base model share its requests."""
+    """gRPC addresses of the samplers, HOST:PORT. Samplers of one base model share its requests."""
     sampler_timeout_s: float = Field(default=3.0, gt=0, le=60)
-    """A sampler that answers no health check for so long gets no requests until it does, and others get what it has."""
+    """A sampler that has not answered a health check for this long gets no requests, and other samplers take its
+    work."""
     sampler_load_factor: float = Field(default=1.25, ge=1)
-    """Requests that share a prefix go to one sampler, until it has so many times the mean of the sequences in work."""
+    """Requests that share a prefix go to one sampler, until its load reaches this factor of the mean load."""
     state_dir: Path = Path("state/gateway")
     """Folder of the default database."""
     database_url: SecretStr = SecretStr("")
-    """SQLAlchemy URL with an async driver; empty means SQLite, in state_dir."""
+    """SQLAlchemy URL with an async driver. Empty: SQLite in state_dir."""
     peer_url: str = ""
-    """Address under which other gateways on the same database reach this one, such as http://10.0.0.2:8000. Empty: it
-    is the only gateway of its database."""
+    """URL under which other gateways on the same database reach this one, such as http://10.0.0.2:8000. Empty: it is
+    the only gateway of its database."""
     api_keys: list[AnyKey] = []
-    """Keys that clients may use, as a JSON list: "KEY", or {"key": "KEY", "name": ..., "note": ..., "email": ...} with
-    what the server is to say about it; an owner, whose other keys share everything with it; admin, requests_per_minute
-    and tokens_per_minute. `tinsmith keys create` makes others. Without any, all are accepted, on a loopback address."""
+    """Keys that clients may use, as a JSON list. A key is "KEY" or {"key": "KEY", ...} with the optional fields name,
+    note and email, which the server shows; owner (all keys of an owner share its sessions, runs and checkpoints);
+    admin, requests_per_minute and tokens_per_minute. `tinsmith keys create` makes further keys. Without any key, a
+    server on a loopback address accepts every key."""
     service_key: ServiceKey = SecretStr("")
-    """Key that the gateway sends to trainers and samplers; the service_key of theirs."""
+    """Key that the gateway sends to trainers and samplers; their setting service_key has the same key."""
     organization: str = Field(default="tinsmith", pattern=r"^[A-Za-z0-9._-]{1,64}$")
-    """Name of all users of this server together, in whoami and auth/apikey/me."""
+    """Name of the organization of all users of this server, in whoami and auth/apikey/me."""
     jwt_auth: bool = False
-    """Let the SDK exchange its key for a JWT, which goes with its requests then. whoami needs it."""
+    """Let the SDK exchange its key for a JWT, and send the JWT with its requests. whoami needs this."""
     jwt_lifetime_s: int = Field(default=3600, ge=1)
     """How long a JWT is valid. The SDK renews it at half of that, and before each request in its last minute."""
     jwt_secret: SecretStr = SecretStr("")
-    """Signs the JWTs; at least 32 characters. Empty: made at the first start and kept in the database."""
+    """Secret that signs JWTs, at least 32 characters. Empty: made at the first start, and stored in the database."""
 
     allowed_hosts: list[str] = []
-    """Without api_keys: further host names in the address under which clients may ask, as a JSON list; this machine's
-    loopback names and public_url's are always. So no page in a browser can reach the gateway under its own name."""
+    """For a server without keys: further host names under which clients may reach it, as a JSON list. Loopback names
+    and the host of public_url are always allowed. This keeps pages in a browser from reaching the gateway under a host
+    name of their own."""
     max_connections: int = Field(default=4096, ge=16)
-    """HTTP connections open at once; the next one is closed at once."""
+    """Most open HTTP connections; a further one is closed at once."""
     max_idle_connections: int = Field(default=256, ge=0)
-    """HTTP connections that are kept open between two requests. Of more, those idle for longest are closed, each after
-    15 s without a request: the SDK leaves those of ended sessions open, and uses none that has been idle for 5 s."""
+    """Most HTTP connections that are kept open between two requests. Above it, those idle for longest are closed, after
+    at least 15 s without a request. The SDK leaves connections of ended sessions open, and uses none after 5 s idle."""
     max_header_bytes: int = Field(default=64 * 2**10, ge=4096)
     """Largest headers of a request, about; larger ones are answered 431."""
     header_timeout_s: float = Field(default=20.0, gt=0)
     """How long the headers of a request may take to arrive before a 408."""
     transfer_grace_s: float = Field(default=30.0, gt=0)
-    """How long a body, or the client that reads an answer, is waited for, beyond what min_transfer_bytes_s gives it;
-    then a 408, or the end of the connection."""
+    """How much longer than at min_transfer_bytes_s a body may take to arrive, or an answer to be read. After that a
+    body is answered 408, and the connection of an answer is closed."""
     min_transfer_bytes_s: int = Field(default=1024, gt=0)
-    """Slowest rate, in bytes per second, of bodies that come and of answers that are read."""
+    """Slowest rate of bodies and of answers, in bytes per second."""
     max_sessions: int = Field(default=4096, gt=0)
-    """Sessions of one owner that have not ended; above it create_session is answered 429."""
+    """Most sessions of one owner that have not ended; above it create_session is answered 429."""
     max_sampling_sessions: int = Field(default=1_000_000, gt=0)
-    """Sampling sessions of one owner; above it create_sampling_session is answered 429, and an ephemeral save fails.
-    Sampling sessions of an ended session count until they are forgotten, ended_session_retention_s later."""
+    """Most sampling sessions of one owner. Above it create_sampling_session is answered 429, and an ephemeral save
+    fails. Sampling sessions of an ended session count until they are forgotten, ended_session_retention_s later."""
     max_body_bytes: int = Field(default=_BODY_BYTES, gt=0)
     """Largest request body, also after decompression; a larger one is answered 413."""
     max_held_body_bytes: int = Field(default_factory=lambda: max(_BODY_BYTES, total_bytes() // 4), gt=0)
-    """Bytes of request bodies that are held at once, of all clients together; a quarter of the machine's memory, or of
-    the limit of the process's cgroup, unless given. A body for which there is no room is answered 429. Bodies up to
-    64 KiB, as of heartbeats and polls, do not count. At least max_body_bytes."""
+    """Most bytes of request bodies in memory, for all clients together; at least max_body_bytes. Default: a quarter of
+    the machine's memory, or of the limit of the process's cgroup. A body without room is answered 429. Bodies up to 64
+    KiB, such as heartbeats and polls, do not count."""
     max_body_values: int = Field(default=1_000_000, ge=1000)
-    """Most values in a request body; in JSON a list or an object counts as 10, a member of an object as 3 more than its
-    value. A body with more is answered 413: parsing it would hold up all other
-    requests, and take many times its size in memory."""
+    """Most values in a request body. In JSON a list or an object counts as 10, and a member of an object as 3 more than
+    its value. A body with more values is answered 413, because parsing it would block other requests, and take many
+    times its size in memory."""
     max_import_bytes: int = Field(default=4 * 2**30, gt=0)
-    """Largest archive of an adapter to import; a larger one is answered 413. The trainer has a bound of its own."""
+    """Largest archive of an adapter to import, in bytes; a larger one is answered 413. The trainer has its own
+    bound."""
     thread_body_bytes: int = Field(default=256 * 2**10, gt=0)
     """Bodies above this are decompressed and parsed in a thread, so that other requests go on."""
     long_poll_s: float = Field(default=30.0, gt=0, le=40)
@@ -115,86 +119,84 @@ class GatewayConfig(GrpcTls, BaseSettings):
     submit_timeout_s: float = Field(default=20.0, gt=0)
     """How long a request waits for the trainer's acknowledgement, or for a service that is not up yet, before a 503."""
     sample_timeout_s: float = Field(default=3600.0, gt=0)
-    """How long a sample may take, waiting for a sampler that is unreachable or full included, before it fails."""
+    """How long a sample may take before it fails, including the wait for an unreachable or full sampler."""
     openai_wait_s: float = Field(default=60.0, ge=0)
     """How long a request to /v1 waits for a sampler that is unreachable or full, before a 503 or a 429."""
     openai_default_max_tokens: int = Field(default=4096, ge=0)
-    """Longest output of a chat or a response of /v1 that names no maximum, in tokens. The context bounds every output.
-    0 means that nothing else does."""
+    """Longest output of a chat or a response of /v1 that names no maximum, in tokens; 0: only the context bounds it."""
     session_timeout_s: float = Field(default=1800.0, gt=0)
-    """A session without a heartbeat for so long is ended."""
+    """A session without a heartbeat for this long is ended."""
     reap_interval_s: float = Field(default=30.0, gt=0)
     """How often ended sessions are released and expired checkpoints are deleted."""
     tokenizers: dict[str, str] = {}
-    """For base models whose names the Hugging Face hub does not know: where clients find the tokenizer, as another hub
-    id or a folder on their machines. What TrainingClient.get_tokenizer() of the SDK loads."""
+    """Base model -> tokenizer that TrainingClient.get_tokenizer() of the SDK loads: a hub id, or a folder on the
+    clients' machines. For base models whose names the Hugging Face hub does not know."""
     max_num_samples: int = Field(default=1024, gt=0)
-    """Most sequences of one sample request."""
+    """Most sequences in one sample request."""
     max_pending_samples: int = Field(default=4096, gt=0)
-    """Samples in work at once; above it asample is answered 429, on which the SDK slows down."""
+    """Most samples in work; above it asample is answered 429, on which the SDK slows down."""
     max_pending_samples_per_owner: int = Field(default=2048, gt=0)
-    """Of them, those of one owner, so that nobody takes the places of all others; above it 429, too."""
+    """Most samples of one owner in work, so that no owner takes all places; above it asample is answered 429."""
     max_pending_operations: int = Field(default=1024, gt=0)
-    """Training operations of one model in work at once; above it a submission is answered 429."""
+    """Most training operations of one model in work; above it a submission is answered 429."""
     result_cache_bytes: int = Field(default=256 * 2**20, gt=0)
-    """Memory for answers that can be asked for again, and one answer more. Above it the owner whose answers are largest
-    together loses the least recently used of them."""
+    """Memory for answers that clients may ask for again, in bytes; the newest answer may exceed it. Above it, the owner
+    whose answers take most memory loses the least recently used one."""
     metadata_only_bytes: int = Field(default=2**20, gt=0)
-    """A larger answer is announced with its size first, to clients that allow it, so that they can limit what they load
-    at once."""
+    """A larger answer is announced by its size first, to clients that allow it, so that they can limit their memory."""
     sample_use_retrieve_futures: bool = True
-    """Clients wait for all samples of a sampling session with one poll, instead of one for each."""
+    """Clients wait for all samples of a sampling session with one poll, instead of one poll for each sample."""
     sample_cancel_enabled: bool = True
-    """Clients tell which samples they no longer wait for, and those are stopped."""
+    """Clients tell the server which samples they no longer wait for, and these are stopped."""
     custom_loss_server_side: bool = True
-    """Clients send traced losses to be computed by the trainer, instead of computing them themselves."""
+    """Clients send traced losses, which the trainer computes, instead of computing them themselves."""
     max_custom_losses: int = Field(default=256, gt=0)
-    """Custom losses that one session may create."""
+    """Most custom losses that one session may create."""
     record_retention_s: float = Field(default=86400.0, gt=0)
-    """How long what was sampled with record_stability_info is kept after its last use."""
+    """How long sequences sampled with record_stability_info are stored after their last use."""
     public_url: str = ""
-    """Address under which clients reach the gateway, such as https://tinker.example.org; download addresses begin with
-    it. Empty: that of the request which asks for one."""
+    """URL under which clients reach the gateway, such as https://tinker.example.org; download URLs begin with it.
+    Empty: the URL of the request that asks for a download."""
     download_secret: SecretStr = SecretStr("")
-    """Signs download addresses. Empty: made at the first start and kept in the database."""
+    """Secret that signs download URLs. Empty: made at the first start, and stored in the database."""
     download_url_s: float = Field(default=3600.0, ge=600)
-    """How long a download address works."""
+    """How long a download URL works."""
     retention: Policy = Policy()
-    """Which checkpoints of a training run are kept, unless it has a policy of its own, as JSON, such as
-    {"training": {"keep_last": 5}, "sampler": {"keep_within_seconds": 86400}}; docs/checkpoints.md has the rules. By
-    default all."""
+    """Retention policy of training runs that have none of their own, as JSON, such as {"training": {"keep_last": 5},
+    "sampler": {"keep_within_seconds": 86400}}; docs/checkpoints.md has the rules. By default all checkpoints are
+    kept."""
     span_retention_s: float = Field(default=7 * 86400.0, gt=0)
     """How long the times of finished requests are kept, for the export of traces."""
     max_spans: int = Field(default=1_000_000, ge=1)
-    """Finished requests whose times are kept at most, the newest."""
+    """Most finished requests whose times are kept; the oldest go first."""
     audit_retention_s: float = Field(default=365 * 86400.0, gt=0)
-    """How long it is kept what was done to checkpoints, projects and keys."""
+    """How long the audit log of checkpoints, projects and keys is kept."""
     ended_session_retention_s: float = Field(default=7 * 86400.0, gt=0)
     """How long the samplers and custom losses of an ended session are remembered. The session itself, its runs, its
     checkpoints and its usage stay."""
     history_points: int = Field(default=4096, ge=0)
-    """Points that the dashboard keeps of the metrics of a run, whatever its length; at least 64, or 0 for none."""
+    """Most points of a run's metrics that the dashboard keeps, however long the run is; at least 64, or 0 for none."""
     history_retention_s: float = Field(default=180 * 86400.0, gt=0)
-    """How long they are kept."""
+    """How long points of metrics are kept."""
     max_history_points: int = Field(default=2_000_000, ge=1)
-    """Points of all runs together, about; the oldest go first."""
+    """Most points of metrics of all runs together, about; the oldest go first."""
     recent_samples: int = Field(default=64, ge=0, le=1024)
-    """Sequences that the dashboard keeps of each run, the newest: the end of the prompt, tokens and logprobs. 0: none;
-    no text is stored then."""
+    """Most recent sequences that the dashboard keeps for each run and owner: the end of the prompt, tokens and
+    logprobs. 0: none, so that no text of samples is stored."""
     recent_sample_retention_s: float = Field(default=7 * 86400.0, gt=0)
-    """How long they are kept."""
+    """How long recent sequences are kept."""
     max_recent_samples: int = Field(default=100_000, ge=1)
-    """Sequences of all runs together, about; the oldest go first."""
+    """Most recent sequences of all runs together, about; the oldest go first."""
     token_prices_usd: dict[str, dict[TokenKind, Annotated[float, Field(ge=0)]]] = {}
-    """USD per million tokens, by base model (or "*") and kind; what is not listed costs nothing."""
+    """Prices in USD per million tokens, by base model (or "*") and kind. A kind that is not listed costs nothing."""
     storage_price_usd: float = Field(default=0.0, ge=0)
-    """USD per gigabyte and month of 720 hours of stored checkpoints."""
+    """Price of stored checkpoints, in USD per gigabyte and month of 720 hours."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Least severe level that is logged."""
     log_format: Literal["json", "text"] = "json"
-    """Log lines as JSON, for machines, or as text."""
+    """Form of log lines: JSON for machines, or text."""
     tracing: bool = False
-    """Send OpenTelemetry traces, as OTEL_EXPORTER_OTLP_ENDPOINT and its like say. Needs the extra `otel`."""
+    """Send OpenTelemetry traces, by OTEL_EXPORTER_OTLP_ENDPOINT and the like. Needs the extra `otel`."""
 
     @field_validator("database_url")
     @classmethod
@@ -243,7 +245,7 @@ class GatewayConfig(GrpcTls, BaseSettings):
 
     @property
     def own_hosts(self) -> list[str]:
-        """Names of the gateway beside the loopback ones."""
+        """Host names of the gateway beside the loopback ones."""
         return [*self.allowed_hosts, *filter(None, [urlsplit(self.public_url).hostname])]
 
     @property

@@ -19,7 +19,7 @@ class Known(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _only_what_is_set(cls, content: Any) -> Any:
-        """Leaves out unknown fields that are null or harmless. Of the others one stays, and pydantic refuses it.
+        """Leaves out unknown fields that are null or harmless. One of the others stays, and pydantic refuses it.
 
         An error for each of a hundred thousand unknown fields would block the event loop.
         """

@@ -1,4 +1,4 @@
-"""What /metrics shows, by subject."""
+"""The gateway's metrics, by subject."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from tinsmith.rpc.metrics import Declare, new_registry
 
 
 class Http:
+    """HTTP requests."""
+
     def __init__(self, declare: Declare) -> None:
         self.requests = declare.counter("requests_total", "HTTP requests.", "method", "route", "status")
         self.request_seconds = declare.seconds(
             "request", "Time until an HTTP request was answered; long polls included.", "route"
         )
         self.held_body_bytes = declare.gauge(
-            "held_body_bytes", "Bytes of request bodies in memory: of those that are read or submitted, and of samples."
+            "held_body_bytes", "Bytes of request bodies in memory, being read or in work."
         )
 
 
 class Submissions:
-    """What clients submit and then wait for: training operations and samples."""
+    """Training operations and samples, which clients submit and wait for."""
 
     def __init__(self, declare: Declare) -> None:
         self.accept_seconds = declare.seconds("accept", "Time until the trainer had a submission in its journal.")
@@ -33,25 +35,23 @@ class Submissions:
         self.prompt_tokens = declare.counter("prompt_tokens_total", "Prompt tokens of finished samples.")
         self.cached_prompt_tokens = declare.counter(
             "cached_prompt_tokens_total",
-            "Those of the prompt tokens that a sampler's prefix cache saved from being computed.",
+            "Prompt tokens of finished samples that were in a sampler's prefix cache, and were not computed.",
         )
         self.sampled_tokens = declare.counter("sampled_tokens_total", "Tokens sampled.")
 
 
 class Stored:
-    """What exists, and the database that knows it."""
+    """Sessions, checkpoints, and the database."""
 
     def __init__(self, declare: Declare) -> None:
-        self.sessions = declare.gauge(
-            "sessions", "Sessions in the database that have not ended, as of the last round of the reaper."
-        )
+        self.sessions = declare.gauge("sessions", "Sessions that have not ended, at the last round of the reaper.")
         self.checkpoints = declare.gauge(
-            "checkpoints", "Stored checkpoints with a path, by its kind, as of the last round of the reaper.", "kind"
+            "checkpoints", "Stored checkpoints by kind, at the last round of the reaper.", "kind"
         )
-        self.checkpoint_bytes = declare.gauge("checkpoint_bytes", "Their bytes.", "kind")
+        self.checkpoint_bytes = declare.gauge("checkpoint_bytes", "Bytes of these checkpoints.", "kind")
         self.swept_checkpoints = declare.counter(
             "swept_checkpoints_total",
-            "Checkpoints that the reaper removed: expired, by retention, or deleted while their trainer was away.",
+            "Checkpoints that the reaper removed: expired, by retention, or deleted while the trainer was unreachable.",
             "reason",
         )
         self.database_seconds = declare.seconds(
@@ -59,12 +59,12 @@ class Stored:
         )
         self.database_errors = declare.counter(
             "database_errors_total",
-            "Statements and connections that failed, by the kind of error; uniqueness is not among them.",
+            "Failed statements and connections, by the kind of error; violations of uniqueness do not count.",
             "error",
         )
         self.dropped_rows = declare.counter(
             "dropped_rows_total",
-            "Points of histories and spans of timelines that were forgotten while the database could not be written.",
+            "Points of histories and spans of timelines that were dropped while the database could not be written.",
             "kind",
         )
 
@@ -76,7 +76,7 @@ class Services:
         self.trainer_up = declare.gauge("trainer_up", "1 while the trainer answers, else 0.", "trainer")
         self.sampler_state = Enum(
             "gateway_sampler_state",
-            "How each sampler is; only one that serves gets requests.",
+            "State of each sampler; only a sampler in state serving gets requests.",
             ["sampler"],
             states=["gone", "silent", "loading", "serving"],
             registry=declare.registry,
@@ -84,15 +84,17 @@ class Services:
         self.sampler_sequences = declare.gauge(
             "sampler_sequences", "Sequences that each sampler has in work for this gateway.", "sampler"
         )
-        self.sampler_requests = declare.counter("sampler_requests_total", "Samples given to each sampler.", "sampler")
+        self.sampler_requests = declare.counter("sampler_requests_total", "Calls sent to each sampler.", "sampler")
         self.resubmissions = declare.counter(
             "resubmissions_total",
-            "Samples that were given to a sampler that became unreachable, and were sent again.",
+            "Calls that a sampler lost by becoming unreachable, and that were sent again.",
             "sampler",
         )
 
 
 class Metrics:
+    """All metrics of the gateway, in one registry."""
+
     def __init__(self) -> None:
         self.registry = new_registry()
         declare = Declare("gateway", self.registry)

@@ -133,7 +133,7 @@ class Reaper:
             self._ended(session_id)
 
     async def run(self) -> None:
-        """Reaps every `reap_interval_s`, and when a session or run ends. Of several gateways only one reaps."""
+        """Reaps every `reap_interval_s`, and when a session or run ends. Only one of several gateways reaps."""
         while True:
             await self._try(self._count_sessions)
             await self._try(self._count_stored)

@@ -31,7 +31,7 @@ def ran_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> tuple[float, f
 
 
 async def explain(pending: Pending) -> Progress:
-    """What pending work waits for now: as the service says, or else as the gateway knows it."""
+    """Explains what pending work waits for: in the service's words if it answers, else in the gateway's."""
     if pending.ask is None:
         return pending.progress
     try:

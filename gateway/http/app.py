@@ -1,4 +1,4 @@
-"""The ASGI application."""
+"""The ASGI application: routes and middleware."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ GROUPS = (
     imports,
     admin,
 )
-"""Modules of routes below /api/v1."""
+"""Modules with the routes below /api/v1."""
 
 
 @functools.cache
@@ -96,7 +96,7 @@ ROUTES: list[BaseRoute] = [
 
 
 def _without_parameters(app: ASGIApp) -> ASGIApp:
-    """Refuses each parameter of the URL, by name, as a schema does for routes that have parameters."""
+    """Makes a route without parameters refuse every parameter of the URL by name."""
 
     async def checked(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["query_string"]:
@@ -107,8 +107,10 @@ def _without_parameters(app: ASGIApp) -> ASGIApp:
 
 
 def _check_parameters(routes: Iterable[BaseRoute]) -> None:
-    """Makes documented routes that have no parameters refuse all of them. Routes that need no key, such as health and
-    metrics, are left out: machines that call them may add parameters of their own."""
+    """Makes documented routes that have no parameters refuse all of them.
+
+    Routes that need no key, such as health and metrics, are left out, since monitoring may add parameters of its own.
+    """
     for route in routes:
         if isinstance(route, Mount):
             _check_parameters(route.routes)
@@ -126,13 +128,13 @@ _START, _NUMBERS = secrets.token_hex(4), itertools.count()
 
 
 def _given_id(scope: Scope) -> str:
-    """The x-request-id that a request came with, if it may go into a log."""
+    """The request's header x-request-id, if it is fit for a log; else empty."""
     given = next((value for name, value in scope["headers"] if name == _ID_HEADER), b"")
     return given.decode() if _ID.fullmatch(given) else ""
 
 
 class CountRequests:
-    """ASGI middleware: number and time of requests, by route. Each gets an id, for the log and its sender."""
+    """ASGI middleware: counts and times requests by route, and gives each an id for the log and the client."""
 
     def __init__(self, app: ASGIApp, *, metrics: Metrics) -> None:
         self._app = app
@@ -156,7 +158,7 @@ class CountRequests:
         try:
             return await self._app(scope, receive, watch)
         finally:
-            # The function's name, not the path: ids in paths would make a series each. An unknown path has none.
+            # By the handler's name: paths with ids would make a time series each. An unknown path has no handler.
             endpoint = scope.get("endpoint")
             route = endpoint.__name__ if inspect.isfunction(endpoint) else "none"
             self._metrics.http.requests.labels(method=scope["method"], route=route, status=status).inc()
@@ -164,12 +166,12 @@ class CountRequests:
 
 
 _BY_THE_HUNDRED = ("/api/v1/asample", "/api/v1/retrieve_future", "/api/v1/cancel_future", "/v1/")
-"""What a client sends for each of its samples, and as soon as it can; also retrieve_futures."""
+"""Paths of requests that a client sends for each sample, many at once; also retrieve_futures."""
 
 
 class InTurn:
-    """ASGI middleware, within Authentication: of what comes by the hundred a few begin at a time, by turns among the
-    owners, and everything else overtakes it."""
+    """ASGI middleware, inside Authentication: lets a few requests for samples begin in each pass of the event loop, by
+    turns among owners (turns.py). All other requests overtake them."""
 
     def __init__(self, app: ASGIApp, *, turns: Turns) -> None:
         self._app = app
@@ -186,8 +188,10 @@ _HOSTED_OPENAI = "/oai/api/v1/"
 
 
 class HostedPaths:
-    """ASGI middleware, around all others: gives requests that use the paths of the hosted service the paths of this
-    one. So whatever decides by the path, such as who needs a key, knows one form."""
+    """ASGI middleware, outside all others: rewrites paths of the hosted service to this server's paths.
+
+    So everything behind it, such as the check of keys, knows only one form of a path.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -203,7 +207,7 @@ class HostedPaths:
 
 
 def create_app(config: GatewayConfig) -> Starlette:
-    """The application. Whoever serves it starts and stops its parts: `app.state.gateway`."""
+    """The application. The server that runs it must start and stop `app.state.gateway`."""
     gateway = Gateway(config)
     app = Starlette(
         routes=ROUTES,

@@ -1,4 +1,4 @@
-"""Request bodies: bounded, decompressed, parsed off the event loop when they are large."""
+"""Reads request bodies: bounds, decompresses and parses them; large ones in a thread."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from tinsmith.rpc.errors import InvalidRequest, OutOfCapacity, ServiceError
 from tinsmith.v1 import trainer_pb2
 
 _IDS_BYTES = 4096
-"""Enough of a forward_backward to hold its ids, which are its first fields in protobuf and its last ones in JSON."""
+"""Bytes at either end of a forward_backward in which its ids lie: first in protobuf, last in JSON."""
 _MAX_DRAINED_BYTES = 2**30
 _MAX_KEY_CHARACTERS = 300
 _MAX_WINDOW_BYTES = 2**23
-"""Of a zstd frame that is read piece by piece: what RFC 8878 asks decoders for."""
+"""Largest window of a zstd frame that is read piece by piece; RFC 8878 asks decoders for this much."""
 
 _PARSER = ThreadPoolExecutor(1, "bodies")
-"""One thread, which parses one body at a time. A parser keeps the interpreter's lock, so the event loop would wait for
-several parsers in turn."""
+"""One thread, which parses one body at a time. A parser holds the interpreter's lock, so with several threads the event
+loop would wait for several parsers in turn."""
 
 T = TypeVar("T")
 Schema = TypeVar("Schema", bound=BaseModel)
@@ -47,7 +47,7 @@ def _too_many_bytes(size: str, limit: int) -> str:
 
 
 class TooLarge(HTTPException):
-    """413. `start` and `end` are the beginning and the end of the body."""
+    """HTTPException 413 for a body. `start` and `end`: its beginning and its end, at most `_IDS_BYTES` each."""
 
     def __init__(self, detail: str, *, start: bytes = b"", end: bytes = b"") -> None:
         super().__init__(413, detail)
@@ -56,8 +56,11 @@ class TooLarge(HTTPException):
 
 
 async def read(request: Request, config: GatewayConfig) -> bytes:
-    """The body as it was sent. Raises TooLarge above max_body_bytes, and OutOfCapacity where max_held_body_bytes leaves
-    no room for it. What is not kept is read and thrown away: a client that still sends would miss the answer."""
+    """The body as it was sent.
+
+    Raises TooLarge above max_body_bytes, and OutOfCapacity when max_held_body_bytes leaves no room for it. The rest of
+    a refused body is still read, up to a bound, because a client that is sending would miss the answer.
+    """
     limit = config.max_body_bytes
     held = cast(Share, request.state.held)
     chunks: list[bytes] = []
@@ -92,7 +95,7 @@ async def read(request: Request, config: GatewayConfig) -> bytes:
 
 
 def fingerprint(*parts: bytes | str | None) -> str:
-    """Hash of a request, to tell a repeat from a conflict."""
+    """A hash of the parts of a request, which tells a repeat from a conflict."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         encoded = part.encode() if isinstance(part, str) else part or b""
@@ -102,8 +105,10 @@ def fingerprint(*parts: bytes | str | None) -> str:
 
 
 def idempotency_key(request: Request) -> str | None:
-    """The client's key for this request and its repeats; None without one. Raises InvalidRequest for a key that is too
-    long for the database's index."""
+    """The client's key for this request and its repeats; None when it sent none.
+
+    Raises InvalidRequest for a key that is too long for the database's index.
+    """
     key = request.headers.get("x-idempotency-key")
     if key is not None and len(key) > _MAX_KEY_CHARACTERS:
         raise InvalidRequest(
@@ -121,14 +126,17 @@ async def off_loop(work: Callable[[], T], *, num_bytes: int, config: GatewayConf
 
 
 async def read_json(request: Request, config: GatewayConfig) -> tuple[dict[str, Any], bytes]:
-    """The JSON object of the body, and the body. Integers of any size stay exact. 400 when it is not one, and 413 when
-    it holds more than max_body_values."""
+    """The JSON object in the body, and the body itself. Integers of any size stay exact.
+
+    Raises what `read` raises, HTTPException 400 when the body is no JSON object, and TooLarge when it holds more than
+    max_body_values.
+    """
     body = await read(request, config)
     return await off_loop(lambda: _object(body, config), num_bytes=len(body), config=config), body
 
 
 def _check_values(number: int, body: bytes, config: GatewayConfig) -> None:
-    """Raises TooLarge when so many values in a body are too many."""
+    """Raises TooLarge when the body holds more values than max_body_values."""
     if number > config.max_body_values:
         raise TooLarge(
             f"the body holds more values than this server's max_body_values, {config.max_body_values}; a list or an "
@@ -155,27 +163,28 @@ class Batch:
 
     model_id: str
     seq_id: int
-    """0: it came without one."""
+    """0: the body has no seq_id."""
     message: trainer_pb2.ForwardBackwardRequest | ServiceError
-    """What is asked of the trainer, or why it is refused."""
+    """The request for the trainer, or the reason to refuse the body."""
     num_bytes: int
     """Size of the body."""
     refused_mark: str = ""
-    """Hash of a body that is refused."""
+    """Fingerprint of a refused body."""
 
 
 def canonical(message: trainer_pb2.ForwardBackwardRequest) -> tuple[bytes, str, int]:
-    """Its canonical bytes, their fingerprint, and the number of its tokens."""
+    """The canonical bytes of the message, their fingerprint, and the number of tokens of its model inputs."""
     num_tokens = sum(len(c.encoded_text.tokens) // 4 for datum in message.data for c in datum.model_input)
     body = message.SerializeToString(deterministic=True)
     return body, fingerprint("forward_backward", body), num_tokens
 
 
 async def read_forward_backward(request: Request, config: GatewayConfig, *, forward_only: bool = False) -> Batch:
-    """The body in protobuf or in JSON, by its content type. 400 when it is neither, or has no ids.
+    """Reads a batch in protobuf or JSON, by its content type. `forward_only`: the endpoint is `forward`.
 
-    One that is too large, or whose JSON does not hold a batch, has used up its seq_id all the same, so it is refused
-    with its ids; 413 when they cannot be read. `forward_only` is for the endpoint `forward`.
+    A body that is too large, or whose JSON holds no batch, uses up its seq_id. So it becomes a refused Batch with its
+    ids. Raises TooLarge when the ids cannot be read, OutOfCapacity, and HTTPException 400 for another content type or
+    encoding, a broken body, or a JSON body without ids.
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type not in ("application/x-protobuf", "application/json"):
@@ -212,7 +221,7 @@ async def read_forward_backward(request: Request, config: GatewayConfig, *, forw
 
 def _from_protobuf(body: bytes, config: GatewayConfig, *, forward_only: bool) -> Batch:
     message = trainer_pb2.ForwardBackwardRequest()
-    if len(body) > config.max_body_values:  # a smaller one cannot hold more
+    if len(body) > config.max_body_values:  # a smaller body cannot hold that many
         number = counting.protobuf_values(body, cast(Descriptor, message.DESCRIPTOR), limit=config.max_body_values)
         _check_values(number, body, config)
     try:
@@ -227,8 +236,7 @@ def _from_protobuf(body: bytes, config: GatewayConfig, *, forward_only: bool) ->
 
 
 def _unknown_field(message: trainer_pb2.ForwardBackwardRequest) -> InvalidRequest | None:
-    """Why a message is refused that holds a field, at any depth, that is not in the contract. Such fields are gone
-    afterwards."""
+    """The error for a message with an unknown field at any depth; None without one. Removes unknown fields."""
     num_bytes = message.ByteSize()
     outside = sorted(field.field_number for field in UnknownFieldSet(message))
     message.DiscardUnknownFields()
@@ -260,7 +268,7 @@ def _refused(error: TooLarge, *, is_json: bool, is_compressed: bool) -> Batch:
             start = decompressor.stream_reader(start).read(_IDS_BYTES)
         except zstandard.ZstdError:
             raise error from None
-    # The end of a compressed body cannot be read without the rest of it.
+    # The end of a compressed body cannot be decompressed alone.
     ids = _leading_ids(start) if not is_json else None if is_compressed else _trailing_ids(error.end)
     if ids is None:
         raise error
@@ -302,16 +310,16 @@ def _leading_ids(start: bytes) -> tuple[str, int] | None:
 
 
 def _decompressed_size(body: bytes, config: GatewayConfig) -> int:
-    """What one zstd frame says of itself; what it may be at most when it says nothing."""
+    """The decompressed size that a zstd frame declares; max_body_bytes when it declares none."""
     try:
         size = zstandard.frame_content_size(body)
     except zstandard.ZstdError:
-        return 0  # it is refused soon
+        return 0  # `decompress` will refuse it
     return config.max_body_bytes if size < 0 else size
 
 
 def decompress(body: bytes, *, limit: int) -> bytes:
-    """One zstd frame. 413 when it holds more than `limit` bytes, 400 when it is broken."""
+    """Decompresses one zstd frame. Raises TooLarge above `limit` bytes, and HTTPException 400 for a broken frame."""
     try:
         size = zstandard.frame_content_size(body)
         if size > limit:
@@ -324,7 +332,7 @@ def decompress(body: bytes, *, limit: int) -> bytes:
 
 
 def parse(schema: type[Schema], content: dict[str, Any]) -> Schema:
-    """Raises InvalidRequest, naming the field and the value; also for a field that is set and that is not known."""
+    """Validates a body. Raises InvalidRequest, naming field and value; also for an unknown field that is set."""
     try:
         return schema.model_validate(content)
     except ValidationError as error:
@@ -332,5 +340,5 @@ def parse(schema: type[Schema], content: dict[str, Any]) -> Schema:
 
 
 def parse_ids(schema: type[Schema], content: dict[str, Any]) -> Schema:
-    """A part of the body; the rest has a schema of its own. Raises InvalidRequest."""
+    """Validates only the schema's fields of a body, whose other fields have another schema. Raises InvalidRequest."""
     return parse(schema, {name: content[name] for name in schema.model_fields if name in content})

@@ -243,7 +243,7 @@ async def _last_of(call: Any, begun: Callable[[], None]) -> sampler_pb2.SampleRe
 
 
 async def _ask(replica: Replica, pending: Pending) -> types_pb2.QueueStatus:
-    """What the request waits for, by the replica's answer. Raises TimeoutError at once when the replica is
+    """Asks the replica what the request waits for. Raises TimeoutError at once when the replica is
     unhealthy."""
     if replica.state != "serving":
         pending.progress.paused("the sampler does not answer")

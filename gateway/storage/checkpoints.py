@@ -29,7 +29,7 @@ from tinsmith.v1 import trainer_pb2, types_pb2
 logger = logging.getLogger(__name__)
 
 Purpose = Literal["load", "sample", "copy", "download"]
-"""What the weights of a checkpoint are read for."""
+"""The use for which weights of a checkpoint are read."""
 
 _DELETION_RETENTION_S = 86400.0
 """How long the key of a deletion is stored, by which a repeat is known."""

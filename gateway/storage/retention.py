@@ -58,7 +58,7 @@ class Retention:
                 await db.delete(row)
 
     async def plan(self, run_id: str, policy: Policy) -> list[Judged]:
-        """What the policy says of each checkpoint of the run, by kind and oldest first.
+        """Judges each checkpoint of the run by the policy; ordered by kind, and then oldest first.
 
         Checkpoints for download are not listed; no rule names them.
         """

@@ -263,8 +263,8 @@ class Limits:
         if budget is not None and budget.tokens is not None and most > 0:
             used = self._ledger.tokens(owner) - budget.tokens_from
             written = self._ledger.written(owner) - budget.tokens_from
-            # What work in progress uses in any case counts as used. Operations of a run may wait for this one to fill a
-            # gap in their order, so a wait for their end would not help.
+            # Tokens that work in progress uses in any case count as used. Operations of a run may wait for this one to
+            # fill a gap in their order, so a wait for their end would not help.
             surely = written + self._held_least[owner]
             if surely + least > budget.tokens or (not self._held_most[owner] and written + most > budget.tokens):
                 raise BudgetExceeded(

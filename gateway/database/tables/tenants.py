@@ -73,7 +73,7 @@ class TokenCount(Base):
 
 
 class CountedOperation(Base):
-    """A training operation whose tokens are counted. Of several gateways that see its answer, only one counts them."""
+    """A training operation whose tokens are counted. Several gateways may see its answer, but only one counts them."""
 
     __tablename__ = "counted_operations"
 
