@@ -17,9 +17,6 @@ CPU_S = 2
 """Most CPU time of a check, in seconds."""
 MEMORY_BYTES = 512 * 1024 * 1024
 """Most memory of a check, in bytes."""
-SPACES = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-"""Spaces in JSON: at most one after each comma and colon. The library repeats a pattern for spaces, so that a model may
-go on with them until max_tokens."""
 
 
 def limits() -> LLParserLimits:
@@ -31,7 +28,11 @@ def limits() -> LLParserLimits:
 def source_of(form: str, text: str) -> str:
     """A grammar in the library's own form. Raises ValueError for a JSON Schema that is no JSON object."""
     if form == "json_schema":
-        return LLMatcher.grammar_from_json_schema(text, defaults=SPACES)
+        # At most one space after each comma and colon. The library repeats a pattern for spaces, so that a model may go
+        # on with them until max_tokens.
+        return LLMatcher.grammar_from_json_schema(
+            text, defaults={"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+        )
     return LLMatcher.grammar_from_lark(text)
 
 

@@ -134,7 +134,7 @@ CASES: dict[str, tuple[Callable[[Client], str], tuple[str, ...]]] = {
     "missing targets": (lambda c: c.forward_backward(datum(TOKENS, weights=ONES)), ("target_tokens", "missing")),
     "an input that the loss does not take": (
         lambda c: c.forward_backward(datum(TOKENS, target_tokens=TARGETS, mask=ONES)),
-        ("data[0]", "'mask'", "weights"),
+        ("data[0]", "loss_fn_inputs.mask:", "weights"),
     ),
     "weights of another shape": (
         lambda c: c.forward_backward(GOOD, datum(TOKENS, target_tokens=TARGETS, weights=ONES[:3])),
@@ -195,7 +195,7 @@ CASES: dict[str, tuple[Callable[[Client], str], tuple[str, ...]]] = {
     ),
     "an unknown setting of the loss": (
         lambda c: c.forward_backward(policy(), loss_fn="ppo", loss_fn_config={"epsilon": 0.2}),
-        ("loss_fn_config", "'epsilon'", "clip_low_threshold"),
+        ("loss_fn_config.epsilon:", "clip_low_threshold"),
     ),
     "thresholds the wrong way round": (
         lambda c: c.forward_backward(
