@@ -78,6 +78,10 @@ class Batcher:
         """Requests that have not ended, in the order of their arrival."""
         self._decoding: Decoding | None = None
         self._deliveries = Deliveries()
+        self._prefilling: set[str] = set()
+        """Owners, by cache_salt, whose prompts the last step had that did not rest."""
+        self._owed_s = 0.0
+        """Time that this step took, and that running sequences of other owners have not had since."""
 
     @property
     def idle(self) -> bool:
@@ -176,7 +180,8 @@ class Batcher:
         started = time.perf_counter()
         phases = self.metrics.steps.phases
         with phases["plan"].time():
-            pieces = self._plan()
+            rests = self._rests()
+            pieces = self._plan(rests=rests)
         running = self.scheduler.running
         if running and self._decoding is None:
             self._decoding = Decoding.of(running, vocab_size=self.base.vocab_size, device=self.base.device)
@@ -194,10 +199,27 @@ class Batcher:
             if task.failure is not None:
                 self.cancel(task, task.failure)
         seconds = time.perf_counter() - started
+        self._note(seconds, pieces, rests=rests)
         self.speed.observe(seconds, prefilled=sum(piece.length for piece in pieces))
         self.metrics.steps.step_time.observe(seconds)
         self.metrics.requests.running.set(len(running))
         self.lanes.observe(running_tokens=sum(sequence.length for sequence in running), idle=self.idle)
+
+    def _rests(self) -> bool:
+        """Whether prompts wait in this step. Sequences get a token in each step, and one that computes prompts takes
+        many times as long as one that does not. So owners take turns by time: as long as the prompts of some took,
+        others get tokens, if they have sequences that run. Prompts of those who run alone never wait."""
+        if self._owed_s <= 0:
+            return False
+        return any(sequence.owner.request.cache_salt not in self._prefilling for sequence in self.scheduler.running)
+
+    def _note(self, seconds: float, pieces: Sequence[TaskPiece], *, rests: bool) -> None:
+        """The time of a step."""
+        if rests:
+            self._owed_s -= seconds
+        else:
+            self._owed_s = seconds if pieces else 0.0
+            self._prefilling = {piece.job.owner.request.cache_salt for piece in pieces}
 
     def _reuse(self, job: Job[Task]) -> int:
         try:
@@ -206,7 +228,7 @@ class Batcher:
             job.owner.fail(error)
             return 0
 
-    def _plan(self) -> list[TaskPiece]:
+    def _plan(self, *, rests: bool) -> list[TaskPiece]:
         if leaving := self.scheduler.grow():
             self.metrics.steps.preemptions.inc(len(leaving))
             for sequence in leaving:
@@ -214,7 +236,7 @@ class Batcher:
                 sequence.owner.mixed.discard(sequence.index)  # all of it will be computed anew
             self._leave(leaving)
         moving = self._move_out(self.scheduler.outgrown())
-        pieces = self.scheduler.plan()
+        pieces = self.scheduler.plan(rests=rests)
         for piece in pieces:
             task = piece.job.owner
             if piece.came_from > piece.job.lane:  # before the cache may shrink

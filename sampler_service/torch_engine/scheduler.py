@@ -38,6 +38,9 @@ HEADROOM = 256
 SHORT_SHARE = 4
 """One part in so many of a step's prompt tokens is for short prompts."""
 
+RESTING_TOKENS = 16
+"""Of other prompts, in a step that is for the running sequences. A few, so that a step has one form."""
+
 _GROUP = 32
 """Tokens by which the lengths of jobs in one group differ at most."""
 
@@ -293,16 +296,19 @@ class Scheduler(Generic[Owner]):
     def idle(self) -> bool:
         return not (self.waiting or self.partial or self.running)
 
-    def plan(self) -> list[Piece[Owner]]:
-        """The pieces of this step, in the order of their lanes; admits jobs while there is room."""
-        budget = self.tokens_per_step
+    def plan(self, *, rests: bool = False) -> list[Piece[Owner]]:
+        """The pieces of this step, in the order of their lanes; admits jobs while there is room. `rests`: prompts that
+        are not short get RESTING_TOKENS."""
         pieces: list[Piece[Owner]] = []
         lanes = Counter(sequence.size for sequence in self.running)
         partial, self.partial = self.partial, None
         held = [] if partial is None else [partial]
         room = Room([*self.running, *(sequence for job in held for sequence in job.sequences)])
         passing = self._passing(room)
-        admitted = deque([*passing, *self._overtaking([*held, *passing], room), *held])
+        first = [*passing, *self._overtaking([*held, *passing], room)]
+        budget = RESTING_TOKENS + sum(job.length - job.done for job in first) if rests else self.tokens_per_step
+        budget = min(budget, self.tokens_per_step)
+        admitted = deque([*first, *held])
         while budget > 0:
             job = admitted.popleft() if admitted else self._admit(room)
             if job is None:

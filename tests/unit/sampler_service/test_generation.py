@@ -2,8 +2,11 @@
 
 import asyncio
 import gc
+import time
 import weakref
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sampler_service.engine import Result, StopCondition
+from sampler_service.torch_engine import batcher
 from sampler_service.torch_engine.engine import TorchEngine
 from tests.models import make_model
 from tests.oracle import Oracle
@@ -166,6 +170,29 @@ async def test_short_prompts_that_overtake_a_long_one_change_nobodys_tokens(mode
         together = await asyncio.gather(*(generation.result() for generation in generations))
     for one, other in zip(alone, together, strict=True):
         assert [s.tokens for s in one.sequences] == [s.tokens for s in other.sequences]
+
+
+@pytest.mark.parametrize(("owners", "rested"), [(("one", "other"), True), (("one", "one"), False)])
+async def test_prompts_of_one_owner_rest_while_another_ones_tokens_are_due(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, owners: tuple[str, str], rested: bool
+) -> None:
+    """By a clock on which every step takes about as long as any other."""
+    monkeypatch.setattr(batcher, "time", SimpleNamespace(perf_counter=count().__next__, time=time.time))
+    rests: list[bool] = []
+    async with serving(model_folder, prefill_tokens_per_step=32) as engine:
+        plan = engine._batcher.scheduler.plan
+
+        def noted(**resting: bool) -> object:
+            rests.append(resting["rests"])
+            return plan(**resting)
+
+        monkeypatch.setattr(engine._batcher.scheduler, "plan", noted)
+        running = await engine.submit(request(prompt(5), max_tokens=40, cache_salt=owners[0]))
+        others = [
+            await engine.submit(request(prompt(200, seed=n), max_tokens=1, cache_salt=owners[1])) for n in range(3)
+        ]
+        await asyncio.gather(*(generation.result() for generation in (running, *others)))
+    assert any(rests) == rested
 
 
 async def test_samples_that_share_a_long_prompt_are_the_models_own(

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from sampler_service.torch_engine.scheduler import HEADROOM, Job, Scheduler, Sequence
+from sampler_service.torch_engine.scheduler import HEADROOM, RESTING_TOKENS, Job, Scheduler, Sequence
 
 
 def job(
@@ -81,6 +81,17 @@ def test_a_short_prompt_gets_its_first_token_within_three_steps(others: list[int
         begin(s)
     s.waiting.append(job("short", 20))
     assert first_token_after(s, "short") <= 3
+
+
+def test_a_step_that_rests_computes_short_prompts_and_few_tokens_of_others() -> None:
+    s = scheduler(job("long", 300))
+    assert begin(s) == [("long", 0, 100, 0)]
+    assert [piece.length for piece in s.plan(rests=True)] == [RESTING_TOKENS]
+    s.waiting.append(job("short", 20))
+    assert [(piece.job.owner, piece.length) for piece in s.plan(rests=True)] == [
+        ("short", 20),
+        ("long", RESTING_TOKENS),
+    ]
 
 
 def test_many_short_prompts_leave_most_of_each_step_to_a_long_one() -> None:
