@@ -6,12 +6,15 @@ import asyncio
 import faulthandler
 import logging
 import os
+import sys
 import threading
 
 import uvloop
 
 from gateway.config import GatewayConfig
+from gateway.http.body import cores
 from gateway.http.server import serve
+from tinsmith.cores import SWITCH_S
 from tinsmith.rpc import logs, tracing
 from tinsmith.rpc.server import stop_event
 from tinsmith.rpc.settings import read_settings
@@ -47,11 +50,13 @@ def _give_up(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def main() -> None:
+    sys.setswitchinterval(SWITCH_S)
     config = read_settings(GatewayConfig)
     logs.setup(config.log_level, config.log_format)
     if config.tracing:
         tracing.setup("gateway")
     logger.info("starting with %s", config)
+    cores(config.cores_page)  # a page that is none must not come out with the first large body
     try:
         uvloop.run(run(config))
     finally:

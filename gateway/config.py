@@ -114,6 +114,8 @@ class GatewayConfig(GrpcTls, BaseSettings):
     bound."""
     thread_body_bytes: int = Field(default=256 * 2**10, gt=0)
     """Bodies above this are decompressed and parsed in a thread, so that other requests go on."""
+    cores_page: str = ""
+    """PATH:PLACE of a page that says which services of this machine need cores; `tinsmith up` sets it."""
     long_poll_s: float = Field(default=30.0, gt=0, le=40)
     """How long retrieve_future waits before it answers try_again; the SDK itself gives up after 45 s."""
     submit_timeout_s: float = Field(default=20.0, gt=0)

@@ -18,6 +18,7 @@ from sampler_service.tokenizer import TokenizerSlot
 from sampler_service.vllm.processes import kill_all_below
 from sampler_service.weights.weight_sync import WeightSyncServicer
 from tinsmith.allocator import keep_freed_memory
+from tinsmith.cores import SWITCH_S
 from tinsmith.modeling.base_model import UnsupportedModel
 from tinsmith.rpc import logs, tracing
 from tinsmith.rpc.metrics import new_registry, serve_metrics
@@ -114,6 +115,7 @@ async def serve(config: SamplerConfig) -> int:
 
 
 def main() -> None:
+    sys.setswitchinterval(SWITCH_S)
     config, why = settled(read_settings(SamplerConfig))
     logs.setup(config.log_level, config.log_format)
     logger.info("engine %s: %s", config.engine, why)

@@ -6,36 +6,58 @@ which two services have more threads than there are cores is one micro-batch or 
 
 Few tokens have fewer threads: what a second one saves is less than what it costs as soon as anything else, such as the
 gateway or the client, needs its core.
+
+A service that reads a large body says so, too, and nobody else takes the core that this needs: a pass takes 3 to 10
+times as long when its threads wait for one that has no core.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from mmap import mmap
 from pathlib import Path
 
+SWITCH_S = 1e-4
+"""For sys.setswitchinterval, in every service. Torch gives the interpreter's lock back in each operation, and an event
+loop whenever it looks for news. While another thread computes in Python they wait so long until they have the lock
+again, some hundred times in each micro-batch; Python's default is 5 ms."""
+
+_NICER = 5
+"""A thread of this niceness gets a quarter of a core that one of 0 wants all the time."""
+
 _HEADER = 1
 """Numbers before the places: how many cores there are."""
-_SHARE, _PID, _PLACE = 0, 1, 2
-"""What a place of two numbers holds: the cores of its service while all compute, and its process id while it computes,
-else 0."""
+_SHARE, _PID, _READER, _PLACE = 0, 1, 2, 3
+"""What a place of three numbers holds: the cores of its service while all compute, and its process id twice, while it
+computes and while it reads a large body, else 0."""
 
 
 def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
+def yield_to_event_loops() -> None:
+    """Lowers the priority of this thread, and of those that it starts, below that of the event loops of all services: a
+    loop that is ready gets a core at once, and needs it for a moment. Nothing happens where threads have none."""
+    if sys.platform == "linux":
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICER)
+
+
 def make_page(path: Path, *, cores: int, shares: Sequence[int]) -> None:
     """Writes a page with a place for each share, on which nobody computes."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(array("i", [cores, *(number for share in shares for number in (share, 0))]).tobytes())
+    path.write_bytes(array("i", [cores, *(number for share in shares for number in (share, 0, 0))]).tobytes())
 
 
 class Cores:
-    """The place of one service on the page. Only one thread of the service may call it."""
+    """The place of one service on the page. Only one thread of the service may call `begin` and `end`, and one
+    `reading`."""
 
     def __init__(
         self,
@@ -79,7 +101,10 @@ class Cores:
             self._page = page
         except (OSError, ValueError, LookupError) as error:
             raise ValueError(f"cores_page: {address!r} is no page with such a place ({error})") from None
-        self.end()  # a process that was killed here while it computed has left its number
+        # A process that was killed here has left its number.
+        self.end()
+        if announces:
+            self._page[self._place + _READER] = 0
         # Others load at the same time.
         self._set(self._allowed() if fixed else max(1, self.share // processes))
 
@@ -123,13 +148,26 @@ class Cores:
         if self._page is not None and self._announces:
             self._page[self._place + _PID] = 0
 
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Takes a core from all that compute, this service included, from their next pass on."""
+        if self._page is None:
+            yield
+            return
+        self._page[self._place + _READER] = os.getpid()
+        try:
+            yield
+        finally:
+            self._page[self._place + _READER] = 0
+
     def _allowed(self) -> int:
         assert self._page is not None
         if self._fixed:
             return max(1, (self._most or self.share) // self._processes)
         mine = self._page[self._place + _SHARE]
         others = sum(self._page[place + _SHARE] for place in self._places if self._computes(place))
-        allowed = self._cores * mine // (mine + others) if others else self._cores
+        cores = self._cores - sum(_is_alive(self._page[place + _READER]) for place in self._places)
+        allowed = cores * mine // (mine + others) if others else cores
         if self._most:
             allowed = min(allowed, self._most)
         return max(1, allowed // self._processes)
@@ -137,8 +175,7 @@ class Cores:
     def _computes(self, place: int) -> bool:
         """Whether the service of another place does."""
         assert self._page is not None
-        pid = self._page[place + _PID]
-        return place != self._place and pid != 0 and _is_alive(pid)
+        return place != self._place and _is_alive(self._page[place + _PID])
 
     def _set(self, threads: int) -> None:
         self._threads = threads
@@ -146,6 +183,9 @@ class Cores:
 
 
 def _is_alive(pid: int) -> bool:
+    """False for 0."""
+    if pid == 0:
+        return False
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

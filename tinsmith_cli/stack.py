@@ -210,9 +210,12 @@ class Stack:
 
     def make_cores_page(self) -> None:
         """Must be there before a service starts."""
+        make_page(self._cores_page, cores=usable_cores(), shares=self._places())
+
+    def _places(self) -> list[int]:
+        """Threads of each service while all compute; the last is the gateway."""
         shares = self._shares()
-        places = [shares.trainer, *[shares.sampler] * self.num_samplers] * len(self.models)
-        make_page(self._cores_page, cores=usable_cores(), shares=places)
+        return [*[shares.trainer, *[shares.sampler] * self.num_samplers] * len(self.models), 0]
 
     @property
     def _cores_page(self) -> Path:
@@ -299,6 +302,7 @@ class Stack:
             "trainers": json.dumps([_local(group.trainer.port) for group in groups]),
             "samplers": json.dumps([_local(sampler.port) for group in groups for sampler in group.samplers]),
             "state-dir": str(self.state_dir / "gateway"),
+            "cores-page": f"{self._cores_page}:{len(self._places()) - 1}",
             **self.tls.flags("gateway"),
             **self._log_flags(),
         }

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from tinsmith.allocator import keep_freed_memory
-from tinsmith.cores import Cores, usable_cores
+from tinsmith.cores import SWITCH_S, Cores, usable_cores
 from tinsmith.memory import host_bytes
 from tinsmith.modeling.base_model import BaseModel, UnsupportedModel
 from tinsmith.rpc import tracing
@@ -58,10 +58,6 @@ from trainer_service.weight_sync.certificate import GAP_LIMITS, MEAN_LIMITS, Gap
 from trainer_service.weight_sync.choice import check_channel
 
 logger = logging.getLogger(__name__)
-
-_SWITCH_S = 1e-4
-"""Torch gives the interpreter's lock back in every operation. While a large body is read on another thread it waits so
-long until it has the lock again, some hundred times in each micro-batch; Python's default is 5 ms."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _SNAPSHOTS = "snapshots"
@@ -340,7 +336,7 @@ def _leave(reason: str, *, status: int = 0) -> NoReturn:
 
 
 def main() -> None:
-    sys.setswitchinterval(_SWITCH_S)
+    sys.setswitchinterval(SWITCH_S)
     config = read_settings(TrainerConfig)
     place = Place.of(config)
     process.begin(place, log_level=config.log_level, log_format=config.log_format)

@@ -9,6 +9,7 @@ import os
 import secrets
 import sys
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +19,7 @@ from weakref import WeakValueDictionary
 import grpc.aio
 from google.protobuf.message import Message
 
+from tinsmith.cores import Cores
 from tinsmith.modeling.adapter import GROUPS
 from tinsmith.rpc import tensors
 from tinsmith.rpc.errors import InvalidRequest, ModelNotFound, NotReady, ServiceError
@@ -52,7 +54,9 @@ _CREATION_BYTES = 6
 _MANY_DATUMS = 64
 """A batch of more datums counts as large, without adding up its bytes."""
 _LARGE_BYTES = 64 * 1024
-"""Messages above this size are parsed and packed on a thread, to keep the event loop free."""
+"""Messages above this size are packed and made into batches on a thread, to keep the event loop free."""
+_READER = ThreadPoolExecutor(1, "reader")
+"""That thread. It reads one message at a time: it holds the interpreter's lock, for which the compute thread waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,10 +325,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         # Checking a custom loss may take long even for a small message.
         custom = isinstance(request, pb.ForwardBackwardRequest) and request.HasField("custom_loss")
         large = _is_large(request)
-        body = await _run(lambda: Body.pack(kind, request), on_thread=large)
+        body = await _run(lambda: Body.pack(kind, request), on_thread=large, cores=self._ready.scheduler.cores)
         held_bytes = None
         if isinstance(request, pb.ForwardBackwardRequest):
-            needed = await _run(lambda: Batch.bytes_of(request), on_thread=large)
+            needed = await _run(lambda: Batch.bytes_of(request), on_thread=large, cores=self._ready.scheduler.cores)
             if needed <= self._ready.scheduler.max_operation_bytes:  # a larger one is refused, and holds only its body
                 held_bytes = needed
             build = partial(build, held_bytes=needed)
@@ -362,7 +366,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                     if custom:
                         checks = trainer.operations.loss_checks
                         return await asyncio.get_running_loop().run_in_executor(checks, build)
-                    return await _run(build, on_thread=on_thread)
+                    return await _run(build, on_thread=on_thread, cores=trainer.scheduler.cores)
             except ServiceError as error:
                 return trainer.operations.refuse(request, error)
             except Exception:
@@ -441,5 +445,12 @@ async def _answer(operation: Operation, context: Context) -> Answer:
             context.set_trailing_metadata(((RAN, "{:.6f}:{:.6f}".format(*operation.ran)),))
 
 
-async def _run(call: Callable[[], T], *, on_thread: bool) -> T:
-    return await asyncio.to_thread(call) if on_thread else call()
+async def _run(call: Callable[[], T], *, on_thread: bool, cores: Cores) -> T:
+    if not on_thread:
+        return call()
+
+    def announced() -> T:
+        with cores.reading():
+            return call()
+
+    return await asyncio.get_running_loop().run_in_executor(_READER, announced)

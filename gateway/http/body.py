@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import re
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from gateway.http import counting, schemas
 from gateway.http.errors import invalid
 from gateway.http.held import Share
 from gateway.training import json_forms
+from tinsmith.cores import Cores
 from tinsmith.rpc.errors import InvalidRequest, OutOfCapacity, ServiceError
 from tinsmith.v1 import trainer_pb2
 
@@ -122,7 +124,18 @@ async def off_loop(work: Callable[[], T], *, num_bytes: int, config: GatewayConf
     """Does the work that so many bytes cause, in a thread when they are many."""
     if num_bytes <= config.thread_body_bytes:
         return work()
-    return await asyncio.get_running_loop().run_in_executor(_PARSER, work)
+    return await asyncio.get_running_loop().run_in_executor(_PARSER, _announced, work, config.cores_page)
+
+
+def _announced(work: Callable[[], T], cores_page: str) -> T:
+    with cores(cores_page).reading():
+        return work()
+
+
+@functools.cache
+def cores(page: str) -> Cores:
+    """The place of this gateway. Raises ValueError for a page that is none."""
+    return Cores(page, most=1, set_threads=lambda _: None)
 
 
 async def read_json(request: Request, config: GatewayConfig) -> tuple[dict[str, Any], bytes]:

@@ -36,7 +36,7 @@ from sampler_service.torch_engine.self_check import Comparison
 from sampler_service.torch_engine.sizing import Sizes, resolve_device, resolve_dtype
 from sampler_service.torch_engine.task import Task
 from sampler_service.validation import Limits
-from tinsmith.cores import Cores
+from tinsmith.cores import Cores, yield_to_event_loops
 from tinsmith.modeling.adapter import AdapterConfig, Target
 from tinsmith.modeling.base_model import BaseModel, UnsupportedModel
 from tinsmith.modeling.full_weights import FullWeights, Weights
@@ -202,6 +202,7 @@ class TorchEngine(Front):
     # The compute thread.
 
     def _run(self) -> None:
+        yield_to_event_loops()
         try:
             going_on = True
             while going_on:

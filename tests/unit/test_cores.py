@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tinsmith.cores import Cores, make_page
+from tinsmith.cores import Cores, make_page, yield_to_event_loops
 
 Place = Callable[..., Cores]
 
@@ -66,6 +68,54 @@ def test_nobody_has_fewer_than_one_thread_or_more_than_it_may_use(place: Place, 
         service.end()
     services[2].begin()
     assert services[2].threads == 1
+
+
+def test_who_reads_a_large_body_takes_a_core_from_all_that_compute(place: Place) -> None:
+    trainer, one, gateway = place(0), place(1), place(2)
+    trainer.begin()
+    with gateway.reading(), trainer.reading():
+        trainer.begin()
+        assert trainer.threads == 6
+        one.begin()
+        trainer.begin()
+        assert (trainer.threads, one.threads) == (4, 2)
+    one.end()
+    trainer.begin()
+    assert trainer.threads == 8
+
+
+def test_readers_leave_one_thread(place: Place, page: Path) -> None:
+    make_page(page, cores=2, shares=[1, 1, 0])
+    trainer, sampler, gateway = place(0), place(1), place(2)
+    with gateway.reading(), trainer.reading(), sampler.reading():
+        trainer.begin()
+        assert trainer.threads == 1
+
+
+def test_a_reader_that_has_ended_takes_nothing(page: Path, place: Place) -> None:
+    code = "import sys, os; from tinsmith.cores import Cores; "
+    code += "Cores(sys.argv[1], most=1, set_threads=lambda _: None).reading().__enter__(); os._exit(0)"
+    subprocess.run([sys.executable, "-c", code, f"{page}:2"], check=True)
+    trainer = place(0)
+    trainer.begin()
+    assert trainer.threads == 8
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities on Linux")
+def test_a_thread_that_yields_passes_its_priority_on_and_leaves_others_theirs() -> None:
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    def computing() -> tuple[int, int]:
+        yield_to_event_loops()
+        with ThreadPoolExecutor(1) as pool:
+            return niceness(), pool.submit(niceness).result()
+
+    before = niceness()
+    with ThreadPoolExecutor(1) as pool:
+        mine, started = pool.submit(computing).result()
+    assert mine == started == min(19, before + 5)
+    assert niceness() == before
 
 
 def test_a_pass_of_few_tokens_has_fewer_threads(place: Place) -> None:
@@ -125,12 +175,12 @@ def test_a_fixed_number_never_changes_and_the_others_make_room(place: Place, mos
 def test_one_that_died_while_it_computed_takes_no_cores(place: Place, page: Path) -> None:
     code = f"from tinsmith.cores import Cores; Cores('{page}:1', most=0, set_threads=print).begin()"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-    assert np.fromfile(page, np.int32)[4] not in (0, os.getpid())
+    assert np.fromfile(page, np.int32)[5] not in (0, os.getpid())
     trainer = place(0)
     trainer.begin()
     assert trainer.threads == 8
     place(1)  # it is back, and loads
-    assert np.fromfile(page, np.int32)[4] == 0
+    assert np.fromfile(page, np.int32)[5] == 0
 
 
 def test_a_log_says_how_many_threads_there_are(place: Place) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from tinsmith.cores import Cores
+from tinsmith.cores import Cores, yield_to_event_loops
 from tinsmith.rpc import tracing
 from tinsmith.rpc.errors import EngineDead, ServiceError
 from trainer_service.durability.executing import Executing
@@ -182,6 +182,7 @@ class ComputeThread:
     def _work(self) -> None:
         """The thread's loop. An operation's own error becomes its result. Any other error sets `engine_died`: otherwise
         operations would wait for ever, or fail without a fault of their own."""
+        yield_to_event_loops()
         try:
             while (work := self._next()) is not None:
                 assert self._running is not None

@@ -80,9 +80,8 @@ class Scheduler:
         self.parking = Parking(self._models, metrics, self.spawn)
         self._held = HeldBytes(metrics, max_bytes=max_queued_bytes)
         self.executing = Executing(journal.folder) if executing is None else executing
-        self._compute = ComputeThread(
-            engine, metrics, self.executing, cores or Cores("", most=0, set_threads=lambda _: None), alone=alone
-        )
+        self.cores = cores or Cores("", most=0, set_threads=lambda _: None)
+        self._compute = ComputeThread(engine, metrics, self.executing, self.cores, alone=alone)
         self._execution = Execution(self._compute, metrics, self.executing, self.spawn, self._has_settled)
         self._acceptance = Acceptance(
             journal,

@@ -56,9 +56,9 @@ def test_a_share_is_no_larger_than_what_a_service_may_use() -> None:
 def test_services_share_a_page_of_cores_and_explicit_threads_are_the_most(tmp_path: Path) -> None:
     stack = replace(make_stack([BaseModel("/m/a", ("a",)), BaseModel("/m/b", ("b",))]), state_dir=tmp_path)
     stack = replace(stack, num_samplers=2, most_threads=Threads(trainer=0, sampler=3))
-    services = stack.services(stack.groups())[:-1]
-    assert [flag(service, "cores-page") for service in services] == [
-        f"{tmp_path}/cores:{place}" for place in (0, 3, 1, 2, 4, 5)
+    *services, gateway = stack.services(stack.groups())
+    assert [flag(service, "cores-page") for service in (*services, gateway)] == [
+        f"{tmp_path}/cores:{place}" for place in (0, 3, 1, 2, 4, 5, 6)
     ]
     assert "--num-threads" not in services[0].argv
     assert flag(services[2], "num-threads") == "3"
@@ -66,6 +66,7 @@ def test_services_share_a_page_of_cores_and_explicit_threads_are_the_most(tmp_pa
     places = [Cores(flag(service, "cores-page"), most=0, set_threads=lambda _: None) for service in services]
     shares = divide_cores(usable_cores(), groups=2, samplers=2, most=stack.most_threads)
     assert [place.share for place in places] == [shares.trainer] * 2 + [shares.sampler] * 4
+    assert Cores(flag(gateway, "cores-page"), most=1, set_threads=lambda _: None).threads == 1
 
 
 def test_the_form_of_logs_and_tracing_are_the_same_for_all() -> None:

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from gateway.openai import answers, chat, completions, draws
 from gateway.openai.generator import Source
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack, batch
 from tests.unit.gateway.talking import TalkingSampler
+from tinsmith.cores import Cores, make_page
 
 LONGEST_GAP_S = 2.0
 """Most was 0.4. Without bounds these bodies gave gaps of up to 20 s."""
@@ -344,6 +346,20 @@ async def test_large_bodies_are_parsed_one_at_a_time() -> None:
     config = GatewayConfig()
     alone = await asyncio.gather(*(off_loop(parse, num_bytes=2**30, config=config) for _ in range(8)))
     assert all(alone)
+
+
+async def test_a_service_that_computes_leaves_a_core_to_the_parser(tmp_path: Path) -> None:
+    page = tmp_path / "cores"
+    make_page(page, cores=8, shares=[8, 0])
+    trainer = Cores(f"{page}:0", most=0, set_threads=lambda _: None)
+
+    def threads() -> int:
+        trainer.begin()
+        return trainer.threads
+
+    config = GatewayConfig(cores_page=f"{page}:1")
+    assert await off_loop(threads, num_bytes=2**30, config=config) == 7
+    assert await off_loop(threads, num_bytes=1, config=config) == 8
 
 
 @pytest.mark.parametrize(
