@@ -48,9 +48,10 @@ format: setup ## Format the code
 	$(BIN)/ruff check --fix-only $(wildcard $(CODE))
 	$(BIN)/ruff format $(wildcard $(CODE))
 
-lint: setup ## Ruff and buf
+lint: setup ## Ruff, the contracts on imports (pyproject.toml), buf
 	$(BIN)/ruff check $(wildcard $(CODE))
 	$(BIN)/ruff format --check $(wildcard $(CODE))
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/buf lint
 	$(BIN)/buf format --diff --exit-code
 

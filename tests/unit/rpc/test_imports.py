@@ -28,19 +28,3 @@ def test_module_leaves_no_heavy_library_loaded(module: str) -> None:
     code = f"import sys, {module}; print(*sorted({HEAVY!r} & set(sys.modules)))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert loaded == []
-
-
-@pytest.mark.parametrize("service", ["gateway", "trainer_service", "sampler_service"])
-def test_a_service_never_imports_another(service: str) -> None:
-    others = {"gateway", "trainer_service", "sampler_service"} - {service}
-    code = (
-        f"import importlib, pkgutil, sys, {service}\n"
-        f"for m in pkgutil.walk_packages({service}.__path__, '{service}.'):\n"
-        "    if '.migrations' in m.name: continue\n"
-        "    try: importlib.import_module(m.name)\n"
-        "    except ModuleNotFoundError as error:\n"
-        "        if error.name != 'vllm': raise\n"  # what runs inside vLLM
-        f"print(*sorted({others!r} & set(sys.modules)))"
-    )
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert loaded == []
