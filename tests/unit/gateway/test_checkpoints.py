@@ -289,7 +289,7 @@ async def test_a_copy_into_a_live_session_takes_the_run_that_it_names(client: Cl
     [
         ({}, 400, "exactly one"),
         ({"destination_project_id": "p", "session_id": "s", "model_seq_id": 1}, 400, "exactly one"),
-        ({"session_id": "s"}, 400, "go together"),
+        ({"session_id": "s"}, 400, "belong together"),
         ({"session_id": "s", "model_seq_id": 1}, 404, "'s'"),
         ({"destination_project_id": "p", "ttl_seconds": 5}, 400, "ttl_seconds"),
         ({"destination_project_id": "p", "weights_access_token": "t"}, 400, "weights_access_token"),

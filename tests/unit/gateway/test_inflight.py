@@ -65,7 +65,7 @@ async def test_a_sampler_that_does_not_move_fails_no_save(
     stack.trainer.samplers.clear()  # it does not get the version
     await save(client, model_id, 1, sampling_session_seq_id=1)
     async with asyncio.timeout(60):
-        while "do not move" not in caplog.text:  # noqa: ASYNC110
+        while "cannot be moved" not in caplog.text:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert f"generations of {model_id} at 127.0.0.1" in caplog.text
     assert "is not resident" in caplog.text

@@ -573,7 +573,7 @@ async def test_a_stream_that_would_go_on_differently_fails(talkers: Pair) -> Non
     first.error, first.error_after = NotReady("going down"), 4
     other.says = "the sun ❄ and the sand"
     streamed = await events(talkers)
-    assert "differs from what was sent" in streamed[-1]["error"]["message"]
+    assert "differ from those sent" in streamed[-1]["error"]["message"]
     assert other.says.startswith(text_of(streamed[:-1])) is False or text_of(streamed[:-1]) in first.says
 
 
