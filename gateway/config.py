@@ -10,7 +10,7 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from gateway.database import urls
-from gateway.http.connections import Limits
+from gateway.http.connections import ConnectionLimits
 from gateway.storage.retention_rules import Policy
 from tinsmith.memory import total_bytes
 from tinsmith.rpc.auth import AnyKey, ServiceKey
@@ -251,8 +251,8 @@ class GatewayConfig(GrpcTls, BaseSettings):
         return [*self.allowed_hosts, *filter(None, [urlsplit(self.public_url).hostname])]
 
     @property
-    def limits(self) -> Limits:
-        return Limits(
+    def limits(self) -> ConnectionLimits:
+        return ConnectionLimits(
             max_connections=self.max_connections,
             max_idle_connections=self.max_idle_connections,
             max_header_bytes=self.max_header_bytes,

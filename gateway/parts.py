@@ -11,7 +11,7 @@ from gateway.http.held import Bodies
 from gateway.metrics import Metrics
 from gateway.openai.generator import Generator
 from gateway.peers import Peers
-from gateway.sampling.certificates import Certificates
+from gateway.sampling.certificates import PublishCertificates
 from gateway.sampling.completions import Completions
 from gateway.sampling.homes import Homes
 from gateway.sampling.inflight import Inflight
@@ -19,13 +19,13 @@ from gateway.sampling.publishing import Publishing
 from gateway.sampling.records import Records
 from gateway.sampling.samples import Samples
 from gateway.sampling.unnamed import Unnamed
-from gateway.storage.arrivals import Arrivals
 from gateway.storage.checkpoints import Checkpoints
 from gateway.storage.copies import Copies
 from gateway.storage.downloads import Downloads
 from gateway.storage.imports import Imports
 from gateway.storage.retention import Retention
-from gateway.storage.retirement import Retirement
+from gateway.storage.retired_checkpoints import RetiredCheckpoints
+from gateway.storage.transfers import Transfers
 from gateway.tenants.access import Access
 from gateway.tenants.auth import Callers
 from gateway.tenants.billing import Billing
@@ -88,13 +88,13 @@ class Storage:
 
     def __init__(self, core: Core, tenants: Tenants) -> None:
         config, store, clients, ledger = core.config, core.store, core.clients, core.ledger
-        self.retirement = Retirement(store, clients)
+        self.retired = RetiredCheckpoints(store, clients)
         self.checkpoints = Checkpoints(
-            store, clients, ledger=ledger, retirement=self.retirement, timeout_s=config.submit_timeout_s
+            store, clients, ledger=ledger, retired=self.retired, timeout_s=config.submit_timeout_s
         )
-        self.arrivals = Arrivals(store, self.checkpoints, gateway_id=core.peers.gateway_id)
-        self.copies = Copies(store, clients, self.checkpoints, limits=tenants.limits, arrivals=self.arrivals)
-        self.imports = Imports(config, store=store, clients=clients, arrivals=self.arrivals, limits=tenants.limits)
+        self.transfers = Transfers(store, self.checkpoints, gateway_id=core.peers.gateway_id)
+        self.copies = Copies(store, clients, self.checkpoints, limits=tenants.limits, transfers=self.transfers)
+        self.imports = Imports(config, store=store, clients=clients, transfers=self.transfers, limits=tenants.limits)
         self.downloads = Downloads(config)
         self.retention = Retention(config, store=store, checkpoints=self.checkpoints, metrics=core.metrics)
 
@@ -108,9 +108,9 @@ class Sampling:
         self.homes = Homes(store, peers, self.completions)
         self.unnamed = Unnamed(store)
         self.records = Records(store, retention_s=config.record_retention_s)
-        self.publishing = Publishing(clients, storage.retirement)
+        self.publishing = Publishing(clients, storage.retired)
         self.inflight = Inflight(store, clients, self.publishing)
-        self.certificates = Certificates(clients, self.inflight, storage.retirement)
+        self.certificates = PublishCertificates(clients, self.inflight, storage.retired)
         self.samples = Samples(
             config,
             clients=clients,

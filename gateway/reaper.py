@@ -26,10 +26,10 @@ from gateway.futures import Answer, Futures, Gone, Pending
 from gateway.metrics import Metrics
 from gateway.peers import BEAT_S, Peers
 from gateway.sampling.records import Records
-from gateway.storage.arrivals import Arrivals
 from gateway.storage.checkpoints import Checkpoints
 from gateway.storage.retention import Retention
-from gateway.storage.retirement import Retirement
+from gateway.storage.retired_checkpoints import RetiredCheckpoints
+from gateway.storage.transfers import Transfers
 from gateway.tasks import to_its_end
 from gateway.tenants.billing import Billing
 from gateway.training.operations import Operations
@@ -55,9 +55,9 @@ class Reaper:
         store: Store,
         clients: Clients,
         futures: Futures,
-        arrivals: Arrivals,
+        transfers: Transfers,
         checkpoints: Checkpoints,
-        retirement: Retirement,
+        retired: RetiredCheckpoints,
         billing: Billing,
         records: Records,
         operations: Operations,
@@ -70,9 +70,9 @@ class Reaper:
         self._store = store
         self._clients = clients
         self._futures = futures
-        self._arrivals = arrivals
+        self._transfers = transfers
         self._checkpoints = checkpoints
-        self._retirement = retirement
+        self._retired = retired
         self._billing = billing
         self._records = records
         self._operations = operations
@@ -138,7 +138,7 @@ class Reaper:
             await self._try(self._count_sessions)
             await self._try(self._count_stored)
             await self._try(self._operations.take_over)
-            await self._try(self._arrivals.finish_left)
+            await self._try(self._transfers.finish_left)
             await self._try(self._reap)
             try:
                 async with asyncio.timeout(self._config.reap_interval_s):
@@ -156,7 +156,7 @@ class Reaper:
             self._billing.meter_storage,  # before the checkpoints that it counts are deleted
             self._delete_expired,
             self._retention.prune_all,
-            self._retirement.delete_unused,
+            self._retired.delete_unused,
             self._records.delete_expired,
             self._forgetting.forget_when_due,
             self._refusals.forget_old,
@@ -226,7 +226,7 @@ class Reaper:
         location, version_id = model.inflight_location, model.inflight_version_id
         if location is not None and location.startswith(f"{model.model_id}/ephemeral/"):
             last = Checkpoint(location=location, version_id=version_id, base_model=model.base_model)
-            await self._retirement.keep_for_samplers(last)
+            await self._retired.keep_for_samplers(last)
 
     async def _delete_expired(self) -> None:
         for checkpoint in await self._store.checkpoints.expired():

@@ -29,7 +29,7 @@ _INT32 = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class RecordedSequence:
     """The part of a sequence that is kept. Its request and answer may be a thousand times larger."""
 
     run_id: str
@@ -47,7 +47,7 @@ class RecentSamples:
         """`keep`: number of sequences for each run and owner; 0: none."""
         self._store = store
         self._keep = keep
-        self._drawn: deque[Drawn] = deque(maxlen=_MAX_PER_FLUSH)
+        self._drawn: deque[RecordedSequence] = deque(maxlen=_MAX_PER_FLUSH)
         self._flushing = asyncio.Lock()
 
     def add(
@@ -77,7 +77,7 @@ class RecentSamples:
             }
             for sequence in sequences[: self._keep]:
                 row = {**about, **_row(sequence), "version_id": _version(sequence) or request.version_id}
-                self._drawn.append(Drawn(run_id, session_id, owner, row))
+                self._drawn.append(RecordedSequence(run_id, session_id, owner, row))
 
     async def flush(self) -> None:
         """Writes the sequences that wait. When that fails they are dropped, since newer ones follow.
@@ -90,13 +90,13 @@ class RecentSamples:
             if drawn:
                 await self._write(drawn)
 
-    async def _write(self, drawn: Sequence[Drawn]) -> None:
+    async def _write(self, drawn: Sequence[RecordedSequence]) -> None:
         owners: dict[str, str] = {}
         for session_id in {each.session_id for each in drawn if not each.owner}:
             whose = await self._store.sessions.whose(session_id)
             owners[session_id] = "" if whose is None else whose.owner
         async with self._store.begin() as db:
-            newest: dict[tuple[str, str], deque[Drawn]] = {}
+            newest: dict[tuple[str, str], deque[RecordedSequence]] = {}
             for each in drawn:
                 owner = each.owner or owners[each.session_id]
                 newest.setdefault((each.run_id, owner), deque(maxlen=self._keep)).append(each)

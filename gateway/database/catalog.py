@@ -16,7 +16,7 @@ from gateway.views import DEFAULT_PROJECT
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunWithCheckpoints:
     """A training run, its owner, and its newest checkpoints for training (`last`) and for samplers."""
 
     model: Model
@@ -48,7 +48,7 @@ class Catalog:
 
     async def runs(
         self, *, owner: str | None, project_id: str | None, limit: int, offset: int
-    ) -> tuple[list[Run], int]:
+    ) -> tuple[list[RunWithCheckpoints], int]:
         """One page of runs, newest first, and the number of all. None: all owners, or all projects.
 
         A run whose creation was refused is left out.
@@ -64,7 +64,7 @@ class Catalog:
             last = await _last_checkpoints(db, [model.model_id for model, _ in found])
             return [_run(model, whose, last) for model, whose in found], await _count(db, query)
 
-    async def run(self, run_id: str) -> Run | None:
+    async def run(self, run_id: str) -> RunWithCheckpoints | None:
         query = select(Model, Session.owner).join(Session).where(Model.model_id == run_id)
         async with self._store.begin() as db:
             found = (await db.execute(query)).one_or_none()
@@ -127,5 +127,7 @@ async def _last_checkpoints(db: AsyncSession, run_ids: Sequence[str]) -> dict[tu
     return {(row.run_id, row.kind): row for row in await db.scalars(rows)}
 
 
-def _run(model: Model, owner: str, last: dict[tuple[str, str], Checkpoint]) -> Run:
-    return Run(model, owner, last.get((model.model_id, "weights")), last.get((model.model_id, "sampler_weights")))
+def _run(model: Model, owner: str, last: dict[tuple[str, str], Checkpoint]) -> RunWithCheckpoints:
+    return RunWithCheckpoints(
+        model, owner, last.get((model.model_id, "weights")), last.get((model.model_id, "sampler_weights"))
+    )

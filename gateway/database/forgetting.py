@@ -10,7 +10,7 @@ import time
 from sqlalchemy import delete, exists, func, select
 
 from gateway.config import GatewayConfig
-from gateway.database.operations import ARRIVALS
+from gateway.database.operations import TRANSFERS
 from gateway.database.store import Store
 from gateway.database.tables.checkpoints import Checkpoint
 from gateway.database.tables.history import Span
@@ -87,7 +87,7 @@ class Forgetting:
         """Deletes operations whose copy or import is gone, and those that were written after their model's release."""
         there = exists().where(Checkpoint.path == Operation.request_id)
         released = exists().where(Model.model_id == Operation.model_id, Model.released_at < before)
-        arrived = Operation.kind.in_(ARRIVALS)
+        is_transfer = Operation.kind.in_(TRANSFERS)
         async with self._store.begin() as db:
-            await db.execute(delete(Operation).where(arrived, Operation.settled_at < before, ~there))
-            await db.execute(delete(Operation).where(~arrived, Operation.error.is_(None), released))
+            await db.execute(delete(Operation).where(is_transfer, Operation.settled_at < before, ~there))
+            await db.execute(delete(Operation).where(~is_transfer, Operation.error.is_(None), released))

@@ -16,7 +16,7 @@ from tinsmith.rpc.paths import TinkerPath
 COPY, IMPORT = "copy_weights", "import_weights"
 Note = Callable[[AsyncSession], Awaitable[None]]
 """Writes more rows in a transaction of the caller."""
-ARRIVALS = (COPY, IMPORT)
+TRANSFERS = (COPY, IMPORT)
 """Kinds of operations that make checkpoints without a training run. Their request id is the checkpoint's path."""
 
 

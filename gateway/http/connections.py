@@ -38,7 +38,7 @@ arrive, the client could lose the answer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ConnectionLimits:
     """The bounds; settings of the same names."""
 
     max_connections: int
@@ -65,7 +65,7 @@ class _Waiting:
         self.seconds = 0.0
         self.num_bytes = 0
 
-    def is_too_long(self, limits: Limits) -> bool:
+    def is_too_long(self, limits: ConnectionLimits) -> bool:
         return self.seconds > limits.transfer_grace_s + self.num_bytes / limits.min_transfer_bytes_s
 
 
@@ -93,7 +93,7 @@ class _CountingTransport:
 class BoundedProtocol(HttpToolsProtocol):
     """One connection with bounds. `bounded` makes a subclass with `limits` as a class attribute."""
 
-    limits: Limits
+    limits: ConnectionLimits
 
     def __init__(
         self,
@@ -229,12 +229,12 @@ async def _refuse_headers(scope: object, receive: object, send: Send) -> None:
     await send({"type": "http.response.body"})
 
 
-def bounded(limits: Limits) -> type[BoundedProtocol]:
+def bounded(limits: ConnectionLimits) -> type[BoundedProtocol]:
     """A protocol class with these limits, for uvicorn.Config(http=...)."""
     return type("BoundedProtocol", (BoundedProtocol,), {"limits": limits})
 
 
-async def watch(connections: set[Any], limits: Limits) -> None:
+async def watch(connections: set[Any], limits: ConnectionLimits) -> None:
     """Checks all connections at intervals, until it is cancelled."""
     checked_at = time.monotonic()
     while True:
@@ -248,7 +248,7 @@ async def watch(connections: set[Any], limits: Limits) -> None:
         checked_at = now
 
 
-def close_idle(connections: Collection[BoundedProtocol], limits: Limits) -> None:
+def close_idle(connections: Collection[BoundedProtocol], limits: ConnectionLimits) -> None:
     """Closes the connections that are idle for longest, down to `max_idle_connections`."""
     idle = [(seconds, one) for one in connections if (seconds := one.idle_s()) is not None]
     num_above = len(idle) - limits.max_idle_connections

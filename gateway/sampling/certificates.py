@@ -1,5 +1,4 @@
-"""Certificates of published versions: how far each sampler's logprobs were from the trainer's. The trainers store
-them."""
+"""Certificates of published versions: how far the logprobs of each sampler were from the trainer's."""
 
 from __future__ import annotations
 
@@ -9,18 +8,18 @@ from gateway.clients import Clients
 from gateway.database.tables.checkpoints import Checkpoint
 from gateway.database.tables.sessions import SamplingSession
 from gateway.sampling.inflight import Inflight
-from gateway.storage.retirement import Retirement
+from gateway.storage.retired_checkpoints import RetiredCheckpoints
 from tinsmith.rpc.errors import NotFound, from_rpc_error
 from tinsmith.v1 import trainer_pb2, types_pb2
 
 
-class Certificates:
+class PublishCertificates:
     """Reads certificates from the trainers."""
 
-    def __init__(self, clients: Clients, inflight: Inflight, retirement: Retirement) -> None:
+    def __init__(self, clients: Clients, inflight: Inflight, retired: RetiredCheckpoints) -> None:
         self._clients = clients
         self._inflight = inflight
-        self._retirement = retirement
+        self._retired = retired
 
     async def of_checkpoint(self, checkpoint: Checkpoint) -> types_pb2.PublishCertificate:
         """The certificate of a checkpoint's version.
@@ -45,7 +44,7 @@ class Certificates:
             missing = NotFound(f"{drawn_from.location} holds another version than {version_id} by now")
         except NotFound as error:
             missing = error
-        kept = await self._retirement.find(drawn_from.location, version_id)
+        kept = await self._retired.find(drawn_from.location, version_id)
         if kept is None:
             raise missing
         return await self._get(kept, base_model=base_model)

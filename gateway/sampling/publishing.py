@@ -12,7 +12,7 @@ from gateway.clients import Clients, meaning
 from gateway.database.tables.sessions import SamplingSession
 from gateway.futures import Progress
 from gateway.sampling.replicas import Replica
-from gateway.storage.retirement import Retirement
+from gateway.storage.retired_checkpoints import RetiredCheckpoints
 from tinsmith.rpc.errors import (
     CheckpointNotFound,
     FailedPrecondition,
@@ -37,9 +37,9 @@ _WORDS = "publishing the weights to the sampler"
 class Publishing:
     """Publishes versions, each at most once at a time."""
 
-    def __init__(self, clients: Clients, retirement: Retirement) -> None:
+    def __init__(self, clients: Clients, retired: RetiredCheckpoints) -> None:
         self._clients = clients
-        self._retirement = retirement
+        self._retired = retired
         self._publishing: dict[str, asyncio.Task[None]] = {}
         """version_id -> the publish in progress."""
         self._topped_up: dict[str, tuple[float, float]] = {}
@@ -143,7 +143,7 @@ class Publishing:
         try:
             await self._publish_from(session.location, session)
         except (CheckpointNotFound, VersionGone):  # the checkpoint was deleted, has expired, or was replaced
-            location = await self._retirement.find(session.location, session.version_id)
+            location = await self._retired.find(session.location, session.version_id)
             if location is None:
                 raise
             await self._publish_from(location, session)

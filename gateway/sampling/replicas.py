@@ -31,7 +31,7 @@ from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
-State = Literal["gone", "silent", "loading", "serving"]
+ReplicaState = Literal["gone", "silent", "loading", "serving"]
 """gone: no connection. silent: a connection, but no answer. loading: an answer other than SERVING. serving: healthy."""
 
 _INTERVAL_S = 0.5
@@ -60,7 +60,7 @@ class Replica:
         self.health: Any = health_pb2_grpc.HealthStub(self.channel)
         self.info: sampler_pb2.GetSamplerInfoResponse | None = None
         """The last answer to GetSamplerInfo; kept while the sampler is unreachable."""
-        self.state: State = "gone"
+        self.state: ReplicaState = "gone"
         self.versions: set[str] = set()
         """version_ids that it holds, by its last answer."""
         self.held: set[_Held] = set()
@@ -156,7 +156,7 @@ class Replicas:
                 replica.poked.set()
             await replica.channel.wait_for_state_change(connectivity)
 
-    async def _probe(self, replica: Replica) -> State:
+    async def _probe(self, replica: Replica) -> ReplicaState:
         request = health_pb2.HealthCheckRequest()
         try:
             reply = await replica.health.Check(request, timeout=self._timeout_s, wait_for_ready=True)
@@ -176,7 +176,7 @@ class Replicas:
         replica.complaint = None
         return "serving"
 
-    async def _set_state(self, replica: Replica, state: State) -> None:
+    async def _set_state(self, replica: Replica, state: ReplicaState) -> None:
         if state == "serving" and (replica.state != "serving" or replica.life.is_over):
             replica.life = Life()
         if state == replica.state:

@@ -18,7 +18,7 @@ from gateway.convert import checkpoint_row
 from gateway.database.store import Store
 from gateway.database.tables.checkpoints import DELETED_AT, Checkpoint, Deletion
 from gateway.database.tables.tenants import AuditEvent
-from gateway.storage.retirement import Retirement
+from gateway.storage.retired_checkpoints import RetiredCheckpoints
 from gateway.tenants.access import Access
 from gateway.tenants.caller import Caller
 from gateway.tenants.ledger import Ledger, audit_event
@@ -42,7 +42,7 @@ class Checkpoints:
     """Finds, changes and deletes checkpoints."""
 
     def __init__(
-        self, store: Store, clients: Clients, *, ledger: Ledger, retirement: Retirement, timeout_s: float
+        self, store: Store, clients: Clients, *, ledger: Ledger, retired: RetiredCheckpoints, timeout_s: float
     ) -> None:
         """`timeout_s`: how long to wait for trainers that have not been reached since the start."""
         self._timeout_s = timeout_s
@@ -50,7 +50,7 @@ class Checkpoints:
         self._access = Access(store)
         self._clients = clients
         self._ledger = ledger
-        self._retirement = retirement
+        self._retired = retired
 
     async def find(self, path: str, *, field: str, caller: Caller | None) -> Checkpoint:
         """A checkpoint that the caller may read. `caller` None: the right to read it was checked already.
@@ -173,7 +173,7 @@ class Checkpoints:
         """Keeps the files at this path for live samplers. Must be called before a save may replace the checkpoint."""
         known = await self._store.checkpoints.get(str(path))
         if known is not None:
-            await self._retirement.keep_for_samplers(known)
+            await self._retired.keep_for_samplers(known)
 
     async def delete(self, path: str, *, caller: Caller, idempotency_key: str | None = None) -> None:
         """Deletes a checkpoint: nobody finds it any more. If its trainer is unreachable, the reaper removes the files
@@ -259,7 +259,7 @@ class Checkpoints:
         base model, and NotReady when the trainer cannot be reached.
         """
         trainer: Trainer = self._clients.find_trainer(checkpoint.base_model)
-        await self._retirement.keep_for_samplers(checkpoint)
+        await self._retired.keep_for_samplers(checkpoint)
         request = trainer_pb2.DeleteCheckpointRequest(location=checkpoint.location, version_id=checkpoint.version_id)
         try:
             await trainer.stub.DeleteCheckpoint(request)

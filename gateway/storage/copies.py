@@ -10,8 +10,8 @@ from gateway.database.operations import COPY
 from gateway.database.store import Store
 from gateway.database.tables.checkpoints import Checkpoint
 from gateway.http.body import fingerprint
-from gateway.storage.arrivals import Arrivals
 from gateway.storage.checkpoints import Checkpoints
+from gateway.storage.transfers import Transfers
 from gateway.tenants.caller import Caller
 from gateway.tenants.limits import Limits
 from tinsmith.rpc.errors import (
@@ -33,9 +33,9 @@ class Copies:
         checkpoints: Checkpoints,
         *,
         limits: Limits,
-        arrivals: Arrivals,
+        transfers: Transfers,
     ) -> None:
-        self._arrivals = arrivals
+        self._transfers = transfers
         self._limits = limits
         self._store = store
         self._clients = clients
@@ -107,8 +107,8 @@ class Copies:
         request = trainer_pb2.CopyCheckpointRequest(
             source=source.location, destination=path.location, ttl=ttl_of(ttl_seconds)
         )
-        operation = self._arrivals.operation(COPY, path, source=source.path, mark=_mark(ttl_seconds))
-        async with self._arrivals.noted(operation):
+        operation = self._transfers.operation(COPY, path, source=source.path, mark=_mark(ttl_seconds))
+        async with self._transfers.noted(operation):
             try:
                 reply = await trainer.stub.CopyCheckpoint(request)
             except grpc.aio.AioRpcError as error:
@@ -118,7 +118,7 @@ class Copies:
                 row = await self._made_before(source, path, ttl_seconds=ttl_seconds, caller=caller)
             else:
                 row = checkpoint_row(reply.checkpoint, owner=owner)
-            await self._arrivals.add(row, operation, owner=caller.owner)
+            await self._transfers.add(row, operation, owner=caller.owner)
         return row
 
     async def _copied(
@@ -142,7 +142,7 @@ class Copies:
         if known.fingerprint != _mark(ttl_seconds):
             raise _other_ttl(path, ttl_seconds)
         if known.settled_at is None:  # the gateway that had it made did not index it; `find` did
-            await self._arrivals.add(copy, known, owner=caller.owner)
+            await self._transfers.add(copy, known, owner=caller.owner)
         return copy
 
     async def _made_before(

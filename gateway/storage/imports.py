@@ -17,7 +17,7 @@ from gateway.convert import checkpoint_row, ttl_of
 from gateway.database.operations import IMPORT
 from gateway.database.store import Store
 from gateway.database.tables.checkpoints import Checkpoint
-from gateway.storage.arrivals import Arrivals
+from gateway.storage.transfers import Transfers
 from gateway.tenants.caller import Caller
 from gateway.tenants.limits import PATIENCE_S, Hold, Limits
 from tinsmith.rpc.errors import RateLimited
@@ -42,14 +42,14 @@ class Imports:
         *,
         store: Store,
         clients: Clients,
-        arrivals: Arrivals,
+        transfers: Transfers,
         limits: Limits,
     ) -> None:
         self._limits = limits
         self._config = config
         self._store = store
         self._clients = clients
-        self._arrivals = arrivals
+        self._transfers = transfers
 
     async def run(
         self,
@@ -88,13 +88,13 @@ class Imports:
         )
         reason, detail = "errored", "the import did not come to its end"
         hold = self._limits.start(caller.owner)
-        operation = self._arrivals.operation(IMPORT, path)
+        operation = self._transfers.operation(IMPORT, path)
         try:
             await self._limits.store(hold, str(path), num_bytes=num_bytes)
-            async with self._arrivals.noted(operation):
+            async with self._transfers.noted(operation):
                 reply = await self._send(trainer, header, archive, room=lambda: self._room(hold, path))
                 row = checkpoint_row(reply.checkpoint, owner=caller.owner)
-                await self._arrivals.add(row, operation, owner=caller.owner)
+                await self._transfers.add(row, operation, owner=caller.owner)
             reason, detail = "success", None
         finally:
             hold.release()

@@ -20,7 +20,7 @@ from gateway.database.tables.operations import Operation
 from gateway.metrics import Metrics
 from gateway.storage.checkpoints import Checkpoints
 from gateway.storage.retention_rules import KINDS, Judged, Policy, judge
-from gateway.storage.retirement import is_sampled
+from gateway.storage.retired_checkpoints import is_sampled
 
 logger = logging.getLogger(__name__)
 

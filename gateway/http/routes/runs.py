@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.database.catalog import Run
+from gateway.database.catalog import RunWithCheckpoints
 from gateway.gateway import Gateway, caller_of, gateway_of, owner_of
 from gateway.http import schemas
 from gateway.http.body import parse
@@ -30,7 +30,7 @@ def owner_in_scope(request: Request, query: schemas.ScopedQuery) -> str | None:
     return None if caller.admin and query.access_scope == "accessible" else caller.owner
 
 
-def _view(gateway: Gateway, run: Run) -> Json:
+def _view(gateway: Gateway, run: RunWithCheckpoints) -> Json:
     touched_at = gateway.ledger.touched_at(run.model.model_id)  # readers do not wait for the ledger
     view = run_view(run.model, run.owner, last=run.last, last_sampler=run.last_sampler)
     return view if touched_at is None else view | {"last_request_time": time_text(touched_at)}

@@ -131,8 +131,8 @@ async def test_a_sampler_goes_on_without_its_checkpoint(stack: Stack, client: Cl
     await client.call(f"sessions/{session_id}/finish", {"reason": {"type": "success"}})
     await is_deleted(stack, retired)
     assert list(stack.trainer.checkpoints) == [location]
-    await stack.gateway.storage.retirement.delete_unused()
-    assert await stack.gateway.storage.retirement.find(location, version_id) is None
+    await stack.gateway.storage.retired.delete_unused()
+    assert await stack.gateway.storage.retired.find(location, version_id) is None
 
 
 async def test_a_checkpoint_that_several_remove_at_once_is_kept_for_its_sampler(stack: Stack, client: Client) -> None:
@@ -143,8 +143,8 @@ async def test_a_checkpoint_that_several_remove_at_once_is_kept_for_its_sampler(
     gateway = stack.gateway
     checkpoint = await gateway.store.checkpoints.get(path)
     assert checkpoint is not None
-    await asyncio.gather(*(gateway.storage.retirement.keep_for_samplers(checkpoint) for _ in range(8)))
-    found = await gateway.storage.retirement.find(checkpoint.location, checkpoint.version_id)
+    await asyncio.gather(*(gateway.storage.retired.keep_for_samplers(checkpoint) for _ in range(8)))
+    found = await gateway.storage.retired.find(checkpoint.location, checkpoint.version_id)
     assert found in stack.trainer.checkpoints
 
 

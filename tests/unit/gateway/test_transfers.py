@@ -12,12 +12,12 @@ from sqlalchemy import delete, func, select, update
 from sqlalchemy.exc import OperationalError
 
 from gateway.database.checkpoints import CheckpointRows
-from gateway.database.operations import ARRIVALS, IMPORT
+from gateway.database.operations import IMPORT, TRANSFERS
 from gateway.database.tables.checkpoints import Checkpoint
 from gateway.database.tables.operations import Operation
 from gateway.database.tables.sessions import Model
 from gateway.database.tables.tenants import AuditEvent
-from gateway.storage import arrivals
+from gateway.storage import transfers
 from tests.unit.gateway.stack import BASE_MODEL, Client, Stack
 from tinsmith.rpc.paths import TinkerPath
 
@@ -53,7 +53,7 @@ async def notes(stack: Stack, *, is_settled: bool = False) -> int:
     assert stack.server is not None
     over = Operation.settled_at.is_not(None) if is_settled else Operation.settled_at.is_(None)
     async with stack.server.app.state.gateway.store.begin() as db:
-        query = select(func.count()).select_from(Operation).where(Operation.kind.in_(ARRIVALS), over)
+        query = select(func.count()).select_from(Operation).where(Operation.kind.in_(TRANSFERS), over)
         return await db.scalar(query) or 0
 
 
@@ -131,10 +131,10 @@ async def test_a_copy_that_was_left_is_in_the_audit_log_once_whoever_finds_it(
     if finder == "a reader":
         assert (await client.post("/api/v1/weights_info", json={"tinker_path": path})).status_code == 200
     if finder != "a repeat":
-        await stack.gateway.storage.arrivals.finish_left()
+        await stack.gateway.storage.transfers.finish_left()
     assert (await ask(client)).json() == {"tinker_path": path}
     assert (await ask(client)).json() == {"tinker_path": path}
-    await stack.gateway.storage.arrivals.finish_left()
+    await stack.gateway.storage.transfers.finish_left()
     assert await entries(client, "checkpoint_copy") == 1
     run_id = path.removeprefix("tinker://").partition("/")[0]
     assert (await client.get(f"/api/v1/training_runs/{run_id}")).status_code == 200
@@ -179,14 +179,14 @@ async def test_what_is_being_made_is_waited_for_and_what_never_was_is_forgotten(
     await stack.trainer_backend.stop()
     await stack.trainer_backend.start()
     await stack.restart_gateway()
-    monkeypatch.setattr(arrivals, "_PATIENCE_S", -1.0)
+    monkeypatch.setattr(transfers, "_PATIENCE_S", -1.0)
     call = asyncio.create_task(ask(client))
     await has_begun.wait()
     await asyncio.sleep(0.5)  # the reaper comes by
     assert await notes(stack) == 1
     assert stack.server is not None
     gateway = stack.server.app.state.gateway
-    left = gateway.storage.arrivals.operation(IMPORT, TinkerPath("0" * 32 + ":train:0", "weights", "never"))
+    left = gateway.storage.transfers.operation(IMPORT, TinkerPath("0" * 32 + ":train:0", "weights", "never"))
     left.gateway_id = "dead"
     await gateway.store.operations.add(left)
     await until(lambda: is_one(stack))

@@ -32,7 +32,7 @@ def _retired(location: str, version_id: str) -> str:
     return f"{RETIRED}/ephemeral/{mark}"
 
 
-class Retirement:
+class RetiredCheckpoints:
     """Makes, finds and deletes these copies."""
 
     def __init__(self, store: Store, clients: Clients) -> None:

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from gateway.convert import checkpoint_row
-from gateway.database.operations import ARRIVALS, IMPORT
+from gateway.database.operations import IMPORT, TRANSFERS
 from gateway.database.outages import is_outage
 from gateway.database.store import Store
 from gateway.database.tables.checkpoints import Checkpoint
@@ -33,7 +33,7 @@ _PATIENCE_S = 3600.0
 """How long a trainer may go on making a checkpoint whose gateway is gone."""
 
 
-class Arrivals:
+class Transfers:
     """Indexes copied and imported checkpoints, and those that a dead gateway left behind."""
 
     def __init__(self, store: Store, checkpoints: Checkpoints, *, gateway_id: str) -> None:
@@ -110,7 +110,7 @@ class Arrivals:
     async def finish_left(self) -> None:
         """Indexes the checkpoints that dead gateways, or this one, had made and did not index."""
         in_work = list(self._in_work)
-        for operation in await self._store.operations.left(self._gateway_id, kinds=ARRIVALS, in_work=in_work):
+        for operation in await self._store.operations.left(self._gateway_id, kinds=TRANSFERS, in_work=in_work):
             try:
                 await self._finish(operation)
             except ServiceError as error:
