@@ -7,8 +7,8 @@ from typing import Any
 
 from sqlalchemy import delete, func, or_, select, update
 
-from gateway.database.connection import Database
-from gateway.database.operations import Note, settle
+from gateway.database.connection import Database, Note
+from gateway.database.operations import settle
 from gateway.database.tables.checkpoints import DELETED_AT, Checkpoint
 from gateway.database.tables.tenants import AuditEvent
 from tinsmith.rpc.paths import KINDS

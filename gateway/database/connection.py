@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import sqlite3
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,9 @@ from sqlalchemy.orm import InstrumentedAttribute
 from gateway.database.outages import DatabaseUnusable, in_words, is_outage
 from gateway.database.tables.base import Base
 from gateway.metrics import Metrics
+
+Note = Callable[[AsyncSession], Awaitable[None]]
+"""Reads or writes something in the transaction that it is given."""
 
 MIGRATIONS = Path(__file__).parent / "migrations"
 _MIGRATION_LOCK = 0x74696E736D697468
@@ -106,11 +109,14 @@ class Database:
             if first is not None:
                 await db.execute(delete(table).where(column <= first))
 
-    async def add_once(self, row: Base) -> bool:
-        """Adds the row. False when one with its key is there already."""
+    async def add_once(self, row: Base, *, note: Note | None = None) -> bool:
+        """Adds the row. False when one with its key is there already. `note`: what is written with it."""
         try:
             async with self.begin() as db:
                 db.add(row)
+                if note is not None:
+                    await db.flush()
+                    await note(db)
         except IntegrityError:
             return False
         return True

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from gateway.database.connection import Database
+from gateway.database.connection import Database, Note
 from gateway.database.tables.sessions import Model, SamplingSession, Session
 
 _Row = TypeVar("_Row", Model, SamplingSession)
@@ -43,6 +43,23 @@ class Living(Generic[_Row]):
         else:
             self._rows.pop(key, None)
         return row
+
+    async def add(self, key: str, row: _Row, *, note: Note | None = None) -> bool:
+        """Adds the row to the database, and keeps it. False when there is one with this key. `note`: what is written
+        with it."""
+        seen, live = self._num_changes, False
+
+        async def look(db: AsyncSession) -> None:
+            nonlocal live
+            live = await is_live(db, row.session_id)
+            if note is not None:
+                await note(db)
+
+        if not await self._database.add_once(row, note=look):
+            return False
+        if live and seen == self._num_changes:
+            self._rows[key] = row
+        return True
 
     def forget(self, key: str) -> None:
         """Drops the row from memory. Must be called after the row in the database has changed."""

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Collection
 
 from sqlalchemy import ColumnElement, and_, delete, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from gateway.database.connection import Database
+from gateway.database.connection import Database, Note
 from gateway.database.tables.gateways import GatewayRow
 from gateway.database.tables.operations import Operation
 from tinsmith.rpc.paths import TinkerPath
 
 COPY, IMPORT = "copy_weights", "import_weights"
-Note = Callable[[AsyncSession], Awaitable[None]]
-"""Writes more rows in a transaction of the caller."""
 TRANSFERS = (COPY, IMPORT)
 """Kinds of operations that make checkpoints without a training run. Their request id is the checkpoint's path."""
 

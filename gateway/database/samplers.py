@@ -6,9 +6,11 @@ import math
 import time
 
 from sqlalchemy import func, select, update
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from gateway.database.connection import Database
 from gateway.database.living import Living
+from gateway.database.operations import settle
 from gateway.database.tables.samples import SampleMark
 from gateway.database.tables.sessions import SamplingSession, Session
 
@@ -16,6 +18,7 @@ _COUNTED_S = 60.0
 """How long a count of sampling sessions is used before they are counted again."""
 _FULL_S = 1.0
 """How long a count is used that has reached the limit."""
+_MAX_UNMARKED = 4096
 
 
 class SamplerRows:
@@ -24,6 +27,8 @@ class SamplerRows:
         self._living = living
         self._counted: dict[str, tuple[float, int]] = {}
         """owner -> time of the last count on the monotonic clock, and the number, including those made here since."""
+        self._unmarked: dict[str, None] = {}
+        """Sampling sessions that were made here and have no mark yet; `mark` does not ask the database for them."""
 
     async def take_place(self, owner: str, *, limit: int) -> bool:
         """Counts one more sampling session of the owner. False, and nothing is counted, when the limit is reached.
@@ -41,9 +46,21 @@ class SamplerRows:
         self._counted[owner] = counted_at, number
         return is_free
 
-    async def add(self, row: SamplingSession) -> SamplingSession:
-        """Adds the row and returns it. Returns the existing one when its id exists already."""
-        if await self._database.add_once(row):
+    async def add(self, row: SamplingSession, *, settles: str | None = None) -> SamplingSession:
+        """Adds the row and returns it. Returns the existing one when its id exists already.
+
+        `settles`: the request that has made the row. It is settled in the same transaction, but not when the row exists.
+        """
+
+        async def note(db: AsyncSession) -> None:
+            if settles is not None:
+                await settle(db, settles)
+
+        if await self._living.add(row.sampling_session_id, row, note=note):
+            if not self._database.is_shared:
+                self._unmarked[row.sampling_session_id] = None
+                if len(self._unmarked) > _MAX_UNMARKED:
+                    del self._unmarked[next(iter(self._unmarked))]
             return row
         async with self._database.begin() as db:
             return await db.get_one(SamplingSession, row.sampling_session_id)
@@ -64,6 +81,8 @@ class SamplerRows:
             return (await db.scalars(query)).one()
 
     async def mark(self, sampling_session_id: str, clone_id: int) -> SampleMark | None:
+        if sampling_session_id in self._unmarked:
+            return None
         async with self._database.begin() as db:
             return await db.get(SampleMark, (sampling_session_id, clone_id))
 
@@ -72,6 +91,7 @@ class SamplerRows:
 
         `home`: this gateway's id; None when it is the only one.
         """
+        self._unmarked.pop(mark.sampling_session_id, None)
         values = {"low": mark.low, "high": mark.high}
         key = {"sampling_session_id": mark.sampling_session_id, "clone_id": mark.clone_id}
         query = self._database.insert(SampleMark).values(**key, **values, home=home)

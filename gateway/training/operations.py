@@ -267,7 +267,7 @@ class Operations:
             body=submission.body if submission.rpc == "OptimStep" else b"",
             is_forward_only=submission.is_forward_only,
         )
-        return await self._written_down(pending, reply)
+        return await self._written_down(pending, reply, operation=self._operation(submission))
 
     async def _accept(self, submission: Submission) -> Any:
         """The call, once the trainer has the operation in its journal.
@@ -329,17 +329,14 @@ class Operations:
             if submission.hold.is_budgeted:
                 await until_written(self._ledger.flush, what="the usage", pausing=pending.progress.paused)
 
-    async def _written_down(self, pending: Pending, reply: Any) -> Answer:
-        """The client's answer, once the results of the reply are in the database."""
+    async def _written_down(self, pending: Pending, reply: Any, *, operation: Operation | None = None) -> Answer:
+        """The client's answer, once the results of the reply are in the database, and the operation is settled there."""
         pending.ask = None  # the trainer is done with the operation
 
         async def write() -> Answer:
-            return await self._results.answer(pending.request_id, pending.group, reply)
+            return await self._results.answer(pending.request_id, pending.group, reply, operation=operation)
 
-        answer = await until_written(write, what=pending.request_id, pausing=pending.progress.paused)
-        if not isinstance(reply, (pb.ForwardBackwardResponse, pb.OptimStepResponse)):
-            await self._settle(pending)
-        return answer
+        return await until_written(write, what=pending.request_id, pausing=pending.progress.paused)
 
     async def _settle(self, pending: Pending) -> None:
         async def settle() -> None:
@@ -349,10 +346,9 @@ class Operations:
 
     async def _remember(self, submission: Submission) -> Operation | None:
         """Stores the operation. Returns the one that was stored under its id before, if any."""
-        known = await self._store.operations.get(submission.request_id)
-        if known is None and not await self._store.operations.add(self._operation(submission)):
-            known = await self._store.operations.get(submission.request_id)  # another gateway was faster
-        return known
+        if await self._store.operations.add(self._operation(submission)):
+            return None
+        return await self._store.operations.get(submission.request_id)
 
     def _operation(self, submission: Submission) -> Operation:
         return Operation(

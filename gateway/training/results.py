@@ -15,6 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from gateway.answers import PROTOBUF, Answer
 from gateway.convert import checkpoint_row
 from gateway.database.store import Store
+from gateway.database.tables.operations import Operation
 from gateway.database.tables.sessions import SamplingSession
 from gateway.sampling.inflight import Inflight
 from gateway.storage.checkpoints import event_of
@@ -40,8 +41,10 @@ class Results:
         self._ledger = ledger
         self._inflight = inflight
 
-    async def answer(self, request_id: str, model_id: str, reply: Any) -> Answer:
-        """Stores what the reply has made, then returns the client's answer.
+    async def answer(self, request_id: str, model_id: str, reply: Any, *, operation: Operation | None = None) -> Answer:
+        """Stores what the reply has made, settles the operation, then returns the client's answer.
+
+        `operation`: the operation as this process stored it; None has it read from the database.
 
         Raises InvalidRequest when the sampling session of a save is another request's; ServiceError for an unknown
         reply, or a save that the database does not know.
@@ -52,14 +55,16 @@ class Results:
             case pb.OptimStepResponse():
                 return Answer(orjson.dumps({"metrics": {key: _finite(value) for key, value in reply.metrics.items()}}))
             case pb.CreateModelResponse():
-                return await self._created(request_id, model_id, reply)
+                return await self._created(request_id, model_id, reply, operation)
             case pb.LoadCheckpointResponse():
-                return await self._loaded(request_id, model_id)
+                return await self._loaded(request_id, model_id, operation)
             case pb.SaveCheckpointResponse():
-                return await self._saved(request_id, model_id, reply)
+                return await self._saved(request_id, model_id, reply, operation)
         raise ServiceError(f"the trainer answered with an unknown {type(reply).__name__}")
 
-    async def _created(self, request_id: str, model_id: str, reply: pb.CreateModelResponse) -> Answer:
+    async def _created(
+        self, request_id: str, model_id: str, reply: pb.CreateModelResponse, operation: Operation | None
+    ) -> Answer:
         lora = reply.model.lora_config
         await self._store.models.complete(
             model_id,
@@ -69,18 +74,22 @@ class Results:
             train_mlp=lora.train_mlp,
             train_attn=lora.train_attn,
         )
-        operation = await self._store.operations.get(request_id)
+        operation = operation or await self._store.operations.get(request_id)
         if operation is not None and operation.kind == "load_weights":
-            return await self._loaded(request_id, model_id)
+            return await self._loaded(request_id, model_id, operation)
+        await self._store.operations.settle(request_id)
         return Answer(orjson.dumps({"type": "create_model", "model_id": model_id}))
 
-    async def _loaded(self, request_id: str, model_id: str) -> Answer:
-        operation = await self._store.operations.get(request_id)
+    async def _loaded(self, request_id: str, model_id: str, operation: Operation | None) -> Answer:
+        operation = operation or await self._store.operations.get(request_id)
+        await self._store.operations.settle(request_id)
         path = operation.path if operation is not None else None
         return Answer(orjson.dumps({"type": "load_weights", "path": path, "model_id": model_id}))
 
-    async def _saved(self, request_id: str, model_id: str, reply: pb.SaveCheckpointResponse) -> Answer:
-        operation = await self._store.operations.get(request_id)
+    async def _saved(
+        self, request_id: str, model_id: str, reply: pb.SaveCheckpointResponse, operation: Operation | None
+    ) -> Answer:
+        operation = operation or await self._store.operations.get(request_id)
         model = await self._store.models.get(model_id)
         if operation is None or model is None:
             raise ServiceError(f"{request_id}: the database does not know this save; list the model's checkpoints")
@@ -99,20 +108,21 @@ class Results:
             await self._store.checkpoints.put(row, settles=request_id, note=note)
             size = {"size_bytes": row.size_bytes} if operation.kind == "save_weights_external" else {}
             return Answer(orjson.dumps({"type": operation.kind, "path": row.path, **size}))
-        row = await self._store.samplers.add(
-            SamplingSession(
-                sampling_session_id=operation.sampling_session_id,
-                session_id=model.session_id,
-                base_model=model.base_model,
-                model_path=None,
-                version_id=reply.checkpoint.version_id,
-                location=reply.checkpoint.location,
-                created_at=seconds_of(reply.checkpoint.created_at),
-                inflight_run_id=model_id if operation.inflight else None,
-            )
+        made = SamplingSession(
+            sampling_session_id=operation.sampling_session_id,
+            session_id=model.session_id,
+            base_model=model.base_model,
+            model_path=None,
+            version_id=reply.checkpoint.version_id,
+            location=reply.checkpoint.location,
+            created_at=seconds_of(reply.checkpoint.created_at),
+            inflight_run_id=model_id if operation.inflight else None,
         )
+        row = await self._store.samplers.add(made, settles=request_id)
         if row.version_id != reply.checkpoint.version_id:
             raise InvalidRequest(f"sampling_session_seq_id: {row.sampling_session_id} is taken by another request")
+        if row is not made:
+            await self._store.operations.settle(request_id)
         answer = {"type": operation.kind, "path": None, "sampling_session_id": operation.sampling_session_id}
         return Answer(orjson.dumps(answer))
 

@@ -37,6 +37,8 @@ from tinsmith.weight_channel.transport import Inlet
 
 logger = logging.getLogger(__name__)
 
+_PREPARE_AFTER_S = 0.1
+
 _DTYPES = {types.DTYPE_FLOAT32: torch.float32, types.DTYPE_BFLOAT16: torch.bfloat16}
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -159,7 +161,9 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
         return update
 
     async def _prepare(self, flat: Tensor) -> None:
-        """Memory for the next adapter of this size, used once: its first use may take longer than the transfer."""
+        """Memory for the next adapter of this size, used once: its first use may take longer than the transfer. The
+        canary and the first samples of the version that has just come go before."""
+        await asyncio.sleep(_PREPARE_AFTER_S)
         try:
             self._spare = await in_thread(lambda: torch.empty_like(flat).zero_())
         except RuntimeError as error:
@@ -221,7 +225,8 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
         except ServiceError as error:
             self.metrics.versions.publishes.labels(error.reason).inc()
             raise
-        if update.in_new_memory and update.weights.config.rank and update.weights.flat.device.type == "cpu":
+        is_idle = self._preparing is None or self._preparing.done()
+        if is_idle and update.in_new_memory and update.weights.config.rank and update.weights.flat.device.type == "cpu":
             self._preparing = asyncio.create_task(self._prepare(update.weights.flat))
         self.metrics.versions.publishes.labels("ok").inc()
         self.metrics.versions.publish_time.observe(time.perf_counter() - update.started)

@@ -63,22 +63,12 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        "gateway.database.checkpoints.CheckpointRows.put",
-        "gateway.database.operations.OperationRows.get",
-        "gateway.database.operations.OperationRows.settle",
-    ],
-)
-async def test_a_save_that_the_database_cannot_take_ends_when_it_can(
-    stack: Stack, client: Client, full: Full, method: str
-) -> None:
+async def test_a_save_that_the_database_cannot_take_ends_when_it_can(stack: Stack, client: Client, full: Full) -> None:
     await stack.restart_gateway(long_poll_s=0.1)
     model_id = await client.model(await client.session())
     stack.trainer.go.clear()
     receipt = await client.call("save_weights", {"model_id": model_id, "seq_id": 1, "path": "a"})
-    with full(method) as calls:
+    with full("gateway.database.checkpoints.CheckpointRows.put") as calls:
         stack.trainer.go.set()
         await until(lambda: len(calls) > 2)
         waiting = (await client.poll(receipt["request_id"])).json()
@@ -90,6 +80,27 @@ async def test_a_save_that_the_database_cannot_take_ends_when_it_can(
     entries = (await client.get("/api/v1/audit")).json()["entries"]
     (created,) = [entry for entry in entries if entry["event"] == "checkpoint_create"]
     assert created["tinker_path"] == f"tinker://{model_id}/weights/a"
+
+
+@pytest.mark.parametrize(
+    "method", ["gateway.database.samplers.SamplerRows.add", "gateway.database.connection.Database.add_once"]
+)
+async def test_an_ephemeral_save_that_the_database_cannot_take_ends_when_it_can(
+    stack: Stack, client: Client, full: Full, method: str
+) -> None:
+    model_id = await client.model(await client.session())
+    stack.trainer.go.clear()
+    save = {"model_id": model_id, "seq_id": 1, "sampling_session_seq_id": 0}
+    receipt = await client.call("save_weights_for_sampler", save)
+    with full(method) as calls:
+        stack.trainer.go.set()
+        await until(lambda: len(calls) > 2)
+    sampling_session_id = (await client.result(receipt))["sampling_session_id"]
+    # Of this very process, and of one that has to ask the database.
+    for _ in range(2):
+        sampler = await client.get(f"/api/v1/samplers/{sampling_session_id}")
+        assert sampler.json()["sampler_id"] == sampling_session_id
+        await stack.restart_gateway()
 
 
 @pytest.mark.parametrize("kind", ["save", "copy"])
