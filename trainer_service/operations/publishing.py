@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from tinsmith.rpc.errors import (
     CheckpointExists,
@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 _SENT_KINDS = {types_pb2.CHECKPOINT_KIND_SAMPLER, types_pb2.CHECKPOINT_KIND_EPHEMERAL}
 """Kinds that are sent to the samplers when they are saved."""
+
+_HEAD_START_S = 0.05
 
 T = TypeVar("T")
 
@@ -91,16 +93,23 @@ class Publishing:
 
     async def with_save(
         self,
-        saving: Coroutine[Any, Any, types_pb2.CheckpointInfo],
+        save: Callable[[], Awaitable[types_pb2.CheckpointInfo]],
         info: types_pb2.CheckpointInfo,
         state: State,
         scores: asyncio.Future[Scores],
     ) -> tuple[types_pb2.CheckpointInfo, Certified | None]:
-        """Both at once. Without files there must be no version; without a sampler that serves it, files are enough."""
+        """Both at once. Without files there must be no version; without a sampler that serves it, files are enough.
+
+        The weights have a head start: a CPU that writes files delays each call to the samplers by some milliseconds.
+        """
         version = Version(info.version_id, info.base_model, state.adapter)
-        publishing = asyncio.create_task(self.publisher.publish(version, scores))
+        sent = asyncio.Event()
+        publishing = asyncio.create_task(self.publisher.publish(version, scores, sent=sent))
+        waiting = asyncio.create_task(sent.wait())
         try:
-            stored = await saving
+            await asyncio.wait([publishing, waiting], timeout=_HEAD_START_S, return_when=asyncio.FIRST_COMPLETED)
+            waiting.cancel()
+            stored = await save()
         except BaseException:
             await asyncio.wait([publishing])
             await self.publisher.sender.withdraw(info.version_id)

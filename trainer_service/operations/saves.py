@@ -124,11 +124,10 @@ class Saves:
                     self.checkpoints.save, info, state, overwrite=request.overwrite, recipients=recipients
                 )
 
-        saving = save()
         if scores is not None:
-            stored, certified = await self.publishing.with_save(saving, info, state, scores)
+            stored, certified = await self.publishing.with_save(save, info, state, scores)
         else:
-            stored, certified = await saving, None
+            stored, certified = await save(), None
         return _saved(stored, certified)
 
     def _written(self, location: Location, version_id: str) -> types_pb2.CheckpointInfo | None:

@@ -164,8 +164,11 @@ class Publisher:
         """Of the canary."""
         return sum(tokens.size for tokens in self.sequences)
 
-    async def publish(self, version: Version, scores: asyncio.Future[Scores]) -> Certified | None:
-        """Publishes a version. `scores`: the trainer's scores of it. Returns None when no sampler is serving.
+    async def publish(
+        self, version: Version, scores: asyncio.Future[Scores], *, sent: asyncio.Event | None = None
+    ) -> Certified | None:
+        """Publishes a version. `scores`: the trainer's scores of it. `sent`: set when the samplers have its weights.
+        Returns None when no sampler is serving.
 
         No sampler serves a refused version; `check` raises for its certificate. Raises the errors of
         WeightSender.publish and of `scores`, and NotReady when no sampler could be measured or none has confirmed the
@@ -173,10 +176,11 @@ class Publisher:
         """
         scores.add_done_callback(lambda ours: ours.cancelled() or ours.exception())  # retrieve its error in any case
         async with self._turns.setdefault(version.version_id, asyncio.Lock()):
-            return await self._publish(version, scores)
+            return await self._publish(version, scores, sent or asyncio.Event())
 
-    async def _publish(self, version: Version, scores: asyncio.Future[Scores]) -> Certified | None:
+    async def _publish(self, version: Version, scores: asyncio.Future[Scores], sent: asyncio.Event) -> Certified | None:
         published = await self.sender.publish(version)
+        sent.set()
         if not published.members:
             return None
         try:
