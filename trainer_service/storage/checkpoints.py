@@ -125,6 +125,7 @@ class CheckpointStore:
             _write_files(draft.folder, state, info)
             if recipients:
                 encrypt_folder(draft.folder, recipients)
+            draft.begin_sync()
             written = Manifest.of(stored, [manifest.describe(path) for path in sorted(draft.folder.iterdir())])
             if max_bytes is not None and (size := written.checkpoint.size_bytes) > max_bytes:
                 raise BudgetExceeded(

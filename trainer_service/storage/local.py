@@ -12,6 +12,7 @@ import fcntl
 import logging
 import os
 import shutil
+import threading
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -30,6 +31,7 @@ from trainer_service.storage.uses import Uses
 logger = logging.getLogger(__name__)
 
 _REPLACED = "replaced-"
+_LARGE_BYTES = 2**20
 _NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK}
 
 
@@ -207,9 +209,20 @@ class _LocalDraft:
             self._storage.space.check(path.stat().st_size, what="it")
             shutil.copyfile(path, self.folder / name)
 
+    def begin_sync(self) -> None:
+        for path in self.folder.iterdir():
+            if path.stat().st_size > _LARGE_BYTES:
+                threading.Thread(target=_begin_sync, args=[path], name="sync", daemon=True).start()
+
     def install(self, manifest: Manifest) -> None:
         manifest.write(self.folder)
         self._storage.install(self.folder, self._location, overwrite=self._overwrite)
+
+
+def _begin_sync(path: Path) -> None:
+    """Errors are those of `install`, which syncs again; after a failed save the file is gone."""
+    with contextlib.suppress(OSError):
+        sync(path)
 
 
 def sync(path: Path) -> None:

@@ -343,6 +343,9 @@ class _ObjectDraft:
     def take(self, source: Location, found: Manifest, name: str) -> None:
         self._storage.copy_file(source, found, name, self._location, self._generation)
 
+    def begin_sync(self) -> None:
+        """Does nothing: the folder's disk keeps no checkpoint."""
+
     def install(self, manifest: Manifest) -> None:
         self._storage.upload(self._location, self._generation, self.folder)
         made = replace(manifest, folder=self._generation)

@@ -35,6 +35,11 @@ class Draft(Protocol):
         """
         ...
 
+    def begin_sync(self) -> None:
+        """Starts to bring the files that are in the folder to the disk, which `install` waits for: they can be hashed
+        meanwhile."""
+        ...
+
     def install(self, manifest: Manifest) -> None:
         """Makes the checkpoint exist, whole and durable. Raises CheckpointExists."""
         ...
