@@ -128,16 +128,19 @@ class Cores:
         most = max(1, min(self._most or self._cores, self._cores) // self._processes)
         return f"up to {most} threads, and {max(1, self.share // self._processes)} while all services compute"
 
-    def begin(self, *, num_tokens: int | None = None) -> None:
+    def begin(self, *, num_tokens: int | None = None, is_shared: bool = False) -> None:
         """Says that this service computes, until `end`, and takes as many threads as it may use now.
 
-        `num_tokens`: of the pass that begins; None for what is no pass.
+        `num_tokens`: of the pass that begins; None for what is no pass. `is_shared`: the other services will compute at
+        the same time.
         """
         if self._page is None:
             return
         if self._announces:
             self._page[self._place + _PID] = os.getpid()
         allowed = self._allowed()
+        if is_shared and not self._fixed:
+            allowed = min(allowed, max(1, self.share // self._processes))
         if num_tokens is not None and not self._fixed:
             allowed = min(allowed, max(1, num_tokens // self.tokens_per_thread))
         if allowed != self._threads:

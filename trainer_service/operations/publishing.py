@@ -46,9 +46,8 @@ T = TypeVar("T")
 
 
 class RunAlone(Protocol):
-    async def __call__(self, call: Callable[[], T], *, pass_tokens: int | None = None) -> T:
-        """Makes the call on the compute thread, before the next micro-batch. `pass_tokens`: that it puts through the
-        base model."""
+    async def __call__(self, call: Callable[[], T], *, canary_tokens: int | None = None) -> T:
+        """Makes the call on the compute thread, before the next micro-batch. `canary_tokens`: see Turn.run."""
         ...
 
 
@@ -85,7 +84,7 @@ class Publishing:
             loop.call_soon_threadsafe(lambda: captured.done() or captured.set_result(state))
             return self.engine.score(self.engine.weights(model_id), self.publisher.sequences)
 
-        scores = asyncio.ensure_future(turn.run(call, pass_tokens=self.publisher.num_tokens))
+        scores = asyncio.ensure_future(turn.run(call, canary_tokens=self.publisher.num_tokens))
         await asyncio.wait({captured, scores}, return_when=asyncio.FIRST_COMPLETED)
         if not captured.done():
             await scores  # raises, because the copy has failed
@@ -170,7 +169,7 @@ class Publishing:
         async with self._scoring:
             return await self.run_alone(
                 lambda: self.engine.score(state.adapter, self.publisher.sequences),
-                pass_tokens=self.publisher.num_tokens,
+                canary_tokens=self.publisher.num_tokens,
             )
 
     async def _find_version(self, location: Location, version_id: str) -> tuple[types_pb2.CheckpointInfo, State]:

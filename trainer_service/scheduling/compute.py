@@ -128,14 +128,14 @@ class ComputeThread:
                     item.result.set_exception(error)
             self._changed.notify()
 
-    async def run_alone(self, call: Callable[[], T], *, pass_tokens: int | None = None) -> T:
-        """Runs what belongs to no operation, after what runs now. `pass_tokens`: see Call."""
+    async def run_alone(self, call: Callable[[], T], *, canary_tokens: int | None = None) -> T:
+        """Runs what belongs to no operation, after what runs now. `canary_tokens`: see Call."""
         result: asyncio.Future[T] = self._loop.create_future()
         with self._changed:
             if self._closed:
                 result.cancel()
             else:
-                self._lanes.put_first(Call(None, call, result, pass_tokens))
+                self._lanes.put_first(Call(None, call, result, canary_tokens))
             self._changed.notify()
         return await result
 
@@ -186,8 +186,10 @@ class ComputeThread:
         try:
             while (work := self._next()) is not None:
                 assert self._running is not None
-                num_tokens = work.pass_tokens if isinstance(work, Call) else self._running.num_tokens
-                self._cores.begin(num_tokens=num_tokens)
+                if isinstance(work, Call):
+                    self._cores.begin(num_tokens=work.canary_tokens, is_shared=work.canary_tokens is not None)
+                else:
+                    self._cores.begin(num_tokens=self._running.num_tokens)
                 self._metrics.compute.threads.set(self._cores.threads)
                 names = [(operation.model_id, operation.seq_id) for operation in self._running.operations]
                 self._executing.begin(names)

@@ -43,9 +43,9 @@ class _Turn:
     _model: ModelQueue
     _operation: Operation
 
-    async def run(self, call: Callable[[], T], *, pass_tokens: int | None = None) -> T:
+    async def run(self, call: Callable[[], T], *, canary_tokens: int | None = None) -> T:
         result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._execution.enter(self._model, Call(self._operation, call, result, pass_tokens))
+        self._execution.enter(self._model, Call(self._operation, call, result, canary_tokens))
         self._execution.advance(self._model)
         return await result
 

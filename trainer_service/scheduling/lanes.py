@@ -31,8 +31,8 @@ class Call:
     """None for a call that belongs to no operation."""
     run: Callable[[], Any]
     result: asyncio.Future[Any]
-    pass_tokens: int | None = None
-    """Tokens that it puts through the base model; None for a call of another kind."""
+    canary_tokens: int | None = None
+    """Tokens of the canary, when it scores that, as the samplers do at the same time; None for another call."""
     is_over: bool = False
 
     @property

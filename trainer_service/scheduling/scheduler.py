@@ -144,10 +144,10 @@ class Scheduler:
     def pace(self) -> Pace:
         return self._compute.pace()
 
-    async def run_alone(self, call: Callable[[], T], *, pass_tokens: int | None = None) -> T:
-        """Runs what belongs to no operation on the compute thread, before the next micro-batch. `pass_tokens`: tokens
-        that it puts through the base model; None for a call of another kind."""
-        return await self._compute.run_alone(call, pass_tokens=pass_tokens)
+    async def run_alone(self, call: Callable[[], T], *, canary_tokens: int | None = None) -> T:
+        """Runs what belongs to no operation on the compute thread, before the next micro-batch. `canary_tokens`: see
+        Turn.run."""
+        return await self._compute.run_alone(call, canary_tokens=canary_tokens)
 
     def gaps(self) -> list[Gap]:
         """The missing operations, one of each model whose accepted operations all wait for one that has not arrived."""

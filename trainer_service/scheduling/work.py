@@ -114,9 +114,9 @@ class RunBatch:
 class Turn(Protocol):
     """An operation's place in its model's order."""
 
-    async def run(self, call: Callable[[], T], *, pass_tokens: int | None = None) -> T:
+    async def run(self, call: Callable[[], T], *, canary_tokens: int | None = None) -> T:
         """Runs `call` on the compute thread, after everything before it, and before everything after it.
-        `pass_tokens`: tokens that it puts through the base model; None for a call of another kind.
+        `canary_tokens`: tokens of the canary, when the call scores that; None for another call.
 
         Once for each operation. The model's next operation may start as soon as this call waits for its turn.
         """
