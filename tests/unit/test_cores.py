@@ -137,6 +137,14 @@ def test_a_fixed_number_of_threads_does_not_depend_on_a_pass(place: Place) -> No
     assert trainer.threads == 4
 
 
+def test_work_that_others_do_at_the_same_time_has_the_share_of_its_service(place: Place) -> None:
+    trainer = place(0)
+    trainer.begin(num_tokens=1000, is_shared=True)
+    assert trainer.threads == 4
+    trainer.begin(num_tokens=1000)
+    assert trainer.threads == 8
+
+
 def test_threads_are_set_when_their_number_changes_and_only_then(page: Path) -> None:
     said: list[int] = []
     service = Cores(f"{page}:0", most=0, set_threads=said.append)
