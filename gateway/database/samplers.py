@@ -49,7 +49,7 @@ class SamplerRows:
     async def add(self, row: SamplingSession, *, settles: str | None = None) -> SamplingSession:
         """Adds the row and returns it. Returns the existing one when its id exists already.
 
-        `settles`: the request that has made the row. It is settled in the same transaction, but not when the row exists.
+        `settles`: the request that has made the row. It is settled in the same transaction, unless the row exists.
         """
 
         async def note(db: AsyncSession) -> None:

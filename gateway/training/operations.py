@@ -330,7 +330,7 @@ class Operations:
                 await until_written(self._ledger.flush, what="the usage", pausing=pending.progress.paused)
 
     async def _written_down(self, pending: Pending, reply: Any, *, operation: Operation | None = None) -> Answer:
-        """The client's answer, once the results of the reply are in the database, and the operation is settled there."""
+        """The client's answer, once the results of the reply are in the database and the operation is settled."""
         pending.ask = None  # the trainer is done with the operation
 
         async def write() -> Answer:
