@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import grpc.aio
 
 from gateway.futures import Pending, Progress
+from tinsmith.formatting import duration_text
 from tinsmith.rpc.server import RAN
 from tinsmith.rpc.times import seconds_of
 from tinsmith.v1 import types_pb2
@@ -50,12 +51,6 @@ def in_words(status: types_pb2.QueueStatus) -> Progress:
     """
     facts = [f"position {status.position + 1}"] if status.position else []
     if status.HasField("expected_time"):
-        facts.append(f"done in about {_duration(seconds_of(status.expected_time))}")
+        facts.append(f"done in about {duration_text(seconds_of(status.expected_time))}")
     reason = f"{status.reason} ({', '.join(facts)})" if facts else status.reason
     return Progress("paused_capacity" if status.position else "active", reason)
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 1:
-        return "1 s"
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

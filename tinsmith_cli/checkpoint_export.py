@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from tinsmith.formatting import size_text
 from tinsmith_cli import client
 from tinsmith_cli.base_models import UsageError
-from tinsmith_cli.checkpoint_views import size_text
 from tinsmith_cli.client import Server
 
 if TYPE_CHECKING:

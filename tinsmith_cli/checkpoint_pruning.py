@@ -8,9 +8,10 @@ import sys
 import urllib.parse
 from typing import TYPE_CHECKING, Any
 
+from tinsmith.formatting import size_text
 from tinsmith_cli import client
 from tinsmith_cli.base_models import UsageError
-from tinsmith_cli.checkpoint_views import print_table, seconds, size_text
+from tinsmith_cli.checkpoint_views import print_table, seconds
 from tinsmith_cli.client import Server
 
 if TYPE_CHECKING:

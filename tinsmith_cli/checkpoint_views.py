@@ -9,6 +9,7 @@ import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from tinsmith.formatting import columns, size_text
 from tinsmith.rpc.paths import SCHEME
 from tinsmith_cli import client
 from tinsmith_cli.client import Server
@@ -65,11 +66,9 @@ def _show(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(found, indent=2))
         return 0
-    for name, value in found.items():
-        if name not in _HIDDEN:
-            print(f"{name:<16} {'-' if value is None else value}")
-    for file in found["files"]:
-        print(f"{'file':<16} {file['name']}  {file['size_bytes']} bytes  SHA-256 {file['sha256']}")
+    rows = [[name, "-" if value is None else str(value)] for name, value in found.items() if name not in _HIDDEN]
+    rows += [["file", f"{one['name']}  {one['size_bytes']} bytes  SHA-256 {one['sha256']}"] for one in found["files"]]
+    print(columns(rows))
     return 0
 
 
@@ -118,23 +117,16 @@ def of_run(server: Server, run_id: str) -> Iterable[dict[str, Any]]:
 
 def print_table(checkpoints: Iterable[Mapping[str, Any]], *, why: bool = False) -> None:
     """`why`: with the reasons for which each is kept."""
+    rows = []
     for one in checkpoints:
         notes = ["published"] if one["public"] else []
         if one["expires_at"] is not None:
             notes.append(f"expires {one['expires_at'][:19]}Z")
         if why:
             notes.append(f"kept: {', '.join(one['kept_as'])}")
-        line = f"{one['tinker_path']}  {size_text(one['size_bytes'])}  {one['time'][:19]}Z  {'; '.join(notes)}"
-        print(line.rstrip())
-
-
-def size_text(num_bytes: int) -> str:
-    number = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 1024:
-            return f"{number:.0f} B" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1024
-    return f"{number:.1f} TiB"
+        rows.append([one["tinker_path"], size_text(one["size_bytes"]), f"{one['time'][:19]}Z", "; ".join(notes)])
+    if rows:
+        print(columns(rows))
 
 
 def seconds(text: str) -> int:

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tinsmith.formatting import duration_text, size_text
 from tinsmith.rpc.times import seconds_of
 from tinsmith.rpc.words import word_of
 from tinsmith.v1 import trainer_admin_pb2 as pb
@@ -133,12 +134,12 @@ def _delete_model(arguments: argparse.Namespace) -> int:
 
 
 def _print_models(where: str, models: Sequence[pb.JournalModel]) -> None:
-    print(f"{where}: {len(models)} models, {_size(sum(one.request_bytes + one.result_bytes for one in models))}")
+    print(f"{where}: {len(models)} models, {size_text(sum(one.request_bytes + one.result_bytes for one in models))}")
     for one in models:
         state = word_of(pb.JournalState, one.state)
         print(
             f"{one.model_id}  {state}, {_snapshot(one)}; {one.num_accepted} accepted, {one.num_done} done, "
-            f"{one.num_failed} failed; requests {_size(one.request_bytes)}, results {_size(one.result_bytes)}"
+            f"{one.num_failed} failed; requests {size_text(one.request_bytes)}, results {size_text(one.result_bytes)}"
         )
         if one.reason:
             print(f"    {one.reason}")
@@ -150,13 +151,15 @@ def _snapshot(model: pb.JournalModel) -> str:
             return f"no snapshot, and requests up to seq_id {model.cut_seq_id} are cut: a crash would lose it"
         return "no snapshot, all requests are there"
     age_s = max(0.0, time.time() - seconds_of(model.snapshot_at))
-    return f"snapshot after seq_id {model.snapshot_seq_id}, {age_s:.0f} s old, {_size(model.snapshot_bytes)}"
+    return (
+        f"snapshot after seq_id {model.snapshot_seq_id}, {duration_text(age_s)} old, {size_text(model.snapshot_bytes)}"
+    )
 
 
 def _print_pruned(where: str, pruned: pb.PruneJournalResponse, *, done: bool) -> None:
     verb = "deleted" if done else "would delete"
     print(
-        f"{where}: {verb} {_size(pruned.num_bytes)}: {pruned.num_results} expired results, {pruned.num_bodies} "
+        f"{where}: {verb} {size_text(pruned.num_bytes)}: {pruned.num_results} expired results, {pruned.num_bodies} "
         f"requests behind snapshots or of ended models, {len(pruned.model_ids)} ended models"
     )
     if pruned.num_bodies:
@@ -167,10 +170,6 @@ def _print_pruned(where: str, pruned: pb.PruneJournalResponse, *, done: bool) ->
         print(f"    {model_id}")
     if not done:
         print("nothing was changed; --yes does it")
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 100_000 else f"{num_bytes} bytes"
 
 
 def _journals(folder: Path) -> list[Path]:

@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tinsmith.formatting import columns
 from tinsmith.rpc.errors import ServiceError
 from tinsmith_cli.base_models import UsageError
 
@@ -307,9 +308,7 @@ def _or_any(limit: int | None) -> str:
     return "any number" if limit is None else str(limit)
 
 
-def _table(rows: Iterable[dict[str, Any]], columns: Sequence[str]) -> str:
-    texts = [[column.replace("_", " ").upper() for column in columns]]
-    texts += [["-" if row[column] in (None, "") else str(row[column]) for column in columns] for row in rows]
-    widths = [max(len(line[n]) for line in texts) for n in range(len(columns))]
-    lines = ("  ".join(f"{text:<{width}}" for text, width in zip(line, widths, strict=True)) for line in texts)
-    return "\n".join(line.rstrip() for line in lines)
+def _table(rows: Iterable[dict[str, Any]], names: Sequence[str]) -> str:
+    texts = [[name.replace("_", " ").upper() for name in names]]
+    texts += [["-" if row[name] in (None, "") else str(row[name]) for name in names] for row in rows]
+    return columns(texts)

@@ -8,6 +8,7 @@ import urllib.parse
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from tinsmith.formatting import columns
 from tinsmith_cli import client
 from tinsmith_cli.base_models import UsageError
 from tinsmith_cli.client import Server
@@ -50,10 +51,15 @@ def run_list(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(sessions, indent=2))
         return 0
-    for session in sessions:
-        name = session["display_name"] or ""
-        line = f"{session['session_id']}  {session['created_at']}  {session['status']['type']:<15}  {name}"
-        print(line.rstrip())
+    if sessions:
+        print(
+            columns(
+                [
+                    [one["session_id"], one["created_at"], one["status"]["type"], one["display_name"] or ""]
+                    for one in sessions
+                ]
+            )
+        )
     return 0
 
 

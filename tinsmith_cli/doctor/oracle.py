@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tinsmith.formatting import size_text
 from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.pretrained import load_causal_lm
 from tinsmith.modeling.reference import adapted
@@ -67,7 +68,7 @@ def examine(
                 wide = _truth(model, sequences, placed, with_gradients=with_gradients)
                 model.to(subject.dtype)  # type: ignore[arg-type]
             else:
-                why_not_wide = f"float32 weights would take {needed / 1e9:.0f} GB, {room / 1e9:.0f} GB are free"
+                why_not_wide = f"float32 weights would take {size_text(needed)}, {size_text(room)} are free"
         peft, why_no_peft = None, "there is no adapter"
         if saved is not None:
             peft, why_no_peft = _peft(model, sequences, saved)
@@ -162,7 +163,7 @@ def _why_no_gradients(subject: Subject, adapters: Sequence[Adapter]) -> str:
     needed = 2 * sum(experts.values()) * subject.dtype.itemsize
     room = available_bytes(subject.device)
     if needed > room:
-        return f"plain autograd through the experts would take {needed / 1e9:.0f} GB, {room / 1e9:.0f} GB are free"
+        return f"plain autograd through the experts would take {size_text(needed)}, {size_text(room)} are free"
     return ""
 
 

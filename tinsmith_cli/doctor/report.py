@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import tinsmith
+from tinsmith.formatting import size_text
 from tinsmith_cli.doctor.limits import Findings
 from tinsmith_cli.doctor.trainer import Room, Speed
 from tinsmith_cli.doctor.verdict import Check, Verdict
@@ -131,15 +132,13 @@ def _room(room: Room, where: str) -> Iterator[str]:
         fits = f"{room.models_bytes // trained:,} fit"
         if room.device_bytes is not None:
             fits += f", {min(room.device_bytes, room.models_bytes) // trained:,} of them on the device"
-        yield _line(f"an adapter of rank {rank} on {where}", f"{_size(served)}; in training {_size(trained)}, {fits}")
+        yield _line(
+            f"an adapter of rank {rank} on {where}", f"{size_text(served)}; in training {size_text(trained)}, {fits}"
+        )
 
 
 def _line(name: str, value: str) -> str:
     return f"  {name:<{_NAME}}{value}"
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:,.1f} MB" if num_bytes < 1e9 else f"{num_bytes / 1e9:,.2f} GB"
 
 
 def _end(verdict: Verdict) -> Iterator[str]:

@@ -10,6 +10,7 @@ from typing import Literal, TypeVar
 
 import torch
 
+from tinsmith.formatting import size_text
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc.errors import OutOfCapacity
 from trainer_service.engine.budget import Lengths, Plan
@@ -144,8 +145,8 @@ class Room:
         """
         if needed > (left := self.bytes_left):
             raise OutOfCapacity(
-                f"lora_config.rank: a model of rank {rank} takes {needed / 1e6:.1f} MB with its gradients and its "
-                f"optimizer, and {len(self._models)} live models leave {max(0, left) / 1e6:.1f} MB of this trainer's "
+                f"lora_config.rank: a model of rank {rank} takes {size_text(needed)} with its gradients and its "
+                f"optimizer, and {len(self._models)} live models leave {size_text(max(0, left))} of this trainer's "
                 "memory for models; end one, or ask for a smaller rank",
                 field="lora_config.rank",
             )

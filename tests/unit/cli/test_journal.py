@@ -57,7 +57,7 @@ def test_show_says_what_each_model_would_come_back_from(stopped: Path, capsys: p
     where, live, lost, why = capsys.readouterr().out.splitlines()
     assert where.startswith(f"{stopped}/trainers/tiny/journal.sqlite: 2 models, ")
     assert live.startswith(f"{LIVE}  live, snapshot after seq_id 2, ")
-    assert "123 bytes; 1 accepted, 2 done, 1 failed; requests" in live
+    assert "123 B; 1 accepted, 2 done, 1 failed; requests" in live
     assert lost.startswith(f"{LOST}  lost, no snapshot, all requests are there; ")
     assert why == "    its snapshots are damaged"
 
@@ -75,7 +75,7 @@ def test_prune_says_what_would_go_and_then_deletes_that(stopped: Path, capsys: p
     _, live = capsys.readouterr().out.splitlines()
     assert "1 accepted, 0 done, 0 failed" in live
     assert journal("prune", stopped, "--yes") == 0
-    assert "deleted 0 bytes" in capsys.readouterr().out
+    assert "deleted 0 B" in capsys.readouterr().out
 
 
 def test_why_a_model_was_lost_is_kept_until_it_expires_or_the_model_is_named(
