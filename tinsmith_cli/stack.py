@@ -29,6 +29,7 @@ from tinsmith.rpc.channel import connect, wait_serving
 from tinsmith.rpc.tls import Certificates, pinned
 from tinsmith_cli.base_models import BaseModel
 from tinsmith_cli.ports import free_ports
+from tinsmith_cli.settings import Settings
 from tinsmith_cli.supervisor import Service
 
 _HEALTH_TIMEOUT_S = 2.0
@@ -126,68 +127,46 @@ class Tls:
 class Stack:
     """Trainers, samplers and one gateway, on this machine."""
 
+    settings: Settings
     models: Sequence[BaseModel]
-    host: str
-    port: int
-    state_dir: Path
-    keys: Keys | None
-    log_level: str
-    most_threads: Threads = Threads(0, 0)
-    """What each service may use at most; 0 means all cores."""
-    checkpoint_dir: str = ""
-    """A folder, or the URL of an object store; empty means a folder of state_dir."""
-    full_training: bool = False
-    """The trainers train all parameters."""
-    deterministic: bool = False
-    """The trainers run every forward_backward by itself."""
-    engine: str = "auto"
-    """Of the samplers."""
-    max_lora_rank: int | None = None
-    """Of the trainers and the samplers; None leaves it to their environment."""
-    trainer_ranks: int = 1
-    """Processes of each trainer, which share its threads."""
-    num_samplers: int = 1
-    """Of each trainer."""
-    trainer_port: int = 0
-    """gRPC port of the first trainer; further trainers have the ports after it. 0 means free ports."""
-    sampler_port: int = 0
-    """gRPC port of the first sampler; further samplers have the ports after it. 0 means free ports."""
-    log_format: str = "json"
-    tracing: bool = False
+    keys: Keys | None = None
     tls: Tls = Tls()
-    supervised: bool = True
-    """A service that ends is started again."""
 
     @property
     def url(self) -> str:
-        scheme = "http" if self.tls.cert is None else "https"
-        return f"{scheme}://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+        scheme, host = "http" if self.tls.cert is None else "https", self.settings.host
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.settings.port}"
+
+    @property
+    def most_threads(self) -> Threads:
+        """Most threads of each service; 0 means all cores."""
+        return Threads(self.settings.trainer_threads or 0, self.settings.sampler_threads or 0)
 
     @property
     def logs(self) -> Path:
-        return self.state_dir / "logs"
+        return self.settings.state_dir / "logs"
 
     def groups(self) -> list[Group]:
         """Trainer and samplers of each model. Ports without a setting are ones that the kernel says are free."""
-        free = iter(free_ports((1 + 2 * (1 + self.num_samplers)) * len(self.models)))
-        trainer_ports = count(self.trainer_port) if self.trainer_port else free
-        sampler_ports = count(self.sampler_port) if self.sampler_port else free
+        free = iter(free_ports((1 + 2 * (1 + self.settings.samplers)) * len(self.models)))
+        trainer_ports = count(self.settings.trainer_port) if self.settings.trainer_port else free
+        sampler_ports = count(self.settings.sampler_port) if self.settings.sampler_port else free
         places = count()
         groups = []
         for number, model in enumerate(self.models, start=1):
             suffix = f"-{number}" if len(self.models) > 1 else ""
-            several = self.num_samplers > 1
+            several = self.settings.samplers > 1
             trainer = Instance(suffix, next(trainer_ports), next(free), next(places))
             samplers = [
                 Instance(f"{suffix}-{replica}" if several else suffix, next(sampler_ports), next(free), next(places))
-                for replica in range(1, self.num_samplers + 1)
+                for replica in range(1, self.settings.samplers + 1)
             ]
             groups.append(Group(model, trainer, samplers, next(free)))
         return groups
 
     def trainer_folder(self, group: Group) -> Path:
         """Of its journal."""
-        return self.state_dir / "trainers" / _folder_name(group.model)
+        return self.settings.state_dir / "trainers" / _folder_name(group.model)
 
     def services(self, groups: Sequence[Group]) -> list[Service]:
         """Trainers and samplers first; the gateway last, so that it is the first to be stopped."""
@@ -215,14 +194,16 @@ class Stack:
     def _places(self) -> list[int]:
         """Threads of each service while all compute; the last is the gateway."""
         shares = self._shares()
-        return [*[shares.trainer, *[shares.sampler] * self.num_samplers] * len(self.models), 0]
+        return [*[shares.trainer, *[shares.sampler] * self.settings.samplers] * len(self.models), 0]
 
     @property
     def _cores_page(self) -> Path:
-        return self.state_dir / "cores"
+        return self.settings.state_dir / "cores"
 
     def _shares(self) -> Threads:
-        return divide_cores(usable_cores(), groups=len(self.models), samplers=self.num_samplers, most=self.most_threads)
+        return divide_cores(
+            usable_cores(), groups=len(self.models), samplers=self.settings.samplers, most=self.most_threads
+        )
 
     def _cores(self, instance: Instance, *, most: int) -> dict[str, str]:
         flags = {"cores-page": f"{self._cores_page}:{instance.place}"}
@@ -235,22 +216,22 @@ class Stack:
             "model-names": json.dumps(group.model.names),
             "listen": _local(group.trainer.port),
             "samplers": json.dumps([_local(sampler.port) for sampler in group.samplers]),
-            "checkpoint-dir": self.checkpoint_dir or str(self.state_dir / "checkpoints"),
+            "checkpoint-dir": self.settings.checkpoint_dir or str(self.settings.state_dir / "checkpoints"),
             "state-dir": str(self.trainer_folder(group)),
             "metrics-port": str(group.trainer.metrics_port),
             **self._cores(group.trainer, most=self.most_threads.trainer),
-            **({"full-training": "true"} if self.full_training else {}),
-            **({"deterministic": "true"} if self.deterministic else {}),
-            **({"max-lora-rank": str(self.max_lora_rank)} if self.max_lora_rank else {}),
+            **self.settings.passed_to("trainer"),
         }
-        launcher = torchrun(self.trainer_ranks, group.ranks_port) if self.trainer_ranks > 1 else []
+        launcher = torchrun(self.settings.trainer_ranks, group.ranks_port) if self.settings.trainer_ranks > 1 else []
         return self._grpc_service(
-            "trainer", group.trainer, flags, threads=max(1, threads // self.trainer_ranks), launcher=launcher
+            "trainer", group.trainer, flags, threads=max(1, threads // self.settings.trainer_ranks), launcher=launcher
         )
 
     def _sampler(self, group: Group, sampler: Instance) -> Service:
         # vLLM does not serve all parameters of every model: whoever wants it for them says so.
-        engine = "torch" if self.full_training and self.engine == "auto" else self.engine
+        engine = self.settings.engine
+        if self.settings.full_training and engine == "auto":
+            engine = "torch"
         flags = {
             "base-model": group.model.source,
             "model-names": json.dumps(group.model.names),
@@ -258,15 +239,10 @@ class Stack:
             "metrics-port": str(sampler.metrics_port),
             **self._cores(sampler, most=self.most_threads.sampler),
             **({} if engine == "auto" else {"engine": engine}),  # then SAMPLER_ENGINE may say it
-            **({"max-lora-rank": rank} if (rank := self._sampler_rank()) else {}),
+            **({"max-lora-rank": rank} if (rank := _environments_rank()) else {}),
+            **self.settings.passed_to("sampler"),
         }
         return self._grpc_service("sampler", sampler, flags, threads=self._shares().sampler)
-
-    def _sampler_rank(self) -> str:
-        """What the trainers may create; empty where nothing was said about it, or about the samplers themselves."""
-        if self.max_lora_rank:
-            return str(self.max_lora_rank)
-        return "" if "SAMPLER_MAX_LORA_RANK" in os.environ else os.environ.get("TRAINER_MAX_LORA_RANK", "")
 
     def _grpc_service(
         self,
@@ -279,10 +255,10 @@ class Stack:
     ) -> Service:
         return Service(
             name=f"{kind}{instance.suffix}",
-            argv=_command(f"{kind}_service", {**flags, **self.tls.flags(kind), **self._log_flags()}, launcher=launcher),
+            argv=_command(f"{kind}_service", {**flags, **self.tls.flags(kind)}, launcher=launcher),
             log=self.logs / f"{kind}{instance.suffix}.log",
             wait_ready=partial(_wait_grpc, _local(instance.port), self.tls.grpc("gateway")),
-            restarts=self.supervised,
+            restarts=self.settings.supervise,
             env={
                 "OMP_NUM_THREADS": str(threads),
                 "OMP_WAIT_POLICY": "PASSIVE",
@@ -297,33 +273,34 @@ class Stack:
 
     def _gateway(self, groups: Sequence[Group]) -> Service:
         flags = {
-            "host": self.host,
-            "port": str(self.port),
+            "host": self.settings.host,
+            "port": str(self.settings.port),
             "trainers": json.dumps([_local(group.trainer.port) for group in groups]),
             "samplers": json.dumps([_local(sampler.port) for group in groups for sampler in group.samplers]),
-            "state-dir": str(self.state_dir / "gateway"),
+            "state-dir": str(self.settings.state_dir / "gateway"),
             "cores-page": f"{self._cores_page}:{len(self._places()) - 1}",
             **self.tls.flags("gateway"),
-            **self._log_flags(),
+            **self.settings.passed_to("gateway"),
         }
-        tokenizers = _tokenizers(self.models) if is_loopback(self.host) else {}
+        tokenizers = _tokenizers(self.models) if is_loopback(self.settings.host) else {}
         if tokenizers and "GATEWAY_TOKENIZERS" not in os.environ:
             flags["tokenizers"] = json.dumps(tokenizers)
         return Service(
             name="gateway",
             argv=_command("gateway", flags),
             log=self.logs / "gateway.log",
-            wait_ready=partial(_wait_http, self.host, self.port, self.tls.cert),
-            restarts=self.supervised,
+            wait_ready=partial(_wait_http, self.settings.host, self.settings.port, self.tls.cert),
+            restarts=self.settings.supervise,
             env=self._keys("gateway"),
         )
 
-    def _log_flags(self) -> dict[str, str]:
-        flags = {"log-level": self.log_level, "log-format": self.log_format}
-        return flags | {"tracing": "true"} if self.tracing else flags
-
     def _keys(self, service: str) -> dict[str, str]:
         return self.keys.env(service) if self.keys else {}
+
+
+def _environments_rank() -> str:
+    """The trainers' largest rank, when the environment names one for them and none for the samplers."""
+    return "" if "SAMPLER_MAX_LORA_RANK" in os.environ else os.environ.get("TRAINER_MAX_LORA_RANK", "")
 
 
 def _tokenizers(models: Sequence[BaseModel]) -> dict[str, str]:

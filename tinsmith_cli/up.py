@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -27,13 +28,13 @@ from tinsmith_cli.base_models import BaseModel, UsageError, parse
 from tinsmith_cli.keys import has_keys
 from tinsmith_cli.left_journals import with_live_runs
 from tinsmith_cli.ports import free_ports
-from tinsmith_cli.stack import Keys, Stack, Threads, Tls
+from tinsmith_cli.settings import DEFAULT_MODEL_NAME, Settings
+from tinsmith_cli.stack import Keys, Stack, Tls
 from tinsmith_cli.supervisor import supervise
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-DEFAULT_MODEL_NAME = "tinsmith/small-qwen3"
 _DEFAULT_MODEL_SETTINGS = ("--size", "small", "--pretrain-seconds", "60")
 
 
@@ -45,161 +46,26 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "stops all of them. One that ends by itself is started again. What has no flag here is set through TRAINER_*, "
         "SAMPLER_* and GATEWAY_* in the environment (`python -m trainer_service --help` and so on list them).",
     )
-    _add_models_and_folders(parser)
-    _add_access(parser)
-    _add_processes(parser)
+    Settings.add_flags(parser)
     parser.set_defaults(run=run)
-
-
-def _add_models_and_folders(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--base-model", action="append", default=[], metavar="[NAME=]PATH|HUB_ID",
-        help="weights to serve, repeatable. PATH alone is served under its folder's name, HUB_ID under itself. Several "
-        "names for one folder load it once; each different one has its own trainer and samplers. Default: a small "
-        f"model made on the first start and served as {DEFAULT_MODEL_NAME}",
-    )  # fmt: skip
-    parser.add_argument("--models-file", type=Path, metavar="FILE", help='more of them, as JSON: {"name": "path", ...}')
-    parser.add_argument("--host", default="127.0.0.1", help="address of the HTTP API (default %(default)s)")
-    parser.add_argument("--port", type=int, default=8000, help="its port; 0 takes any free one (default %(default)s)")
-    for service in ("trainer", "sampler"):
-        parser.add_argument(
-            f"--{service}-port", type=_port, default=0, metavar="PORT",
-            help=f"gRPC port of the first {service}; further ones have the ports after it (default: any free ports)",
-        )  # fmt: skip
-    parser.add_argument(
-        "--state-dir", type=Path, default=Path("~/.tinsmith"), metavar="DIR",
-        help="checkpoints, journals, database and logs (default %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--checkpoint-dir", default=os.environ.get("TRAINER_CHECKPOINT_DIR", ""), metavar="DIR_OR_URL",
-        help="where checkpoints lie: a folder, or s3://BUCKET/PREFIX or gs://BUCKET/PREFIX, with credentials from the "
-        "environment (default: TRAINER_CHECKPOINT_DIR, or the folder checkpoints of --state-dir)",
-    )  # fmt: skip
-
-
-def _add_access(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--api-key", action="append", default=[], metavar="KEY",
-        help="a key that clients must send, over HTTP and over gRPC, repeatable; GATEWAY_API_KEYS='[\"KEY\"]' in the "
-        "environment keeps it out of `ps`. Required unless --host is a loopback address; without one, any key is "
-        "accepted there",
-    )  # fmt: skip
-    parser.add_argument(
-        "--certificates", type=Path, metavar="DIR",
-        help="folder made by `tinsmith make-certificates`: HTTPS for clients, who must trust DIR/ca.pem, and mutual "
-        "TLS between the services and for gRPC clients",
-    )  # fmt: skip
-    parser.add_argument(
-        "--tls-cert", type=Path, metavar="FILE",
-        help="certificate (PEM) for HTTPS, of an authority that clients trust already; with --tls-key",
-    )  # fmt: skip
-    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key (PEM)")
-
-
-def _add_processes(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--full-training", action="store_true",
-        help="train all parameters of the base models, one run at a time for each (clients send rank 0), instead of "
-        "LoRA adapters",
-    )  # fmt: skip
-    parser.add_argument(
-        "--deterministic", action="store_true",
-        help="the same requests give the same bits, whatever other runs do and also after a crash: trainers do not put "
-        "requests together and keep their number of threads, which costs what both gain (default: "
-        "TRAINER_DETERMINISTIC)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--engine", default="auto", choices=["auto", "vllm", "torch"],
-        help="what generates: vLLM, or the trainer's own modelling code; auto is vLLM on CUDA, where it is "
-        "installed, and torch with --full-training; SAMPLER_TENSOR_PARALLEL in the environment has vLLM divide the "
-        "model among GPUs",
-    )  # fmt: skip
-    parser.add_argument(
-        "--max-lora-rank", type=int, metavar="N",
-        help="largest rank of adapters, for trainers and samplers (default: TRAINER_MAX_LORA_RANK for both; "
-        "else 256, and 64 where vLLM samples, whose slots on the GPU are as large as this makes them)",
-    )  # fmt: skip
-    parser.add_argument("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
-    parser.add_argument(
-        "--log-format", default="json", choices=["json", "text"], help="of the services' logs (default %(default)s)"
-    )
-    parser.add_argument(
-        "--log-mb", type=float, default=100.0, metavar="MB",
-        help="a log of this size begins again, and the one before stays beside it as NAME.log.1; inf lets "
-        "it grow (default %(default)g)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--tracing", action="store_true",
-        help="send OpenTelemetry traces, as OTEL_EXPORTER_OTLP_ENDPOINT and its like say; needs the extra otel",
-    )  # fmt: skip
-    parser.add_argument(
-        "--trainer-ranks", type=int, default=1, metavar="N",
-        help="processes of each trainer, which divide the data and its threads (default %(default)s); "
-        "TRAINER_TENSOR_PARALLEL and TRAINER_SHARD_BASE in the environment divide the base model, too",
-    )  # fmt: skip
-    parser.add_argument(
-        "--samplers", type=int, default=1, metavar="N",
-        help="samplers of each base model, which share its requests and the samplers' cores (default %(default)s); the "
-        "others do the work of one that ends until it is back",
-    )  # fmt: skip
-    parser.add_argument(
-        "--supervise", action=argparse.BooleanOptionalAction, default=True,
-        help="start a service again when it ends, after 1 s, then 2, 4, ... 30 s; clients wait meanwhile. Without it "
-        "one that ends ends all, with status 1: for those whose own supervisor starts all of it again (default: "
-        "--supervise)",
-    )  # fmt: skip
-    for kind in ("trainer", "sampler"):
-        parser.add_argument(
-            f"--{kind}-threads", type=int, metavar="N",
-            help=f"most CPU threads of each {kind} (default: all cores while no other service computes, and its share "
-            "of them otherwise)",
-        )  # fmt: skip
-    parser.add_argument(
-        "--startup-timeout", type=float, default=1800.0, metavar="SECONDS",
-        help="give up when the models have not loaded by then; a service that is started again has as long, and is "
-        "then killed and started once more (default %(default)g)",
-    )  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Checks everything that can be checked before a process starts; raises UsageError."""
-    state_dir: Path = arguments.state_dir.expanduser().absolute()
     models = parse(arguments.base_model, models_file=arguments.models_file)
-    for flag in ("samplers", "trainer_ranks", "log_mb"):
-        if not (value := getattr(arguments, flag)) >= 1:  # not a number is none
-            raise UsageError(f"--{flag.replace('_', '-')}: {value} is not at least 1")
-    if arguments.max_lora_rank is not None and arguments.max_lora_rank < 1:
-        raise UsageError(f"--max-lora-rank: {arguments.max_lora_rank} is not at least 1")
-    for flag in ("trainer_threads", "sampler_threads"):
-        if (value := getattr(arguments, flag)) is not None and value < 1:
-            raise UsageError(f"--{flag.replace('_', '-')}: {value} is not at least 1")
-    checkpoint_dir = _checkpoint_dir(arguments.checkpoint_dir)
-    keys = _keys(arguments.host, arguments.api_key, state_dir=state_dir)
-    tls = _tls(arguments)
-    port = _check_port(arguments.host, arguments.port)
+    settings = Settings.of(arguments)
+    settings = replace(
+        settings,
+        state_dir=settings.state_dir.expanduser().absolute(),
+        checkpoint_dir=_checkpoint_dir(settings.checkpoint_dir),
+    )
+    state_dir = settings.state_dir
+    keys = _keys(settings.host, settings.api_key, state_dir=state_dir)
+    tls = _tls(settings)
+    settings = replace(settings, port=_check_port(settings.host, settings.port))
     with _lock(state_dir):
-        stack = Stack(
-            models=models or [BaseModel(str(_default_model(state_dir)), (DEFAULT_MODEL_NAME,))],
-            host=arguments.host,
-            port=port,
-            state_dir=state_dir,
-            checkpoint_dir=checkpoint_dir,
-            keys=keys,
-            log_level=arguments.log_level,
-            log_format=arguments.log_format,
-            tracing=arguments.tracing,
-            most_threads=Threads(arguments.trainer_threads or 0, arguments.sampler_threads or 0),
-            full_training=arguments.full_training,
-            deterministic=arguments.deterministic,
-            engine=arguments.engine,
-            max_lora_rank=arguments.max_lora_rank,
-            trainer_ranks=arguments.trainer_ranks,
-            num_samplers=arguments.samplers,
-            trainer_port=arguments.trainer_port,
-            sampler_port=arguments.sampler_port,
-            tls=tls,
-            supervised=arguments.supervise,
-        )
+        models = models or [BaseModel(str(_default_model(state_dir)), (DEFAULT_MODEL_NAME,))]
+        stack = Stack(settings, models, keys, tls)
         groups = stack.groups()
         stack.make_cores_page()
         folders = {stack.trainer_folder(group) for group in groups}
@@ -213,8 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
                 stack.services(groups),
                 on_ready=lambda: _report(f"Tinsmith is ready at {stack.url} ({stack.summary(groups)})"),
                 report=_report,
-                startup_timeout_s=arguments.startup_timeout,
-                log_max_bytes=1e6 * arguments.log_mb,
+                startup_timeout_s=settings.startup_timeout,
+                log_max_bytes=1e6 * settings.log_mb,
             )
         )
 
@@ -252,13 +118,13 @@ def _keys(host: str, api_keys: list[str], *, state_dir: Path) -> Keys | None:
     return None
 
 
-def _tls(arguments: argparse.Namespace) -> Tls:
+def _tls(settings: Settings) -> Tls:
     """--tls-cert before GATEWAY_TLS_CERT of the environment, before what --certificates holds."""
     cert, key = (
-        Path(text) if (text := getattr(arguments, name) or os.environ.get(f"GATEWAY_{name.upper()}")) else None
+        Path(text) if (text := getattr(settings, name) or os.environ.get(f"GATEWAY_{name.upper()}")) else None
         for name in ("tls_cert", "tls_key")
     )
-    folder: Path | None = arguments.certificates
+    folder = settings.certificates
     if cert is None and key is None and folder is not None:
         cert, key = folder / "gateway.pem", folder / "gateway-key.pem"
     if cert is None or key is None:
@@ -275,12 +141,6 @@ def _tls(arguments: argparse.Namespace) -> Tls:
         made = f"; `tinsmith make-certificates {folder}` makes what --certificates needs" if folder else ""
         raise UsageError(f"{error}{made}") from None
     return tls
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or not 0 <= int(text) <= 65535:
-        raise argparse.ArgumentTypeError(f"{text} is no port: 1 to 65535, or 0 for any free one")
-    return int(text)
 
 
 def _check_port(host: str, port: int) -> int:

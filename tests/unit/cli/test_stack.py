@@ -9,19 +9,17 @@ import pytest
 from tinsmith.cores import Cores, usable_cores
 from tinsmith.rpc.server import Server
 from tinsmith_cli.base_models import BaseModel
+from tinsmith_cli.settings import Settings
 from tinsmith_cli.stack import Keys, Stack, Threads, _wait_grpc, _wait_http, divide_cores
 from tinsmith_cli.supervisor import Service
 
 
-def make_stack(models: list[BaseModel], *, keys: Keys | None = None) -> Stack:
-    return Stack(
-        models=models,
-        host="127.0.0.1",
-        port=8000,
-        state_dir=Path("/state"),
-        keys=keys,
-        log_level="INFO",
-    )
+def make_stack(models: list[BaseModel], *, keys: Keys | None = None, **settings: Any) -> Stack:
+    return Stack(Settings(**{"state_dir": Path("/state"), "checkpoint_dir": "", **settings}), models, keys)
+
+
+def changed(stack: Stack, **settings: Any) -> Stack:
+    return replace(stack, settings=replace(stack.settings, **settings))
 
 
 def flag(service: Service, name: str) -> str:
@@ -54,8 +52,8 @@ def test_a_share_is_no_larger_than_what_a_service_may_use() -> None:
 
 
 def test_services_share_a_page_of_cores_and_explicit_threads_are_the_most(tmp_path: Path) -> None:
-    stack = replace(make_stack([BaseModel("/m/a", ("a",)), BaseModel("/m/b", ("b",))]), state_dir=tmp_path)
-    stack = replace(stack, num_samplers=2, most_threads=Threads(trainer=0, sampler=3))
+    models = [BaseModel("/m/a", ("a",)), BaseModel("/m/b", ("b",))]
+    stack = make_stack(models, state_dir=tmp_path, samplers=2, sampler_threads=3)
     *services, gateway = stack.services(stack.groups())
     assert [flag(service, "cores-page") for service in (*services, gateway)] == [
         f"{tmp_path}/cores:{place}" for place in (0, 3, 1, 2, 4, 5, 6)
@@ -74,14 +72,14 @@ def test_the_form_of_logs_and_tracing_are_the_same_for_all() -> None:
     for service in stack.services(stack.groups()):
         assert flag(service, "log-format") == "json"
         assert "--tracing" not in service.argv  # then TRAINER_TRACING and its like may say it
-    stack = replace(stack, log_format="text", tracing=True)
+    stack = changed(stack, log_format="text", tracing=True)
     for service in stack.services(stack.groups()):
         assert (flag(service, "log-format"), flag(service, "tracing")) == ("text", "true")
 
 
 @pytest.mark.parametrize(("given", "used"), [("", "/state/checkpoints"), ("s3://bucket/x", "s3://bucket/x")])
 def test_all_trainers_keep_their_checkpoints_in_one_place(given: str, used: str) -> None:
-    stack = replace(make_stack([BaseModel("/m/a", ("a",)), BaseModel("/m/b", ("b",))]), checkpoint_dir=given)
+    stack = changed(make_stack([BaseModel("/m/a", ("a",)), BaseModel("/m/b", ("b",))]), checkpoint_dir=given)
     trainers = [service for service in stack.services(stack.groups()) if service.name.startswith("trainer")]
     assert [flag(service, "checkpoint-dir") for service in trainers] == [used, used]
 
@@ -108,17 +106,17 @@ def test_clients_on_this_machine_find_the_tokenizers_of_models_that_the_hub_does
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     models = [BaseModel("/m/a", ("a", "tinsmith/a", "org/a")), BaseModel("org/c", ("org/c", "c"))]
-    local = replace(make_stack(models), host="127.0.0.1")
+    local = changed(make_stack(models), host="127.0.0.1")
     gateway = local.services(local.groups())[-1]
     assert json.loads(flag(gateway, "tokenizers")) == {"a": "/m/a", "tinsmith/a": "/m/a"}
-    everywhere = replace(local, host="0.0.0.0")
+    everywhere = changed(local, host="0.0.0.0")
     assert "--tokenizers" not in everywhere.services(everywhere.groups())[-1].argv
     monkeypatch.setenv("GATEWAY_TOKENIZERS", "{}")
     assert "--tokenizers" not in local.services(local.groups())[-1].argv
 
 
 def test_several_samplers_are_known_to_their_trainer_and_to_the_gateway() -> None:
-    stack = replace(make_stack([BaseModel("/m/a", ("a",)), BaseModel("/m/b", ("b",))]), num_samplers=2)
+    stack = changed(make_stack([BaseModel("/m/a", ("a",)), BaseModel("/m/b", ("b",))]), samplers=2)
     groups = stack.groups()
     services = {service.name: service for service in stack.services(groups)}
     names = ["sampler-1-1", "sampler-1-2", "sampler-2-1", "sampler-2-2"]
@@ -128,7 +126,7 @@ def test_several_samplers_are_known_to_their_trainer_and_to_the_gateway() -> Non
     assert json.loads(flag(services["trainer-2"], "samplers")) == addresses[2:]
     assert json.loads(flag(services["gateway"], "samplers")) == addresses
     assert f"; sampler: {', '.join(addresses)}; metrics:" in stack.summary(groups)
-    alone = replace(make_stack([BaseModel("/m/a", ("a",))]), num_samplers=2)
+    alone = changed(make_stack([BaseModel("/m/a", ("a",))]), samplers=2)
     logs = [service.log.name for service in alone.services(alone.groups())]
     assert logs == ["trainer.log", "sampler-1.log", "sampler-2.log", "gateway.log"]
 
@@ -136,7 +134,7 @@ def test_several_samplers_are_known_to_their_trainer_and_to_the_gateway() -> Non
 def test_every_service_is_started_again_unless_that_is_not_wanted() -> None:
     stack = make_stack([BaseModel("/m/a", ("a",))])
     assert [service.restarts for service in stack.services(stack.groups())] == [True] * 3
-    alone = replace(stack, supervised=False)
+    alone = changed(stack, supervise=False)
     assert [service.restarts for service in alone.services(alone.groups())] == [False] * 3
 
 
@@ -145,7 +143,7 @@ def test_how_to_train_is_a_flag_of_the_trainers(name: str) -> None:
     stack = make_stack([BaseModel("/m/a", ("a",))])
     # TRAINER_DETERMINISTIC and its like may say it
     assert f"--{name}" not in stack.services(stack.groups())[0].argv
-    stack = replace(stack, **{name.replace("-", "_"): True})
+    stack = changed(stack, **{name.replace("-", "_"): True})
     trainer, *others = stack.services(stack.groups())
     assert flag(trainer, name) == "true"
     assert not any(f"--{name}" in other.argv for other in others)
@@ -159,8 +157,8 @@ def test_the_engine_is_a_flag_of_the_samplers_and_full_training_takes_the_one_th
         ({"full_training": True}, "torch"),
         ({"full_training": True, "engine": "vllm"}, "vllm"),
     ]
-    for changed, engine in cases:
-        trainer, sampler, gateway = replace(stack, **changed).services(stack.groups())
+    for given, engine in cases:
+        trainer, sampler, gateway = changed(stack, **given).services(stack.groups())
         assert flag(sampler, "engine") == engine
         assert "--engine" not in [*trainer.argv, *gateway.argv]
 
@@ -171,7 +169,7 @@ def test_samplers_serve_the_ranks_that_their_trainers_accept(monkeypatch: pytest
     stack = make_stack([BaseModel("/m/a", ("a",))])
     trainer, sampler, _ = stack.services(stack.groups())
     assert "--max-lora-rank" not in [*trainer.argv, *sampler.argv]
-    trainer, sampler, _ = replace(stack, max_lora_rank=128).services(stack.groups())
+    trainer, sampler, _ = changed(stack, max_lora_rank=128).services(stack.groups())
     assert flag(trainer, "max-lora-rank") == flag(sampler, "max-lora-rank") == "128"
     monkeypatch.setenv("TRAINER_MAX_LORA_RANK", "16")  # the trainer reads it itself
     trainer, sampler, _ = stack.services(stack.groups())
@@ -182,7 +180,7 @@ def test_samplers_serve_the_ranks_that_their_trainers_accept(monkeypatch: pytest
 
 
 def test_several_ranks_of_a_trainer_are_started_by_torchrun() -> None:
-    stack = replace(make_stack([BaseModel("/m/a", ("a",))]), trainer_ranks=2)
+    stack = changed(make_stack([BaseModel("/m/a", ("a",))]), trainer_ranks=2)
     trainer, sampler, _ = stack.services(stack.groups())
     launcher = trainer.argv[3 : trainer.argv.index("trainer_service")]
     assert launcher[0] == "torch.distributed.run"
@@ -253,7 +251,7 @@ async def test_waiting_for_the_gateway_ends_when_it_answers_200() -> None:
 
 def test_fixed_ports_are_those_of_the_first_services_and_further_ones_follow() -> None:
     models = [BaseModel(f"/models/{name}", (name,)) for name in ("a", "b")]
-    stack = replace(make_stack(models), num_samplers=2, trainer_port=8001, sampler_port=8101)
+    stack = changed(make_stack(models), samplers=2, trainer_port=8001, sampler_port=8101)
     groups = stack.groups()
     assert [group.trainer.port for group in groups] == [8001, 8002]
     assert [sampler.port for group in groups for sampler in group.samplers] == [8101, 8102, 8103, 8104]

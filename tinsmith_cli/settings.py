@@ -1,0 +1,196 @@
+"""The settings of `tinsmith up`. Each is stated once: its flag, its default, its help, and the services that get it."""
+
+# ruff: noqa: RUF009 - `_flag` makes a field
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from tinsmith_cli.base_models import UsageError
+
+DEFAULT_MODEL_NAME = "tinsmith/small-qwen3"
+_ALL = ("trainer", "sampler", "gateway")
+
+
+def _flag(
+    default: Any = None,
+    *,
+    help: str | None = None,
+    to: Collection[str] = (),
+    least: float | None = None,
+    **argument: Any,
+) -> Any:
+    """A field of `Settings` and its flag, which has the field's name.
+
+    `default`: a value, or a function that reads it from the environment.
+    `to`: the services that get the setting as their own of the same name.
+    `least`: smallest value that is allowed.
+    `argument`: what `add_argument` takes beside these. A flag whose default is False takes no value.
+    """
+    metadata = {"to": to, "least": least, "argument": {"help": help, **argument}}
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def _environment(name: str) -> Callable[[], str]:
+    return lambda: os.environ.get(name, "")
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 0 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text} is no port: 1 to 65535, or 0 for any free one")
+    return int(text)
+
+
+def _service_port(service: str) -> Any:
+    return _flag(
+        0, type=_port, metavar="PORT",
+        help=f"gRPC port of the first {service}; further ones have the ports after it (default: any free ports)",
+    )  # fmt: skip
+
+
+def _threads(service: str) -> Any:
+    return _flag(
+        type=int, metavar="N", least=1,
+        help=f"most CPU threads of each {service} (default: all cores while no other service computes, and its share "
+        "of them otherwise)",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the user of `tinsmith up` has set. None: nothing; the service's own environment or default decides."""
+
+    base_model: list[str] = _flag(
+        list, action="append", metavar="[NAME=]PATH|HUB_ID",
+        help="weights to serve, repeatable. PATH alone is served under its folder's name, HUB_ID under itself. Several "
+        "names for one folder load it once; each different one has its own trainer and samplers. Default: a small "
+        f"model made on the first start and served as {DEFAULT_MODEL_NAME}",
+    )  # fmt: skip
+    models_file: Path | None = _flag(type=Path, metavar="FILE", help='more of them, as JSON: {"name": "path", ...}')
+    host: str = _flag("127.0.0.1", help="address of the HTTP API (default %(default)s)")
+    port: int = _flag(8000, type=int, help="its port; 0 takes any free one (default %(default)s)")
+    trainer_port: int = _service_port("trainer")
+    sampler_port: int = _service_port("sampler")
+    state_dir: Path = _flag(
+        Path("~/.tinsmith"), type=Path, metavar="DIR",
+        help="checkpoints, journals, database and logs (default %(default)s)",
+    )  # fmt: skip
+    checkpoint_dir: str = _flag(
+        _environment("TRAINER_CHECKPOINT_DIR"), metavar="DIR_OR_URL",
+        help="where checkpoints lie: a folder, or s3://BUCKET/PREFIX or gs://BUCKET/PREFIX, with credentials from the "
+        "environment (default: TRAINER_CHECKPOINT_DIR, or the folder checkpoints of --state-dir)",
+    )  # fmt: skip
+    api_key: list[str] = _flag(
+        list, action="append", metavar="KEY",
+        help="a key that clients must send, over HTTP and over gRPC, repeatable; GATEWAY_API_KEYS='[\"KEY\"]' in the "
+        "environment keeps it out of `ps`. Required unless --host is a loopback address; without one, any key is "
+        "accepted there",
+    )  # fmt: skip
+    certificates: Path | None = _flag(
+        type=Path, metavar="DIR",
+        help="folder made by `tinsmith make-certificates`: HTTPS for clients, who must trust DIR/ca.pem, and mutual "
+        "TLS between the services and for gRPC clients",
+    )  # fmt: skip
+    tls_cert: Path | None = _flag(
+        type=Path, metavar="FILE",
+        help="certificate (PEM) for HTTPS, of an authority that clients trust already; with --tls-key",
+    )  # fmt: skip
+    tls_key: Path | None = _flag(type=Path, metavar="FILE", help="its private key (PEM)")
+    full_training: bool = _flag(
+        False, to=["trainer"],
+        help="train all parameters of the base models, one run at a time for each (clients send rank 0), instead of "
+        "LoRA adapters",
+    )  # fmt: skip
+    deterministic: bool = _flag(
+        False, to=["trainer"],
+        help="the same requests give the same bits, whatever other runs do and also after a crash: trainers do not put "
+        "requests together and keep their number of threads, which costs what both gain (default: "
+        "TRAINER_DETERMINISTIC)",
+    )  # fmt: skip
+    engine: str = _flag(
+        "auto", choices=["auto", "vllm", "torch"],
+        help="what generates: vLLM, or the trainer's own modelling code; auto is vLLM on CUDA, where it is "
+        "installed, and torch with --full-training; SAMPLER_TENSOR_PARALLEL in the environment has vLLM divide the "
+        "model among GPUs",
+    )  # fmt: skip
+    max_lora_rank: int | None = _flag(
+        type=int, metavar="N", least=1, to=["trainer", "sampler"],
+        help="largest rank of adapters, for trainers and samplers (default: TRAINER_MAX_LORA_RANK for both; "
+        "else 256, and 64 where vLLM samples, whose slots on the GPU are as large as this makes them)",
+    )  # fmt: skip
+    log_level: str = _flag("INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"], to=_ALL)
+    log_format: str = _flag(
+        "json", choices=["json", "text"], to=_ALL, help="of the services' logs (default %(default)s)"
+    )
+    log_mb: float = _flag(
+        100.0, type=float, metavar="MB", least=1,
+        help="a log of this size begins again, and the one before stays beside it as NAME.log.1; inf lets "
+        "it grow (default %(default)g)",
+    )  # fmt: skip
+    tracing: bool = _flag(
+        False, to=_ALL,
+        help="send OpenTelemetry traces, as OTEL_EXPORTER_OTLP_ENDPOINT and its like say; needs the extra otel",
+    )  # fmt: skip
+    trainer_ranks: int = _flag(
+        1, type=int, metavar="N", least=1,
+        help="processes of each trainer, which divide the data and its threads (default %(default)s); "
+        "TRAINER_TENSOR_PARALLEL and TRAINER_SHARD_BASE in the environment divide the base model, too",
+    )  # fmt: skip
+    samplers: int = _flag(
+        1, type=int, metavar="N", least=1,
+        help="samplers of each base model, which share its requests and the samplers' cores (default %(default)s); the "
+        "others do the work of one that ends until it is back",
+    )  # fmt: skip
+    supervise: bool = _flag(
+        True, action=argparse.BooleanOptionalAction,
+        help="start a service again when it ends, after 1 s, then 2, 4, ... 30 s; clients wait meanwhile. Without it "
+        "one that ends ends all, with status 1: for those whose own supervisor starts all of it again (default: "
+        "--supervise)",
+    )  # fmt: skip
+    trainer_threads: int | None = _threads("trainer")
+    sampler_threads: int | None = _threads("sampler")
+    startup_timeout: float = _flag(
+        1800.0, type=float, metavar="SECONDS",
+        help="give up when the models have not loaded by then; a service that is started again has as long, and is "
+        "then killed and started once more (default %(default)g)",
+    )  # fmt: skip
+
+    @classmethod
+    def add_flags(cls, parser: argparse.ArgumentParser) -> None:
+        unset = cls()
+        for each in fields(cls):
+            argument = dict(each.metadata["argument"])
+            default = getattr(unset, each.name)
+            if default is False:
+                argument["action"] = "store_true"
+            parser.add_argument(_name(each.name), default=default, **argument)
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> Settings:
+        """Raises UsageError for a number that is too small."""
+        settings = cls(**{each.name: getattr(arguments, each.name) for each in fields(cls)})
+        for each in fields(cls):
+            value, least = getattr(settings, each.name), each.metadata["least"]
+            if least is not None and value is not None and not value >= least:  # NaN fails this comparison, too
+                raise UsageError(f"{_name(each.name)}: {value} is not at least {least}")
+        return settings
+
+    def passed_to(self, service: str) -> dict[str, str]:
+        """Flags of the service, by their names. An unset one is left out: the service's environment may have it."""
+        passed = {}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if service in each.metadata["to"] and value is not None and value is not False:
+                passed[each.name.replace("_", "-")] = "true" if value is True else str(value)
+        return passed
+
+
+def _name(field_name: str) -> str:
+    return f"--{field_name.replace('_', '-')}"
