@@ -1,4 +1,5 @@
 """A stand-in for a service, which does nothing: it asks the real one once for each answer and repeats that at once.
+A sample has the first one's result, under its own id, and is reported as complete as soon as it has come.
 
     python benchmarks/canned.py http://127.0.0.1:8000
 
@@ -9,19 +10,22 @@ test, which holds that the SDK takes what it says for answers.
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import uvloop
 
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 _ASK_S = 60.0
+_SAMPLE = b"the result of a sample"
 
 
 def _end(received: bytes) -> int | None:
@@ -35,21 +39,68 @@ def _end(received: bytes) -> int | None:
     return end if len(received) >= end else None
 
 
+def _with_body(answer: bytes, body: bytes) -> bytes:
+    """This answer's headers before another body."""
+    head = answer[: answer.find(b"\r\n\r\n") + 4]
+    return _LENGTH.sub(b"\r\ncontent-length: %d" % len(body), head, count=1) + body
+
+
 class Answers:
     """The real service's, with their headers, by request line; those of retrieve_future also by what is asked for.
 
-    So each submission of a kind has the id of the first one, and with it that one's result.
+    So each submission of a kind has the id of the first one, and with it that one's result. The SDK tells samples
+    apart, so each of them has an id of its own.
     """
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
         self._address = (parts.hostname, parts.port)
         self._known: dict[bytes, bytes] = {}
+        self._samples: defaultdict[str, list[str]] = defaultdict(list)
+        """Ids of the samples that have come, by the client that waits for them."""
+        self._polls: list[Callable[[], None]] = []
+        """Polls of clients that have no sample in work, each to be answered when the next sample comes."""
 
-    def to(self, request: bytes) -> bytes:
-        key = request[: request.find(b"\r\n")]
-        if b"/retrieve_future " in key:
-            key += request[request.find(b"\r\n\r\n") :]
+    def to(self, request: bytes, send: Callable[[bytes], None]) -> None:
+        """Answers now, or a poll later."""
+        line, _, rest = request.partition(b"\r\n")
+        body = rest[rest.find(b"\r\n\r\n") + 4 :]
+        if b"/asample " in line:
+            send(self._receipt(line, request, json.loads(body)))
+            polls, self._polls = self._polls, []
+            for answer in polls:
+                answer()
+        elif b"/retrieve_futures " in line:
+            self._report(json.loads(body), send)
+        elif b"/retrieve_future " in line:
+            send(self._repeated(_SAMPLE if b":sample:" in body else line + body, request))
+        else:
+            send(self._repeated(line, request))
+
+    def _receipt(self, line: bytes, request: bytes, sample: dict[str, Any]) -> bytes:
+        first = self._repeated(line, request)
+        body = first[first.find(b"\r\n\r\n") + 4 :]
+        request_id = f"{sample['sampling_session_id']}:{sample['seq_id']}"
+        self._samples[sample["sampling_session_id"]].append(request_id)
+        return _with_body(first, body.replace(json.loads(body)["request_id"].encode(), request_id.encode()))
+
+    def _report(self, poll: dict[str, Any], send: Callable[[bytes], None]) -> None:
+        """Says which samples are complete, once there is one that the client does not know."""
+        samples = self._samples[poll["target"]["sampling_session_id"]]
+        known = poll["prev_cursor"]
+        if known == len(samples) and poll.get("timeout") != 0:
+            self._polls.append(lambda: self._report(poll, send))
+            return
+        size = len(self._known.get(_SAMPLE, b""))  # of the first none is known, and the SDK asks for it
+        completions = [
+            {"state": "finished", "request_id": request_id, "response_payload_uncompressed_size": size}
+            for request_id in samples[known:]
+        ]
+        body = json.dumps({"completions": completions, "cursor": len(samples)}).encode()
+        send(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+
+    def _repeated(self, key: bytes, request: bytes) -> bytes:
+        """The real service's first answer to a request of this kind."""
         if (answer := self._known.get(key)) is None:
             answer = self._ask(request)
             if answer.startswith(b"HTTP/1.1 200") and b'"try_again"' not in answer:
@@ -81,7 +132,7 @@ class Connection(asyncio.Protocol):
         self._received += data
         while (end := _end(self._received)) is not None:
             request, self._received = self._received[:end], self._received[end:]
-            self._transport.write(self._answers.to(request))
+            self._answers.to(request, self._transport.write)
 
 
 @contextmanager
