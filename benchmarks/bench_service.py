@@ -27,7 +27,7 @@ from rounds import MIN_ROUNDS
 from service.bench import RANK, Bench
 from service.many import many_samples, many_sessions
 from service.requests import compute_gaps, first_requests, request_overhead
-from service.rl import rl_iteration
+from service.rl import async_rl_iteration, rl_iteration
 from service.sampling import publishing, sampling
 from service.training import four_adapters, pipelined_step, training_throughput
 
@@ -50,6 +50,7 @@ FIGURES: dict[str, Callable[[Bench], Iterator[Figure]]] = {
         sampling,
         publishing,
         rl_iteration,
+        async_rl_iteration,
         four_adapters,
         many_samples,
         many_sessions,

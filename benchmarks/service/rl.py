@@ -1,4 +1,4 @@
-"""Iterations of reinforcement learning: sample, train, publish."""
+"""Iterations of reinforcement learning: sample, train, publish; one after the other, or at the same time."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ from tinker import types
 from service.bench import Bench, publish, results
 
 PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 8, 4, 64, 64
+ASYNC_NEW_TOKENS = 128
+"""So many that drawing takes about as long as training."""
+
+Drawing = tuple[list[int], tinker.APIFuture[types.SampleResponse]]
+"""A prompt and its samples."""
 
 
 def rl_iteration(bench: Bench) -> Iterator[Figure]:
@@ -39,15 +44,47 @@ def rl_iteration(bench: Bench) -> Iterator[Figure]:
     )
 
 
+def async_rl_iteration(bench: Bench) -> Iterator[Figure]:
+    """One asynchronous iteration: trainer and sampler are busy at the same time, each with half of the cores."""
+    clients = [publish(bench.trainer)]
+    batches = [_collected(_submitted(bench, clients[0], new_tokens=ASYNC_NEW_TOKENS))]
+
+    def iterate() -> None:
+        drawing = _submitted(bench, clients.pop(), new_tokens=ASYNC_NEW_TOKENS)
+        clients.append(_trained(bench, batches.pop()))
+        batches.append(_collected(drawing))
+
+    (values,) = bench.rounds(lambda: seconds(iterate), repeats=bench.repeats)
+    yield Figure(
+        f"one asynchronous RL iteration, {PROMPTS}x{SAMPLES}x{ASYNC_NEW_TOKENS}",
+        "s",
+        values,
+        aim="at most 1.03 x what it was before the services shared the cores",
+    )
+
+
 def _iterate(bench: Bench, sampler: tinker.SamplingClient) -> tinker.SamplingClient:
-    params = types.SamplingParams(max_tokens=NEW_TOKENS, temperature=1.0, stop=[])
+    return _trained(bench, _collected(_submitted(bench, sampler, new_tokens=NEW_TOKENS)))
+
+
+def _submitted(bench: Bench, sampler: tinker.SamplingClient, *, new_tokens: int) -> list[Drawing]:
+    """Samples of one iteration."""
+    params = types.SamplingParams(max_tokens=new_tokens, temperature=1.0, stop=[])
     prompts = [bench.tokens(PROMPT_TOKENS) for _ in range(PROMPTS)]
-    drawn = [sampler.sample(types.ModelInput.from_ints(prompt), SAMPLES, params) for prompt in prompts]
-    data = [
+    return [(prompt, sampler.sample(types.ModelInput.from_ints(prompt), SAMPLES, params)) for prompt in prompts]
+
+
+def _collected(drawings: list[Drawing]) -> list[types.Datum]:
+    """Waits for the samples."""
+    return [
         _datum(prompt, sequence.tokens, sequence.logprobs or [])
-        for prompt, future in zip(prompts, drawn, strict=True)
-        for sequence in future.result().sequences
+        for prompt, drawn in drawings
+        for sequence in drawn.result().sequences
     ]
+
+
+def _trained(bench: Bench, data: list[types.Datum]) -> tinker.SamplingClient:
+    """A client of the weights after a step on these."""
     losses = bench.trainer.forward_backward(data, "importance_sampling")
     step = bench.trainer.optim_step(types.AdamParams(learning_rate=1e-5))
     results([losses, step])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tinker
 
 from benchmarks.canned import stand_in
-from tests.integration.examples import batch, logprobs, new_model
+from tests.integration.examples import BASE_MODEL, batch, logprobs, new_model
 from tests.stack import Stack
 
 
@@ -22,3 +22,16 @@ def test_the_stand_in_gives_each_kind_of_request_its_first_answer_again(stack: S
             assert again.metrics == first.metrics
             assert [one.tolist() for one in logprobs(again)] == [one.tolist() for one in logprobs(first)]
         assert trainer.optim_step(adam).result() == step
+
+
+def test_the_stand_in_gives_each_sample_the_first_ones_result_under_its_own_id(stack: Stack) -> None:
+    params = tinker.SamplingParams(max_tokens=4, temperature=1.0)
+    prompt = tinker.ModelInput.from_ints([1, 2, 3])
+    with stand_in(stack.base_url) as (url, _), tinker.ServiceClient(base_url=url, api_key="tml-test") as service:
+        sampler = service.create_sampling_client(base_model=BASE_MODEL).result()
+        first = sampler.sample(prompt, 2, params).result()
+        drawn = [future.result() for future in [sampler.sample(prompt, 2, params) for _ in range(20)]]
+        ids = {sequence.sequence_id for result in (first, *drawn) for sequence in result.sequences}
+        assert len(ids) == 42
+        for result in drawn:
+            assert [list(one.tokens) for one in result.sequences] == [list(one.tokens) for one in first.sequences]
