@@ -121,7 +121,7 @@ def idempotency_key(request: Request) -> str | None:
 
 
 async def off_loop(work: Callable[[], T], *, num_bytes: int, config: GatewayConfig) -> T:
-    """Does the work that so many bytes cause, in a thread when they are many."""
+    """Does work on a number of bytes; in a thread when they are many, so that other requests go on."""
     if num_bytes <= config.thread_body_bytes:
         return work()
     return await asyncio.get_running_loop().run_in_executor(_PARSER, _announced, work, config.cores_page)
@@ -134,7 +134,7 @@ def _announced(work: Callable[[], T], cores_page: str) -> T:
 
 @functools.cache
 def cores(page: str) -> Cores:
-    """The place of this gateway. Raises ValueError for a page that is none."""
+    """This gateway's place on the page of cores. Raises ValueError for a malformed page."""
     return Cores(page, most=1, set_threads=lambda _: None)
 
 
