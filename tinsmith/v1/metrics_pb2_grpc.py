@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class MetricsServiceStub:
-    """MetricsService shows what a service measures, to who can call it but cannot reach its port of metrics.
+    """MetricsService returns a service's metrics to callers that cannot reach its metrics port.
     """
 
     def __init__(self, channel):
@@ -43,11 +43,11 @@ class MetricsServiceStub:
 
 
 class MetricsServiceServicer:
-    """MetricsService shows what a service measures, to who can call it but cannot reach its port of metrics.
+    """MetricsService returns a service's metrics to callers that cannot reach its metrics port.
     """
 
     def GetMetrics(self, request, context):
-        """GetMetrics returns what GET /metrics shows.
+        """GetMetrics returns the same text as GET /metrics.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -70,7 +70,7 @@ def add_MetricsServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class MetricsService:
-    """MetricsService shows what a service measures, to who can call it but cannot reach its port of metrics.
+    """MetricsService returns a service's metrics to callers that cannot reach its metrics port.
     """
 
     @staticmethod

@@ -101,7 +101,7 @@ class SamplerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def StreamSample(self, request, context):
-        """StreamSample is Sample with tokens as they come.
+        """StreamSample is Sample, but sends tokens as they are drawn.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -143,7 +143,7 @@ class SamplerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def MoveGenerations(self, request, context):
-        """MoveGenerations lets the generations that follow a run go on with a newer version, from their next token.
+        """MoveGenerations lets generations that follow a run continue with a newer version, from their next token.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

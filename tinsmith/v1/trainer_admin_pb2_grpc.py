@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class TrainerAdminServiceStub:
-    """TrainerAdminService is for an operator. Where keys are needed, it takes the service key and keys with `admin` alone.
+    """TrainerAdminService is for an operator. If keys are configured, it accepts only the service key and keys with
+    `admin`.
     """
 
     def __init__(self, channel):
@@ -48,19 +49,20 @@ class TrainerAdminServiceStub:
 
 
 class TrainerAdminServiceServicer:
-    """TrainerAdminService is for an operator. Where keys are needed, it takes the service key and keys with `admin` alone.
+    """TrainerAdminService is for an operator. If keys are configured, it accepts only the service key and keys with
+    `admin`.
     """
 
     def ListJournal(self, request, context):
-        """ListJournal says what the journal holds of each model, for an operator.
+        """ListJournal lists what the journal holds of each model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PruneJournal(self, request, context):
-        """PruneJournal deletes at once what may go: results and ended models whose retention is over, and requests that the
-        newest snapshots cover.
+        """PruneJournal deletes results and ended models whose retention is over, and requests that the newest snapshots
+        cover.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -88,7 +90,8 @@ def add_TrainerAdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TrainerAdminService:
-    """TrainerAdminService is for an operator. Where keys are needed, it takes the service key and keys with `admin` alone.
+    """TrainerAdminService is for an operator. If keys are configured, it accepts only the service key and keys with
+    `admin`.
     """
 
     @staticmethod

@@ -28,9 +28,9 @@ if _version_not_supported:
 class TrainerServiceStub:
     """TrainerService owns adapters, their gradients, their optimizers, and the journal that makes them durable.
 
-    Operations that carry a seq_id run in the order of seq_id for each model (creation is 0), whatever order they arrive
-    in. Initial metadata is sent as soon as the operation is in the journal: it acknowledges the operation. The same
-    (model_id, seq_id) again returns the first answer; with another body it is refused (SEQUENCE_CONFLICT).
+    The operations of a model run in the order of their seq_id (the creation is 0), in whatever order they arrive.
+    Initial metadata is sent as soon as an operation is in the journal: it acknowledges the operation. A repeated
+    (model_id, seq_id) returns the first answer. With another body it is refused (SEQUENCE_CONFLICT).
     """
 
     def __init__(self, channel):
@@ -144,9 +144,9 @@ class TrainerServiceStub:
 class TrainerServiceServicer:
     """TrainerService owns adapters, their gradients, their optimizers, and the journal that makes them durable.
 
-    Operations that carry a seq_id run in the order of seq_id for each model (creation is 0), whatever order they arrive
-    in. Initial metadata is sent as soon as the operation is in the journal: it acknowledges the operation. The same
-    (model_id, seq_id) again returns the first answer; with another body it is refused (SEQUENCE_CONFLICT).
+    The operations of a model run in the order of their seq_id (the creation is 0), in whatever order they arrive.
+    Initial metadata is sent as soon as an operation is in the journal: it acknowledges the operation. A repeated
+    (model_id, seq_id) returns the first answer. With another body it is refused (SEQUENCE_CONFLICT).
     """
 
     def GetTrainerInfo(self, request, context):
@@ -171,7 +171,7 @@ class TrainerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DeleteModel(self, request, context):
-        """DeleteModel frees a model, its queued operations, its results and its ephemeral checkpoints.
+        """DeleteModel deletes a model with its queued operations, its results and its ephemeral checkpoints.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -185,14 +185,14 @@ class TrainerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def OptimStep(self, request, context):
-        """OptimStep applies and clears the gradients.
+        """OptimStep makes an optimizer step with the model's gradients, and clears them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SkipOperation(self, request, context):
-        """SkipOperation uses up a seq_id for a request that the caller has refused itself. It fails with the given reason.
+        """SkipOperation uses up the seq_id of a request that the caller itself has refused. It fails with the given reason.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -213,7 +213,7 @@ class TrainerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PublishCheckpoint(self, request, context):
-        """PublishCheckpoint sends a stored checkpoint's adapter to the samplers again, for one that has lost it.
+        """PublishCheckpoint sends a stored checkpoint's weights to the samplers again, for example after one has lost them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -234,7 +234,7 @@ class TrainerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CopyCheckpoint(self, request, context):
-        """CopyCheckpoint makes a checkpoint's files available at a second location; bytes are shared where they can be.
+        """CopyCheckpoint copies a checkpoint to a second location; the bytes are shared where that is possible.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -262,9 +262,9 @@ class TrainerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ImportCheckpoint(self, request_iterator, context):
-        """ImportCheckpoint stores a PEFT LoRA adapter made elsewhere as a checkpoint. The first message is the header, the
-        last one says that it is complete; those between are pieces of a tar archive with adapter_config.json and
-        adapter_model.safetensors. A pickle (adapter_model.bin) is refused: no service reads one.
+        """ImportCheckpoint stores a PEFT LoRA adapter made elsewhere as a checkpoint. The first message is the header. The
+        messages after it are pieces of a tar archive with adapter_config.json and adapter_model.safetensors. The last
+        message says that the archive is complete. A pickle (adapter_model.bin) is refused: no service reads one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -285,7 +285,7 @@ class TrainerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WaitResult(self, request, context):
-        """WaitResult waits for an accepted operation and returns its answer; it serves a gateway that has lost the call.
+        """WaitResult waits for an accepted operation and returns its answer, for a caller that has lost the original call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -405,9 +405,9 @@ def add_TrainerServiceServicer_to_server(servicer, server):
 class TrainerService:
     """TrainerService owns adapters, their gradients, their optimizers, and the journal that makes them durable.
 
-    Operations that carry a seq_id run in the order of seq_id for each model (creation is 0), whatever order they arrive
-    in. Initial metadata is sent as soon as the operation is in the journal: it acknowledges the operation. The same
-    (model_id, seq_id) again returns the first answer; with another body it is refused (SEQUENCE_CONFLICT).
+    The operations of a model run in the order of their seq_id (the creation is 0), in whatever order they arrive.
+    Initial metadata is sent as soon as an operation is in the journal: it acknowledges the operation. A repeated
+    (model_id, seq_id) returns the first answer. With another body it is refused (SEQUENCE_CONFLICT).
     """
 
     @staticmethod

@@ -26,9 +26,9 @@ if _version_not_supported:
 
 
 class WeightSyncServiceStub:
-    """WeightSyncService is the control side of the weight channel. A trainer calls it on every sampler; the bytes travel
-    by one of the transports of docs/weight-channel.md. The names of the four verbs from Init to Finish are vLLM's.
-    Where keys are needed, it takes the service key and keys with `admin` alone.
+    """WeightSyncService controls the weight channel. A trainer calls it on every sampler; one of the transports in
+    docs/weight-channel.md carries the bytes. The names of the four calls from Init to Finish are vLLM's. If keys are
+    configured, the service accepts only the service key and keys with `admin`.
     """
 
     def __init__(self, channel):
@@ -75,20 +75,20 @@ class WeightSyncServiceStub:
 
 
 class WeightSyncServiceServicer:
-    """WeightSyncService is the control side of the weight channel. A trainer calls it on every sampler; the bytes travel
-    by one of the transports of docs/weight-channel.md. The names of the four verbs from Init to Finish are vLLM's.
-    Where keys are needed, it takes the service key and keys with `admin` alone.
+    """WeightSyncService controls the weight channel. A trainer calls it on every sampler; one of the transports in
+    docs/weight-channel.md carries the bytes. The names of the four calls from Init to Finish are vLLM's. If keys are
+    configured, the service accepts only the service key and keys with `admin`.
     """
 
     def ProbeWeightTransfer(self, request, context):
-        """ProbeWeightTransfer tells where the receiver is, so that the trainer can choose a transport.
+        """ProbeWeightTransfer finds out where the receiver runs, so that the trainer can choose a transport.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def InitWeightTransfer(self, request, context):
-        """InitWeightTransfer joins a group; an older group of the same trainer is left.
+        """InitWeightTransfer joins a group, and leaves an older group of the same trainer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -102,15 +102,15 @@ class WeightSyncServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UpdateWeights(self, request, context):
-        """UpdateWeights receives the announced buffer, bucket after bucket; the call lasts as long as the broadcasts.
+        """UpdateWeights receives the announced buffer, bucket by bucket. The call ends with the last bucket.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FinishWeightUpdate(self, request, context):
-        """FinishWeightUpdate checks the whole buffer and installs the version on probation: only SampleOnProbation finds it.
-        A version that is not confirmed within a minute is dropped, and so is one that is announced again.
+        """FinishWeightUpdate checks the whole buffer and installs the version on probation: only SampleOnProbation can use
+        it. A version on probation is dropped after a minute without confirmation, and when it is announced again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -125,7 +125,7 @@ class WeightSyncServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ConfirmVersion(self, request, context):
-        """ConfirmVersion makes a version on probation visible; for a visible one it does nothing.
+        """ConfirmVersion makes a version on probation visible. It does nothing for a visible version.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -178,9 +178,9 @@ def add_WeightSyncServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WeightSyncService:
-    """WeightSyncService is the control side of the weight channel. A trainer calls it on every sampler; the bytes travel
-    by one of the transports of docs/weight-channel.md. The names of the four verbs from Init to Finish are vLLM's.
-    Where keys are needed, it takes the service key and keys with `admin` alone.
+    """WeightSyncService controls the weight channel. A trainer calls it on every sampler; one of the transports in
+    docs/weight-channel.md carries the bytes. The names of the four calls from Init to Finish are vLLM's. If keys are
+    configured, the service accepts only the service key and keys with `admin`.
     """
 
     @staticmethod
