@@ -174,7 +174,7 @@ class TrainerConfig(GrpcTls, BaseSettings):
     def _unique(self) -> TrainerConfig:
         for name, values in (("model_names", self.model_names), ("samplers", self.samplers)):
             if len(set(values)) != len(values):
-                raise ValueError(f"{name}: {values} names one twice")
+                raise ValueError(f"{name}: {values} contains a duplicate")
         return self
 
     @model_validator(mode="after")

@@ -265,7 +265,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 if request.WhichOneof("piece") != "archive":
                     raise InvalidRequest("archive: every message between first and last must hold it", field="archive")
                 yield request.archive
-            raise InvalidRequest("complete: no message said so; the archive was cut off", field="complete")
+            raise InvalidRequest("complete: missing in the last message; the archive was cut off", field="complete")
 
         return await trainer.importer.run(first.header, pieces(), last=last)
 

@@ -111,7 +111,7 @@ def test_a_stopped_rank_is_noticed_within_the_timeout_and_ends_all_of_them(model
         assert not alive(children)
         (line,) = [line for line in log.read_text().splitlines() if "rank 0 of 2 ends" in line]
         assert json.loads(line)["level"] == "CRITICAL"
-        assert "rank 1 did not answer: gone, or stopped (it is waited for at most 5 s, --rank-timeout-s" in line
+        assert "rank 1 did not answer: gone, or stopped (ranks wait at most 5 s, --rank-timeout-s" in line
 
 
 def rank_1(processes: list[psutil.Process]) -> psutil.Process:

@@ -163,7 +163,7 @@ class Journal:
         if result is None:
             return Record(kind, digest, State(number), None)
         if stored_sum not in (None, result_sum(model_id, seq_id, number, result)):
-            damage = self._damaged("answer", model_id, seq_id, "its checksum is another one")
+            damage = self._damaged("answer", model_id, seq_id, "its checksum does not match")
             return Record(kind, digest, State(number), damage)
         try:
             if number == State.FAILED:
@@ -221,7 +221,7 @@ class Journal:
             raise self._damaged("request", model_id, seq_id, "it is not found")
         kind, digest, request, request_sum = row
         if request_sum not in (None, sum_of(model_id, seq_id, kind, request)):
-            raise self._damaged("request", model_id, seq_id, "its checksum is another one")
+            raise self._damaged("request", model_id, seq_id, "its checksum does not match")
         return Body(kind, digest, request)
 
     async def unpacked(self, model_id: str, seq_id: int) -> bytes:

@@ -231,7 +231,7 @@ class Restorer:
             raise _Lost(str(error)) from None
         done = history[0].state == State.DONE
         if done and request.lora_config.rank and not request.lora_config.HasField("seed"):
-            raise _Lost("it was made by an earlier version, which did not note the random numbers that it began with")
+            raise _Lost("it was created by an earlier version, which did not record the seed of its weights")
         work = self.operations.create_model(request)
         if not done:
             try:

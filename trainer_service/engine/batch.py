@@ -47,7 +47,7 @@ class Limits:
     vocab_size: int
     max_context_length: int
     max_datums: int = 4096
-    context_reason: str = "its context"
+    context_reason: str = "this model's context length"
     """Where max_context_length comes from, in the words of an error message."""
     max_targets_per_token: int = MAX_TARGETS_PER_TOKEN
     longest_datum: int | None = None
@@ -153,8 +153,8 @@ class Batch:
             held_bytes = cls.bytes_of(request)
         if max_bytes is not None and held_bytes > max_bytes:
             raise InvalidRequest(
-                f"data: takes {held_bytes} bytes of memory, with its answer, and this server has {max_bytes} for one "
-                "request, half of its max_queued_bytes; send fewer or shorter datums",
+                f"data: the batch and its answer take {held_bytes} bytes of memory, and this server allows {max_bytes} "
+                "for one request (half of its max_queued_bytes); send fewer or shorter datums",
                 field="data",
             )
         if request.loss_fn == CUSTOM:
@@ -381,8 +381,8 @@ def _fitting(datum: Datum, limits: Limits, *, field: str) -> Datum:
     if limits.longest_datum is not None and datum.charge > limits.longest_datum:
         where = f"{field}.loss_fn_inputs.target_tokens"
         raise InvalidRequest(
-            f"{where}: shape {list(datum.targets.shape)} counts as {datum.charge} tokens, with all that belongs to it, "
-            f"which is above {limits.longest_datum}, {_FITS_MEMORY}",
+            f"{where}: the datum's arrays, with targets of shape {list(datum.targets.shape)}, count as {datum.charge} "
+            f"tokens, which is above {limits.longest_datum}, {_FITS_MEMORY}",
             field=where,
         )
     return datum

@@ -52,7 +52,7 @@ class Room:
         self.num_layers = base.config.num_hidden_layers
         if checkpointing == "on" and not self.layers:
             raise ValueError(
-                f"activation_checkpointing: 'on' cannot be had of {base.architecture}: it has no list of "
+                f"activation_checkpointing: 'on' is not possible for {base.architecture}: it has no list of "
                 f"{self.num_layers} layers; take 'auto' or 'off'"
             )
         self._fixed = fixed

@@ -101,6 +101,6 @@ def _check_finite(location: Location, state: State, *, field: str) -> None:
         if not math.isfinite(magnitude([tensor.float()])):
             instead = "an earlier checkpoint" if name == "weights" else "it without the optimizer"
             raise NotFinite(
-                f"{field}: {location} has {name} that are not finite, which training does not mend; load {instead}",
+                f"{field}: {location} has {name} that are not finite, which training cannot repair; load {instead}",
                 field=field,
             )

@@ -127,12 +127,12 @@ class LiveModels:
         if base_weights in ("", self.base_weights):
             return
         message = (
-            f"{field}: {base_weights!r} is the sum of the base model's weights that it was trained on, but this "
-            f"trainer's {self.base_models[0]} has {self.base_weights!r}: other weights have got the same name"
+            f"{field}: {base_weights!r} is the checksum of the base weights that it was trained on, but this "
+            f"trainer's {self.base_models[0]} has {self.base_weights!r}: another set of weights has the same name"
         )
         if not self._allow_other_weights:
             raise InvalidRequest(
                 f"{message}. Serve those that it was trained on, or set TRAINER_ALLOW_OTHER_BASE_WEIGHTS=true",
                 field=field,
             )
-        logger.warning("%s; it is used all the same, as allow_other_base_weights asks", message)
+        logger.warning("%s; the model is used nevertheless (allow_other_base_weights)", message)

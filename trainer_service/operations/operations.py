@@ -78,7 +78,9 @@ class Operations:
         if request.from_location:
             location = Location.parse(request.from_location, field="from_location")
             if request.HasField("lora_config"):
-                raise InvalidRequest("lora_config: must be absent, from_location brings its own", field="lora_config")
+                raise InvalidRequest(
+                    "lora_config: must be absent with from_location, whose checkpoint has one", field="lora_config"
+                )
             return lambda turn: self._create(turn, request, location=location, config=None)
         if request.load_optimizer:
             raise InvalidRequest("load_optimizer: true needs from_location", field="load_optimizer")

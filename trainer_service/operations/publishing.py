@@ -178,7 +178,7 @@ class Publishing:
             if info.version_id == version_id:
                 return info, state
             error: ServiceError = VersionGone(
-                f"{location} holds version {info.version_id!r} by now, not {version_id!r}", version_id=version_id
+                f"{location} now holds version {info.version_id!r}, not {version_id!r}", version_id=version_id
             )
         except CheckpointNotFound as missing:
             error = missing

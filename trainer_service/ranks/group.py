@@ -166,8 +166,7 @@ class RankGroup:
         """Ends this process after an error of torch.distributed, and logs which ranks are missing."""
         absent = "another rank is lost" if process.stopping.is_set() else self.roll_call.absent()
         self.end(
-            f"{absent} (it is waited for at most {self.timeout.total_seconds():g} s, --rank-timeout-s: "
-            f"{_first_line(error)})"
+            f"{absent} (ranks wait at most {self.timeout.total_seconds():g} s, --rank-timeout-s: {_first_line(error)})"
         )
 
     def end(self, reason: str) -> NoReturn:

@@ -43,7 +43,7 @@ class Place:
         if self.world_size % self.tensor_parallel:
             raise SystemExit(
                 f"--tensor-parallel: {self.tensor_parallel} does not divide the {self.world_size} ranks (WORLD_SIZE); "
-                f"start as many as a multiple of it, with torchrun --nproc-per-node {self.tensor_parallel} "
+                f"start a multiple of that, with torchrun --nproc-per-node {self.tensor_parallel} "
                 "-m trainer_service"
             )
         if self.shard_base and self.num_rows == 1:

@@ -53,7 +53,7 @@ class Absent:
 
     def __str__(self) -> str:
         said = [f"{_ranks(self.still)} did not answer: gone, or stopped"] if self.still else []
-        said += [f"{_ranks(self.behind)} did not come to where this one waits"] if self.behind else []
+        said += [f"{_ranks(self.behind)} did not reach the point where this rank waits"] if self.behind else []
         return "; ".join(said) or "another rank is lost"
 
 

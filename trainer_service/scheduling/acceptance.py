@@ -101,7 +101,7 @@ class Acceptance:
             return
         raise InvalidRequest(
             f"seq_id: {seq_id} is {ahead} ahead of the next one, {model.next_seq_id}, of {model.model_id}; this server "
-            f"takes what is up to max_queued_operations ({most}) ahead, and operations are numbered without gaps",
+            f"accepts operations up to max_queued_operations ({most}) ahead, numbered without gaps",
             field="seq_id",
         )
 

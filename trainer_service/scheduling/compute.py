@@ -199,7 +199,10 @@ class ComputeThread:
                     self._run_micro_batch(work)
                 self._executing.end(names)  # not after an exception: the process ends then, and the operations count
         except BaseException:
-            logger.critical("the compute thread has died, and the trainer ends: a restart runs again", exc_info=True)
+            logger.critical(
+                "the compute thread has died, and the trainer ends; its operations run again after a restart",
+                exc_info=True,
+            )
             self._loop.call_soon_threadsafe(self.engine_died.set)
         self._loop.call_soon_threadsafe(self._ended.set)
 

@@ -146,7 +146,9 @@ class Replay:
         """
         failed = operation.kind == "load_checkpoint" and isinstance(outcome, ServiceError)
         if failed and any(one.replayed and one.seq_id > operation.seq_id for one in model.operations.values()):
-            self.give_up(model.model_id, f"what had been loaded before operations with answers is gone: {outcome}")
+            self.give_up(
+                model.model_id, f"a checkpoint cannot be loaded any more, but later operations have answers: {outcome}"
+            )
 
     async def _feed(
         self,

@@ -97,7 +97,7 @@ class ObjectStorage:
         except ImportError as error:
             extra = f"pip install 'tinsmith[{_EXTRAS[protocol]}]'"
             raise StorageUnusable(
-                f"checkpoint_dir {url} needs a package that is not there: {extra} ({error})"
+                f"checkpoint_dir {url} needs a package that is not installed: {extra} ({error})"
             ) from None
         except Exception as error:
             raise StorageUnusable(f"checkpoint_dir {url} cannot be used: {_reason(error)}") from error

@@ -266,10 +266,10 @@ class Publisher:
         outcome = "passed" if certificate.passed else "refused" if refused else "warned"
         if not certificate.samplers:
             outcome = "unscored"
-            what = "served by none" if self._rule.refuses else "served all the same"
+            what = "served by none" if self._rule.refuses else "served nevertheless"
             logger.warning("%s is %s: no sampler could be measured", certificate.version_id, what)
         elif not certificate.passed:
-            what = "refused" if refused else "served all the same"
+            what = "refused" if refused else "served nevertheless"
             logger.warning("%s is %s: %s", certificate.version_id, what, _described(_worst(certificate), certificate))
         self._metrics.publishing.publish_certificates.labels(outcome).inc()
 

@@ -389,9 +389,9 @@ async def _check_same(version: Version, held: Mapping[str, str]) -> None:
         if theirs != ours:
             raise VersionConflict(
                 f"the sampler at {address} serves other weights as {version.version_id}: their XXH3-128 is {theirs}, "
-                f"that of the weights to be published {ours}. Two checkpoints have this one id, as of a run whose id "
-                "was used again under an earlier version of Tinsmith, or whose journal was put back from a backup. "
-                "What is served stays; to sample from the other one, load it into a new run and save that",
+                f"that of the weights to be published is {ours}. Two checkpoints have the same version id. An earlier "
+                "release of Tinsmith, or a journal put back from a backup, may have used the run's id again. The "
+                "sampler keeps its weights; to sample from the others, load them into a new run and save that",
                 version_id=version.version_id,
                 sampler=address,
                 checksum=theirs,

@@ -91,7 +91,7 @@ def test_a_model_without_a_list_of_layers_refuses_to_have_it_always(
     base: BaseModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(type(base), "layers", [])
-    with pytest.raises(ValueError, match="activation_checkpointing: 'on' cannot be had of Qwen3ForCausalLM"):
+    with pytest.raises(ValueError, match="activation_checkpointing: 'on' is not possible for Qwen3ForCausalLM"):
         engine_of(base, "on")
     assert not engine_of(base).can_checkpoint
 

@@ -93,7 +93,7 @@ def test_a_datum_that_can_never_fit_is_refused_with_the_largest_size_that_would(
 def test_with_enough_memory_the_model_alone_bounds_the_context(engine: TrainingEngine) -> None:
     engine.follow(measure(engine, BOUNDS))
     assert engine.limits.max_context_length == CONTEXT
-    assert "its context" in engine.limits.context_reason
+    assert "context length" in engine.limits.context_reason
 
 
 def test_a_model_more_than_memory_holds_is_refused_by_its_rank(engine: TrainingEngine) -> None:

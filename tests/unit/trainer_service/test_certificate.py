@@ -283,7 +283,7 @@ async def test_a_warning_serves_the_version_all_the_same(
     bench.publisher.check(certificate, location="r/sampler_weights/one")
     assert bench.serving == [0]
     assert bench.count("warned") == 1
-    assert "m@1 is served all the same" in caplog.text
+    assert "m@1 is served nevertheless" in caplog.text
 
 
 @pytest.mark.parametrize(("limit", "passed"), [(0.0, True), (1e3, True), (1e-3, False)])

@@ -97,7 +97,10 @@ def test_two_looks_at_the_signs_tell_who_stands_still_and_who_lives_but_is_behin
     after = signs((9, 20), (7, 20), (11, 19), (10, 21))
     absent = missing(before, after, rank=0, world_size=5)  # the last never gave a sign
     assert (absent.still, absent.behind) == ((1, 4), (2,))
-    assert str(absent) == "ranks 1, 4 did not answer: gone, or stopped; rank 2 did not come to where this one waits"
+    assert (
+        str(absent)
+        == "ranks 1, 4 did not answer: gone, or stopped; rank 2 did not reach the point where this rank waits"
+    )
     assert str(missing(signs((7, 20), (7, 20)), signs((8, 20), (8, 20)), rank=0, world_size=2)) == (
         "another rank is lost"  # all live, and wait
     )

@@ -519,7 +519,7 @@ async def test_a_model_of_other_base_weights_of_the_same_name_waits_for_its_own(
 
     other_weights = replace(base, weights_sum="another")
     other = await Process.start(folder, other_weights)
-    refusal = f"base_weights: '{base.weights_sum}' is the sum of .*, but this trainer's tiny has 'another'"
+    refusal = f"base_weights: '{base.weights_sum}' is the checksum of .*, but this trainer's tiny has 'another'"
     with pytest.raises(Exception, match=refusal):
         await other.send(batch(4))
     await run(other, [creation("s:train:1")])
@@ -531,7 +531,7 @@ async def test_a_model_of_other_base_weights_of_the_same_name_waits_for_its_own(
 
     allowing = await Process.start(folder, other_weights, allow_other_weights=True)
     assert_equal(await allowing.weights(MODEL), weights)
-    assert "other weights have got the same name; it is used all the same" in caplog.text
+    assert "another set of weights has the same name; the model is used nevertheless" in caplog.text
     await run(allowing, [save(4, "two")])
     saved = await allowing.outcome(MODEL, 4)
     assert isinstance(saved, Answer)

@@ -708,7 +708,7 @@ async def test_overwriting_keeps_a_version_that_samplers_have_while_its_run_live
     await stub.PublishCheckpoint(wanted)
     assert torch.equal(published[0], published[1])
     gone = pb.PublishCheckpointRequest(location=second.location, version_id=second.version_id)
-    await fails(stub.PublishCheckpoint(gone), errors.VersionGone, f"holds version '{third.version_id}' by now")
+    await fails(stub.PublishCheckpoint(gone), errors.VersionGone, f"now holds version '{third.version_id}'")
     await stub.DeleteCheckpoint(pb.DeleteCheckpointRequest(location=first.location))
     await stub.PublishCheckpoint(wanted)
     await stub.DeleteModel(pb.DeleteModelRequest(model_id=MODEL))

@@ -322,7 +322,7 @@ async def test_other_weights_under_an_id_that_a_sampler_serves_are_refused_for_t
     del receivers[1].versions["m@7"]
     other = make_version("m@7")
     other.adapter.flat.fill_(0.5)
-    with pytest.raises(VersionConflict, match=r"serves other weights as m@7.* id was used again") as refused:
+    with pytest.raises(VersionConflict, match=r"serves other weights as m@7.* id again") as refused:
         await sender.publish(other)
     assert refused.value.metadata["sampler"] == f"127.0.0.1:{servers[0].port}"
     assert torch.equal(receivers[0].versions["m@7"], version.adapter.flat)

@@ -129,7 +129,7 @@ def test_a_datum_with_more_targets_than_memory_allows_is_refused_by_what_it_is_c
     engine = TrainingEngine(base, max_tokens_per_microbatch=64)
     engine.follow(Plan(token_budget=64, longest_datum=100))
     Batch.from_proto(request(datums_of((8, 700))), engine.limits)
-    with pytest.raises(InvalidRequest, match=r"\[8, 800\] counts as 108 tokens.*100, what fits into .* memory"):
+    with pytest.raises(InvalidRequest, match=r"\[8, 800\], count as 108 tokens.*100, what fits into .* memory"):
         Batch.from_proto(request(datums_of((8, 800))), engine.limits)
     loose = TrainingEngine(base, max_tokens_per_microbatch=64)
     loose.follow(Plan(token_budget=64, longest_datum=10**9))
