@@ -89,7 +89,7 @@ def test_thresholds_of_each_target_are_honoured(client: tinker.TrainingClient) -
     assert output.metrics["loss:sum"] == pytest.approx(float(expected), rel=1e-4)
     swapped = next_token_datum(TOKENS, **inputs, clip_low_threshold=high, clip_high_threshold=low)
     with pytest.raises(
-        tinker.RequestFailedError, match=r"clip_low_threshold\[0\] .* is above clip_high_threshold\[0\]"
+        tinker.RequestFailedError, match=r"clip_low_threshold\[0\]: .* is above clip_high_threshold\[0\]"
     ):
         client.forward([swapped], "ppo").result()
 
