@@ -262,5 +262,8 @@ def test_a_request_that_needs_more_memory_than_one_may_ever_have_is_refused_by_n
     message = request(plain(50))
     needed = Batch.bytes_of(message)
     Batch.from_proto(message, LIMITS, max_bytes=needed)
-    with pytest.raises(InvalidRequest, match=rf"data: the batch and its answer take {needed} bytes of memory.*{needed - 1}.*max_queued_bytes"):
+    with pytest.raises(
+        InvalidRequest,
+        match=rf"data: the batch and its answer take {needed} bytes of memory.*{needed - 1}.*max_queued_bytes",
+    ):
         Batch.from_proto(message, LIMITS, max_bytes=needed - 1)
