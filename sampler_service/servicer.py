@@ -16,6 +16,7 @@ import grpc.aio
 from sampler_service import convert, large
 from sampler_service.engine import EngineSlot, Generation, Result, VersionInfo
 from sampler_service.tokenizer import ChatTokenizer, TokenizerSlot
+from tinsmith.lora_config import config_to_proto
 from tinsmith.modeling.adapter import GROUPS
 from tinsmith.rpc import logs, tracing
 from tinsmith.rpc.errors import InvalidRequest, NotFound, ServiceError, within
@@ -197,7 +198,7 @@ def _source(request: pb.SampleRequest) -> str:
 def _version(version: VersionInfo) -> pb.VersionInfo:
     return pb.VersionInfo(
         version_id=version.version_id,
-        lora_config=version.config.to_proto(),
+        lora_config=config_to_proto(version.config),
         size_bytes=version.num_bytes,
         num_running=version.num_running,
     )

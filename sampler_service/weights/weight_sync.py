@@ -25,8 +25,9 @@ from sampler_service.engine import EngineSlot, SamplingEngine
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.threads import in_thread
 from sampler_service.weights.weight_links import Meetings, check_group, join
+from tinsmith.lora_config import config_from_proto
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, chosen_targets, num_elements
-from tinsmith.modeling.full_weights import Weights, config_of
+from tinsmith.modeling.full_weights import Weights
 from tinsmith.rpc import logs
 from tinsmith.rpc.errors import DataCorrupted, FailedPrecondition, InvalidRequest, OutOfCapacity, ServiceError, within
 from tinsmith.v1 import types_pb2 as types
@@ -140,7 +141,7 @@ class WeightSyncServicer(weight_sync_pb2_grpc.WeightSyncServiceServicer):
                 f"base_model: {request.base_model!r} is not served here; this sampler has {list(self.model_names)}",
                 field="base_model",
             )
-        config = config_of(request.lora_config, max_rank=self.max_lora_rank)
+        config = config_from_proto(request.lora_config, max_rank=self.max_lora_rank)
         sent_dtype = _sent_dtype(request, config)
         layout = _layout(config, engine)
         _check_layout(request, layout.specs())

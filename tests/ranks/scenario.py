@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from tests.batches import random_datum, request
 from tests.models import CONTEXT, VOCAB_SIZE
 from tests.unit.trainer_service.custom_losses import custom_loss, graph, node, ref
+from tinsmith.lora_config import config_to_proto
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.rpc.errors import NotFinite, ServiceError
 from tinsmith.rpc.words import value_of
@@ -193,7 +194,7 @@ def info(model_id: str, step: int, optimizer: str, config: AdapterConfig) -> typ
         kind=types_pb2.CHECKPOINT_KIND_TRAINING,
         model_id=model_id,
         base_model="tiny",
-        lora_config=config.to_proto(),
+        lora_config=config_to_proto(config),
         version_id=f"{model_id}@9",
         step=step,
         has_optimizer=True,

@@ -11,6 +11,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from tests.stack import make_base_model
+from tinsmith.lora_config import config_to_proto
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.attention import Packed
 from tinsmith.modeling.base_model import BaseModel, positions_of
@@ -66,7 +67,7 @@ def exported(adapter: Adapter, tmp_path_factory: pytest.TempPathFactory) -> Path
         kind=types_pb2.CHECKPOINT_KIND_SAMPLER,
         model_id="s:train:0",
         base_model="tests/tiny",
-        lora_config=adapter.config.to_proto(),
+        lora_config=config_to_proto(adapter.config),
     )
     store = CheckpointStore(root, Metrics(CollectorRegistry()))
     store.save(info, State(config=adapter.config, adapter=adapter, step=1, optimizer=None), overwrite=False)

@@ -19,8 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
-from tinsmith.rpc.errors import InvalidRequest, Unsupported
-from tinsmith.v1 import types_pb2 as pb
+from tinsmith.errors import InvalidRequest, Unsupported
 
 ALPHA = 32
 """lora_alpha of every adapter, whatever its rank, so that a learning rate keeps its meaning when the rank changes."""
@@ -40,35 +39,6 @@ class AdapterConfig:
     train_mlp: bool = True
     train_unembed: bool = True
     seed: int | None = None
-
-    @classmethod
-    def from_proto(cls, config: pb.LoraConfig, *, max_rank: int) -> AdapterConfig:
-        """Raises InvalidRequest for a rank outside 1..max_rank, and when nothing would be trained."""
-        if not 1 <= config.rank <= max_rank:
-            raise InvalidRequest(
-                f"lora_config.rank: {config.rank} is outside 1..{max_rank}, this server's max_lora_rank",
-                field="lora_config.rank",
-            )
-        if not (config.train_attn or config.train_mlp or config.train_unembed):
-            raise InvalidRequest(
-                "lora_config: at least one of train_attn, train_mlp and train_unembed must be true", field="lora_config"
-            )
-        return cls(
-            rank=config.rank,
-            train_attn=config.train_attn,
-            train_mlp=config.train_mlp,
-            train_unembed=config.train_unembed,
-            seed=config.seed if config.HasField("seed") else None,
-        )
-
-    def to_proto(self) -> pb.LoraConfig:
-        return pb.LoraConfig(
-            rank=self.rank,
-            seed=self.seed,
-            train_attn=self.train_attn,
-            train_mlp=self.train_mlp,
-            train_unembed=self.train_unembed,
-        )
 
     @property
     def groups(self) -> set[Group]:

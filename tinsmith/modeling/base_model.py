@@ -19,6 +19,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from tinsmith.errors import Unsupported
 from tinsmith.modeling import attention
 from tinsmith.modeling.adaptation import adapt, decoder_layers
 from tinsmith.modeling.adapter import GROUPS, Group, Target
@@ -39,7 +40,6 @@ from tinsmith.modeling.parallel_tensor import TensorParallel
 from tinsmith.modeling.pretrained import listed, load_causal_lm, persistent_buffers
 from tinsmith.modeling.self_check import TOLERANCE, Probe
 from tinsmith.modeling.whole_layers import take_over
-from tinsmith.rpc.errors import Unsupported
 
 logger = logging.getLogger(__name__)
 

@@ -17,11 +17,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import cached_file
 
+from tinsmith.errors import InvalidRequest, Unsupported
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, LoraWeights
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.pretrained import load_causal_lm, persistent_buffers
-from tinsmith.rpc.errors import InvalidRequest, Unsupported
-from tinsmith.v1 import types_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
@@ -198,20 +197,3 @@ def reload(base: BaseModel) -> None:
     stored = dict(model.named_parameters())
     for name, parameter in base.parameters.items():
         parameter.copy_(stored[name])
-
-
-def config_of(config: pb.LoraConfig, *, max_rank: int) -> AdapterConfig:
-    """Of an adapter, or FULL for rank 0, where there is nothing random that a seed could fix.
-
-    Raises InvalidRequest as AdapterConfig.from_proto does, and for rank 0 with a train_* flag that is false.
-    """
-    if config.rank != 0:
-        return AdapterConfig.from_proto(config, max_rank=max_rank)
-    for flag in ("train_attn", "train_mlp", "train_unembed"):
-        if not getattr(config, flag):
-            raise InvalidRequest(
-                f"lora_config.{flag}: false cannot be had with rank 0, which trains every parameter; set it to true, "
-                "or choose a rank",
-                field=f"lora_config.{flag}",
-            )
-    return FULL

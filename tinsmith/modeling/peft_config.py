@@ -12,8 +12,8 @@ from typing import Any, Literal, Self
 
 import regex
 
+from tinsmith.errors import InvalidRequest
 from tinsmith.modeling.peft_files import CONFIG
-from tinsmith.rpc.errors import InvalidRequest
 
 _MAX_CONFIG_BYTES = 2**20
 _MAX_PATTERNS = 1000

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tinsmith.rpc.errors import InvalidRequest
+from tinsmith.errors import InvalidRequest
 
 CONFIG = "adapter_config.json"
 SAFETENSORS = "adapter_model.safetensors"

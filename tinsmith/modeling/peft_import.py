@@ -23,10 +23,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tinsmith.errors import InvalidRequest
 from tinsmith.modeling.adapter import ALPHA, Adapter, AdapterConfig, LoraWeights, Target
 from tinsmith.modeling.peft_config import Low, PeftConfig
 from tinsmith.modeling.peft_files import CONFIG, TensorFile, open_tensors
-from tinsmith.rpc.errors import InvalidRequest
 
 _NUM_SHOWN = 4
 

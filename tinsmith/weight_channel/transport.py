@@ -7,7 +7,7 @@ from typing import Literal, Protocol, cast, get_args
 
 from torch import Tensor
 
-from tinsmith.rpc.errors import InvalidRequest
+from tinsmith.errors import InvalidRequest
 
 Transport = Literal["gloo", "nccl", "shm", "cuda_ipc"]
 

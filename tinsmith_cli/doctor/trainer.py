@@ -15,6 +15,7 @@ import torch
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
+from tinsmith.lora_config import config_to_proto
 from tinsmith.modeling.adapter import Adapter, AdapterConfig, chosen_targets, num_elements
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.self_check import random_adapter
@@ -206,7 +207,7 @@ def _save_and_reload(
         location = Location("doctor:train:0", KINDS[pb.CHECKPOINT_KIND_TRAINING], "checked")
         info = pb.CheckpointInfo(
             location=str(location), kind=pb.CHECKPOINT_KIND_TRAINING, model_id=location.run_id,
-            lora_config=state.config.to_proto(), has_optimizer=True, optimizer=pb.OPTIMIZER_ADAMW,
+            lora_config=config_to_proto(state.config), has_optimizer=True, optimizer=pb.OPTIMIZER_ADAMW,
         )  # fmt: skip
         store.save(info, state, overwrite=False)
         _, loaded = store.load(location, engine.base, with_optimizer=True)

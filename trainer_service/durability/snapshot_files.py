@@ -27,9 +27,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tinsmith.lora_config import config_from_proto
 from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.base_model import BaseModel
-from tinsmith.modeling.full_weights import FullWeights, Weights, config_of
+from tinsmith.modeling.full_weights import FullWeights, Weights
 from tinsmith.rpc.errors import DataCorrupted
 from tinsmith.rpc.words import word_of
 from tinsmith.v1 import types_pb2 as pb
@@ -126,7 +127,7 @@ class SnapshotFiles:
         """Reads a snapshot's state. Raises DataCorrupted when it cannot be read, or was made for other layers."""
         found = self._manifest(model_id, seq_id)
         info, folder = found.checkpoint, self._path(model_id, seq_id)
-        config = config_of(info.lora_config, max_rank=info.lora_config.rank)
+        config = config_from_proto(info.lora_config, max_rank=info.lora_config.rank)
         try:
             tensors = {name: _load(folder / name) for name in found.files if name.endswith(".npy")}
             flat, gradient = tensors.pop(f"{_ADAPTER}.npy"), tensors.pop(f"{_GRADIENT}.npy", None)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tinsmith.lora_config import config_to_proto
 from tinsmith.modeling.adapter import AdapterConfig
 from tinsmith.rpc.errors import InvalidRequest, ModelNotFound
 from tinsmith.rpc.paths import creation_of, version_of
@@ -47,7 +48,7 @@ class Model:
         return pb.ModelInfo(
             model_id=self.model_id,
             base_model=self.base_model,
-            lora_config=self.config.to_proto(),
+            lora_config=config_to_proto(self.config),
             optimizer=self.optimizer_kind,
             step=self.step,
             next_seq_id=next_seq_id,
@@ -62,7 +63,7 @@ class Model:
             model_id=self.model_id,
             base_model=self.base_model,
             base_weights=self.base_weights,
-            lora_config=state.config.to_proto(),
+            lora_config=config_to_proto(state.config),
             version_id=self.version(seq_id),
             step=state.step,
             has_optimizer=state.optimizer is not None,

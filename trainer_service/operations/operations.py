@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from google.protobuf.message import Message
 
+from tinsmith.lora_config import config_from_proto
 from tinsmith.modeling.adapter import AdapterConfig
-from tinsmith.modeling.full_weights import config_of
 from tinsmith.rpc.errors import InvalidRequest, ServiceError, about
 from tinsmith.rpc.notes import check_notes
 from tinsmith.rpc.paths import check_model_id
@@ -101,12 +101,12 @@ class Operations:
                 lora_config = (await self.loads.checkpoints.reads(self.loads.checkpoints.info, location)).lora_config
             except ServiceError:
                 return  # the creation itself fails with this error
-        config = config_of(lora_config, max_rank=lora_config.rank)
+        config = config_from_proto(lora_config, max_rank=lora_config.rank)
         self.publishing.publisher.sender.check_servable(rank=config.rank, num_bytes=self.engine.version_bytes(config))
 
     def _config(self, lora_config: types_pb2.LoraConfig, *, optimizer: str) -> AdapterConfig:
         self.engine.check_trainable(lora_config.rank, optimizer)
-        return config_of(lora_config, max_rank=self.max_lora_rank)
+        return config_from_proto(lora_config, max_rank=self.max_lora_rank)
 
     async def _create(
         self,

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tinsmith.lora_config import config_to_proto
 from tinsmith.rpc.errors import CheckpointNotFound, DataCorrupted, InvalidRequest, NotReady, OutOfCapacity
 from tinsmith.rpc.paths import check_name
 from tinsmith.rpc.times import check_ttl
@@ -107,7 +108,7 @@ class Saves:
             model_id=request.model_id,
             base_model=model.base_model,
             base_weights=model.base_weights,
-            lora_config=state.config.to_proto(),
+            lora_config=config_to_proto(state.config),
             version_id=version_id,
             step=state.step,
             has_optimizer=with_optimizer,

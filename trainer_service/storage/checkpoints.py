@@ -33,9 +33,10 @@ from google.protobuf.duration_pb2 import Duration
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from tinsmith.lora_config import config_from_proto
 from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.base_model import BaseModel
-from tinsmith.modeling.full_weights import FullWeights, config_of
+from tinsmith.modeling.full_weights import FullWeights
 from tinsmith.rpc.errors import BudgetExceeded, DataCorrupted, InvalidRequest, NotFound, OutOfCapacity, ServiceError
 from tinsmith.rpc.times import timestamp
 from tinsmith.rpc.words import word_of
@@ -239,7 +240,7 @@ class CheckpointStore:
                     f"load_optimizer: checkpoint {location} holds no optimizer state; load it without the optimizer",
                     field="load_optimizer",
                 )
-            config = config_of(info.lora_config, max_rank=info.lora_config.rank)
+            config = config_from_proto(info.lora_config, max_rank=info.lora_config.rank)
             weights = _ADAPTER if config.rank else [name for name in found.files if name != _OPTIMIZER]
             names = [*weights, _OPTIMIZER] if with_optimizer else weights
             with self._storage.files(location, found, names) as folder:

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, Protocol
 
 import zstandard
 
+from tinsmith.lora_config import config_to_proto
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.peft_files import CONFIG, PICKLE, SAFETENSORS
 from tinsmith.modeling.peft_import import import_peft
@@ -124,7 +125,7 @@ class Importer:
             kind=types_pb2.CHECKPOINT_KIND_TRAINING,
             model_id=run_id,
             base_model=header.base_model,
-            lora_config=config.to_proto(),
+            lora_config=config_to_proto(config),
             version_id=f"{run_id}@{uuid.uuid4().hex}",
             ttl=header.ttl if header.HasField("ttl") else None,
             user_metadata=header.user_metadata,

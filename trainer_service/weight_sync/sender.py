@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import grpc.aio
 import torch
 
+from tinsmith.lora_config import config_to_proto
 from tinsmith.modeling.full_weights import Weights
 from tinsmith.rpc import tracing
 from tinsmith.rpc.errors import AlreadyExists, NotReady, ServiceError, VersionConflict
@@ -338,7 +339,7 @@ class WeightSender:
             epoch=group.epoch,
             version_id=version.version_id,
             base_model=version.base_model,
-            lora_config=adapter.config.to_proto(),
+            lora_config=config_to_proto(adapter.config),
             tensors=[pb.TensorSpec(name=name, shape=shape) for name, shape in adapter.specs()],
             dtype=_DTYPES[adapter.sent_dtype],
             bucket_bytes=group.bucket_bytes,

@@ -33,7 +33,7 @@ def test_every_error_stands_beside_its_code() -> None:
         for code, reasons, *_ in rows("Errors")
         for reason in re.findall(r"[A-Z_]{4,}", reasons)
     }
-    expected = {(kind.code.name, kind.reason) for kind in errors._BY_REASON.values()}
+    expected = {(kind.code, kind.reason) for kind in errors._BY_REASON.values()}
     assert found == expected
 
 

@@ -21,6 +21,7 @@ from sampler_service.torch_engine.engine import TorchEngine
 from sampler_service.weights import weight_sync
 from tests.unit.sampler_service.full_versions import make_full
 from tests.unit.sampler_service.serving import generate, make_adapter, metric, prompt, serving
+from tinsmith.lora_config import config_to_proto
 from tinsmith.modeling.adapter import Adapter
 from tinsmith.modeling.full_weights import FULL, Weights
 from tinsmith.rpc.channel import connect
@@ -112,7 +113,7 @@ class Trainer:
                 "epoch": self.epoch,
                 "version_id": announced,
                 "base_model": "base",
-                "lora_config": adapter.config.to_proto(),
+                "lora_config": config_to_proto(adapter.config),
                 "tensors": [pb.TensorSpec(name=name, shape=shape) for name, shape in adapter.specs()],
                 "dtype": types.DTYPE_FLOAT32,
                 **fields,
@@ -303,9 +304,13 @@ async def test_a_new_group_replaces_the_old_one_and_trainers_do_not_disturb_each
             InvalidRequest,
             r"lora_config\.train_mlp: false cannot be had with rank 0",
         ),
-        ({"lora_config": FULL.to_proto()}, InvalidRequest, "tensors: 30 were announced, this base model takes 25"),
         (
-            {"lora_config": FULL.to_proto(), "dtype": types.DTYPE_INT32},
+            {"lora_config": config_to_proto(FULL)},
+            InvalidRequest,
+            "tensors: 30 were announced, this base model takes 25",
+        ),
+        (
+            {"lora_config": config_to_proto(FULL), "dtype": types.DTYPE_INT32},
             InvalidRequest,
             "dtype: DTYPE_INT32 is not DTYPE_FLOAT32 or",
         ),

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.models import make_model
 from tests.stores import Place
+from tinsmith.lora_config import config_to_proto
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.peft_import import import_peft
@@ -61,7 +62,7 @@ def make_info(state: State, name: str = "one") -> pb.CheckpointInfo:
         kind=kind,
         model_id=RUN,
         base_model="tiny",
-        lora_config=state.config.to_proto(),
+        lora_config=config_to_proto(state.config),
         version_id=f"{RUN}@7",
         step=state.step,
         has_optimizer=state.optimizer is not None,
@@ -155,7 +156,7 @@ def test_external_weights_name_a_tied_head_as_the_hosted_service_does(
     adapter.flat.normal_()
     state = State(config=config, adapter=adapter, step=3, optimizer=None)
     info = external_info(base)
-    info.lora_config.CopyFrom(config.to_proto())
+    info.lora_config.CopyFrom(config_to_proto(config))
     store.save(info, state, overwrite=False)
     names = set(safetensors.torch.load(content(store, "adapter_model.safetensors")))
     heads = {name for name in names if ".layers." not in name}

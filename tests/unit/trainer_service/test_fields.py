@@ -13,7 +13,7 @@ from google.rpc import error_details_pb2
 from sampler_service.engine import Params, Penalties, Request, StopCondition
 from sampler_service.validation import Limits as SamplingLimits
 from tests.batches import datum, request
-from tinsmith.modeling.full_weights import config_of
+from tinsmith.lora_config import config_from_proto
 from tinsmith.rpc.errors import (
     InvalidRequest,
     NotReady,
@@ -94,9 +94,9 @@ REFUSED: list[tuple[str, Callable[[], Any]]] = [
     ("sampling_params.max_tokens", lambda: sample(max_tokens=0)),
     ("sampling_params.max_tokens", lambda: sample(max_tokens=100)),
     ("sampling_params.stop.strings", lambda: sample(stop=StopCondition(("",), ()))),
-    ("lora_config.rank", lambda: config_of(types_pb2.LoraConfig(rank=99, train_mlp=True), max_rank=8)),
+    ("lora_config.rank", lambda: config_from_proto(types_pb2.LoraConfig(rank=99, train_mlp=True), max_rank=8)),
     ("sampling_params.stop.token_ids", lambda: sample(stop=StopCondition((), (100,)))),
-    ("lora_config.train_mlp", lambda: config_of(types_pb2.LoraConfig(train_attn=True), max_rank=8)),
+    ("lora_config.train_mlp", lambda: config_from_proto(types_pb2.LoraConfig(train_attn=True), max_rank=8)),
     ("loss_fn_config.beta", lambda: setting(loss_fn_config={"beta": 1.0})),
     ("loss_fn_config.beta", lambda: setting(loss_fn_config={"beta": 1.0}, loss_fn_config_v2={"beta": NUMBER})),
     ("loss_fn_config_v2.x", lambda: setting(loss_fn_config_v2={"x": NUMBER})),

@@ -10,10 +10,11 @@ from prometheus_client import CollectorRegistry
 from transformers import AutoModelForCausalLM
 
 from tests.models import make_model
+from tinsmith.lora_config import config_from_proto, config_to_proto
 from tinsmith.modeling import full_weights
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
-from tinsmith.modeling.full_weights import FULL, FullWeights, config_of
+from tinsmith.modeling.full_weights import FULL, FullWeights
 from tinsmith.rpc.errors import DataCorrupted, InvalidRequest
 from tinsmith.v1 import types_pb2 as pb
 from trainer_service.engine.engine import OptimizerState, State
@@ -46,7 +47,7 @@ def info_of(kind: pb.CheckpointKind, state: State, name: str = "one") -> pb.Chec
         kind=kind,
         model_id=RUN,
         base_model="tiny",
-        lora_config=state.config.to_proto(),
+        lora_config=config_to_proto(state.config),
         version_id=f"{RUN}@7",
         step=state.step,
         has_optimizer=state.optimizer is not None,
@@ -160,9 +161,9 @@ def test_a_trainer_of_either_kind_reads_checkpoints_of_both(
 
 @pytest.mark.parametrize("flag", ["train_attn", "train_mlp", "train_unembed"])
 def test_rank_0_with_a_part_left_out_is_refused_by_name(flag: str) -> None:
-    asked = FULL.to_proto()
+    asked = config_to_proto(FULL)
     asked.seed = 3
-    assert config_of(asked, max_rank=8) == FULL
+    assert config_from_proto(asked, max_rank=8) == FULL
     setattr(asked, flag, False)
     with pytest.raises(InvalidRequest, match=rf"lora_config\.{flag}: false cannot be had with rank 0"):
-        config_of(asked, max_rank=8)
+        config_from_proto(asked, max_rank=8)

@@ -25,7 +25,7 @@ from tests.unit.trainer_service.test_restore import (
     settled,
 )
 from tests.unit.trainer_service.test_restore import start as start
-from tinsmith.modeling.adapter import AdapterConfig
+from tinsmith.lora_config import config_from_proto
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.rpc.errors import ModelLost, ModelNotFound, OutOfCapacity
 from tinsmith.v1 import trainer_pb2 as pb
@@ -112,7 +112,7 @@ async def test_the_one_used_longest_ago_makes_place_for_another(start: Start, tm
 
 def alone(engine: TrainingEngine, requests: Sequence[Any], *, seed: int) -> dict[str, Tensor]:
     """Tensors of a run after these requests, when the run has this engine for itself."""
-    config = AdapterConfig.from_proto(creation("alone", seed=seed).lora_config, max_rank=4)
+    config = config_from_proto(creation("alone", seed=seed).lora_config, max_rank=4)
     engine.create_model("alone", config, "adamw")
     for one in requests:
         if isinstance(one, pb.ForwardBackwardRequest):

@@ -23,6 +23,7 @@ from prometheus_client import CollectorRegistry
 from tests.batches import datum, random_datum, request, wide
 from tests.models import VOCAB_SIZE, make_model
 from tinsmith.cores import Cores
+from tinsmith.lora_config import config_to_proto
 from tinsmith.modeling.adapter import Adapter, AdapterConfig
 from tinsmith.modeling.base_model import BaseModel
 from tinsmith.modeling.full_weights import FULL, FullWeights
@@ -422,7 +423,7 @@ async def test_a_checkpoint_of_an_adapter_is_refused_by_its_name_where_all_param
 def save_by_hand(service: Service, state: State) -> None:
     info = types_pb2.CheckpointInfo(
         location="r/weights/one", kind=types_pb2.CHECKPOINT_KIND_TRAINING, model_id="r", base_model="tiny",
-        lora_config=state.config.to_proto(), version_id="r@1", step=state.step,
+        lora_config=config_to_proto(state.config), version_id="r@1", step=state.step,
     )  # fmt: skip
     service.trainer.checkpoints.save(info, state, overwrite=False)
 
