@@ -1,4 +1,4 @@
-"""What the C library does with memory that is freed."""
+"""Settings of the C library's allocator for freed memory."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ _NEVER = 2**31 - 1
 
 
 def keep_freed_memory() -> bool:
-    """Lets glibc keep what is freed for what is asked for next, and tells whether it could (only glibc can).
+    """Makes glibc keep freed memory for later allocations. Returns False if it could not, as with another C library.
 
-    By default it gives every block above 32 MB back at once, and the end of its heap when that is free. A training step
-    asks for hundreds of such blocks, and the system must clear each page anew: up to 10 % of a step's time, and 40 % of
-    an elementwise operation's. The process's resident memory then stays at its peak, which is the same as without
-    (measured on ragged batches). Call it before other threads start.
+    By default glibc returns every freed block above 32 MB to the system at once, and also the free end of its heap. A
+    training step allocates hundreds of such blocks, and the system must clear each of their pages again. That costs up
+    to 10 % of a step's time, and 40 % of the time of an elementwise operation. With freed memory kept, the resident
+    memory of the process stays at its peak. The peak is as high as without (measured on ragged batches).
+
+    To be called before other threads start.
     """
     if platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    # One arena: those of other threads cannot hold large blocks.
+    # One arena for all threads: the arenas of other threads cannot hold large blocks.
     settings = ((_M_ARENA_MAX, 1), (_M_MMAP_THRESHOLD, _NEVER), (_M_TRIM_THRESHOLD, _NEVER))
     done = [mallopt(name, value) for name, value in settings]
     return all(done)
 
 
 def give_back_freed_memory() -> None:
-    """Gives the system whole pages that nothing uses; without glibc it does nothing."""
+    """Returns unused pages to the system. Does nothing with another C library than glibc."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)

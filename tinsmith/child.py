@@ -1,5 +1,6 @@
-"""python child.py PARENT COMMAND...: becomes the command, which the kernel kills when process PARENT ends, however it
-ends (Linux). A program of its own, because nothing may run between fork and exec of a process that has threads."""
+"""python child.py PARENT COMMAND...: replaces itself by the command. On Linux the kernel kills the command when process
+PARENT ends, however it ends. This is a program of its own because a process with threads must run no Python code
+between fork and exec."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int) -> None:
-    """To be called in a child just made by `parent`."""
+    """Asks the kernel to kill this process when `parent` ends. To be called in a child that `parent` has just made."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before the call above
+        if os.getppid() != parent:  # the parent ended before the call above
             os._exit(1)
 
 

@@ -1,14 +1,16 @@
-"""A page of memory on which the services of one machine say which of them compute, so that one alone uses all cores.
+"""A page of shared memory on which each service of a machine records whether it computes, so that one service that
+computes alone uses all cores.
 
-Two OpenMP pools that share cores cost a factor of 2 to 4. So a service asks before each micro-batch or decode step how
-many threads it may use: all, while no other service computes, and its share of the cores otherwise. The longest time in
-which two services have more threads than there are cores is one micro-batch or decode step.
+Two OpenMP pools that share cores make each other 2 to 4 times slower. Before each micro-batch or decode step a service
+therefore reads from the page how many threads it may use: all of them while no other service computes, otherwise its
+share of the cores. Two services together have more threads than cores for one micro-batch or decode step at most.
 
-Few tokens have fewer threads: what a second one saves is less than what it costs as soon as anything else, such as the
-gateway or the client, needs its core.
+A pass of few tokens uses fewer threads. A second thread would save little there, and would cost more than it saves as
+soon as another process, such as the gateway or the client, needs its core.
 
-A service that reads a large body says so, too, and nobody else takes the core that this needs: a pass takes 3 to 10
-times as long when its threads wait for one that has no core.
+A service that reads a large request body also records this, and the computing services leave one core free for it.
+Without that core, the threads of a pass would wait for the one thread whose core is taken, and the pass would take 3 to
+10 times as long.
 """
 
 from __future__ import annotations
@@ -23,18 +25,19 @@ from mmap import mmap
 from pathlib import Path
 
 SWITCH_S = 1e-4
-"""For sys.setswitchinterval, in every service. Torch gives the interpreter's lock back in each operation, and an event
-loop whenever it looks for news. While another thread computes in Python they wait so long until they have the lock
-again, some hundred times in each micro-batch; Python's default is 5 ms."""
+"""Every service passes this to sys.setswitchinterval. Torch releases the GIL in each operation, and an event loop in
+each poll. If another thread runs Python code meanwhile, they wait for this interval before they get the GIL back, which
+happens some hundred times in each micro-batch. Python's default is 5 ms."""
 
 _NICER = 5
-"""A thread of this niceness gets a quarter of a core that one of 0 wants all the time."""
+"""A thread of this niceness gets a quarter of a core for which a thread of niceness 0 competes all the time."""
 
 _HEADER = 1
-"""Numbers before the places: how many cores there are."""
+"""Length of the page's header, which holds the number of cores."""
 _SHARE, _PID, _READER, _PLACE = 0, 1, 2, 3
-"""What a place of three numbers holds: the cores of its service while all compute, and its process id twice, while it
-computes and while it reads a large body, else 0."""
+"""The header is followed by one place of three numbers (`_PLACE`) for each service. The numbers are the cores that the
+service may use while all services compute; its process id while it computes, else 0; and its process id while it reads
+a large body, else 0."""
 
 
 def usable_cores() -> int:
@@ -42,21 +45,25 @@ def usable_cores() -> int:
 
 
 def yield_to_event_loops() -> None:
-    """Lowers the priority of this thread, and of those that it starts, below that of the event loops of all services: a
-    loop that is ready gets a core at once, and needs it for a moment. Nothing happens where threads have none."""
+    """Lowers the priority of this thread, and of the threads that it starts, below that of every service's event loop.
+    An event loop that is ready then gets a core at once; it needs it only for a moment. Does nothing on systems whose
+    threads have no priority of their own."""
     if sys.platform == "linux":
         thread = threading.get_native_id()
         os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICER)
 
 
 def make_page(path: Path, *, cores: int, shares: Sequence[int]) -> None:
-    """Writes a page with a place for each share, on which nobody computes."""
+    """Writes a page with one place for each share, on which no service computes.
+
+    `cores`: of the machine. `shares`: cores of each service while all services compute.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(array("i", [cores, *(number for share in shares for number in (share, 0, 0))]).tobytes())
 
 
 class Cores:
-    """The place of one service on the page. Only one thread of the service may call `begin` and `end`, and one
+    """One service's place on the page. Only one thread of the service may call `begin` and `end`, and only one may call
     `reading`."""
 
     def __init__(
@@ -69,14 +76,14 @@ class Cores:
         announces: bool = True,
         fixed: bool = False,
     ) -> None:
-        """`address`: PATH:PLACE, or empty, and then the number of threads never changes.
-        `most`: threads that the service may use at most. 0 means all cores, and without a page torch's default.
+        """`address`: PATH:PLACE of the page. Without an address the number of threads never changes.
+        `most`: the most threads that the service may use. 0 means all cores, or torch's default without a page.
         `set_threads`: called when the number of threads changes.
-        `processes`: ranks of the service, which divide its threads.
-        `announces`: False for a rank that computes only when rank 0 does.
-        `fixed`: the number of threads never changes: it is `most`, or the service's share where that is 0.
+        `processes`: number of the service's ranks, which divide its threads among them.
+        `announces`: False for a rank that computes only when rank 0 does, which writes to the page for both.
+        `fixed`: the number of threads never changes. It is `most`, or the service's share if `most` is 0.
 
-        Raises ValueError where there is no such page or place.
+        Raises ValueError if there is no such page or place.
         """
         self._most = most
         self._set_threads = set_threads
@@ -84,7 +91,8 @@ class Cores:
         self._announces = announces
         self._fixed = fixed
         self.tokens_per_thread = 1
-        """A pass of fewer tokens for each thread has fewer threads; known once the model is loaded."""
+        """Each thread of a pass gets at least this many tokens: a pass of fewer tokens uses fewer threads. The service
+        sets it once the model is loaded."""
         self._threads = 0
         self._page: memoryview | None = None
         if not address:
@@ -101,11 +109,11 @@ class Cores:
             self._page = page
         except (OSError, ValueError, LookupError) as error:
             raise ValueError(f"cores_page: {address!r} is no page with such a place ({error})") from None
-        # A process that was killed here has left its number.
+        # An earlier process of this service may have been killed while its id was on the page.
         self.end()
         if announces:
             self._page[self._place + _READER] = 0
-        # Others load at the same time.
+        # The other services load their models at the same time, so this one begins with its share.
         self._set(self._allowed() if fixed else max(1, self.share // processes))
 
     @property
@@ -115,24 +123,24 @@ class Cores:
 
     @property
     def share(self) -> int:
-        """Threads of the service while all services compute; without a page `most`."""
+        """Threads of the service while all services compute; `most` without a page."""
         if self._page is None:
             return self._most
         share = self._page[self._place + _SHARE]
         return min(share, self._most) if self._most else share
 
     def __str__(self) -> str:
-        """For a log line."""
+        """The number of threads, for a log line."""
         if self._page is None or self._fixed:
             return f"{self._threads or 'a default number of'} threads, always"
         most = max(1, min(self._most or self._cores, self._cores) // self._processes)
         return f"up to {most} threads, and {max(1, self.share // self._processes)} while all services compute"
 
     def begin(self, *, num_tokens: int | None = None, is_shared: bool = False) -> None:
-        """Says that this service computes, until `end`, and takes as many threads as it may use now.
+        """Records that this service computes, until `end`, and sets as many threads as it may use now.
 
-        `num_tokens`: of the pass that begins; None for what is no pass. `is_shared`: the other services will compute at
-        the same time.
+        `num_tokens`: tokens of the pass that begins; None for other work. `is_shared`: the other services will compute
+        at the same time.
         """
         if self._page is None:
             return
@@ -147,13 +155,14 @@ class Cores:
             self._set(allowed)
 
     def end(self) -> None:
-        """Says that this service waits for work."""
+        """Records that this service no longer computes."""
         if self._page is not None and self._announces:
             self._page[self._place + _PID] = 0
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Takes a core from all that compute, this service included, from their next pass on."""
+        """Reserves a core for the block. All services that compute, this one included, leave it free from their next
+        pass on."""
         if self._page is None:
             yield
             return
@@ -176,7 +185,7 @@ class Cores:
         return max(1, allowed // self._processes)
 
     def _computes(self, place: int) -> bool:
-        """Whether the service of another place does."""
+        """Whether `place` belongs to another service, and that service computes now."""
         assert self._page is not None
         return place != self._place and _is_alive(self._page[place + _PID])
 
@@ -186,13 +195,13 @@ class Cores:
 
 
 def _is_alive(pid: int) -> bool:
-    """False for 0."""
+    """Whether a process with this id runs. False for 0, which stands for no process."""
     if pid == 0:
         return False
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # somebody else's
+    except PermissionError:  # it runs as another user
         return True
     return True

@@ -14,21 +14,22 @@ ServiceError                 INTERNAL             server
 ├── FailedPrecondition       FAILED_PRECONDITION  user
 │   ├── VersionNotLoaded                                   ask the trainer to publish it, then try again
 │   ├── VersionGone                                        the location holds other weights by now
-│   ├── VersionRefused                    server           samplers do not compute it as the trainer does
+│   ├── VersionRefused                    server           the samplers' logprobs differ from the trainer's
 │   ├── VersionConflict                   server           a sampler serves other weights under this id
-│   ├── NotFinite                                          a step, or the model's own logprobs, leave float32
+│   ├── NotFinite                                          a step, or the model's logprobs, would not be finite
 │   ├── ModelLost                                          the trainer restarted and does not hold the model
-│   └── BudgetExceeded                                     an owner has used, or stores, what it may
+│   └── BudgetExceeded                                     an owner has used up its tokens or its storage
 ├── Unauthenticated          UNAUTHENTICATED      server   a gRPC call without a key; the gateway's own, for the SDK
 ├── PermissionDenied         PERMISSION_DENIED    user     a gRPC call that this key may not make
 ├── OutOfCapacity            RESOURCE_EXHAUSTED   server   a queue, a cache or a disk is full
-│   └── RateLimited                                        too much in this minute
+│   └── RateLimited                                        too many requests or tokens in this minute
 ├── NotReady                 UNAVAILABLE          server   loading or draining
-│   └── EngineDead                                         the process is about to end, and to be started again
+│   └── EngineDead                                         the process is about to end, and must be restarted
 ├── DataCorrupted            DATA_LOSS            server   a checksum does not match
-└── Cancelled                CANCELLED            server   the caller has left; nobody hears of it but the metrics
+└── Cancelled                CANCELLED            server   the caller has gone; only the metrics show this error
 
-Category is what the Tinker SDK shows: "user" for the caller's mistake, "server" for ours, "unknown" for neither.
+The category is shown by the Tinker SDK: "user" for the caller's mistake, "server" for the server's, "unknown" if it is
+neither.
 """
 
 from __future__ import annotations
@@ -51,11 +52,12 @@ class ServiceError(Exception):
         super().__init__(message)
         self.message = message
         self.metadata = {key: str(value) for key, value in metadata.items()}
-        """`field`: path of the wrong value from the root of the request: "data[3].loss_fn_inputs.target_tokens"."""
+        """Among others `field`, the path of the wrong value from the root of the request, such as
+        "data[3].loss_fn_inputs.target_tokens"."""
 
     def move(self, before: str, after: str) -> None:
-        """Replaces the beginning `before` of the field's path by `after`, in the message, too. Does nothing to an error
-        about another field, or about none."""
+        """Replaces the prefix `before` of the field's path by `after`, also in the message. An error about another
+        field, or about none, stays as it is."""
         field = self.metadata.get("field", "")
         if not field or not field.startswith(before):
             return
@@ -150,7 +152,7 @@ class OutOfCapacity(ServiceError):
 
 
 class RateLimited(OutOfCapacity):
-    """`retry_after_s` in its metadata: whole seconds after which it is worth another try."""
+    """Has `retry_after_s` in its metadata: the time after which another try is worthwhile, in whole seconds."""
 
     reason = "RATE_LIMITED"
 
@@ -173,8 +175,8 @@ class Cancelled(ServiceError):
 
 @contextlib.contextmanager
 def within(outer: str) -> Iterator[None]:
-    """Errors about a field of a nested message name the field from the root of the request, which holds the message in
-    its field `outer`."""
+    """Prefixes the field of a ServiceError that the block raises with `outer`, the field of the request that holds the
+    message which the block checks. The error then names the field from the root of the request."""
     try:
         yield
     except ServiceError as error:
@@ -184,7 +186,8 @@ def within(outer: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def about(field: str) -> Iterator[None]:
-    """Errors name this field of the request, whatever part of its content they name."""
+    """Sets `field` as the field of a ServiceError that the block raises, whatever part of its content the error
+    named."""
     try:
         yield
     except ServiceError as error:

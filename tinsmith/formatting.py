@@ -1,4 +1,4 @@
-"""Sizes, durations and tables as text for people. No service imports another, so all of them find these here."""
+"""Sizes, durations and tables as text for people. Shared here because no service imports another."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ def size_text(num_bytes: float) -> str:
         return f"{num_bytes:.0f} B"
     for unit in ("kB", "MB", "GB"):
         num_bytes /= 1000
-        if num_bytes < 999.95:  # above, one decimal would make it 1000.0
+        if num_bytes < 999.95:  # a larger number would be rounded to 1000.0
             return f"{num_bytes:.1f} {unit}"
     return f"{num_bytes / 1000:.1f} TB"
 
 
 def duration_text(seconds: float) -> str:
-    """A time in its largest unit of which it has at least two, as a whole number: "1 s" (the least), "90 s", "3 h"."""
+    """A duration in whole units of the largest kind of which it has at least two: "90 s", "3 h". The least is "1 s"."""
     for unit, seconds_each in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * seconds_each:
             return f"{seconds / seconds_each:.0f} {unit}"
@@ -25,7 +25,8 @@ def duration_text(seconds: float) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Lines of columns that are as wide as their widest text and two spaces apart, without spaces at the end."""
+    """The rows as lines. Each column is as wide as its widest text, columns are two spaces apart, and no line ends with
+    a space."""
     widths = [max(map(len, texts)) for texts in zip(*rows, strict=True)]
     lines = ("  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)

@@ -1,4 +1,4 @@
-"""Memory of this machine, within the limits of the cgroups (version 1 or 2) that hold this process."""
+"""Memory of this machine, within the limits of this process's cgroups (version 1 or 2)."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def host_bytes() -> int:
-    """Memory that this process could still allocate, in bytes. Cached files count as free."""
+    """Memory that this process can still allocate, in bytes. Cached files count as free."""
     rooms = [max(0, limit - used) for limit, used in _cgroups(_CGROUPS, _MEMBERSHIP)]
     return min([psutil.virtual_memory().available, *rooms])
 
 
 def total_bytes() -> int:
-    """Memory of the machine, or the lowest limit of this process's cgroups where that is less, in bytes."""
+    """Memory of the machine, or the lowest limit of this process's cgroups if that is less, in bytes."""
     return min([psutil.virtual_memory().total, *(limit for limit, _ in _cgroups(_CGROUPS, _MEMBERSHIP))])
 
 
 def _cgroups(root: Path, membership: Path) -> Iterator[tuple[int, int]]:
-    """Limit and use of each cgroup that has a limit, in bytes. Use is without cached files."""
+    """Limit and use of each cgroup that has a limit, in bytes. Use does not include cached files."""
     try:
         lines = membership.read_text().splitlines()
-    except OSError:  # no Linux
+    except OSError:  # not on Linux
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
@@ -38,7 +38,8 @@ def _cgroups(root: Path, membership: Path) -> Iterator[tuple[int, int]]:
         else:
             continue
         here = folder / path.lstrip("/")
-        # In a container the path may be the host's, which is not mounted. Then the root is the container's cgroup.
+        # In a container the path may be the one on the host, which is not mounted. The root is the container's cgroup
+        # then.
         for group in [group for group in (here, *here.parents) if group.is_relative_to(folder)]:
             try:
                 max_bytes = int((group / limit).read_text())

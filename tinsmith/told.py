@@ -1,44 +1,46 @@
-"""What the caller of a run has been told of its batches."""
+"""The answers that a run's caller has received, which decide whether its next optim_step may run."""
 
 from __future__ import annotations
 
 
 class Told:
-    """The batches of one model since its last optim_step, as the service that answers its caller sees them.
+    """The batches of one model since its last optim_step, and which of their answers the caller has received. Kept by
+    the service that answers the caller.
 
-    A failed batch makes the next optim_step fail, because a caller that pipelines would step on half of what it has
-    sent. A caller that was told of the failure, and sent a batch and its optim_step each after all answers before them,
-    does not pipeline: it has started afresh behind the failure.
+    A failed batch makes the next optim_step fail, because a caller that pipelines would step with only some of the
+    batches that it sent. A caller starts afresh after a failure if it received the failure, then sent a new batch, and
+    waited for all answers before it sent that batch and before it sent the optim_step. Such a caller does not pipeline,
+    and its optim_step may run.
     """
 
     def __init__(self) -> None:
         self._waiting: set[int] = set()
-        """Batches that have been sent and whose answers the caller does not have."""
+        """Batches that the caller has sent and whose answers it has not received."""
         self._newest = 0
         self._failed = 0
-        """The newest failed batch that the caller was told of."""
+        """seq_id of the newest failed batch whose answer the caller has received; 0 is none."""
         self._overlapped = False
-        """Since that failure some batch was sent while the caller waited for the answer of another."""
+        """Since that failure, the caller has sent a batch while it waited for the answer of another one."""
         self._last_step = 0, 0
-        """seq_id, and what was said of it: a repeat is told the same."""
+        """seq_id of the last optim_step, and the answer that `step` gave for it. A repeat gets the same answer."""
 
     @property
     def is_idle(self) -> bool:
-        """There is nothing that a next step would have to know."""
+        """Whether no batch waits for its answer or has failed, so that this record can be dropped."""
         return not self._waiting and not self._failed
 
     def sent(self, seq_id: int) -> None:
-        """A batch has arrived."""
+        """A batch has arrived from the caller."""
         self._overlapped |= bool(self._waiting)
         self._waiting.add(seq_id)
         self._newest = max(self._newest, seq_id)
 
     def unsent(self, seq_id: int) -> None:
-        """It was not accepted, and is to be sent again."""
+        """The batch was not accepted; the caller will send it again."""
         self._waiting.discard(seq_id)
 
     def told(self, seq_id: int, *, failed: bool) -> None:
-        """The caller gets the answer of an operation. What is no batch that waits changes nothing."""
+        """The caller receives the answer of an operation. Nothing changes unless it is a batch that waits."""
         if seq_id not in self._waiting:
             return
         self._waiting.discard(seq_id)
@@ -47,7 +49,8 @@ class Told:
             self._overlapped = bool(self._waiting)
 
     def step(self, seq_id: int) -> int:
-        """An optim_step has arrived: the failed batch behind which its caller has started afresh; 0 is none."""
+        """An optim_step has arrived. Returns the seq_id of the failed batch after which its caller has started afresh;
+        0 if it has not."""
         if seq_id != self._last_step[0]:
             afresh = self._newest > self._failed and not self._overlapped and not self._waiting
             self._last_step = seq_id, self._failed if afresh else 0

@@ -1,4 +1,5 @@
-"""Who may call a service: the same keys, in the same headers, over HTTP and over gRPC."""
+"""API keys: their settings, and the check that a gRPC call carries one. HTTP takes the same keys in the same
+headers."""
 
 from __future__ import annotations
 
@@ -18,11 +19,12 @@ from tinsmith.rpc.errors import PermissionDenied, ServiceError, Unauthenticated,
 KEY_HEADER = "x-api-key"
 
 _OPEN_METHODS = f"/{health.SERVICE_NAME}/"
-"""Health checks tell nothing but that the service runs, and what asks for them (a container runtime) has no key."""
+"""Calls that need no key. Health checks reveal only that the service runs, and a container runtime, which makes them,
+has no key."""
 
 
 ADMIN_SERVICES = frozenset({"tinsmith.v1.TrainerAdminService", "tinsmith.v1.WeightSyncService"})
-"""Services that take only the service key, and keys with `admin`, because their calls concern all callers."""
+"""Services whose calls concern all callers. They accept only the service key and keys with `admin`."""
 
 
 def _usable(key: SecretStr) -> SecretStr:
@@ -41,34 +43,35 @@ def _form(value: object) -> str:
 
 
 OWNER_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$"
-"""What an owner may be called."""
+"""Regular expression of an owner's name."""
 
 Key = Annotated[SecretStr, AfterValidator(_usable)]
 ServiceKey = Annotated[SecretStr, AfterValidator(_usable_or_none)]
-"""One key, or the empty text for none."""
+"""One key; the empty string stands for none."""
 
 
 class ApiKey(BaseModel):
-    """A key and what is known about its holder."""
+    """A key, and the details of its holder."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     key: Key
     """The key itself."""
     name: str = ""
-    """What to call the key."""
+    """Name of the key."""
     note: str = ""
-    """Anything else about it."""
+    """Free text about the key."""
     email: str = ""
-    """Address of its holder."""
+    """Address of the key's holder."""
     owner: str = Field(default="", pattern=rf"{OWNER_PATTERN}|^$")
-    """To whom belongs what is made with it; keys of one owner share everything. Empty: an owner of its own."""
+    """Owner of the sessions, runs and checkpoints that are made with the key. Keys of one owner share them. Without an
+    owner, the key shares with no other key."""
     admin: bool = False
-    """Over HTTP it sees and changes what belongs to any owner; over gRPC it may call ADMIN_SERVICES."""
+    """Over HTTP the key sees and changes the objects of every owner. Over gRPC it may call ADMIN_SERVICES."""
     requests_per_minute: int | None = Field(default=None, ge=1)
-    """Most HTTP requests in a minute."""
+    """Largest number of HTTP requests in a minute."""
     tokens_per_minute: int | None = Field(default=None, ge=1)
-    """Most tokens in a minute that are trained on, read or sampled over HTTP."""
+    """Largest number of tokens in a minute that are trained on, read or sampled over HTTP."""
 
 
 AnyKey = Annotated[Annotated[Key, Tag("key")] | Annotated[ApiKey, Tag("details")], Discriminator(_form)]
@@ -80,13 +83,13 @@ def named(keys: Iterable[SecretStr | ApiKey]) -> list[ApiKey]:
 
 
 def accepted(api_keys: Iterable[SecretStr | ApiKey], service_key: SecretStr) -> list[str]:
-    """What a gRPC service with these settings accepts; empty means everything."""
+    """The keys that a gRPC service with these settings accepts. If there are none, it accepts every call."""
     texts = [key.key.get_secret_value() for key in named(api_keys)]
     return [*texts, *filter(None, [service_key.get_secret_value()])]
 
 
 def admins(api_keys: Iterable[SecretStr | ApiKey], service_key: SecretStr) -> list[str]:
-    """Keys that ADMIN_SERVICES take: the service key, and those with `admin`."""
+    """The keys that ADMIN_SERVICES accept: the service key, and keys with `admin`."""
     return accepted([key for key in named(api_keys) if key.admin], service_key)
 
 
@@ -98,7 +101,7 @@ def is_loopback(host: str) -> bool:
 
 
 def host_of(listen: str) -> str:
-    """Raises ValueError unless `listen` is HOST:PORT."""
+    """The host in `listen`, which is HOST:PORT. Raises ValueError for another form."""
     host, colon, port = listen.rpartition(":")
     if not (host and colon and port.isdigit()) or (":" in host and host[0] + host[-1] != "[]"):
         raise ValueError(f"listen: {listen!r} is not of the form HOST:PORT")
@@ -106,9 +109,9 @@ def host_of(listen: str) -> str:
 
 
 def require_keys(host: str, keys: Sequence[object], *, setting: str, env: str) -> None:
-    """Raises ValueError when `host`, the value of `setting`, is open to other machines and there are no keys.
+    """Raises ValueError if there are no keys, and `host`, the value of `setting`, is open to other machines.
 
-    `env` is the environment variable that would hold them.
+    `env`: environment variable that would hold the keys.
     """
     if not keys and not is_loopback(host):
         raise ValueError(
@@ -118,7 +121,7 @@ def require_keys(host: str, keys: Sequence[object], *, setting: str, env: str) -
 
 
 def given_key(headers: Mapping[str, str]) -> str:
-    """What X-API-Key holds, else what Authorization: Bearer holds; empty when there is neither."""
+    """The key in the header X-API-Key, else the one in Authorization: Bearer; empty without either header."""
     if key := headers.get(KEY_HEADER):
         return key
     scheme, _, key = headers.get("authorization", "").partition(" ")
@@ -126,25 +129,26 @@ def given_key(headers: Mapping[str, str]) -> str:
 
 
 class KeyRing:
-    """Keys that are accepted."""
+    """The accepted keys, as digests."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = [_digest(key) for key in keys]
 
     def find(self, given: str) -> int | None:
-        """Position of the key. Every one is compared, in constant time: the time tells nothing about them."""
+        """Position of the key `given`, or None. All keys are compared, each in constant time, so that the duration
+        reveals nothing about them."""
         digest = _digest(given)
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         return matches.index(True) if any(matches) else None
 
 
 def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()  # of one length, whatever that of the key
+    return hashlib.sha256(key.encode()).digest()  # has the same length for every key
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls without a key (UNAUTHENTICATED), and calls of an admin service with an ordinary key
-    (PERMISSION_DENIED), before their body is read. Health checks need no key."""
+    """Refuses calls without an accepted key (UNAUTHENTICATED), and calls of an admin service with an ordinary key
+    (PERMISSION_DENIED), before it reads their body. Health checks need no key."""
 
     def __init__(self, keys: Sequence[str], admin_keys: Sequence[str]) -> None:
         self._ring = KeyRing(keys)
@@ -164,7 +168,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
         async def refuse(requests: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             await context.abort_with_status(to_status(error))
 
-        # On the wire a unary call is a stream of one message, so that this refuses calls of every kind.
+        # A unary call is a stream of one message on the wire, so this handler refuses calls of every kind.
         return grpc.stream_stream_rpc_method_handler(refuse)
 
     def _error(self, method: str, given: str) -> ServiceError | None:

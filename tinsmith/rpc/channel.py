@@ -1,4 +1,4 @@
-"""How every client of a Tinsmith service connects."""
+"""The gRPC channel through which every client calls a Tinsmith service."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ _OPTIONS = [
 def connect(
     address: str, *, api_key: str = "", certificates: Certificates | None = None, resends: bool = True
 ) -> grpc.aio.Channel:
-    """A channel with keepalive, large messages, and retries on UNAVAILABLE only; `resends` False: none. Every call
-    carries the key, if any, and the id of the request that it is made for.
+    """A channel with keepalive and large messages. It retries calls that fail with UNAVAILABLE, unless `resends` is
+    False. Every call carries the key, if there is one, and the id of the HTTP request for which it is made.
 
-    With certificates the other side must have one of the same authority, for the host in `address`.
+    With `certificates` the other side must have a certificate of the same authority for the host in `address`.
     """
     options = [*_OPTIONS, ("grpc.service_config", _SERVICE_CONFIG)] if resends else _OPTIONS
     if certificates is None:
@@ -66,7 +66,8 @@ def connect(
 
 
 def _with_metadata(channel: grpc.aio.Channel, api_key: str) -> grpc.aio.Channel:
-    """Not by interceptors: theirs is another call object, which has tasks of its own and is slower."""
+    """Adds the key and the request id to every call. An interceptor would do this too, but would wrap each call in an
+    object with tasks of its own, which is slower."""
     key = ((KEY_HEADER, api_key),) if api_key else ()
 
     def completed(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,13 +87,13 @@ def _with_metadata(channel: grpc.aio.Channel, api_key: str) -> grpc.aio.Channel:
 
 
 def _request_id() -> tuple[tuple[str, str], ...]:
-    """Metadata of a call that brings none of its own."""
+    """Metadata of a call whose caller passes none."""
     request_id = logs.request_id.get()
     return ((logs.REQUEST_ID_METADATA, request_id),) if request_id else ()
 
 
 def _trace_calls(channel: grpc.aio.Channel) -> None:
-    """Every call that is made within a trace is a part of it, and tells the other side of it."""
+    """Makes every call within a trace a span of the trace, and sends the trace's id to the other side."""
 
     def traced(make: Callable[..., Any]) -> Callable[..., Any]:
         def make_traced(method: str, *args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -116,7 +117,7 @@ def _trace_calls(channel: grpc.aio.Channel) -> None:
 
 async def is_serving(channel: grpc.aio.Channel, *, timeout_s: float = 2.0) -> bool:
     """True when the service behind the channel answers its health check with SERVING."""
-    stub: Any = health_pb2_grpc.HealthStub(channel)  # its methods are made at run time
+    stub: Any = health_pb2_grpc.HealthStub(channel)  # the type checker cannot see its methods
     try:
         reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
     except grpc.aio.AioRpcError:
@@ -127,5 +128,5 @@ async def is_serving(channel: grpc.aio.Channel, *, timeout_s: float = 2.0) -> bo
 async def wait_serving(channel: grpc.aio.Channel, *, timeout_s: float) -> None:
     """Returns once the service is healthy; raises TimeoutError after `timeout_s` seconds."""
     async with asyncio.timeout(timeout_s):
-        while not await is_serving(channel):  # noqa: ASYNC110 - the state is another process's
+        while not await is_serving(channel):  # noqa: ASYNC110 - another process holds the state
             await asyncio.sleep(0.05)

@@ -16,7 +16,7 @@ from tinsmith.errors import NotReady, ServiceError
 
 DOMAIN = "tinsmith"
 _RETRY_S = 1
-"""Time after which another try is worth while, where the error names none, in seconds."""
+"""Delay before another try for errors that name none, in seconds."""
 
 
 def _subclasses(cls: type[ServiceError]) -> list[type[ServiceError]]:
@@ -26,14 +26,16 @@ def _subclasses(cls: type[ServiceError]) -> list[type[ServiceError]]:
 _BY_REASON = {cls.reason: cls for cls in _subclasses(ServiceError)}
 
 
-# A status travels in trailing metadata, its message twice. gRPC drops what is above 8 KiB of them, status and all.
+# A status travels in the trailing metadata, its message twice. gRPC drops trailing metadata above 8 KiB, and the status
+# with it.
 _MAX_MESSAGE_BYTES = 1200
 _MAX_METADATA_BYTES = 200
 _MAX_DESCRIPTION_BYTES = 400
 
 
 def _shortened(text: str, *, limit: int) -> str:
-    """At most `limit` bytes of it: the beginning says what is wrong, the end often what would be right."""
+    """At most `limit` bytes of the text, cut in the middle: the beginning says what is wrong, and the end often what
+    would be right."""
     data = text.encode(errors="replace")
     if len(data) <= limit:
         return text
@@ -43,10 +45,10 @@ def _shortened(text: str, *, limit: int) -> str:
 
 
 def to_proto(error: ServiceError) -> status_pb2.Status:
-    """google.rpc.Status with an ErrorInfo: the form in which errors travel and lie in the journal. A mistake in
-    the request also has a BadRequest. An error that another try may mend also has a RetryInfo.
+    """The error as google.rpc.Status with an ErrorInfo. An error about a field of the request also has a BadRequest. An
+    error that may not occur in another try also has a RetryInfo.
 
-    Messages that quote a long value are cut in the middle.
+    Long messages are cut in the middle.
     """
     metadata = {key: _shortened(value, limit=_MAX_METADATA_BYTES) for key, value in error.metadata.items()}
     details: list[Message] = [error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata)]
@@ -70,7 +72,8 @@ def _packed(message: Message) -> any_pb2.Any:
 
 
 def from_proto(status: status_pb2.Status) -> ServiceError:
-    """The inverse of to_proto; a status that is not ours becomes a plain ServiceError with its gRPC code named."""
+    """The inverse of to_proto. A status that no Tinsmith service made becomes a plain ServiceError that names its gRPC
+    code."""
     for detail in status.details:
         info = error_details_pb2.ErrorInfo()
         if detail.Unpack(info) and info.domain == DOMAIN and info.reason in _BY_REASON:
@@ -83,12 +86,12 @@ def to_status(error: ServiceError) -> grpc.Status:
 
 
 def is_from_service(error: grpc.aio.AioRpcError) -> bool:
-    """False when the transport failed, and the service has said nothing."""
+    """Whether the error carries a status of the service. False when the transport failed."""
     return rpc_status.from_call(error) is not None  # type: ignore[arg-type]  # the stubs know only the sync call
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> ServiceError:
-    """What a failed call means. UNAVAILABLE from the transport becomes NotReady."""
+    """The ServiceError that a failed call stands for. UNAVAILABLE from the transport becomes NotReady."""
     status = rpc_status.from_call(error)  # type: ignore[arg-type]  # the stubs know only the sync call
     if status is not None:
         return from_proto(status)

@@ -1,4 +1,4 @@
-"""Logging: JSON lines, or text for people, on stderr, with the ids of what is being served."""
+"""Logging on stderr, as JSON lines or as text for people. Lines carry the ids of the request that a task serves."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from contextvars import ContextVar
 from typing import Literal
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
-"""Id of the request that this task serves; calls of other services carry it on as gRPC metadata x-request-id."""
+"""Id of the request that this task serves. Calls to other services carry it as gRPC metadata x-request-id."""
 
 model_id: ContextVar[str] = ContextVar("model_id", default="")
-"""The model that it is about, where it is about one."""
+"""Model that the request names; empty if it names none."""
 
 owner: ContextVar[str] = ContextVar("owner", default="")
-"""Who has sent it, as the gateway knows; never the key."""
+"""Owner of the key that came with the request, known to the gateway only. Never the key itself."""
 
 REQUEST_ID_METADATA = "x-request-id"
 
@@ -29,13 +29,13 @@ _trace_id: Callable[[], str] = str
 
 
 def set_trace_id(trace_id: Callable[[], str]) -> None:
-    """What tells the id of the present trace, or ""."""
+    """Sets the function that returns the id of the present trace, or "" outside of a trace."""
     global _trace_id
     _trace_id = trace_id
 
 
 def _ids() -> dict[str, str]:
-    """Of what this task serves now, those that there are."""
+    """The ids of the request that this task serves, without empty ones."""
     found = {
         "request_id": request_id.get(),
         "model_id": model_id.get(),
@@ -49,7 +49,7 @@ class _Formatter(logging.Formatter):
     converter = time.gmtime
 
     def __init__(self, **fields: object) -> None:
-        """`fields` are in every line."""
+        """`fields`: added to every line."""
         super().__init__()
         self._fields = fields
 
@@ -84,12 +84,12 @@ class TextFormatter(_Formatter):
 
 
 def _on_one_line(value: object) -> str:
-    """Ids may come from callers, and none may begin a line that looks like one of ours."""
+    """The value without line breaks. Ids may come from callers, who could forge a log line with a line break."""
     return str(value).encode("unicode_escape").decode()
 
 
 def setup(level: str = "INFO", format: Format = "json", **fields: object) -> None:
-    """Called once, in a service's __main__. `fields` are in every line."""
+    """Sets up logging. To be called once, in a service's __main__. `fields`: added to every line."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(**fields) if format == "json" else TextFormatter(**fields))
     logging.basicConfig(level=level, handlers=[handler], force=True)
@@ -97,6 +97,6 @@ def setup(level: str = "INFO", format: Format = "json", **fields: object) -> Non
 
 
 def quieten_libraries() -> None:
-    """At DEBUG they write their arguments: rows with secrets, signed requests, credentials."""
+    """Limits libraries to INFO. At DEBUG they log their arguments: rows with secrets, signed requests, credentials."""
     for name in _TALKATIVE:
         logging.getLogger(name).setLevel(max(logging.INFO, logging.getLogger().level))

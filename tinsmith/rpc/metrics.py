@@ -1,4 +1,5 @@
-"""Prometheus: one registry for each process, served on its own port (the gateway serves /metrics itself)."""
+"""Prometheus metrics. Each process has one registry, which it serves on a port of its own; the gateway serves /metrics
+on its HTTP port."""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ logger = logging.getLogger(__name__)
 
 LATENCY_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 PHASE_BUCKETS_S = (0.0001, 0.0003, *LATENCY_BUCKETS_S[:9])
-"""Of parts of a step."""
+"""Buckets for the phases of a step, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Declare:
-    """Declares metrics of one service, each with its labels; `service` and an underscore begin every name."""
+    """Declares the metrics of one service, each with its labels. Every name begins with `service` and an underscore."""
 
     service: str
     registry: CollectorRegistry
@@ -37,12 +38,13 @@ class Declare:
         return Histogram(f"{self.service}_{name}", text, labels, registry=self.registry, buckets=buckets)
 
     def seconds(self, name: str, text: str, *labels: str, buckets: Sequence[float] = LATENCY_BUCKETS_S) -> Histogram:
-        """A histogram whose name ends with _seconds."""
+        """A histogram of durations, whose name ends with _seconds."""
         return self.histogram(f"{name}_seconds", text, *labels, buckets=buckets)
 
 
 def new_registry() -> CollectorRegistry:
-    """A registry with the process's own metrics. Not the global one, so that a test can hold several services."""
+    """A registry with the metrics of the process. It is not the global one, so that one test process can hold several
+    services."""
     registry = CollectorRegistry()
     for collector in (ProcessCollector, PlatformCollector, GCCollector):
         collector(registry=registry)

@@ -1,4 +1,4 @@
-"""A service's metrics over gRPC: the gateway's dashboard can reach no other port of it."""
+"""A service's metrics over gRPC, for the gateway's dashboard, which can reach no other port of the service."""
 
 from __future__ import annotations
 

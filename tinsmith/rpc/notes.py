@@ -1,4 +1,4 @@
-"""Bounds of what clients note about their runs, sessions and checkpoints: `user_metadata` and tags."""
+"""Limits on the notes that clients attach to their runs, sessions and checkpoints: `user_metadata` and tags."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from collections.abc import Collection, Iterable, Mapping
 from tinsmith.rpc.errors import InvalidRequest
 
 MAX_ENTRIES = 1024
-"""Tags, or notes, of one session, run or checkpoint."""
+"""Largest number of tags, and of entries in `user_metadata`, of one session, run or checkpoint."""
 MAX_CHARACTERS = 64 * 2**10
-"""Most characters of all tags, or all notes, of one object, and of other texts that are kept. Lists and searches read
-such texts by the thousand, and the trainer holds those of all live models in memory."""
+"""Largest number of characters in all tags, or in all of `user_metadata`, of one object. Also the limit of other texts
+that are stored. Lists and searches read such texts by the thousand, and the trainer holds those of all live models in
+memory."""
 
 
 def texts_of(notes: Mapping[str, str] | Collection[str]) -> Iterable[str]:
-    """Keys and values of notes, or the tags."""
+    """All texts of `notes`: the keys and values of a mapping, or the tags themselves."""
     return [*notes, *notes.values()] if isinstance(notes, Mapping) else notes
 
 
 def check_notes(notes: Mapping[str, str], *, field: str) -> None:
-    """Raises InvalidRequest for more notes than are kept."""
+    """Raises InvalidRequest, naming `field`, for more entries or characters than are stored."""
     if len(notes) > MAX_ENTRIES:
         raise InvalidRequest(
             f"{field}: {len(notes)} entries are above {MAX_ENTRIES}, the most that is kept", field=field

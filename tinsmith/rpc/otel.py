@@ -1,4 +1,4 @@
-"""What tracing.py does once it is on. Imports OpenTelemetry: the extra `otel`."""
+"""The part of tracing.py that needs OpenTelemetry (the extra `otel`); imported once tracing is on."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from opentelemetry.util.re import parse_env_headers
 _EXPORTERS = {"grpc": GrpcExporter, "http/protobuf": HttpExporter}
 _HEADERS = ("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS")
 _NAME, _VALUE = re.compile(r"[0-9a-z_.-]+"), re.compile(r"[ -~]*")
-"""What gRPC sends."""
+"""Names and values of metadata that gRPC can send."""
 
 
 def provider(service: str, *, version: str) -> TracerProvider:
-    """Sends spans by OTLP. Raises ValueError for a variable that asks for something else."""
+    """A provider that sends spans by OTLP. Raises ValueError for an OpenTelemetry variable whose value is not
+    supported."""
     exporter = os.environ.get("OTEL_TRACES_EXPORTER", "otlp")
     if exporter != "otlp":
         raise ValueError(f"OTEL_TRACES_EXPORTER: {exporter!r} is not supported; take 'otlp', or set no --tracing")
@@ -42,8 +43,7 @@ def provider(service: str, *, version: str) -> TracerProvider:
 
 
 def _check_headers() -> None:
-    """Raises ValueError for what cannot be sent. Not to be left to the libraries, which log the value: it may be a
-    secret."""
+    """Raises ValueError for headers that cannot be sent. The libraries would log the value, which may be a secret."""
     logging.getLogger("opentelemetry.util.re").disabled = True
     for variable in _HEADERS:
         for header in filter(None, map(str.strip, os.environ.get(variable, "").split(","))):
@@ -51,7 +51,7 @@ def _check_headers() -> None:
             if not parsed or not all(_NAME.fullmatch(name) and _VALUE.fullmatch(parsed[name]) for name in parsed):
                 raise ValueError(
                     f"{variable}: is not name=value,name=value in ASCII, with %2C for a comma in a value; "
-                    "what it is is not shown, because it may be a secret"
+                    "its value is not shown, because it may be a secret"
                 )
 
 
@@ -65,7 +65,7 @@ class Tracing:
         self._tracer = provider.get_tracer("tinsmith")
 
     def current(self) -> Context | None:
-        """Not whether the span still runs: what an HTTP request has started goes on after its answer."""
+        """See `tracing.current`. The span may have ended: work that a request started goes on after its answer."""
         here = context.get_current()
         return here if trace.get_current_span(here).get_span_context().trace_flags.sampled else None
 
@@ -87,7 +87,7 @@ class Tracing:
         made = self._tracer.start_span(
             name, propagate.extract(headers), kind=SpanKind.SERVER, attributes=dict(attributes)
         )
-        # For good: the task that serves the request has nothing else to do after it.
+        # Never detached: the task serves only this request.
         context.attach(trace.set_span_in_context(made))
         return made
 

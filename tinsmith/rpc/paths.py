@@ -9,16 +9,16 @@ from tinsmith.rpc.errors import InvalidRequest
 
 SCHEME = "tinker://"
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
-"""Kind segment of a path -> checkpoint_type in the public API."""
+"""The kind segment of a path -> checkpoint_type of the public API."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _SAVE = re.compile(r"([0-9]{1,18})(?:\.([0-9a-f]+))?")
-"""What follows the "@" in the version of a save: seq_id and creation."""
+"""The part of a saved version after the "@": seq_id and creation."""
 _RUN_ID = re.compile(r"[A-Za-z0-9._-]+(:[A-Za-z0-9._-]+)*")
 
 
 def check_name(name: str, *, field: str) -> str:
-    """Refuses a checkpoint name that could leave its folder or would need quoting in a URL."""
+    """Raises InvalidRequest for a checkpoint name that could leave its folder or would need quoting in a URL."""
     if not _NAME.fullmatch(name) or set(name) <= {"."}:
         raise InvalidRequest(
             f"{field}: {name!r} is not a checkpoint name; use 1 to 128 of A-Z a-z 0-9 . _ - (and not only dots)",
@@ -28,7 +28,7 @@ def check_name(name: str, *, field: str) -> str:
 
 
 def check_run_id(run_id: str, *, field: str) -> str:
-    """Refuses a training run id that could not be a folder name."""
+    """Raises InvalidRequest for a training run id that could not be a folder name."""
     if not _RUN_ID.fullmatch(run_id) or len(run_id) > 200 or any(set(part) <= {"."} for part in run_id.split(":")):
         raise InvalidRequest(
             f"{field}: {run_id!r} is not a training run id, which is 1 to 200 of A-Z a-z 0-9 . _ - in parts that are "
@@ -39,26 +39,26 @@ def check_run_id(run_id: str, *, field: str) -> str:
 
 
 RETIRED = "retired"
-"""Takes the place of a run id where files lie that outlive their checkpoint. No model may have it."""
+"""Folder of files that outlive their checkpoint. It lies among the folders of runs, so no model may have this id."""
 
 
 def check_model_id(model_id: str, *, field: str) -> str:
-    """A run id that a model may have."""
+    """Raises InvalidRequest for a run id that no model may have."""
     if model_id == RETIRED:
         raise InvalidRequest(f"{field}: {model_id!r} is kept for files without a run", field=field)
     return check_run_id(model_id, field=field)
 
 
 def version_of(run_id: str, seq_id: int, creation_id: str) -> str:
-    """The version that a save makes. The creation keeps two runs apart that have had one id, one after the other; it is
-    empty for a run that an earlier version of Tinsmith has made."""
+    """The version that a save makes. The creation id distinguishes runs that had the same run id one after the other.
+    It is empty for runs made by an earlier release of Tinsmith."""
     return f"{run_id}@{seq_id}.{creation_id}" if creation_id else f"{run_id}@{seq_id}"
 
 
 def version_number(version_id: str, *, run_id: str, field: str) -> int:
-    """The seq_id of a run's version: later saves have larger ones. -1 for the base model's, which is empty.
+    """The seq_id in a version of a run; later saves have larger ones. -1 for the base model, whose version is empty.
 
-    Raises InvalidRequest, naming `field`, when it is no version of this run.
+    Raises InvalidRequest, naming `field`, if `version_id` is not a version of this run.
     """
     if not version_id:
         return -1
@@ -72,20 +72,21 @@ def version_number(version_id: str, *, run_id: str, field: str) -> int:
 
 
 def creation_of(version_id: str) -> str:
-    """The creation in the version of a save; empty where there is none."""
+    """The creation id in a saved version; empty if it has none."""
     match = _SAVE.fullmatch(version_id.rpartition("@")[2])
     return "" if match is None else match[2] or ""
 
 
 def is_newer(version_id: str, than: str, *, run_id: str, field: str = "version_id") -> bool:
-    """Of two versions of a run; the base model is older than all, and versions of two creations are not newer than
-    each other. Raises InvalidRequest for a version of another run."""
+    """Whether a version of a run is newer than another one. The base model is older than all versions. Of two versions
+    with different creation ids, neither is newer. Raises InvalidRequest for a version of another run."""
     one, other = (version_number(each, run_id=run_id, field=field) for each in (version_id, than))
     return one > other and (not than or creation_of(version_id) == creation_of(than))
 
 
 def run_of(version_id: str) -> str:
-    """The run of a version "RUN_ID@..."; empty for the base model's, which is empty, and for any other name."""
+    """The run id in a version "RUN_ID@...". Empty for a name of any other form, and for the base model, whose version
+    is empty."""
     return version_id.rpartition("@")[0]
 
 
@@ -110,7 +111,7 @@ class TinkerPath:
 
     @property
     def location(self) -> str:
-        """Folder below the checkpoint root."""
+        """The checkpoint's folder, relative to the checkpoint root."""
         return f"{self.run_id}/{self.kind}/{self.name}"
 
     def __str__(self) -> str:
@@ -118,7 +119,7 @@ class TinkerPath:
 
 
 def check_checkpoint_root(root: str) -> str:
-    """Raises ValueError for what is neither a path nor the URL of an object store that is known."""
+    """Returns `root`. Raises ValueError unless it is a path or the URL of a supported object store."""
     protocol, separator, rest = root.partition("://")
     if separator and (protocol not in ("s3", "gs") or not rest.strip("/")):
         raise ValueError(f"{root!r} is neither a path, nor s3://BUCKET/PREFIX, nor gs://BUCKET/PREFIX")

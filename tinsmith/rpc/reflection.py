@@ -1,4 +1,4 @@
-"""Server reflection under both of its names: grpc.reflection.v1, which new tools ask first, and v1alpha."""
+"""Server reflection under both of its names: grpc.reflection.v1, which newer tools try first, and v1alpha."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def add_reflection(services: Sequence[str], server: grpc.aio.Server) -> None:
     """Adds reflection to a server. `services`: full names of the services to list, beside health and reflection."""
     names = [*services, health.SERVICE_NAME, reflection.SERVICE_NAME, _NAME]
     reflection.enable_server_reflection(names, server)
-    # grpcio-reflection serves v1alpha alone. The messages of v1 are the same on the wire.
+    # grpcio-reflection serves v1alpha only. The messages of v1 have the same form on the wire.
     handler = grpc.stream_stream_rpc_method_handler(
         ReflectionServicer(names, _pool_with_v1()).ServerReflectionInfo,
         reflection_pb2.ServerReflectionRequest.FromString,
@@ -30,7 +30,7 @@ def add_reflection(services: Sequence[str], server: grpc.aio.Server) -> None:
 
 
 def _pool_with_v1() -> DescriptorPool:
-    """The default descriptor pool, after adding v1 to it, so that tools can describe v1."""
+    """The default descriptor pool with v1 added, so that tools can describe v1."""
     pool = descriptor_pool.Default()
     try:
         pool.FindServiceByName(_NAME)

@@ -1,4 +1,4 @@
-"""How every gRPC service is served: keys, health, reflection, size limit, one error handler, a graceful stop."""
+"""The gRPC server of every service: keys, health, reflection, a size limit, one error handler and a graceful stop."""
 
 from __future__ import annotations
 
@@ -27,23 +27,25 @@ from tinsmith.rpc.tls import Certificates, warn_of_clear_text
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
-"""Largest gRPC message. The gateway's own body limit is lower."""
+"""Largest gRPC message, in bytes. The gateway's limit for HTTP bodies is lower."""
 
 
 ACCEPTED = ("x-tinsmith-accepted", "1")
-"""Initial metadata of a trainer's operation: it is in the journal, whatever its outcome."""
+"""Initial metadata with which the trainer acknowledges an operation: it is in the journal. It says nothing about the
+outcome."""
 
 
 RAN = "x-tinsmith-ran"
-"""Key of trailing metadata "<start>:<end>": when the service computed the call, in seconds since 1970."""
+"""Key of the trailing metadata "<start>:<end>", the time in which the service computed the call, in seconds since
+1970."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns ServiceError into google.rpc.Status with ErrorInfo; anything else is logged and becomes INTERNAL.
+    """Sends a ServiceError as google.rpc.Status with an ErrorInfo. Logs any other exception, and sends INTERNAL.
 
-    What a call logs carries the request id that came with it, and the model that its request names.
+    The log lines of a call carry the request id that came with the call, and the model that its request names.
     """
 
     async def intercept_service(
@@ -65,10 +67,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 async with _errors_reported(context, method, metadata):
                     return await handler.unary_unary(_parse(handler, body, method), context)
 
-            # No deserializer: it would run, and fail, outside of this.
+            # Without a deserializer: a body that it cannot parse would raise outside of this handler.
             return grpc.unary_unary_rpc_method_handler(call, None, handler.response_serializer)
 
-        # A coroutine that writes to its context, as the library's own Health.Watch, raises no error of ours.
+        # A stream that is a coroutine, which writes to its context, is the library's Health.Watch. It raises no
+        # ServiceError.
         if handler.unary_stream is not None and not inspect.iscoroutinefunction(handler.unary_stream):
 
             async def stream(body: bytes, context: _Context) -> AsyncIterator[Any]:
@@ -109,7 +112,7 @@ async def _errors_reported(context: _Context, method: str, metadata: Any) -> Asy
 
 
 async def _abort(context: _Context, error: ServiceError) -> None:
-    """Also sends the trailing metadata that the handler has set: the status's own would replace it."""
+    """Ends the call with the error. The status's trailing metadata would replace the handler's, so both are sent."""
     status = to_status(error)
     metadata = (*(context.trailing_metadata() or ()), *(status.trailing_metadata or ()))
     await context.abort(status.code, status.details, metadata)
@@ -125,21 +128,22 @@ def _parse(handler: Any, body: bytes, method: str) -> Any:
         message = handler.request_deserializer(body)
     except DecodeError:
         raise InvalidRequest(f"the request of {method} is not its message in protobuf") from None
-    logs.model_id.set(_model_of(getattr(message, "request", message)))  # StreamSample's is a SampleRequest
+    logs.model_id.set(_model_of(getattr(message, "request", message)))  # StreamSample wraps a SampleRequest
     return message
 
 
 def _model_of(message: Any) -> str:
-    """The model that a message names, be it by one of its versions; empty where it names none."""
+    """The model that a message names, directly or by one of the model's versions; empty if it names none."""
     named = getattr(message, "model_id", "") or getattr(message, "run_id", "")
     return named or run_of(getattr(message, "version_id", ""))
 
 
 class Server:
-    """A grpc.aio server whose health is NOT_SERVING until set_serving(True). Without api_keys anyone may call it.
-    `admin_keys`: those of the api_keys with which the admin services may be called, too.
+    """A grpc.aio server. Its health is NOT_SERVING until set_serving(True).
 
-    With certificates only holders of one of the same authority get so far, and what travels is encrypted.
+    `api_keys`: accepted keys; without any, the server accepts every call. `admin_keys`: those of them that may also
+    call the admin services. `certificates`: encrypt the connections, and callers must have a certificate of the same
+    authority.
     """
 
     def __init__(
@@ -156,8 +160,8 @@ class Server:
             options=[
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-                # Clients ping every 20 s while a call lasts (channel.py); gRPC's own limit is one in five minutes, past
-                # which it cuts the connection.
+                # Clients ping every 20 s while a call lasts (channel.py). By default gRPC closes a connection whose
+                # pings come more often than every five minutes.
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
                 ("grpc.so_reuseport", 0),  # a port in use is an error, not a silent second listener
             ],
@@ -187,7 +191,7 @@ class Server:
         await self.grpc.start()
 
     async def stop(self, grace_s: float) -> None:
-        """Refuses new calls at once; running ones have `grace_s` seconds to end."""
+        """Refuses new calls at once. Running calls have `grace_s` seconds to end."""
         await self._health.enter_graceful_shutdown()
         await self.grpc.stop(grace_s)
 
@@ -198,7 +202,7 @@ def _service_names(file: FileDescriptor) -> list[str]:
 
 @asynccontextmanager
 async def stop_event() -> AsyncIterator[asyncio.Event]:
-    """An event that SIGINT or SIGTERM sets."""
+    """An event that SIGINT or SIGTERM sets while the block runs."""
     event = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -1,4 +1,4 @@
-"""How every service reads its settings: flags and environment, and one clear line for each mistake."""
+"""Reads a service's settings from flags and environment, and reports each mistake in one line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ Settings = TypeVar("Settings", bound=BaseSettings)
 
 
 def read_settings(cls: type[Settings]) -> Settings:
-    """Raises SystemExit that names each setting that is wrong. Never prints a value: it may be a secret."""
+    """The settings from flags and environment. Raises SystemExit that names each wrong setting. The text holds no
+    value, which may be a secret."""
     prefix = cls.model_config.get("env_prefix", "")
     try:
         return CliApp.run(cls)

@@ -1,4 +1,4 @@
-"""protobuf tensors <-> numpy: the only place that knows byte order and sparse layouts."""
+"""Converts protobuf tensors to numpy and back. No other module knows their byte order and sparse layouts."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _PROTO = {dtype: number for number, dtype in _NUMPY.items()}
 _INT64 = np.dtype("<i8")
 
 MAX_ELEMENTS = 64 * 1024 * 1024
-"""Largest tensor that a request may describe, in elements: a sparse one is small on the wire and large in memory."""
+"""Largest tensor that a request may describe, in elements. A sparse tensor is small on the wire and large in memory."""
 
 
 def to_numpy(tensor: pb.Tensor, *, field: str) -> Array:
-    """The array that a wire tensor describes, dense; a view of its bytes where that is possible.
+    """The dense array of a wire tensor; a view of the tensor's bytes where possible. bfloat16 is widened to float32.
 
-    `field` is named in every InvalidRequest. bfloat16 is widened to float32.
+    Raises InvalidRequest, naming `field`, for a tensor whose shape, type and bytes do not fit together.
     """
     layout = tensor.WhichOneof("layout")
     if layout == "sparse_csr":
@@ -45,7 +45,7 @@ def to_numpy(tensor: pb.Tensor, *, field: str) -> Array:
 
 
 def num_elements(tensor: pb.Tensor) -> int:
-    """Elements of the array that a wire tensor describes, at most. The array is not made."""
+    """The most elements that the array of a wire tensor can have. The array is not made."""
     described = prod(max(0, size) for size in tensor.shape)
     if tensor.WhichOneof("layout") == "sparse_csr":
         return described
@@ -55,12 +55,12 @@ def num_elements(tensor: pb.Tensor) -> int:
 
 
 def num_bytes(tensor: pb.Tensor) -> int:
-    """Bytes of the array that a wire tensor describes, at most. The array is not made."""
+    """The most bytes that the array of a wire tensor can have. The array is not made."""
     return num_elements(tensor) * _item_bytes(tensor)
 
 
 def _item_bytes(tensor: pb.Tensor) -> int:
-    """Of one element in the array."""
+    """Size of one element in the array. bfloat16 and unknown types count as float32."""
     return _NUMPY[tensor.dtype].itemsize if tensor.dtype in _NUMPY else 4
 
 
@@ -82,7 +82,7 @@ def _frombuffer(data: bytes, dtype: np.dtype[Any], *, field: str) -> Array:
 def sparse_cells(tensor: pb.Tensor, *, field: str) -> tuple[Array, Array, Array]:
     """Rows, columns and values of the cells that a sparse wire tensor stores, row by row. No dense array is made.
 
-    `field` is named in every InvalidRequest.
+    Raises InvalidRequest, naming `field`, for a tensor that is not a valid CSR matrix of at most MAX_ELEMENTS.
     """
     shape = tuple(tensor.shape)
     if len(shape) != 2 or min(shape) < 0:
@@ -120,13 +120,14 @@ def _from_csr(tensor: pb.Tensor, *, field: str) -> Array:
 
 
 def from_numpy(array: Array) -> pb.Tensor:
-    """A dense wire tensor; float64 becomes float32 and other integers int64."""
+    """A dense wire tensor. Floating-point types become float32, and integers other than int32 become int64."""
     array = _wire_array(array)
     return pb.Tensor(dense=array.tobytes(), dtype=_PROTO[array.dtype], shape=array.shape)
 
 
 def batched(arrays: Sequence[Array]) -> pb.BatchedTensor:
-    """One field of many datums. All arrays have the same dtype and the same shape after the first dimension."""
+    """One wire tensor for the arrays of many datums, which share their dtype and their shape after the first
+    dimension."""
     wire = [_wire_array(array) for array in arrays]
     offsets = np.cumsum([0, *(array.nbytes for array in wire)], dtype="<i8")
     return pb.BatchedTensor(
@@ -143,7 +144,7 @@ def _wire_array(array: Array) -> Array:
 
 
 def text_tokens(chunks: Iterable[pb.Chunk], *, field: str) -> npt.NDArray[np.int32]:
-    """The token ids of a text-only input, joined. Pictures and audio are refused by name."""
+    """The token ids of a text-only input, joined. Raises InvalidRequest, naming the chunk, for pictures and audio."""
     parts: list[Array] = []
     for index, chunk in enumerate(chunks):
         kind = chunk.WhichOneof("kind")
@@ -161,7 +162,7 @@ def text_tokens(chunks: Iterable[pb.Chunk], *, field: str) -> npt.NDArray[np.int
 
 
 def check_tokens(tokens: Array, vocab_size: int, *, field: str) -> None:
-    """Refuses token ids outside [0, vocab_size), naming the first one."""
+    """Raises InvalidRequest for token ids outside [0, vocab_size), naming the first one."""
     bad = (tokens < 0) | (tokens >= vocab_size)
     if bad.any():
         where = tuple(int(i) for i in np.argwhere(bad)[0])

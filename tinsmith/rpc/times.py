@@ -1,4 +1,4 @@
-"""Conversions between seconds, as Python has them, and Timestamp and Duration, as the contract has them.
+"""Conversions between seconds, Python's form of a time, and Timestamp and Duration, their forms in the contract.
 
 Times are rounded to a microsecond.
 """
@@ -11,29 +11,29 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from tinsmith.rpc.errors import InvalidRequest
 
 _LONGEST_S = 315_576_000_000
-"""Ten thousand years, the most that a Duration may hold, in seconds."""
+"""Ten thousand years in seconds: the largest Duration."""
 
 
 def timestamp(seconds: float) -> Timestamp:
-    """A Timestamp. `seconds`: since 1970, UTC."""
+    """A Timestamp of `seconds` since 1970, UTC."""
     message = Timestamp()
     message.FromMicroseconds(round(seconds * 1e6))
     return message
 
 
 def duration(seconds: float) -> Duration:
-    """A Duration of so many seconds."""
+    """A Duration of `seconds`."""
     message = Duration()
     message.FromMicroseconds(round(seconds * 1e6))
     return message
 
 
 def check_ttl(ttl: Duration, *, field: str) -> None:
-    """Raises InvalidRequest for a lifetime that is not 1 s up to 10,000 years."""
+    """Raises InvalidRequest, naming `field`, unless the lifetime is from 1 s to 10,000 years."""
     if not (1 <= ttl.seconds <= _LONGEST_S and 0 <= ttl.nanos < 1_000_000_000):
         raise InvalidRequest(f"{field}: {seconds_of(ttl):g} s is not a lifetime of 1 s up to 10,000 years", field=field)
 
 
 def seconds_of(message: Timestamp | Duration) -> float:
-    """Seconds of a Duration, or of a Timestamp since 1970, UTC."""
+    """Length of a Duration, or time of a Timestamp since 1970, UTC, in seconds."""
     return message.seconds + message.nanos / 1e9

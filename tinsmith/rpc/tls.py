@@ -1,4 +1,5 @@
-"""Mutual TLS between the services: every one shows a certificate of one private authority, and asks for one."""
+"""Mutual TLS between the services: each shows a certificate of one private authority, and asks the other side for
+one."""
 
 from __future__ import annotations
 
@@ -19,27 +20,29 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """What a service shows to the others, and whom it believes. PEM files; they are read when a service starts."""
+    """The certificate of a service, and the authority that it trusts. PEM files, which are read when a service
+    starts."""
 
     ca: Path
-    """The authority that has signed the certificates of all services and gRPC clients."""
+    """Certificate of the authority that has signed the certificates of all services and gRPC clients."""
     cert: Path
-    """Of this service, with the host names under which the others call it."""
+    """Certificate of this service. It names the hosts under which the others call the service."""
     key: Path
     """The private key of `cert`, without a passphrase."""
 
     def server(self) -> grpc.ServerCredentials:
-        """Refuses clients without a certificate of `ca`."""
+        """Credentials of a server that refuses clients without a certificate of `ca`."""
         pair = self.key.read_bytes(), self.cert.read_bytes()
         return grpc.ssl_server_credentials([pair], self.ca.read_bytes(), require_client_auth=True)
 
     def client(self) -> grpc.ChannelCredentials:
-        """Refuses servers without a certificate of `ca` for the host that is called."""
+        """Credentials of a client that refuses servers without a certificate of `ca` for the called host."""
         return grpc.ssl_channel_credentials(self.ca.read_bytes(), self.key.read_bytes(), self.cert.read_bytes())
 
     @classmethod
     def given(cls, *, ca: Path | None, cert: Path | None, key: Path | None) -> Certificates | None:
-        """None when there are none. Raises ValueError for some of the three, and for files that cannot be used."""
+        """The certificates of these files, or None if no file is given. Raises ValueError if only some are given, and
+        for files that cannot be used."""
         if ca is None and cert is None and key is None:
             return None
         if ca is None or cert is None or key is None:
@@ -55,7 +58,7 @@ class Certificates:
 def check_pair(cert: Path, key: Path, *, names: tuple[str, str]) -> None:
     """Raises ValueError, naming the settings `names`, unless `cert` and `key` can be read and belong together."""
     try:
-        # The passphrase is not asked for on the terminal: a service has none.
+        # An empty passphrase keeps OpenSSL from asking for one on the terminal, which a service does not have.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password="")
     except OSError as error:  # SSLError is one
         raise ValueError(
@@ -65,15 +68,16 @@ def check_pair(cert: Path, key: Path, *, names: tuple[str, str]) -> None:
 
 
 class GrpcTls(BaseSettings):
-    """The settings that every service has for it."""
+    """The settings of every service for mutual TLS."""
 
     grpc_ca: Path | None = None
-    """Certificate (PEM) of the authority that signs those of all services; gRPC is encrypted then, and refuses whoever
-    has no certificate of it. Needs grpc_cert and grpc_key. `tinsmith make-certificates` makes them."""
+    """Certificate (PEM) of the authority that signs the certificates of all services. It turns on encryption of gRPC,
+    and the service refuses callers without a certificate of this authority. Needs grpc_cert and grpc_key. `tinsmith
+    make-certificates` makes all three files."""
     grpc_cert: Path | None = None
-    """This service's certificate (PEM), shown to those that call it and to those that it calls."""
+    """This service's certificate (PEM), which it shows to its callers and to the services that it calls."""
     grpc_key: Path | None = None
-    """Its private key (PEM)."""
+    """Private key (PEM) of grpc_cert."""
 
     @model_validator(mode="after")
     def _usable_certificates(self) -> Self:
@@ -86,13 +90,14 @@ class GrpcTls(BaseSettings):
 
 
 def warn_of_clear_text(host: str, *, what: str, remedy: str) -> None:
-    """A line in the log where keys and data cross a network that others may listen to."""
+    """Logs a warning if `host` is open to other machines: keys and data then cross a network in clear text."""
     if not is_loopback(host):
         logger.warning("%s is not encrypted: keys and data go in clear; %s, or keep the network private", what, remedy)
 
 
 def pinned(cert: Path) -> ssl.SSLContext:
-    """For asking a server of this machine how it is: believes this certificate only, whatever host it is for."""
+    """A client's TLS context for the health check of a server on this machine. It trusts only this certificate,
+    whatever host the certificate names."""
     context = ssl.create_default_context(cafile=cert)
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN

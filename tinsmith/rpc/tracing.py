@@ -1,10 +1,10 @@
-"""OpenTelemetry traces, from the HTTP request through gRPC to what the compute threads do. Off without `setup`.
+"""OpenTelemetry traces, from the HTTP request through gRPC to the compute threads. Off unless `setup` is called.
 
-While it is off nothing of OpenTelemetry is imported, and each function here is one comparison. A span is made within a
-trace that is sampled, and nowhere else: polls, health checks and background tasks begin none.
+While tracing is off, OpenTelemetry is not imported, and each function here costs one comparison. A span is made only
+within a sampled trace. Polls, health checks and background tasks begin no trace.
 
-Everything but the one setting is by OpenTelemetry's own environment variables, such as OTEL_EXPORTER_OTLP_ENDPOINT and
-OTEL_TRACES_SAMPLER.
+One setting turns tracing on. OpenTelemetry's own environment variables, such as OTEL_EXPORTER_OTLP_ENDPOINT and
+OTEL_TRACES_SAMPLER, configure everything else.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ _HEALTH = "/grpc.health."
 _OFF = nullcontext()
 
 _otel: Any = None
-"""_Tracing once it is on."""
+"""An `otel.Tracing` once tracing is on."""
 
 
 def setup(service: str) -> None:
-    """Called once, in a service's __main__, before anything connects. Raises SystemExit when it cannot be."""
+    """Turns tracing on. To be called once, in a service's __main__, before anything connects. Raises SystemExit if
+    packages are missing or a variable has a value that is not supported."""
     global _otel
     try:
         from tinsmith.rpc import otel
@@ -44,7 +45,7 @@ def setup(service: str) -> None:
 
 
 def shutdown() -> None:
-    """Sends what is left, for two seconds at most: a collector that does not answer holds up no stop."""
+    """Sends the remaining spans, for two seconds at most, so that a collector that does not answer delays no stop."""
     if _otel is not None:
         sending = threading.Thread(target=_otel.provider.shutdown, daemon=True)
         sending.start()
@@ -56,39 +57,39 @@ def is_on() -> bool:
 
 
 def current() -> Any:
-    """The place in a trace that this task is at, for `record` and `follow`; None outside of a sampled trace."""
+    """The present task's position in a trace, for `record` and `follow`; None outside of a sampled trace."""
     return None if _otel is None else _otel.current()
 
 
 def follow(place: Any) -> None:
-    """From now on this task is at that place of a trace."""
+    """Puts the present task at a position of a trace, as `current` gave it. None does nothing."""
     if place is not None:
         _otel.follow(place)
 
 
 def span(name: str, **attributes: str | float) -> AbstractContextManager[Any]:
-    """What goes on in the block is a part of the present trace, if there is one."""
+    """Records the block as a span of the present trace, if there is one."""
     if _otel is None or _otel.current() is None:
         return _OFF
     return _otel.span(name, attributes)
 
 
 def record(name: str, place: Any, *, start: float, end: float, **attributes: str | float) -> None:
-    """A part that is over, of the trace at `place`; nothing where that is None. Times in seconds since 1970."""
+    """Records a span that is already over below `place`, a position of a trace. None does nothing. `start` and `end` in
+    seconds since 1970."""
     if place is not None:
         _otel.record(name, place, start=start, end=end, attributes=attributes)
 
 
 def answer(name: str, headers: Mapping[str, str], **attributes: str) -> Any:
-    """An HTTP request: a new trace, or a part of the one that its `traceparent` names. To be ended by `end`.
-
-    This task is in it from now on. None while tracing is off.
+    """Begins the span of an HTTP request: a part of the trace that its `traceparent` names, else of a new trace. `end`
+    ends the span; the present task is within it from now on. None while tracing is off.
     """
     return None if _otel is None else _otel.serve(name, headers, attributes)
 
 
 def serve(method: str, metadata: Iterable[tuple[str, Any]] | None) -> Any:
-    """A call that came over gRPC, if it says which trace it belongs to; else None. As `answer`."""
+    """Begins the span of a gRPC call that has arrived, as `answer` does for HTTP. None if the call names no trace."""
     if _otel is None:
         return None
     headers = {key: value for key, value in metadata or () if isinstance(value, str)}
@@ -96,9 +97,8 @@ def serve(method: str, metadata: Iterable[tuple[str, Any]] | None) -> Any:
 
 
 def call(method: str) -> tuple[Any, tuple[tuple[str, str], ...]] | None:
-    """A call that is about to be made over gRPC: its span, to be ended, and the metadata that tells of it.
-
-    None outside of a trace, and for health checks.
+    """Begins the span of a gRPC call that is about to be made. Returns the span, which `end` ends, and the metadata
+    that names its trace to the other side. None outside of a trace, and for health checks.
     """
     if _otel is None or method.startswith(_HEALTH) or _otel.current() is None:
         return None
@@ -106,6 +106,6 @@ def call(method: str) -> tuple[Any, tuple[tuple[str, str], ...]] | None:
 
 
 def end(span: Any, *, error: str = "") -> None:
-    """Of a span that `answer`, `serve` or `call` has given, if it has."""
+    """Ends a span of `answer`, `serve` or `call`. None does nothing."""
     if span is not None:
         _otel.end(span, error=error)

@@ -1,6 +1,6 @@
-"""The values of the contract's enums as the words that the rest of the code, and the HTTP API, have for them.
+"""Converts the values of the contract's enums to the words that the rest of the code, and the HTTP API, use for them.
 
-OPTIMIZER_ADAMW of Optimizer is "adamw"; OPTIMIZER_UNSPECIFIED is the empty word.
+The word for OPTIMIZER_ADAMW of Optimizer is "adamw". The word for OPTIMIZER_UNSPECIFIED is empty.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from tinsmith.rpc.errors import InvalidRequest
 
 
 def word_of(enum: EnumTypeWrapper, value: int) -> str:
-    """Word of an enum's value; empty for UNSPECIFIED. A value that this version does not know becomes its number."""
+    """The word for an enum's value; empty for UNSPECIFIED. A value that this release does not know becomes its
+    number."""
     prefix = _prefix(enum)
     if value not in enum.values():
         return str(value)
@@ -22,7 +23,7 @@ def word_of(enum: EnumTypeWrapper, value: int) -> str:
 
 
 def value_of(enum: EnumTypeWrapper, word: str) -> Any:  # the stubs have a type for each enum
-    """Value of an enum's word; UNSPECIFIED for the empty word. Raises ValueError for an unknown word."""
+    """The enum's value for a word; UNSPECIFIED for the empty word. Raises ValueError for an unknown word."""
     return enum.Value(_prefix(enum) + word.upper()) if word else 0
 
 
@@ -31,11 +32,11 @@ def _prefix(enum: EnumTypeWrapper) -> str:
 
 
 def choices(enum: EnumTypeWrapper, values: Iterable[int] = ()) -> str:
-    """Names of these values, or of all values of the enum, without UNSPECIFIED, for an error's text."""
+    """The names of `values`, or of all values of the enum, without UNSPECIFIED, for the text of an error."""
     return ", ".join(enum.Name(value) for value in (values or enum.values()) if value)
 
 
 def check_known(enum: EnumTypeWrapper, value: int, *, field: str) -> None:
-    """Raises InvalidRequest for a number that this version does not know."""
+    """Raises InvalidRequest, naming `field`, for a number that this release does not know."""
     if value not in enum.values():
         raise InvalidRequest(f"{field}: {value} is not one of {choices(enum)}", field=field)

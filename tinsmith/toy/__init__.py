@@ -1,1 +1,1 @@
-"""Small Qwen3 models that are made on the spot, from text that is generated here: nothing is downloaded."""
+"""Makes small Qwen3 models from text that is generated here. Nothing is downloaded."""

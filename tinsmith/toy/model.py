@@ -19,7 +19,7 @@ from tinsmith.toy.tokenizer import END_OF_TEXT, END_OF_TURN, write_tokenizer
 RECIPE_FILE = "tinsmith_toy.json"
 """Says how a folder was made; written last, so a folder that has it is complete."""
 
-_RECIPE_VERSION = 1  # goes up when the same recipe would give other weights
+_RECIPE_VERSION = 1  # to be raised by a change after which the same recipe gives other weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +40,16 @@ SHAPES = {
     "medium": Shape(8192, 768, 3072, 12, 12, 4, 64, lr=6e-4),  # 110 M
 }
 
-_BATCH_TOKENS = {"tiny": 2048, "small": 512, "medium": 512}  # of one step
+_BATCH_TOKENS = {"tiny": 2048, "small": 512, "medium": 512}  # in each step
 _SEQUENCE_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Everything that decides what is made.
+    """Everything that decides which model is made.
 
-    `pretrain_seconds` bounds the time, so its weights depend on the machine's speed; `pretrain_steps` does not.
+    `pretrain_seconds` limits the time of training, so the weights depend on the machine's speed. With `pretrain_steps`
+    they do not.
     """
 
     size: str
@@ -59,9 +60,9 @@ class Recipe:
 
 
 def make(recipe: Recipe, out: Path, *, report: Callable[[str], None]) -> bool:
-    """Writes the model to `out`; returns False when `out` already holds just that model.
+    """Writes the model to `out`. Returns False if `out` already holds exactly this model.
 
-    Raises FileExistsError when `out` holds anything else. The folder appears complete or not at all.
+    Raises FileExistsError if `out` holds anything else. The folder appears complete or not at all.
     """
     out = out.expanduser().absolute()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -99,7 +100,7 @@ def _write(recipe: Recipe, folder: Path, *, report: Callable[[str], None]) -> No
     token_ids = tokenizer.get_vocab()
     end_of_text, end_of_turn = token_ids[END_OF_TEXT], token_ids[END_OF_TURN]
     config = Qwen3Config(
-        # Rounded up for the matrix kernels. The tokenizer never yields the ids above its own size.
+        # Rounded up for the matrix kernels. The tokenizer never returns ids above its own size.
         vocab_size=-(-len(tokenizer) // 64) * 64,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
@@ -131,7 +132,7 @@ def _write(recipe: Recipe, folder: Path, *, report: Callable[[str], None]) -> No
 def _pretrain(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, *, report: Callable[[str], None]
 ) -> None:
-    """Next-token training, with a learning rate that falls to a twentieth over the steps or the seconds given."""
+    """Next-token training. The learning rate falls to a twentieth over the given steps or seconds."""
     shape = SHAPES[recipe.size]
     optimizer = torch.optim.AdamW(model.parameters(), lr=shape.lr, betas=(0.9, 0.95), weight_decay=0.01)
     batches = _batches(tokenizer, rows=_BATCH_TOKENS[recipe.size] // _SEQUENCE_TOKENS, seed=recipe.seed + 1)
@@ -157,7 +158,7 @@ def _pretrain(
 
 
 def _batches(tokenizer: PreTrainedTokenizerBase, *, rows: int, seed: int) -> Iterator[torch.Tensor]:
-    """[rows, _SEQUENCE_TOKENS] of documents laid end to end."""
+    """Token ids of documents laid end to end, as tensors of [rows, _SEQUENCE_TOKENS]."""
     stream = _token_stream(tokenizer, seed=seed)
     while True:
         flat = [next(stream) for _ in range(rows * _SEQUENCE_TOKENS)]

@@ -1,7 +1,7 @@
-"""The text that toy models learn from: short conversations and prose, endless, and the same for the same seed.
+"""The text on which toy models are trained: an endless stream of short conversations and prose, fixed by its seed.
 
-It holds things that a model of a million parameters can pick up in a minute (names, lists, spelling, opposites, sums of
-two digits), so that loss and reward curves on top of it move as they do with real models.
+A model of a million parameters can learn its content in a minute (names, lists, spelling, opposites, sums of two
+digits), so loss and reward curves of later training move as they do with real models.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ _CODAS = ["n", "r", "l", "s", "m", "th", "ck", "nd", "rt", "x", "ld"]
 
 
 def places(rng: random.Random, count: int = 7000) -> list[str]:
-    """Made-up place names, all different: they give the tokenizer more merges to learn than English needs here."""
+    """Made-up place names, all different. They give the tokenizer more merges to learn than the English words here."""
     names: dict[str, None] = {}
     while len(names) < count:
         syllables = [rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(rng.randint(1, 2))]
@@ -198,7 +198,7 @@ def prose(rng: random.Random, names: list[str]) -> str:
 
 
 def documents(seed: int) -> Iterator[str | Conversation]:
-    """Prose (one in four) and conversations, without end."""
+    """An endless stream of prose (one document in four) and conversations."""
     rng = random.Random(seed)  # noqa: S311 - text, not keys
     names = places(rng)
     while True:

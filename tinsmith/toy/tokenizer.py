@@ -24,7 +24,7 @@ _KEPT_WHEN_DECODING = [
     "<|file_sep|>", "<tool_response>", "</tool_response>", "<think>", "</think>",
 ]  # fmt: skip
 
-# Words with a leading space or mark, single digits, runs of marks, white space: what Qwen's tokenizer keeps apart.
+# Splits as Qwen's tokenizer does: words with a leading space or mark, single digits, runs of marks, white space.
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -57,7 +57,8 @@ _MAX_LENGTH = 32_768
 
 
 def write_tokenizer(folder: Path, *, vocab_size: int, seed: int) -> PreTrainedTokenizerBase:
-    """Trains a tokenizer of at most `vocab_size` ids and writes it to `folder`; the text may yield fewer merges."""
+    """Trains a tokenizer of at most `vocab_size` ids and writes it to `folder`. It has fewer ids if the text yields
+    fewer merges."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,4 +1,5 @@
-"""How the bytes of a version travel from a trainer to its samplers; docs/weight-channel.md tells it as a whole.
+"""Sends the bytes of a version from a trainer to its samplers. docs/weight-channel.md describes the whole.
 
-`transport.py` is the interface, `group.py` (gloo, nccl) and `ring.py` (shm, cuda_ipc) have it, `buckets.py` drives it.
+`transport.py` is the interface, `group.py` (gloo, nccl) and `ring.py` (shm, cuda_ipc) implement it, and `buckets.py`
+uses it.
 """

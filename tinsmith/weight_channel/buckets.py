@@ -1,7 +1,7 @@
-"""A flat buffer on its way through the transports: in buckets, so that hashing, sending and copying overlap.
+"""Sends a flat buffer through the transports in buckets, so that hashing, sending and copying overlap.
 
-Both ends cut the buffer at the same places, from the bucket size that the announcement holds. On the wire a value may
-have a narrower type than in a buffer; the checksum is that of the bytes on the wire.
+Both ends cut the buffer by the bucket size in the announcement. A value may have a narrower type on the wire than in a
+buffer. The checksum is that of the bytes on the wire.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from tinsmith.weight_channel.transport import Inlet, Outlet, Wait
 
 
 def bucket_slices(numel: int, *, itemsize: int, bucket_bytes: int) -> list[slice]:
-    """Elements of each bucket; only the last one may be smaller. `bucket_bytes` 0 is one bucket for all."""
+    """The elements of each bucket. Only the last bucket may be smaller than `bucket_bytes`; 0 makes one bucket."""
     length = bucket_bytes // itemsize if bucket_bytes else numel
     return [slice(start, min(start + length, numel)) for start in range(0, numel, length)]
 
 
 def send(outlets: Sequence[Outlet], flat: Tensor, *, dtype: torch.dtype, bucket_bytes: int) -> str:
-    """Sends a buffer in host memory as `dtype` through every transport. Returns the checksum.
+    """Sends a buffer in host memory as `dtype` through every outlet. Returns the checksum.
 
-    A bucket is hashed while it is on its way, and the next one begun before it has arrived. Blocks; raises RuntimeError
-    when a receiver is lost.
+    A bucket is hashed while it travels, and the next one is begun before it has arrived. Blocks. Raises RuntimeError if
+    a receiver is lost.
     """
     digest = xxhash.xxh3_128()
     last: list[Wait] = []
@@ -42,10 +42,10 @@ def send(outlets: Sequence[Outlet], flat: Tensor, *, dtype: torch.dtype, bucket_
 
 
 def receive(inlet: Inlet, flat: Tensor, *, dtype: torch.dtype, bucket_bytes: int) -> str:
-    """The other end: fills `flat`. Returns the checksum of what has arrived.
+    """Fills `flat` with the buffer that the other end sends. Returns the checksum of the bytes that arrived.
 
-    While one bucket arrives, the one before it is hashed, and copied where the buffer has another type or lies
-    elsewhere. Blocks; raises RuntimeError when the sender is lost.
+    While one bucket arrives, the one before it is hashed. It is also copied if `flat` has another type or is on another
+    device. Blocks. Raises RuntimeError if the sender is lost.
     """
     digest = xxhash.xxh3_128()
     slices = bucket_slices(flat.numel(), itemsize=dtype.itemsize, bucket_bytes=bucket_bytes)
@@ -70,7 +70,7 @@ def receive(inlet: Inlet, flat: Tensor, *, dtype: torch.dtype, bucket_bytes: int
 
 
 def checksum(flat: Tensor, dtype: torch.dtype) -> str:
-    """XXH3-128 of the buffer's bytes as `dtype`, in hexadecimal: what send returns."""
+    """XXH3-128 of the buffer's bytes as `dtype`, in hexadecimal, as `send` returns it."""
     return xxhash.xxh3_128(_bytes(flat.to(dtype))).hexdigest()
 
 

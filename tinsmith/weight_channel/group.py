@@ -1,6 +1,6 @@
 """Transports gloo and nccl: a process group of one trainer (rank 0) and its samplers.
 
-It stands apart from torch.distributed's default group, which belongs to data or tensor parallelism.
+The group is independent of torch.distributed's default group, which belongs to data or tensor parallelism.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from tinsmith.weight_channel.transport import Wait, bucket_timeout_s
 Backend = Literal["gloo", "nccl"]
 
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
-"""Read when a process group is made. Other groups, such as that of the trainer's ranks, go on without it."""
+"""Environment variable that torch reads when it makes a process group. It is set only while the groups of this module
+are made, so other groups, such as that of the trainer's ranks, keep torch's default."""
 
 
 def open_store(host: str, *, timeout_s: float) -> dist.TCPStore:
-    """The trainer's rendezvous, on a port that the kernel chooses (`store.port`). It outlives the groups.
+    """The trainer's rendezvous store, on a port that the kernel chooses (`store.port`). It outlives the groups.
 
-    It is open to whoever reaches it, so it listens on `host` alone: left to itself torch would take all addresses.
-    Raises RuntimeError when `host` is no address of this machine.
+    The store has no access control, so it listens on `host` only; by default torch would listen on all addresses.
+    Raises RuntimeError if `host` is not an address of this machine.
     """
     try:
         family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
@@ -50,7 +51,7 @@ def open_store(host: str, *, timeout_s: float) -> dist.TCPStore:
 
 
 def join_store(host: str, port: int, *, timeout_s: float) -> dist.TCPStore:
-    """A sampler's connection to it. Raises RuntimeError when the trainer cannot be reached."""
+    """A sampler's connection to the trainer's store. Raises RuntimeError if the trainer cannot be reached."""
     return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
@@ -60,7 +61,7 @@ class WeightGroup:
 
     process_group: dist.ProcessGroupGloo | dist.ProcessGroupNCCL
     store: dist.Store
-    """Of this epoch alone."""
+    """The part of the trainer's store that belongs to this epoch."""
     rank: int
     world_size: int
     epoch: int
@@ -78,9 +79,9 @@ class WeightGroup:
         host: str,
         timeout_s: float,
     ) -> WeightGroup:
-        """Blocks until all ranks have come, or raises RuntimeError after `timeout_s` seconds.
+        """Blocks until all ranks have joined. Raises RuntimeError after `timeout_s` seconds.
 
-        `host` is the address of this process that the other ranks can reach (gloo).
+        `host`: address under which the other ranks reach this process (gloo).
         """
         prefix = dist.PrefixStore(f"weights/{epoch}/{backend}", store)
         timeout = timedelta(seconds=timeout_s)
@@ -97,7 +98,7 @@ class WeightGroup:
         return cls(group, prefix, rank, world_size, epoch, "cpu")
 
     def broadcast(self, tensor: Tensor) -> Wait:
-        """Begins to send rank 0's tensor to all others, in place."""
+        """Begins to copy rank 0's tensor into `tensor` of all other ranks."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
@@ -110,7 +111,7 @@ class WeightGroup:
             if not tensor.is_cuda:
                 work.wait()
                 return
-            work.wait(timeout)  # NCCL goes by this one: without it, by the time for the forming of the group
+            work.wait(timeout)  # NCCL ignores the timeout in `options`; without this one it takes the group's
             torch.cuda.current_stream(tensor.device).synchronize()
 
         return wait
@@ -129,21 +130,21 @@ class WeightGroup:
         if self.rank == 0:
             self.store.set("closed", "1")
         if self.device == "cuda":
-            # Else the destructor would wait for a broadcast that no longer ends. Not here: it may take a while.
+            # Without abort, the destructor would wait for a broadcast that never ends. abort can be slow, so a thread
+            # calls it.
             threading.Thread(target=self._abort, name="nccl-abort", daemon=True).start()
 
     def _abort(self) -> None:
         group: Any = self.process_group
-        with suppress(RuntimeError):  # nothing is expected of it any more
+        with suppress(RuntimeError):  # the group is not used any more
             group.abort()
 
 
 @contextmanager
 def _no_watchdog() -> Iterator[None]:
-    """For a process group of NCCL that is made in this `with` block: an error, or a broadcast that takes too long, is
-    raised where it is waited for. torch's default is a thread that ends the whole process, with everybody's training,
-    because one sampler has died.
-    """
+    """An NCCL process group that is made in this block raises errors and timeouts of a broadcast where the broadcast is
+    waited for. By default a watchdog thread of torch would end the whole process, and all training in it, because one
+    sampler has died."""
     before = os.environ.get(_BLOCKING_WAIT)
     os.environ[_BLOCKING_WAIT] = "1"
     try:

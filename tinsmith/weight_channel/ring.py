@@ -1,9 +1,10 @@
-"""Transports shm and cuda_ipc: memory of the trainer that the samplers of its machine map, used as a ring of slots.
+"""Transports shm and cuda_ipc: a ring of slots in the trainer's memory, which the samplers of its machine map.
 
-The trainer puts bucket n into slot n % num_slots, and takes a slot again when every receiver has emptied it. It says
-which buckets are there, and hears which have been taken, by one Unix socket for each receiver. The socket has an
-abstract name, so no file exists; host memory is a memfd that travels by the socket, so it has no name at all. The
-kernel frees both with the last process that holds them, however that ends, and wakes who waits for one that died.
+The trainer writes bucket n to slot n % num_slots, and reuses a slot once every receiver has read it. One Unix socket
+for each receiver tells the receiver which buckets are there, and the trainer which have been read. The socket has an
+abstract name, so no file exists. Host memory is a memfd that is sent over the socket, so it has no name at all. The
+kernel frees both with the last process that holds them, however that process ends, and wakes a process that waits for
+one that died.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from tinsmith.weight_channel.ring_memory import RingMemory
 from tinsmith.weight_channel.transport import Wait, bucket_timeout_s
 
 AVAILABLE = sys.platform == "linux"
-"""memfd, abstract sockets and SO_PEERCRED are Linux's."""
+"""Whether these transports can be used: memfd, abstract sockets and SO_PEERCRED exist on Linux only."""
 
 NUM_SLOTS = 4
 
 _NAME_PREFIX = "tinsmith-weights-"
 _BUCKET = struct.Struct("<QQ")  # number of the bucket since the ring was made; its bytes
-_TAKEN = struct.Struct("<Q")  # number of buckets that this receiver has taken
+_TAKEN = struct.Struct("<Q")  # number of buckets that this receiver has read
 _PEER = struct.Struct("iII")  # struct ucred: pid, uid, gid
 _CONNECT_S = 5.0
 
 
 class RingListener:
-    """Where the trainer waits for one receiver, in a `with` block."""
+    """The socket at which the trainer waits for one receiver. A context manager that closes the socket."""
 
     def __init__(self) -> None:
         self.name = _NAME_PREFIX + secrets.token_hex(16)
@@ -48,7 +49,7 @@ class RingListener:
         self._socket.setblocking(False)
 
     def accept(self) -> socket.socket:
-        """The connection that has been made. Raises RuntimeError when there is none, or it is another user's."""
+        """The receiver's connection. Raises RuntimeError if there is none, or if it is that of another user."""
         try:
             connection, _ = self._socket.accept()
         except OSError as error:
@@ -64,7 +65,8 @@ class RingListener:
 
 
 def connect_ring(name: str) -> socket.socket:
-    """The receiver's connection. Raises RuntimeError: not on this machine (or network namespace), or another user's."""
+    """A receiver's connection to the trainer. Raises RuntimeError if no trainer listens in this machine's network
+    namespace, or if the trainer runs as another user."""
     if not AVAILABLE or not name.startswith(_NAME_PREFIX):
         raise RuntimeError(f"{name!r} is no socket of a trainer on this machine")
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -91,7 +93,7 @@ class RingOutlet:
     def __init__(self, memory: RingMemory, receivers: Sequence[socket.socket]) -> None:
         self.memory = memory
         self._receivers = receivers
-        self._ending = weakref.finalize(self, _end, *receivers)  # as a process group, it ends with its last user
+        self._ending = weakref.finalize(self, _end, *receivers)  # closes the ring if nothing refers to it any more
         self._num_taken = [0] * len(receivers)
         self._num_sent = 0
 
@@ -154,7 +156,7 @@ class RingInlet:
             data = self._trainer.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
             return
-        except OSError:  # it is closed, with something unread
+        except OSError:  # the trainer closed the socket before it had read everything
             data = b""
         if not data:
             raise RuntimeError(f"the trainer has given group {self.epoch} up, or is gone")
@@ -167,7 +169,7 @@ def _nothing_to_wait_for() -> None: ...
 
 
 def _settle(tensor: Tensor) -> None:
-    """A copy on a GPU is done before the other end hears of it."""
+    """Waits for a copy on a GPU, so that it is done before the other end is told."""
     if tensor.is_cuda:
         torch.cuda.synchronize(tensor.device)
 
@@ -192,7 +194,7 @@ def _receive(peer: socket.socket, size: int, timeout_s: float) -> bytes:
 
 
 def _end(*peers: socket.socket) -> None:
-    """Also wakes a thread that waits for one, which close alone would not."""
+    """Closes the sockets. `shutdown` wakes a thread that waits for one; `close` alone would not."""
     for peer in peers:
         with suppress(OSError):
             peer.shutdown(socket.SHUT_RDWR)

@@ -1,6 +1,7 @@
-"""The memory of a ring: made by the trainer, mapped by receivers. Host memory is a memfd, GPU memory a CUDA IPC handle.
+"""The memory of a ring, made by the trainer and mapped by the receivers. Host memory is a memfd; GPU memory is a CUDA
+IPC handle.
 
-The CUDA half has not run yet: nothing here could be tried on a GPU. Its tests put stand-ins for the two torch calls.
+The CUDA half has not yet run on a GPU. Its tests replace the two torch calls.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from tinsmith.v1 import weight_sync_pb2 as pb
 
 _MFD_NOEXEC_SEAL = 8
-"""Never to be executed, which some systems insist on; Python has no name for it yet."""
+"""MFD_NOEXEC_SEAL, which some systems require: the memory can never be executed. Python's `os` has no name for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +35,19 @@ class RingMemory:
         return self.buffer.device.type
 
     def slot(self, number: int) -> Tensor:
-        """The one of the bucket of this number."""
+        """The slot of bucket `number`, counted since the ring was made."""
         begin = number % self.num_slots * self.slot_bytes
         return self.buffer[begin : begin + self.slot_bytes]
 
 
 def make_host_ring(receivers: Sequence[socket.socket], *, num_slots: int, slot_bytes: int) -> RingMemory:
-    """New memory, whose descriptor every receiver gets. Pages are taken as they are first used. Raises OSError."""
+    """New memory, whose descriptor is sent to every receiver. The system allocates its pages at their first use. Raises
+    OSError."""
     size = num_slots * slot_bytes
     descriptor = _memfd()
     try:
         os.ftruncate(descriptor, size)
-        # Of a size that never changes: a receiver could not survive that mapped memory is cut off.
+        # Seals the size: a receiver that reads mapped memory which was cut off is killed.
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         for receiver in receivers:
             socket.send_fds(receiver, [b"ring"], [descriptor])
@@ -63,7 +65,8 @@ def _memfd() -> int:
 
 
 def map_host_ring(trainer: socket.socket, ring: pb.SharedRing) -> RingMemory:
-    """Raises RuntimeError when no descriptor has come, or its memory is not what the message says."""
+    """Maps the memory whose descriptor the trainer sends. Raises RuntimeError if no descriptor comes, or if its memory
+    does not fit `ring`."""
     size = ring.num_slots * ring.slot_bytes
     try:
         _, descriptors, _, _ = socket.recv_fds(trainer, 16, 1)
@@ -91,12 +94,12 @@ def _mapped(descriptor: int, size: int) -> Tensor:
 
 
 def make_cuda_ring(*, device: torch.device, num_slots: int, slot_bytes: int) -> RingMemory:
-    """New memory of a GPU. Raises RuntimeError when it has none left."""
+    """New memory on a GPU. Raises RuntimeError if the GPU has too little left."""
     return RingMemory(torch.empty(num_slots * slot_bytes, dtype=torch.uint8, device=device), num_slots, slot_bytes)
 
 
 def cuda_handle(memory: RingMemory) -> pb.CudaIpcHandle:
-    """For one receiver: torch counts each mapping of its own."""
+    """A handle for one receiver. Each receiver needs its own, because torch counts the mappings of each handle."""
     storage: Any = memory.buffer.untyped_storage()
     _, handle, size, offset, counter, counter_offset, event, sync = storage._share_cuda_()
     return pb.CudaIpcHandle(
@@ -112,7 +115,8 @@ def cuda_handle(memory: RingMemory) -> pb.CudaIpcHandle:
 
 
 def map_cuda_ring(ring: pb.SharedRing) -> RingMemory:
-    """Raises RuntimeError when the memory is on another GPU, smaller than the message says, or cannot be mapped."""
+    """Maps the memory of a handle. Raises RuntimeError if the memory is on another GPU, is smaller than `ring` says, or
+    cannot be mapped."""
     size, cuda = ring.num_slots * ring.slot_bytes, ring.cuda
     device = torch.device("cuda", torch.cuda.current_device())
     if gpu_uuid(device) != cuda.gpu_uuid:
@@ -137,7 +141,7 @@ def map_cuda_ring(ring: pb.SharedRing) -> RingMemory:
 
 
 def gpu_uuid(device: torch.device) -> str:
-    """Empty for a CPU."""
+    """UUID of a GPU; empty for a CPU."""
     if device.type != "cuda":
         return ""
     properties: Any = torch.cuda.get_device_properties(device)

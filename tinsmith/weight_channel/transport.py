@@ -1,4 +1,4 @@
-"""What every transport is: one end that sends buckets, and ends that receive them."""
+"""The interface of every transport: one end that sends buckets, and ends that receive them."""
 
 from __future__ import annotations
 
@@ -13,46 +13,48 @@ Transport = Literal["gloo", "nccl", "shm", "cuda_ipc"]
 
 TRANSPORTS = get_args(Transport)
 COLLECTIVE = ("gloo", "nccl")
-"""One process group with all its receivers."""
+"""Transports by a process group of the trainer and its receivers."""
 LOCAL = ("shm", "cuda_ipc")
-"""Memory of the trainer that the receivers of its machine map."""
+"""Transports by memory of the trainer that receivers on its machine map."""
 ON_CUDA = ("nccl", "cuda_ipc")
-"""Buckets lie in GPU memory."""
+"""Transports whose buckets lie in GPU memory."""
 
 
 Wait = Callable[[], None]
-"""Blocks until a bucket is through; raises RuntimeError when the other end is lost, or sends another size."""
+"""Blocks until a bucket has been transferred. Raises RuntimeError if the other end is lost, or sends a bucket of
+another size."""
 
 
 class Outlet(Protocol):
-    """The trainer's end, for all receivers that have this transport."""
+    """The trainer's end, for all receivers of this transport."""
 
     def send(self, bucket: Tensor) -> Wait:
-        """Begins to send a contiguous bucket in host memory; it must not change before the wait for it is over."""
+        """Begins to send a contiguous bucket in host memory. The bucket must not change until its Wait has returned."""
         ...
 
     def close(self) -> None:
-        """Gives the group up. Receivers that wait hear of it, at once where the transport can tell."""
+        """Gives up the group. Receivers that wait fail, at once if the transport can tell them."""
         ...
 
 
 class Inlet(Protocol):
-    """A receiver's end. After an error it is of no use: the trainer forms the next group."""
+    """A receiver's end. It cannot be used after an error; the trainer forms the next group."""
 
     @property
     def epoch(self) -> int: ...
 
     @property
     def device(self) -> str:
-        """Where the buckets that it fills lie: "cpu" or "cuda"."""
+        """Device of the buckets that `receive` fills: "cpu" or "cuda"."""
         ...
 
     def receive(self, bucket: Tensor) -> Wait:
-        """Begins to fill it with the next bucket. Waits must be waited for in their order."""
+        """Begins to receive the next bucket into `bucket`. Waits must be called in the order in which they were
+        made."""
         ...
 
     def check(self) -> None:
-        """Raises RuntimeError when the trainer has given this group up, or is gone."""
+        """Raises RuntimeError if the trainer has given up this group, or has ended."""
         ...
 
     def close(self) -> None: ...
@@ -65,5 +67,6 @@ def parse_transport(name: str, *, field: str) -> Transport:
 
 
 def bucket_timeout_s(num_bytes: int) -> float:
-    """Longest wait for one bucket: only a network that has stopped is slower. Processes that have are found sooner."""
+    """Longest wait for one bucket, in seconds. Only a network that has stopped is slower; a process that has ended is
+    noticed sooner."""
     return 10.0 + num_bytes / 2**20
