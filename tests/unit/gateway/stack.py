@@ -17,6 +17,7 @@ import httpx
 from gateway.config import GatewayConfig
 from gateway.gateway import Gateway
 from gateway.http.server import GatewayServer
+from tests.support.databases import lay_migrated_database
 from tinsmith.rpc.errors import (
     BudgetExceeded,
     CheckpointExists,
@@ -531,6 +532,8 @@ class Stack:
 
     async def start_gateway(self, **settings: Any) -> None:
         self.settings |= settings
+        if not self.settings.get("database_url"):
+            await lay_migrated_database(self.state_dir)
         config = GatewayConfig(
             port=self.port,
             trainers=[f"127.0.0.1:{self.trainer_backend.port}"],
