@@ -48,17 +48,18 @@ class Limits:
                 field="sampling_params.max_tokens",
             )
         wanted = 1 if params.max_tokens is None else params.max_tokens
+        field = "sampling_params.max_tokens" if length < self.max_length else "prompt"
         if length + wanted > self.max_context_length:
             raise InvalidRequest(
                 "Prompt length plus max_tokens exceeds the model's context window: "
                 f"{length} + {wanted} > {self.max_context_length}",
-                field="sampling_params.max_tokens",
+                field=field,
             )
         if length + wanted > self.max_kv_tokens:
             raise InvalidRequest(
                 "Prompt length plus max_tokens exceeds this sampler's key/value cache (max_kv_tokens): "
                 f"{length} + {wanted} > {self.max_kv_tokens}",
-                field="sampling_params.max_tokens",
+                field=field,
             )
         if not (math.isfinite(params.temperature) and params.temperature >= 0):
             raise InvalidRequest(

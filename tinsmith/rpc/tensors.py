@@ -152,7 +152,7 @@ def text_tokens(chunks: Iterable[pb.Chunk], *, field: str) -> npt.NDArray[np.int
             raise InvalidRequest(
                 f"{field}[{index}]: chunk kind {kind or 'unset'!r} is not supported by this base model; "
                 "use encoded_text",
-                field=field,
+                field=f"{field}[{index}]",
             )
         parts.append(
             _frombuffer(chunk.encoded_text.tokens, np.dtype("<i4"), field=f"{field}[{index}].encoded_text.tokens")

@@ -214,6 +214,8 @@ class Operations:
         CustomLoss.from_proto(request.custom_loss)
 
     def skip(self, request: pb.SkipOperationRequest) -> Work:
+        if not request.reason:
+            raise InvalidRequest("reason: is empty; it becomes the error of the operation", field="reason")
         error = InvalidRequest(request.reason)
         return self._taint(request, error) if request.gradients_missing else refused(error)
 

@@ -12,6 +12,7 @@ from tinsmith.lora_config import config_to_proto
 from tinsmith.rpc.errors import CheckpointNotFound, DataCorrupted, InvalidRequest, NotReady, OutOfCapacity
 from tinsmith.rpc.paths import check_name
 from tinsmith.rpc.times import check_ttl
+from tinsmith.rpc.words import choices
 from tinsmith.v1 import trainer_pb2 as pb
 from tinsmith.v1 import types_pb2
 from trainer_service.engine.engine import TrainingEngine
@@ -44,7 +45,7 @@ class Saves:
         """
         if request.kind not in KINDS:
             raise InvalidRequest(
-                f"kind: {request.kind} is not one of TRAINING, SAMPLER, EPHEMERAL, EXTERNAL", field="kind"
+                f"kind: {request.kind} is not one of {choices(types_pb2.CheckpointKind)}", field="kind"
             )
         if request.HasField("ttl"):
             check_ttl(request.ttl, field="ttl")
@@ -56,7 +57,9 @@ class Saves:
             name = str(request.seq_id)
         recipients = parse_recipients(request.age_recipients, field="age_recipients")
         if recipients and request.kind != types_pb2.CHECKPOINT_KIND_EXTERNAL:
-            raise InvalidRequest("age_recipients: only kind EXTERNAL can be encrypted", field="age_recipients")
+            raise InvalidRequest(
+                "age_recipients: only CHECKPOINT_KIND_EXTERNAL can be encrypted", field="age_recipients"
+            )
         location = Location(request.model_id, KINDS[request.kind], name)
         return lambda turn: self._save(turn, request, location, recipients, again=again)
 

@@ -68,6 +68,22 @@ def test_what_is_wrong_is_named_with_its_value(fields: dict[str, Any], message: 
 
 
 @pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"max_tokens": 55}, "sampling_params.max_tokens"),
+        ({"max_tokens": 39}, "sampling_params.max_tokens"),
+        ({"prompt": np.zeros(64, np.int32), "max_tokens": 3}, "prompt"),
+        ({"prompt": np.zeros(48, np.int32)}, "prompt"),
+    ],
+    ids=str,
+)
+def test_a_prompt_that_fits_with_no_max_tokens_is_named_itself(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        check(**fields)
+    assert refused.value.metadata["field"] == field
+
+
+@pytest.mark.parametrize(
     "fields",
     [
         {},

@@ -120,8 +120,9 @@ def test_two_dimensional_targets_are_for_cross_entropy_only() -> None:
 
 def test_pictures_are_refused_by_kind() -> None:
     picture = types_pb2.Datum(model_input=[types_pb2.Chunk(image=types_pb2.Image(data=b"x", format="png"))])
-    with pytest.raises(InvalidRequest, match="chunk kind 'image' is not supported"):
+    with pytest.raises(InvalidRequest, match="chunk kind 'image' is not supported") as refused:
         Batch.from_proto(request([picture]), LIMITS)
+    assert refused.value.metadata["field"] == "data[0].model_input[0]"
 
 
 def test_an_unknown_loss_has_its_own_reason() -> None:

@@ -438,10 +438,15 @@ async def test_wrong_seq_ids_and_settings_are_named(stub: Any) -> None:
     await fails(stub.OptimStep(step(0)), errors.InvalidRequest, "seq_id: 0")
     await fails(stub.OptimStep(pb.OptimStepRequest(model_id=MODEL, seq_id=1)), errors.InvalidRequest, "params: missing")
     await fails(stub.SaveCheckpoint(save(2, name="a/b")), errors.InvalidRequest, "name: 'a/b'")
-    await fails(stub.SaveCheckpoint(save(3, kind=0)), errors.InvalidRequest, "kind: 0")
+    await fails(
+        stub.SaveCheckpoint(save(3, kind=0)), errors.InvalidRequest, "kind: 0 is not one of CHECKPOINT_KIND_TRAINING,"
+    )
     ephemeral = save(4, kind=types_pb2.CHECKPOINT_KIND_EPHEMERAL)
     await fails(stub.SaveCheckpoint(ephemeral), errors.InvalidRequest, "name: 'one'")
-    await stub.OptimStep(step(5))
+    await fails(
+        stub.SkipOperation(pb.SkipOperationRequest(model_id=MODEL, seq_id=5)), errors.InvalidRequest, "reason: is empty"
+    )
+    await stub.OptimStep(step(6))
 
 
 async def test_the_result_waits_for_whoever_asks_after_the_call_was_cancelled(service: Service, stub: Any) -> None:
@@ -638,7 +643,9 @@ async def test_recipients_are_refused_by_name(stub: Any) -> None:
     wrong = save(1, kind=EXTERNAL, age_recipients=["age1x"])
     await fails(stub.SaveCheckpoint(wrong), errors.InvalidRequest, "age_recipients[0]: 'age1x'")
     good = str(age.x25519.Identity.generate().to_public())
-    await fails(stub.SaveCheckpoint(save(2, age_recipients=[good])), errors.InvalidRequest, "only kind EXTERNAL")
+    await fails(
+        stub.SaveCheckpoint(save(2, age_recipients=[good])), errors.InvalidRequest, "only CHECKPOINT_KIND_EXTERNAL"
+    )
 
 
 async def test_a_large_file_comes_in_pieces(stub: Any, service: Service) -> None:
