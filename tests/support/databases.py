@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 from pathlib import Path
 
@@ -21,7 +22,11 @@ async def lay_migrated_database(state_dir: Path) -> None:
             database = Database(f"sqlite+aiosqlite:///{file}", Metrics())
             await database.migrate()
             await database.close()  # which empties the write-ahead log into the file
-            _migrated = file.read_bytes()
-    if not (state_dir / DATABASE).exists():
-        state_dir.mkdir(parents=True, exist_ok=True)
-        (state_dir / DATABASE).write_bytes(_migrated)
+            _migrated = await asyncio.to_thread(file.read_bytes)
+    _lay(state_dir / DATABASE)
+
+
+def _lay(file: Path) -> None:
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(_migrated)
