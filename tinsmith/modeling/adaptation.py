@@ -1,4 +1,4 @@
-"""Which layers of a Hugging Face model adapters may change, and what stands in their place."""
+"""Finds the layers of a Hugging Face model that adapters may change, and replaces them by adapted ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tinsmith.modeling.lora import ActiveRuns, LoraLinear
 
 
 def decoder_layers(decoder: nn.Module, count: int) -> Sequence[nn.Module]:
-    """The outermost list of so many modules; empty when there is none."""
+    """The outermost list of `count` modules; empty if there is none."""
     for module in decoder.modules():  # parents come before their children
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return list(module)
@@ -21,30 +21,31 @@ def decoder_layers(decoder: nn.Module, count: int) -> Sequence[nn.Module]:
 
 
 _TIED_HEAD = "model.unembed_tokens"
-"""The name of the output layer in the files of the hosted service."""
+"""Name of the output layer in the files of the hosted service, if it shares the embedding's weight."""
 
 
 def adapt(model: PreTrainedModel, active: ActiveRuns, *, replace: bool) -> tuple[Sequence[Target], dict[Group, str]]:
-    """Puts a LoraLinear or LoraExperts in the place of every layer that Tinker's train_* flags speak of.
+    """Replaces every layer that Tinker's train_* flags select by a LoraLinear or LoraExperts.
 
-    Returns them, and groups that cannot be adapted, with the reason. Without `replace` it only lists the linear layers.
+    Returns the layers, and the groups that cannot be adapted, with the reasons. Without `replace`, it only lists the
+    linear layers.
     """
     output = model.get_output_embeddings()
     is_tied = output is not None and output.weight is model.get_input_embeddings().weight
-    of_text = set(model.get_decoder().modules())  # an encoder of images beside it is not run here
+    of_text = set(model.get_decoder().modules())  # other parts, such as an encoder of images, are not run here
     targets: list[Target] = []
     unknown: set[str] = set()
     foreign: dict[Group, set[str]] = {}
     for name, module in list(model.named_modules()):
         if module not in of_text and module is not output:
             continue
-        # Subclasses of Linear (quantised ones) have another forward; they stay as they are.
+        # Subclasses of Linear (quantised ones) have a forward of their own, so they stay as they are.
         if type(module) is nn.Linear:
             group = "unembed" if module is output else _group(model, name)
             if group is not None:
                 tinker_name = _TIED_HEAD if module is output and is_tied else None
                 targets.append(Target(name, group, module.in_features, module.out_features, tinker_name=tinker_name))
-            if replace and group in ("attn", "mlp"):  # the head is run by logprobs.py, in chunks
+            if replace and group in ("attn", "mlp"):  # logprobs.py computes the output layer, in chunks
                 model.set_submodule(name, LoraLinear(module, name, active))
         elif is_fused_experts(module):
             if replace:
@@ -63,7 +64,7 @@ def adapt(model: PreTrainedModel, active: ActiveRuns, *, replace: bool) -> tuple
     }
     if not unknown:
         return targets, refused
-    # Part of the feed-forward layers alone is not what train_mlp asks for.
+    # train_mlp means all feed-forward layers, so none is adapted if some cannot be.
     reason = f"the experts of this base model ({', '.join(sorted(unknown))}) cannot be adapted here"
     return [target for target in targets if target.group != "mlp"], {**refused, "mlp": reason}
 
@@ -74,9 +75,9 @@ def _group(model: PreTrainedModel, name: str) -> Group | None:
     if any("Attention" in parent for parent in names):
         return "attn"
     if any(hasattr(parent, "experts") for parent in parents[:1]) or any("Router" in parent for parent in names):
-        return None  # what chooses the experts is never adapted
+        return None  # the router, which chooses the experts, is never adapted
     if any("MLP" in parent or "Mlp" in parent or "FeedForward" in parent for parent in names):
         return "mlp"
-    if name.endswith((".fc1", ".fc2")):  # OPT's and its likes', which have no module of their own
+    if name.endswith((".fc1", ".fc2")):  # as in OPT, where these layers have no parent module of their own
         return "mlp"
     return None

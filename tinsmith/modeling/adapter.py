@@ -1,6 +1,6 @@
-"""An adapter's tensors: one flat buffer, every A and B a view of it, and the PEFT files that they become.
+"""An adapter's tensors, which are views of one flat buffer, and the PEFT files that hold them.
 
-One buffer means that an optimizer step is a few operations, a snapshot is one copy, and a publish is one broadcast.
+With one buffer an optimizer step takes a few operations, a snapshot is one copy, and a publish is one broadcast.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch._utils import _unflatten_dense_tensors
 from tinsmith.errors import InvalidRequest, Unsupported
 
 ALPHA = 32
-"""lora_alpha of every adapter, whatever its rank, so that a learning rate keeps its meaning when the rank changes."""
+"""lora_alpha of every adapter, independent of its rank, so that one learning rate suits all ranks."""
 
 GROUPS = ("attn", "mlp", "unembed")
 Group = Literal["attn", "mlp", "unembed"]
@@ -32,7 +32,7 @@ _PEFT_PREFIX = "base_model.model."
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """What Tinker's lora_config says."""
+    """The settings in Tinker's lora_config. Rank 0 stands for full-parameter training (full_weights.py)."""
 
     rank: int
     train_attn: bool = True
@@ -61,15 +61,15 @@ class Target:
     out_features: int
     num_experts: int | None = None
     shared: Literal["A", "B"] | None = None
-    """Which of A and B all experts have in common; the other one has an expert dimension in front."""
+    """The one of A and B that all experts share. The other has an expert dimension in front."""
     peft_name: str | None = None
-    """The module that PEFT's names speak of, where it is not `name`."""
+    """Module in the names of PEFT's tensors, if it is not `name`."""
     tinker_name: str | None = None
-    """Name of the module in the hosted service's files, for an output layer whose weight is the embedding's. Tools
-    that merge such files look for this name: the base model's file has no weight of the name that PEFT uses."""
+    """Name of the module in the hosted service's files, for an output layer that shares the embedding's weight. Tools
+    that merge such files look for this name, because the base model's file has no weight under PEFT's name."""
 
     def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of A and B."""
+        """Shapes of A and B."""
         a, b = (rank, self.in_features), (self.out_features, rank)
         if self.num_experts is None:
             return a, b
@@ -81,17 +81,17 @@ class Target:
 
     @property
     def peft_names(self) -> tuple[str, str]:
-        """Of A and B in PEFT's files."""
+        """Names of A and B in PEFT's files."""
         prefix = f"{_PEFT_PREFIX}{self.peft_name or self.name}"
         return f"{prefix}.lora_A.weight", f"{prefix}.lora_B.weight"
 
     def peft_shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of A and B in PEFT's files, where every expert has both: A is [E R, I], B is [O, R E]."""
+        """Shapes of A and B in PEFT's files. Every expert has its own A and B there: A is [E R, I], B is [O, R E]."""
         rows = rank * (self.num_experts or 1)
         return (rows, self.in_features), (self.out_features, rows)
 
     def to_peft(self, weights: LoraWeights) -> tuple[Tensor, Tensor]:
-        """A and B as PEFT's files have them; what experts share is repeated."""
+        """A and B in the form of PEFT's files. A matrix that all experts share is repeated for each."""
         if self.num_experts is None:
             return weights.a_R_I, weights.b_O_R
         a_E_R_I = weights.a_R_I.expand(self.num_experts, -1, -1)
@@ -99,7 +99,7 @@ class Target:
         return a_E_R_I.flatten(0, 1), b_E_O_R.permute(1, 2, 0).flatten(1)
 
     def from_peft(self, a: Tensor, b: Tensor) -> LoraWeights:
-        """The reverse of to_peft. Raises InvalidRequest when experts have their own of what they share here."""
+        """The inverse of to_peft. Raises InvalidRequest if the experts differ in the matrix that they share here."""
         if self.num_experts is None:
             return LoraWeights(a, b)
         a_E_R_I = a.unflatten(0, (self.num_experts, -1))
@@ -116,7 +116,8 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class LoraWeights:
-    """W + scaling * B A. Of experts, A is [E, R, I] or B is [E, O, R] (Target.shared)."""
+    """A and B of one target, which computes with W + scaling * B A. For experts, either A is [E, R, I] or B is
+    [E, O, R] (see Target.shared)."""
 
     a_R_I: Tensor
     b_O_R: Tensor
@@ -125,7 +126,7 @@ class LoraWeights:
 class Adapter:
     """Low-rank weights for some targets of a base model.
 
-    `flat` is float32 [numel]. `weights` maps a target's name to views of it.
+    `flat` is float32 [numel]. `weights` maps a target's name to its A and B, which are views of `flat`.
     """
 
     def __init__(self, config: AdapterConfig, targets: Sequence[Target], flat: Tensor) -> None:
@@ -141,9 +142,9 @@ class Adapter:
 
     @classmethod
     def create(cls, config: AdapterConfig, targets: Sequence[Target], device: torch.device) -> Adapter:
-        """A ~ U(-1/sqrt(in), 1/sqrt(in)), B = 0: the new model equals the base model.
+        """A new adapter with A ~ U(-1/sqrt(in), 1/sqrt(in)) and B = 0, so that the new model equals the base model.
 
-        The same seed gives the same A on every device; without a seed it is random.
+        A depends on the seed only, not on the device. Without a seed it is random.
         """
         chosen = chosen_targets(config, targets)
         flat = torch.zeros(num_elements(config, chosen))
@@ -168,14 +169,14 @@ class Adapter:
 
     @property
     def sent_dtype(self) -> torch.dtype:
-        """What the samplers get."""
+        """Type in which the weights are sent to the samplers."""
         return self.flat.dtype
 
     def sync(self) -> None:
-        """The forward pass reads the buffer itself."""
+        """Does nothing: the forward pass reads the buffer itself. See TrainedWeights.sync."""
 
     def like(self, flat: Tensor) -> Adapter:
-        """The same layout over another buffer, such as a gradient or a moment."""
+        """This adapter's layout over another buffer, such as a gradient or a moment."""
         other = copy(self)
         other.flat = flat
         parts = iter(_unflatten_dense_tensors(flat, self.tensors()))  # one call for all views
@@ -187,7 +188,7 @@ class Adapter:
         return [tensor for weights in self.weights.values() for tensor in (weights.a_R_I, weights.b_O_R)]
 
     def specs(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Name and shape of every tensor, in the order of the buffer. The names of linear layers are those of PEFT."""
+        """Name and shape of every tensor, in the order of the buffer. Linear layers have PEFT's names."""
         return list(self._layout())
 
     def _layout(self) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -197,7 +198,7 @@ class Adapter:
 
     @property
     def peft_bytes(self) -> int:
-        """Of the tensors that save_peft writes."""
+        """Size of the tensors that save_peft writes."""
         return self.flat.itemsize * sum(
             (target.num_experts or 1) * tensor.shape[-2] * tensor.shape[-1]
             for target in self.targets
@@ -205,7 +206,7 @@ class Adapter:
         )
 
     def with_tinker_names(self) -> Adapter:
-        """An adapter of the same weights, under the names of the hosted service's files."""
+        """These weights under the names of the hosted service's files."""
         return Adapter(self.config, [target.with_tinker_name() for target in self.targets], self.flat)
 
     def save_peft(self, folder: Path, *, base_model: str) -> None:
@@ -233,8 +234,9 @@ class Adapter:
             "inference_mode": True,
         }
         if experts:
-            # Beside fused experts, PEFT takes the name of a feed-forward layer for that of an expert's from the time
-            # when each was a module. Named by its weight it is what it is, with the same tensors.
+            # In a model with fused experts, PEFT mistakes the name of a feed-forward layer for that of an expert, which
+            # was a module in earlier versions of transformers. The name of the layer's weight avoids this, and the
+            # tensors stay as they are.
             config["target_modules"] = _modules([target for target in layers if target.group != "mlp"])
             experts |= {f"{_last(t.name, 2)}.weight" for t in layers if t.group == "mlp"}
             config["target_parameters"] = sorted(experts)
@@ -242,9 +244,9 @@ class Adapter:
 
     @classmethod
     def load_peft(cls, folder: Path, config: AdapterConfig, targets: Sequence[Target]) -> Adapter:
-        """The adapter in a folder that save_peft wrote, in host memory.
+        """Reads an adapter from a folder that save_peft wrote, into host memory.
 
-        Raises InvalidRequest when the tensors are not those of `config` on these targets.
+        Raises InvalidRequest if its tensors do not fit `config` and `targets`.
         """
         stored = load_file(folder / "adapter_model.safetensors")
         adapter = cls(config, targets, torch.empty(num_elements(config, chosen_targets(config, targets))))
@@ -270,17 +272,17 @@ class Adapter:
 
 
 def _modules(layers: Sequence[Target]) -> list[str] | str:
-    """For PEFT's target_modules: the last part of each name, or a regular expression of whole names."""
+    """PEFT's target_modules for these layers: the last part of each name, or a regular expression for whole names."""
     last = sorted({_last(target.name, 1) for target in layers})
     nested = sorted({outer for target in layers if "." in (outer := target.name.partition(".layers.")[0])})
     if not nested:
         return last
-    # The model has other parts, such as an encoder of images, whose layers may have the same last names.
+    # The model has other parts, such as an encoder of images, whose layers may end with the same names.
     return rf"((?:{'|'.join(map(re.escape, nested))})\..*\.|)(?:{'|'.join(last)})"
 
 
 def _last(name: str, count: int) -> str:
-    """The last so many parts of a dotted name."""
+    """The last `count` parts of a dotted name."""
     return ".".join(name.split(".")[-count:])
 
 
@@ -295,5 +297,5 @@ def chosen_targets(config: AdapterConfig, targets: Sequence[Target]) -> list[Tar
 
 
 def num_elements(config: AdapterConfig, targets: Sequence[Target]) -> int:
-    """Elements of the flat buffer of an adapter for these (already chosen) targets."""
+    """Number of elements in the flat buffer of an adapter for `targets`, which are already chosen."""
     return sum(prod(shape) for target in targets for shape in target.shapes(config.rank))

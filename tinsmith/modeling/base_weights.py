@@ -1,4 +1,4 @@
-"""A sum by which the weights of base models are told apart that have one name and one shape."""
+"""A checksum that distinguishes the weights of base models with the same name and shapes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ _SAMPLES = 1024
 def sum_of(parameters: Iterable[Tensor]) -> str:
     """XXH3-128, in hexadecimal, of at most 1024 numbers of each parameter, evenly spread over it, as bfloat16.
 
-    It does not depend on whether they are float32 or bfloat16, nor on their order and names, which another version of
-    transformers may change. Training on, or merging an adapter, changes it; changing a few numbers by hand may not.
+    The checksum is the same for float32 and bfloat16, and for any order and names of the parameters, which another
+    version of transformers may change. Further training changes it, and so does merging an adapter. Changing a few
+    numbers by hand may not.
     """
     samples = [_sample(one) for one in parameters]
     numbers = torch.cat(samples).cpu().split([len(one) for one in samples])  # one transfer from the device
@@ -24,7 +25,7 @@ def sum_of(parameters: Iterable[Tensor]) -> str:
 
 
 def _sample(parameter: Tensor) -> Tensor:
-    """int16 [at most _SAMPLES]."""
+    """The bits of the sampled numbers as int16, at most _SAMPLES."""
     flat = parameter.detach().flatten()
-    step = -(-flat.numel() // _SAMPLES) | 1  # odd: not all from one column of a matrix
+    step = -(-flat.numel() // _SAMPLES) | 1  # odd, so that the samples are not all from one column of a matrix
     return flat[::step].to(torch.bfloat16).view(torch.int16)

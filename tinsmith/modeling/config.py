@@ -1,4 +1,4 @@
-"""The configuration of a base model's files. Code that comes with a model is never run."""
+"""Reads the configuration in a base model's files. Code that comes with a model is never run."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from transformers import AutoConfig, PretrainedConfig
 
 
 def load_config(path: str | Path) -> PretrainedConfig:
-    """Of a folder or a Hugging Face id. Raises what AutoConfig does: OSError, ValueError.
+    """The configuration of a folder or a Hugging Face id. Raises OSError and ValueError, as AutoConfig does.
 
-    Without trust_remote_code=False transformers would ask on the terminal whether to run the model's code.
+    Without trust_remote_code=False, transformers would ask on the terminal whether to run the model's code.
     """
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -18,6 +18,6 @@ def load_config(path: str | Path) -> PretrainedConfig:
         if "trust_remote_code" not in str(error):
             raise
         raise ValueError(
-            f"{path}: it needs Python code of its own (auto_map in config.json), which is not run here; take a model "
-            "whose architecture transformers has itself"
+            f"{path}: the model needs Python code of its own (auto_map in config.json), which is not run here; take a "
+            "model whose architecture transformers itself contains"
         ) from None

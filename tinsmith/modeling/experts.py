@@ -1,9 +1,9 @@
-"""Mixture-of-experts layers whose experts are one fused tensor, with the adapters of many runs on them.
+"""Mixture-of-experts layers whose experts are one fused tensor, with the adapters of many runs.
 
-transformers 5 keeps all experts of a layer in `gate_up_proj` and `down_proj`. Their products run here as grouped
-matrix products over pairs of a row and one of its experts, sorted by expert; an adapter's share is a low-rank grouped
-product of the same kind over the pairs of its own rows. `gate_up_proj` has one A for all experts and a B for each,
-`down_proj` an A for each and one B for all.
+transformers 5 keeps all experts of a layer in `gate_up_proj` and `down_proj`. They are computed here as grouped matrix
+products over pairs of a row and one of its experts, sorted by expert. An adapter's share is a low-rank grouped product
+over the pairs of the adapter's own rows. `gate_up_proj` has one A for all experts and a B for each; `down_proj` has an
+A for each and one B for all.
 
 Shapes: T packed tokens, K experts of a token, S = T K pairs, E experts, H hidden, I inputs, O outputs, R rank.
 """
@@ -21,11 +21,11 @@ from tinsmith.modeling.adapter import Adapter, Target
 from tinsmith.modeling.lora import ActiveRuns, Run
 
 _ALIGNMENT_BYTES = 16
-"""Of each row of a grouped matrix product."""
+"""Alignment of each row in a grouped matrix product."""
 
 
 class LoraExperts(nn.Module):
-    """Frozen fused experts that add the active adapters' share to their rows."""
+    """Frozen fused experts. Each active adapter's share is added to the adapter's rows."""
 
     def __init__(self, base: nn.Module, name: str, active: ActiveRuns) -> None:
         """Takes the parameters of `base`, for which `is_fused_experts` holds."""
@@ -34,7 +34,7 @@ class LoraExperts(nn.Module):
             delattr(base, key)
             self.register_parameter(key, parameter)
         self.transposed: bool = base.is_transposed  # type: ignore[assignment]
-        self.gate: Any = base._apply_gate  # of the old module, which keeps its activation and its limits
+        self.gate: Any = base._apply_gate  # a method of the replaced module, which holds its activation and limits
         self.active = active
         up_O_I, down_O_I = (self._weight_E_O_I(key).shape for key in _NAMES)
         self.num_experts = up_O_I[0]
@@ -48,7 +48,7 @@ class LoraExperts(nn.Module):
         )  # fmt: skip
 
     def forward(self, x_T_H: Tensor, expert_T_K: Tensor, weight_T_K: Tensor) -> Tensor:
-        """The signature that transformers calls. Rows of no run get the base model."""
+        """The layer's output [T, H]; the signature is that of transformers. Rows without a run get the base model."""
         pairs = _Pairs.of(expert_T_K, self.num_experts)
         shares = _shares(self.active.runs, self.up.name, expert_T_K, pairs)
         up_S_O = self._product(pairs.spread(x_T_H), "gate_up_proj", pairs)
@@ -92,7 +92,7 @@ _NAMES = ("gate_up_proj", "down_proj")
 
 
 def is_fused_experts(module: nn.Module) -> bool:
-    """Whether LoraExperts can take the place of this module: it goes through transformers' experts interface."""
+    """Whether LoraExperts can replace this module: it has the form that transformers' experts interface prescribes."""
     tensors = dict(module.named_parameters(recurse=False))
     known = {name for name in tensors if name.removesuffix("_bias") in _NAMES}
     return (
@@ -114,44 +114,47 @@ class _Pairs:
     """The pairs of some rows and their experts, sorted by expert."""
 
     num_choices: int
-    """K."""
+    """Experts of each row (K)."""
     order_S: Tensor
-    """Which pair, counted row by row, comes at each place."""
+    """Number of the pair at each position of the sorted order. Pairs are numbered row by row."""
     inverse_S: Tensor
+    """Position of each pair in the sorted order."""
     expert_S: Tensor
+    """Expert of the pair at each position."""
     ends_E: Tensor
-    """int32: where each expert's pairs end."""
+    """int32: position after each expert's last pair."""
 
     @classmethod
     def of(cls, expert_n_K: Tensor, num_experts: int) -> _Pairs:
         expert_S, order_S = expert_n_K.flatten().sort(stable=True)
         inverse_S = torch.empty_like(order_S)
         inverse_S[order_S] = torch.arange(order_S.shape[0], device=order_S.device)
-        # Not bincount, for which the device would have to wait.
+        # scatter_add_ in place of bincount, which would make the host wait for the device.
         counts_E = torch.zeros(num_experts, dtype=torch.int32, device=order_S.device)
         counts_E.scatter_add_(0, expert_S, torch.ones_like(expert_S, dtype=torch.int32))
         return cls(expert_n_K.shape[1], order_S, inverse_S, expert_S, counts_E.cumsum(0, dtype=torch.int32))
 
     def spread(self, x_n_C: Tensor) -> Tensor:
-        """Each row once for each of its experts, in the order of the pairs."""
+        """[S, C]: each row once for each of its experts, in the sorted order."""
         return _Take.apply(x_n_C, self.order_S // self.num_choices, self.inverse_S, self.num_choices)
 
     def restore(self, x_S_C: Tensor) -> Tensor:
-        """[n, K, C], in the order of the rows."""
+        """[n, K, C] of values in the sorted order: back to the order of the rows."""
         return _Take.apply(x_S_C, self.inverse_S, self.order_S, 1).unflatten(0, (-1, self.num_choices))
 
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What one run adds. None in the place of row numbers means all rows, in order."""
+    """The rows and pairs to which one run adds its adapter's share. Row numbers that are None mean all rows, in
+    order."""
 
     adapter: Adapter
     pairs: _Pairs
-    """Of the run's own rows."""
+    """Pairs of the run's own rows, in a sorted order of their own."""
     rows_n: Tensor | None
-    """The run's rows among the T."""
+    """The run's rows among all T."""
     where_s: Tensor | None
-    """Its pairs' places among the S."""
+    """Positions of the run's pairs among all S."""
 
 
 def _shares(runs: Sequence[Run], target: str, expert_T_K: Tensor, pairs: _Pairs) -> list[_Share]:
@@ -171,7 +174,8 @@ def _shares(runs: Sequence[Run], target: str, expert_T_K: Tensor, pairs: _Pairs)
 
 
 def _rows_of(x: Tensor, numbers: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    """The rows of each share. One gather for all: the gradient of many would be many tensors of the size of x."""
+    """The rows of each share, by one gather for all. With one gather for each share, the backward pass would make a
+    tensor of the size of x for each."""
     given = [rows for rows in numbers if rows is not None]
     if not given:
         return [x]
@@ -186,7 +190,8 @@ def _add_rows(y_S_O: Tensor, shares: Sequence[_Share], parts: Sequence[Tensor]) 
 
 
 class _Take(torch.autograd.Function):
-    """Rows of x, of which each is taken `times` times; `inverse` says where. So the gradient is a plain sum."""
+    """Takes each row of x `times` times. `inverse` holds the positions of these copies, so the gradient is a plain sum
+    over them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, inverse: Tensor, times: int) -> Tensor:
@@ -200,12 +205,12 @@ class _Take(torch.autograd.Function):
 
 
 def grouped_mm(x_S_I: Tensor, weight_E_O_I: Tensor, ends_E: Tensor) -> Tensor:
-    """x W_e^T with the weight of each row's group, [S, O]; group e are the rows from ends[e - 1] to ends[e]."""
+    """[S, O]: x W_e^T with the weight of each row's group. Group e consists of the rows from ends[e - 1] to ends[e]."""
     return _GroupedMM.apply(x_S_I, weight_E_O_I, ends_E)
 
 
 class _GroupedMM(torch.autograd.Function):
-    """By hand, so that a frozen weight keeps no rows for the backward pass, and a rank of any size will do."""
+    """Differentiated by hand, so that a frozen weight saves no rows for backward, and every rank is possible."""
 
     @staticmethod
     def forward(ctx: Any, x_S_I: Tensor, weight_E_O_I: Tensor, ends_E: Tensor) -> Tensor:
@@ -230,20 +235,20 @@ def _grouped(x_S_I: Tensor, weight_E_I_O: Tensor, ends_E: Tensor) -> Tensor:
         x_S_I = nn.functional.pad(x_S_I, (0, pad_I))
     if pad_I or pad_O:
         weight_E_I_O = nn.functional.pad(weight_E_I_O, (0, pad_O, 0, pad_I))
-    elif weight_E_I_O.data_ptr() % _ALIGNMENT_BYTES:  # a view of an adapter's buffer begins anywhere
+    elif weight_E_I_O.data_ptr() % _ALIGNMENT_BYTES:  # a view of an adapter's buffer can begin at any element
         weight_E_I_O = weight_E_I_O.clone()
     y_S_O = nn.functional.grouped_mm(x_S_I.contiguous(), weight_E_I_O, offs=ends_E)
     return y_S_O[:, :num_outputs].contiguous() if pad_O else y_S_O
 
 
 def _grouped_outer(grad_S_O: Tensor, x_S_I: Tensor, ends_E: Tensor) -> Tensor:
-    """grad^T x of each group, [E, O, I]."""
+    """[E, O, I]: grad^T x of each group."""
     num_outputs, num_inputs = grad_S_O.shape[1], x_S_I.shape[1]
     grad_S_O = nn.functional.pad(grad_S_O, (0, _padding(num_outputs, grad_S_O)))
     x_S_I = nn.functional.pad(x_S_I, (0, _padding(num_inputs, x_S_I)))
     outer = nn.functional.grouped_mm(grad_S_O.mT, x_S_I, offs=ends_E)[:, :num_outputs, :num_inputs]
     empty_E = ends_E == torch.cat([ends_E.new_zeros(1), ends_E[:-1]])
-    return outer.masked_fill(empty_E[:, None, None], 0.0)  # such a group's product may be left unwritten
+    return outer.masked_fill(empty_E[:, None, None], 0.0)  # the kernel may leave an empty group's product unwritten
 
 
 def _padding(size: int, like: Tensor) -> int:

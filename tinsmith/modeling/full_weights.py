@@ -1,8 +1,9 @@
-"""All parameters of a base model as one flat buffer: what full-parameter training (LoRA rank 0) trains, stores, sends.
+"""All parameters of a base model in one flat buffer, which full-parameter training (LoRA rank 0) trains, stores and
+sends.
 
-The buffer is float32 where it is trained. It has each parameter once, in the order of the model. Matrices of linear
-layers lie in it column by column, so that a sampler can compute with a buffer as it arrives: on a CPU a small decode
-step takes a third of the time that way. Other parameters lie row by row.
+The buffer is float32 where it is trained. It holds each parameter once, in the order of the model. Matrices of linear
+layers lie column by column, so that a sampler can compute with a received buffer directly. On a CPU a small decode step
+takes a third of the time that way. Other parameters lie row by row.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ _TOKENIZER_FILES = (
 
 
 class FullWeights:
-    """Values for every parameter of `base`, apart from the model's own. `flat` is [numel], of any floating type."""
+    """Values for every parameter of `base`, separate from the model's own. `flat` is [numel], of any floating type."""
 
     config = FULL
     weights: Mapping[str, LoraWeights] = {}
-    """No layer has a low-rank share."""
+    """Empty: no layer has a low-rank share."""
 
     def __init__(self, base: BaseModel, flat: Tensor) -> None:
         self.base = base
@@ -57,15 +58,15 @@ class FullWeights:
 
     @property
     def sent_dtype(self) -> torch.dtype:
-        """What the model computes in; the samplers need no more."""
+        """Type in which the weights are sent: the samplers compute in the model's type."""
         return self.base.dtype
 
     def like(self, flat: Tensor) -> FullWeights:
-        """The same layout over another buffer, such as a gradient or a moment."""
+        """This layout over another buffer, such as a gradient or a moment."""
         return FullWeights(self.base, flat)
 
     def sync(self) -> None:
-        """Nobody reads these but through the buffer."""
+        """Does nothing: these values are read from the buffer only. See TrainedWeights.sync."""
 
     def tensors(self) -> list[Tensor]:
         """Views of the buffer, one for each parameter."""
@@ -83,7 +84,7 @@ class FullWeights:
     def save_model(self, folder: Path, *, dtype: torch.dtype) -> None:
         """Writes the files of a Hugging Face model: configuration, safetensors (in shards if large), tokenizer.
 
-        What is no parameter has the type and the value that the base model gives it.
+        Buffers, which are not parameters, keep the type and the value that the base model gives them.
         """
         path = self.base.path
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -107,9 +108,9 @@ class FullWeights:
 
     @classmethod
     def load_model(cls, folder: Path, base: BaseModel) -> FullWeights:
-        """float32 weights in host memory, from a folder that save_model wrote.
+        """Reads float32 weights into host memory from a folder that save_model wrote.
 
-        Raises InvalidRequest when it is not a model of the base model's parameters, or differs in what is none.
+        Raises InvalidRequest if the folder's model has other parameters than the base model, or other buffers.
         """
         model, missing = load_causal_lm(folder, dtype=torch.float32)
         found = dict(model.named_parameters())
@@ -128,15 +129,15 @@ class FullWeights:
 
 
 class TrainedWeights(FullWeights):
-    """The parameters of `base` themselves.
+    """The parameters of `base` itself, with a float32 buffer that training changes.
 
-    Where the model computes in float32 they are views of the buffer. Elsewhere the buffer is the master copy, and the
-    parameters follow it at every sync(), rounded.
+    If the model computes in float32, its parameters are views of the buffer. Otherwise the buffer is the master copy,
+    and sync() rounds it into the parameters.
     """
 
     @classmethod
     def take(cls, base: BaseModel) -> TrainedWeights:
-        """Their present values. Raises Unsupported for parameters that are not of one floating type."""
+        """Takes over the parameters with their present values. Raises Unsupported if they have several types."""
         odd = [name for name, parameter in base.parameters.items() if parameter.dtype != base.dtype]
         if odd:
             raise Unsupported(
@@ -153,18 +154,18 @@ class TrainedWeights(FullWeights):
         return weights
 
     def tensors(self) -> list[Tensor]:
-        """The parameters: gradients are taken with respect to them."""
+        """The model's parameters, with respect to which gradients are taken."""
         return list(self.base.parameters.values())
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Call it when the buffer has changed."""
+        """Copies the buffer into the parameters. To be called after each change of the buffer."""
         if self.base.dtype != self.flat.dtype:
             torch._foreach_copy_(self.tensors(), FullWeights.tensors(self))
 
 
 class Parameters:
-    """What the parameters of a base model hold at this moment: their own values, or those of a full version."""
+    """Switches a base model's parameters between their own values and those of a full version."""
 
     def __init__(self, base: BaseModel) -> None:
         self._parameters = list(base.parameters.values())
@@ -172,7 +173,7 @@ class Parameters:
         self._current: FullWeights | None = None
 
     def use(self, weights: FullWeights | None) -> None:
-        """Points them at a version, or back at their own values for None. Copies nothing."""
+        """Points the parameters at a version, or at their own values for None. Copies nothing."""
         if weights is self._current:
             return
         values = self._own if weights is None else weights.tensors()
@@ -181,18 +182,18 @@ class Parameters:
         self._current = weights
 
     def forget(self, weights: object) -> None:
-        """Lets go of a version that is gone."""
+        """Drops the reference to a version that was unloaded."""
         if weights is self._current:
             self.use(None)
 
 
 Weights = Adapter | FullWeights
-"""What one model trains, and one version serves."""
+"""The weights that one model trains, or that one version serves."""
 
 
 @torch.no_grad()
 def reload(base: BaseModel) -> None:
-    """Gives the parameters the values of the model's files again. Raises OSError when they are gone."""
+    """Restores the parameters from the model's files. Raises OSError if the files are gone."""
     model = AutoModelForCausalLM.from_pretrained(base.path, dtype=base.dtype, local_files_only=True)
     stored = dict(model.named_parameters())
     for name, parameter in base.parameters.items():

@@ -1,8 +1,8 @@
-"""Decoder layers of the Llama family without gradients, in as few operations as there can be.
+"""Decoder layers of the Llama family without gradients, in as few operations as possible.
 
-A decode step of few rows is made of the fixed costs of its operations. So what is computed from one tensor is one
-product, queries and keys are normalised and turned together, and nothing is called twice. whole_layers.py finds the
-layers by their structure; they are held against the plain model with everything else when a base model is loaded.
+The time of a decode step of few rows consists of the fixed costs of its operations. Layers that read the same tensor
+are therefore one product, and queries and keys are normalised and rotated together. whole_layers.py finds the layers
+by their structure. The self-check at the load of a base model compares them with the plain model.
 
 Shapes: T packed tokens, H hidden, I input features, O output features, N query heads, K key/value heads, D head
 dimension.
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 
 class Joined:
-    """Adapted layers that read one input. Their matrices lie end to end, column by column; each layer has a view."""
+    """Adapted layers that read one input. Their matrices lie end to end in one, column by column, and each layer's
+    weight is a view of it."""
 
     def __init__(self, layers: Sequence[LoraLinear]) -> None:
         self.layers = layers
@@ -52,15 +53,15 @@ class Joined:
                 self._bias = torch.cat(list(biases))
         whole = Frozen(self._weight, self._bias)
         self.frozen = Layers([Frozen(layer.weight, layer.bias) for layer in layers], whole)
-        """The same for passes with gradient."""
+        """The layers for passes with gradient."""
 
     @property
     def is_current(self) -> bool:
-        """False while the model holds other parameters than when this was made."""
+        """False while the model's parameters are not those with which this was made."""
         return self.layers[0].weight.data_ptr() == self._weight.data_ptr()
 
     def __call__(self, x_T_I: Tensor, runs: Sequence[Run]) -> Tensor:
-        """[T, O] of all layers, side by side."""
+        """[T, O]: outputs of all layers, side by side."""
         prepacked = self.layers[0].prepacked
         if prepacked is not None and prepacked.gains(x_T_I):
             y_T_O = prepacked.together(x_T_I)
@@ -116,7 +117,7 @@ def generate(
     layout: Any = None,
     **kwargs: Any,
 ) -> Tensor:
-    """A decoder layer's forward, which goes through its own code wherever this one does not serve."""
+    """The forward of a decoder layer. Uses `layer` where it can, and otherwise `own`, the layer's own forward."""
     groups_or_calls = active.groups is not None or active.calls is not None
     turns = position_embeddings is not None and layer.turned_by(position_embeddings[0])
     if not turns or args or groups_or_calls or torch.is_grad_enabled() or not layer.is_current:

@@ -1,4 +1,4 @@
-"""What attention is told of a layer's heads. N: query heads."""
+"""The settings of attention in one layer. N: query heads."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """How one layer attends."""
+    """Scale, window, softcap and sinks of one layer's attention."""
 
     scale: float
     window: int | None = None
-    """A token sees itself and the window - 1 tokens before it; None means all."""
+    """A token sees itself and the window - 1 tokens before it. With None it sees all tokens before it."""
     softcap: float | None = None
     """Scores become softcap * tanh(score / softcap), as in Gemma 2."""
     sinks_N: Tensor | None = None
-    """One more score for each head that takes probability and gives nothing, as in GPT-OSS."""
+    """An extra score for each head, which takes probability and adds nothing to the output, as in GPT-OSS."""

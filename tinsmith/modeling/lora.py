@@ -1,4 +1,4 @@
-"""Many adapters, of different ranks and targets, in one packed batch.
+"""Linear layers with many adapters, of different ranks and targets, in one packed batch.
 
 Shapes: T packed tokens, I input features, O output features, R rank.
 """
@@ -23,72 +23,74 @@ from tinsmith.modeling.shares import Share, add_rows
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Rows of the packed batch that one adapter serves."""
+    """Rows of the packed batch to which one adapter applies."""
 
     adapter: Adapter
     rows: slice | Tensor
     """A slice, or int64 [n] row numbers."""
     gradient: PassGradient | None = None
-    """Where backward adds the adapter's gradient, as far as layers can. None: autograd returns tensors of its own."""
+    """Receives the adapter's gradient from layers that support it. If None, autograd returns the gradients."""
 
 
 @dataclass(slots=True)
 class ActiveRuns:
-    """What the adapted layers of a base model apply at this moment; one compute thread sets and reads it."""
+    """The runs of the present forward pass, which the adapted layers of a base model read. Only one compute thread sets
+    and reads it."""
 
     runs: Sequence[Run] = field(default_factory=tuple)
     groups: Groups | None = None
-    """The same runs, where grouped matrix products serve them."""
+    """The runs in the form for grouped matrix products, if those are used."""
     waiting: Waiting | None = None
-    """What layers are about to ask for."""
+    """Outputs that are computed already, for layers that are called next."""
     calls: list[Call] | None = None
-    """Of adapted layers, while `listening`."""
+    """Calls of adapted layers, recorded while `listening`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Of an adapted layer."""
+    """A recorded call of an adapted layer."""
 
     name: str
     x: Tensor
     version: int
-    """Of x: what is written in place later is another input."""
+    """Version of x at the call. A tensor that was written in place since then is another input."""
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Outputs of layers that read the same input as one that has been called."""
+    """Outputs of layers that read the same input as a layer that was called before them."""
 
     x: Tensor
     version: int
     outputs: dict[str, Tensor]
 
     def take(self, name: str, x: Tensor) -> Tensor | None:
-        """The layer's output for x, once."""
+        """Removes and returns the layer's output for x; None if there is none."""
         return self.outputs.pop(name, None) if self.x is x and self.version == _version(x) else None
 
 
 def _version(x: Tensor) -> int:
-    """How often it was written in place; of inference tensors nobody counts."""
+    """Number of in-place writes to x; 0 for inference tensors, which have no counter."""
     return 0 if x.is_inference() else x._version
 
 
 class LoraLinear(nn.Module):
-    """A frozen linear layer that adds the active adapters' share to their rows."""
+    """A frozen linear layer. Each active adapter's share is added to the adapter's rows."""
 
     def __init__(self, base: nn.Linear, name: str, active: ActiveRuns) -> None:
         super().__init__()
         if base.weight.device.type == "cpu":
-            # Column-major: with some 8 rows (a small decode step) it takes a third of the time, with many the same.
+            # Column-major: a product with some 8 rows (a small decode step) takes a third of the time, and one with
+            # many rows takes as long as row-major.
             base.weight.data = base.weight.data.T.contiguous().T
         self.weight = base.weight
         self.bias = base.bias
         self.name = name
         self.active = active
         self.readers: tuple[LoraLinear, ...] = (self,)
-        """All layers that read this one's input, this one among them, in the order of their calls."""
+        """All layers that read this layer's input, including itself, in the order of their calls."""
         self.prepacked: Prepacked | None = None
-        """Of all readers; the first one of them has it."""
+        """Prepacked matrices of all readers, in the first reader only."""
 
     def forward(self, x: Tensor) -> Tensor:
         active = self.active
@@ -112,7 +114,8 @@ class LoraLinear(nn.Module):
         return y
 
     def _without_gradient(self, x: Tensor) -> Tensor:
-        """As few operations as there can be: a decode step of one token is made of their fixed costs."""
+        """The output, in as few operations as possible: their fixed costs are the time of a decode step of one
+        token."""
         active = self.active
         if active.waiting is not None:
             y = active.waiting.take(self.name, x)
@@ -144,7 +147,7 @@ class LoraLinear(nn.Module):
 
 
 def shares_of(runs: Sequence[Run], names: Sequence[str]) -> list[Share]:
-    """What the runs add to the layers of these names, which read the same input."""
+    """The runs' shares for the layers `names`, which read the same input."""
     shares = []
     for run in runs:
         weights = [run.adapter.weights.get(name) for name in names]
@@ -163,7 +166,7 @@ def _project(x: Tensor, layers: Sequence[LoraLinear]) -> Sequence[Tensor]:
 
 @contextmanager
 def listening(active: ActiveRuns) -> Iterator[list[Call]]:
-    """Notes the name and the input of every adapted layer that is called."""
+    """Records the name and the input of every adapted layer that is called in the block."""
     active.calls = calls = []
     try:
         yield calls
@@ -172,19 +175,19 @@ def listening(active: ActiveRuns) -> Iterator[list[Call]]:
 
 
 def join_readers(model: nn.Module, calls: Sequence[Call]) -> None:
-    """Lets neighbours in `calls` that read the very same tensor compute together from now on."""
+    """Makes layers that read the same tensor in consecutive `calls` compute together from now on."""
     for _, group in groupby(calls, key=lambda call: (id(call.x), call.version)):
         layers = [model.get_submodule(name) for name in dict.fromkeys(call.name for call in group)]
-        if len(layers) > 1 and all(type(layer) is LoraLinear for layer in layers):  # a divided layer's input is its own
+        if len(layers) > 1 and all(type(layer) is LoraLinear for layer in layers):  # divided layers copy their input
             for layer in layers:
                 layer.readers = tuple(layers)  # type: ignore[assignment]
 
 
 @torch.no_grad()
 def prepack(model: nn.Module) -> None:
-    """Gives adapted layers their frozen matrices in the layout of the CPU's products, for passes without gradient.
+    """Gives adapted layers a prepacked copy of their frozen matrices, for passes without gradient on a CPU.
 
-    After join_readers. Layers that are divided among ranks stay as they are.
+    To be called after join_readers. Layers that are divided among ranks stay as they are.
     """
     for layer in model.modules():
         if type(layer) is LoraLinear and layer.readers[0] is layer:

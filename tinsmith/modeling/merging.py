@@ -1,4 +1,4 @@
-"""W + scaling B A as one matrix, for the rows of a share, where that costs less than adding the share to them.
+"""Computes W + scaling B A as one matrix for the rows of a share, if that costs less than adding the share to them.
 
 Shapes: T packed tokens, I input features, O output features, R rank.
 """
@@ -16,10 +16,10 @@ from tinsmith.modeling.shares import Share
 
 
 def worth_merging(x_T_I: Tensor, share: Share, outputs: Sequence[Tensor]) -> bool:
-    """Whether W + scaling B A costs less than adding the share to so many rows, forward and backward.
+    """Whether computing W + scaling B A costs less than adding the share to its rows, forward and backward.
 
-    On a CPU both are bound by memory: W is read and written twice, each row of the output and of the input's gradient
-    once more. Not in half precision, in which a small share would be rounded away.
+    Both are bound by memory on a CPU. Merging reads and writes W twice; adding reads and writes each row of the outputs
+    and of the input's gradient once more. Half precision is never merged, because it would round a small share away.
     """
     if not isinstance(share.rows, slice) or x_T_I.is_cuda or x_T_I.dtype not in (torch.float32, torch.float64):
         return False
@@ -32,10 +32,10 @@ def worth_merging(x_T_I: Tensor, share: Share, outputs: Sequence[Tensor]) -> boo
 def segments(
     weights: Sequence[Tensor], shares: Sequence[Share], num_rows: int, widths: Sequence[int] | None
 ) -> Iterator[tuple[slice, list[Tensor]]]:
-    """All rows, in order, and the weights there, with the share that has the rows merged in.
+    """Slices that cover all rows, in order, each with the weights for its rows: those of its share are merged in.
 
-    widths: of the layers, when `weights` is one matrix of them all. What is merged is made one after the other, and
-    again in backward: waiting for it, it would take the memory of a model.
+    widths: output features of the layers, if `weights` is one matrix of all layers. Merged matrices are made one after
+    the other, and again in backward. Keeping them until backward would take as much memory as a model.
     """
     row = 0
     for share in sorted(shares, key=lambda share: cast(slice, share.rows).start):
@@ -59,7 +59,7 @@ def segments(
 
 
 def _merged(weight_O_I: Tensor, mine: LoraWeights | None, scaling: float, out_O_I: Tensor | None = None) -> Tensor:
-    """W + scaling B A, in `out` if given; W itself where there is nothing to add and no `out`."""
+    """W + scaling B A, in `out` if given. W itself if there is nothing to add and no `out`."""
     if mine is None:
         return weight_O_I if out_O_I is None else out_O_I.copy_(weight_O_I)
     out_I_O = None if out_O_I is None else out_O_I.T

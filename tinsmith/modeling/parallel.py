@@ -1,4 +1,4 @@
-"""How a base model is divided among the ranks of one trainer."""
+"""Divides a base model among the ranks of one trainer."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ T = TypeVar("T")
 
 class InTurns(Protocol):
     def __call__(self, call: Callable[[], T], /) -> T:
-        """Makes the call on one rank of a machine after the other."""
+        """Makes the call on the ranks of a machine one after the other."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """What each rank keeps of a model that it has loaded into host memory."""
+    """The part that each rank keeps of a model that it has loaded into host memory."""
 
     tensor: Peers | None
-    """Ranks that divide each layer's features; None when no one does."""
+    """Ranks that divide the features of each layer; None if they are not divided."""
     mesh: DeviceMesh | None
-    """Ranks, in one dimension, that divide each layer's memory; None when no one does."""
+    """Ranks, in one dimension, that divide the memory of each layer; None if it is not divided."""
     in_turns: InTurns
-    """So that a machine's memory holds one whole model at a time, and not one for each rank."""
+    """Loads the model on one rank after the other, so that a machine's memory holds one whole model at a time."""
 
     def apply(
         self, model: PreTrainedModel, layers: Sequence[nn.Module], active: ActiveRuns, device: torch.device
     ) -> tuple[TensorParallel | None, ShardedLayers | None]:
-        """Divides the model, whose layers are adapted, and moves what is left to `device`. Raises CannotDivide."""
+        """Divides the model, whose layers are adapted, and moves this rank's part to `device`. Raises CannotDivide."""
         tensor = None if self.tensor is None else TensorParallel.divide(model, active, self.tensor)
         if self.mesh is None:
             model.to(device)  # type: ignore[arg-type]  # transformers' decorated signature

@@ -1,10 +1,10 @@
-"""The frozen base divided among ranks (FSDP2): each holds a part of every decoder layer, which is whole only while it
-computes. The embedding, the last norm and the output layer stay whole: the output layer is read outside of any module's
-call.
+"""Divides the frozen base model among ranks (FSDP2). Each rank holds a part of every decoder layer; a layer is gathered
+only while it computes. The embedding, the last norm and the output layer stay whole, because the output layer is read
+outside of any module's call.
 
-All ranks must take part in the same gathers: each layer's in order forward, and in reverse backward. A rank that
-computes less than the others (it has no datums, its adapters need no gradient below the output layer, or it has failed
-half-way) makes up for it with `catch_up`.
+All ranks must take part in the same gathers: of each layer in order in forward, and in reverse order in backward. A
+rank may compute less than the others: it has no datums, its adapters need no gradient below the output layer, or it has
+failed half-way. Such a rank takes part in the remaining gathers with `catch_up`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
 
 class _CountedGather(AllGather):
-    """The gather that FSDP2 makes by itself, counted."""
+    """FSDP2's default gather, with a counter."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -46,7 +46,7 @@ class ShardedLayers:
         self._gather = _CountedGather()
         for layer in layers:
             for parameter in layer.parameters():
-                parameter.data = parameter.data.contiguous()  # FSDP2 takes no column-major weights
+                parameter.data = parameter.data.contiguous()  # FSDP2 does not take column-major weights
             fully_shard(layer, mesh=mesh, reshard_after_forward=True)
             cast(FSDPModule, layer).set_custom_all_gather(self._gather)
         fully_shard(decoder, mesh=mesh, ignored_params=outside)
@@ -54,16 +54,16 @@ class ShardedLayers:
         self._layers = [cast(FSDPModule, layer) for layer in layers]
 
     def begin(self) -> None:
-        """Before each pass of the base model."""
+        """To be called before each pass of the base model."""
         self._gather.count = 0
 
     def catch_up(self, *, backward: bool) -> None:
-        """Takes part in what is left of the gathers of this pass: of its forward, or its forward and backward."""
+        """Takes part in the remaining gathers of this pass: those of its forward, or of its forward and backward."""
         order = [*self._layers, *self._layers[::-1]] if backward else self._layers
         for layer in order[self._gather.count :]:
             layer.unshard()
             layer.reshard()
 
     def reset(self) -> None:
-        """After a pass that stopped half-way, on all ranks."""
+        """To be called on all ranks after a pass that stopped half-way."""
         self._root.reset_iter_state()

@@ -1,6 +1,6 @@
-"""What ranks that share one computation do with each other's tensors, with gradients.
+"""Differentiable exchange of tensors between ranks that share one computation.
 
-Where forward leaves every rank with the same tensor, backward leaves every rank with the whole gradient of what it gave
+If forward leaves every rank with the same tensor, backward leaves every rank with the whole gradient of its input
 (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Peers(Protocol):
-    """The ranks that share one computation. Every one of them must make the same calls in the same order."""
+    """The ranks that share one computation. Each of them must make the same calls in the same order."""
 
     @property
     def rank(self) -> int: ...
@@ -25,11 +25,11 @@ class Peers(Protocol):
     def size(self) -> int: ...
 
     def sum_(self, tensor: Tensor) -> None:
-        """Adds up over the ranks, in place. The result is the same on every rank, bit for bit."""
+        """Replaces the tensor by its sum over the ranks. The result is bit-equal on all ranks."""
         ...
 
     def gather(self, tensor: Tensor) -> Sequence[Tensor]:
-        """Every rank's tensor, by rank. They must have one shape."""
+        """The tensors of all ranks, by rank. They must have the same shape."""
         ...
 
 
@@ -57,7 +57,9 @@ class GroupPeers:
 
 
 def replicated(x: Tensor, peers: Peers) -> Tensor:
-    """x itself, which is the same on every rank. Each rank uses it in its own way: the gradients add up."""
+    """x itself, which is equal on every rank. Each rank computes something else with it, so backward sums the
+    gradients.
+    """
     return _Replicated.apply(x, peers)
 
 
@@ -67,17 +69,18 @@ def summed(x: Tensor, peers: Peers) -> Tensor:
 
 
 def joined(x: Tensor, peers: Peers) -> Tensor:
-    """All ranks' x, [..., n], one after the other: [..., n * ranks]. Everyone must use the result in the same way."""
+    """The x of all ranks, [..., n] each, side by side: [..., n * ranks]. All ranks must compute the same with it."""
     return _Joined.apply(x, peers)
 
 
 def own_part(x: Tensor, peers: Peers) -> Tensor:
-    """This rank's features of x, which is the same on every rank: [..., n * ranks] to [..., n]."""
+    """This rank's features of x, which is equal on every rank: [..., n * ranks] to [..., n]."""
     return _OwnPart.apply(x, peers)
 
 
 def shared_gradient(x: Tensor, peers: Peers) -> Tensor:
-    """x itself. Every rank computes the whole gradient; each keeps its share of it, so that the sum is right."""
+    """x itself. Every rank computes the whole gradient of x and keeps 1 / ranks of it, so the sum over ranks is
+    right."""
     return _SharedGradient.apply(x, 1 / peers.size)
 
 

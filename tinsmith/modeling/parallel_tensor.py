@@ -1,8 +1,8 @@
 """Tensor parallelism of the adapted layers, by the model's own plan (transformers' tp_plan).
 
-A "colwise" layer holds some of its output features, a "rowwise" one some of its input features, and the output layer
-takes some of the rows. Adapters stay whole on every rank, which uses the part of A or B that goes with its features; so
-each rank's gradient is a part of a sum, and adding them up over all ranks gives the gradient.
+A rank holds some output features of a "colwise" layer, and some input features of a "rowwise" one. It computes some
+rows of the output layer. Every rank has the whole adapters, and uses the part of A or B that belongs to its features.
+The gradient is the sum of all ranks' gradients.
 
 Shapes: T packed tokens, M named tokens, H hidden, I input features, O output features, R rank of an adapter.
 """
@@ -26,27 +26,28 @@ from tinsmith.modeling.parallel_ops import Peers, joined, own_part, replicated, 
 _COLWISE = ("colwise", "colwise_gather_output")
 _ROWWISE = ("rowwise", "rowwise_split_input")
 _FROZEN_COPY = ("replicated_with_grad_allreduce",)
-"""Of norms on single heads: every rank has the whole, and frozen weights need no gradient."""
+"""Styles of norms over single heads, whose weights every rank holds whole. Frozen weights need no gradient."""
 _ALTERNATIVE = "set tensor_parallel to 1; shard_base divides the memory of any model"
 
 
 class CannotDivide(ValueError):
-    """The model does not divide among so many ranks; the message says why and what would work."""
+    """The model cannot be divided among the given number of ranks. The message says why, and what would work."""
 
 
 @dataclass(slots=True)
 class TensorParallel:
-    """How a model's layers are divided, and what each forward pass does about it."""
+    """The division of a model's layers, and the part of a forward pass that depends on it."""
 
     peers: Peers
     styles: Mapping[str, str]
-    """Of the divided layers, by name."""
+    """Style of each divided layer, by the layer's name."""
     _copied: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
-    """The last input of a colwise layer, and it again for all layers that read it: its gradient is added up once."""
+    """The last input of a colwise layer, and its `replicated` form for all layers that read it, so that its gradient is
+    summed over the ranks once."""
 
     @classmethod
     def divide(cls, model: PreTrainedModel, active: ActiveRuns, peers: Peers) -> TensorParallel:
-        """Puts this rank's part in the place of every layer in the plan. Raises CannotDivide."""
+        """Replaces every layer in the plan by this rank's part of it. Raises CannotDivide."""
         styles = _styles(model, peers.size)
         parallel = cls(peers, styles)
         for name, style in styles.items():
@@ -56,7 +57,8 @@ class TensorParallel:
         return parallel
 
     def runs(self, runs: Sequence[Run]) -> list[Run]:
-        """The same with what this rank's layers need of each adapter; their gradients are parts of it, or of a sum."""
+        """The runs with the parts of their adapters that this rank's layers need. The ranks' gradients of an adapter
+        add up to its gradient."""
         return [replace(run, adapter=self._part(run), gradient=None) for run in runs]
 
     def _part(self, run: Run) -> Adapter:
@@ -76,7 +78,7 @@ class TensorParallel:
     def target_logprobs(
         self, head: Head, hidden_T_H: Tensor, rows_M: Tensor, tokens_M: Tensor, runs: Sequence[Run]
     ) -> Tensor:
-        """logprobs.target_logprobs, for the same arguments on every rank: each takes a share of the rows."""
+        """logprobs.target_logprobs. The arguments must be equal on every rank; each rank computes some of the rows."""
         first, last = (hidden_T_H.shape[0] * n // self.peers.size for n in (self.peers.rank, self.peers.rank + 1))
         named = slice(*torch.searchsorted(rows_M, torch.tensor([first, last])).tolist())
         logprobs_m = target_logprobs(
@@ -94,7 +96,7 @@ class TensorParallel:
         return self._copied[1]
 
     def forget(self) -> None:
-        """After each forward pass: what it kept belongs to its graph."""
+        """To be called after each forward pass, to whose graph the kept input belongs."""
         self._copied = None
 
 
@@ -104,7 +106,8 @@ class _Divided(LoraLinear):
     def __init__(self, whole: LoraLinear, active: ActiveRuns, style: str, parallel: TensorParallel) -> None:
         super().__init__(_part_of(whole, style, parallel.peers), whole.name, active)
         self._before, self._after = _around(style, parallel)
-        # Of a rowwise layer every rank has the whole bias; it must count once.
+        # Every rank has the whole bias of a rowwise layer. It is added after the sum over ranks, so that it counts
+        # once.
         self._late_bias = whole.bias if style in _ROWWISE else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -113,7 +116,7 @@ class _Divided(LoraLinear):
 
 
 def _around(style: str, parallel: TensorParallel) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """What a layer of this style does with its input and its output."""
+    """The functions that a layer of this style applies to its input and its output."""
     peers = parallel.peers
     match style:
         case "colwise":
@@ -144,9 +147,9 @@ def _part_of(whole: LoraLinear, style: str, peers: Peers) -> nn.Linear:
 
 
 def _clipped(run: Run, first: int, last: int) -> Run:
-    """What of the run lies in these rows, counted from the first of them: perhaps nothing.
+    """The run's rows from `first` to `last`, counted from `first`. There may be none.
 
-    Even then it goes in: a rank whose logprobs depend on no parameter could not take part in backward.
+    A run without rows is not left out: a rank whose logprobs depend on no parameter could not take part in backward.
     """
     assert isinstance(run.rows, slice)
     start, stop = (min(max(row, first), last) - first for row in (run.rows.start, run.rows.stop))
@@ -178,7 +181,7 @@ def _styles(model: PreTrainedModel, size: int) -> dict[str, str]:
 
 
 def _plan(model: PreTrainedModel) -> dict[str, str]:
-    """The plan of the decoder. The embedding and the output layer, which come in it too, are not divided."""
+    """The plan of the decoder, without the embedding and the output layer, which are not divided."""
     decoder = next(name for name, module in model.named_modules() if module is model.get_decoder())
     outside = {id(module) for module in (model.get_input_embeddings(), model.get_output_embeddings())}
     kept = {_pattern(name) for name, module in model.named_modules() if id(module) in outside}
@@ -201,7 +204,7 @@ def _plan(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _check_heads(model: PreTrainedModel, plan: Mapping[str, str], size: int) -> None:
-    """Attention goes by whole heads, where its projections' outputs stay divided."""
+    """Raises CannotDivide if attention would get parts of heads: its projections' outputs stay divided."""
     if not any(style == "colwise" and "attn" in pattern for pattern, style in plan.items()):
         return
     config = model.config.get_text_config()
@@ -215,5 +218,5 @@ def _check_heads(model: PreTrainedModel, plan: Mapping[str, str], size: int) -> 
 
 
 def _pattern(name: str) -> str:
-    """A module's name as plans write it: with * for the numbers of layers."""
+    """A module's name in the form of plans, with * for the numbers of layers."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))

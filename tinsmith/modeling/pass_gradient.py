@@ -1,4 +1,4 @@
-"""Where the backward pass adds up the gradient of one adapter: one buffer, so that what follows is one operation."""
+"""The gradient of one adapter in one flat buffer, so that the next operations on it are single ones."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from tinsmith.modeling.adapter import Adapter, LoraWeights
 
 
 class PassGradient:
-    """For one backward pass. Layers that differentiate by hand add to it, and give autograd no gradient of A and B."""
+    """The gradient of one adapter in one backward pass. Layers that are differentiated by hand add the gradients of A
+    and B to it, and return none to autograd."""
 
     def __init__(self, adapter: Adapter) -> None:
         self._adapter = adapter
         self._buffer: Adapter | None = None
         self.anchor = torch.zeros((), requires_grad=True)
-        """What such layers take from autograd in the place of A and B: their backward runs when its gradient is asked
-        for. It has none."""
+        """Input of such layers in place of A and B, so that autograd runs their backward. It gets no gradient."""
 
     def of(self, name: str) -> LoraWeights:
-        """Of the A and B of this layer. However often it is called, the gradients add up."""
+        """The gradient of A and B of the layer `name`, to be added to."""
         return self._need_buffer().weights[name]
 
     def gather(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """The whole gradient, flat, with what autograd has for the adapter's tensors in their order."""
+        """The whole gradient, flat. `grads`: gradients that autograd computed, in the order of the adapter's
+        tensors."""
         buffer = self._need_buffer()
         for there, grad in zip(buffer.tensors(), grads, strict=True):
             if grad is not None:
@@ -33,7 +34,7 @@ class PassGradient:
         return buffer.flat
 
     def _need_buffer(self) -> Adapter:
-        """Made when the first gradient comes: the forward pass needs the memory more."""
+        """The buffer. It is made at the first gradient, so that it takes no memory during the forward pass."""
         if self._buffer is None:
             self._buffer = self._adapter.like(torch.zeros_like(self._adapter.flat))
         return self._buffer

@@ -1,4 +1,4 @@
-"""Causal language models as transformers loads them, and what their files lack, which it would draw at random."""
+"""Loads causal language models with transformers, and reports parameters that are missing from their files."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _SHOWN = 4
 
 
 def load_causal_lm(path: str | Path, *, dtype: torch.dtype, **options: Any) -> tuple[PreTrainedModel, list[str]]:
-    """The model in host memory, and what is not in its files, by name: such parameters have random values.
+    """The model in host memory, and the names of parameters that its files lack, which transformers fills at random.
 
-    Tied parameters of which one is there, and those that transformers knows to be absent, are not among them.
-    Raises OSError when there is no such model, a file of its weights is damaged, or a tensor has another shape than the
-    configuration makes it. Code that comes with a model is never run.
+    A tied parameter does not count as missing if the files hold its partner, nor does one that transformers expects to
+    be absent. Raises OSError if there is no such model, if a file of its weights is damaged, or if a tensor has another
+    shape than the configuration gives it. Code that comes with a model is never run.
     """
     try:
-        # transformers names the tensors that do not fit only to those who ask it to go on.
+        # transformers reports the names of mismatched tensors only if it is told to ignore them.
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=dtype,
@@ -50,11 +50,11 @@ def load_causal_lm(path: str | Path, *, dtype: torch.dtype, **options: Any) -> t
 
 
 def persistent_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
-    """What the files of a model hold besides its parameters, by Hugging Face name."""
+    """The buffers in a model's files, which hold them besides the parameters, by Hugging Face name."""
     computed = {name for name, _ in model.named_non_persistent_buffers()}
     return {name: buffer for name, buffer in model.named_buffers() if name not in computed}
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first few."""
+    """The first few names, as text."""
     return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")

@@ -1,7 +1,7 @@
-"""Frozen linear layers that read the same input, such as q, k and v, with the shares of adapters in them.
+"""Frozen linear layers that read the same input, such as q, k and v, with the shares of adapters.
 
-Together they need one product for all A that one adapter has there, and one buffer for the input's gradient. `project`
-is for autograd; `forward` and `backward` are its two halves, for who differentiates by hand.
+Together they need one product for all of an adapter's A, and one buffer for the input's gradient. `project` is for
+autograd. `forward` and `backward` are its halves, for layers that are differentiated by hand.
 
 Shapes: T packed tokens, I input features, O output features, S outputs of all layers side by side.
 """
@@ -21,7 +21,7 @@ from tinsmith.modeling.shares import Share, blocks, parameters_of
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """One of the layers: y = x W^T + b."""
+    """Weights of one layer, y = x W^T + b."""
 
     weight_O_I: Tensor
     bias_O: Tensor | None = None
@@ -31,21 +31,22 @@ class Layers:
     """Frozen layers that read the same input, in order."""
 
     def __init__(self, frozen: Sequence[Frozen], whole: Frozen | None = None) -> None:
-        """whole: all of them as one, where their matrices are views of its matrix, row by row."""
+        """whole: all layers as one, if their matrices are views of consecutive rows of its matrix."""
         self.frozen = frozen
         self.widths = [one.weight_O_I.shape[0] for one in frozen]
         self._whole = frozen[0] if len(frozen) == 1 else whole
 
     @property
     def whole(self) -> Frozen | None:
-        """None also while the model holds other parameters than when this was made."""
+        """All layers as one. None if there is no such matrix, and while the model's parameters are not those with which
+        this was made."""
         whole = self._whole
         same = whole is not None and whole.weight_O_I.data_ptr() == self.frozen[0].weight_O_I.data_ptr()
         return whole if same else None
 
 
 def project(x_T_I: Tensor, layers: Layers, shares: Sequence[Share]) -> Sequence[Tensor]:
-    """[T, O] of each layer. Differentiable in x, A and B; no two shares have a row in common."""
+    """The output [T, O] of each layer, differentiable in x, A and B. Shares must not overlap in rows."""
     if not shares:
         return [torch.nn.functional.linear(x_T_I, layer.weight_O_I, layer.bias_O) for layer in layers.frozen]
     outputs = _Project.apply(x_T_I, layers, shares, *parameters_of(shares))
@@ -53,7 +54,7 @@ def project(x_T_I: Tensor, layers: Layers, shares: Sequence[Share]) -> Sequence[
 
 
 class _Project(torch.autograd.Function):
-    """By hand, because autograd over slices would copy the whole [T, O] for every share."""
+    """Differentiated by hand, because autograd over slices would copy the whole [T, O] for every share."""
 
     @staticmethod
     def forward(ctx: Any, x_T_I: Tensor, layers: Layers, shares: Sequence[Share], *parameters: Tensor) -> Any:
@@ -68,7 +69,7 @@ class _Project(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads_T_O: Tensor) -> tuple[Tensor | None, ...]:
-        x_T_I, *rest = ctx.saved_tensors  # weights and parameters among them, to know that nobody has changed them
+        x_T_I, *rest = ctx.saved_tensors  # with weights and parameters, so that autograd notices if they were changed
         frozen = ctx.layers.frozen
         lows = None if ctx.merged else rest[len(frozen) + ctx.num_parameters :]
         grad_x_T_I, grads = _backward(
@@ -78,7 +79,8 @@ class _Project(torch.autograd.Function):
 
 
 def forward(x_T_I: Tensor, layers: Layers, shares: Sequence[Share]) -> tuple[Tensor, list[Tensor] | None]:
-    """The outputs side by side, [T, sum of O], and what `backward` wants to see again."""
+    """The outputs side by side, [T, sum of O], and the tensors that `backward` takes as `lows`: None if the shares were
+    merged into the weights."""
     y_T_S = x_T_I.new_empty(x_T_I.shape[0], sum(layers.widths))
     outputs = _columns(y_T_S, layers)
     if (whole := layers.whole) is not None:
@@ -95,7 +97,7 @@ def backward(
     *,
     need_x: bool,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """The gradient of x, when it is needed, and of `parameters_of(shares)`; of the outputs' side by side."""
+    """The gradients of x, if needed, and of `parameters_of(shares)`, from that of the outputs side by side."""
     grads_T_O = _columns(grad_T_S, layers)
     if (whole := layers.whole) is not None:
         return _backward(x_T_I, [whole], shares, lows, [grad_T_S], grads_T_O, layers.widths, need_x=need_x)
@@ -114,9 +116,9 @@ def _forward(
     outputs: Sequence[Tensor],
     widths: Sequence[int] | None = None,
 ) -> list[Tensor] | None:
-    """Fills `products`, one for each of `frozen`, of which `outputs` are the parts for each layer.
+    """Fills `products`, one for each of `frozen`. `outputs` are views of them, one for each layer.
 
-    widths: of the layers, when `frozen` is all of them as one.
+    widths: output features of the layers, if `frozen` is all of them as one.
     """
     weights = [layer.weight_O_I for layer in frozen]
     merged = bool(shares) and all(worth_merging(x_T_I, share, outputs) for share in shares)

@@ -1,6 +1,6 @@
-"""What an adapter means, said slowly: the plain model with W + scaling * B A in the place of W.
+"""A slow reference for adapters: the plain model computes with W + scaling * B A in place of W.
 
-It shares no code with the packed forward pass, so that one can be held against the other.
+It shares no code with the packed forward pass, which is checked against it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tinsmith.modeling.adapter import Adapter, LoraWeights
 
 @contextmanager
 def adapted(model: nn.Module, adapter: Adapter) -> Iterator[None]:
-    """Within the block `model`, a causal LM of transformers, has the adapter. No weight is copied or changed.
+    """Applies the adapter to `model`, a causal LM of transformers, within the block. No weight is copied or changed.
 
     Differentiable in the adapter's tensors. The adapter must be on the model's device.
     """
@@ -38,7 +38,7 @@ def adapted(model: nn.Module, adapter: Adapter) -> Iterator[None]:
 def _add_share(
     module: nn.Module, args: tuple[Tensor], output: Tensor, *, weights: LoraWeights, scaling: float
 ) -> Tensor:
-    """y + scaling * (x A^T) B^T, at least in float32."""
+    """Forward hook that returns y + scaling * (x A^T) B^T, computed in float32 or a wider type."""
     dtype = torch.promote_types(output.dtype, weights.a_R_I.dtype)
     low = args[0].to(dtype) @ weights.a_R_I.to(dtype).T
     return (output.to(dtype) + scaling * (low @ weights.b_O_R.to(dtype).T)).to(output.dtype)
@@ -46,7 +46,8 @@ def _add_share(
 
 @contextmanager
 def _replaced(owner: nn.Module, name: str, weights: LoraWeights, scaling: float) -> Iterator[None]:
-    """Fused experts: their weight is another one while their own forward runs. One of A and B may be shared by all."""
+    """Replaces the weight of fused experts by W + scaling * B A while their own forward runs. All experts may share A
+    or B."""
     original = owner._parameters[name]
     assert original is not None
 

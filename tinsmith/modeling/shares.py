@@ -1,6 +1,6 @@
-"""What adapters add to the rows of layers that read the same input, forward and backward by hand.
+"""The shares of adapters, added to the rows of layers that read the same input. Forward and backward by hand.
 
-Alike shares that follow each other are one batched product instead of many; one of few rows goes layer by layer.
+Consecutive shares of equal form are computed as one batched product. A share of few rows is computed layer by layer.
 
 Shapes: T packed tokens, n rows of one share, I input features, O output features, R rank, S ranks of a share added up,
 G shares that are computed as one batch.
@@ -19,12 +19,14 @@ from tinsmith.modeling.adapter import LoraWeights
 from tinsmith.modeling.pass_gradient import PassGradient
 
 _FEW_ROWS = 64
-"""Up to so many, what a product costs is its call: each layer has its own, and nothing is laid together."""
+"""Up to this number of rows, a product costs its fixed time, so each layer has its own and nothing is concatenated."""
 
 
 @dataclass(slots=True)
 class Share:
-    """What one adapter adds on its rows: scaling * (x A^T) B^T for every layer that it has."""
+    """One adapter's share, scaling * (x A^T) B^T for each layer that the adapter has, to be added to the adapter's
+    rows.
+    """
 
     rows: slice | Tensor
     """A slice, or int64 [n] row numbers."""
@@ -32,24 +34,25 @@ class Share:
     weights: Sequence[LoraWeights | None]
     """One entry for each layer; not all of them None."""
     names: Sequence[str] = ()
-    """Of the layers."""
+    """Names of the layers."""
     gradient: PassGradient | None = None
-    """Where the gradients are added, by the layers' names. None: they are tensors of their own."""
+    """Receives the gradients, by the layers' names. If None, they are returned as tensors."""
     layers: Sequence[tuple[int, LoraWeights]] = field(init=False)
-    """Number and weights of those that the adapter has."""
+    """Number and weights of each layer that the adapter has."""
 
     def __post_init__(self) -> None:
         self.layers = [(n, weights) for n, weights in enumerate(self.weights) if weights is not None]
 
     @property
     def parameters(self) -> list[Tensor]:
-        """What autograd is to know of: A and B in turn of these layers, or what stands for them all."""
+        """Inputs for autograd: A and B of each layer in turn, or the anchor of `gradient` in place of them all."""
         if self.gradient is not None:
             return [self.gradient.anchor]
         return [tensor for _, weights in self.layers for tensor in (weights.a_R_I, weights.b_O_R)]
 
     def gradients(self, layer: int, grad_a_R_I: Tensor, grad_b_O_R: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Scaled, or None when they have been added where the share wants them. They come unscaled."""
+        """Scales the gradients of a layer's A and B, which come unscaled. Returns them, or adds them to `gradient` and
+        returns None."""
         if self.gradient is None:
             weights = cast(LoraWeights, self.weights[layer])
             grads = grad_a_R_I.mul_(self.scaling), grad_b_O_R.mul_(self.scaling)
@@ -61,7 +64,7 @@ class Share:
 
 
 def parameters_of(shares: Sequence[Share]) -> list[Tensor]:
-    """Of all shares, in the order in which `backward` has their gradients."""
+    """The parameters of all shares, in the order in which `backward` returns their gradients."""
     return [tensor for share in shares for tensor in share.parameters]
 
 
@@ -74,7 +77,7 @@ def add_rows(out: Tensor, rows: slice | Tensor, left: Tensor, right: Tensor, alp
 
 
 def blocks(shares: Sequence[Share], x_T_I: Tensor) -> Iterator[_Few | _Block]:
-    """All shares, in order: what adds them to the outputs, and has their gradients."""
+    """Groups the shares, in order, into units that are computed together."""
     first, num_rows = 0, x_T_I.shape[0]
     for n, share in enumerate(shares):
         if n + 1 < len(shares) and _is_followed(share, shares[n + 1]):
@@ -94,17 +97,17 @@ def blocks(shares: Sequence[Share], x_T_I: Tensor) -> Iterator[_Few | _Block]:
 
 @dataclass(slots=True)
 class _Few:
-    """A share of few rows, in the dtype of its weights."""
+    """A share of few rows, computed in the dtype of its weights."""
 
     share: Share
     rows: slice | None
-    """None means all rows that there are."""
+    """None means all rows."""
 
     def of(self, x_T_C: Tensor) -> Tensor:
         return x_T_C if self.rows is None else x_T_C[self.rows]
 
     def forward(self, x_T_I: Tensor, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Adds the share to the outputs. Returns what `backward` wants to see again."""
+        """Adds the share to the outputs. Returns the tensors that `backward` takes as `lows`."""
         x_n_I, lows = self.of(x_T_I), []
         for n, weights in self.share.layers:
             low_n_R = torch.mm(x_n_I, weights.a_R_I.T)
@@ -115,7 +118,8 @@ class _Few:
     def backward(
         self, x_T_I: Tensor, lows: Iterator[Tensor] | None, grads_T_O: Sequence[Tensor], grad_x_T_I: Tensor | None
     ) -> list[Tensor | None]:
-        """Adds to the gradient of x, unless `lows` is None: then it is in it. Returns those of the parameters."""
+        """Returns the gradients of the parameters, and adds the share's part to the gradient of x. If `lows` is None,
+        the share was merged into the weights, and the gradient of x already contains its part."""
         share, x_n_I, out = self.share, self.of(x_T_I), []
         gradient, scaling = share.gradient, share.scaling
         for n, weights in share.layers:
@@ -135,12 +139,12 @@ class _Few:
 
 @dataclass(slots=True)
 class _Block:
-    """Shares that follow each other on as many rows each, of one rank and with the same layers: one batched product
-    instead of many. A single share is a block too, without the dimension G."""
+    """Consecutive shares with equal numbers of rows, equal ranks and the same layers, computed as one batched product.
+    A single share is a block too, without the dimension G."""
 
     shares: Sequence[Share]
     rows: slice | Tensor | None
-    """Of all of them; None means all rows that there are."""
+    """Rows of all the shares; None means all rows."""
 
     @property
     def scaling(self) -> float:
@@ -151,7 +155,7 @@ class _Block:
         return [n for n, _ in self.shares[0].layers]
 
     def forward(self, x_T_I: Tensor, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """As _Few.forward."""
+        """See _Few.forward."""
         low = _product(self.of(x_T_I), self._a(x_T_I.dtype).mT)
         for n, part, b in zip(self.layers, self._split(low), self._bs(x_T_I.dtype), strict=True):
             self._add(outputs[n], part, b.mT)
@@ -160,7 +164,7 @@ class _Block:
     def backward(
         self, x_T_I: Tensor, lows: Iterator[Tensor] | None, grads_T_O: Sequence[Tensor], grad_x_T_I: Tensor | None
     ) -> list[Tensor | None]:
-        """As _Few.backward."""
+        """See _Few.backward."""
         x, a = self.of(x_T_I), self._a(x_T_I.dtype)
         low = _product(x, a.mT) if lows is None else next(lows)
         grads = [self.of(grads_T_O[n]) for n in self.layers]
@@ -168,7 +172,7 @@ class _Block:
         grad_low = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         if grad_x_T_I is not None and lows is not None:
             self._add(grad_x_T_I, grad_low, a)
-        # The product of a few long rows with the gradient is three times as fast as its transpose.
+        # This product of a few long rows with the gradient is three times as fast as its transpose.
         grads_b_R_O = [_product(part.mT, grad) for part, grad in zip(self._split(low), grads, strict=True)]
         grad_a = _product(grad_low.mT, x)
         out: list[Tensor | None] = []
@@ -181,25 +185,25 @@ class _Block:
         return out
 
     def of(self, x_T_C: Tensor) -> Tensor:
-        """[n, C], or [G, n, C]."""
+        """The block's rows, [n, C] or [G, n, C]."""
         x = x_T_C if self.rows is None else x_T_C[self.rows]
         return x if len(self.shares) == 1 else x.unflatten(0, (len(self.shares), -1))
 
     def _a(self, dtype: torch.dtype) -> Tensor:
-        """[S, I], or [G, S, I]."""
+        """A of all layers, [S, I] or [G, S, I]."""
         matrices = [weights.a_R_I for share in self.shares for _, weights in share.layers]
         a = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
         return (a if len(self.shares) == 1 else a.unflatten(0, (len(self.shares), -1))).to(dtype)
 
     def _bs(self, dtype: torch.dtype) -> list[Tensor]:
-        """[O, R], or [G, O, R], of each layer."""
+        """B of each layer, [O, R] or [G, O, R]."""
         if len(self.shares) == 1:
             return [weights.b_O_R.to(dtype) for _, weights in self.shares[0].layers]
         each = zip(*(share.layers for share in self.shares), strict=True)
         return [torch.stack([weights.b_O_R for _, weights in same]).to(dtype) for same in each]
 
     def _split(self, low: Tensor, dim: int = -1) -> Sequence[Tensor]:
-        """The ranks of each layer."""
+        """Splits the ranks of all layers into those of each layer."""
         ranks = [weights.a_R_I.shape[0] for _, weights in self.shares[0].layers]
         return (low,) if len(ranks) == 1 else torch.split_with_sizes(low, ranks, dim)
 
@@ -214,7 +218,7 @@ class _Block:
 
 
 def _is_followed(share: Share, after: Share) -> bool:
-    """Whether the two can be one block."""
+    """Whether `after` can be in one block with `share`."""
     if not isinstance(share.rows, slice) or not isinstance(after.rows, slice):
         return False
     adjoin = share.rows.stop == after.rows.start
@@ -223,10 +227,10 @@ def _is_followed(share: Share, after: Share) -> bool:
 
 
 def _ranks(share: Share) -> list[int]:
-    """Of each layer; 0 where the adapter has none."""
+    """Rank of each layer; 0 if the adapter does not have the layer."""
     return [0 if weights is None else weights.a_R_I.shape[0] for weights in share.weights]
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right, of a block or of a batch of them, with less around it."""
+    """left @ right, for two or three dimensions, with less overhead than matmul."""
     return torch.mm(left, right) if left.ndim == 2 else torch.bmm(left, right)

@@ -1,9 +1,10 @@
 """Decoder layers of the Llama family as one autograd node each, differentiated by hand.
 
-What a short sequence costs is the number of operations, and with a long one each operation is a pass through memory:
-both are fewer here than in the layer's own code under autograd. Layers are known by their structure, and each is tried
-on random numbers against its own code, gradients included: one that computes anything else stays as it is. On a CPU, in
-full precision, and only where gradients are wanted: generation goes through the layers' own code.
+A short sequence costs the fixed time of each operation; a long one costs a pass through memory for each. There are
+fewer operations here than in the layer's own code under autograd. Layers are recognised by their structure, and each is
+compared with its own code on random numbers, gradients included. A layer that computes anything else stays as it is.
+
+This serves passes with gradients, on a CPU, in float32 or float64. Passes without gradients go through generation.py.
 
 Shapes: T packed tokens, H hidden, N query heads, K key/value heads, D head dimension, C = N D, F feed-forward features,
 S features side by side.
@@ -39,7 +40,7 @@ from tinsmith.modeling.projections import backward, forward
 from tinsmith.modeling.shares import Share, parameters_of
 
 _TOLERANCE = 1e-4
-"""Largest relative difference between a layer's own code and ours: float32's rounding, not another function's."""
+"""Largest relative difference from a layer's own code. It allows rounding in float32, and no other function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class _Norm:
 
 @dataclass(frozen=True, slots=True)
 class WholeLayer:
-    """What the layer is made of."""
+    """The parts of a decoder layer."""
 
     index: int
     heads: Heads
@@ -62,7 +63,7 @@ class WholeLayer:
     before_attention: _Norm
     qkv: Joined
     of_heads: _Norm | None
-    """Of queries and keys; its weight is [N + K, D]."""
+    """Norm over single heads, of queries and keys; its weight is [N + K, D]."""
     out: Joined
     before_mlp: _Norm
     gate_up: Joined
@@ -70,12 +71,12 @@ class WholeLayer:
 
     @property
     def num_heads(self) -> tuple[int, int]:
-        """Of queries, and of keys and values."""
+        """Number of query heads, and of key/value heads."""
         queries, keys, _ = self.qkv.frozen.widths
         return queries // self.head_dim, keys // self.head_dim
 
     def turned_by(self, angles: Tensor) -> bool:
-        """False where only a part of each head turns, which is for the layer's own code."""
+        """Whether the angles rotate whole heads. If only a part of each head is rotated, the layer's own code runs."""
         return angles.shape[-1] == self.head_dim
 
     def run(self, x_T_H: Tensor, cos_T_1_D: Tensor, sin_T_1_D: Tensor, layout: Packed, runs: Sequence[Run]) -> Tensor:
@@ -104,7 +105,7 @@ class _Layer(torch.autograd.Function):
         normal_T_H, scale_T_1 = normalize(x_T_H, layer.before_attention.weight, layer.before_attention.eps)
         qkv_T_S, lows_qkv = forward(normal_T_H, layer.qkv.frozen, of_qkv)
         heads = qkv_T_S.view(qkv_T_S.shape[0], -1, layer.head_dim)
-        qk, v = torch.split_with_sizes(heads, [num_queries + num_keys, num_keys], 1)  # q and k turn as one
+        qk, v = torch.split_with_sizes(heads, [num_queries + num_keys, num_keys], 1)  # q and k are rotated as one
         turned, of_heads = qk, ()
         if layer.of_heads is not None:
             turned, scale = normalize(qk, layer.of_heads.weight, layer.of_heads.eps)
@@ -180,9 +181,9 @@ class _Layer(torch.autograd.Function):
 
 
 def take_over(decoder: nn.Module, layers: Sequence[nn.Module], active: ActiveRuns) -> int:
-    """Puts a WholeLayer in the place of the code of each layer that computes the same. Returns of how many.
+    """Replaces the forward of each layer that a WholeLayer can compute. Returns the number of replaced layers.
 
-    When they are all of the decoder's layers, what lies around them goes with less around it, too.
+    If all layers of the decoder are replaced, the decoder's own forward is replaced by a shorter one, too.
     """
     count = 0
     for index, layer in enumerate(layers):
@@ -204,7 +205,7 @@ def _decode(own: Any, decoder: Any, *, input_ids: Tensor, position_ids: Tensor, 
 
 
 def _through(decoder: Any, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
-    """What a plain decoder computes."""
+    """The hidden states of a plain decoder: embedding, layers, norm."""
     hidden = decoder.embed_tokens(input_ids)
     angles = decoder.rotary_emb(hidden, position_ids)
     for layer in decoder.layers:
@@ -216,7 +217,7 @@ def _through(decoder: Any, input_ids: Tensor, position_ids: Tensor, layout: Layo
 
 @torch.no_grad()
 def _is_plain(decoder: nn.Module, layers: Sequence[nn.Module]) -> bool:
-    """Whether there is nothing but tokens to vectors, the layers, and a norm."""
+    """Whether the decoder consists of an embedding, the layers and a norm, and nothing else."""
     if {name for name, _ in decoder.named_children()} != {"embed_tokens", "layers", "norm", "rotary_emb"}:
         return False
     if list(decoder.layers) != list(layers):  # type: ignore[arg-type]
@@ -251,7 +252,7 @@ def _forward(
 
 @dataclass(slots=True)
 class _Listening:
-    """A layout that remembers how a layer attends."""
+    """A layout that records the `heads` with which a layer attends."""
 
     packed: Packed
     heads: Heads | None = None
@@ -262,7 +263,7 @@ class _Listening:
 
 
 def _whole(layer: nn.Module, index: int) -> WholeLayer | None:
-    """None when the layer is something else."""
+    """The WholeLayer that computes the same as `layer`, or None if there is none."""
     parts = dict(layer.named_children())
     if set(parts) != {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}:
         return None
@@ -306,14 +307,14 @@ def _whole(layer: nn.Module, index: int) -> WholeLayer | None:
 
 
 def _linear_layers(layer: nn.Module) -> list[LoraLinear]:
-    """Those of a Llama layer's seven that are adapted ones."""
+    """Those of a Llama layer's seven linear layers that are plain adapted ones."""
     names = (*(f"self_attn.{name}_proj" for name in "qkvo"), "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     modules = dict(layer.named_modules())
     return [one for name in names if type(one := modules.get(name)) is LoraLinear]
 
 
 def _tried(whole: WholeLayer, layer: nn.Module) -> WholeLayer | None:
-    """As the layer attends, when it computes what the layer does."""
+    """`whole` with the heads with which the layer attends, or None unless both compute the same."""
     like = whole.before_attention.weight
     lengths, generator = [5, 3], torch.Generator().manual_seed(0)
     x = torch.randn(sum(lengths), like.shape[0], generator=generator, dtype=like.dtype).requires_grad_()
@@ -333,7 +334,7 @@ def _tried(whole: WholeLayer, layer: nn.Module) -> WholeLayer | None:
             grad = torch.randn(ours.shape, generator=generator, dtype=like.dtype)
             pairs = [(ours, theirs), tuple(torch.autograd.grad(y, x, grad)[0] for y in (ours, theirs))]
         except (TypeError, ValueError, RuntimeError, AttributeError):
-            return None  # it asks for something else, or gives it
+            return None  # the layer takes other arguments, or returns something else
     return whole if all(_near(mine, other) for mine, other in pairs) else None
 
 
