@@ -1,8 +1,7 @@
-"""Ragged attention: sequences laid end to end, without padding, in training and in generation.
+"""Attention over sequences that are laid end to end without padding, in training and in generation.
 
-Registered with transformers as the attention implementation "tinsmith", so that every Hugging Face model whose
-attention goes through `AttentionInterface` runs on it unchanged. A `Layout` travels with each forward pass as a keyword
-argument.
+It is registered with transformers as the attention implementation "tinsmith". Every Hugging Face model whose attention
+goes through `AttentionInterface` runs on it unchanged. Each forward pass gets a `Layout` as a keyword argument.
 
 Shapes: T packed tokens, N query heads, K key/value heads, D head dimension, L keys, B sequences.
 """
@@ -26,7 +25,7 @@ NAME = "tinsmith"
 
 
 class Layout(Protocol):
-    """Which tokens see which."""
+    """Decides which tokens each token sees."""
 
     def attend(self, layer: int, q_T_N_D: Tensor, k_T_K_D: Tensor, v_T_K_D: Tensor, heads: Heads) -> Tensor:
         """Attention output, [T, N, D]."""
@@ -35,7 +34,7 @@ class Layout(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Flash:
-    """A variable-length kernel, and where it finds the sequences."""
+    """A variable-length kernel, and the positions of the sequences for it."""
 
     kernel: varlen.Kernel
     segments: varlen.Segments
@@ -43,13 +42,13 @@ class Flash:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Whole sequences, end to end, each seeing only itself: training and scoring."""
+    """Whole sequences, end to end, for training and scoring. A token sees only its own sequence."""
 
     lengths: Sequence[int]
     flash: Flash | None = None
 
     def with_kernel(self, kernel: varlen.Kernel | None, device: torch.device) -> Packed:
-        """The same for one forward pass on this device: the kernel does the layers that it takes."""
+        """This layout for one forward pass on `device`. The kernel computes the layers that it supports."""
         return Packed(self.lengths, Flash(kernel, varlen.Segments.of(self.lengths, device)) if kernel else None)
 
     def attend(self, layer: int, q_T_N_D: Tensor, k_T_K_D: Tensor, v_T_K_D: Tensor, heads: Heads) -> Tensor:
@@ -66,7 +65,8 @@ class Packed:
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
     def blocks(self) -> Iterator[tuple[slice, tuple[int, int]]]:
-        """Rows of neighbours of equal length, which go through one batched call, with their number and length."""
+        """Rows of consecutive sequences of equal length, with their number and length. One batched call computes
+        them."""
         start = 0
         for length, group in groupby(self.lengths):
             count = len(list(group))
@@ -75,13 +75,14 @@ class Packed:
 
 
 def _is_plain(q_T_N_D: Tensor, v_T_K_D: Tensor, heads: Heads) -> bool:
-    """Whether `attend` computes it."""
+    """Whether `attend` can compute this attention."""
     same = q_T_N_D.shape[-1] == v_T_K_D.shape[-1] and q_T_N_D.dtype == v_T_K_D.dtype == torch.float32
     return same and q_T_N_D.device.type == "cpu" and heads.softcap is None and heads.sinks_N is None
 
 
 class _Attend(torch.autograd.Function):
-    """One node for all sequences: the gradient of each one's rows would be a tensor of the size of all of them."""
+    """One autograd node for all sequences. With a node for each, the gradient of each one's rows would be a tensor of
+    the size of all rows."""
 
     @staticmethod
     def forward(ctx: Any, q_T_N_D: Tensor, k_T_K_D: Tensor, v_T_K_D: Tensor, layout: Packed, heads: Heads) -> Tensor:
@@ -100,7 +101,7 @@ class _Attend(torch.autograd.Function):
 def attend(
     q_T_N_D: Tensor, k_T_K_D: Tensor, v_T_K_D: Tensor, layout: Packed, heads: Heads
 ) -> tuple[Tensor, list[Tensor]]:
-    """Plain causal attention in float32 on a CPU, [T, N, D], and what `attend_backward` wants to see again."""
+    """Plain causal attention in float32 on a CPU: [T, N, D], and the sums that `attend_backward` takes."""
     outputs, sums = [], []
     for rows, shape in layout.blocks():
         q, k, v = (_block(x, rows, shape) for x in (q_T_N_D, k_T_K_D, v_T_K_D))
@@ -141,13 +142,13 @@ def attend_backward(
 
 
 def _block(x_T_N_D: Tensor, rows: slice, shape: tuple[int, int]) -> Tensor:
-    """[B, N, T, D] of these rows."""
+    """The rows as [B, N, T, D]."""
     here = x_T_N_D if rows.stop - rows.start == x_T_N_D.shape[0] else x_T_N_D[rows]
     return here.unflatten(0, shape).transpose(1, 2)
 
 
 def _window_mask(q_B_N_T_D: Tensor, heads: Heads) -> Tensor | None:
-    """What is added to the scores [T, T], where a window hides some tokens."""
+    """Mask to be added to the scores, [T, T]; None unless a window hides some tokens."""
     num_tokens = q_B_N_T_D.shape[2]
     if heads.window is None or heads.window >= num_tokens:
         return None
@@ -156,7 +157,7 @@ def _window_mask(q_B_N_T_D: Tensor, heads: Heads) -> Tensor | None:
 
 
 def causal(q_B_N_T_D: Tensor, k_B_K_L_D: Tensor, v_B_K_L_D: Tensor, heads: Heads) -> Tensor:
-    """The last T of L positions attend to all positions up to their own. Returns [B, N, T, D]."""
+    """Attention of the last T of L positions, each to all positions up to its own: [B, N, T, D]."""
     num_queries, num_keys = q_B_N_T_D.shape[2], k_B_K_L_D.shape[2]
     window = heads.window if heads.window is not None and heads.window < num_keys else None
     plain = heads.softcap is None and heads.sinks_N is None
@@ -171,9 +172,9 @@ def causal(q_B_N_T_D: Tensor, k_B_K_L_D: Tensor, v_B_K_L_D: Tensor, heads: Heads
 
 
 def masked(q_B_N_T_D: Tensor, k_B_K_L_D: Tensor, v_B_K_L_D: Tensor, heads: Heads, mask: Tensor | None) -> Tensor:
-    """Attention where the boolean mask, broadcastable to [B, N, T, L], is true.
+    """Attention to the keys for which the boolean mask, broadcastable to [B, N, T, L], is true.
 
-    Without softcap and sinks the mask may be None, which hides nothing, or what is added to the scores.
+    Without softcap and sinks, the mask may also be None, which hides nothing, or numbers that are added to the scores.
     """
     if heads.softcap is None and heads.sinks_N is None:
         return _sdpa(q_B_N_T_D, k_B_K_L_D, v_B_K_L_D, heads.scale, mask=mask, is_causal=False)
@@ -210,14 +211,15 @@ def _forward(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The signature that transformers calls: query [1, N, T, D], key and value [1, K, T, D] -> [1, T, N, D]."""
+    """The attention function, with the signature of transformers: query [1, N, T, D], key and value [1, K, T, D] ->
+    [1, T, N, D]."""
     heads = Heads(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=sliding_window,
         softcap=softcap,
         sinks_N=s_aux,
     )
-    # squeeze, because the gradient of an index is a copy
+    # squeeze in place of x[0], whose gradient would be a copy
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     return layout.attend(module.layer_idx, q, k, v, heads)[None], None  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""Any Hugging Face causal LM, frozen, run over packed sequences with many adapters.
+"""Runs a frozen Hugging Face causal LM over packed sequences with many adapters.
 
 Shapes: T packed tokens, H hidden.
 """
@@ -44,20 +44,21 @@ from tinsmith.modeling.whole_layers import take_over
 logger = logging.getLogger(__name__)
 
 _WORK_OF_THREAD = 25_000_000
-"""Multiply-adds in a layer for which one more thread is worth its while on a CPU: a layer is some dozens of operations,
-and the threads meet at each. With two threads instead of one, on two idle cores, training on 16 tokens with `small`
-(1.6 M weights in a layer) took 0.92 of the time, on 64 tokens 0.7; beside a process that took one core, 3 and 2."""
+"""Multiply-adds in a layer for which one more thread pays on a CPU. A layer consists of some dozens of operations, and
+the threads synchronise at each. Measured in training with `small` (1.6 M weights in a layer), two threads in relation
+to one: on two idle cores 0.92 of the time with 16 tokens and 0.7 with 64 tokens. Beside a process that took one core:
+3 and 2 times as long."""
 
 
 class UnsupportedModel(Exception):
-    """This base model cannot be run here; the message says why."""
+    """The base model cannot be run here. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
     """A frozen model whose linear layers take adapters.
 
-    Not safe for use by several threads at once: the services run it on one compute thread.
+    Only one thread may use it at a time; the services run it on their compute thread.
     """
 
     path: str
@@ -68,20 +69,21 @@ class BaseModel:
     config: PretrainedConfig
     active: ActiveRuns
     parameters: Mapping[str, nn.Parameter]
-    """All of them by their Hugging Face names, tied ones once."""
+    """All parameters by their Hugging Face names; tied ones appear once."""
     by_columns: frozenset[str] = frozenset()
-    """Those that full_weights.py lays out column by column: the matrices of linear layers but the output layer's."""
+    """Names of the parameters that full_weights.py stores column by column: the matrices of all linear layers except
+    the output layer."""
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
-    """What its files hold besides parameters; training does not change it."""
+    """Buffers in the model's files, which training does not change, by name."""
     kernels: Kernels = PLAIN
     weights_sum: str = ""
-    """Of the weights as loaded (base_weights.py)."""
+    """Checksum of the weights as loaded (base_weights.py)."""
     refused_groups: Mapping[Group, str] = field(default_factory=dict)
-    """Groups whose adapters cannot be computed here, and why: they are not among the targets."""
+    """Groups whose adapters cannot be computed here, with the reason. They have no targets."""
     tensor_parallel: TensorParallel | None = None
-    """How the layers are divided among ranks; None when each is whole."""
+    """Division of the layers' features among ranks; None if they are not divided."""
     sharded: ShardedLayers | None = None
-    """The layers' memory, divided among ranks; None when it is not."""
+    """Division of the layers' memory among ranks; None if it is not divided."""
 
     @classmethod
     def load(
@@ -95,16 +97,17 @@ class BaseModel:
         prepack: bool | None = False,
         division: Division | None = None,
     ) -> BaseModel:
-        """Loads a folder or a Hugging Face id. With a division, all ranks must do it together.
+        """Loads a folder or a Hugging Face id. With a division, all ranks must call this together.
 
-        `trainable`: for full-parameter training (full_weights.py). The layers stay as they are, so that autograd gives
-        the gradient of every parameter, and take no adapters.
-        `prepack`: passes without gradient get a second copy of the matrices, in the layout of the CPU's products
-        (kernels/prepacked.py); None: where there is memory for it.
+        `trainable`: for full-parameter training (full_weights.py). The layers stay as they are and take no adapters, so
+        that autograd computes the gradient of every parameter.
+        `prepack`: passes without gradient use a second copy of the matrices, in the layout of the CPU's products
+        (kernels/prepacked.py). None makes the copy if there is enough memory.
 
-        Raises UnsupportedModel when the model's own forward and the packed one disagree, its files lack parameters or
-        hold broken ones, or it has no plain output layer, OSError when there is no such model or a file is damaged, and
-        ValueError for kernels that do not work here, or (CannotDivide) a division that the model does not take.
+        Raises UnsupportedModel if the packed forward pass disagrees with the model's own, if the files lack parameters
+        or hold broken ones, or if the output layer is not a plain linear layer. Raises OSError if there is no such
+        model or a file is damaged. Raises ValueError for kernels that do not work here, and CannotDivide, a ValueError,
+        for a division that the model does not support.
         """
         transformers_logging.disable_progress_bar()  # it would break up the service's log lines
         config = load_config(path)
@@ -113,10 +116,10 @@ class BaseModel:
 
         def prepare() -> tuple[BaseModel, Probe]:
             model, missing = load_causal_lm(path, config=config, dtype=dtype, attn_implementation="eager")
-            if missing:  # every process would draw its own
+            if missing:  # each process would fill them with other random values
                 raise UnsupportedModel(
-                    f"{len(missing)} parameters are not in the files ({listed(missing)}): they are not complete, or of "
-                    "another architecture than config.json says; fetch them again"
+                    f"{len(missing)} parameters are not in the files ({listed(missing)}): the files are incomplete, or "
+                    "of another architecture than config.json says; fetch them again"
                 )
             if division is None:
                 model.to(device)  # type: ignore[arg-type]  # transformers' decorated signature
@@ -135,7 +138,7 @@ class BaseModel:
 
     @classmethod
     def of(cls, model: PreTrainedModel, *, path: str, trainable: bool = False, kernels: Setting = "auto") -> BaseModel:
-        """Takes over a causal LM with eager attention, on its device and in its dtype; `path` is what it is called.
+        """Takes over a causal LM with eager attention, on its device and in its dtype. `path`: name of the model.
 
         Raises UnsupportedModel as `load` does.
         """
@@ -156,12 +159,12 @@ class BaseModel:
         prepacks: bool | None,
         division: Division | None,
     ) -> tuple[BaseModel, Probe]:
-        """Adapts and divides the model; and what its own forward pass gives, from before that."""
+        """Adapts and divides the model. Also returns the probe, which its own forward pass computed before that."""
         model = model.eval().requires_grad_(trainable)
         weights_sum = sum_of(model.parameters())
         probe = Probe.run(model)  # with its own attention
         chosen = choose(kernels, device, model.dtype)
-        if chosen.elementwise is not None and not trainable:  # of their weights they give no gradient
+        if chosen.elementwise is not None and not trainable:  # these kernels compute no gradient of a norm's weight
             here = model.device.type == device.type
             install(model, chosen.elementwise if here else eager_on_host(chosen.elementwise))
         active = ActiveRuns()
@@ -209,7 +212,8 @@ class BaseModel:
         return base, probe
 
     def _checked(self, probe: Probe) -> BaseModel:
-        """Held against the probe; without the groups whose adapters are computed wrongly. Raises UnsupportedModel."""
+        """Compares this model with the probe. Returns the model without the groups whose adapters are computed wrongly.
+        Raises UnsupportedModel."""
         logger.info("kernels of %s: %s", self.path, self.kernels)
         if not probe.is_finite:
             raise UnsupportedModel(
@@ -218,7 +222,7 @@ class BaseModel:
             )
         try:
             gaps = probe.gaps(self)
-        except (TypeError, AttributeError) as error:  # its modules do not hand on what attention needs
+        except (TypeError, AttributeError) as error:  # its modules do not pass on the arguments of attention
             raise UnsupportedModel(f"{self.architecture} cannot be packed: {error}") from error
         finally:
             if self.sharded is not None:
@@ -244,7 +248,7 @@ class BaseModel:
 
     @property
     def trainable(self) -> bool:
-        """All of its parameters can be trained, and it takes no adapters."""
+        """Whether all parameters can be trained. Such a model takes no adapters."""
         return self.head.weight_V_H.requires_grad
 
     @property
@@ -261,7 +265,8 @@ class BaseModel:
 
     @property
     def tokens_per_thread(self) -> int:
-        """Fewer tokens than this, for each of several threads, are computed as fast by fewer of them."""
+        """Number of tokens for which one more thread pays. With fewer tokens for each thread, fewer threads are as
+        fast."""
         if self.device.type != "cpu" or not self.layers:
             return 1
         weights = sum(parameter.numel() for layer in self.layers for parameter in layer.parameters())
@@ -269,29 +274,29 @@ class BaseModel:
 
     @property
     def layers(self) -> Sequence[nn.Module]:
-        """The decoder's, in order. Empty for a model built otherwise."""
+        """The decoder's layers, in order. Empty for a model without a list of them."""
         return decoder_layers(self.decoder, self.config.num_hidden_layers)
 
     @property
     def groups(self) -> list[Group]:
-        """Those that adapters may change."""
+        """The groups that adapters may change."""
         return [group for group in GROUPS if any(target.group == group for target in self.targets)]
 
     def check_groups(self, groups: Collection[Group]) -> None:
-        """Raises Unsupported for a group that adapters may not change here, with the reason."""
+        """Raises Unsupported, with the reason, for a group that adapters cannot change here."""
         for group in GROUPS:
             if group in groups and group not in self.groups:
                 raise Unsupported(f"lora_config.train_{group}: {self.why_not(group)}; set it to false")
 
     def why_not(self, group: Group) -> str:
-        """Why the group is none of `groups`."""
+        """The reason for which a group is not in `groups`."""
         return self.refused_groups.get(group) or "this base model has no such layers that can be adapted"
 
     def hidden_states(self, tokens_T: Tensor, positions_T: Tensor, layout: Layout, runs: Sequence[Run]) -> Tensor:
         """The decoder's last hidden states [T, H], in the model's dtype.
 
-        tokens_T and positions_T are int64 [T] on the model's device. Each run's rows get that run's adapter; rows of no
-        run get the base model.
+        tokens_T and positions_T are int64 [T] on the model's device. A run's adapter applies to the run's rows. Rows
+        without a run get the base model.
         """
         if isinstance(layout, Packed):
             layout = layout.with_kernel(self.kernels.attention, self.device)
@@ -310,7 +315,7 @@ class BaseModel:
         return output.last_hidden_state[0]
 
     def target_logprobs(self, hidden_T_H: Tensor, rows_M: Tensor, tokens_M: Tensor, runs: Sequence[Run]) -> Tensor:
-        """logprobs.target_logprobs of this model's output layer."""
+        """logprobs.target_logprobs for this model's output layer."""
         if self.tensor_parallel is None:
             return target_logprobs(self.head, hidden_T_H, rows_M, tokens_M, runs)
         return self.tensor_parallel.target_logprobs(self.head, hidden_T_H, rows_M, tokens_M, runs)
@@ -322,8 +327,8 @@ def positions_of(lengths: Sequence[int], device: torch.device) -> Tensor:
 
 
 def _prepack(model: PreTrainedModel, head: Head, device: torch.device, *, path: str, always: bool | None) -> bool:
-    """Gives the matrices of the layers their second copy, unless it cannot be used here, or (without `always`) memory
-    is short. False: there is none."""
+    """Makes the prepacked copy of the layers' matrices. Returns False if it cannot be used here, or if memory is short
+    and `always` is not set."""
     if not prepacked.works(model.dtype, device):
         return False
     matrices = [head.weight_V_H, *(layer.weight for layer in model.modules() if isinstance(layer, LoraLinear))]

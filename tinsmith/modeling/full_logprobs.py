@@ -1,5 +1,5 @@
-"""Log-probabilities of named tokens where the output layer is trained too: logprobs.py without adapters, with the
-gradient of the layer's own weight. The full [T, V] logits never exist at once.
+"""Log-probabilities of named tokens in full-parameter training. Unlike logprobs.py, it has no adapters and computes the
+gradient of the output layer's own weight. The full [T, V] logits never exist at once.
 
 Shapes: T packed tokens, V vocabulary, H hidden, M named tokens (several may share a row), n rows of a chunk.
 """
@@ -18,14 +18,14 @@ from tinsmith.modeling.logprobs import Head
 def full_target_logprobs(head: Head, hidden_T_H: Tensor, rows_M: Tensor, tokens_M: Tensor) -> Tensor:
     """float32 [M]: log P(tokens_M[m] | row rows_M[m]), differentiable in the hidden states, the weight and the bias.
 
-    rows_M is int64 and must not fall.
+    rows_M is int64 and in ascending order, with repeats.
     """
     return _FullLogprobs.apply(hidden_T_H, head.weight_V_H, head.bias_V, rows_M, tokens_M, head)
 
 
 class _FullLogprobs(torch.autograd.Function):
-    """Forward keeps one log-sum-exp a row; backward computes each chunk's logits again, and only for rows that have a
-    gradient."""
+    """Forward saves one log-sum-exp for each row. Backward computes the logits of each chunk again, only for rows that
+    have a gradient."""
 
     @staticmethod
     def forward(
@@ -78,21 +78,21 @@ class _FullLogprobs(torch.autograd.Function):
             grad_hidden_T_H[active_n] = grad_n_V @ weight_V_H
             if dtype == torch.float32:
                 grad_weight_V_H.addmm_(grad_n_V.T, hidden_n_H)
-            else:  # the products in the model's type, their sum over the chunks in float32
+            else:  # the products are in the model's type, their sum over the chunks is in float32
                 grad_weight_V_H += grad_n_V.T @ hidden_n_H
         bias = None if grad_bias_V is None else grad_bias_V.to(dtype)
         return grad_hidden_T_H, grad_weight_V_H.to(dtype), bias, None, None, None
 
 
 def _chunks(head: Head, num_rows: int, rows_M: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Rows, at most head.max_rows of them, and the slice of M that names them."""
+    """Chunks of at most head.max_rows rows, each with the slice of M whose tokens lie in these rows."""
     rows = [slice(first, min(first + head.max_rows, num_rows)) for first in range(0, num_rows, head.max_rows)]
     stops = torch.searchsorted(rows_M, torch.tensor([part.stop for part in rows], device=rows_M.device)).tolist()
     return zip(rows, (slice(*pair) for pair in zip([0, *stops], stops, strict=False)), strict=True)
 
 
 def _logits(head: Head, hidden_n_H: Tensor, weight_V_H: Tensor, bias_V: Tensor | None) -> Tensor:
-    """float32 [n, V]."""
+    """float32 [n, V], with scale and softcap applied."""
     logits_n_V = torch.nn.functional.linear(hidden_n_H, weight_V_H, bias_V).float()
     if head.scale != 1.0:
         logits_n_V.mul_(head.scale)

@@ -1,8 +1,8 @@
 """Keys and values of running generations, one lane for each.
 
-Lanes 0 .. n-1 are the running ones, so that a decode step reads the cache as one view, without gathering: whoever frees
-a lane moves the last one into its place. All lanes of a cache have one capacity, which grows with the longest; several
-caches, for generations of very different lengths, can be used in one forward pass.
+The running generations occupy lanes 0 .. n-1, so that a decode step reads the cache as one view, without gathering. The
+code that frees a lane moves the last lane into its place. All lanes of a cache have the same capacity, which grows with
+the longest generation. One forward pass can use several caches, for generations of very different lengths.
 
 Shapes: S lanes, C capacity, B decoding rows, N query heads, K key/value heads, D head dimension, T packed tokens, L
 keys, U groups of rows that share a prompt, M rows of the largest group, R query heads of a key/value head, P shared
@@ -21,9 +21,9 @@ from tinsmith.modeling.attention import causal, masked
 from tinsmith.modeling.heads import Heads
 
 MAX_KEPT_BYTES = 64 * 1024 * 1024
-"""Of shared prompts, a second time and contiguous. Longer ones are gathered in every step."""
+"""Largest contiguous copy of the shared prompts, in bytes. Above that, they are gathered in every step."""
 _KEYS_OF_A_CALL = 64
-"""On a CPU a call of attention takes as long as one row takes for so many keys."""
+"""Fixed cost of a call of attention on a CPU, as the number of keys that one row computes in the same time."""
 
 
 @dataclass(slots=True)
@@ -36,13 +36,13 @@ class KVCache:
     values: dict[int, Tensor] = field(default_factory=dict)
 
     def reserve(self, num_lanes: int, capacity: int) -> None:
-        """Grows to at least so many lanes of so many tokens; what is stored stays."""
+        """Grows to at least `num_lanes` lanes of `capacity` tokens. Stored values stay."""
         if num_lanes <= self.num_lanes and capacity <= self.capacity:
             return
         self.resize(max(num_lanes, self.num_lanes), max(capacity, self.capacity))
 
     def resize(self, num_lanes: int, capacity: int) -> None:
-        """Takes exactly this size, up or down; what lies within both sizes stays."""
+        """Grows or shrinks to exactly this size. Stored values within both sizes stay."""
         self.num_lanes, self.capacity = num_lanes, capacity
         for store in (self.keys, self.values):
             for layer, old in store.items():
@@ -55,7 +55,7 @@ class KVCache:
                 new[lanes:].zero_()
 
     def clear(self) -> None:
-        """Gives the memory back; for when no generation runs."""
+        """Frees the memory. To be called while no generation runs."""
         self.num_lanes = self.capacity = 0
         self.keys.clear()
         self.values.clear()
@@ -73,13 +73,13 @@ class KVCache:
                 tensor[targets, :, :length] = tensor[source, :, :length]
 
     def wipe(self, lane: int) -> None:
-        """Zeros a lane that may hold values that are no numbers: a masked key still takes part in a product."""
+        """Zeros a lane that may hold NaN: a masked key still takes part in a product, and 0 * NaN is NaN."""
         for store in (self.keys, self.values):
             for tensor in store.values():
                 tensor[lane].zero_()
 
     def read(self, lane: int, length: int) -> KVCache:
-        """A copy of the first `length` tokens of a lane: a cache of one lane."""
+        """A copy of the first `length` tokens of a lane, as a cache of one lane."""
         copied = KVCache(1, length)
         for store, copies in ((self.keys, copied.keys), (self.values, copied.values)):
             for layer, tensor in store.items():
@@ -87,7 +87,7 @@ class KVCache:
         return copied
 
     def write(self, lane: int, copied: KVCache) -> None:
-        """What read() has given, of this cache or of another one."""
+        """Writes a copy, which `read` of this or another cache returned, to the beginning of a lane."""
         for layer, keys_1_K_T_D in copied.keys.items():
             values_1_K_T_D = copied.values[layer]
             lanes = self.layer(layer, keys_1_K_T_D[0].transpose(0, 1), values_1_K_T_D[0].transpose(0, 1))
@@ -98,7 +98,8 @@ class KVCache:
         return sum(tensor.nbytes for store in (self.keys, self.values) for tensor in store.values())
 
     def layer(self, layer: int, k_T_K_D: Tensor, v_T_K_D: Tensor) -> tuple[Tensor, Tensor]:
-        """The layer's keys and values, made like these if there are none. Their head dimensions may differ."""
+        """The layer's keys and values, [S, K, C, D] each. If there are none, they are made with the heads and types of
+        these new keys and values, whose head dimensions may differ."""
         for store, like_T_K_D in ((self.keys, k_T_K_D), (self.values, v_T_K_D)):
             if layer not in store:
                 num_heads, head_dim = like_T_K_D.shape[1:]
@@ -108,7 +109,7 @@ class KVCache:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """`length` new tokens of one lane, after `start` tokens that are stored already."""
+    """`length` new tokens of one lane, after `start` tokens that are already stored."""
 
     lane: int
     start: int
@@ -117,17 +118,18 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class SharedPrompts:
-    """Groups of decoding rows that have the same first keys and values, such as the samples of one request: one product
-    reads those of a group once. Every decoding row is in a group. It serves as long as the same rows run."""
+    """Groups of decoding rows whose first keys and values are equal, such as the samples of one request. One product
+    reads the shared keys of a group once. Every decoding row is in a group. Valid as long as the same rows run."""
 
     length: int
-    """Keys that the rows of each group share."""
+    """Number of keys that the rows of each group share."""
     rows_U_M: Tensor
-    """Row numbers; a smaller group repeats its first one."""
+    """Row numbers of each group. A smaller group repeats its first row."""
     places_B: Tensor
-    """Where each row stands in rows_U_M, flattened."""
+    """Position of each row in the flattened rows_U_M."""
     in_order: bool
-    """Equal groups, one after the other: rows come together and apart without an index."""
+    """Whether the groups are of equal size and follow each other in row order. `together` and `apart` need no index
+    then."""
     _kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @classmethod
@@ -142,21 +144,23 @@ class SharedPrompts:
         )
 
     def together(self, x_B_K_R_X: Tensor) -> Tensor:
-        """[U, K, M R, X]: the rows of each group side by side."""
+        """The rows of each group side by side: [U, K, M R, X]."""
         x_U_M_K_R_X = x_B_K_R_X.unflatten(0, self.rows_U_M.shape) if self.in_order else x_B_K_R_X[self.rows_U_M]
         return x_U_M_K_R_X.transpose(1, 2).flatten(2, 3)
 
     def apart(self, x_U_K_MR_X: Tensor) -> Tensor:
-        """[B, K, R, X] again; of groups in order a view, [U, M, K, R, X], as `like_apart` gives it of other rows."""
+        """The inverse of `together`: [B, K, R, X]. If `in_order`, a view of [U, M, K, R, X], the shape of
+        `like_apart`."""
         x_U_M_K_R_X = x_U_K_MR_X.unflatten(2, (self.rows_U_M.shape[1], -1)).transpose(1, 2)
         return x_U_M_K_R_X if self.in_order else x_U_M_K_R_X.flatten(0, 1)[self.places_B]
 
     def like_apart(self, x_B_K_R_X: Tensor) -> Tensor:
-        """A view in the shape of what `apart` gives."""
+        """A view of x in the shape that `apart` returns."""
         return x_B_K_R_X.unflatten(0, self.rows_U_M.shape) if self.in_order else x_B_K_R_X
 
     def prompts(self, layer: int, keys_S_K_C_D: Tensor, values_S_K_C_D: Tensor) -> tuple[Tensor, Tensor]:
-        """Each group's shared keys and values, [U, K, P, D], gathered at the first step and kept if they are small."""
+        """Shared keys and values of each group, [U, K, P, D]. They are gathered at the first step, and kept if they are
+        small."""
         kept = self._kept.get(layer)
         if kept is None:
             first_U = self.rows_U_M[:, 0]
@@ -169,17 +173,18 @@ class SharedPrompts:
 
 @dataclass(slots=True)
 class _Stretch:
-    """Neighbouring decoding rows that are computed together, as if each had `num_keys` keys."""
+    """Consecutive decoding rows that are computed together, each with `num_keys` keys."""
 
     start: int
     stop: int
     num_keys: int
     equal: bool = True
-    """They have so many: nothing is masked."""
+    """Whether every row has exactly `num_keys` keys, so that none is masked."""
 
 
 def _stretches_of(lengths: Sequence[int], device: torch.device) -> list[_Stretch]:
-    """Rows of these numbers of keys, cut where a call of their own costs less than computing what is masked."""
+    """Divides rows with these numbers of keys into stretches. A new stretch begins if one more call of attention costs
+    less than computing the masked keys."""
     out: list[_Stretch] = []
     for row, length in enumerate(lengths):
         if out:
@@ -198,8 +203,8 @@ def _stretches_of(lengths: Sequence[int], device: torch.device) -> list[_Stretch
 class Cached:
     """Layout of one forward pass: first one new token for each of lanes 0 .. B-1, then pieces of prompts.
 
-    `positions_B` is int64 [B]: where each decoding lane's new token goes. `lanes_B`, int64 [B], names other lanes than
-    the first ones; their keys and values are gathered. `shared` is about the first ones.
+    `positions_B`: position of each decoding lane's new token, int64 [B]. `lanes_B`: other lanes than the first B, int64
+    [B]; their keys and values are gathered. `shared`: prompts that the first B lanes share; ignored with `lanes_B`.
     """
 
     def __init__(
@@ -225,7 +230,7 @@ class Cached:
         self._mask_B_1_1_L = (keys <= positions_B[:, None])[:, None, None]
         self._keys = keys
         self._shared = None if self._gathers else shared
-        # Once for all layers: attention would make it of a boolean mask in every call.
+        # Made once for all layers. From a boolean mask, attention would make it in every call.
         hidden = ~self._mask_B_1_1_L
         self._bias_B_1_1_L = torch.zeros(hidden.shape, device=positions_B.device).masked_fill_(hidden, float("-inf"))
 
@@ -233,7 +238,7 @@ class Cached:
         return attend_together([self], layer, q_T_N_D, k_T_K_D, v_T_K_D, heads)
 
     def decode(self, layer: int, q_B_N_D: Tensor, k_B_K_D: Tensor, v_B_K_D: Tensor, heads: Heads) -> Tensor:
-        """Stores the new keys and values of the decoding rows, and attends."""
+        """Stores the new keys and values of the decoding rows. Returns their attention output, [B, N, D]."""
         stores = self.cache.layer(layer, k_B_K_D, v_B_K_D)
         for store_S_K_C_D, new_B_K_D in zip(stores, (k_B_K_D, v_B_K_D), strict=True):
             places = self._places(store_S_K_C_D)
@@ -243,7 +248,7 @@ class Cached:
     def prefill(
         self, piece: Prefill, layer: int, q_T_N_D: Tensor, k_T_K_D: Tensor, v_T_K_D: Tensor, heads: Heads
     ) -> Tensor:
-        """The same for a piece of a prompt."""
+        """Stores the keys and values of a piece of a prompt. Returns its attention output, [T, N, D]."""
         keys_S_K_C_D, values_S_K_C_D = self.cache.layer(layer, k_T_K_D, v_T_K_D)
         end = piece.start + piece.length
         lane = slice(piece.lane, piece.lane + 1)
@@ -254,7 +259,7 @@ class Cached:
         return out[0].transpose(0, 1)
 
     def _places(self, store_S_K_C_D: Tensor) -> Tensor:
-        """int64 [B K]: where the new keys or values go in the flattened cache. One index writes faster than two."""
+        """Positions of the new keys or values in the flattened cache, int64 [B K]. One index writes faster than two."""
         num_heads, capacity = store_S_K_C_D.shape[1:3]
         if (places := self._places_by_shape.get((num_heads, capacity))) is None:
             heads_K = torch.arange(num_heads, device=self.positions_B.device)
@@ -302,13 +307,13 @@ class Cached:
         values_B_K_C_D: Tensor,
         heads: Heads,
     ) -> Tensor:
-        """The same, in two parts: the keys that a group shares, and each row's own."""
+        """Attention of the decoding rows in two parts: to the keys that a group shares, and to each row's own keys."""
         keys_U_K_P_D, values_U_K_P_D = shared.prompts(layer, keys_B_K_C_D, values_B_K_C_D)
         prompt, own = slice(0, shared.length), slice(shared.length, self.num_keys)
         q_B_K_R_D = q_B_N_D.unflatten(1, (keys_B_K_C_D.shape[1], -1))
         of_prompt = shared.apart(shared.together(q_B_K_R_D) @ keys_U_K_P_D.transpose(-1, -2))
         of_own = q_B_K_R_D @ keys_B_K_C_D[:, :, own].transpose(-1, -2)
-        # In float32, as attention does it elsewhere.
+        # Scores are float32, as in attention elsewhere.
         scores = torch.empty(*q_B_K_R_D.shape[:3], self.num_keys, device=q_B_N_D.device)
         torch.mul(of_prompt.float(), heads.scale, out=shared.like_apart(scores[..., prompt]))
         torch.add(self._bias_B_1_1_L[..., own], of_own.float(), alpha=heads.scale, out=scores[..., own])
@@ -320,7 +325,8 @@ class Cached:
 
 
 class CachedTogether:
-    """Layout of one forward pass over several caches: first the decoding rows of each, then the pieces of each."""
+    """Layout of one forward pass over several caches: first the decoding rows of all caches, then the prompts' pieces
+    of all caches."""
 
     def __init__(self, parts: Sequence[Cached]) -> None:
         self.parts = parts
@@ -347,10 +353,10 @@ def attend_together(
 
 
 class KVBlocks:
-    """Keys and values apart from the lanes, in numbered blocks of `block_tokens` tokens: what outlives a generation.
+    """Keys and values that outlive a generation, in numbered blocks of `block_tokens` tokens, separate from the lanes.
 
-    A layer's tensors, [num_blocks, K, block_tokens, D], are made at their full size when the layer is first saved; on a
-    CPU the system gives the memory as blocks are written.
+    A layer's tensors, [num_blocks, K, block_tokens, D], are made in full size when the layer is first saved. On a CPU
+    the system allocates their memory as blocks are written.
     """
 
     def __init__(self, num_blocks: int, block_tokens: int) -> None:
@@ -360,7 +366,7 @@ class KVBlocks:
         self._values: dict[int, Tensor] = {}
 
     def save(self, cache: KVCache, lane: int, first: int, ids: Sequence[int]) -> None:
-        """Copies a lane's blocks first, first + 1, ... to the blocks `ids`."""
+        """Copies blocks `first`, `first` + 1, ... of a lane to the blocks `ids`."""
         start, stop = first * self.block_tokens, (first + len(ids)) * self.block_tokens
         where = None
         for pools, store in ((self._keys, cache.keys), (self._values, cache.values)):
@@ -373,7 +379,7 @@ class KVBlocks:
                 pools[layer][where] = lane_K_T_D.unflatten(1, (-1, self.block_tokens)).transpose(0, 1)
 
     def load(self, cache: KVCache, lane: int, ids: Sequence[int], length: int) -> None:
-        """Copies the first `length` tokens of the blocks `ids`, end to end, to the start of a lane."""
+        """Copies the first `length` tokens of the blocks `ids`, end to end, to the beginning of a lane."""
         where = None
         for layer, pool in self._keys.items():
             where = torch.tensor(ids, device=pool.device) if where is None else where

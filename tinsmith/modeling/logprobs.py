@@ -1,4 +1,5 @@
-"""Log-probabilities of named tokens, in chunks: of the [T, V] logits a bounded part exists at once, however long T is.
+"""Log-probabilities of named tokens, computed in chunks, so that only a bounded part of the [T, V] logits exists at
+once.
 
 Shapes: T packed tokens, V vocabulary, H hidden, M named tokens (several may share a row), n rows of a chunk.
 """
@@ -20,11 +21,12 @@ from tinsmith.modeling.lora import Run
 from tinsmith.modeling.shares import add_rows
 
 MAX_CHUNK_ELEMENTS = {"cpu": 4 * 1024 * 1024, "cuda": 128 * 1024 * 1024}
-"""Largest logits chunk, in elements: 16 MB stay close to the caches of a CPU; a GPU wants large products."""
+"""Largest chunk of logits, in elements. 16 MB stay close to the caches of a CPU. A GPU needs large products."""
 
 MAX_KEPT_ELEMENTS = {"cpu": 64 * 1024 * 1024, "cuda": 0}
-"""Log-probabilities that stay in memory from the forward to the backward pass: 256 MB on a CPU, where computing them
-again takes a third of the output layer's time. With a large vocabulary that is few rows; others are computed again."""
+"""Log-probabilities that are kept from the forward to the backward pass, in elements: 256 MB on a CPU, where computing
+them again takes a third of the output layer's time. With a large vocabulary these are few rows. The others are computed
+again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class Head:
     scale: float = 1.0
     """Factor on the logits, as in Cohere and Granite."""
     prepacked: Prepacked | None = None
-    """Of weight and bias, for passes without gradient."""
+    """Prepacked copy of weight and bias, for passes without gradient."""
 
     @property
     def vocab_size(self) -> int:
@@ -47,7 +49,7 @@ class Head:
 
     @torch.no_grad()
     def with_prepacked(self) -> Head:
-        """Its weight may be the embedding's too, so it lies row by row."""
+        """This head with a prepacked copy. The weight lies row by row, because the embedding may share it."""
         return replace(self, prepacked=Prepacked([self.weight_V_H], [self.bias_V], by_columns=False))
 
     @property
@@ -58,14 +60,14 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Rows that are projected together: one adapter, one chunk."""
+    """Rows of one chunk with one adapter (`run`, an index) or none, which are projected together."""
 
     rows: slice
     run: int | None
 
 
 def logits(head: Head, hidden_T_H: Tensor, runs: Sequence[Run]) -> Tensor:
-    """float32 [T, V], for few rows. Not differentiable."""
+    """Logits, float32 [T, V], for few rows. Not differentiable."""
     with torch.no_grad():
         out = _project(head, hidden_T_H, [])
         for run in runs:
@@ -77,7 +79,8 @@ def logits(head: Head, hidden_T_H: Tensor, runs: Sequence[Run]) -> Tensor:
 
 
 def logprob_chunks(head: Head, hidden_T_H: Tensor, runs: Sequence[Run]) -> Iterator[tuple[slice, Tensor]]:
-    """Rows and their float32 log-softmax [n, V], chunk by chunk. Runs must be slices. Not differentiable."""
+    """Rows and their float32 log-softmax [n, V], chunk by chunk. The rows of each run must be a slice. Not
+    differentiable."""
     for piece in _pieces(head, hidden_T_H.shape[0], _slices(runs)):
         run = None if piece.run is None else runs[piece.run]
         here = [] if run is None else [Run(run.adapter, slice(0, piece.rows.stop - piece.rows.start))]
@@ -88,7 +91,7 @@ def target_logprobs(head: Head, hidden_T_H: Tensor, rows_M: Tensor, tokens_M: Te
     """float32 [M]: log P(tokens_M[m] | row rows_M[m]), differentiable in the hidden states and the adapters' heads.
 
     rows_M and tokens_M are int64 and in host memory, where the work is cut into chunks without waiting for the device.
-    rows_M must not fall; runs must be slices, in order, that do not overlap.
+    rows_M is in ascending order, with repeats. The rows of runs must be slices, in order, without overlap.
     """
     adapted = [run for run in runs if head.name in run.adapter.weights]
     parameters: list[Tensor] = []
@@ -100,8 +103,8 @@ def target_logprobs(head: Head, hidden_T_H: Tensor, rows_M: Tensor, tokens_M: Te
 
 
 class _TargetLogprobs(torch.autograd.Function):
-    """Keeps the log-probabilities of the first chunks, up to MAX_KEPT_ELEMENTS, for backward, which computes those of
-    the others again, and only for rows that have a gradient (prompt tokens have none), laid together."""
+    """Forward keeps the log-probabilities of the first chunks, up to MAX_KEPT_ELEMENTS. Backward computes those of the
+    other chunks again, only for rows that have a gradient (prompt tokens have none). Such rows are gathered first."""
 
     @staticmethod
     def forward(
@@ -133,8 +136,8 @@ class _TargetLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad_M,) = grad_outputs
         head, runs = ctx.head, ctx.runs
-        kept, ctx.kept = ctx.kept, []  # they are used up: a second backward computes all again
-        hidden_T_H, tokens_M, *_ = ctx.saved_tensors  # with the parameters, to know that nobody has changed them
+        kept, ctx.kept = ctx.kept, []  # backward overwrites them, so a second backward computes all of them again
+        hidden_T_H, tokens_M, *_ = ctx.saved_tensors  # with the parameters, so that autograd notices changed ones
         grad_hidden_T_H = torch.zeros_like(hidden_T_H) if ctx.needs_input_grad[0] else None
         grads = [_gradients(run, head) for run in runs]
         kept_K = (grad_M != 0).cpu().numpy().nonzero()[0]  # the only wait for the device
@@ -199,7 +202,7 @@ class _TargetLogprobs(torch.autograd.Function):
 
 
 def _gradients(run: Run, head: Head) -> tuple[Tensor, Tensor]:
-    """Where those of A and B add up."""
+    """The tensors to which the gradients of A and B are added."""
     if run.gradient is not None:
         there = run.gradient.of(head.name)
         return there.a_R_I, there.b_O_R
@@ -208,7 +211,7 @@ def _gradients(run: Run, head: Head) -> tuple[Tensor, Tensor]:
 
 
 def _num_kept_rows(head: Head, pieces: Sequence[_Piece]) -> int:
-    """How many of the first rows, in whole pieces, keep their log-probabilities."""
+    """Number of rows, from the first on and in whole pieces, whose log-probabilities are kept."""
     if head.softcap is not None:  # backward needs the logits themselves
         return 0
     limit = MAX_KEPT_ELEMENTS[head.weight_V_H.device.type] // head.vocab_size
@@ -218,8 +221,8 @@ def _num_kept_rows(head: Head, pieces: Sequence[_Piece]) -> int:
 def _backward_pieces(
     head: Head, kept: Sequence[Tensor], active_N: np.ndarray, num_rows: int, runs: Sequence[slice]
 ) -> list[tuple[_Piece, tuple[Tensor, int] | None]]:
-    """Slices of active_N that are handled together, each with the kept chunk that holds them and its first row, or None
-    when theirs are computed again."""
+    """Slices of active_N that are computed together. Each comes with the kept chunk that holds its rows, and the
+    chunk's first row; None if its log-probabilities are computed again."""
     out: list[tuple[_Piece, tuple[Tensor, int] | None]] = []
     row = 0
     if kept:
@@ -238,7 +241,8 @@ def _backward_pieces(
 
 
 def _log_softmax_(logits_n_V: Tensor) -> Tensor:
-    """In place, in one pass through memory: the kernel has read a row's elements before it writes them."""
+    """log_softmax in place, in one pass through memory. The kernel reads all elements of a row before it writes
+    them."""
     return torch.log_softmax(logits_n_V, -1, out=logits_n_V)
 
 
@@ -250,13 +254,13 @@ def _slices(runs: Sequence[Run]) -> list[slice]:
 
 
 def _among(active_N: np.ndarray, rows: slice) -> slice:
-    """The slice of the rising row numbers active_N that lies in `rows`."""
+    """The slice of the ascending row numbers active_N that lies in `rows`."""
     first, stop = np.searchsorted(active_N, [rows.start, rows.stop]).tolist()
     return slice(first, stop)
 
 
 def _pieces(head: Head, num_rows: int, runs: Sequence[slice]) -> list[_Piece]:
-    """All rows, in order, cut at the runs' borders and at max_rows."""
+    """All rows, in order, cut at the borders of runs and after max_rows."""
     borders: list[tuple[int, int, int | None]] = []
     start = 0
     for n, rows in enumerate(runs):
@@ -299,8 +303,8 @@ def _project(head: Head, hidden_n_H: Tensor, lora: Sequence[tuple[Tensor, Tensor
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right in float32. On CUDA the sums, which are in float32, are not rounded to a half precision first; no
-    other device has such a product."""
+    """left @ right in float32. On CUDA, the sums are not rounded to half precision in between; other devices have no
+    such product."""
     if left.is_cuda and left.dtype != torch.float32:
         return torch.mm(left, right, out_dtype=torch.float32)
     return (left @ right).float()

@@ -1,4 +1,4 @@
-"""adapter_config.json of a PEFT folder: what scales each layer, and a refusal by name of all that is no plain LoRA."""
+"""Reads adapter_config.json of a PEFT folder: rank and scaling of each layer. Refuses all but plain LoRA, by name."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _WITHOUT_EFFECT = {
     "layers_pattern", "layers_to_transform", "loftq_config", "lora_ga_config", "megatron_core", "peft_version",
     "qalora_group_size", "revision", "runtime_config", "target_modules",
 }  # fmt: skip
-"""Keys that do not change what the tensors compute: the names of the tensors say which layers they are for."""
+"""Keys that do not change what the tensors compute. The tensors' names tell their layers."""
 _HARMLESS_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
-"""The others change the base model's weights too."""
+"""Values of init_lora_weights that leave the base model's weights as they are."""
 
 
 @dataclass(frozen=True, slots=True)
 class Low:
-    """W + scaling * B A."""
+    """Rank and scaling of a layer that computes with W + scaling * B A."""
 
     rank: int
     scaling: float
@@ -48,14 +48,14 @@ class PeftConfig:
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
     parameters: Sequence[str]
-    """Ends of the names of those that PEFT adapts by themselves: fused experts, and weights of linear layers."""
+    """Ends of the names of parameters that PEFT adapts as such: fused experts, and weights of linear layers."""
     made_for: str
-    """Name of the base model, or empty."""
+    """Name of the base model; empty if the file names none."""
     notes: Sequence[str]
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Raises InvalidRequest, naming the key."""
+        """Reads the file. Raises InvalidRequest, naming the key that cannot be imported."""
         if not path.exists():
             raise InvalidRequest(f"{CONFIG} is missing", field=CONFIG)
         if path.stat().st_size > _MAX_CONFIG_BYTES:
@@ -74,7 +74,7 @@ class PeftConfig:
         _expect(keys, "init_lora_weights", _HARMLESS_INITS)
         if _number(keys, "lora_dropout", 0.0, low=0.0):
             notes.append("lora_dropout is not applied in training here")
-        keys.pop("fan_in_fan_out", None)  # PEFT turns it off for nn.Linear, and all layers here are that
+        keys.pop("fan_in_fan_out", None)  # PEFT ignores it for nn.Linear, and all layers here are such
         config = cls(
             rank=_rank(keys.pop("r", 8), "r"),
             alpha=_number(keys, "lora_alpha", 8.0),
@@ -99,7 +99,8 @@ class PeftConfig:
         return config
 
     def lows(self, modules: Sequence[str]) -> dict[str, Low]:
-        """Of each module, by its name in the model. Raises InvalidRequest for a bad or slow regular expression."""
+        """Rank and scaling of each module, by its name in the model. Raises InvalidRequest for a bad or slow regular
+        expression."""
         deadline_s = time.monotonic() + _MATCHING_TIMEOUT_S
         found: dict[str, Low] = {}
         for module in modules:
@@ -164,9 +165,9 @@ def _names(keys: dict[str, Any], key: str) -> list[str]:
 
 
 def _first_match(patterns: Mapping[str, Any], module: str, deadline_s: float, *, key: str, otherwise: Any) -> Any:
-    """The value of the first regular expression that matches the module's name or the end of it, as in PEFT.
+    """The value of the first regular expression that matches the module's name or its end, as in PEFT.
 
-    They are the user's, and there are some that take for ever: Python's own `re` would hold everything up.
+    The expressions come from users, and some take forever to match. Python's own `re` would block the whole process.
     """
     for pattern, value in patterns.items():
         try:

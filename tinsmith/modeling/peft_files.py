@@ -1,4 +1,4 @@
-"""The tensors of an untrusted PEFT folder, one at a time. Nothing in it is ever executed."""
+"""Reads the tensors of an untrusted PEFT folder, one at a time. Nothing in the folder is ever executed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class _Safetensors:
 
 @contextmanager
 def open_tensors(folder: Path) -> Iterator[TensorFile]:
-    """adapter_model.safetensors. Raises InvalidRequest when it is missing or damaged; a pickle is not read."""
+    """Opens adapter_model.safetensors. Raises InvalidRequest if it is missing or damaged. A pickle is not read."""
     path = folder / SAFETENSORS
     if not path.exists():
         pickled = (folder / PICKLE).exists()

@@ -1,11 +1,12 @@
-"""Any stock PEFT LoRA folder as an adapter of ours that computes the same function.
+"""Converts a PEFT LoRA folder to an adapter that computes the same function.
 
-    W + s B A,  s = lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora     what PEFT applies to a layer
-    W + (32 / R) B' A'                                                          what every layer gets here
+    W + s B A,  s = lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora     a layer in PEFT
+    W + (32 / R) B' A'                                                          a layer here
 
-R is the largest r of the adapter. B' = s R / 32 B. A layer with r < R gets rows of A' as in a new adapter and columns
-of zero in B'; one without any adapter gets all of A' so, and B' = 0. Training can use all of them. Fused experts must
-share what adapters share here (experts.py).
+R is the largest r of the adapter, and B' = s R / 32 B. A layer with r < R gets further rows of A', drawn as in a new
+adapter, and further columns of B' that are zero. A layer without an adapter gets a whole A' drawn in this way, and
+B' = 0. Training can use all of them. The experts of a fused layer must share the matrix that they share here
+(experts.py).
 
 Everything else that such a folder may hold is refused by name. References: LoRA, arXiv:2106.09685; rank-stabilised
 scaling, arXiv:2312.03732; the file format is that of huggingface/peft.
@@ -43,16 +44,16 @@ class Imported:
     adapter: Adapter
     """In host memory."""
     notes: Sequence[str]
-    """What the user should know."""
+    """Changes that the import made, for the user."""
 
 
 def import_peft(
     folder: Path, targets: Sequence[Target], frozen: Mapping[str, Tensor], *, base_model: str, max_rank: int
 ) -> Imported:
-    """Reads adapter_config.json and adapter_model.safetensors (or .bin).
+    """Reads adapter_config.json and adapter_model.safetensors.
 
-    `targets` are the base model's; `frozen` holds its head and its embedding by the ends of their names: PEFT stores
-    copies of them beside an adapted head. Raises InvalidRequest, naming the tensor or the key of the config.
+    `targets`: those of the base model. `frozen`: the base model's head and embedding by the ends of their names, of
+    which PEFT stores copies beside an adapted head. Raises InvalidRequest, naming the tensor or the key of the config.
     """
     config = PeftConfig.read(folder / CONFIG)
     with open_tensors(folder) as file:
@@ -83,7 +84,7 @@ def _speaks_tinker(file: TensorFile, target: Target) -> bool:
 
 
 def _pairs(file: TensorFile, targets: Mapping[str, Target], frozen: Mapping[str, Tensor]) -> list[Target]:
-    """The targets that the file has an A and a B for."""
+    """The targets whose A and B are in the file."""
     sides: dict[str, list[str]] = defaultdict(list)
     for name in file.names:
         match = re.fullmatch(r"base_model\.model\.(.+)\.lora_[AB]\.weight", name)
@@ -104,7 +105,7 @@ def _pairs(file: TensorFile, targets: Mapping[str, Target], frozen: Mapping[str,
 
 
 def _check_frozen(file: TensorFile, name: str, frozen: Mapping[str, Tensor]) -> None:
-    """Raises InvalidRequest unless the tensor is a copy of a weight of the base model."""
+    """Raises InvalidRequest unless the tensor is a copy of a weight in `frozen`."""
     for mark, what in _FOREIGN.items():
         if mark in name:
             raise InvalidRequest(f"tensor {name!r}: {what} cannot be imported, only low-rank matrices", field=name)

@@ -1,7 +1,7 @@
-"""Whether the packed forward pass computes this model: held at load against the model's own, on a few tokens.
+"""Compares the packed forward pass with the model's own, on a few tokens, when a base model is loaded.
 
-Forward only: of the backward pass, all that is not autograd's (the low-rank layers, the output layer) is the same for
-every model, and tested; `tinsmith doctor` holds gradients against autograd for one model.
+Only the forward pass is checked. The parts of the backward pass that are not autograd's (low-rank layers, output layer)
+are the same for every model, and have tests. `tinsmith doctor` compares one model's gradients with autograd's.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ if TYPE_CHECKING:
     from tinsmith.modeling.base_model import BaseModel
 
 _LENGTHS = (5, 3, 3)
-"""One sequence for each group; two of one length, because attention batches those."""
+"""One sequence for each group. Two have equal lengths, because attention computes such sequences as one batch."""
 _RANK = 4
 _LOST = 0.7
-"""A gap of this share of what an adapter does is a lost adapter; the adapters here move logprobs by 0.6 to 3."""
+"""An adapter counts as lost if its gap is at least this fraction of its effect. The adapters here change logprobs by
+0.6 to 3."""
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
-"""Largest gap of any logprob. It tells a wrong computation from rounding: a token that sees a neighbour's tokens, or a
-missing adapter, moves logprobs by some 0.1 to 10; rounding moves them by 1e-5, and in bfloat16 by up to 0.2 (measured
-on random weights, which are worse than trained ones)."""
+"""Largest allowed gap of a logprob, which separates wrong computations from rounding. A token that sees another
+sequence's tokens, or a missing adapter, changes logprobs by some 0.1 to 10. Rounding changes them by 1e-5, and in
+bfloat16 by up to 0.2 (measured on random weights, which round worse than trained ones)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +42,18 @@ class Gaps:
     """Largest differences of logprobs."""
 
     base: float
+    """Packed and plain forward pass without an adapter."""
     groups: Mapping[Group, float]
-    """Of the packed forward pass with an adapter from the plain one with it."""
+    """Packed and plain forward pass with an adapter on the group."""
     effects: Mapping[Group, float]
-    """Of the plain one with the adapter from the one without. An adapter that is not applied has a gap of this size."""
+    """Plain forward pass with and without the adapter. If the packed pass does not apply an adapter, its gap is this
+    large."""
 
     def __str__(self) -> str:
         return ", ".join(f"{gap:.2g} ({name})" for name, gap in {"base": self.base, **self.groups}.items())
 
     def refused(self, tolerance: float) -> dict[Group, str]:
-        """Groups whose adapters are computed wrongly, and by how much."""
+        """Groups whose adapters are computed wrongly, with the reason."""
         limits = {group: min(tolerance, _LOST * effect) for group, effect in self.effects.items()}
         return {
             group: f"its adapters do not do here what they mean: logprobs differ by {gap:.3g} (limit "
@@ -62,7 +65,7 @@ class Gaps:
 
 @dataclass(slots=True)
 class Probe:
-    """Logits of the model's own forward, one sequence at a time."""
+    """Logits of the model's own forward, computed one sequence at a time."""
 
     sequences: Sequence[Tensor]
     base: Sequence[Tensor]
@@ -73,7 +76,7 @@ class Probe:
     @classmethod
     @torch.no_grad()
     def run(cls, model: PreTrainedModel) -> Probe:
-        """The base model's. `model` is as transformers made it."""
+        """Computes the base model's logits. `model` must be as transformers made it."""
         generator = torch.Generator().manual_seed(0)
         vocab_size = model.config.get_text_config().vocab_size
         sequences = [torch.randint(vocab_size, (length,), generator=generator).to(model.device) for length in _LENGTHS]
@@ -86,9 +89,10 @@ class Probe:
 
     @torch.no_grad()
     def run_groups(self, model: PreTrainedModel, targets: Sequence[Target]) -> None:
-        """With a random adapter on each group. `model` still has its own attention; its layers may be adapted ones.
+        """Computes logits with a random adapter on each group. `model` must have its own attention; its layers may be
+        replaced by adapted ones.
 
-        Only the first and the last layer of each kind are adapted, so that this needs no memory to speak of.
+        Only the first and the last layer of each kind get an adapter, so that this needs little memory.
         """
         for group, tokens in zip(GROUPS, self.sequences, strict=True):
             chosen = _ends([target for target in targets if target.group == group])
@@ -99,9 +103,10 @@ class Probe:
                     self.groups[group] = _plain(model, tokens)
 
     def gaps(self, base: BaseModel) -> Gaps:
-        """Of the packed forward pass: the base model's, and all groups' adapters in one batch.
+        """The gaps of the packed forward pass, without adapters and with those of all groups in one batch.
 
-        The worse one of training and generation, which go through code of their own (whole_layers.py, generation.py).
+        Each is the larger one of a pass with gradients and one without, which run different code (whole_layers.py,
+        generation.py).
         """
         self._move(base.device)
         starts = [sum(_LENGTHS[:n]) for n in range(len(_LENGTHS) + 1)]
@@ -111,7 +116,7 @@ class Probe:
         for training in (False, True):
             with torch.set_grad_enabled(training):
                 passes.append((self._packed(base, []).detach(), self._packed(base, runs).detach()))
-        # Rounding may choose another expert for a token, whose logprobs are then others altogether.
+        # Rounding may choose another expert for a token, which changes its logprobs completely.
         usual = base.dtype != torch.float32 and any(target.num_experts is not None for target in base.targets)
         plain = torch.cat(list(self.base))
         return Gaps(
@@ -124,7 +129,7 @@ class Probe:
         )
 
     def _move(self, device: torch.device) -> None:
-        """A model that is divided among ranks is elsewhere by now."""
+        """Moves the probe to the model's device. A divided model was probed in host memory."""
         self.sequences = [tokens.to(device) for tokens in self.sequences]
         self.base = [logits_T_V.to(device) for logits_T_V in self.base]
         self.adapters = {group: adapter.like(adapter.flat.to(device)) for group, adapter in self.adapters.items()}
@@ -137,18 +142,19 @@ class Probe:
 
 
 def only(group: Group, *, rank: int, seed: int) -> AdapterConfig:
-    """An adapter of one group."""
+    """The configuration of an adapter on one group."""
     return AdapterConfig(
         rank=rank, train_attn=group == "attn", train_mlp=group == "mlp", train_unembed=group == "unembed", seed=seed
     )
 
 
 def random_adapter(config: AdapterConfig, targets: Sequence[Target], device: torch.device) -> Adapter:
-    """With a B, so that it changes the model. The same config (its seed) and targets give the same one everywhere."""
+    """An adapter whose B is not zero, so that it changes the model. It depends only on `config`, with its seed, and
+    `targets`."""
     adapter = Adapter.create(config, targets, torch.device("cpu"))
     generator = torch.Generator().manual_seed(config.seed or 0)
     for weights in adapter.weights.values():
-        # scaling * B A x is then some 0.3 of the size of x in each feature, whatever the rank.
+        # With this B, each feature of scaling * B A x has some 0.3 of the size of x, independent of the rank.
         weights.b_O_R.normal_(0, 0.5 * config.rank**0.5 / 32, generator=generator)
     return adapter.like(adapter.flat.to(device))
 
@@ -158,18 +164,19 @@ def _plain(model: PreTrainedModel, tokens_T: Tensor) -> Tensor:
 
 
 def _gap(ours_T_V: Tensor, theirs_T_V: Tensor, *, usual: bool) -> float:
-    """The largest one of any token, or of the token in the middle. What is computed wrongly is wrong for most."""
+    """Largest difference of any token's logprobs. With `usual`, the median over tokens: a wrong computation is wrong
+    for most of them."""
     gaps_T = (ours_T_V.log_softmax(-1) - theirs_T_V.log_softmax(-1)).abs().amax(-1)
     return (gaps_T.median() if usual else gaps_T.max()).item()
 
 
 def _worst(gaps: Iterable[float]) -> float:
-    """The largest, or NaN."""
+    """The largest gap; NaN if there is one."""
     return max(gaps, key=lambda gap: (math.isnan(gap), gap))
 
 
 def _ends(targets: Sequence[Target]) -> list[Target]:
-    """The first and the last of those whose names differ in numbers only."""
+    """The first and the last target of each kind, whose names differ in numbers only."""
     kinds: dict[str, list[Target]] = {}
     for target in targets:
         kinds.setdefault(re.sub(r"\d+", "#", target.name), []).append(target)

@@ -1,4 +1,4 @@
-"""Which kernels a base model runs with."""
+"""Chooses the kernels with which a base model runs."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ logger = logging.getLogger(__name__)
 Setting = Literal["auto", "plain", "compiled", "liger"]
 
 _GROUPED_MM_MAJORS = (9, 10)
-"""Major compute capabilities for which torch has a grouped product: for others it waits for the device, and loops."""
+"""Major compute capabilities for which torch has a grouped product. On others, torch loops over the groups and makes
+the host wait for the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """None is the plain way, which takes everything on every device."""
+    """The kernels of a base model. None is the plain implementation, which works for all models and devices."""
 
     attention: Kernel | None = None
     grouped_mm: GroupedMM | None = None
     elementwise: Elementwise | None = None
 
     def groups(self, runs: Sequence[Run], num_rows: int, device: torch.device) -> Groups | None:
-        """The runs for grouped products, when those are to be used."""
+        """The runs in the form for grouped products; None if those are not used."""
         return Groups.of(runs, num_rows, device, self.grouped_mm) if self.grouped_mm is not None else None
 
     def __str__(self) -> str:
@@ -52,11 +53,11 @@ PLAIN = Kernels()
 
 
 def choose(setting: Setting, device: torch.device, dtype: torch.dtype) -> Kernels:
-    """What the setting means on this device.
+    """The kernels for a setting on this device.
 
-    `auto` takes what is there: on CUDA variable-length attention, grouped products, and Liger's elementwise kernels or
-    else torch.compile's. `plain` takes none. `compiled` and `liger` name the elementwise kernels.
-    Raises ValueError when what is named does not work here.
+    `auto` takes those that are available: on CUDA, variable-length attention, grouped products, and Liger's elementwise
+    kernels or else torch.compile's; on a CPU in float32, the elementwise functions of cpu.py. `plain` takes none.
+    `compiled` and `liger` name the elementwise kernels. Raises ValueError if the named kernels do not work here.
     """
     if setting == "plain":
         return PLAIN
@@ -73,7 +74,7 @@ def _attention() -> Kernel:
         return FlashAttn(importlib.import_module("flash_attn.flash_attn_interface"))
     except ImportError as error:
         if not isinstance(error, ModuleNotFoundError):
-            logger.warning("flash-attn is installed but cannot be used, torch's own is: %s", error)
+            logger.warning("flash-attn is installed but cannot be used; torch's kernel is used instead: %s", error)
         return TorchVarlen()
 
 
@@ -103,13 +104,13 @@ def _elementwise(setting: Setting, device: torch.device, dtype: torch.dtype) -> 
 
 
 def _liger(device: torch.device, dtype: torch.dtype) -> Elementwise:
-    """Raises ImportError when there is none for this device, or its kernels do not work here."""
+    """Liger's kernels. Raises ImportError if the package is missing, or if its kernels do not work on this device."""
     if device.type != "cuda":
         raise ImportError(f"its kernels run on CUDA, not on {device.type}")
     backend = liger(importlib.import_module("liger_kernel.ops"))
     try:
         attempt(backend, device, dtype)
-    except Exception as error:  # Triton compiles now, and raises as many kinds as there are things to miss
+    except Exception as error:  # Triton compiles here, and raises errors of many types
         logger.warning("liger-kernel is installed but does not work here: %s", first_lines(error))
         raise ImportError(first_lines(error)) from error
     return backend

@@ -1,7 +1,7 @@
 """The elementwise parts of a layer through torch.compile: each becomes one kernel forward and one backward.
 
-Not whole layers: which adapters run on which rows changes with every batch, and a compiled layer would be compiled anew
-each time. The number of tokens is dynamic, so that no length compiles anything.
+Whole layers are not compiled. The adapters and their rows change with every batch, and each change would compile the
+layer again. The number of tokens is dynamic, so a new length compiles nothing.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class CannotCompile(Exception):
 
 
 def compiled(device: torch.device, dtype: torch.dtype) -> Elementwise:
-    """Tries each function on a few tokens, forward and backward.
+    """The compiled functions, tried on a few tokens, forward and backward.
 
-    Raises CannotCompile, for instance when there is no compiler.
+    Raises CannotCompile, for instance if there is no compiler.
     """
     norm, glu, turn = (_compile(f) for f in (elementwise.rms_norm, elementwise.swiglu, elementwise.rotary))
 
@@ -40,19 +40,19 @@ def compiled(device: torch.device, dtype: torch.dtype) -> Elementwise:
     backend = Elementwise("compiled", rms_norm, swiglu, rotary)
     try:
         attempt(backend, device, dtype)
-    except Exception as error:  # torch raises as many kinds as there are things to miss
+    except Exception as error:  # torch raises errors of many types
         raise CannotCompile(first_lines(error)) from error
     return backend
 
 
 def first_lines(error: Exception) -> str:
-    """Of its message: often the second one says it."""
+    """The first two lines of the error's message: often the second one tells the cause."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2]) or type(error).__name__
 
 
 def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
-    # dynamic=False: only what _dynamic marks is. Features stay constants, for which better kernels come out.
+    # dynamic=False: only the dimensions that _dynamic marks are dynamic. Constant features make better kernels.
     return torch.compile(function, dynamic=False)
 
 
@@ -62,7 +62,7 @@ def _dynamic(x: Tensor, dim: int) -> Tensor:
 
 
 def attempt(backend: Elementwise, device: torch.device, dtype: torch.dtype) -> None:
-    """Computes a few tokens, forward and backward. Raises whatever stands against it."""
+    """Computes a few tokens, forward and backward. Raises any error of the backend."""
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, dtype=dtype).requires_grad_()

@@ -1,7 +1,8 @@
-"""The elementwise parts of a layer on a CPU, where each pass through memory costs as much as its arithmetic.
+"""The elementwise parts of a layer on a CPU, where a pass through memory costs as much as its arithmetic.
 
-Autograd's own operations save and pass several tensors of the size of x; these functions save x alone and go over it as
-few times as torch's operations allow. float32 and float64 only: in half precision every operation would round.
+Autograd's own operations save several tensors of the size of x, and pass through them. These functions save x only, and
+pass through it as few times as torch's operations allow. They are for float32 and float64; in half precision, every
+operation would round.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tinsmith.modeling.kernels.elementwise import Elementwise
 
 
 def normalize(x: Tensor, weight_F: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """RMSNorm of x, and the factor of each row, which backward wants."""
+    """RMSNorm of x, and the factor of each row, which `normalize_backward` takes as `scale`."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     scale = torch.addcmul(_scalar(eps, x.dtype), norm, norm, value=1 / x.shape[-1]).rsqrt_()
     return (x * scale).mul_(weight_F), scale
@@ -44,7 +45,7 @@ def swiglu_backward(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, N, D]; cos and sin [T, 1, D]."""
+    """Rotates the halves of each head by the angles' cos and sin, [T, 1, D]. x is [T, N, D]."""
     first, second = x.chunk(2, -1)
     sin_first, sin_second = sin.chunk(2, -1)
     y = x * cos
@@ -106,7 +107,7 @@ class _Rotary(torch.autograd.Function):
 
 def rms_norm(x: Tensor, weight_F: Tensor, eps: float, *, gemma: bool) -> Tensor:
     weight_F = 1.0 + weight_F if gemma else weight_F
-    if not torch.is_grad_enabled():  # fixed costs are what counts in a decode step, here and below
+    if not torch.is_grad_enabled():  # a decode step consists of fixed costs, such as that of an autograd function
         return normalize(x, weight_F, eps)[0]
     return _RMSNorm.apply(x, weight_F, eps)
 

@@ -1,4 +1,4 @@
-"""What lies between the matrix products of a decoder layer, as functions that several backends provide.
+"""The operations between the matrix products of a decoder layer, as functions that several backends provide.
 
 Shapes: n rows, F features, T packed tokens, N query heads, K key/value heads, D head dimension.
 """
@@ -14,9 +14,9 @@ from torch import Tensor
 
 class RMSNorm(Protocol):
     def __call__(self, x: Tensor, weight_F: Tensor, eps: float, *, gemma: bool) -> Tensor:
-        """x / rms(x) over the last dimension, computed in float32, of x's shape and dtype.
+        """x / rms(x) over the last dimension, computed in float32, rounded to x's dtype, times the weight.
 
-        Times the weight, in x's dtype; as Gemma has it, times 1 + weight in float32, before it is rounded.
+        `gemma`: times 1 + weight, in float32, before it is rounded. The result has x's shape and dtype.
         """
         ...
 
@@ -29,8 +29,8 @@ class SwiGLU(Protocol):
 
 class Rotary(Protocol):
     def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotates the halves of each head: q [1, N, T, D], k [1, K, T, D], cos and sin [1, T, D]. It may write the
-        results where q and k were."""
+        """Rotates the halves of each head: q [1, N, T, D], k [1, K, T, D], cos and sin [1, T, D]. A backend may
+        overwrite q and k."""
         ...
 
 
@@ -67,11 +67,12 @@ def _rotate_half(x: Tensor) -> Tensor:
 
 
 EAGER = Elementwise("eager", rms_norm, swiglu, rotary)
-"""Plain torch: what every backend computes."""
+"""Plain torch, which defines what every backend computes."""
 
 
 def eager_on_host(backend: Elementwise) -> Elementwise:
-    """For a model that is checked in host memory before it moves to where the backend works."""
+    """The backend, with plain torch for tensors in host memory. For a model that is checked there before it moves to
+    the device of the backend."""
 
     def at(x: Tensor) -> Elementwise:
         return EAGER if x.device.type == "cpu" else backend

@@ -1,4 +1,5 @@
-"""The flash-attn package, where it is installed: what torch's own kernels do, and the capped scores of Gemma 2."""
+"""The kernels of the flash-attn package, if it is installed. Unlike torch's, they support the capped scores of Gemma
+2."""
 
 from __future__ import annotations
 
@@ -14,16 +15,17 @@ from tinsmith.modeling.kernels.varlen import Segments, flash_shapes, left_of
 _FORWARD = "_flash_attn_varlen_forward"
 _BACKWARD = "_flash_attn_varlen_backward"
 _NEEDED = {"softmax_scale", "causal", "window_size_left", "window_size_right", "softcap", "alibi_slopes"}
-"""Parameters of both functions, by which those of flash-attn 2.7 and later are known."""
+"""Parameters of both functions, by which flash-attn 2.7 and later are recognised."""
 
 
 class FlashAttn:
-    """A varlen.Kernel. By the functions beneath the package's public one, whose log-sum-exp has no gradient."""
+    """A varlen.Kernel. It calls the functions below the package's public one, which takes no other log-sum-exp in
+    backward."""
 
     def __init__(self, interface: Any) -> None:
-        """`interface` is the module flash_attn.flash_attn_interface.
+        """`interface`: the module flash_attn.flash_attn_interface.
 
-        Raises ImportError when its functions are not those that this class was written for.
+        Raises ImportError if its functions lack a parameter that this class uses.
         """
         self._forward = getattr(interface, _FORWARD, None)
         self._backward = getattr(interface, _BACKWARD, None)

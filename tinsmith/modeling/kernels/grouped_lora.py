@@ -1,9 +1,9 @@
-"""The LoRA share of many tenants, by grouped matrix products: a few kernels a layer, however many tenants there are.
+"""The LoRA shares of many tenants by grouped matrix products: a few kernels for each layer, for any number of tenants.
 
-Rows lie sorted by adapter, so a tenant is a group of rows. A and B of all tenants are stacked, cast to the rows' dtype
-and padded with zeros to one rank; the padding adds nothing. The stacks live for one layer's forward, and are made again
-in its backward: reading the weights costs next to nothing beside the products, while stacks that wait for the backward
-would take half of what the tenants' weights take.
+Rows are sorted by adapter, so each tenant is a group of rows. A and B of all tenants are stacked, cast to the rows'
+dtype and padded with zeros to a common rank; the padding adds nothing. The stacks exist during one layer's forward, and
+are made again in its backward. Making them costs little beside the products. Stacks that are kept until backward would
+take half the memory of the tenants' weights.
 
 Shapes: G groups, T packed tokens, I input features, O output features, R common rank.
 """
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from tinsmith.modeling.lora import Run
 
 RANK_MULTIPLE = 16
-"""Ranks are padded to a multiple of this: the kernels read 16 bytes at a time."""
+"""Ranks are padded to a multiple of this, because the kernels read 16 bytes at a time."""
 FEATURE_MULTIPLE = 8
-"""Features of a layer that grouped products take must be a multiple of this, for the same reason (bfloat16)."""
+"""Grouped products support layers whose features are a multiple of this: 16 bytes in bfloat16."""
 MAX_GROUPS = 1023
-"""What torch's kernel takes."""
+"""Largest number of groups that torch's kernel supports."""
 
 GroupedMM = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(left, right, ends_G): [T, K] by [G, K, N] -> [T, N], row groups end at ends_G; [M, T] by [T, N] -> [G, M, N]."""
@@ -40,19 +40,20 @@ def torch_grouped_mm(left: Tensor, right: Tensor, ends_G: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The tenants of one packed batch. Made once for a forward pass."""
+    """The tenants of one packed batch. Made once for each forward pass."""
 
     adapters: Sequence[Adapter | None]
-    """Of each group; None for rows that no adapter serves."""
+    """Adapter of each group; None for rows without an adapter."""
     ends_G: Tensor
     """int32, on the device: the row after each group's last."""
     scalings_G: Tensor
-    """float32, on the device."""
+    """float32, on the device: scaling of each group's adapter."""
     mm: GroupedMM
 
     @classmethod
     def of(cls, runs: Sequence[Run], num_rows: int, device: torch.device, mm: GroupedMM) -> Groups | None:
-        """None when it is not worth it or not possible: one tenant, rows by number or out of order, too many groups."""
+        """The groups of these runs. None if grouped products do not pay or are not possible: fewer than two tenants,
+        rows that are numbers or out of order, or too many groups."""
         if len(runs) < 2:
             return None
         adapters: list[Adapter | None] = []
@@ -76,9 +77,9 @@ class Groups:
         return cls(adapters, table(ends, torch.int32, device), table(scalings, torch.float32, device), mm)
 
     def linear(self, x_T_I: Tensor, weight_O_I: Tensor, bias_O: Tensor | None, name: str) -> Tensor | None:
-        """x W^T + bias + scaling (x A^T) B^T, each row with its tenant's A and B; differentiable in x, A and B.
+        """x W^T + bias + scaling (x A^T) B^T, with the A and B of each row's tenant. Differentiable in x, A and B.
 
-        None when no tenant has this layer, or grouped products do not take its features.
+        None if no tenant adapts this layer, or if grouped products do not support its features.
         """
         layer = _Layer.of(self, name, weight_O_I)
         if not layer.parameters or weight_O_I.shape[0] % FEATURE_MULTIPLE or weight_O_I.shape[1] % FEATURE_MULTIPLE:
@@ -94,9 +95,9 @@ class _Layer:
     where: Sequence[int]
     """The groups whose adapter has this layer."""
     parameters: Sequence[Tensor]
-    """A and B of each of them in turn."""
+    """A and B of each of these groups in turn."""
     rank: int
-    """The common one."""
+    """The common rank, to which all are padded."""
     dtype: torch.dtype
 
     @classmethod
@@ -116,14 +117,14 @@ class _Layer:
         return [a.shape[0] for a in self.parameters[::2]]
 
     def stack_a(self, parameters: Sequence[Tensor]) -> Tensor:
-        """[G, R, I]"""
+        """A of all groups, [G, R, I]."""
         a_G_R_I = self._zeros(self.rank, parameters[0].shape[1], parameters[0].device)
         rows = [a_G_R_I[n, : a.shape[0]] for n, a in zip(self.where, parameters[::2], strict=True)]
         torch._foreach_copy_(rows, list(parameters[::2]))
         return a_G_R_I
 
     def stack_b(self, parameters: Sequence[Tensor]) -> Tensor:
-        """[G, O, R], with each tenant's scaling in it."""
+        """B of all groups, [G, O, R], multiplied by each tenant's scaling."""
         b_G_O_R = self._zeros(parameters[1].shape[0], self.rank, parameters[1].device)
         columns = [b_G_O_R[n, :, : b.shape[1]] for n, b in zip(self.where, parameters[1::2], strict=True)]
         scalings = [adapter.scaling for n in self.where if (adapter := self.groups.adapters[n]) is not None]
@@ -162,7 +163,7 @@ class _GroupedLinear(torch.autograd.Function):
             grad_x_T_I += mm(grad_low_T_R, layer.stack_a(parameters), ends_G)
         grads: list[Tensor | None] = [None] * len(parameters)
         if any(ctx.needs_input_grad[4:]):
-            # One cast for all tenants: what each gets are views.
+            # One cast for all tenants, who get views of the result.
             grad_a_G_R_I = mm(grad_low_T_R.T, x_T_I, ends_G).float()
             grad_b_G_O_R = mm(grad_T_O.T, low_T_R, ends_G).float()
             grad_b_G_O_R *= layer.groups.scalings_G[:, None, None]

@@ -1,7 +1,8 @@
 """Puts a backend's elementwise functions into a transformers model.
 
-Norms, feed-forward layers and rotations are found by their structure, and each is tried on random numbers: what does
-not compute what its replacement computes stays as it is. Names and parameters stay: adapters and files see no change.
+Norms, feed-forward layers and rotations are found by their structure, and each is compared with its replacement on
+random numbers. A module that computes something else stays as it is. Names and parameters do not change, so nothing
+changes for adapters and files.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from tinsmith.modeling.kernels import elementwise
 from tinsmith.modeling.kernels.elementwise import Elementwise
 
 _ROTARY = "apply_rotary_pos_emb"
-"""The function that attention layers of transformers call, by its name in their module."""
+"""Name of the function with which attention layers of transformers rotate, in their Python module."""
 _TOLERANCE = 0.02
-"""Largest relative difference of a module and its replacement: bfloat16's rounding, not another function's."""
+"""Largest relative difference of a module and its replacement. It allows rounding in bfloat16, and no other
+function."""
 
 
 class FusedRMSNorm(nn.Module):
@@ -37,7 +39,7 @@ class FusedRMSNorm(nn.Module):
 
 
 class FusedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)). Its three linear layers are those of the module whose place it takes."""
+    """down(silu(gate(x)) * up(x)), with the three linear layers of the module that it replaces."""
 
     def __init__(self, base: nn.Module, backend: Elementwise) -> None:
         super().__init__()
@@ -53,7 +55,8 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 
 @torch.no_grad()
 def install(model: nn.Module, backend: Elementwise) -> Counter[str]:
-    """How many of each kind the backend computes from now on. Before any layer takes adapters."""
+    """Replaces the parts of the model that the backend can compute. Returns the number of each kind. To be called
+    before layers are replaced by adapted ones."""
     replaced: Counter[str] = Counter()
     for name, module in list(model.named_modules()):
         norm = _norm(module, backend)
@@ -88,7 +91,7 @@ def _is_swiglu(module: nn.Module) -> bool:
     activation: Any = parts.pop("act_fn", None)
     if activation is None or set(parts) != set(_MLP) or any(type(part) is not nn.Linear for part in parts.values()):
         return False
-    z = torch.linspace(-4, 4, 99)  # the layer alone would not tell: near zero all activations are lines
+    z = torch.linspace(-4, 4, 99)  # comparing the layers is not enough: near zero, all activations are linear
     if not _near(torch.nn.functional.silu(z), activation(z)):
         return False
     weight: Tensor = parts["gate_proj"].weight  # type: ignore[assignment]
@@ -98,12 +101,12 @@ def _is_swiglu(module: nn.Module) -> bool:
 
 @cache
 def _rotating(kind: type[nn.Module]) -> FunctionType | None:
-    """The forward of an attention layer that rotates whole heads by halves, which this kind of module may have."""
+    """The forward of this type of module, if it is attention that rotates the halves of whole heads; else None."""
     forward = kind.forward
     if not isinstance(forward, FunctionType) or _ROTARY not in forward.__code__.co_names:
         return None
     rotate: Callable[..., Any] | None = forward.__globals__.get(_ROTARY)
-    if rotate is None or _rotated(rotate, features=4) is not None:  # it takes heads of which it rotates a part
+    if rotate is None or _rotated(rotate, features=4) is not None:  # it accepts angles for only a part of each head
         return None
     ours, theirs = (_rotated(function, features=8) for function in (elementwise.rotary, rotate))
     assert ours is not None
@@ -111,7 +114,8 @@ def _rotating(kind: type[nn.Module]) -> FunctionType | None:
 
 
 def _rotated(rotate: Callable[..., Any], *, features: int) -> Tensor | None:
-    """Some heads of 8 features, with angles for `features` of them. None when the function does not take that."""
+    """Random heads of 8 features, rotated with angles for `features` of them. None if the function does not accept
+    these."""
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, n, 3, 8, generator=generator) for n in (2, 1))
     angles = torch.randn(1, 3, features // 2, generator=generator).repeat(1, 1, 2)
@@ -122,11 +126,11 @@ def _rotated(rotate: Callable[..., Any], *, features: int) -> Tensor | None:
 
 
 def _with_rotary(forward: FunctionType, rotary: Callable[..., tuple[Tensor, Tensor]]) -> FunctionType:
-    """The same function, except that its module's rotation is ours. Other models of the kind keep theirs."""
+    """A copy of `forward` that rotates with `rotary`. Other models of this architecture keep their own rotation."""
     theirs = forward.__globals__[_ROTARY]
 
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *others: Any, **settings: Any) -> Any:
-        if others or settings:  # such as another order of the dimensions
+        if others or settings:  # such as another order of dimensions
             return theirs(q, k, cos, sin, *others, **settings)
         return rotary(q, k, cos, sin)
 

@@ -1,6 +1,6 @@
-"""Liger's Triton kernels for the elementwise parts of a layer, where the package liger-kernel is installed.
+"""Liger's Triton kernels for the elementwise parts of a layer, if the package liger-kernel is installed.
 
-Only its autograd functions are taken. Its modules would replace linear layers too, which here carry the adapters.
+Only the package's autograd functions are used. Its modules would also replace linear layers, which have adapters here.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from tinsmith.modeling.kernels.elementwise import Elementwise
 
 
 def liger(ops: Any) -> Elementwise:
-    """`ops` is the module liger_kernel.ops. Raises ImportError when it lacks a function."""
+    """The backend. `ops`: the module liger_kernel.ops. Raises ImportError if it lacks a function."""
     try:
         norm, glu, rope = ops.LigerRMSNormFunction, ops.LigerSiLUMulFunction, ops.LigerRopeFunction
     except AttributeError as error:
         raise ImportError(f"liger_kernel.ops: {error}") from error
 
     def rms_norm(x: Tensor, weight_F: Tensor, eps: float, *, gemma: bool) -> Tensor:
-        # Not in place: the gradient that comes in may be another layer's too.
+        # The last argument: not in place, because another layer may use the incoming gradient too.
         return norm.apply(x, weight_F, eps, float(gemma), "gemma" if gemma else "llama", False)
 
     def swiglu(gate: Tensor, up: Tensor) -> Tensor:

@@ -1,11 +1,11 @@
-"""Frozen matrices a second time, in the layout in which a CPU's matrix kernels (oneDNN) work.
+"""A second copy of frozen matrices, in the layout in which a CPU's matrix kernels (oneDNN) work.
 
-A plain product brings its weight into that layout in every call. With the 8 to 64 rows of a decode step this costs as
-much as the arithmetic, so such products take half the time here; with one row a plain product is faster, and above 64
-rows it is as fast.
+A plain product converts its weight to that layout in every call. With the 8 to 64 rows of a decode step, this costs as
+much as the arithmetic, so products with the copy take half the time. With one row a plain product is faster, and with
+more than 64 rows it is as fast.
 
-For each shape of a product oneDNN keeps what it has compiled: 0.56 MB, and a millisecond the first time. So only 40
-numbers of rows are computed here; others get rows that nobody reads.
+oneDNN compiles a kernel for each shape of a product, which takes a millisecond and 0.56 MB, and keeps it. Therefore
+products are computed with only 40 different numbers of rows; other numbers are padded with zeros.
 
 Shapes: n rows, I input features, O output features.
 """
@@ -20,24 +20,24 @@ from torch import Tensor
 from tinsmith.memory import host_bytes
 
 _TYPICAL_ROWS = 64
-"""For which the layout is chosen; it serves every number."""
+"""Number of rows for which oneDNN chooses the layout. The layout works for any number."""
 _MAX_ROWS = 64
 _MAX_EXACT_ROWS = 32
 _STEP = 4
-"""Above _MAX_EXACT_ROWS the number of rows is a multiple of it."""
+"""Above _MAX_EXACT_ROWS, numbers of rows are padded to a multiple of this."""
 COMPILED_BYTES = 24_000_000
-"""What oneDNN keeps at most for each shape of a matrix: 40 products of 0.56 MB, measured with float32 on AVX2."""
+"""Most bytes of compiled kernels for each shape of a matrix: 40 kernels of 0.56 MB, measured in float32 on AVX2."""
 _DTYPES = (torch.float32, torch.bfloat16)
 _MAX_SHARE_OF_FREE = 0.25
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
 
 
 class Prepacked:
-    """Matrices that read one input, end to end, so that one product gives the outputs of them all."""
+    """Copy of matrices that read one input, end to end, so that one product computes the outputs of all."""
 
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, by_columns: bool = True) -> None:
-        """weights: [O, I] each. They stay where they are, this is a copy; `by_columns` says that they lie column by
-        column, which is the best layout for one row."""
+        """weights: [O, I] each, which are copied. by_columns: they lie column by column, for which a plain product with
+        one row is faster."""
         self._source = weights[0].data_ptr()
         self._min_rows = 1 if weights[0].dtype == torch.bfloat16 or not by_columns else 2
         self._sizes = [weight.shape[0] for weight in weights]
@@ -51,19 +51,19 @@ class Prepacked:
             self._bias = torch.cat(list(filled))
 
     def gains(self, x: Tensor) -> bool:
-        """Whether this is faster than plain products."""
+        """Whether the copy is faster than plain products for this x."""
         return self._min_rows * x.shape[-1] <= x.numel() <= _MAX_ROWS * x.shape[-1]
 
     def copies(self, weight_O_I: Tensor) -> bool:
-        """Whether this is what the (first) matrix holds now: a version of all parameters may have taken its place."""
+        """Whether the first matrix still has the copied values. A full version may have replaced the parameters."""
         return weight_O_I.data_ptr() == self._source
 
     def __call__(self, x: Tensor) -> Sequence[Tensor]:
-        """[..., O] of each matrix for x [..., I]; views of one tensor. Not differentiable."""
+        """The output [..., O] of each matrix for x [..., I], as views of one tensor. Not differentiable."""
         return self.together(x).split(self._sizes, -1)
 
     def together(self, x: Tensor) -> Tensor:
-        """All outputs, end to end."""
+        """The outputs of all matrices, end to end."""
         num_rows = x.numel() // x.shape[-1]
         computed = rows_computed(num_rows)
         if computed == num_rows:
@@ -77,12 +77,12 @@ class Prepacked:
 
 
 def rows_computed(num_rows: int) -> int:
-    """With how many rows a product of `num_rows` is computed."""
+    """Number of rows, with padding, with which a product of `num_rows` is computed."""
     return num_rows if num_rows <= _MAX_EXACT_ROWS else -(-num_rows // _STEP) * _STEP
 
 
 def works(dtype: torch.dtype, device: torch.device) -> bool:
-    """Tried on random numbers: the operations are torch's own, but not all of its builds have them."""
+    """Whether prepacked products work here, tried on random numbers. Not all builds of torch have these operators."""
     if device.type != "cpu" or dtype not in _DTYPES or not torch.backends.mkldnn.is_available():
         return False
     generator = torch.Generator().manual_seed(0)
@@ -96,5 +96,5 @@ def works(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def have_room(num_bytes: int) -> bool:
-    """Whether a copy of so many bytes leaves most of the free memory to others."""
+    """Whether a copy of `num_bytes` would take at most a quarter of the free memory."""
     return num_bytes <= _MAX_SHARE_OF_FREE * host_bytes()

@@ -1,6 +1,6 @@
-"""Small tables from the host to the device, without waiting for the device.
+"""Copies small tables from the host to the device without waiting for the device.
 
-From pageable memory a copy makes the host wait until the device has caught up; from pinned memory it does not.
+A copy from pageable memory makes the host wait until the device has caught up. A copy from pinned memory does not.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def on_device(host: Tensor, device: torch.device) -> Tensor:
-    """The tensor on the device; on a CPU it is the same one."""
+    """The tensor on the device; the tensor itself on a CPU."""
     if device.type == "cuda" and host.device.type == "cpu":
         host = host.pin_memory()
     return host.to(device, non_blocking=True)

@@ -1,9 +1,9 @@
-"""Variable-length flash attention: one call for all sequences of a packed batch, whatever their lengths.
+"""Variable-length flash attention: one call for all sequences of a packed batch, of any lengths.
 
-The kernels know no attention sinks. They return the log-sum-exp of each row's scores, though, and a sink only adds one
-more term to that sum: the output shrinks by the share that the sink takes. Flash attention's backward computes the
-probabilities again, as exp(score - lse), and the row's correction from the output. Given the lse and the output *with*
-the sink it therefore yields the exact gradients of attention with a sink.
+The kernels do not support attention sinks. But they return the log-sum-exp (lse) of each row's scores, and a sink adds
+one more term to that sum, by which the output shrinks. Flash attention's backward computes the probabilities again, as
+exp(score - lse), and computes each row's correction from the output. If it gets the lse and the output *with* the sink,
+it therefore yields the exact gradients of attention with a sink.
 
 Shapes: T packed tokens, B sequences, N query heads, K key/value heads, D head dimension.
 """
@@ -23,7 +23,7 @@ from tinsmith.modeling.kernels.transfer import table
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Where the sequences of a packed batch lie, in the form that the kernels take. Made once for a forward pass."""
+    """Positions of the sequences of a packed batch, in the form for the kernels. Made once for each forward pass."""
 
     starts: Tensor
     """int32 [B + 1], on the device: the first row of each sequence, then T."""
@@ -38,10 +38,10 @@ class Segments:
 
 
 class Kernel(Protocol):
-    """Causal attention within each segment, and its gradient. It sees no autograd."""
+    """Causal attention within each segment, and its gradient, outside of autograd."""
 
     def takes(self, q_T_N_D: Tensor, k_T_K_D: Tensor, v_T_K_D: Tensor, heads: Heads) -> bool:
-        """Whether it can compute this layer."""
+        """Whether the kernel supports this layer."""
         ...
 
     def forward(
@@ -103,7 +103,7 @@ class _Attention(torch.autograd.Function):
         )
         grad_sinks_N = None
         if sinks_N is not None and ctx.needs_input_grad[3]:
-            # The sink's value is zero: what it takes only lowers the output.
+            # The sink's value vector is zero, so its probability only lowers the output.
             taken_N_T = (sinks_N.float()[:, None] - lse_N_T).exp()
             lowered_T_N = (grad_T_N_D.float() * out_T_N_D.float()).sum(-1)
             grad_sinks_N = -(taken_N_T * lowered_T_N.T).sum(1).to(sinks_N.dtype)
@@ -111,8 +111,8 @@ class _Attention(torch.autograd.Function):
 
 
 class TorchVarlen:
-    """torch.nn.attention.varlen, by its operators: its public function drops the gradient of the log-sum-exp, and sinks
-    need a backward with another one."""
+    """The kernels of torch.nn.attention.varlen, called as operators. Sinks need a backward with another log-sum-exp,
+    which torch's public function does not allow."""
 
     def __init__(self) -> None:
         import torch.nn.attention.varlen  # noqa: F401  # registers the operators
@@ -151,7 +151,7 @@ class TorchVarlen:
         heads: Heads,
     ) -> tuple[Tensor, Tensor, Tensor]:
         left = left_of(heads, segments)
-        # Random numbers are for dropout, of which there is none.
+        # The kernel's random state, which only dropout uses.
         no_randomness = torch.zeros(2, dtype=torch.uint64, device=q_T_N_D.device)
         return torch.ops.torch_attn._varlen_attn_backward(
             grad_T_N_D,
@@ -172,9 +172,9 @@ class TorchVarlen:
 
 
 def left_of(heads: Heads, segments: Segments) -> int:
-    """How many tokens before itself a token sees, in flash attention's terms: -1 is all of them.
+    """Number of tokens before itself that a token sees, as flash attention counts them; -1 means all.
 
-    A window of Heads counts the token itself, flash attention's does not.
+    A window of Heads includes the token itself; flash attention's does not.
     """
     if heads.window is None or heads.window >= segments.longest:
         return -1
@@ -182,7 +182,7 @@ def left_of(heads: Heads, segments: Segments) -> int:
 
 
 _LARGE_SHARED_MEMORY = {(8, 0), (9, 0), (10, 0)}
-"""Devices whose flash attention goes backward through heads of more than 192 dimensions."""
+"""Compute capabilities for which flash attention has a backward for heads of more than 192 dimensions."""
 
 
 def flash_shapes(q_T_N_D: Tensor, k_T_K_D: Tensor, v_T_K_D: Tensor) -> bool:
