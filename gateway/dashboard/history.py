@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from cachetools import LRUCache
 from sqlalchemy import Table, delete, func, select, union_all
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -30,7 +31,7 @@ _PER_WRITE = 1000
 """Most points that one transaction writes."""
 _PER_QUERY = 500
 _MAX_UNCHECKED = 10_000
-"""Most runs in `History._unchecked`. Beyond that all are forgotten, and the next write to a run counts its rows."""
+"""Most runs in `History._unchecked`. The next write to a forgotten run counts its rows."""
 _TAIL_ROWS = 240
 """Rows that a summary reads."""
 
@@ -53,7 +54,7 @@ class History:
         self._store = store
         self._max_points = max_points
         self._waiting: deque[MetricPoint] = deque()
-        self._unchecked: Counter[str] = Counter()
+        self._unchecked: LRUCache[str, int] = LRUCache(_MAX_UNCHECKED)
         """run_id -> rows that this process has written since it last counted the run's rows."""
         self._flushing = asyncio.Lock()
 
@@ -112,13 +113,12 @@ class History:
                 ]
                 if rows:
                     await db.execute(self._store.insert(_TABLE).on_conflict_do_nothing(), rows)
-        if len(self._unchecked) > _MAX_UNCHECKED:
-            self._unchecked.clear()
         for run_id, points in by_run.items():
             is_new = run_id not in self._unchecked
-            self._unchecked[run_id] += len(points)
-            if is_new or self._unchecked[run_id] >= self._max_points // 16:
-                self._unchecked[run_id] = 0
+            num_unchecked = self._unchecked.get(run_id, 0) + len(points)
+            is_due = is_new or num_unchecked >= self._max_points // 16
+            self._unchecked[run_id] = 0 if is_due else num_unchecked
+            if is_due:
                 await self._bound(run_id)
 
     async def _bound(self, run_id: str) -> None:

@@ -6,11 +6,11 @@ import asyncio
 import json
 import re
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cachetools import LRUCache
 from sqlalchemy import Text, cast, func, or_, select
 from sqlalchemy.orm import defer
 
@@ -69,9 +69,9 @@ class Lists:
         self._history = history
         self._futures = futures
         self._clients = clients
-        self._reads: OrderedDict[str, Read] = OrderedDict()
-        """run_id -> the last reading; the latest reading comes last."""
-        self._shared: OrderedDict[tuple[str, str | None], Shared] = OrderedDict()
+        self._reads: LRUCache[str, Read] = LRUCache(_MAX_KEPT)
+        """run_id -> the last reading."""
+        self._shared: LRUCache[tuple[str, str | None], Shared] = LRUCache(_MAX_SHARED)
         """Name of a list and owner -> the list. Owner None: of all owners."""
         self._asked_at: dict[str, float] = {}
         """Base model -> when its samplers were last asked which versions they hold, on the monotonic clock."""
@@ -93,9 +93,6 @@ class Lists:
         shared = self._shared.get(key)
         if shared is None or (shared.read.done() and time.monotonic() - shared.begun_at > _FRESH_S):
             shared = self._shared[key] = Shared(time.monotonic(), asyncio.create_task(read(owner)))
-            if len(self._shared) > _MAX_SHARED:
-                self._shared.popitem(last=False)
-        self._shared.move_to_end(key)
         try:
             return await asyncio.shield(shared.read)
         except Exception:
@@ -224,11 +221,9 @@ class Lists:
                 changed.append(run_id)
         summaries = await self._history.summaries(changed)
         for run_id in due:
-            read = self._reads.pop(run_id, None)
+            read = self._reads.get(run_id)
             summary = summaries.get(run_id, None if read is None else read.summary)
             self._reads[run_id] = Read(now, newest.get(run_id, 0), summary)
-        while len(self._reads) > _MAX_KEPT:
-            self._reads.popitem(last=False)
 
     def _is_due(self, model: Model, now: float) -> bool:
         read = self._reads.get(model.model_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 
+from cachetools import LRUCache
 from sqlalchemy import func, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -27,7 +28,7 @@ class SamplerRows:
         self._living = living
         self._counted: dict[str, tuple[float, int]] = {}
         """owner -> time of the last count on the monotonic clock, and the number, including those made here since."""
-        self._unmarked: dict[str, None] = {}
+        self._unmarked: LRUCache[str, None] = LRUCache(_MAX_UNMARKED)
         """Sampling sessions that were made here and have no mark yet; `mark` does not ask the database for them."""
 
     async def take_place(self, owner: str, *, limit: int) -> bool:
@@ -59,8 +60,6 @@ class SamplerRows:
         if await self._living.add(row.sampling_session_id, row, note=note):
             if not self._database.is_shared:
                 self._unmarked[row.sampling_session_id] = None
-                if len(self._unmarked) > _MAX_UNMARKED:
-                    del self._unmarked[next(iter(self._unmarked))]
             return row
         async with self._database.begin() as db:
             return await db.get_one(SamplingSession, row.sampling_session_id)

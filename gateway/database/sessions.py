@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 from uuid import uuid4
 
+from cachetools import LRUCache
 from sqlalchemy import bindparam, func, select, update
 
 from gateway.database.connection import Database
@@ -35,7 +35,7 @@ class SessionRows:
         self._living: set[str] = set()
         """Live sessions among those that were made or asked for at this gateway."""
         self._beats: dict[str, float] = {}
-        self._whose: OrderedDict[str, Whose] = OrderedDict()
+        self._whose: LRUCache[str, Whose] = LRUCache(_MAX_WHOSE)
 
     async def create(self, *, owner: str, key_id: str = "", idempotency_key: str | None, **facts: Any) -> Session:
         """A new session; when the owner repeats the `idempotency_key`, the session that was made with it."""
@@ -88,8 +88,6 @@ class SessionRows:
 
     def _know(self, session: Session) -> None:
         self._whose[session.session_id] = Whose(session.owner, session.key_id)
-        if len(self._whose) > _MAX_WHOSE:
-            self._whose.popitem(last=False)
 
     def known_whose(self, session_id: str) -> Whose | None:
         """Owner and key of the session if they are in memory, as they are after `whose`; else None."""

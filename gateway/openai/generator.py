@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import grpc.aio
+from cachetools import LRUCache
 from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.clients import Clients, is_lost, meaning
@@ -104,8 +105,8 @@ class Generator:
         self._limits = limits
         self._recent = recent
         self._metrics = metrics
-        self._sampled: OrderedDict[tuple[str, str], None] = OrderedDict()
-        """Pairs of an owner and a version that the owner has sampled here, the least recently used first."""
+        self._sampled: LRUCache[tuple[str, str], None] = LRUCache(_MAX_SAMPLED)
+        """Pairs of an owner and a version that the owner has sampled here."""
         self._running_of: Counter[str] = Counter()
         """owner -> prompts in work."""
         self._tokenizers: dict[str, asyncio.Task[TokenizerInfo]] = {}
@@ -117,9 +118,6 @@ class Generator:
         """Whether the owner samples the version for the first time. Only then the audit log gets an entry."""
         is_new = (owner, version_id) not in self._sampled
         self._sampled[owner, version_id] = None
-        self._sampled.move_to_end((owner, version_id))
-        if len(self._sampled) > _MAX_SAMPLED:
-            self._sampled.popitem(last=False)
         return is_new
 
     # Text

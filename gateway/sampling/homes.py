@@ -16,6 +16,7 @@ import ssl
 import time
 
 import httpx
+from cachetools import LRUCache
 from sqlalchemy import or_, select, update
 from starlette.background import BackgroundTask
 from starlette.requests import Request
@@ -59,7 +60,7 @@ class Homes:
         self._store = store
         self._peers = peers
         self._completions = completions
-        self._known: dict[Target, str] = {}
+        self._known: LRUCache[Target, str] = LRUCache(_MAX_KNOWN)
         self._secret = ""
         self._http: httpx.AsyncClient | None = None
         """Client for the other gateways; None when there are none."""
@@ -138,8 +139,6 @@ class Homes:
             return url
         home, url = await self._find(target, is_new=is_new)
         if home is not None:
-            if len(self._known) >= _MAX_KNOWN:
-                self._known.clear()
             self._known[target] = home
         return None if home == self._peers.gateway_id else url
 

@@ -7,6 +7,7 @@ import logging
 import time
 
 import grpc.aio
+from cachetools import LRUCache
 
 from gateway.clients import Clients, meaning
 from gateway.database.tables.sessions import SamplingSession
@@ -42,7 +43,7 @@ class Publishing:
         self._retired = retired
         self._publishing: dict[str, asyncio.Task[None]] = {}
         """version_id -> the publish in progress."""
-        self._topped_up: dict[str, tuple[float, float]] = {}
+        self._topped_up: LRUCache[str, tuple[float, float]] = LRUCache(_MAX_TOPPED_UP)
         """version_id -> time of the last `top_up` on the monotonic clock, and the pause after it in seconds."""
         self._background: set[asyncio.Task[None]] = set()
 
@@ -100,8 +101,6 @@ class Publishing:
             return
         again_soon = now < last + 2 * pause_s
         self._topped_up[version_id] = (now, min(2 * pause_s, _MAX_TOP_UP_S) if again_soon else _TOP_UP_S)
-        while len(self._topped_up) > _MAX_TOPPED_UP:
-            del self._topped_up[next(iter(self._topped_up))]
         addresses = ", ".join(replica.address for replica in lacking)
         task = asyncio.create_task(self._top_up(session, addresses))
         self._background.add(task)

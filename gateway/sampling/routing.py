@@ -13,11 +13,11 @@ beginning. As an exception, such a prompt joins the replica of its beginning whi
 from __future__ import annotations
 
 import secrets
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from hashlib import blake2b
 
 import numpy as np
+from cachetools import LRUCache
 
 BLOCK_TOKENS = 16
 """Block size of the samplers' prefix caches, in tokens."""
@@ -44,9 +44,8 @@ class Conversations:
     """Finds the keys of prompts, and remembers the latest prompts."""
 
     def __init__(self, *, max_prompts: int = _MAX_PROMPTS) -> None:
-        self._max_prompts = max_prompts
-        self._keys: OrderedDict[int, bytes] = OrderedDict()
-        """Hash of a prompt up to its last full block -> key; the most recently used one comes last."""
+        self._keys: LRUCache[int, bytes] = LRUCache(max_prompts)
+        """Hash of a prompt up to its last full block -> key."""
 
     def key(self, namespace: str, tokens: bytes, *, is_idle: Callable[[bytes], bool]) -> bytes:
         """The key of a prompt.
@@ -58,14 +57,10 @@ class Conversations:
         known = next((prefix for prefix in reversed(prefixes) if prefix in self._keys), None)
         if known is not None:
             key = self._keys[known]
-            self._keys.move_to_end(known)
         else:
             opening = _digest(namespace, tokens[: 4 * BLOCK_TOKENS])
             key = opening if is_idle(opening) else _digest(namespace, tokens)
         self._keys[prefixes[-1]] = key
-        self._keys.move_to_end(prefixes[-1])
-        if len(self._keys) > self._max_prompts:
-            self._keys.popitem(last=False)
         return key
 
 

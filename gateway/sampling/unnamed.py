@@ -8,17 +8,14 @@ block of seq_ids of its own, which no other gateway, earlier process or client u
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
-from typing import TypeVar
+
+from cachetools import LRUCache
 
 from gateway.database.store import Store
 from gateway.database.tables.sessions import SamplingSession
 from gateway.sampling.completions import first_of
 from gateway.tenants.caller import Caller
-
-Key = TypeVar("Key")
-Value = TypeVar("Value")
 
 _MAX_KNOWN = 16_384
 """Most entries of each map below. A forgotten key gets a new session, a forgotten sampling session a new block."""
@@ -32,11 +29,11 @@ class Unnamed:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._sessions: OrderedDict[str, str] = OrderedDict()
+        self._sessions: LRUCache[str, str] = LRUCache(_MAX_KNOWN)
         """key_id -> session_id."""
-        self._samplers: OrderedDict[tuple[str, Weights], str] = OrderedDict()
+        self._samplers: LRUCache[tuple[str, Weights], str] = LRUCache(_MAX_KNOWN)
         """session_id and weights -> sampling_session_id."""
-        self._numbers: OrderedDict[str, Iterator[int]] = OrderedDict()
+        self._numbers: LRUCache[str, Iterator[int]] = LRUCache(_MAX_KNOWN)
         """sampling_session_id -> the unused rest of this gateway's block of seq_ids."""
         self._seq = itertools.count()
 
@@ -45,8 +42,7 @@ class Unnamed:
         if sampling_session_id not in self._numbers:
             block = await self._store.samplers.join(sampling_session_id)
             self._numbers.setdefault(sampling_session_id, itertools.count(first_of(block)))
-        numbers = _used(self._numbers, sampling_session_id)
-        return next(numbers)
+        return next(self._numbers[sampling_session_id])
 
     async def sampling_session(
         self, weights: Weights, caller: Caller, make: Callable[[str, int], Awaitable[SamplingSession]]
@@ -62,7 +58,7 @@ class Unnamed:
         if key not in self._samplers:
             made = await self._store.samplers.add(await make(session_id, next(self._seq)))
             self._samplers.setdefault(key, made.sampling_session_id)
-        return _used(self._samplers, key)
+        return self._samplers[key]
 
     async def _session(self, caller: Caller) -> str:
         session = await self._store.sessions.create(
@@ -76,12 +72,4 @@ class Unnamed:
             user_metadata={},
         )
         self._sessions[caller.key_id] = session.session_id
-        return _used(self._sessions, caller.key_id)
-
-
-def _used(known: OrderedDict[Key, Value], key: Key) -> Value:
-    """The value of a key, which becomes the most recently used one. Drops the least recently used one of too many."""
-    known.move_to_end(key)
-    if len(known) > _MAX_KNOWN:
-        known.popitem(last=False)
-    return known[key]
+        return session.session_id

@@ -19,12 +19,13 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 
+from cachetools import LRUCache
 from starlette.exceptions import HTTPException
 
 from gateway.database.tables.tenants import Budget
@@ -144,7 +145,7 @@ class Limits:
         self._storing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._requests: dict[str, Bucket] = {}
         self._tokens: dict[str, Bucket] = {}
-        self._waiting: OrderedDict[str, float] = OrderedDict()
+        self._waiting: LRUCache[str, float] = LRUCache(_MAX_WAITING)
         """request_id of a training operation that was told to try again -> when it first came, on the monotonic
         clock."""
 
@@ -235,8 +236,6 @@ class Limits:
     def _is_patient(self, request_id: str) -> bool:
         """Whether the operation may still be told to try again: for PATIENCE_S after it first came."""
         since = self._waiting.setdefault(request_id, time.monotonic())
-        if len(self._waiting) > _MAX_WAITING:
-            self._waiting.popitem(last=False)
         return time.monotonic() - since < PATIENCE_S
 
     def sample(self, caller: Caller, request: sampler_pb2.SampleRequest, *, base_model: str) -> Hold:

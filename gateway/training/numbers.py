@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import OrderedDict
 from collections.abc import AsyncIterator
 from typing import Any
 from weakref import WeakValueDictionary
 
 import grpc.aio
+from cachetools import LRUCache
 
 from gateway.clients import Clients, meaning
 from gateway.database.tables.sessions import Model
@@ -33,7 +33,7 @@ class Numbers:
         self._timeout_s = timeout_s
         self._are_several = are_several
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._hints: OrderedDict[str, int] = OrderedDict()
+        self._hints: LRUCache[str, int] = LRUCache(_MAX_HINTS)
         """model_id -> the number after the last one given: saves asking the trainer for each queued number again."""
 
     @contextlib.asynccontextmanager
@@ -53,9 +53,6 @@ class Numbers:
             number = await self._free(model)
             yield number
             self._hints[model.model_id] = number + 1
-            self._hints.move_to_end(model.model_id)
-            if len(self._hints) > _MAX_HINTS:
-                self._hints.popitem(last=False)
 
     async def _free(self, model: Model) -> int:
         try:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from cachetools import LRUCache
 from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.answers import Answer
@@ -49,7 +50,7 @@ _SELF_EXPLAINING = ("forward_backward", "optim_step")
 _WRITTEN_DOWN = ("create_model", "load_weights", "save_weights", "save_weights_for_sampler", "save_weights_external")
 """Endpoints whose results go into the database, even when no client asks for the answer."""
 _MOST_TOLD = 4096
-"""Most models that are kept in `Operations._told`; beyond that the oldest is forgotten."""
+"""Most models that are kept in `Operations._told`; beyond that the least recently used is forgotten."""
 MAX_SEQ_ID = 2**31 - 1
 _REQUEST_ID = re.compile(r"(.+:train:[0-9]+):([0-9]{1,10})")
 
@@ -124,7 +125,7 @@ class Operations:
         gateway_id: str,
     ) -> None:
         self._gateway_id = gateway_id
-        self._told: dict[str, Told] = {}
+        self._told: LRUCache[str, Told] = LRUCache(_MOST_TOLD)
         """model_id -> the batches whose answers its client has. A model without an entry, such as after a restart of
         the gateway, gets `failure_seen` 0, so its step behind a failed batch is refused."""
         self._config = config
@@ -149,7 +150,7 @@ class Operations:
             body = submission.body + pb.OptimStepRequest(failure_seen=seen).SerializeToString()
             submission = replace(submission, body=body)
         elif submission.adds_gradients and submission.sends_parts_at_once:
-            self._told_of(model_id).sent(seq_id)
+            self._told.setdefault(model_id, Told()).sent(seq_id)
         try:
             await self._submit(submission)
         except ServiceError:
@@ -164,11 +165,6 @@ class Operations:
             told.told(int(match[2]), failed=failed)
             if told.is_idle:
                 del self._told[match[1]]
-
-    def _told_of(self, model_id: str) -> Told:
-        while len(self._told) >= _MOST_TOLD and model_id not in self._told:
-            del self._told[next(iter(self._told))]
-        return self._told.setdefault(model_id, Told())
 
     async def _submit(self, submission: Submission) -> None:
         request_id = submission.request_id
