@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
+from gateway.channel import connect
 from gateway.metrics import Metrics
 from gateway.sampling.replicas import Replica, Replicas
-from tinsmith.rpc.channel import connect
-from tinsmith.rpc.errors import EngineDead, InvalidRequest, NotReady, ServiceError, from_rpc_error, is_from_service
+from tinsmith.rpc.errors import InvalidRequest, NotReady, ServiceError
 from tinsmith.rpc.logs import REQUEST_ID_METADATA
 from tinsmith.rpc.tls import Certificates
 from tinsmith.v1 import sampler_pb2, trainer_pb2, trainer_pb2_grpc
@@ -36,31 +36,6 @@ _REPLIES: dict[str, Any] = {
     "SaveCheckpoint": trainer_pb2.SaveCheckpointResponse,
     "LoadCheckpoint": trainer_pb2.LoadCheckpointResponse,
 }
-
-
-class ConnectionLost(NotReady):
-    """The connection broke with a call in work, so it is not known what became of the call."""
-
-
-def is_lost(error: grpc.aio.AioRpcError) -> bool:
-    """Whether the service went away or is not ready, so that the call may be made again."""
-    return error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-
-
-_NESTED = ("request", "chat", "header")
-"""Fields of gRPC requests (StreamSample, Tokenize, ImportCheckpoint) whose content HTTP requests have at their root."""
-
-
-def meaning(error: grpc.aio.AioRpcError, *, lost: str = "") -> ServiceError:
-    """The ServiceError of a failed call. NotReady when the service is lost (`is_lost`), with the text `lost` if
-    given."""
-    meant = from_rpc_error(error)
-    for message in _NESTED:
-        meant.move(f"{message}.", "")
-    if not is_lost(error) or isinstance(meant, EngineDead):
-        return meant
-    is_broken = error.code() == grpc.StatusCode.UNAVAILABLE and not is_from_service(error)
-    return (ConnectionLost if is_broken else NotReady)(lost or error.details() or "the service went away")
 
 
 class Trainer:
@@ -138,9 +113,9 @@ class Clients:
             try:
                 up.set(0)
                 await trainer.ask()
-            except grpc.aio.AioRpcError as error:
+            except ServiceError as error:
                 if not is_quiet:
-                    logger.info("%s does not say yet what it serves: %s", trainer.address, error.details())
+                    logger.info("%s does not say yet what it serves: %s", trainer.address, error.message)
                 is_quiet = True
                 await asyncio.sleep(0.1)  # the trainer is up, but loading
                 continue

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-import grpc.aio
 import orjson
 
 from gateway.clients import Clients
@@ -34,7 +33,7 @@ from gateway.tasks import to_its_end
 from gateway.tenants.billing import Billing
 from gateway.training.operations import Operations
 from gateway.training.refusals import Refusals
-from tinsmith.rpc.errors import FailedPrecondition, InvalidRequest, NotReady, ServiceError, from_rpc_error
+from tinsmith.rpc.errors import FailedPrecondition, InvalidRequest, ServiceError
 from tinsmith.v1 import trainer_pb2
 
 logger = logging.getLogger(__name__)
@@ -207,11 +206,8 @@ class Reaper:
             await trainer.stub.DeleteModel(trainer_pb2.DeleteModelRequest(model_id=model.model_id))
         except InvalidRequest:
             pass  # no trainer serves its base model any more
-        except NotReady as error:
+        except ServiceError as error:
             logger.warning("model %s cannot be freed now: %s", model.model_id, error.message)
-            return
-        except grpc.aio.AioRpcError as error:
-            logger.warning("model %s cannot be freed now: %s", model.model_id, from_rpc_error(error).message)
             return
         await self._store.models.release(model.model_id)
         what = model.model_id if model.ended_at is not None else f"the session of {model.model_id}"

@@ -6,10 +6,9 @@ import asyncio
 import logging
 from collections.abc import Iterable
 
-import grpc.aio
-
 from gateway.futures import Pending, Progress
 from tinsmith.formatting import duration_text
+from tinsmith.rpc.errors import ServiceError
 from tinsmith.rpc.server import RAN
 from tinsmith.rpc.times import seconds_of
 from tinsmith.v1 import types_pb2
@@ -38,7 +37,7 @@ async def explain(pending: Pending) -> Progress:
     try:
         async with asyncio.timeout(_ASK_TIMEOUT_S):
             status = await pending.ask()
-    except (TimeoutError, grpc.aio.AioRpcError) as error:
+    except (TimeoutError, ServiceError) as error:
         logger.debug("cannot ask what %s waits for: %s", pending.request_id, error)
         return pending.progress
     return in_words(status)

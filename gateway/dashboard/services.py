@@ -16,6 +16,7 @@ from gateway.clients import Clients, Trainer
 from gateway.metrics import Metrics
 from gateway.sampling.replicas import Replica
 from gateway.views import Json
+from tinsmith.rpc.errors import ServiceError
 from tinsmith.v1 import metrics_pb2, metrics_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -57,8 +58,8 @@ async def _figures(channel: grpc.aio.Channel) -> dict[str, float] | None:
     stub: Any = metrics_pb2_grpc.MetricsServiceStub(channel)
     try:
         reply = await stub.GetMetrics(metrics_pb2.GetMetricsRequest(), timeout=_ASK_TIMEOUT_S)
-    except grpc.aio.AioRpcError as error:
-        logger.debug("the metrics of a service cannot be read: %s", error.details())
+    except ServiceError as error:
+        logger.debug("the metrics of a service cannot be read: %s", error.message)
         return None
     return parse_figures(reply.exposition)
 

@@ -22,7 +22,7 @@ import grpc.aio
 from cachetools import LRUCache
 from sqlalchemy.exc import SQLAlchemyError
 
-from gateway.clients import Clients, is_lost, meaning
+from gateway.clients import Clients
 from gateway.config import GatewayConfig
 from gateway.dashboard.samples import RecentSamples
 from gateway.database.tables.sessions import SamplingSession
@@ -331,10 +331,6 @@ class Generator:
         try:
             with samplers.holding(replica, call, weight=weight):
                 yield
-        except grpc.aio.AioRpcError as error:
-            if is_lost(error):
-                samplers.lost(replica)
-            raise meaning(error, lost=error.details() or "the sampler went away") from error
         except NotReady:
             samplers.lost(replica)
             raise

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import grpc.aio
-
 from gateway.clients import Clients
 from gateway.database.tables.checkpoints import Checkpoint
 from gateway.database.tables.sessions import SamplingSession
 from gateway.sampling.inflight import Inflight
 from gateway.storage.retired_checkpoints import RetiredCheckpoints
-from tinsmith.rpc.errors import NotFound, from_rpc_error
+from tinsmith.rpc.errors import NotFound
 from tinsmith.v1 import trainer_pb2, types_pb2
 
 
@@ -51,8 +49,5 @@ class PublishCertificates:
 
     async def _get(self, location: str, *, base_model: str) -> types_pb2.PublishCertificate:
         trainer = self._clients.find_trainer(base_model)
-        try:
-            reply = await trainer.stub.GetCertificate(trainer_pb2.GetCertificateRequest(location=location))
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
+        reply = await trainer.stub.GetCertificate(trainer_pb2.GetCertificateRequest(location=location))
         return reply.certificate

@@ -12,8 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 
-import grpc.aio
-
 from gateway.clients import Clients
 from gateway.database.store import Store
 from gateway.database.tables.sessions import SamplingSession
@@ -79,7 +77,7 @@ class Inflight:
         for pause_s in _PAUSES_S:
             try:
                 versions = await replica.describe_versions()
-            except grpc.aio.AioRpcError:
+            except ServiceError:
                 return  # the sampler is unreachable again; this starts again when it is back
             newest = await self._newest({version.version_id for version in versions if version.num_running})
             if not newest:
@@ -143,10 +141,10 @@ async def _move_generations(replica: Replica, run_id: str, version_id: str) -> b
     request = sampler_pb2.MoveGenerationsRequest(run_id=run_id, version_id=version_id)
     try:
         reply = await replica.stub.MoveGenerations(request, timeout=_MOVE_TIMEOUT_S)
-    except grpc.aio.AioRpcError as error:
+    except ServiceError as error:
         logger.warning(
             "generations of %s at %s cannot be moved to %s: %s",
-            run_id, replica.address, version_id, error.details(),
+            run_id, replica.address, version_id, error.message,
         )  # fmt: skip
         return False
     if reply.num_sequences:

@@ -6,10 +6,10 @@ import asyncio
 import logging
 import time
 
-import grpc.aio
 from cachetools import LRUCache
 
-from gateway.clients import Clients, meaning
+from gateway.channel import ConnectionLost
+from gateway.clients import Clients
 from gateway.database.tables.sessions import SamplingSession
 from gateway.futures import Progress
 from gateway.sampling.replicas import Replica
@@ -85,7 +85,7 @@ class Publishing:
         try:
             trainer = self._clients.find_trainer(base_model)
             await trainer.stub.GetTrainerInfo(trainer_pb2.GetTrainerInfoRequest(), timeout=_ASK_TIMEOUT_S)
-        except (ServiceError, grpc.aio.AioRpcError) as error:
+        except ServiceError as error:
             progress.paused("the weights wait to be published: the trainer does not answer")
             raise TimeoutError from error
         return types_pb2.QueueStatus(reason=_WORDS)
@@ -152,6 +152,6 @@ class Publishing:
         request = trainer_pb2.PublishCheckpointRequest(location=location, version_id=session.version_id)
         try:
             await trainer.stub.PublishCheckpoint(request)
-        except grpc.aio.AioRpcError as error:
-            raise meaning(error, lost="the trainer is unreachable") from error
+        except ConnectionLost as error:
+            raise NotReady("the trainer is unreachable") from error
         logger.info("published %s of %s again", session.version_id, location)

@@ -18,14 +18,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import grpc
-import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from gateway.channel import DeadlineExceeded, connect
 from gateway.metrics import Metrics
 from gateway.sampling.lives import Life
 from gateway.sampling.routing import Conversations, choose, ranked
-from tinsmith.rpc.channel import connect
-from tinsmith.rpc.errors import NotReady
+from tinsmith.rpc.errors import NotReady, ServiceError
 from tinsmith.rpc.tls import Certificates
 from tinsmith.v1 import sampler_pb2, sampler_pb2_grpc
 
@@ -164,13 +163,13 @@ class Replicas:
                 return "loading"
             if replica.state != "serving":
                 await replica.ask()
-        except grpc.aio.AioRpcError as error:
+        except ServiceError as error:
             if replica.channel.get_state() != grpc.ChannelConnectivity.READY:
                 return "gone"
-            if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+            if isinstance(error, DeadlineExceeded):
                 return "silent"
-            if error.details() != replica.complaint:
-                replica.complaint = error.details()
+            if error.message != replica.complaint:
+                replica.complaint = error.message
                 logger.info("%s does not say yet what it serves: %s", replica.address, replica.complaint)
             return "loading"
         replica.complaint = None
@@ -305,8 +304,8 @@ class Replicas:
         for replica, outcome in zip(replicas, outcomes, strict=True):
             if isinstance(outcome, set):
                 replica.versions = outcome
-            elif isinstance(outcome, grpc.aio.AioRpcError):
-                logger.debug("the versions at %s cannot be read: %s", replica.address, outcome.details())
+            elif isinstance(outcome, ServiceError):
+                logger.debug("the versions at %s cannot be read: %s", replica.address, outcome.message)
             else:
                 raise outcome
         async with self._changed:

@@ -16,7 +16,7 @@ from typing import Any
 import grpc.aio
 
 from gateway.answers import PROTOBUF, Answer
-from gateway.clients import Clients, meaning
+from gateway.clients import Clients
 from gateway.config import GatewayConfig
 from gateway.dashboard.samples import RecentSamples
 from gateway.database.outages import until_written
@@ -207,18 +207,18 @@ class Samples:
         """Calls the replica. `begun` is called at the first token; None: the first token is not awaited."""
         pending.progress.active("the sampler is working on it")
         pending.ask = lambda: _ask(replica, pending)
+        if begun is None:
+            call = replica.stub.Sample(request)
+        else:
+            call = replica.stub.StreamSample(sampler_pb2.StreamSampleRequest(request=request))
         try:
-            if begun is None:
-                call = replica.stub.Sample(request)
-            else:
-                call = replica.stub.StreamSample(sampler_pb2.StreamSampleRequest(request=request))
             with self._clients.samplers.holding(replica, call, weight=request.num_samples):
                 response = await (call if begun is None else _last_of(call, begun))
             pending.ran = ran_of(await call.trailing_metadata())
             return response
-        except grpc.aio.AioRpcError as error:
-            pending.ran = ran_of(error.trailing_metadata())
-            raise meaning(error) from error
+        except ServiceError:
+            pending.ran = ran_of(await call.trailing_metadata())
+            raise
         finally:
             pending.ask = None
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from gateway.clients import ConnectionLost
+from gateway.channel import ConnectionLost
 from gateway.sampling.lives import Suspicion
 from gateway.sampling.replicas import Replica, Replicas
 from tinsmith.rpc.errors import EngineDead, NotReady, ServiceError

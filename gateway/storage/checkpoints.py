@@ -10,10 +10,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import grpc.aio
 from sqlalchemy import delete, or_, update
 
-from gateway.clients import Clients, Trainer, is_lost
+from gateway.clients import Clients, Trainer
 from gateway.convert import checkpoint_row
 from gateway.database.store import Store
 from gateway.database.tables.checkpoints import DELETED_AT, Checkpoint, Deletion
@@ -22,7 +21,7 @@ from gateway.storage.retired_checkpoints import RetiredCheckpoints
 from gateway.tenants.access import Access
 from gateway.tenants.caller import Caller
 from gateway.tenants.ledger import Ledger, audit_event
-from tinsmith.rpc.errors import CheckpointNotFound, InvalidRequest, NotFound, NotReady, ServiceError, from_rpc_error
+from tinsmith.rpc.errors import CheckpointNotFound, InvalidRequest, NotFound, NotReady, ServiceError
 from tinsmith.rpc.paths import TinkerPath
 from tinsmith.v1 import trainer_pb2, types_pb2
 
@@ -119,35 +118,24 @@ class Checkpoints:
             request = trainer_pb2.GetCheckpointRequest(location=path.location)
             try:
                 reply = await trainer.stub.GetCheckpoint(request)
-            except grpc.aio.AioRpcError as error:
-                if is_lost(error):
-                    raise NotReady(f"the trainer at {trainer.address} cannot be asked for {path}") from error
-                cause = from_rpc_error(error)
-                if isinstance(cause, NotFound):
-                    continue
-                raise cause from error
+            except NotReady as error:
+                raise NotReady(f"the trainer at {trainer.address} cannot be asked for {path}") from error
+            except NotFound:
+                continue
             return reply.checkpoint
         return None
 
     async def files(self, checkpoint: Checkpoint) -> Sequence[types_pb2.CheckpointFile]:
         """The files of the checkpoint. Raises CheckpointNotFound and NotReady."""
         trainer = self._clients.find_trainer(checkpoint.base_model)
-        try:
-            reply = await trainer.stub.GetCheckpoint(trainer_pb2.GetCheckpointRequest(location=checkpoint.location))
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
+        reply = await trainer.stub.GetCheckpoint(trainer_pb2.GetCheckpointRequest(location=checkpoint.location))
         return list(reply.files)
 
     async def verify(self, checkpoint: Checkpoint) -> trainer_pb2.VerifyCheckpointResponse:
         """Has the trainer read and check every file. Raises CheckpointNotFound, NotReady, and DataCorrupted for a
         damaged manifest; damaged files are in the reply."""
         trainer = self._clients.find_trainer(checkpoint.base_model)
-        try:
-            return await trainer.stub.VerifyCheckpoint(
-                trainer_pb2.VerifyCheckpointRequest(location=checkpoint.location)
-            )
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
+        return await trainer.stub.VerifyCheckpoint(trainer_pb2.VerifyCheckpointRequest(location=checkpoint.location))
 
     # Changes
 
@@ -261,10 +249,7 @@ class Checkpoints:
         trainer: Trainer = self._clients.find_trainer(checkpoint.base_model)
         await self._retired.keep_for_samplers(checkpoint)
         request = trainer_pb2.DeleteCheckpointRequest(location=checkpoint.location, version_id=checkpoint.version_id)
-        try:
-            await trainer.stub.DeleteCheckpoint(request)
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
+        await trainer.stub.DeleteCheckpoint(request)
         return await self._store.checkpoints.delete(checkpoint.path, version_id=checkpoint.version_id)
 
     def record(self, event: str, checkpoint: Checkpoint, *, owner: str, **details: Any) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import grpc.aio
-
-from gateway.clients import Clients, Trainer, meaning
+from gateway.clients import Clients, Trainer
 from gateway.convert import checkpoint_row, ttl_of
 from gateway.database.operations import COPY
 from gateway.database.store import Store
@@ -111,10 +109,7 @@ class Copies:
         async with self._transfers.noted(operation):
             try:
                 reply = await trainer.stub.CopyCheckpoint(request)
-            except grpc.aio.AioRpcError as error:
-                cause = meaning(error)
-                if not isinstance(cause, CheckpointExists):
-                    raise cause from error
+            except CheckpointExists:
                 row = await self._made_before(source, path, ttl_seconds=ttl_seconds, caller=caller)
             else:
                 row = checkpoint_row(reply.checkpoint, owner=owner)

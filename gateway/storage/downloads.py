@@ -20,7 +20,6 @@ from starlette.requests import Request
 from gateway.clients import Trainer
 from gateway.config import GatewayConfig
 from gateway.database.store import Store
-from tinsmith.rpc.errors import from_rpc_error
 from tinsmith.v1 import trainer_pb2, types_pb2
 
 
@@ -158,11 +157,7 @@ async def _open_file(
 ) -> AsyncIterator[bytes]:
     request = trainer_pb2.ReadCheckpointFileRequest(location=location, name=name, offset=offset, num_bytes=num_bytes)
     call = trainer.stub.ReadCheckpointFile(request)
-    try:
-        first = await call.read()
-    except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error) from error
-    return _pieces(call, first)
+    return _pieces(call, await call.read())
 
 
 async def _pieces(call: Any, first: Any) -> AsyncIterator[bytes]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import grpc.aio
 from starlette.exceptions import HTTPException
 
-from gateway.clients import Clients, Trainer, meaning
+from gateway.clients import Clients, Trainer
 from gateway.config import GatewayConfig
 from gateway.convert import checkpoint_row, ttl_of
 from gateway.database.operations import IMPORT
@@ -20,7 +20,7 @@ from gateway.database.tables.checkpoints import Checkpoint
 from gateway.storage.transfers import Transfers
 from gateway.tenants.caller import Caller
 from gateway.tenants.limits import PATIENCE_S, Hold, Limits
-from tinsmith.rpc.errors import RateLimited
+from tinsmith.rpc.errors import RateLimited, ServiceError
 from tinsmith.rpc.paths import TinkerPath
 from tinsmith.v1 import trainer_pb2
 
@@ -151,13 +151,11 @@ class Imports:
                 await self._write(call, last)
                 await call.done_writing()
             return await call
-        except grpc.aio.AioRpcError as error:
-            raise meaning(error) from error
         finally:
             call.cancel()
 
     @staticmethod
     async def _write(call: grpc.aio.StreamUnaryCall, request: trainer_pb2.ImportCheckpointRequest) -> None:
         # `_send` reads the error of a call that has ended once the client has sent everything.
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        with contextlib.suppress(ServiceError, asyncio.InvalidStateError):
             await call.write(request)

@@ -12,14 +12,13 @@ import logging
 import time
 from typing import Any
 
-import grpc.aio
 from sqlalchemy import ColumnElement, and_, delete, exists, or_, select
 
 from gateway.clients import Clients
 from gateway.database.store import Store
 from gateway.database.tables.checkpoints import Checkpoint, RetiredCheckpoint
 from gateway.database.tables.sessions import Model, SamplingSession, Session
-from tinsmith.rpc.errors import CheckpointExists, CheckpointNotFound, ServiceError, from_rpc_error
+from tinsmith.rpc.errors import CheckpointExists, CheckpointNotFound, ServiceError
 from tinsmith.rpc.paths import RETIRED
 from tinsmith.v1 import trainer_pb2
 
@@ -58,14 +57,10 @@ class RetiredCheckpoints:
         trainer = self._clients.find_trainer(checkpoint.base_model)
         try:
             await trainer.stub.CopyCheckpoint(trainer_pb2.CopyCheckpointRequest(source=source, destination=location))
-        except grpc.aio.AioRpcError as error:
-            match cause := from_rpc_error(error):
-                case CheckpointExists():
-                    pass
-                case CheckpointNotFound():
-                    return  # the files are gone already
-                case _:
-                    raise cause from error
+        except CheckpointExists:
+            pass
+        except CheckpointNotFound:
+            return  # the files are gone already
         # A client that deletes the checkpoint and the reaper may both add this row.
         row = self._store.insert(RetiredCheckpoint).values(
             location=location,
@@ -87,8 +82,8 @@ class RetiredCheckpoints:
             try:
                 trainer = self._clients.find_trainer(row.base_model)
                 await trainer.stub.DeleteCheckpoint(trainer_pb2.DeleteCheckpointRequest(location=row.location))
-            except (ServiceError, grpc.aio.AioRpcError) as error:
-                logger.warning("%s cannot be deleted now: %s", row.location, error)
+            except ServiceError as error:
+                logger.warning("%s cannot be deleted now: %s", row.location, error.message)
                 continue
             async with self._store.begin() as db:
                 await db.execute(delete(RetiredCheckpoint).where(RetiredCheckpoint.location == row.location))

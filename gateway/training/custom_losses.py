@@ -9,11 +9,10 @@ import asyncio
 import json
 import time
 
-import grpc.aio
 import orjson
 
 from gateway.answers import Answer
-from gateway.clients import Clients, is_lost
+from gateway.clients import Clients
 from gateway.config import GatewayConfig
 from gateway.database.store import Store
 from gateway.database.tables.operations import CustomLoss
@@ -21,7 +20,7 @@ from gateway.futures import Futures, Gone, Pending
 from gateway.http import schemas
 from gateway.http.body import fingerprint
 from gateway.training.refusals import Refusals
-from tinsmith.rpc.errors import InvalidRequest, NotReady, OutOfCapacity, SequenceConflict, ServiceError, from_rpc_error
+from tinsmith.rpc.errors import InvalidRequest, NotReady, OutOfCapacity, SequenceConflict, ServiceError
 from tinsmith.v1 import trainer_pb2
 
 KIND = "create_custom_loss"
@@ -94,8 +93,6 @@ class CustomLosses:
                 await trainer.stub.CheckCustomLoss(request, wait_for_ready=True)
         except TimeoutError:
             raise NotReady(f"the trainer at {trainer.address} cannot be asked now") from None
-        except grpc.aio.AioRpcError as error:
-            raise NotReady(error.details() or "") if is_lost(error) else from_rpc_error(error) from error
 
     async def attach(self, request_id: str) -> None:
         """Makes a future for a stored loss. Raises Gone when no loss is stored under this id."""

@@ -8,10 +8,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 from weakref import WeakValueDictionary
 
-import grpc.aio
 from cachetools import LRUCache
 
-from gateway.clients import Clients, meaning
+from gateway.clients import Clients
 from gateway.database.tables.sessions import Model
 from gateway.futures import Futures
 from tinsmith.rpc.errors import InvalidRequest, ModelNotFound, NotReady, ResultNotFound
@@ -65,16 +64,12 @@ class Numbers:
                 return number
         except TimeoutError:
             raise NotReady("the trainer cannot be reached to number this operation; send it again") from None
-        except grpc.aio.AioRpcError as error:
-            raise meaning(error) from error
 
     async def _next_to_run(self, stub: Any, model_id: str) -> int:
         try:
             reply = await stub.GetModel(pb.GetModelRequest(model_id=model_id))
-        except grpc.aio.AioRpcError as error:
-            if isinstance(meaning(error), ModelNotFound):
-                return 1  # the model is still being created
-            raise
+        except ModelNotFound:
+            return 1  # the model is still being created
         return max(1, reply.model.next_seq_id)
 
     async def _is_taken(self, stub: Any, model_id: str, number: int) -> bool:
@@ -82,8 +77,6 @@ class Numbers:
             return True
         try:
             await stub.DescribeOperation(pb.DescribeOperationRequest(model_id=model_id, seq_id=number))
-        except grpc.aio.AioRpcError as error:
-            if isinstance(meaning(error), ResultNotFound):
-                return False
-            raise
+        except ResultNotFound:
+            return False
         return True

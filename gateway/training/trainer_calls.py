@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import grpc.aio
-
-from gateway.clients import Clients, is_lost
+from gateway.clients import Clients
 from gateway.futures import Pending
 from gateway.reports import ran_of
 from tinsmith.rpc.errors import (
@@ -16,7 +14,6 @@ from tinsmith.rpc.errors import (
     ResultNotFound,
     SequenceConflict,
     ServiceError,
-    from_rpc_error,
 )
 from tinsmith.rpc.server import ACCEPTED
 from tinsmith.v1 import trainer_pb2 as pb
@@ -71,10 +68,11 @@ class TrainerCalls:
                 pending.ran = ran_of(await call.trailing_metadata())
                 return reply
             raise ServiceError(f"the trainer ended {pending.request_id} without a reply")
-        except grpc.aio.AioRpcError as error:
-            if not is_lost(error):
-                pending.ran = ran_of(error.trailing_metadata())
-                raise from_rpc_error(error) from error
+        except NotReady:
+            pass
+        except ServiceError:
+            pending.ran = ran_of(await call.trailing_metadata())
+            raise
         pending.progress.paused(_UNREACHABLE)
         try:
             return await self.wait_result(base_model, seq_id, pending=pending)
@@ -95,14 +93,14 @@ class TrainerCalls:
             call = trainer.stub.WaitResult(request, wait_for_ready=True)
             try:
                 found = await call
-            except grpc.aio.AioRpcError as error:
-                if not is_lost(error):
-                    pending.ran = ran_of(error.trailing_metadata())
-                    raise from_rpc_error(error) from error
+            except NotReady:
                 pending.progress.paused(_UNREACHABLE)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, 2.0)
                 continue
+            except ServiceError:
+                pending.ran = ran_of(await call.trailing_metadata())
+                raise
             pending.ran = ran_of(await call.trailing_metadata())
             return getattr(found, found.WhichOneof("result"))
 
@@ -122,6 +120,6 @@ async def _error(call: Any) -> ServiceError | None:
     """The error of a call that is done; None when it succeeded."""
     try:
         await call.wait_for_connection()
-    except grpc.aio.AioRpcError as error:
-        return NotReady(error.details() or "") if is_lost(error) else from_rpc_error(error)
+    except ServiceError as error:
+        return error
     return None

@@ -6,7 +6,6 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import grpc.aio
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -33,7 +32,6 @@ from tinsmith.rpc.errors import (
     SequenceConflict,
     ServiceError,
     Unsupported,
-    from_rpc_error,
 )
 from tinsmith.rpc.words import word_of
 from tinsmith.v1 import trainer_pb2, types_pb2
@@ -173,10 +171,7 @@ async def get_info(request: Request) -> Response:
     )
     rank = model.lora_rank
     if rank is None:
-        try:
-            reply = await trainer.stub.GetModel(trainer_pb2.GetModelRequest(model_id=model_id))
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
+        reply = await trainer.stub.GetModel(trainer_pb2.GetModelRequest(model_id=model_id))
         rank = reply.model.lora_config.rank
     is_path = model.base_model.startswith(("/", ".", "~"))
     return json_response(

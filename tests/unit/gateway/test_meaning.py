@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from grpc.aio import AioRpcError, Metadata
 
-from gateway.clients import meaning
+from gateway.channel import meaning
 from tinsmith.rpc.errors import InvalidRequest, to_status
 
 

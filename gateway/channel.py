@@ -1,0 +1,109 @@
+"""Channels to trainers and samplers. A failed call raises the ServiceError that it means."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from tinsmith.rpc import channel as rpc
+from tinsmith.rpc.errors import EngineDead, NotReady, ServiceError, from_rpc_error, is_from_service
+from tinsmith.rpc.tls import Certificates
+
+_KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
+_LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+"""Codes of a service that went away or is not ready, so that the call may be made again."""
+_NESTED = ("request", "chat", "header")
+"""Fields of gRPC requests (StreamSample, Tokenize, ImportCheckpoint) whose content HTTP requests have at their root."""
+
+
+class ConnectionLost(NotReady):
+    """The connection broke with a call in work, so it is not known what became of the call."""
+
+
+class DeadlineExceeded(ServiceError):
+    """The service did not answer within the call's timeout."""
+
+    code, reason = "DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED"
+
+
+def connect(
+    address: str, *, api_key: str = "", certificates: Certificates | None = None, resends: bool = True
+) -> grpc.aio.Channel:
+    """`tinsmith.rpc.channel.connect`, but calls raise `meaning(error)` instead of AioRpcError."""
+    channel = rpc.connect(address, api_key=api_key, certificates=certificates, resends=resends)
+    for kind in _KINDS:
+        setattr(channel, kind, _mapped(getattr(channel, kind)))
+    return channel
+
+
+def _mapped(make: Callable[..., Any]) -> Callable[..., Any]:
+    def make_mapped(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+        start = make(*args, **kwargs)
+        return lambda *args, **kwargs: _Call(start(*args, **kwargs))
+
+    return make_mapped
+
+
+class _Call:
+    """A call of an RPC. Not an interceptor, for the reason that `tinsmith.rpc.channel` gives."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._call, name)
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        with _meant():
+            return (yield from self._call.__await__())
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self
+
+    async def __anext__(self) -> Any:
+        if (message := await self.read()) is grpc.aio.EOF:
+            raise StopAsyncIteration
+        return message
+
+    async def read(self) -> Any:
+        with _meant():
+            return await self._call.read()
+
+    async def write(self, request: Any) -> None:
+        with _meant():
+            await self._call.write(request)
+
+    async def done_writing(self) -> None:
+        with _meant():
+            await self._call.done_writing()
+
+    async def wait_for_connection(self) -> None:
+        with _meant():
+            await self._call.wait_for_connection()
+
+
+@contextmanager
+def _meant() -> Iterator[None]:
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise meaning(error) from error
+
+
+def meaning(error: grpc.aio.AioRpcError) -> ServiceError:
+    """The ServiceError of a failed call. NotReady when the service is lost: ConnectionLost unless it said so itself."""
+    meant = from_rpc_error(error)
+    for message in _NESTED:
+        meant.move(f"{message}.", "")
+    if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED and not is_from_service(error):
+        return DeadlineExceeded(meant.message)
+    if error.code() not in _LOST or isinstance(meant, EngineDead):
+        return meant
+    is_broken = error.code() == grpc.StatusCode.UNAVAILABLE and not is_from_service(error)
+    return (ConnectionLost if is_broken else NotReady)(error.details() or "the service went away")
