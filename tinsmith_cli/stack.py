@@ -23,7 +23,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
-from tinsmith.cores import make_page, usable_cores
+from tinsmith.cores import SPINS, make_page, usable_cores
 from tinsmith.rpc.auth import is_loopback
 from tinsmith.rpc.channel import connect, wait_serving
 from tinsmith.rpc.tls import Certificates, pinned
@@ -33,11 +33,6 @@ from tinsmith_cli.settings import Settings
 from tinsmith_cli.supervisor import Service
 
 _HEALTH_TIMEOUT_S = 2.0
-_SPINS = "2000"
-"""Rounds that an OpenMP thread (of GNU's library, which torch has) spins for work before it sleeps. A pass has hundreds
-of operations, and to wake a thread takes as long as a short one: with two threads on `small`, 8 tokens took 70 ms
-without spinning and 25 ms with it, 4,096 tokens 2.9 s and 2.0 s. Beside a process that takes one of the two cores,
-spinning costs a twentieth of a pass of 1,024 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +257,7 @@ class Stack:
             env={
                 "OMP_NUM_THREADS": str(threads),
                 "OMP_WAIT_POLICY": "PASSIVE",
-                "GOMP_SPINCOUNT": _SPINS,
+                "GOMP_SPINCOUNT": SPINS,
                 "TOKENIZERS_PARALLELISM": "false",
                 # torch's store asks for the name of every peer: a lost DNS packet would stall a group for 5 seconds.
                 "RES_OPTIONS": "timeout:1 attempts:2",
